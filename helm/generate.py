@@ -116,8 +116,10 @@ def _router(kind: Kind) -> Schema:
     """Describe what an option takes."""
     if kind.value_type is bool:
         return {"type": "boolean"}
-    if kind.choices:
+    if kind.choices and not kind.is_open:
         return {"type": "string", "enum": list(kind.choices)}
+    if kind.is_open:
+        return {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
     if kind.value_type is str:
         return {"type": "string", "minLength": 1}
     bounds = {"minimum": kind.least, "exclusiveMinimum": kind.above, "maximum": kind.most}

@@ -155,10 +155,10 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         new_id=new_id,
         new_transfer=new_transfer,
         request_over=telemetry.request_over,
-        reports=settings.load_reports and settings.prefill_policy is not PolicyName.ROUND_ROBIN,
+        reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN,
         spans=traces,
     )
-    fleet.later, telemetry.legs_under_way = telemetry.later, requests.engines_of_legs
+    fleet.later, telemetry.legs_under_way, telemetry.stepped = telemetry.later, requests.engines_of_legs, fleet.stepped
     checks = HttpChecks(
         timeout_s=settings.health_check_timeout_s,
         headers=lambda role: outbound.headers(role, ()),

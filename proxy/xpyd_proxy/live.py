@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.fleet.registry import Registry
@@ -17,6 +17,7 @@ from xpyd_proxy.requests.service import Requests
 from xpyd_proxy.settings import KvEvents, PolicyName, Settings
 
 logger = logging.getLogger(__name__)
+_BY_CACHE: Final = frozenset({PolicyName.PREFIX, PolicyName.EXPECTED_TTFT})
 _Addresses: TypeAlias = Mapping[Role, Mapping[str, Target]]
 
 
@@ -84,11 +85,14 @@ def check(settings: Settings) -> None:
         )
     if settings.api_keys_file is None and (settings.max_key_concurrency or settings.max_key_rate):
         raise ConfigError("max_key_concurrency and max_key_rate need api_keys_file: without keys all clients are one")
-    if settings.kv_events is KvEvents.AUTO and PolicyName.PREFIX not in (
-        settings.prefill_policy,
-        settings.decode_policy,
-    ):
-        raise ConfigError("kv_events is auto, and no policy asks for it: write prefill_policy or decode_policy prefix")
+    policies = {settings.prefill_policy, settings.decode_policy}
+    if settings.kv_events is KvEvents.AUTO and policies.isdisjoint(_BY_CACHE):
+        raise ConfigError(
+            "kv_events is auto, and no policy asks for it: write prefill_policy or decode_policy prefix, "
+            "or both expected_ttft"
+        )
+    if settings.max_decode_itl_s and PolicyName.EXPECTED_TTFT not in policies:
+        raise ConfigError("max_decode_itl_s needs the policy expected_ttft: no other knows what a prompt costs")
 
 
 def addresses_of(settings: Settings) -> _Addresses:

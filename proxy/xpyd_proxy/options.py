@@ -18,6 +18,7 @@ from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.io.files import read_text
+from xpyd_proxy.io.routing_plugins import installed_policies
 from xpyd_proxy.settings import FIRST, Kind, Option, Settings
 
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+")
@@ -82,13 +83,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 type=partial(read, one.kind),
                 default=argparse.SUPPRESS,
                 metavar=one.kind.metavar,
-                help=f"{one.option.help} (default: {one.default_text})",
+                help=f"{one.option.help}{_open_choices(one.kind)} (default: {one.default_text})",
                 **more,
             )
             if choices := one.kind.choices:
                 action.completer = lambda choices=choices, **_: choices  # type: ignore[attr-defined]
         if group is FIRST:
             part.add_argument("--config", metavar="FILE", help="TOML, with these names as keys (connect_timeout_s = 5)")
+
+
+def _open_choices(kind: Kind) -> str:
+    """Name the choices where there may be more; others are the metavar."""
+    return f": {', '.join(kind.choices)}, or one that is installed" if kind.is_open else ""
 
 
 def serve_settings(args: argparse.Namespace) -> Settings:
@@ -162,6 +168,8 @@ def read(kind: Kind, text: str) -> object:
 
 
 def _value(kind: Kind, text: str) -> object | None:
+    if kind.is_open and text not in kind.choices:
+        return _CHECKS[kind.metavar](text)
     if kind.choices:
         return (text == "true" if kind.value_type is bool else kind.value_type(text)) if text in kind.choices else None
     if kind.value_type is str:
@@ -203,6 +211,7 @@ _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
     "HOST": _host,
     "URL": lambda text: text if text.startswith(("http://", "https://")) else None,
     "STORE": _store,
+    "POLICY": lambda text: text if text in installed_policies() else None,
     "HEADER": lambda text: text if _SESSION_NAME.fullmatch(text) else None,
 }
 

@@ -66,6 +66,7 @@ class PolicyName(StrEnum):
     POWER_OF_TWO = "power_of_two"  # the less loaded of two that chance picks
     SESSION = "session"  # the same engine for all requests of a session; without one, the least loaded
     PREFIX = "prefix"  # the engine that has seen the longest beginning of the prompt, unless it is overloaded
+    EXPECTED_TTFT = "expected_ttft"  # for both legs: the two engines whose first token is expected first
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Kind:
     above: float | None = None  # less than any value
     most: float = ENDLESS
     choices: tuple[str, ...] = ()
+    is_open: bool = False  # there may be more choices: options.py checks for them by the metavar
     unit: str = ""
 
 
@@ -110,6 +112,15 @@ class Group:
         return field(default=None, repr=False, metadata={"option": said})
 
 
+PolicyChoice = Annotated[
+    str,
+    Kind(
+        f"a policy: write {', '.join(PolicyName)}, or the name of one that is installed",
+        "POLICY",
+        choices=tuple(PolicyName),
+        is_open=True,
+    ),
+]
 File = Annotated[str, Kind("", "FILE")]
 Selector = Annotated[str, Kind("", "LABEL=VALUE")]
 Address = Annotated[str, Kind("", "ENGINE")]
@@ -164,8 +175,8 @@ class Settings:
     port: Port = FIRST.option(8000, "TCP port to listen on; 0 lets the system choose", chart="router.port")
     api_keys_file: File | None = FIRST.option(None,
         "keys that clients must show, one name:key a line", live=True, chart="router.apiKeys.secretName")
-    prefill_policy: PolicyName = FIRST.option(PolicyName.ROUND_ROBIN, "how the engine of the prefill leg is chosen")
-    decode_policy: PolicyName = FIRST.option(PolicyName.ROUND_ROBIN, "how the engine of the decode leg is chosen")
+    prefill_policy: PolicyChoice = FIRST.option(PolicyName.ROUND_ROBIN, "how the engine of the prefill leg is chosen")
+    decode_policy: PolicyChoice = FIRST.option(PolicyName.ROUND_ROBIN, "how the engine of the decode leg is chosen")
     kv_transfer_mode: KvTransferMode = FIRST.option(KvTransferMode.AUTO,
         "pull: one leg after the other; push: both at once; auto: as each prefill engine says")
     log_level: LogLevel = FIRST.option(LogLevel.INFO, "least severe records that the log shows", live=True)
@@ -179,10 +190,12 @@ class Settings:
         "decode engines serve alone while there is no prefill engine", live=True)
     min_split_new_bytes: SomeBytes = ENGINES.option(0,
         "a prompt of whose JSON the decode engine lacks fewer bytes is served by it alone", live=True)
+    max_decode_itl_s: SomeSeconds = ENGINES.option(0.0,
+        "expected_ttft: longest pause in its streams for which a decode engine serves a prompt alone; 0: it never does")
     prefix_lifetime_s: Seconds = ENGINES.option(1800.0,
-        "time without use after which the prefix policy forgets what an engine has cached")
+        "time without use after which the policies prefix and expected_ttft forget what an engine has cached")
     kv_events: KvEvents = ENGINES.option(KvEvents.OFF,
-        "auto: the prefix policy goes by what engines tell of their caches, where they do")
+        "auto: the policies prefix and expected_ttft go by what engines tell of their caches, where they do")
     reuse_prompt_tokens: bool = ENGINES.option(False, "only the prefill engine renders and tokenizes a chat", live=True)
     first_token_from: FirstTokenFrom = ENGINES.option(FirstTokenFrom.DECODE,
         "prefill: clients of streams get the prefill engine's token at once, where the rest is exact", live=True)

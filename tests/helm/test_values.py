@@ -44,7 +44,7 @@ BAD = [
     ("router.settings.workers", 2),  # router.workers is
     ("router.settings.retrys", 2),
     ("router.settings.retries", -1),
-    ("router.settings.prefill_policy", "random"),
+    ("router.settings.prefill_policy", "by chance"),
     ("router.settings.port", 9),  # router.port is
     ("router.settings.admin_key", "hunter2"),  # a secret
     ("router.settings.allowed_instances", "10.0.0.0/8"),  # router.allowedInstances is

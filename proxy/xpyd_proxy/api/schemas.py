@@ -127,6 +127,9 @@ class ExplainResponse(BaseModel):
         "what was sent to it), sent"
     )
     min_split_new_bytes: int
+    expected_ms: dict[str, float] | None = Field(
+        description="Milliseconds that the request is expected to wait for its first token, by term (expected_ttft)"
+    )
 
 
 # What everybody gets

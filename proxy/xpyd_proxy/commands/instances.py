@@ -173,6 +173,8 @@ def _explain(router: _RouterClient, args: argparse.Namespace) -> str:
         for name, size in found["cached_bytes"].items()
     ]
     lines += [f"cached:   {count} tokens at {name}" for name, count in found.get("cached_tokens", {}).items()]
+    if expected := found.get("expected_ms"):
+        lines.append("expected: " + ", ".join(f"{name} {value:g} ms" for name, value in expected.items()))
     bodies = [(leg, found[f"{leg}_body"]) for leg in ("prefill", "decode")]
     lines += [f"{leg} body:\n{json.dumps(body, indent=2, ensure_ascii=False)}" for leg, body in bodies if body]
     return "\n".join(lines) + "\n"

@@ -70,6 +70,7 @@ class SingleEngineReason(FastStrEnum):
     UNUSUAL = "unusual_value"
     SHORT = "short_prompt"
     CACHED = "cached_prompt"  # the decode engine has nearly all of it
+    FASTER = "faster_alone"  # the decode engine is expected to be faster than a prefill engine and a transfer
     ONE_LEG = "one_leg"  # a call that generates no text
     NO_PREFILL = "no_prefill_engine"
     FEW_MATCH = "few_matching_engines"  # some fit, and too few of one role: a rollout is ahead there

@@ -8,6 +8,7 @@ import re
 from enum import auto
 from typing import Final
 
+from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role, SingleEngineReason, TransferId
 from xpyd_proxy.core.protocol.engine_errors import Failure
@@ -31,11 +32,12 @@ class RequestOutcome(FastStrEnum):
 class LegRecord:
     """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
 
-    __slots__ = ("instance", "ms")
+    __slots__ = ("expected", "instance", "ms")
 
     def __init__(self, instance: InstanceId, ms: float | None = None) -> None:
         self.instance = instance
         self.ms = ms
+        self.expected: ExpectedTime | None = None  # of a decode leg: what its engines were chosen by, if by that
 
 
 class Retry:
@@ -185,6 +187,9 @@ class RequestRecord:
             entries.append(_entry("mode", self.push, None))
         if self.cached is not None:
             entries.append(_entry("cached", "{} of {} bytes".format(*self.cached), None))
+        expected = None if self.decode is None else self.decode.expected
+        if expected is not None:
+            entries.append(_entry("expected", str(expected), expected.ttft_s * 1e3))
         for name, leg in (("prefill", self.prefill), ("decode", self.decode)):
             if leg is not None:
                 entries.append(_entry(name, leg.instance, leg.ms))

@@ -15,7 +15,7 @@ from prometheus_client.exposition import choose_encoder
 from xpyd_proxy.core.counters import Counters, Histogram, Key
 from xpyd_proxy.core.discovery.reconcile import Freshness
 from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.routing.fleet_groups import unpaired
 from xpyd_proxy.core.workers.reports import Whole, together
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -199,6 +199,7 @@ class _Collector:
         for role, count in unpaired(self._engines).items():
             alone.add_metric((role,), count)
         yield from (legs, alone)
+        yield from _speeds(members)
 
     def _queue(self) -> Iterator[_Family]:
         workers, refused = self._whole.all, Counter[Key]()
@@ -223,6 +224,25 @@ class _Collector:
             values = [one.process[name] for one in workers if name in one.process]
             kind = CounterMetricFamily if name == _CPU else GaugeMetricFamily
             yield kind(name, "Of all workers.", value=(min if name in _LEAST else sum)(values))
+
+
+def _speeds(members: Sequence[Member]) -> Iterator[_Family]:
+    """Say what was learned of engines, by the worker that is asked: nothing without the policy expected_ttft."""
+    text = "Tokens of prompts that an engine computes in a second, as its legs show."
+    rates = GaugeMetricFamily("xpyd_instance_prefill_tokens_per_second", text, labels=("instance",))
+    text = "Tokens of prompts that this router waits for an engine to compute."
+    queues = GaugeMetricFamily("xpyd_instance_queued_tokens", text, labels=("instance",))
+    text = "Seconds between two tokens of a stream of an engine, with the streams that it has now, as its streams show."
+    steps = GaugeMetricFamily("xpyd_instance_inter_token_latency_seconds", text, labels=("instance",))
+    for member in members:
+        name, speed = (member.instance.id,), member.speed
+        if speed.prefill.line is not None:
+            rates.add_metric(name, 1.0 / speed.prefill.line.slope_s)
+        if speed.prefill.line is not None or speed.computing.tokens:
+            queues.add_metric(name, speed.computing.tokens)
+        if speed.step.line is not None:
+            steps.add_metric(name, speed.step.line.at(len(speed.running)))
+    yield from (rates, queues, steps)
 
 
 def _discovery(sources: Sequence[Freshness]) -> Iterator[_Family]:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT
 from xpyd_proxy.core.model import GenerationRequest, Headers, Instance, InstanceId, LegRequest, Role, SingleEngineReason
 from xpyd_proxy.core.protocol.engine_errors import Failure, check_prefill, refused_decode
@@ -17,6 +18,7 @@ from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, Refused
+from xpyd_proxy.io.request_path.engine_costs import EngineCosts
 from xpyd_proxy.requests.intake import RequestPlan
 from xpyd_proxy.requests.leg_bodies import prefill_body
 from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
@@ -25,6 +27,7 @@ from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 _OK: Final = 200
+_FASTER: Final = SingleEngineReason.FASTER
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 _RANK: Final = b"x-data-parallel-rank"
 _RELEASES_MOST: Final = 16  # decode engines of which one is asked to free blocks
@@ -34,6 +37,7 @@ class Attempt(LegOwner):
     """One try. It is the LegOwner of its legs; the life's coroutine is woken when one of them has news."""
 
     __slots__ = (
+        "_expected",
         "_of",
         "_plan",
         "_settings",
@@ -70,6 +74,7 @@ class Attempt(LegOwner):
         self._shows = shows
         self._steps = life.steps
         self._span = life.span
+        self._expected: ExpectedTime | None = None  # what its engines were chosen by, until the decode leg is sent
         self._slot: Instance | None = None  # a decode engine whose slot is held until its leg is sent
         self.record = record
         self.chances = chances
@@ -92,8 +97,12 @@ class Attempt(LegOwner):
 
     def hold_slot(self, decode: Instance) -> None:
         """Hold a slot at the decode engine until its leg is sent: the handover must not wait."""
-        self._of.fleet.enter(decode, self.id)
+        fleet = self._of.fleet
+        fleet.enter(decode, self.id)
         self._slot = decode
+        if fleet.costs is not None:
+            fleet.costs.reserved(decode, self.id)
+            self._expected = fleet.costs.take_expected(self._plan.ask)
 
     def send_prefill(self, call: GenerationRequest, prefill: Instance, *, reuses: bool) -> PrefillLeg:
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
@@ -115,6 +124,7 @@ class Attempt(LegOwner):
         leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds, of.clock)
         leg.counts = self.record.single_reason is None
         self.decode, self.record.decode = leg, leg.record
+        leg.record.expected, self._expected = self._expected, None
         if prefill is not None and prefill.handover is not None and not prefill.is_followed:
             leg.follows = prefill.is_followed = True
             of.telemetry.handed_over(now - prefill.handed_over_at)
@@ -135,6 +145,8 @@ class Attempt(LegOwner):
             self._slot = None
         else:
             of.fleet.enter(instance, self.id)
+        if of.fleet.costs is not None:
+            self._note_sent(of.fleet.costs, leg)
         try:
             of.engines.tell(
                 leg,
@@ -147,6 +159,17 @@ class Attempt(LegOwner):
             )
         except EngineError as error:
             self.leg_failed(leg, error)
+
+    def _note_sent(self, costs: EngineCosts, leg: EngineLeg) -> None:
+        """Count what an engine has to do for a leg.
+
+        When it has done that is told by a prefill engine's answer, and by the first event of a stream; not by what is
+        pushed, which waits for the prefill engine.
+        """
+        decode, is_prefill = self.decode, leg is self.prefill
+        computes = is_prefill or self.prefill is None
+        is_timed = is_prefill or (self._plan.streams and (computes or (decode is leg and decode.follows)))
+        costs.sent(leg.instance, self.id, self._plan.ask, computes=computes, is_timed=is_timed)
 
     def _ranked(self, headers: Headers, instance: Instance) -> Headers:
         rank = instance.rank
@@ -166,9 +189,12 @@ class Attempt(LegOwner):
     def small_reason(self) -> SingleEngineReason | None:
         """Say why so little of the prompt is new to a decode engine that it serves it alone; None: it does not."""
         least, ask, fleet = self._settings.min_split_new_bytes, self._plan.ask, self._of.fleet
-        if not least:
+        if not (least or fleet.costs):
             return None
-        reason, cached = fleet.small(self.chances.among(fleet.usable(_DECODE)), ask, least)
+        decodes = self.chances.among(fleet.usable(_DECODE))
+        reason, cached = fleet.small(decodes, ask, least)
+        if fleet.costs is not None and reason is None and fleet.is_faster_alone(decodes, ask):
+            reason, self._expected = _FASTER, fleet.costs.take_expected(ask)
         if fleet.remembers and reason is not SingleEngineReason.SHORT:
             self.record.cached = cached, ask.blocks.size
         return reason
@@ -262,6 +288,8 @@ class Attempt(LegOwner):
         if self._shows:
             leg.first = of.handovers.first_token(call, leg.instance.id, handover, body, shows=leg.shows)
         leg.answered_s = _note_time(leg, came)
+        if of.fleet.costs is not None:
+            of.fleet.costs.answered(leg.instance, self.id, self._plan.ask, handover.counted)
         self._blame(leg.instance)
         leg.handed_over_at, leg.handover = came, handover
         if self._span is not None and self.decode is None:
@@ -302,6 +330,8 @@ class Attempt(LegOwner):
         leg.answered_s = _note_time(leg, now)
         self._blame(leg.instance)
         if leg.lines is not None:
+            if of.fleet.costs is not None:
+                of.fleet.costs.answered(leg.instance, self.id, self._plan.ask, None)
             self._time_tokens(leg, now)
             of.telemetry.later.add(of.proved, leg.instance, self.id, leg.answered_s, now)  # its end may be far off
             leg.answered_s = None
@@ -314,7 +344,8 @@ class Attempt(LegOwner):
 
     def _time_tokens(self, leg: DecodeLeg, now: float) -> None:
         """Have the reads of a stream timed; one that goes on for another has been quiet since that one's last."""
-        gaps = leg.gaps = self._of.telemetry.gaps(self._plan.path)
+        of, name = self._of, None if self._of.fleet.costs is None else leg.instance.id
+        gaps = leg.gaps = of.telemetry.gaps(self._plan.path, name)
         leg.read_at = now
         if self.record.last_token_at is not None:
             gaps.append(now - self.record.last_token_at)

@@ -36,7 +36,9 @@ from xpyd_proxy.core.model import RequestId, Role, RoutingHints
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from xpyd_proxy.core.routing.policies.expected_ttft import ExpectedTtft
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
+from xpyd_proxy.core.routing.policy_parts import PolicyParts
 from xpyd_proxy.core.routing.prompt_memory import PromptMemory
 from xpyd_proxy.core.schemas import NamedMetrics
 from xpyd_proxy.core.workers.reports import Whole
@@ -44,8 +46,9 @@ from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.caches import Caches
+from xpyd_proxy.io.request_path.engine_costs import EngineCosts
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
-from xpyd_proxy.io.request_path.policies import policies
+from xpyd_proxy.io.request_path.policies import ITL_WEIGHT, policy_of
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.reports import report_of
 from xpyd_proxy.settings import KvTransferMode, PolicyName, Settings
@@ -121,9 +124,13 @@ def registry_of(count, case="one revision"):
 
 def choice_of(registry, policy):
     load, caches = Loads(registry, time.monotonic).of, Caches(PromptMemory(1800.0), registry, time.monotonic)
-    by_name = policies(0, random.randrange, caches)
-    is_default = policy is PolicyName.ROUND_ROBIN
-    return RoundRobin() if is_default else PolicyPerLeg(by_name[policy](load), by_name[policy](load))
+    if policy is PolicyName.ROUND_ROBIN:
+        return RoundRobin()
+    if policy is PolicyName.EXPECTED_TTFT:
+        costs = EngineCosts(registry, caches, time.monotonic, weight=ITL_WEIGHT, itl_most_s=None)
+        return ExpectedTtft(costs, random.randrange)
+    parts = PolicyParts(load, random.randrange, 0, caches)
+    return PolicyPerLeg(policy_of(policy, parts), policy_of(policy, parts))
 
 
 def fleet_of(registry, choice):

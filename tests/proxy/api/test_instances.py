@@ -174,7 +174,7 @@ async def test_explaining_changes_nothing(policy):
         answer = await client.post("/v1/completions", json=PROMPT, headers=headers)
 
     pairs = {(one["prefill"], one["decode"]) for one in said}
-    if policy is not PolicyName.POWER_OF_TWO:
+    if policy not in (PolicyName.POWER_OF_TWO, PolicyName.EXPECTED_TTFT):  # chance picks one of equals
         assert len(pairs) == 1
         prefill, decode = pairs.pop()
         assert f'prefill;desc="{prefill}"' in answer.headers["server-timing"]

@@ -50,6 +50,12 @@ class Load:
         """Take in what the engine said."""
         self.report, self._reported = report, now
 
+    def waiting(self, *, now: float) -> int:
+        """Return how many requests the engine says are in its queue, whoever has sent them; 0 if it does not say."""
+        if self.report is None or now > self._reported + self.fresh_s:
+            return 0
+        return int(self.report.num_requests_waiting)
+
     def score(self, *, now: float) -> float:
         """Return a number that is higher the busier it is.
 

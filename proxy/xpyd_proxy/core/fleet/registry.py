@@ -7,6 +7,7 @@ from typing import Final
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
+from xpyd_proxy.core.fleet.engine_speed import EngineSpeed
 from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
 from xpyd_proxy.core.fleet.load import Load
 from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
@@ -56,6 +57,7 @@ class Member:
     instance: Instance
     life: EngineHealth
     load: Load = field(default_factory=Load)
+    speed: EngineSpeed = field(default_factory=EngineSpeed)  # filled in for the policy expected_ttft alone
     facts: EngineCapabilities = field(default_factory=EngineCapabilities)
     drain: Drain | None = None  # while it is drained
     retires: bool = False  # it is forgotten once it is drained

@@ -6,6 +6,7 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
+from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.model import (
     GenerationRequest,
@@ -42,6 +43,7 @@ class Explanation:
     decode: Instance
     prefill_body: bytes | None
     decode_body: bytes  # while the prefill engine has not answered, with words in place of its kv_transfer_params
+    expected: ExpectedTime | None = None  # what its engines were chosen by; None: no policy asks for it
 
 
 class KnownCaches(Protocol):
@@ -85,11 +87,10 @@ class Explainer:
             why, _ = pairing.small(decode, ask, settings.min_split_new_bytes)
         if why is None:
             try:
-                may_be_alone = settings.decode_only_fallback
-                prefill, chosen = pairing.pair(self.usable(Role.PREFILL), decode, ask, may_be_alone=may_be_alone)
-                if prefill is not None:
-                    return self._split(call, prefill, chosen)
-                return Explanation(f"single: {SingleEngineReason.FEW_MATCH}", None, chosen, None, encode(call.fields))
+                found = self._explain_pair(call, pairing, decode, ask)
+                if found is not None:
+                    return found
+                why = SingleEngineReason.FASTER
             except NoMatchingInstance as exc:
                 if not settings.decode_only_fallback:
                     raise
@@ -99,7 +100,21 @@ class Explainer:
                     raise
                 why = SingleEngineReason.NO_PREFILL
         chosen = pairing.one(decode, ask)
-        return Explanation(f"single: {why}", None, chosen, None, encode(call.fields))
+        return Explanation(f"single: {why}", None, chosen, None, encode(call.fields), pairing.expected)
+
+    def _explain_pair(
+        self, call: GenerationRequest, pairing: PairSelector, decode: Sequence[Instance], ask: RoutingHints
+    ) -> Explanation | None:
+        """Say which two engines would serve a request, or which one in its turn; None: one alone is faster."""
+        prefills = self.usable(Role.PREFILL)
+        if pairing.is_faster_alone(prefills, decode, ask):
+            return None
+        may_be_alone = self.settings().decode_only_fallback
+        prefill, chosen = pairing.pair(prefills, decode, ask, may_be_alone=may_be_alone)
+        if prefill is not None:
+            return replace(self._split(call, prefill, chosen), expected=pairing.expected)
+        why = f"single: {SingleEngineReason.FEW_MATCH}"
+        return Explanation(why, None, chosen, None, encode(call.fields), pairing.expected)
 
     def _explain_first(self, call: GenerationRequest, prompts: Sequence[msgspec.Raw]) -> Explanation:
         """Say what would become of several prompts: each goes its own way if the first one would be split."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import Final, Protocol, Self, TypeAlias
 
+from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fleet import compatibility
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
@@ -36,6 +37,20 @@ class PairPolicy(Policy, Protocol):
 
     def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
         """Return two engines that fit; every engine of either side fits one of the other side."""
+        ...
+
+
+class WeighingPolicy(PairPolicy, Protocol):
+    """A choice that knows what each engine would take for a request, and so whether it is worth two of them."""
+
+    latest: ExpectedTime | None  # what is expected of the latest choice
+
+    def cached(self, among: Among, ask: RoutingHints, /) -> int:
+        """Return how many bytes of the prompt the decode engine has that ``one`` returns next for this request."""
+        ...
+
+    def alone(self, prefill: Among, decode: Among, ask: RoutingHints, /) -> bool:
+        """Tell whether the decode engine that ``one`` returns next is expected to be faster than any pair."""
         ...
 
 
@@ -92,6 +107,7 @@ class PairSelector:
     decode_cache: Callable[[Among, RoutingHints], int] | None = None  # None: the decode policy remembers nothing
     cache_holders: Callable[[Among, RoutingHints], Among] | None = None  # decode engines that its cache prefers, if any
     turns: GroupTurns = field(default_factory=GroupTurns)
+    weighing: WeighingPolicy | None = None  # the choice, if it also decides whether a decode engine serves alone
     _seen: dict[tuple[str | None, int | None], _Seen] = field(
         default_factory=dict[tuple[str | None, int | None], _Seen]
     )
@@ -146,14 +162,32 @@ class PairSelector:
         """
         if len(ask.prompt) < least:
             return SingleEngineReason.SHORT, 0
-        if not least or self.decode_cache is None:
+        cache = self.decode_cache if self.weighing is None else self.weighing.cached
+        if not least or cache is None:
             return None, 0
-        cached = self.decode_cache(self._alone(decode, ask), ask)
+        cached = cache(self._alone(decode, ask), ask)
         return (SingleEngineReason.CACHED if ask.blocks.size - cached < least else None), cached
+
+    def is_faster_alone(self, prefill: Among, decode: Among, ask: RoutingHints) -> bool:
+        """Tell whether the engine that ``one`` returns next is faster than any pair; raises what ``pair`` raises."""
+        return self.weighing is not None and self.weighing.alone(*self._serving_both(prefill, decode, ask), ask)
+
+    @property
+    def expected(self) -> ExpectedTime | None:
+        """What is expected of the latest choice; None: the policies do not ask for it."""
+        return None if self.weighing is None else self.weighing.latest
 
     def copy(self) -> "PairSelector":
         """Return one that chooses alike, and whose choices leave no trace here."""
-        return PairSelector(self.registry, self.choice.copy(), self.decode_cache, self.cache_holders, self.turns.copy())
+        weighing = None if self.weighing is None else self.weighing.copy()
+        return PairSelector(
+            self.registry,
+            self.choice.copy() if weighing is None else weighing,
+            self.decode_cache,
+            self.cache_holders,
+            self.turns.copy(),
+            weighing,
+        )
 
     def _alone(self, decode: Among, ask: RoutingHints) -> Among:
         """List the engines of which one may serve the request alone; one that waits for its trial gets it."""

@@ -1,7 +1,7 @@
 """The engines as the relay meets them: reads the clock, and asks and tells the cores."""
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities
@@ -13,6 +13,7 @@ from xpyd_proxy.core.model import (
     ANY,
     GenerationRequest,
     Instance,
+    InstanceId,
     RequestId,
     Role,
     RoutingHints,
@@ -23,13 +24,18 @@ from xpyd_proxy.core.protocol.kv_transfer_check import cached_share
 from xpyd_proxy.core.protocol.prompt_ids import may_tell_ids
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.pairing import Chosen, PairSelector
+from xpyd_proxy.errors import NoInstance
 from xpyd_proxy.io.request_path.caches import Caches
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
 from xpyd_proxy.io.request_path.prompt_learner import PromptLearner
 
+if TYPE_CHECKING:
+    from xpyd_proxy.io.request_path.engine_costs import EngineCosts
+
 _PREFILL: Final = Role.PREFILL
 _OURS: Final = "xpyd"  # an engine's metrics show which connector it has
 _FAR: Final = 0.5  # of what was expected in a cache: with less the engine has evicted it; blocks are whole ones
+_BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)
 _HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
 
 
@@ -59,15 +65,22 @@ class LiveFleet:
         *,
         remembers: bool = False,
         learner: PromptLearner | None = None,
+        costs: "EngineCosts | None" = None,
     ) -> None:
         self.registry = registry
         self.caches = caches  # None: no policy asks for them
         self.remembers = remembers  # the policy of decode engines asks for them
         self.learner = learner  # None: nobody asks for the tokens of texts
+        self.costs = costs  # None: no policy asks what engines take for a request
         self._pairs = pairs
         self._learned = learned  # what prefill engines say in their answers
         self._clock = clock  # seconds; only differences count
         self.later = DeferredCalls()  # what went well and has yet to be told here
+
+    @property
+    def stepped(self) -> Callable[[InstanceId, list[float]], None] | None:
+        """What learns from the seconds between tokens; None: no policy asks for them."""
+        return None if self.costs is None else self.costs.stepped
 
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List all engines of a role."""
@@ -131,12 +144,19 @@ class LiveFleet:
         """Say why one engine serves a small prompt alone, and how many bytes of it that one has (PairSelector)."""
         return self._pairs.small(decode, ask, least)
 
+    def is_faster_alone(self, decode: Sequence[Instance], ask: RoutingHints, /) -> bool:
+        """Tell whether the engine that ``one`` returns next is expected to serve a prompt faster than two engines."""
+        try:
+            return self._pairs.is_faster_alone(self.usable(Role.PREFILL), decode, ask)
+        except NoInstance:  # whoever chooses two engines finds the same, and says what follows
+            return False
+
     def remember(self, decode: Instance, ask: RoutingHints, record: RequestRecord) -> bool:
         """A decode engine has answered, and keeps prompt and answer; False: it has not kept what it was sent for."""
         caches = self.caches
         if caches is None:
             return True
-        if record.single_reason is SingleEngineReason.CACHED and record.cached is not None:
+        if record.single_reason in _BY_CACHE and record.cached is not None:
             share, (cached, size) = cached_share(b"".join(record.end)), record.cached
             if share is not None and share * size < _FAR * cached:
                 caches.forget(decode, ask, share)
@@ -198,6 +218,8 @@ class LiveFleet:
     def leave(self, instance: Instance, request: RequestId) -> None:
         """Stop to count it when it has left as often."""
         if (member := self.registry.get(instance.id)) is not None and member.load.leave(request):
+            if self.costs is not None:
+                member.speed.leave(request, self._clock())
             if member.life.state is _HALF_OPEN:
                 self.later.settle()  # that it has served its trial may be among what waits
             member.life.released(request)

@@ -1,39 +1,46 @@
 """What each policy is made of, and the fleet that they choose from."""
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet.cache_index import CacheIndex
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.known_prompts import KnownPrompts
-from xpyd_proxy.core.model import Instance
 from xpyd_proxy.core.routing.pairing import PairPolicy, PairSelector, Policy, PolicyPerLeg
+from xpyd_proxy.core.routing.policies.expected_ttft import ExpectedTtft
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
-from xpyd_proxy.core.routing.policies.prefix import Prefix, PromptCaches
+from xpyd_proxy.core.routing.policies.prefix import Prefix
 from xpyd_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
+from xpyd_proxy.core.routing.policy_parts import PolicyParts
 from xpyd_proxy.core.routing.prompt_memory import PromptMemory
+from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.request_path.caches import Caches
+from xpyd_proxy.io.request_path.engine_costs import EngineCosts
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.request_path.prompt_learner import PromptLearner
+from xpyd_proxy.io.routing_plugins import installed_policy
 from xpyd_proxy.settings import PolicyName, Settings
 
 Dice: TypeAlias = Callable[[int], int]  # dice(n): 0 to n-1
 
 
-def policies(
-    turn: int, dice: Dice, caches: PromptCaches
-) -> Mapping[PolicyName, Callable[[Callable[[Instance], float]], Policy]]:
-    """Say what each policy is made of: the load of an engine, chance, what is cached, and the turn to begin with."""
-    return {
-        PolicyName.ROUND_ROBIN: lambda _: RoundRobin(Rotation(turn), Rotation(turn)),
-        PolicyName.LEAST_LOADED: lambda load: LeastLoaded(load, turn),
-        PolicyName.POWER_OF_TWO: lambda load: PowerOfTwo(load, dice),
-        PolicyName.SESSION: lambda load: Session(LeastLoaded(load, turn)),
-        PolicyName.PREFIX: lambda load: Prefix(load, LeastLoaded(load, turn), caches),
-    }
+ITL_WEIGHT: Final = 4.0  # tokens for which the time between tokens counts beside the time to first token
+_OWN: Final[Mapping[str, Callable[[PolicyParts], Policy]]] = {
+    PolicyName.ROUND_ROBIN: lambda parts: RoundRobin(Rotation(parts.turn), Rotation(parts.turn)),
+    PolicyName.LEAST_LOADED: lambda parts: LeastLoaded(parts.load, parts.turn),
+    PolicyName.POWER_OF_TWO: lambda parts: PowerOfTwo(parts.load, parts.dice),
+    PolicyName.SESSION: lambda parts: Session(LeastLoaded(parts.load, parts.turn)),
+    PolicyName.PREFIX: lambda parts: Prefix(parts.load, LeastLoaded(parts.load, parts.turn), parts.caches),
+}
+
+
+def policy_of(name: str, parts: PolicyParts) -> Policy:
+    """Build the policy of one leg: the router's own, or one that is installed. Raises ConfigError."""
+    build = _OWN.get(name)
+    return installed_policy(name, parts) if build is None else build(parts)
 
 
 def fleet_of(
@@ -47,23 +54,31 @@ def fleet_of(
     index: CacheIndex | None = None,
     known: KnownPrompts | None = None,
 ) -> LiveFleet:
-    """Return the engines under the policies of the settings.
+    """Return the engines under the policies of the settings; raises ConfigError: there is no such policy.
 
     ``turn``: where policies begin, so that several workers do not all begin with the same engine; ``index``: what
     engines tell of their caches; ``known``: the tokens of texts, to look them up there.
     """
-    load, names = Loads(registry, clock).of, (settings.prefill_policy, settings.decode_policy)
+    names = settings.prefill_policy, settings.decode_policy
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
         return LiveFleet(registry, PairSelector(registry, choice), learned, clock)
     caches = Caches(PromptMemory(settings.prefix_lifetime_s), registry, clock, index, known)
     learner = None if known is None else PromptLearner(known, clock)
-    prefill, decode = (policies(turn, dice, caches)[name](load) for name in names)
-    if settings.decode_policy is not PolicyName.PREFIX:
+    if PolicyName.EXPECTED_TTFT in names:
+        if len(set(names)) > 1:
+            raise ConfigError("expected_ttft chooses both engines: write it as prefill_policy and as decode_policy")
+        costs = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=settings.max_decode_itl_s or None)
+        weighing = ExpectedTtft(costs, dice)
+        pairs = PairSelector(registry, weighing, weighing=weighing)
+        return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=costs)
+    parts = PolicyParts(Loads(registry, clock).of, dice, turn, caches)
+    prefill, decode = (policy_of(name, parts) for name in names)
+    if settings.decode_policy != PolicyName.PREFIX:
         pairs = PairSelector(registry, PolicyPerLeg(prefill, decode))
         return LiveFleet(registry, pairs, learned, clock, caches, learner=learner)
-    prefix = Prefix(load, LeastLoaded(load, turn), caches)
+    prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches)
     choice = PolicyPerLeg(prefill, prefix, decode_first=True)
     pairs = PairSelector(registry, choice, prefix.cached, prefix.holders)
     return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner)

@@ -130,7 +130,9 @@ class Telemetry:
         self._engines: dict[InstanceId, _Engine] = {}
         self._kinds: dict[tuple[str, bool, str | None, str | None, str | None, str, bool, bool], _Kind] = {}
         self._handoffs: list[float] = []  # seconds between a prefill answer and its decode leg, to be counted
-        self._gaps: dict[str, list[float]] = {}  # by path: seconds between two reads of a stream, to be counted
+        # By path, and by engine where that is wanted: seconds between two reads of a stream, to be counted.
+        self._gaps: dict[tuple[str, InstanceId | None], list[float]] = {}
+        self.stepped: Callable[[InstanceId, list[float]], None] | None = None  # gets them; None: by path will do
 
     @property
     def counters(self) -> Counters:
@@ -156,6 +158,8 @@ class Telemetry:
         self._add_up()
         self._engines.clear()
         self._kinds.clear()
+        for key in [key for key in self._gaps if key[1] is not None and key[1] not in instances]:
+            del self._gaps[key]  # what a stream there still adds is nobody's
         self._counters.keep(instances)
         self._recent.keep(instances)
         for gone in self.transfers_expected.keys() - instances:
@@ -199,20 +203,22 @@ class Telemetry:
         """A decode engine has begun to answer a leg that followed its prefill leg: it should have got KV cache."""
         self.transfers_expected[decode] += 1
 
-    def gaps(self, path: str) -> list[float]:
+    def gaps(self, path: str, instance: InstanceId | None = None) -> list[float]:
         """Return what takes the seconds between two reads of a stream of this path; see ``count_gaps``."""
         label = self._counters.label(path)
-        found = self._gaps.get(label)
+        found = self._gaps.get((label, instance))
         if found is None:
-            found = self._gaps[label] = []
+            found = self._gaps[label, instance] = []
             self._counters.inter_token.of((label,))
         return found
 
     def count_gaps(self) -> None:
         """Put the times between reads into their histograms: many at once cost a fraction of each at its read."""
-        for label, gaps in self._gaps.items():
+        for (label, instance), gaps in self._gaps.items():
             if gaps:
                 self._counters.inter_token.of((label,)).observe_all(gaps)
+                if instance is not None and self.stepped is not None:
+                    self.stepped(instance, gaps)
                 gaps.clear()
 
     # ---- requests

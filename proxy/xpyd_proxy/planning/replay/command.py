@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--decode", type=_engines, default=4, metavar="N", help="decode engines (%(default)s)")
     option("--engine", type=Path, metavar="FILE", help="what one engine does, as JSON (docs/replay.md)")
     option("--decode-engine", type=Path, metavar="FILE", help="the same of a decode engine, if it is another")
+    option("--odd-engine", type=Path, metavar="FILE", help="the same of the last prefill engine, if that is another")
     said = "tokens of a block, except with Mooncake's traces (%(default)s)"
     option("--block-size", type=_count, default=16, metavar="N", help=said)
     option = parser.add_argument_group("output").add_argument
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         trace = _trace(args)
         decode_model = None if args.decode_engine is None else _engine_model(args.decode_engine)
-        fleet = SimulatedFleet(args.prefill, args.decode, _engine_model(args.engine), decode_model)
+        odd_model = None if args.odd_engine is None else _engine_model(args.odd_engine)
+        fleet = SimulatedFleet(args.prefill, args.decode, _engine_model(args.engine), decode_model, odd_model)
         policies: Sequence[str] = args.policy or _DEFAULT_POLICIES
         targets = Targets(args.ttft, args.itl)
         rows = [summarise(replay(trace, policy, fleet, seed=args.seed), targets) for policy in policies]

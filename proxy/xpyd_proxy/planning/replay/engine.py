@@ -99,11 +99,14 @@ class EngineLog:
 class VirtualEngine:
     """Runs legs: in each step a token for every answer, and as much of the prompts as max_num_batched_tokens allow."""
 
-    def __init__(self, model: EngineModel, block_tokens: int, loop: EventLoop) -> None:
+    def __init__(
+        self, model: EngineModel, block_tokens: int, loop: EventLoop, stepped: Callable[[float], None] = lambda _: None
+    ) -> None:
+        """``stepped``: its answers have got their next tokens so many seconds after the ones before."""
         self.log: Final = EngineLog()
         self.waiting: Final = deque[VirtualLeg]()
         self.model: Final = model
-        self._block_tokens, self._loop = block_tokens, loop
+        self._block_tokens, self._loop, self._told = block_tokens, loop, stepped
         self._cache = KvCache(model.kv_tokens // block_tokens)
         self._loaded = deque[VirtualLeg]()  # their KV has arrived
         self._prefilling = list[VirtualLeg]()
@@ -207,6 +210,7 @@ class VirtualEngine:
         self._context += len(self._ends)
         if self._ends:
             self.log.gaps.append((seconds, len(self._ends)))
+            self._told(seconds)
         while self._ends and self._ends[0][0] == self._steps:
             self._end(heappop(self._ends)[2], answered=True)
         for leg, tokens in chunks:

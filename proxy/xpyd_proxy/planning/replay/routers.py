@@ -9,16 +9,19 @@ from typing import Final, TypeAlias
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import ANY, Api, Instance, InstanceId, RequestId, Role, RoutingHints
+from xpyd_proxy.core.model import ANY, Api, Instance, InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.schemas import NamedMetrics
+from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.request_path.policies import fleet_of
+from xpyd_proxy.io.routing_plugins import installed_policies
 from xpyd_proxy.planning.replay.traces import BYTES_PER_TOKEN, NoReplay, Trace
 from xpyd_proxy.settings import PolicyName, Settings
 
 Load: TypeAlias = Callable[[Instance], float]
+_TICK_S: Final = 0.25  # as requests/service.py
 _USAGE: Final = b'{"usage":{"prompt_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}'  # of an answer
 VLLM_ROUTER: Final = "vllm-router"
 CHOICES: Final = (*map(str, PolicyName), VLLM_ROUTER)
@@ -68,20 +71,20 @@ class ReplayRouter:
     def __init__(
         self, choice: str, engines: tuple[int, int], trace: Trace, clock: Callable[[], float], seed: int
     ) -> None:
-        """``choice``: a policy, or one for each leg (``prefix/session``), and perhaps ``:2048``, so many new bytes
-        below which a decode engine serves alone. Raises NoReplay: there is no such policy.
+        """``choice``: a policy, or one for each leg (``prefix/session``), and perhaps when an engine serves alone.
 
-        ``engines``: how many prefill and decode engines.
+        That is ``:2048``, so many new bytes, or ``:20ms``, the longest pause in its streams. Raises NoReplay: there is
+        no such policy. ``engines``: how many prefill and decode engines.
         """
-        names, colon, least = choice.partition(":")
-        if colon and not (least.isascii() and least.isdigit() and len(least) < 10):
-            raise NoReplay(f"{least!r} in the policy {choice!r} is not a number of bytes (--min-split-new-bytes)")
-        self.fleet, self._least = _fleet(names, clock, Random(seed).randrange), int(least or 0)
+        names, self._least, itl_s = _parsed(choice)
+        self.fleet = _fleet(names, clock, Random(seed).randrange, itl_s)
         for role, number in zip((Role.PREFILL, Role.DECODE), engines, strict=True):
             for engine in range(number):
                 self.fleet.registry.add(role, Address("http", f"{role}-{engine}", 8000))
         self._trace, self._clock = trace, clock
         self._asked = dict[int, tuple[RoutingHints, RequestRecord]]()
+        self._gaps = dict[InstanceId, list[float]]()  # between the tokens of streams, since they were looked at
+        self._looked = 0.0
 
     def choose(self, number: int) -> tuple[Instance | None, Instance]:
         """Return the engines of a turn's legs; no prefill engine: the decode engine serves it alone.
@@ -90,19 +93,57 @@ class ReplayRouter:
         """
         fleet, request = self.fleet, RequestId(str(number))
         ask = RoutingHints(session=self._trace.turns[number].session, prompt=self._trace.text(number))
+        self._look()
         reason, cached = fleet.small(fleet.usable(Role.DECODE), ask, self._least)
+        if reason is None and fleet.is_faster_alone(fleet.usable(Role.DECODE), ask):
+            reason = SingleEngineReason.FASTER
         record = RequestRecord(request, Api.CHAT.value, single_reason=reason)
         record.cached = cached, ask.blocks.size
         self._asked[number] = ask, record
         prefill, decode = fleet.any_pair(ask) if reason is None else (None, fleet.one(fleet.usable(Role.DECODE), ask))
         fleet.enter(decode, request)  # before the prefill leg, as requests/attempt.py
+        if fleet.costs is not None:
+            fleet.costs.reserved(decode, request)
         if prefill is not None:
             fleet.enter(prefill, request)
+            self._sent(prefill, number, computes=True)
+        else:
+            self._sent(decode, number, computes=True)
         return prefill, decode
+
+    def handed_over(self, decode: Instance, number: int) -> None:
+        """The decode leg is sent behind a prefill engine's answer."""
+        self._sent(decode, number, computes=False)
+
+    def first_token(self, decode: Instance, number: int) -> None:
+        """A decode engine has sent the first token."""
+        if self.fleet.costs is not None:
+            self.fleet.costs.answered(decode, RequestId(str(number)), self._asked[number][0], None)
+
+    def stepped(self, decode: InstanceId, gap_s: float) -> None:
+        """The streams of a decode engine got their next tokens so long after the ones before."""
+        if self.fleet.costs is not None:
+            self._gaps.setdefault(decode, []).append(gap_s)
+
+    def _sent(self, instance: Instance, number: int, *, computes: bool) -> None:
+        if self.fleet.costs is not None:
+            self.fleet.costs.sent(instance, RequestId(str(number)), self._asked[number][0], computes=computes)
+
+    def _look(self) -> None:
+        """Have the policy learn from what streams waited, as often as the router does."""
+        costs, now = self.fleet.costs, self._clock()
+        if costs is not None and now >= self._looked + _TICK_S:
+            self._looked = now
+            for decode, gaps in self._gaps.items():
+                costs.stepped(decode, gaps)
+            self._gaps.clear()
 
     def prefilled(self, prefill: Instance, number: int, waiting: int, kv_use: float) -> None:
         """A prefill engine has answered, and reports its load with the answer."""
         self.fleet.registry.member(prefill.id).load.reported(NamedMetrics(waiting, kv_use), now=self._clock())
+        if self.fleet.costs is not None:
+            ask, tokens = self._asked[number][0], self._trace.turns[number].prompt_tokens
+            self.fleet.costs.answered(prefill, RequestId(str(number)), ask, tokens)
         self._left(prefill, number)
 
     def answered(self, decode: Instance, number: int, cached_tokens: int) -> None:
@@ -118,15 +159,32 @@ class ReplayRouter:
         self.fleet.leave(instance, RequestId(str(number)))
 
 
-def _fleet(choice: str, clock: Callable[[], float], dice: Callable[[int], int]) -> LiveFleet:
+def _parsed(choice: str) -> tuple[str, int, float]:
+    """Return the policies, the bytes below which one engine serves alone, and the seconds its streams may wait."""
+    names, colon, alone = choice.partition(":")
+    number = alone.removesuffix("ms")
+    if not colon:
+        return names, 0, 0.0
+    if not (number.isascii() and number.isdigit() and len(number) < 10):
+        raise NoReplay(
+            f"{alone!r} in the policy {choice!r} is neither a number of bytes (--min-split-new-bytes) "
+            "nor of milliseconds, as 20ms (--max-decode-itl)"
+        )
+    return (names, int(number), 0.0) if number == alone else (names, 0, int(number) / 1e3)
+
+
+def _fleet(choice: str, clock: Callable[[], float], dice: Callable[[int], int], itl_s: float) -> LiveFleet:
     """Return an empty fleet with its policies."""
     names = choice.split("/") if "/" in choice else [choice, choice]
-    if len(names) != 2 or not set(names) <= set(CHOICES):
+    if len(names) != 2 or not set(names) <= {*CHOICES, *installed_policies()}:
         raise NoReplay(f"there is no policy {choice!r}: name one, or one/other, of {', '.join(CHOICES)}")
     learned = PushCoordinates(at_once=True)
     if VLLM_ROUTER not in names:
-        settings = Settings(prefill_policy=PolicyName(names[0]), decode_policy=PolicyName(names[1]))
-        return fleet_of(settings, Registry(settings), learned, clock, dice)
+        settings = Settings(prefill_policy=names[0], decode_policy=names[1], max_decode_itl_s=itl_s)
+        try:
+            return fleet_of(settings, Registry(settings), learned, clock, dice)
+        except ConfigError as exc:
+            raise NoReplay(str(exc)) from exc
     if names[0] != names[1]:
         raise NoReplay(f"{VLLM_ROUTER} chooses both engines, so it has no partner")
     registry = Registry(Settings())

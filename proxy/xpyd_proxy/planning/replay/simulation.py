@@ -18,6 +18,7 @@ class SimulatedFleet:
     decode: int
     model: EngineModel = field(default_factory=EngineModel)
     decode_model: EngineModel | None = None  # None: the same
+    odd_model: EngineModel | None = None  # of the last prefill engine, if that is another
 
 
 @dataclass(slots=True)
@@ -63,7 +64,13 @@ class _Replay:
         self._loop = EventLoop()
         self._router = ReplayRouter(policy, (fleet.prefill, fleet.decode), trace, lambda: self._loop.now, seed)
         instances = (*self._router.fleet.known(Role.PREFILL), *self._router.fleet.known(Role.DECODE))
-        self._engines = {one.id: VirtualEngine(models[one.role], trace.block_tokens, self._loop) for one in instances}
+        by_id = {one.id: models[one.role] for one in instances}
+        if fleet.odd_model is not None:
+            by_id[instances[fleet.prefill - 1].id] = fleet.odd_model
+        self._engines = {
+            name: VirtualEngine(model, trace.block_tokens, self._loop, partial(self._router.stepped, name))
+            for name, model in by_id.items()
+        }
         self._roles = {one.id: one.role for one in instances}
         self._served = list[Served]()
         self._known = set[int]()  # blocks of all prompts and answers so far
@@ -97,6 +104,7 @@ class _Replay:
     def _prefilled(self, number: int, one: Served, prefill: Instance, decode: Instance, leg: VirtualLeg) -> None:
         engine = self._engines[prefill.id]
         self._router.prefilled(prefill, number, len(engine.waiting), engine.kv_use)
+        self._router.handed_over(decode, number)
         self._decode(number, one, decode, (engine, leg))
 
     def _decode(
@@ -104,7 +112,7 @@ class _Replay:
     ) -> None:
         blocks, answer = self._trace.full_blocks(one.turn), self._trace.answer_blocks(one.turn)
         leg = VirtualLeg(blocks, one.turn.prompt_tokens, one.turn.output_tokens, answer, source)
-        leg.first = partial(self._first, one)
+        leg.first = partial(self._first, number, one, decode)
         leg.ended = partial(self._ended, number, one, decode, leg)
         self._send(one, decode, leg)
 
@@ -113,8 +121,9 @@ class _Replay:
         engine = self._engines[instance.id]
         self._loop.after(engine.model.leg_s, partial(engine.add, leg))
 
-    def _first(self, one: Served) -> None:
+    def _first(self, number: int, one: Served, decode: Instance) -> None:
         one.first = self._loop.now
+        self._router.first_token(decode, number)
 
     def _ended(self, number: int, one: Served, decode: Instance, leg: VirtualLeg) -> None:
         one.ended = self._loop.now

@@ -152,7 +152,7 @@ def test_targets_are_counted():
         ("prefix/", "no policy"),
         ("a/b/c", "no policy"),
         ("prefix:", "'' in the policy 'prefix:'"),
-        ("prefix:-1", "not a number of bytes"),
+        ("prefix:-1", "neither a number of bytes"),
         ("prefix/vllm-router", "partner"),
     ],
 )

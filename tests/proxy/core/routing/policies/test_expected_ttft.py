@@ -1,0 +1,165 @@
+"""The cheapest pair, and when one engine is cheaper."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.expected_time import ExpectedTime
+from xpyd_proxy.core.fleet.compatibility import always
+from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
+from xpyd_proxy.core.routing.policies.expected_ttft import NEAR, ExpectedTtft
+
+ASK = RoutingHints(prompt=b"once upon a time")
+
+
+def engines(role, count):
+    return [Instance(InstanceId(f"{role}-{i}"), role, Address("http", str(role), i + 1)) for i in range(count)]
+
+
+P, D = engines(Role.PREFILL, 4), engines(Role.DECODE, 4)
+
+
+class Costs:
+    """Costs by engine, in seconds."""
+
+    def __init__(self, costs, *, alone=None, may_pause=True):
+        self.costs, self.by_alone, self.may_pause = costs, alone, may_pause
+        self.may_be_alone = alone is not None
+        self.chosen, self.used, self.matches = [], Counter(), {}
+
+    def prefill(self, instance, _ask):
+        return ExpectedTime(tokens=4, queue_s=self.costs[instance.id])
+
+    def decode(self, instance, _ask):
+        return ExpectedTime(tokens=4, transfer_s=self.costs[instance.id], decode_hit=2)
+
+    def alone(self, instance, _ask):
+        return ExpectedTime(tokens=4, prefill_s=(self.by_alone or self.costs)[instance.id])
+
+    def spares(self, _alone):
+        return self.may_pause
+
+    def cached(self, instance, _ask):
+        return int(instance.id[-1]) * 100
+
+    def matched(self, instance, _ask):
+        return self.matches.get(instance.id, 0)
+
+    def recent(self, instance):
+        return self.used[instance.id]
+
+    def chose(self, ask, expected):
+        self.chosen.append((ask, expected))
+
+
+def by_id(*costs):
+    return {one.id: cost for one, cost in zip([*P, *D], costs, strict=True)}
+
+
+def policy(costs):
+    return ExpectedTtft(costs, random.Random(0).randrange)
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=8, max_size=8))
+def test_the_pair_costs_at_most_a_little_more_than_the_best_one(seconds):
+    """The two sides are looked at by themselves, and what their parts cost is added up."""
+    costs = by_id(*seconds)
+    prefill, decode = policy(Costs(costs)).pair(P, D, ASK, always)
+    least = min(costs[one.id] for one in P) + min(costs[one.id] for one in D)
+
+    assert costs[prefill.id] + costs[decode.id] <= least * (1 + NEAR) + 1e-9
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=40, max_size=40), st.sets(st.tuples(st.integers(0, 19), st.integers(0, 19)))
+)
+def test_the_two_fit_and_few_pairs_are_looked_at(seconds, unfit):
+    """Of any number of engines, as long as each fits one of the other side."""
+    left, right = engines(Role.PREFILL, 20), engines(Role.DECODE, 20)
+    costs, looked = {one.id: cost for one, cost in zip([*left, *right], seconds, strict=True)}, []
+
+    def fits(p, d):
+        looked.append((p, d))
+        return left.index(p) == right.index(d) or (left.index(p), right.index(d)) not in unfit
+
+    prefill, decode = policy(Costs(costs)).pair(left, right, ASK, fits)
+
+    assert left.index(prefill) == right.index(decode) or (left.index(prefill), right.index(decode)) not in unfit
+    assert len(looked) <= 64 + 20
+
+
+@given(st.integers(0, 499))
+def test_of_many_engines_a_few_are_looked_at_and_always_the_one_that_has_the_prompt(place):
+    """The work for a request must not grow with the fleet."""
+    left, right = engines(Role.PREFILL, 500), engines(Role.DECODE, 500)
+    costs = Costs({one.id: 1.0 for one in [*left, *right]} | {left[place].id: 0.1})
+    costs.matches, looked = {left[place].id: 5000}, []
+    costs.prefill = lambda one, _ask: looked.append(one) or ExpectedTime(tokens=4, queue_s=costs.costs[one.id])
+    prefill, _ = policy(costs).pair(left, right, ASK, always)
+
+    assert prefill == left[place]
+    assert len(looked) <= 64
+
+
+def test_equals_share_what_comes_and_several_routers_do_not_choose_alike():
+    """Chance picks two of them, and the one that was used less gets it."""
+    costs, chosen = Costs(by_id(*[1.0] * 8)), Counter()
+    one = policy(costs)
+    for _ in range(400):
+        pair = one.pair(P, D, ASK, always)
+        chosen.update(instance.id for instance in pair)
+        costs.used.update(instance.id for instance in pair)
+
+    assert min(chosen.values()) > 80
+    assert {policy(costs).pair(P, D, ASK, always)[0].id} != {
+        ExpectedTtft(costs, random.Random(seed).randrange).pair(P, D, ASK, always)[0].id for seed in range(20)
+    }
+
+
+@pytest.mark.parametrize(
+    ("alone", "may_pause", "is_alone"),
+    [(0.1, True, True), (0.1, False, False), (5.0, True, False), (None, True, False)],
+)
+def test_one_engine_serves_it_if_that_is_faster_and_its_streams_can_bear_it(alone, may_pause, is_alone):
+    """By the same cost."""
+    by_alone = None if alone is None else by_id(0, 0, 0, 0, 9.0, 9.0, alone, 9.0)
+    costs = Costs(by_id(*[1.0] * 8), alone=by_alone, may_pause=may_pause)
+    one = policy(costs)
+
+    assert one.alone(P, D, ASK) is is_alone
+    if is_alone:
+        assert one.one(D, ASK) == D[2]
+        assert costs.chosen[-1][1].prefill_s == alone
+
+
+def test_the_engine_whose_cache_was_looked_at_is_the_one_that_serves():
+    """Or another one would be expected to have the prompt."""
+    one = policy(Costs(by_id(*[1.0] * 8), alone=by_id(*[1.0] * 8)))
+
+    for _ in range(20):
+        cached = one.cached(D, ASK)
+        assert one.one(D, ASK) == D[cached // 100]
+
+
+def test_a_copy_leaves_no_trace():
+    """Explaining a request must not be taken for one."""
+    costs = Costs(by_id(*[1.0] * 8))
+    copy = policy(costs).copy()
+    copy.pair(P, D, ASK, always)
+
+    assert costs.chosen == []
+    assert copy.latest.ttft_s == 2.0
+
+
+def test_the_terms_of_a_pair_are_told():
+    """The prefill engine's and the decode engine's, in milliseconds and tokens."""
+    costs = Costs(by_id(0.012, 9, 9, 9, 0.003, 9, 9, 9))
+    policy(costs).pair(P, D, ASK, always)
+    ((_, expected),) = costs.chosen
+
+    assert str(expected) == "queue=12.0 prefill=0.0 transfer=3.0 decode=0.0 hits=0,2 of 4"
+    assert expected.milliseconds == {"queue": 12.0, "prefill": 0.0, "transfer": 3.0, "decode": 0.0, "ttft": 15.0}

@@ -1,0 +1,153 @@
+"""The policy expected_ttft in a whole router: what it learns, shows and leaves behind."""
+
+import asyncio
+import contextlib
+import re
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from support.sim import router, sims
+from xpyd_proxy.core.model import Api
+from xpyd_proxy.settings import PolicyName, Settings
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
+from xpyd_proxy.testing.rules import expected_text
+
+WEIGHING = Settings(
+    prefill_policy=PolicyName.EXPECTED_TTFT,
+    decode_policy=PolicyName.EXPECTED_TTFT,
+    admin_key="sesame",
+    health_check_interval_s=0.0,
+)
+KEY = {"x-api-key": "sesame"}
+LONG = "a long first question with a document in it, " * 40
+EXPECTED = re.compile(
+    r'expected;desc="queue=\d+\.\d prefill=\d+\.\d transfer=\d+\.\d decode=\d+\.\d '
+    r'hits=(\d+),(\d+) of (\d+)";dur=\d+\.\d'
+)
+
+
+async def turn(client, messages, *, streams=True):
+    """Ask, keep the answer, and return Server-Timing."""
+    body = {"model": "sim", "messages": messages, "max_tokens": 8, "stream": streams}
+    answer = await client.post(Api.CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    messages += [{"role": "assistant", "content": expected_text(body)}, {"role": "user", "content": "and then?"}]
+    return answer.headers["server-timing"]
+
+
+async def metrics(client):
+    text = (await client.get("/metrics")).text
+    return {
+        line.split(" ")[0]: float(line.split(" ")[1]) for line in text.splitlines() if line.startswith("xpyd_instance_")
+    }
+
+
+def queued(found):
+    return {value for name, value in found.items() if "queued_tokens" in name}
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_server_timing_shows_what_the_engines_were_chosen_by(mode, streams):
+    """Whichever way the KV takes. Simulated engines take no time for a token, so there is one pair to choose."""
+    engines = sims(1, 1, mode=mode)
+    async with router(engines, WEIGHING) as client:
+        messages = [{"role": "user", "content": LONG}]
+        timings = [await turn(client, messages, streams=streams) for _ in range(4)]
+        found = await metrics(client)
+
+    shown = [EXPECTED.search(timing) for timing in timings]
+    assert all(shown), timings
+    hits = [tuple(map(int, one.groups())) for one in shown]
+    assert hits[0][:2] == (0, 0)
+    assert all(prefill > 0.8 * tokens and decode > 0.8 * tokens for prefill, decode, tokens in hits[1:])
+    assert queued(found) == {0.0}
+    assert not engines["d0"].violations
+
+
+async def test_what_it_has_learned_is_in_the_metrics():
+    """By engine, and nothing of that with another policy."""
+    engines = sims(1, 1, prefill_s=0.02)
+    async with router(engines, WEIGHING) as client:
+        for _ in range(4):
+            await turn(client, [{"role": "user", "content": LONG}])
+        found = await metrics(client)
+    async with router(sims(1, 1), Settings()) as client:
+        await turn(client, [{"role": "user", "content": LONG}])
+        none = await metrics(client)
+
+    assert found['xpyd_instance_prefill_tokens_per_second{instance="prefill-0"}'] > 0
+    assert found['xpyd_instance_inter_token_latency_seconds{instance="decode-0"}'] >= 0
+    assert [name for name in none if "state" not in name] == []
+
+
+async def test_a_slow_engine_gets_less():
+    """By what its legs take."""
+    engines = {**sims(2, 1), "p0": sims(1, 1, prefill_s=0.05)["p0"], "p1": sims(1, 1, prefill_s=0.005)["p0"]}
+    async with router(engines, WEIGHING) as client:
+        for number in range(40):
+            await turn(client, [{"role": "user", "content": f"{number} {LONG}"}])
+
+    assert len(engines["p0"].log) < 10
+
+
+@pytest.mark.parametrize("itl_s", [0.0, 10.0])
+async def test_a_decode_engine_serves_what_it_has_alone_only_where_it_may(itl_s):
+    """The prefill engine takes 50 ms for anything, and the pause that streams may have decides."""
+    engines = sims(1, 1, prefill_s=0.05)
+    async with router(engines, replace(WEIGHING, max_decode_itl_s=itl_s)) as client:
+        messages = [{"role": "user", "content": LONG}]
+        timings = [await turn(client, messages) for _ in range(4)]
+        question = {"path": Api.CHAT, "body": {"model": "sim", "messages": messages}}
+        told = (await client.post("/instances/explain", json=question, headers=KEY)).json()
+
+    alone = ['reason;desc="faster_alone"' in timing for timing in timings]
+    assert alone[1:] == [itl_s > 0] * 3
+    assert (told["rule"] == "single: faster_alone") is (itl_s > 0)
+    assert set(told["expected_ms"]) == {"queue", "prefill", "transfer", "decode", "ttft"}
+
+
+async def test_a_short_new_part_goes_to_the_decode_engine_by_the_plain_threshold_too():
+    """Bytes are the simple choice, and need no rates."""
+    engines = sims(2, 2)
+    async with router(engines, replace(WEIGHING, min_split_new_bytes=400)) as client:
+        messages = [{"role": "user", "content": LONG}]
+        timings = [await turn(client, messages) for _ in range(4)]
+
+    assert ['reason;desc="cached_prompt"' in timing for timing in timings] == [False, True, True, True]
+
+
+async def ask(client, number):
+    """Ask; every fourth client hangs up while the engines work."""
+    body = {"model": "sim", "prompt": f"{number % 7} {LONG}", "max_tokens": 4, "stream": number % 3 > 0}
+    with contextlib.suppress(httpx.TimeoutException, TimeoutError):
+        async with asyncio.timeout(0.015 if number % 4 == 1 else 10):
+            await client.post("/v1/completions", json=body)
+
+
+async def idle(client):
+    """Wait until no engine has a request."""
+    async with asyncio.timeout(5):
+        while any(row["in_flight"] for row in (await client.get("/instances", headers=KEY)).json()["instances"]):
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+async def test_whatever_happens_to_legs_nothing_is_left_in_the_queues(mode):
+    """Failures, retries and clients that hang up: tokens that stay would keep an engine from requests for ever."""
+    engines = sims(2, 2, mode=mode, prefill_s=0.01)
+    settings = replace(
+        WEIGHING, max_decode_itl_s=0.05, circuit_breaker_failures=1000, circuit_breaker_min_requests=1000
+    )
+    faults = [("p0", FaultKind.STATUS), ("d1", FaultKind.DROP), ("d0", FaultKind.END), ("p1", FaultKind.DROP)]
+    async with router(engines, settings) as client:
+        for name, kind in faults:
+            engines[name].inject(SimulatedFault(kind, status=500))
+            await asyncio.gather(*(ask(client, number) for number in range(24)))
+            engines[name].inject(None)
+        await idle(client)
+        found = await metrics(client)
+
+    assert queued(found) == {0.0}

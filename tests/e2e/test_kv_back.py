@@ -1,0 +1,148 @@
+"""KV of an answer goes back to the prefill engine in the next turn, instead of being computed there once more."""
+
+import json
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
+from xpyd_proxy.local.recipe import Connector
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+BLOCK = 32  # tokens of a block of the engines here
+FIRST, LATER, ANSWER, TURNS = 300, 70, 90, 5  # tokens
+COMPUTED, LOADED = (f"vllm:prompt_tokens_by_source_total|{name}" for name in ("local_compute", "external_kv_transfer"))
+LENDS = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@pytest.fixture(scope="module")
+def both(fleet, model, engines):
+    """Engines that lend and take KV in both directions, with blocks of two sizes, and one whose lease is not read."""
+    common = {"role": None, "connector": Connector.XPYD, "extra_connector_config": {"return_kv": True}}
+    specs = {name: engine_spec(f"both-{name}", model, **common) for name in ("p0", "d0")}
+    specs["p1"] = engine_spec("both-p1", model, **common, block_size=64)
+    children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
+    fleet.wait_ready(list(children.values()), timeout_s=300)
+    yield SimpleNamespace(**specs, reference=engines.reference, children=children)
+    fleet.stop(*children.values())
+
+
+def engine_id(spec):
+    """Return the id by which other engines know one, as its metrics say."""
+    text = httpx.get(f"{spec.base_url}/metrics", trust_env=False, timeout=10).text
+    (line,) = (line for line in text.splitlines() if line.startswith("vllm:xpyd_connector_info{"))
+    return line.split('engine_id="')[1].split('"')[0]
+
+
+@dataclass
+class Chat:
+    """A chat of token ids over two legs by hand: each turn goes over the prefill engine."""
+
+    p: object
+    d: object
+    seed: int
+    salt: str = "one"
+    tokens: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.dice = random.Random(self.seed)
+
+    def turn(self, *, stream=False, asks=True, cached_on=None, fields=None):
+        """Ask for the next answer, and return its tokens and what P has computed for it."""
+        self.tokens += [self.dice.randrange(10, 500) for _ in range(LATER if self.tokens else FIRST)]
+        with Watch(self.p) as watch:
+            lent = dict(LENDS)
+            if asks:
+                lent["xpyd_cached_on"] = cached_on or engine_id(self.d)
+            ask = {"prompt": self.tokens, "cache_salt": self.salt, **(fields or {})}
+            params = post(self.p, {**ask, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": lent}).json()
+            answer = generate(self.d, {**ask, "kv_transfer_params": params["kv_transfer_params"]}, stream=stream)
+        self.tokens += answer
+        return answer, SimpleNamespace(computed=watch.delta(COMPUTED), loaded=watch.delta(LOADED))
+
+
+def alone(spec, seed, turns=TURNS):
+    """Return the answers of one engine that does everything."""
+    dice, tokens, answers = random.Random(seed), [], []
+    for _ in range(turns):
+        tokens += [dice.randrange(10, 500) for _ in range(LATER if tokens else FIRST)]
+        answers.append(generate(spec, {"prompt": tokens, "cache_salt": f"alone-{seed}"}))
+        tokens += answers[-1]
+    return answers
+
+
+def generate(spec, body, *, stream=False):
+    """Return the tokens of an answer, streamed or not."""
+    body = {**body, "max_tokens": ANSWER, "ignore_eos": True, "return_token_ids": True, "stream": stream}
+    response = post(spec, body)
+    if not stream:
+        return response.json()["choices"][0]["token_ids"]
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    return [token for event in events for choice in event["choices"] for token in choice["token_ids"] or ()]
+
+
+def post(spec, body):
+    """Ask an engine for a completion that must succeed."""
+    body = {"model": "tiny", "temperature": 0, **body}
+    response = httpx.post(f"{spec.base_url}/v1/completions", json=body, trust_env=False, timeout=60)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def has_nothing_held(*specs):
+    for spec in specs:
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=20, what=f"{spec.name} is idle")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_p_computes_only_what_neither_engine_has(both, stream):
+    """Its own cache has the last prompt, D's has the answer to it, but for the last token and a partial block."""
+    chat = Chat(both.p0, both.d0, seed=1, salt=f"streamed {stream}")
+    wanted = alone(both.reference, 1)
+
+    for number, answer in enumerate(wanted):
+        before = len(chat.tokens)
+        text, p = chat.turn(stream=stream)
+        assert text == answer, f"turn {number}"
+        prompt = len(chat.tokens) - len(answer)
+        kept = (before - 1) // BLOCK * BLOCK if number else 0  # tokens of whole blocks that D has computed
+        assert p.computed == prompt - kept
+        assert (p.loaded > 0) == (number > 0)
+    has_nothing_held(both.p0, both.d0)
+
+
+def test_blocks_of_two_sizes(both):
+    chat = Chat(both.p1, both.d0, seed=2)
+
+    answers = [chat.turn() for _ in range(TURNS)]
+
+    assert [text for text, _ in answers] == alone(both.reference, 2)
+    assert all(p.loaded > 0 for _, p in answers[1:])
+    has_nothing_held(both.p1, both.d0)
+
+
+@pytest.mark.parametrize("change", ["history", "salt", "no name", "a stranger's name"])
+def test_nothing_is_read_that_is_not_the_prompts(both, change):
+    """A client may rewrite its history, and two tenants never share a block."""
+    chat = Chat(both.p0, both.d0, seed=3, salt=f"change {change}")
+    chat.turn()
+    options = {}
+    if change == "history":
+        chat.tokens[5] += 1
+    elif change == "salt":
+        chat.salt = "another tenant"
+    else:
+        options = {"asks": change != "no name", "cached_on": "nobody-7"}
+
+    with Watch(both.d0) as d:
+        answer, p = chat.turn(**options)
+
+    prompt = chat.tokens[: -len(answer)]
+    assert answer == generate(both.reference, {"prompt": prompt, "cache_salt": f"alone {change}"})
+    assert p.loaded == 0
+    assert d.delta("vllm:xpyd_prefixes_leased_total") == 0
+    has_nothing_held(both.p0, both.d0)

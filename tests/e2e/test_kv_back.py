@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
+from support.questions import WORDS
 from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -16,14 +17,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 BLOCK = 32  # tokens of a block of the engines here
 FIRST, LATER, ANSWER, TURNS = 300, 70, 90, 5  # tokens
 COMPUTED, LOADED = (f"vllm:prompt_tokens_by_source_total|{name}" for name in ("local_compute", "external_kv_transfer"))
+RETURNS = {"return_kv": True}
 LENDS = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture(scope="module")
 def both(fleet, model, engines):
-    """Engines that lend and take KV in both directions, with blocks of two sizes, and one whose lease is not read."""
-    common = {"role": None, "connector": Connector.XPYD, "extra_connector_config": {"return_kv": True}}
-    specs = {name: engine_spec(f"both-{name}", model, **common) for name in ("p0", "d0")}
+    """Engines that lend and take KV in both directions; p1 has larger blocks."""
+    common = {"role": None, "connector": Connector.XPYD, "extra_connector_config": RETURNS}
+    specs = {name: engine_spec(f"both-{name}", model, **common) for name in ("p0", "d0", "d1")}
     specs["p1"] = engine_spec("both-p1", model, **common, block_size=64)
     children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
     fleet.wait_ready(list(children.values()), timeout_s=300)
@@ -36,6 +38,23 @@ def engine_id(spec):
     text = httpx.get(f"{spec.base_url}/metrics", trust_env=False, timeout=10).text
     (line,) = (line for line in text.splitlines() if line.startswith("vllm:xpyd_connector_info{"))
     return line.split('engine_id="')[1].split('"')[0]
+
+
+@pytest.fixture(scope="module")
+def routers(both, start_router):
+    """1P1D and 2P2D with return_kv, where every turn goes over a prefill engine."""
+    args = (
+        "--prefill-policy",
+        "prefix",
+        "--decode-policy",
+        "prefix",
+        "--return-kv",
+        "--health-check-interval-s",
+        "0.5",
+    )
+    one = start_router("router-back-1", [both.p0], [both.d0], args=args)
+    two = start_router("router-back-2", [both.p0, both.p1], [both.d0, both.d1], args=args)
+    return SimpleNamespace(one=one, two=two)
 
 
 @dataclass
@@ -145,4 +164,66 @@ def test_nothing_is_read_that_is_not_the_prompts(both, change):
     assert answer == generate(both.reference, {"prompt": prompt, "cache_salt": f"alone {change}"})
     assert p.loaded == 0
     assert d.delta("vllm:xpyd_prefixes_leased_total") == 0
+    has_nothing_held(both.p0, both.d0)
+
+
+def says(url, words, seed, *, stream, turns=TURNS):
+    """Hold a chat over a router, or with one engine; return the answers, and a tenant's name for what is cached."""
+    dice, answers, messages = random.Random(seed), [], []
+    for _ in range(turns):
+        messages.append({"role": "user", "content": " ".join(dice.choices(words, k=60 if answers else 200))})
+        body = {
+            "model": "tiny",
+            "messages": messages,
+            "max_tokens": ANSWER,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+            "cache_salt": f"{url} {seed} {stream}",
+        }
+        response = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=60)
+        assert response.status_code == 200, response.text
+        assert "xpyd_cached" not in response.text + str(response.headers)
+        answers.append(text_of(response, stream=stream))
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def text_of(response, *, stream):
+    if not stream:
+        return response.json()["choices"][0]["message"]["content"]
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("pairs", ["one", "two"])
+def test_chats_over_the_router(both, routers, pairs, stream):
+    """The client sends what any client sends; where the conversation is cached, the router knows."""
+    url, words = getattr(routers, pairs), list(WORDS)
+    with Watch(both.p0) as p0, Watch(both.p1) as p1:
+        answers = [says(url, words, seed, stream=stream) for seed in range(3)]
+
+    assert answers == [says(both.reference.base_url, words, seed, stream=stream) for seed in range(3)]
+    assert p0.delta("vllm:xpyd_prefixes_found_total") + p1.delta("vllm:xpyd_prefixes_found_total") > 0
+    assert p0.delta(LOADED) + p1.delta(LOADED) > 0
+    assert p0.delta("vllm:xpyd_prefixes_unanswered_total") + p1.delta("vllm:xpyd_prefixes_unanswered_total") == 0
+    has_nothing_held(both.p0, both.p1, both.d0, both.d1)
+
+
+def test_a_decode_engine_that_dies_between_two_turns(both, fleet, model):
+    """P finds out when it asks, or before; the turn is computed as without return_kv."""
+    victim = engine_spec("both-victim", model, role=None, connector=Connector.XPYD, extra_connector_config=RETURNS)
+    child = start_engine(fleet, victim)
+    fleet.wait_ready([child], timeout_s=300)
+    chat = Chat(both.p0, victim, seed=9, salt="victim")
+    name = engine_id(victim)
+    chat.turn()
+    chat.turn()
+    fleet.stop(child)
+    chat.d = both.d0
+    answer, p = chat.turn(cached_on=name)
+
+    assert answer == alone(both.reference, 9)[2]
+    assert p.computed > LATER + ANSWER - 2 * BLOCK
     has_nothing_held(both.p0, both.d0)

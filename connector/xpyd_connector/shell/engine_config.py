@@ -96,7 +96,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         steps_independently=config.parallel_config.data_parallel_size == 1,
         stages=config.parallel_config.pipeline_parallel_size,
         prefix_hash=_prefix_hash(config, settings, groups),
-        recomputes=transfer.kv_load_failure_policy == "recompute",
+        recomputes=not settings.return_kv or transfer.kv_load_failure_policy == "recompute",
         first_token=first_token(config, groups) if settings.mode is Mode.PULL else {},
     )
     _check_stages(engine_config)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.engine.core import get_hash_fn_by_name
 
 from xpyd_connector.core.cached_prefix.decode_scheduler import HashBlocks
 from xpyd_connector.core.messages import FindPrefix

@@ -4,7 +4,7 @@ Everything here runs on the engine thread. The router names the engine (``xpyd_c
 """
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from vllm.logger import init_logger
 from vllm.v1.request import Request
@@ -19,8 +19,16 @@ from xpyd_connector.shell.engine_config import EngineConfig
 from xpyd_connector.shell.prefix_hashes import pack_tokens
 
 CACHED_ON: Final = "xpyd_cached_on"  # engine id of a decode engine, in the kv_transfer_params of a prefill
+CACHED_SHARE: Final = "xpyd_cached_share"  # of the prompt, 0 to 1, that it has according to the router; a hint
 
 logger = init_logger("vllm.xpyd")
+
+
+class _CachedOn(NamedTuple):
+    """What the router says of a prefill."""
+
+    engine: EngineId
+    share: float
 
 
 class ReturnedPrefixes:
@@ -32,7 +40,7 @@ class ReturnedPrefixes:
         self._decodes = decodes
         self._post = post
         self._counters = counters
-        self._engines: dict[RequestId, EngineId] = {}  # of requests that have not asked yet
+        self._engines: dict[RequestId, _CachedOn] = {}  # of requests that have not asked yet
         self._asked: dict[RequestId, int] = {}  # requests that wait for an answer -> tokens cached here
         if engine_config.prefix_hash and not engine_config.recomputes:
             logger.warning("xpyd: this engine asks no other for cached KV: kv_load_failure_policy is not recompute")
@@ -44,7 +52,10 @@ class ReturnedPrefixes:
             return
         is_name = isinstance(engine, str) and 0 < len(engine) <= MAX_ID and engine.isprintable()
         if is_name and _is_plain(request):
-            self._engines[RequestId(request.request_id)] = EngineId(engine)
+            share = params.get(CACHED_SHARE, 1.0)
+            is_share = isinstance(share, float | int) and 0 <= share <= 1
+            named = _CachedOn(EngineId(engine), share if is_share else 1.0)
+            self._engines[RequestId(request.request_id)] = named
         else:
             self._counters.count("prefixes_unsupported")
 
@@ -53,12 +64,14 @@ class ReturnedPrefixes:
         own = RequestId(request.request_id)
         if own in self._asked:
             return True
-        engine, tokens = self._engines.pop(own, None), min(request.num_prompt_tokens - 1, MAX_FIND)
-        if engine is None or request.prompt_token_ids is None or tokens - computed < self._block_size:
+        named, tokens = self._engines.pop(own, None), min(request.num_prompt_tokens - 1, MAX_FIND)
+        if named is None or request.prompt_token_ids is None:
             return False
+        if min(tokens, named.share * request.num_prompt_tokens) - computed < self._block_size:
+            return False  # there is not a block to win
         self._asked[own] = computed
         question = FindPrefix(own, pack_tokens(request.prompt_token_ids[:tokens]), request.cache_salt)
-        self._post(lambda control, now: control.prefix_finder.find(question, engine, now=now))
+        self._post(lambda control, now: control.prefix_finder.find(question, named.engine, now=now))
         return True
 
     def ended(self, ended: SearchEnded) -> None:

@@ -18,6 +18,7 @@ from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, Refused
+from xpyd_proxy.io.request_path.returned_kv import cached_on
 from xpyd_proxy.requests.intake import RequestPlan
 from xpyd_proxy.requests.leg_bodies import prefill_body
 from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
@@ -105,7 +106,8 @@ class Attempt(LegOwner):
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
         of, settings = self._of, self._settings
         shows = self._shows and of.handovers.may_show(call, prefill.id)
-        body = prefill_body(call, self.id, self.transfer, reuses=reuses, shows=shows)
+        holder = cached_on(of.fleet, self._plan.ask) if settings.return_kv else None
+        body = prefill_body(call, self.id, self.transfer, reuses=reuses, shows=shows, cached_on=holder)
         now = of.clock()
         leg = PrefillLeg(self, prefill, now, now + settings.prefill_timeout_s)
         leg.shows = shows

@@ -1,4 +1,4 @@
-"""The engine thread's halves of return_kv: the look-up in vLLM's own prefix cache, and the prefill that waits for it."""
+"""The engine thread's halves of return_kv: the look-up in vLLM's prefix cache, and the prefill that waits for it."""
 
 import warnings
 from types import SimpleNamespace
@@ -98,15 +98,16 @@ class Side:
 
 
 def request(tokens=PROMPT, salt=None, name="ours", params=None, **options):
-    made = Request(
+    return Request(
         request_id=name,
         prompt_token_ids=list(tokens),
-        sampling_params=SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params} if params else None, **options),
+        sampling_params=SamplingParams(
+            max_tokens=4, extra_args={"kv_transfer_params": params} if params else None, **options
+        ),
         pooling_params=None,
         cache_salt=salt,
         block_hasher=get_request_block_hasher(SIZE, get_hash_fn_by_name(HASH)),
     )
-    return made
 
 
 @pytest.fixture
@@ -244,9 +245,7 @@ def test_a_request_that_has_got_its_blocks_revokes_nothing(side):
 
 def found(tokens=12, size=SIZE):
     blocks = tuple(BlockId(number) for number in range(1, tokens // size + 1))
-    return PullParams(
-        EngineId("d"), RequestId("cached-1"), "127.0.0.1", 1, (blocks,), tokens, xpyd_block_sizes=(size,)
-    )
+    return PullParams(EngineId("d"), RequestId("cached-1"), "127.0.0.1", 1, (blocks,), tokens, xpyd_block_sizes=(size,))
 
 
 def asking(side, *, computed=0, **options):

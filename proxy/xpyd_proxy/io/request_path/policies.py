@@ -14,6 +14,7 @@ from xpyd_proxy.core.routing.policies.prefix import Prefix, PromptCaches
 from xpyd_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
 from xpyd_proxy.core.routing.prompt_memory import PromptMemory
+from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.request_path.live_fleet import Caches, LiveFleet, Loads
 from xpyd_proxy.settings import PolicyName, Settings
 
@@ -46,8 +47,10 @@ def fleet_of(
     """Return the engines under the policies of the settings.
 
     ``turn``: where policies begin, so that several workers do not all begin with the same engine; ``index``: what
-    engines tell of their caches.
+    engines tell of their caches. Raises ConfigError.
     """
+    if settings.return_kv and settings.decode_policy is not PolicyName.PREFIX:
+        raise ConfigError("return_kv needs decode_policy prefix, which remembers what decode engines have cached")
     load, names = Loads(registry, clock).of, (settings.prefill_policy, settings.decode_policy)
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step

@@ -24,7 +24,7 @@ from xpyd_connector.shell.prefill_requests import PrefillRequests
 LEAST_IMPORTANT: Final = 1 << 62  # as vLLM's priority: these leases are revoked before all others
 
 
-class _Pinned(NamedTuple):
+class _PinnedPrefix(NamedTuple):
     """Blocks that are leased, and the last step that may still compute one of them."""
 
     question: Question
@@ -57,7 +57,7 @@ class CachedPrefixes:
         self._counters = counters
         self._shortage = BlockShortage(engine_config.groups, threshold=0.0)
         self._wanted: list[PrefixWanted] = []
-        self._pinned: deque[_Pinned] = deque()
+        self._pinned: deque[_PinnedPrefix] = deque()
         self._scheduled = 0  # number of the last step that computes tokens
         self._ended = 0  # number of the last one that has ended
 
@@ -125,13 +125,13 @@ class CachedPrefixes:
             return
         self._post(lambda control, now: control.prefix_lender.lend(question, lease, now=now))
         blocks = [BlockId(block.block_id) for block in found]
-        self._pinned.append(_Pinned(question, lease, blocks, self._scheduled))
+        self._pinned.append(_PinnedPrefix(question, lease, blocks, self._scheduled))
 
     def _answer(self) -> None:
         """Answer for the blocks that are computed."""
         while self._pinned and self._pinned[0].step <= self._ended:
             self._send(self._pinned.popleft())
 
-    def _send(self, pinned: _Pinned) -> None:
+    def _send(self, pinned: _PinnedPrefix) -> None:
         question, lease, blocks, _ = pinned
         self._post(lambda control, _: control.prefix_lender.answer(question, lease, self._block_size, blocks))

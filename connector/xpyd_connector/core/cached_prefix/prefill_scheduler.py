@@ -8,6 +8,7 @@ A search that does not end in time costs P the computation that it would have do
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import inf
 from typing import Final, NamedTuple
 
 from xpyd_connector.core.counters import Counters
@@ -18,6 +19,8 @@ from xpyd_connector.core.messages import DropLeases, FindPrefix, PrefixFound, Re
 from xpyd_connector.core.ports import Link
 from xpyd_connector.core.session.peers import Peer, PeerState, PeerTable
 from xpyd_connector.core.state_machine import transition
+
+PAUSE: Final = 10.0  # s without a question to an engine that has not answered in time: each costs a prefill its timeout
 
 
 class SearchState(Enum):
@@ -66,6 +69,7 @@ class _DecodeEngine:
 
     conn: ConnId
     address: Address
+    ask_at: float = -inf  # it has not answered, and is not asked before
 
 
 class PrefixFinder:
@@ -91,6 +95,10 @@ class PrefixFinder:
         known = self._engines.get(engine)
         if known is None:
             self._counters.count("prefixes_of_unknown_engines")
+            self._ended.append(SearchEnded(question.request, None))
+            return
+        if now < known.ask_at:
+            self._counters.count("prefixes_unanswered")
             self._ended.append(SearchEnded(question.request, None))
             return
         self._counters.count("prefixes_asked")
@@ -161,7 +169,10 @@ class PrefixFinder:
         """End the searches that take too long; return when to be called again at the latest."""
         for request in self._deadlines.take_due(now=now):
             self._counters.count("prefixes_unanswered")
-            self._end(self._searches[request], None)
+            search = self._searches[request]
+            if (known := self._engines.get(search.engine)) is not None:
+                known.ask_at = now + PAUSE
+            self._end(search, None)
         return self._deadlines.next()
 
     def _ask(self, search: _Search, peer: Peer) -> None:

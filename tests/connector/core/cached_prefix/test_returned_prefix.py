@@ -5,7 +5,7 @@ import pytest
 from support.engines import BLOCK_SIZE, BLOCKS, LEASE
 from support.returning import SEARCH, ReturningWorld, chain, pack
 from xpyd_connector.core.cached_prefix.decode_scheduler import MAX_OPEN
-from xpyd_connector.core.cached_prefix.prefill_scheduler import TRANSITIONS, SearchEvent, SearchState
+from xpyd_connector.core.cached_prefix.prefill_scheduler import PAUSE, TRANSITIONS, SearchEvent, SearchState
 from xpyd_connector.core.ids import BlockId, EngineId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseEvent
 from xpyd_connector.core.messages import FindPrefix, PrefixFound, Reachable
@@ -84,6 +84,21 @@ def test_an_answer_that_comes_too_late_is_given_back(world):
 
     assert world.d.pinned == {}
     assert why(world) == [LeaseEvent.DROPPED]
+
+
+def test_an_engine_that_did_not_answer_is_left_alone_for_a_while(world):
+    """One that hangs would cost each prefill the whole time."""
+    world.d.frozen = True
+    world.p.search("r", [*PROMPT, 99], None, world.d, now=world.now)
+    world.run(seconds=2 * SEARCH)
+    world.p.search("s", [*PROMPT, 99], None, world.d, now=world.now)
+    world.round()
+    assert world.p.found == {RequestId("r"): None, RequestId("s"): None}
+
+    world.d.frozen = False
+    world.run(seconds=PAUSE)
+    world.d.look_up(now=world.now)
+    assert world.search([*PROMPT, 99], request="t") is not None
 
 
 def test_a_request_that_has_ended_gives_back_what_is_found_for_it(world):

@@ -10,6 +10,7 @@ import pytest
 
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.questions import WORDS
+from support.shapes import TWO_RANKS
 from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -17,16 +18,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 BLOCK = 32  # tokens of a block of the engines here
 FIRST, LATER, ANSWER, TURNS = 300, 70, 90, 5  # tokens
 COMPUTED, LOADED = (f"vllm:prompt_tokens_by_source_total|{name}" for name in ("local_compute", "external_kv_transfer"))
-RETURNS = {"return_kv": True}
+BOTH = {"role": None, "connector": Connector.XPYD, "extra_connector_config": {"return_kv": True}}
 LENDS = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture(scope="module")
 def both(fleet, model, engines):
     """Engines that lend and take KV in both directions; p1 has larger blocks."""
-    common = {"role": None, "connector": Connector.XPYD, "extra_connector_config": RETURNS}
-    specs = {name: engine_spec(f"both-{name}", model, **common) for name in ("p0", "d0", "d1")}
-    specs["p1"] = engine_spec("both-p1", model, **common, block_size=64)
+    specs = {name: engine_spec(f"both-{name}", model, **BOTH) for name in ("p0", "d0", "d1")}
+    specs["p1"] = engine_spec("both-p1", model, **BOTH, block_size=64)
     children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
     fleet.wait_ready(list(children.values()), timeout_s=300)
     yield SimpleNamespace(**specs, reference=engines.reference, children=children)
@@ -211,9 +211,24 @@ def test_chats_over_the_router(both, routers, pairs, stream):
     has_nothing_held(both.p0, both.p1, both.d0, both.d1)
 
 
+def test_a_decode_engine_of_two_ranks(both, fleet, model):
+    """P reads each head from its rank, and D answers when both ranks have ended their step."""
+    spec = engine_spec("both-two-ranks", model, **BOTH, extra_args=TWO_RANKS)
+    child = start_engine(fleet, spec)
+    fleet.wait_ready([child], timeout_s=300)
+    chat = Chat(both.p0, spec, seed=4)
+
+    answers = [chat.turn() for _ in range(TURNS)]
+    has_nothing_held(both.p0, spec)
+    fleet.stop(child)
+
+    assert [text for text, _ in answers] == alone(both.reference, 4)
+    assert all(p.loaded > 0 for _, p in answers[1:])
+
+
 def test_a_decode_engine_that_dies_between_two_turns(both, fleet, model):
     """P finds out when it asks, or before; the turn is computed as without return_kv."""
-    victim = engine_spec("both-victim", model, role=None, connector=Connector.XPYD, extra_connector_config=RETURNS)
+    victim = engine_spec("both-victim", model, **BOTH)
     child = start_engine(fleet, victim)
     fleet.wait_ready([child], timeout_s=300)
     chat = Chat(both.p0, victim, seed=9, salt="victim")

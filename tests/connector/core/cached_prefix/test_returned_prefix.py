@@ -162,6 +162,21 @@ def test_d_unpins_what_a_dead_p_has_asked_for(world, when):
     assert (world.d.pinned, len(world.d.lender)) == ({}, 0)
 
 
+def test_a_lease_ends_with_the_connection_that_has_asked(world):
+    """Even if P has not heard of it: D would keep the blocks for half a minute."""
+    world.p.search("r", [*PROMPT, 99], None, world.d, now=world.now)
+    world.run()
+    world.p.frozen = True
+    world.d.look_up(now=world.now)
+    world.run()
+    assert world.d.pinned
+
+    world.network.lose()
+    world.run()
+
+    assert (world.d.pinned, why(world)) == ({}, [LeaseEvent.PEER_LOST])
+
+
 def test_d_unpins_what_a_frozen_p_does_not_renew(world):
     world.search([*PROMPT, 99])
     world.p.frozen = True

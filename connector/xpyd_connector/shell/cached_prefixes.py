@@ -115,17 +115,17 @@ class CachedPrefixes:
         return found
 
     def _pin(self, question: Question, found: list[KVCacheBlock]) -> None:
-        lease, size = RequestId(f"cached-{uuid4().hex}"), self._block_size
-        counter = "" if found else "prefixes_missed"
-        if found and not self._prefills.hold(lease, found, LEAST_IMPORTANT):
-            counter = "prefixes_refused"
-        if counter:
-            self._counters.count(counter)
-            self._post(lambda control, _: control.prefix_lender.answer(question, lease, size, ()))
+        lease = RequestId(f"cached-{uuid4().hex}")
+        if not found:
+            self._counters.count("prefixes_missed")
+        elif not self._prefills.hold(lease, found, LEAST_IMPORTANT):
+            self._counters.count("prefixes_refused")
+        else:
+            self._post(lambda control, now: control.prefix_lender.lend(question, lease, now=now))
+            blocks = [BlockId(block.block_id) for block in found]
+            self._pinned.append(_PinnedPrefix(question, lease, blocks, self._scheduled))
             return
-        self._post(lambda control, now: control.prefix_lender.lend(question, lease, now=now))
-        blocks = [BlockId(block.block_id) for block in found]
-        self._pinned.append(_PinnedPrefix(question, lease, blocks, self._scheduled))
+        self._send(_PinnedPrefix(question, lease, (), 0))
 
     def _answer(self) -> None:
         """Answer for the blocks that are computed."""

@@ -60,6 +60,8 @@ class Settings:
     max_leases: int = 65536  # requests whose blocks may be held at once; beyond it prefills are not handed over
     max_held_share: float = 0.9  # of the cache's blocks that leases may hold; beyond it prefills are not handed over
     revoke_after: float = 10.0  # s that a prefill lacks blocks before unread leases are revoked; 0: never
+    return_kv: bool = False  # lend what the prefix cache has to prefill engines, and ask decode engines for the same
+    return_timeout: float = 1.0  # s that a prefill waits for a decode engine to say what it has of the prompt
     engine_loop_timeout: float = 300.0  # s without a turn of the engine's loop before it renews nothing; 0: never
     backends: tuple[Backend, ...] = (Backend("UCX"),)  # of NIXL, in the order in which it should prefer them
     allow_open_data_plane: bool = False  # NIXL may listen on other interfaces than that of the side channel
@@ -107,6 +109,7 @@ AT_LEAST: Mapping[str, float] = {
     "max_leases": 1,
     "max_held_share": 0.01,
     "revoke_after": 0,
+    "return_timeout": 0.01,
     "engine_loop_timeout": 0,
     "staging_blocks": 0,
 }
@@ -121,9 +124,9 @@ INSTEAD: Mapping[str, str] = {
     "num_threads": "NIXL has one progress thread here, and progress_delay_us is between its polls",
     "engine_ttl": "what is known of another engine is forgotten when its connection closes",
     "kv_recompute_threshold": "all of a prompt that is not in the engine's own prefix cache is loaded",
-    "bidirectional_kv_xfer": "KV of answers does not go back to prefill engines, which compute it in the next turn",
-    "decoder_kv_blocks_ttl": "blocks of answers are not kept for prefill engines, and registration_timeout is how "
-    "long a decode engine waits for a push",
+    "bidirectional_kv_xfer": "return_kv is the setting by which KV of answers goes back to prefill engines",
+    "decoder_kv_blocks_ttl": "blocks of answers stay as long as the prefix cache keeps them, and registration_timeout "
+    "is how long a decode engine waits for a push",
 }
 INSTEAD_OF_VARIABLES: Mapping[str, str] = {
     "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "kv_lease_duration in kv_connector_extra_config says how long blocks are kept "
@@ -209,7 +212,7 @@ def _choice(key: str, value: object) -> StrEnum:
 _SWITCH, _TEXT = ((bool,), "true or false"), ((str,), "a text")
 KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "host_staging": ((bool, NoneType), "true, false or null"),
-    **dict.fromkeys(("allow_open_data_plane", "allow_open_side_channel"), _SWITCH),
+    **dict.fromkeys(("allow_open_data_plane", "allow_open_side_channel", "return_kv"), _SWITCH),
     **dict.fromkeys(("tls_cert", "tls_key", "tls_ca", "tls_server_name"), _TEXT),
 }
 

@@ -197,6 +197,8 @@ class Settings:
     kv_events: KvEvents = ENGINES.option(KvEvents.OFF,
         "auto: the policies prefix and expected_ttft go by what engines tell of their caches, where they do")
     reuse_prompt_tokens: bool = ENGINES.option(False, "only the prefill engine renders and tokenizes a chat", live=True)
+    return_kv: bool = ENGINES.option(False,
+        "prefill engines read KV of earlier answers from decode engines; both need the connector's return_kv")
     first_token_from: FirstTokenFrom = ENGINES.option(FirstTokenFrom.DECODE,
         "prefill: clients of streams get the prefill engine's token at once, where the rest is exact", live=True)
     session_names: tuple[SessionName, ...] = ENGINES.option((),

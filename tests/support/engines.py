@@ -191,14 +191,17 @@ class Engine(Blocks):
                 core.on(event, now=now)
             core.advance(now=now)
         for news in self.control.take_results(now=now):
-            match news:
-                case LeaseEnded(request):
-                    self.freed.append(news)
-                    self._free(self.held.pop(request))
-                case LeaseLost(request):
-                    self.on_lost(request)
+            self._on_news(news, now)
         for result in self.reader.take_results():
             self._ended(result)
+
+    def _on_news(self, news, now):
+        match news:
+            case LeaseEnded(request):
+                self.freed.append(news)
+                self._free(self.held.pop(request))
+            case LeaseLost(request):
+                self.on_lost(request)
 
     def _ended(self, ended):
         match ended:
@@ -239,13 +242,15 @@ class Turns:
 class World(Turns):
     """A prefill and a decode engine, more on demand, stepped together."""
 
+    engine = Engine
+
     def __init__(self, *, p=None, d=None):
         self.network, self.now = InMemoryNetwork(), 0.0
         self.engines = []
         self.p, self.d = self.start("p0", 5600, **(p or {})), self.start("d0", 5700, **(d or {}))
 
     def start(self, name, port, **options):
-        engine = Engine(self.network, name, Address("10.0.0.1", port), **options)
+        engine = self.engine(self.network, name, Address("10.0.0.1", port), **options)
         self.engines.append(engine)
         return engine
 

@@ -6,6 +6,7 @@ for each environment that an import may see, and for each host of a lab; it ends
 """
 
 import json
+import os
 import select
 import signal
 import socket
@@ -74,6 +75,8 @@ class Nursery:
 
     def __init__(self, fleet, program, prefix, environment, name):
         self._place = str(fleet._temp / f"n{next(fleet._numbers)}")
+        if "PYTHONPATH" in os.environ:  # the sources that are tested, where these are not the installed ones
+            environment = {**environment, "PYTHONPATH": os.environ["PYTHONPATH"]}
         argv = [*prefix, sys.executable, "-P", nursery_process.__file__, self._place, program]
         self.child = fleet.start(Command(name, argv, environment, ""))
         self._codes = {}  # pid -> exit code

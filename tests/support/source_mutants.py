@@ -275,6 +275,57 @@ MUTANTS = {
         "if False:",
         f"{UNIT}/test_scheduler.py::test_a_prefill_that_was_abandoned_before_its_end_leases_nothing",
     ),
+    "a tenant's salt is part of what is looked up": Mutant(
+        f"{SHELL}/prefix_hashes.py",
+        "            cache_salt=message.salt,",
+        "            cache_salt=None,",
+        f"{UNIT}/test_cached_prefixes.py::test_hashes_are_vllms_own",
+    ),
+    "what is looked up has no gaps": Mutant(
+        f"{SHELL}/cached_prefixes.py",
+        "            if blocks is None:\n                break",
+        "            if blocks is None:\n                continue",
+        f"{UNIT}/test_cached_prefixes.py::test_only_a_beginning_without_gaps_is_found",
+    ),
+    "what a step may still compute is not named": Mutant(
+        f"{SHELL}/cached_prefixes.py",
+        "self._pinned[0].step <= self._ended",
+        "self._pinned[0].step",
+        f"{UNIT}/test_cached_prefixes.py::test_the_answer_waits_for_the_steps_that_may_still_compute",
+    ),
+    "a step counts before it is looked up in": Mutant(
+        f"{SHELL}/scheduler.py",
+        "        number = self._cached.scheduled(output, now=self._clock())"
+        "  # before a look-up finds what this step computes\n"
+        "        self.handle_results()\n        self._cached.look_up()\n",
+        "        self.handle_results()\n        self._cached.look_up()\n"
+        "        number = self._cached.scheduled(output, now=self._clock())\n",
+        f"{UNIT}/test_scheduler.py::test_a_look_up_in_a_step_waits_for_that_step",
+    ),
+    "an engine whose failed loads end requests asks no other": Mutant(
+        f"{SHELL}/returned_prefixes.py",
+        "bool(engine_config.prefix_hash) and engine_config.recomputes",
+        "bool(engine_config.prefix_hash)",
+        f"{UNIT}/test_cached_prefixes.py::test_an_engine_on_which_a_failed_load_ends_its_request_asks_nobody",
+    ),
+    "an engine says for itself alone where it listens": Mutant(
+        f"{CORE}/cached_prefix/prefill_scheduler.py",
+        "        engine = self._link.engine_of(conn)\n",
+        "        engine = next(iter(self._engines), self._link.engine_of(conn))\n",
+        "tests/connector/core/cached_prefix/test_returned_prefix.py::test_an_engine_speaks_for_itself_alone",
+    ),
+    "the lease of cached blocks is the asker's": Mutant(
+        f"{CORE}/cached_prefix/decode_scheduler.py",
+        "            self._lease_manager.renew(question.conn, (lease,), now=now)",
+        "            pass",
+        "tests/connector/core/cached_prefix/test_returned_prefix.py::test_a_lease_ends_with_the_connection_that_has_asked",
+    ),
+    "what nobody here waits for is given back": Mutant(
+        f"{CORE}/cached_prefix/prefill_scheduler.py",
+        "search.state is not SearchState.ASKED:\n            if answer.lease:\n",
+        "search.state is not SearchState.ASKED:\n            if False:\n",
+        "tests/connector/core/cached_prefix/test_returned_prefix.py::test_an_answer_that_comes_too_late_is_given_back",
+    ),
     "a chunk begins at its own first token": Mutant(
         f"{CORE}/layout/cache_groups.py",
         "computed // self.chunk * self.chunk if self.chunk else 0",

@@ -17,6 +17,7 @@ MEMBERS = {
     f"{HOOKS}:KVConnectorTransferResults": ("finished_recving", "failed_recving"),
     "vllm.config.kv_transfer:KVTransferConfig": (
         *("engine_id", "is_kv_consumer", "is_kv_producer", "kv_buffer_device", "kv_connector_extra_config"),
+        "kv_load_failure_policy",
     ),
     "vllm.config.model:ModelConfig": (
         *("code_revision", "dtype", "enable_sleep_mode", "get_head_size", "get_total_num_hidden_layers"),
@@ -31,7 +32,9 @@ MEMBERS = {
     ),
     "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": ("register_connector",),
     "vllm.v1.attention.backends.cpu_attn:": ("_get_attn_isa",),
-    "vllm.v1.core.block_pool:BlockPool": ("blocks", "free_blocks", "get_num_free_blocks", "touch"),
+    "vllm.v1.core.block_pool:BlockPool": (
+        *("blocks", "free_blocks", "get_cached_block", "get_num_free_blocks", "hash_block_size", "touch"),
+    ),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("get_block_ids",),
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_id", "is_null", "ref_cnt"),
     "vllm.v1.core.sched.output:KVConnectorBlockState": ("resolve_block_ids",),
@@ -49,7 +52,7 @@ MEMBERS = {
     "vllm.v1.request:Request": (
         *("abort_immediately", "cache_salt", "kv_transfer_params", "lora_request", "mm_features"),
         *("num_computed_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens", "priority"),
-        *("prompt_token_ids", "request_id", "status"),
+        *("prompt_token_ids", "request_id", "status", "prompt_embeds", "get_skip_reading_prefix_cache"),
     ),
 }
 # Functions in which one thing must come before another.

@@ -1,19 +1,27 @@
 """The control thread of a scheduler process: passes the events of its link to the objects they belong to."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
+from xpyd_connector.core.cached_prefix.decode_scheduler import PrefixLender, PrefixWanted
+from xpyd_connector.core.cached_prefix.prefill_scheduler import PrefixFinder, SearchEnded
 from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import RequestId
+from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
 from xpyd_connector.core.lease.lease_table import LeaseEnded
 from xpyd_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
-from xpyd_connector.core.ports import LinkEvent, MessageReceived
+from xpyd_connector.core.messages import FindPrefix, PrefixFound, Reachable
+from xpyd_connector.core.ports import ConnectionLost, LinkEvent, MessageReceived
 from xpyd_connector.core.push.decode_scheduler import PushReceiver
 from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
 from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult
-from xpyd_connector.core.session.peers import PeerTable
+from xpyd_connector.core.session.peers import Peer, PeerState, PeerTable
 from xpyd_connector.core.staging.decode_scheduler import StagingReceiver
 from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator
+
+ControlResult: TypeAlias = (
+    LeaseEnded | LoadResult | BlocksReleased | LeaseLost | HandshakeEnded | SearchEnded | PrefixWanted
+)
 
 
 class ControlPlane:
@@ -33,6 +41,8 @@ class ControlPlane:
         push_receiver: PushReceiver | None = None,
         staging_coordinator: StagingCoordinator | None = None,
         staging_receiver: StagingReceiver | None = None,
+        prefix_finder: PrefixFinder | None = None,
+        prefix_lender: PrefixLender | None = None,
     ) -> None:
         self.lease_manager = lease_manager
         self.lease_renewer = lease_renewer
@@ -41,6 +51,8 @@ class ControlPlane:
         self._push_receiver = push_receiver
         self._staging_coordinator = staging_coordinator
         self._staging_receiver = staging_receiver
+        self._prefix_finder = prefix_finder
+        self._prefix_lender = prefix_lender
         self._peers = peers
 
     @property
@@ -56,6 +68,20 @@ class ControlPlane:
         if self._push_receiver is None:
             raise RuntimeError("no engine pushes to this engine")
         return self._push_receiver
+
+    @property
+    def prefix_finder(self) -> PrefixFinder:
+        """Of an engine that asks others for what they have cached."""
+        if self._prefix_finder is None:
+            raise RuntimeError("this engine asks no other for cached blocks")
+        return self._prefix_finder
+
+    @property
+    def prefix_lender(self) -> PrefixLender:
+        """Of an engine that lends what it has cached."""
+        if self._prefix_lender is None:
+            raise RuntimeError("this engine lends no cached blocks")
+        return self._prefix_lender
 
     def grant(self, request: RequestId, *, now: float) -> None:
         """Lease the blocks of a finished prefill."""
@@ -79,6 +105,11 @@ class ControlPlane:
         """Handle an event."""
         if self._peers.find(event.conn) is not None:
             self._on_ours(event, now)
+            return
+        if isinstance(event, ConnectionLost):
+            self._connection_lost(event.conn)
+        if isinstance(event, MessageReceived) and isinstance(event.message, Reachable | FindPrefix):
+            self._on_prefix_message(event.conn, event.message)
         elif self._staging_receiver is not None and self._staging_receiver.is_from_worker(event):
             self._staging_receiver.on(event)
         elif self._push_coordinator is not None:
@@ -97,25 +128,56 @@ class ControlPlane:
             dues.append(self._staging_coordinator.advance(now=now))
         if self._push_receiver is not None:
             dues.append(self._push_receiver.advance(now=now))
+        if self._prefix_finder is not None:
+            dues.append(self._prefix_finder.advance(now=now))
         return min((due for due in dues if due is not None), default=None)
 
-    def take_results(
-        self, *, now: float
-    ) -> list[LeaseEnded | LoadResult | BlocksReleased | LeaseLost | HandshakeEnded]:
-        """Return what has ended: leases of this engine and of others, handshakes, and loads in push."""
+    def take_results(self, *, now: float) -> list[ControlResult]:
+        """Return what has ended: leases of this engine and of others, handshakes, searches, and loads in push."""
         released = self.lease_manager.take_released()
         if self._push_coordinator is not None:
             self._push_coordinator.released(released, now=now)
         if self._staging_coordinator is not None:
             self._staging_coordinator.released(released)
         results = self._push_receiver.take_results() if self._push_receiver is not None else ()
+        searches = self._prefix_finder.take_ended() if self._prefix_finder is not None else ()
+        wanted = self._prefix_lender.take_wanted() if self._prefix_lender is not None else ()
         renewer = self.lease_renewer
-        return [*released, *renewer.take_handshakes(), *renewer.take_lost(), *results]
+        return [*released, *renewer.take_handshakes(), *renewer.take_lost(), *results, *searches, *wanted]
 
     def _on_ours(self, event: LinkEvent, now: float) -> None:
-        if self._push_receiver is None:
-            self.lease_renewer.on(event, now=now)
-        elif not (isinstance(event, MessageReceived) and self._push_receiver.on(event.conn, event.message)):
-            changed = self.lease_renewer.on(event, now=now)
-            if changed is not None:
-                self._push_receiver.peer_changed(changed, now=now)
+        changed: Peer | None = None
+        match event:
+            case MessageReceived(conn, PrefixFound() as answer) if self._prefix_finder is not None:
+                self._prefix_finder.answered(conn, answer)
+            case MessageReceived(conn, message) if self._push_receiver is not None:
+                if not self._push_receiver.on(conn, message):
+                    changed = self.lease_renewer.on(event, now=now)
+            case _:
+                changed = self.lease_renewer.on(event, now=now)
+        if changed is not None:
+            self._peer_changed(changed, now)
+
+    def _peer_changed(self, peer: Peer, now: float) -> None:
+        if self._push_receiver is not None:
+            self._push_receiver.peer_changed(peer, now=now)
+        if self._prefix_finder is not None:
+            self._prefix_finder.peer_changed(peer)
+        if self._prefix_lender is not None and peer.state is PeerState.CONNECTED:
+            self._prefix_lender.introduce(peer.conn)
+
+    def _on_prefix_message(self, conn: ConnId, message: Reachable | FindPrefix) -> None:
+        """Handle a message of an engine with ``return_kv``, whether this one has it or not."""
+        if isinstance(message, Reachable):
+            if self._prefix_finder is not None:
+                self._prefix_finder.met(conn, message)
+        elif self._prefix_lender is not None:
+            self._prefix_lender.asked(conn, message)
+        else:
+            self.counters.count("unknown_transfer_messages")  # we have not said that we lend
+
+    def _connection_lost(self, conn: ConnId) -> None:
+        if self._prefix_finder is not None:
+            self._prefix_finder.lost(conn)
+        if self._prefix_lender is not None:
+            self._prefix_lender.lost(conn)

@@ -127,6 +127,14 @@ COUNTERS = {
     "kv_params_unsigned": "Requests whose kv_transfer_params have no signature, on an engine with a secret.",
     "kv_params_forged": "Requests whose kv_transfer_params have a wrong signature.",
     "kv_params_expired": "Requests whose kv_transfer_params are too old.",
+    "prefixes_asked": "Prefills that asked a decode engine for the KV of an earlier answer.",
+    "prefixes_found": "Prefills for which a decode engine had KV that this engine lacked.",
+    "prefixes_unanswered": "Prefills whose decode engine did not answer within return_timeout, or was not reached.",
+    "prefixes_of_unknown_engines": "Prefills that named a decode engine which has not connected to this one.",
+    "prefixes_unsupported": "Prefills with images, an adapter or prompt logprobs, which ask no decode engine for KV.",
+    "prefixes_leased": "Prompts whose cached blocks were leased to a prefill engine.",
+    "prefixes_missed": "Prompts that a prefill engine asked for and this engine's prefix cache did not have.",
+    "prefixes_refused": "Prompts that a prefill engine asked for while too many questions or leases were open.",
 }
 GAUGES = {
     "leases_held": "Requests whose blocks are kept for decode engines now.",

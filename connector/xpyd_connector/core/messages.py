@@ -27,6 +27,11 @@ engines have from the router. P's workers write, and open a connection to their 
     worker: WorkerHello      scheduler: PeerMemory, StartPush, StopPush, PeerGone
     worker: PushWritten, PushAborted, WriteStalled
 
+A decode engine whose prefix cache P may read (``return_kv``) says where it listens. P then is the client::
+
+    D: Reachable, over the connection that D opened
+    P: FindPrefix            D: PrefixFound; P reads the blocks as D does in pull
+
 Where KV goes through host memory (staging), D reads in parts, and workers connect to their own scheduler in pull, too::
 
     D: StagePart, from every rank     P: PartStaged, or PartRefused
@@ -41,7 +46,7 @@ from msgspec import Meta
 from xpyd_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
 from xpyd_connector.errors import ProtocolViolation
 
-PROTOCOL = 6  # raised with every change that an older engine would misunderstand
+PROTOCOL = 7  # raised with every change that an older engine would misunderstand
 MAX_FRAME = 1 << 20  # bytes of one message between engines that have proven themselves
 MAX_GREETING = 64 << 20  # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
 MAX_UNAUTHENTICATED_FRAME = 32768  # bytes of one message before the proof: a Hello that names MAX_RANKS workers fits
@@ -57,6 +62,9 @@ MAX_HEADS = 1 << 16  # KV heads of one layer
 MAX_PARTS = 1 << 16  # pieces of one entry
 MAX_TOKENS = 1 << 20  # tokens of one block
 MAX_PROMPT = 1 << 28  # tokens of one prompt
+MAX_FIND = 200_000  # tokens of one FindPrefix, 4 bytes each: it fits into MAX_FRAME
+MAX_FOUND = 1 << 17  # blocks of one PrefixFound, at most 5 bytes each
+MAX_SALT = 1024  # characters of a cache salt
 MAX_DIGEST = 64  # characters of a prompt's digest
 MAX_REASON = 2048  # characters that say why a push stopped
 
@@ -235,6 +243,34 @@ class DropLeases(msgspec.Struct, frozen=True, tag="drop_leases"):
     """D will not read the blocks of these requests."""
 
     requests: RequestNames
+
+
+class Reachable(msgspec.Struct, frozen=True, tag="reachable"):
+    """D's side channel: P may ask there for what D has in its prefix cache."""
+
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
+    port: Annotated[int, Meta(gt=0, lt=65536)]
+
+
+class FindPrefix(msgspec.Struct, frozen=True, tag="find_prefix"):
+    """Lease the blocks of your prefix cache that begin this prompt; ``request`` is the sender's own id of it.
+
+    ``tokens`` are ids of 4 bytes each, little-endian. The prompt has nothing beside its tokens and its cache ``salt``
+    that decides its KV: no images, no adapter.
+    """
+
+    request: RequestName
+    tokens: Annotated[bytes, Meta(max_length=4 * MAX_FIND)]
+    salt: Annotated[str, Meta(max_length=MAX_SALT)] | None
+
+
+class PrefixFound(msgspec.Struct, frozen=True, tag="prefix_found"):
+    """The first ``blocks`` of the prompt are leased to the sender of FindPrefix by the name ``lease``; or none are."""
+
+    request: RequestName
+    lease: RequestName = RequestId("")
+    block_size: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0  # tokens
+    blocks: Annotated[tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], Meta(max_length=MAX_FOUND)] = ()
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag="heartbeat_reply"):
@@ -423,6 +459,7 @@ Message: TypeAlias = (
     | RenewLeases | LeasesLost | ReadsStarted | ReadDone | FenceResult | DropLeases
     | HeartbeatReply | RankMemory | RegisterPush | PushDone | CancelPushes | PushStopped | PushStalled
     | WorkerHello | PeerMemory | StartPush | StopPush | PeerGone | PushWritten | PushAborted | WriteStalled
+    | Reachable | FindPrefix | PrefixFound
     | StagePart | PartStaged | PartRefused | CopyOut | CopyIn | CopyEnded
 )  # fmt: skip
 

@@ -64,6 +64,10 @@ class Link(Protocol):
         """
         ...
 
+    def engine_of(self, conn: ConnId) -> EngineId | None:
+        """Return the engine that opened a connection, as its Hello proves; None if we opened it, or it is forgotten."""
+        ...
+
     def send(self, conn: ConnId, message: Message) -> None:
         """Send a message; if the connection is gone, :class:`ConnectionLost` follows."""
         ...

@@ -118,6 +118,11 @@ class ClientConnections:
         """Forget the Hello of a closed connection."""
         self._hellos.pop(conn, None)
 
+    def engine_of(self, conn: ConnId) -> EngineId | None:
+        """Return the engine that opened a connection, until :meth:`forget`."""
+        hello = self._hellos.get(conn)
+        return None if hello is None else hello.engine
+
     def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
         """Whether processes of one engine opened these two connections, as their Hellos prove."""
         ours, theirs = self._hellos.get(one), self._hellos.get(other)

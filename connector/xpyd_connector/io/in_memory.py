@@ -198,6 +198,11 @@ class InMemoryLink:
         whose = self.network.caller(self, one)
         return one == other or (whose is not None and whose == self.network.caller(self, other))
 
+    def engine_of(self, conn: ConnId) -> EngineId | None:
+        """Return the engine that opened a connection: its memory has its name."""
+        whose = self.network.caller(self, conn)
+        return None if whose is None else EngineId(whose)
+
     def send(self, conn: ConnId, message: Message) -> None:
         """Send a message."""
         self.network.post(self, conn, message)

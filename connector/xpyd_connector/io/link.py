@@ -130,6 +130,10 @@ class SocketLink:
         """
         return self._clients.are_of_one_engine(one, other)
 
+    def engine_of(self, conn: ConnId) -> EngineId | None:
+        """Return the engine that opened a connection, as its Hello proves."""
+        return self._clients.engine_of(conn)
+
     def wake(self) -> None:
         """Make the current or the next :meth:`poll` return at once. Any thread may call it."""
         with contextlib.suppress(BlockingIOError, OSError):  # full: poll() returns anyway; closed: poll() has ended

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from vllm.logger import init_logger
 
-from xpyd_connector.core.control import ControlPlane
+from xpyd_connector.core.cached_prefix.decode_scheduler import PrefixLender
+from xpyd_connector.core.cached_prefix.prefill_scheduler import PrefixFinder
+from xpyd_connector.core.control import ControlPlane, ControlResult
 from xpyd_connector.core.counters import Counters, StatsReport
 from xpyd_connector.core.ids import PartId, RequestId
 from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
-from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseTable
+from xpyd_connector.core.lease.lease_table import LeaseTable
 from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
-from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Welcome
+from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Reachable, Welcome
 from xpyd_connector.core.push.decode_scheduler import PushReceiver
 from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
-from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult
 from xpyd_connector.core.session.handshake import HandshakeServer, ProcessRole, Secrets, badge_of, hash_of
 from xpyd_connector.core.session.peers import PeerTable
 from xpyd_connector.core.session.worker_links import WorkerLinks
@@ -31,13 +32,13 @@ from xpyd_connector.shell.engine_config import EngineConfig
 from xpyd_connector.shell.metadata import RankHandshake
 from xpyd_connector.shell.network import open_link, reach_remarks
 from xpyd_connector.shell.outbox import Outbox
+from xpyd_connector.shell.prefix_hashes import prefix_hasher
 
 if TYPE_CHECKING:
     from xpyd_connector.settings import Settings
 
 logger = init_logger("vllm.xpyd")
 
-ControlResult: TypeAlias = LeaseEnded | LoadResult | BlocksReleased | LeaseLost | HandshakeEnded
 Handshakes: TypeAlias = Mapping[int, RankHandshake]  # by worker
 
 
@@ -184,7 +185,19 @@ def _build_control_plane(
                 blocks=engine_config.blocks,
                 read_timeout=2 * settings.transfer_timeout,
             )
-        return ControlPlane(lease_manager, lease_renewer, peers, counters, staging_coordinator=staging_coordinator)
+        finder, lender = None, None
+        if engine_config.prefix_hash:
+            finder = PrefixFinder(link, peers, counters, timeout=settings.return_timeout)
+            lender = _prefix_lender(engine_config, link, lease_manager, counters)
+        return ControlPlane(
+            lease_manager,
+            lease_renewer,
+            peers,
+            counters,
+            staging_coordinator=staging_coordinator,
+            prefix_finder=finder,
+            prefix_lender=lender,
+        )
     staging_receiver = None
     if slots is not None and engine_config.is_consumer:
         staging_receiver = StagingReceiver(link, counters, WorkerLinks(link, tokens), Slots[RequestId](slots))
@@ -211,3 +224,10 @@ def _build_control_plane(
         push_receiver=push_receiver,
         staging_receiver=staging_receiver,
     )
+
+
+def _prefix_lender(
+    engine_config: EngineConfig, link: SocketLink, lease_manager: LeaseManager, counters: Counters
+) -> PrefixLender:
+    hash_blocks = prefix_hasher(engine_config.prefix_hash, engine_config.groups[0].block_size)
+    return PrefixLender(link, lease_manager, counters, Reachable(*engine_config.address), hash_blocks)

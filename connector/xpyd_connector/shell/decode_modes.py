@@ -130,8 +130,9 @@ class PullDecode:
         if not isinstance(source, PullParams):
             raise TypeError(f"a pull cannot load from {type(source).__name__}")
         token_ranges: list[TokenRange] = []
+        tokens = min(request.num_prompt_tokens, source.remote_num_tokens + 1)  # fewer only from a prefix cache
         for number, group in enumerate(self._engine_config.groups):
-            start, stop = group.missing_tokens(request.num_prompt_tokens, external)
+            start, stop = group.missing_tokens(tokens, external)
             if start < stop:
                 remote = self._offered(source, number, start, stop)
                 into = [BlockId(block) for block in local[number][group.blocks_of(start, stop)]]

@@ -101,6 +101,11 @@ class DecodeRequests:
         elif not is_met:
             self._post(lambda control, _: control.lease_renewer.report_handshake(engine))
 
+    def begin_found(self, own: RequestId, found: PullParams) -> None:
+        """Load the beginning of a prompt from the prefix cache of a decode engine, which has leased it to us."""
+        self._remote_prefills[own] = _RemotePrefill(found, is_met=True)
+        self._post(lambda control, now: control.lease_renewer.start_renewing(own, found, now=now))
+
     def _shares(self, request: Request, source: PullParams | PushParams) -> bool:
         """Tell whether another request here loads the same prompt: of n answers, one reads P's blocks.
 
@@ -170,7 +175,10 @@ class DecodeRequests:
             return (None, False) if self._awaits_other(own) else (0, False)
         if remote_prefill.loading:
             return 0, False
-        missing = request.num_prompt_tokens - 1 - computed  # D computes the last prompt token: it needs its logits
+        end = request.num_prompt_tokens - 1  # the last prompt token is computed here: it needs its logits
+        if isinstance(remote_prefill.source, PullParams):
+            end = min(end, remote_prefill.source.remote_num_tokens)
+        missing = end - computed
         if missing <= 0:
             return 0, False
         return (missing, True) if remote_prefill.is_met else (None, False)
@@ -269,15 +277,14 @@ class DecodeRequests:
         """Whether only a step can end a quarantine: in pull, workers report it with their step's output."""
         return self._push_decode is None and bool(self._quarantined)
 
-    @property
-    def may_wait(self) -> bool:
-        """Whether an idle step may wait for the control thread.
+    def may_wait(self, *, is_searching: bool = False) -> bool:
+        """Whether an idle step may wait for the control thread; ``is_searching``: a request waits for its answer.
 
         In push the control thread reports ended loads. In pull the workers do, with a step, so an engine with loads
         must step; it may wait for a handshake, and between two polls of quarantined blocks.
         """
         is_loading = any(remote_prefill.loading for remote_prefill in self._remote_prefills.values())
-        is_meeting = any(not remote_prefill.is_met for remote_prefill in self._remote_prefills.values())
+        is_meeting = is_searching or any(not remote_prefill.is_met for remote_prefill in self._remote_prefills.values())
         if self._push_decode is None:
             return (self.awaits_quarantine or is_meeting) and not is_loading
         return is_loading or is_meeting

@@ -19,10 +19,11 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from xpyd_connector.core.addresses import is_wildcard
 from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.layout.buffer_device import is_staged, with_platform
 from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.errors import UnsupportedCache
+from xpyd_connector.errors import SettingsError, UnsupportedCache
 from xpyd_connector.settings import Granularity, Mode, Settings, read_settings
 from xpyd_connector.shell import vllm_versions
 from xpyd_connector.shell.devices import check_copies, check_events
@@ -55,6 +56,8 @@ class EngineConfig:
     staging_blocks: int = 0  # slots for each KV cache group in host memory; 0: no staging
     steps_independently: bool = True  # False: data-parallel ranks step together
     stages: int = 1  # pipeline-parallel size
+    prefix_hash: str = ""  # vLLM's hash of cached blocks; "": return_kv is off, or cannot be on
+    recomputes: bool = True  # a load that fails costs a prefill, not the request
     first_token: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what routers are told of it, in pull
 
 
@@ -92,6 +95,8 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         # Data-parallel ranks of a mixture of experts step together: a rank that waits for KV would delay all others.
         steps_independently=config.parallel_config.data_parallel_size == 1,
         stages=config.parallel_config.pipeline_parallel_size,
+        prefix_hash=_prefix_hash(config, settings, groups),
+        recomputes=not settings.return_kv or transfer.kv_load_failure_policy == "recompute",
         first_token=first_token(config, groups) if settings.mode is Mode.PULL else {},
     )
     _check_stages(engine_config)
@@ -104,6 +109,32 @@ def _check_stages(engine_config: EngineConfig) -> None:
     if engine_config.staging_blocks or any(group.state for group in engine_config.groups):
         kind = "host staging" if engine_config.staging_blocks else "a model that keeps a state"
         raise UnsupportedCache(f"pipeline_parallel_size is {engine_config.stages}; with {kind} only 1 is supported")
+
+
+def _prefix_hash(config: VllmConfig, settings: Settings, groups: tuple[CacheGroup, ...]) -> str:
+    """Return the hash of cached blocks if this engine can lend them (``return_kv``); raises ``SettingsError``.
+
+    Refused is what was not tried: groups that do not keep all tokens, drafts, host staging.
+    """
+    if not settings.return_kv:
+        return ""
+    transfer = config.kv_transfer_config
+    if not (transfer.is_kv_producer and transfer.is_kv_consumer):
+        raise SettingsError(f"return_kv is on and kv_role is {transfer.kv_role}; it must be kv_both")
+    if settings.mode is not Mode.PULL:
+        raise SettingsError(f"return_kv is on and mode is {settings.mode.value}; it works in pull only")
+    reasons = {
+        "the model has several KV cache groups": len(groups) != 1,
+        "its layers do not keep all tokens": any(group.state or group.frees_early for group in groups),
+        "speculative decoding is on": config.speculative_config is not None,
+        "prefix caching is off": not config.cache_config.enable_prefix_caching,
+        "VLLM_NIXL_SIDE_CHANNEL_HOST is no address that others can dial": is_wildcard(settings.host),
+        "KV goes through host memory": _is_staged_here(config, settings),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise SettingsError(f"return_kv is on and {reason}; switch return_kv off")
+    return str(config.cache_config.prefix_caching_hash_algo)
 
 
 def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
@@ -151,13 +182,18 @@ def _check_state(layer: str, spec: MambaSpec) -> None:
 
 
 def _staging_blocks(config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> int:
-    device, buffers = current_platform.device_type, with_platform(current_platform.get_nixl_supported_devices())
-    buffer = config.kv_transfer_config.kv_buffer_device
-    if not is_staged(device, buffer, host_staging=settings.host_staging, buffers=buffers):
+    if not _is_staged_here(config, settings):
         return 0
-    check_copies(device, current_platform)
+    check_copies(current_platform.device_type, current_platform)
     smallest = min(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
     return settings.staging_blocks or 2 * -(-config.model_config.max_model_len // smallest)
+
+
+def _is_staged_here(config: VllmConfig, settings: Settings) -> bool:
+    """Return whether KV goes through host memory."""
+    device, buffers = current_platform.device_type, with_platform(current_platform.get_nixl_supported_devices())
+    buffer = config.kv_transfer_config.kv_buffer_device
+    return is_staged(device, buffer, host_staging=settings.host_staging, buffers=buffers)
 
 
 def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:

@@ -30,6 +30,7 @@ class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, every step."""
 
     orders: list[LoadOrder] = field(default_factory=list[LoadOrder])
+    number: int = 0  # of a step that computes tokens, where its end must be known; 0: report nothing
     idle: bool = False  # the step computes no tokens, so it may wait a moment for a transfer
     pieces: list[ComputedBlocks | TransferOver] = field(
         default_factory=list[ComputedBlocks | TransferOver]
@@ -39,13 +40,19 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class QuarantineMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler: requests whose blocks NIXL may still write into, or no longer; one entry per rank."""
+    """Workers to scheduler: requests whose blocks NIXL may still write into, or no longer; one entry per rank.
+
+    ``step`` is the number of the step that it comes with, the same on all ranks.
+    """
 
     quarantined: list[RequestId] = field(default_factory=list[RequestId])
     released: list[RequestId] = field(default_factory=list[RequestId])
+    step: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "QuarantineMetadata":
         """Append the entries of another rank."""
         if not isinstance(other, QuarantineMetadata):
             raise TypeError(f"{type(other).__name__} is no QuarantineMetadata")
-        return QuarantineMetadata(self.quarantined + other.quarantined, self.released + other.released)
+        return QuarantineMetadata(
+            self.quarantined + other.quarantined, self.released + other.released, min(self.step, other.step)
+        )

@@ -197,19 +197,30 @@ class PrefillRequests:
         ]
         pool = self._pool()
         held = [pool.blocks[block] for ids in prompt for block in ids if block != NULL]
-        if reason := self._exceeded_limit(held):
+        if not self.hold(name, held, request.priority):
             self._counters.count("leases_refused")
-            logger.warning("xpyd: %s is not handed over: %s", request.request_id, reason)
             return None
-        self._held.add(name, held, request.priority)
         if transfer is not None:
             self._transfers.lend(transfer, name)
-        pool.touch(held)
         self._post(lambda control, now: control.grant(name, now=now))
         if self._push_progress is not None:
             self._push_progress.finish(request, prompt)
         offer = self._signatures.sign(self._params(request, name, prompt)).to_params()
         return {**offer, **self._engine_config.first_token}
+
+    def hold(self, name: RequestId, blocks: list[KVCacheBlock], priority: int) -> bool:
+        """Pin the blocks of a lease that is about to begin; false if that would exceed a limit."""
+        if reason := self._exceeded_limit(blocks):
+            logger.warning("xpyd: %s is not leased: %s", name, reason)
+            return False
+        self._held.add(name, blocks, priority)
+        self._pool().touch(blocks)
+        return True
+
+    def revoke(self, blocks: int, priority: int) -> None:
+        """Revoke unread leases that are no more important than ``priority`` until so many blocks are free."""
+        if candidates := self._held.candidates(blocks, priority):
+            self._post(lambda control, now: control.revoke(candidates, blocks, now=now))
 
     def _exceeded_limit(self, blocks: Sequence[KVCacheBlock]) -> str:
         """Return the limit that a lease of these blocks would exceed, as a sentence; empty if there is none."""

@@ -13,17 +13,21 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from xpyd_connector.core.cached_prefix.decode_scheduler import PrefixWanted
+from xpyd_connector.core.cached_prefix.prefill_scheduler import SearchEnded
 from xpyd_connector.core.counters import Counters, StatsReport, merge
 from xpyd_connector.core.lease.lease_table import LeaseEnded
 from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult
 from xpyd_connector.io.secrets import secrets_in_force
+from xpyd_connector.shell.cached_prefixes import CachedPrefixes
 from xpyd_connector.shell.control_thread import ControlThread, Handshakes
 from xpyd_connector.shell.decode_modes import BlockTables, Clock
 from xpyd_connector.shell.decode_requests import DecodeRequests
 from xpyd_connector.shell.engine_config import EngineConfig
 from xpyd_connector.shell.metadata import QuarantineMetadata, StepMetadata
 from xpyd_connector.shell.prefill_requests import PrefillRequests
+from xpyd_connector.shell.returned_prefixes import ReturnedPrefixes
 from xpyd_connector.shell.vllm_stats import XpydStats
 
 if TYPE_CHECKING:
@@ -73,6 +77,10 @@ class XpydConnectorScheduler:
             signatures=signatures,
             wall_clock=clock,
         )
+        self._returned = ReturnedPrefixes(engine_config, self._decodes, self._control.post, self._counters)
+        self._cached = CachedPrefixes(
+            engine_config, self._prefills, self._control.post, pool=self._block_pool, counters=self._counters
+        )
 
     # ---- once, at start
 
@@ -99,6 +107,7 @@ class XpydConnectorScheduler:
             self._decodes.begin(request, params)
         elif params.get("do_remote_decode"):
             self._prefills.begin(request, params)
+            self._returned.begin(request, params)
         elif params:
             self._prefills.abandon(request, params)
 
@@ -108,21 +117,29 @@ class XpydConnectorScheduler:
         None: that is not known yet, and vLLM asks again in its next step.
         """
         self._prefills.considered(request, computed)
+        self._cached.considered(request, computed)
+        if self._returned.searches(request, computed):
+            return None, False
         return self._decodes.matched_tokens(request, computed)
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
         self._prefills.allocated(request)
+        self._cached.allocated(request)
         self._decodes.allocated(request, blocks, external)
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's metadata for the workers."""
+        number = self._cached.scheduled(output, now=self._clock())  # before a look-up finds what this step computes
         self.handle_results()
+        self._cached.look_up()
         if output.total_num_scheduled_tokens == 0 and self._may_wait():
             self._waker.wait(MAX_IDLE_WAIT)
             self.handle_results()
+            self._cached.look_up()
         self._prefills.step(output, self._live, now=self._clock())
         metadata = self._decodes.metadata(output)
+        metadata.number = number
         metadata.pieces = self._prefills.take_computed(output)
         return metadata
 
@@ -133,7 +150,7 @@ class XpydConnectorScheduler:
         """
         return (
             self._engine_config.steps_independently
-            and self._decodes.may_wait
+            and self._decodes.may_wait(is_searching=self._returned.is_searching)
             and not self._has_pending_results()
             and not any(request.status == RequestStatus.RUNNING for request in self._live.values())
         )
@@ -143,12 +160,14 @@ class XpydConnectorScheduler:
         self.handle_results()
         if isinstance(output.kv_connector_worker_meta, QuarantineMetadata):
             self._decodes.update_quarantine(output.kv_connector_worker_meta)
+            self._cached.ended(output.kv_connector_worker_meta.step)
         self._decodes.loads_ended(output.finished_recving or ())
 
     def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
         """Return the kv_transfer_params of a prefill that a decode engine can load; None for any other request."""
         self.handle_results()
         self._live.pop(request.request_id, None)
+        self._returned.finished(request)
         self._decodes.finished(request)
         return self._prefills.finished(request, blocks)
 
@@ -167,6 +186,10 @@ class XpydConnectorScheduler:
                     self._decodes.handshake_ended(result)
                 case LeaseLost(request):
                     self._decodes.lease_lost(request)
+                case SearchEnded():
+                    self._returned.ended(result)
+                case PrefixWanted():
+                    self._cached.add(result)
 
     def has_pending(self) -> bool:
         """Whether the engine must step: for results, for the workers' metadata, or to poll quarantined blocks."""

@@ -113,6 +113,7 @@ class XpydConnectorWorker:
     def load(self, step: StepMetadata) -> None:
         """Pass this step's orders to the transfer thread."""
         self._idle = step.idle
+        self._quarantined.step = step.number
         for order in step.orders:
             if self._runner is None:
                 raise RuntimeError(f"request {order.request} is to be loaded on an engine that is no consumer in pull")
@@ -160,7 +161,7 @@ class XpydConnectorWorker:
     def take_quarantined(self) -> QuarantineMetadata | None:
         """Return the changes of quarantined blocks since the last call."""
         event, self._quarantined = self._quarantined, QuarantineMetadata()
-        return event if event.quarantined or event.released else None
+        return event if event.quarantined or event.released or event.step else None
 
     def stats(self) -> XpydStats | None:
         """Return the numbers since the last call."""

@@ -29,6 +29,7 @@ class LocalPlan:
     kind: EngineKind = EngineKind.VLLM
     connector: Connector = Connector.XPYD
     mode: TransferMode = TransferMode.PULL
+    return_kv: bool = False  # prefill engines read KV of earlier answers from decode engines
     port: int = 8000  # of the router
     prefill_port: int = 8100  # of the first prefill engine
     decode_port: int = 8200  # of the first decode engine
@@ -66,6 +67,7 @@ class LocalPlan:
                 connector=self.connector,
                 mode=self.mode,
                 side_channel_port=self.side_channel_port + number,
+                extra_connector_config={"return_kv": True} if self.return_kv else {},
                 cache_dir=self.home / "cache",
                 kv_events=self.kv_events_dir if self.kv_events else None,
             )
@@ -99,6 +101,10 @@ def router_command(plan: LocalPlan, inherited: Mapping[str, str]) -> Command:
     """Return how to start the router in front of all engines of the plan."""
     argv = [*PYTHON_MODULE, "xpyd_proxy.cli", "serve", "--host", HOST, "--port", str(plan.port)]
     argv += ["--prefill", *plan.addresses(Role.PREFILL), "--decode", *plan.addresses(Role.DECODE)]
+    if plan.kv_events or plan.return_kv:
+        argv += ["--prefill-policy", "prefix", "--decode-policy", "prefix"]
     if plan.kv_events:
-        argv += ["--kv-events", "auto", "--prefill-policy", "prefix", "--decode-policy", "prefix"]
+        argv += ["--kv-events", "auto"]
+    if plan.return_kv:
+        argv += ["--return-kv", "true"]
     return Command("router", argv, inherited, f"{plan.router_url}/health")

@@ -133,7 +133,7 @@ def transfer_config(spec: EngineSpec) -> dict[str, object]:
     return {
         "kv_connector": "XpydConnector",
         "kv_connector_module_path": "xpyd_connector",
-        "kv_role": roles[spec.role],
+        "kv_role": "kv_both" if extra.get("return_kv") else roles[spec.role],
         **common,
     }
 

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--connector", choices=connectors, default=str(_DEFAULT.connector), help="ours or vLLM's (%(default)s)")
     said = "decode engines pull the KV cache, or prefill engines push it (%(default)s)"
     add("--kv-transfer-mode", dest="mode", choices=modes, default=str(_DEFAULT.mode), help=said)
+    add("--return-kv", action="store_true", help="prefill engines read KV of earlier answers (our connector, pull)")
     for flag, default, owner in (
         ("--port", _DEFAULT.port, "the router"),
         ("--prefill-port", _DEFAULT.prefill_port, "the first prefill engine"),
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         kind=EngineKind(args.engine),
         connector=Connector(args.connector),
         mode=TransferMode(args.mode),
+        return_kv=args.return_kv,
         model=args.model or _DEFAULT.model,
         **{name: getattr(args, name) for name in as_given},
     )

@@ -19,6 +19,7 @@ from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, Refused
 from xpyd_proxy.io.request_path.engine_costs import EngineCosts
+from xpyd_proxy.io.request_path.returned_kv import cached_on
 from xpyd_proxy.requests.intake import RequestPlan
 from xpyd_proxy.requests.leg_bodies import prefill_body
 from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
@@ -109,7 +110,8 @@ class Attempt(LegOwner):
         of, settings = self._of, self._settings
         shows = self._shows and of.handovers.may_show(call, prefill.id)
         learns = of.fleet.learner is not None and of.fleet.asks_for_ids(call, self._plan.ask)
-        body = prefill_body(call, self.id, self.transfer, reuses=reuses, shows=shows, learns=learns)
+        holder = cached_on(of.fleet, self._plan.ask) if settings.return_kv else None
+        body = prefill_body(call, self.id, self.transfer, reuses=reuses, shows=shows, learns=learns, cached_on=holder)
         now = of.clock()
         leg = PrefillLeg(self, prefill, now, now + settings.prefill_timeout_s)
         leg.shows, leg.learns = shows, learns

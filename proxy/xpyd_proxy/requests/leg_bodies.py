@@ -13,11 +13,12 @@ from xpyd_proxy.core.model import (
     RequestId,
     TransferId,
 )
-from xpyd_proxy.core.protocol import push, request_bodies
+from xpyd_proxy.core.protocol import push, request_bodies, returned_kv
 from xpyd_proxy.core.protocol.disaggregation import PROMPTS
 from xpyd_proxy.core.protocol.first_token import FirstToken, asked_for_token, first_token, may_show, offered
 from xpyd_proxy.core.protocol.prompt_ids import asking_for_ids
 from xpyd_proxy.core.protocol.push import TransferPolicy
+from xpyd_proxy.core.protocol.returned_kv import CachedOn
 from xpyd_proxy.core.raw_json import Pieces, encode_in_pieces
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.schemas import Coordinates, FirstTokenOffer
@@ -32,11 +33,13 @@ def prefill_body(
     reuses: bool,
     shows: bool = False,
     learns: bool = False,
+    cached_on: CachedOn | None = None,
 ) -> Pieces:
     """Return the body of a prefill leg.
 
     ``reuses``: its answer shall tell the tokens of the prompt; ``shows``: the client may see the token that it makes.
-    ``learns``: as ``reuses``, for the choice of engines.
+    ``learns``: as ``reuses``, for the choice of engines; ``cached_on``: the decode engine that may be asked for KV of
+    the prompt.
     """
     fields = request_bodies.named(call.api, call.fields, request)
     if reuses:
@@ -46,6 +49,8 @@ def prefill_body(
     asked = request_bodies.prefill_fields(call.api, fields, transfer)
     if shows:
         asked.update(asked_for_token(call.fields))
+    if cached_on is not None:
+        asked["kv_transfer_params"] = returned_kv.naming(asked["kv_transfer_params"], cached_on)
     return encode_in_pieces(asked, PROMPTS[call.api])
 
 

@@ -12,11 +12,18 @@ with warnings.catch_warnings():
     from vllm.platforms import current_platform
 
     from xpyd_connector.shell.devices import check_copies, check_events, computed
-    from xpyd_connector.shell.engine_config import EngineConfig, _check_stages, _check_supported, read_engine_config
+    from xpyd_connector.shell.engine_config import (
+        EngineConfig,
+        _check_stages,
+        _check_supported,
+        _prefix_hash,
+        read_engine_config,
+    )
 
 from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.errors import UnsupportedCache
+from xpyd_connector.errors import SettingsError, UnsupportedCache
+from xpyd_connector.settings import Mode, Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 COPIES = SimpleNamespace(insert_blocks_to_device=print, swap_out_blocks_to_host=print)
@@ -117,3 +124,48 @@ def test_what_vllm_says_of_an_engine(monkeypatch, mla, ranks, number, expected):
     found, _ = read_engine_config(made, SimpleNamespace(kv_cache_groups=[], num_blocks=9))
 
     assert (found.all_heads, found.steps_independently, found.address.port) == expected
+
+
+def returning(**transfer):
+    """An engine that can lend its prefix cache, but for what is changed."""
+    fields = {"is_kv_producer": True, "is_kv_consumer": True, "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(**fields | transfer),
+        speculative_config=None,
+        cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_caching_hash_algo="sha256"),
+    )
+
+
+FULL = (CacheGroup(16),)
+
+
+def test_an_engine_that_returns_kv_knows_its_hash():
+    assert _prefix_hash(returning(), Settings(return_kv=True), FULL) == "sha256"
+    assert _prefix_hash(returning(), Settings(), FULL) == ""
+
+
+@pytest.mark.parametrize(
+    ("transfer", "choices", "groups", "reason"),
+    [
+        ({"is_kv_producer": False, "kv_role": "kv_consumer"}, {}, FULL, "kv_role is kv_consumer; it must be kv_both"),
+        ({}, {"mode": Mode.PUSH}, FULL, "it works in pull only"),
+        ({}, {}, (*FULL, *FULL), "the model has several KV cache groups"),
+        ({}, {}, (CacheGroup(16, window=64),), "its layers do not keep all tokens"),
+        ({}, {}, (CacheGroup(16, state="x"),), "its layers do not keep all tokens"),
+        ({}, {"host_staging": True}, FULL, "KV goes through host memory"),
+        ({}, {"host": "0.0.0.0"}, FULL, "no address that others can dial"),
+    ],
+)
+def test_what_was_not_tried_with_return_kv_is_refused(transfer, choices, groups, reason):
+    """A window or a state that is read for the wrong token is a wrong text with status 200."""
+    with pytest.raises(SettingsError, match=reason):
+        _prefix_hash(returning(**transfer), Settings(return_kv=True, **choices), groups)
+
+
+def test_drafts_and_engines_without_a_prefix_cache_are_refused():
+    drafting, uncached = returning(), returning()
+    drafting.speculative_config, uncached.cache_config.enable_prefix_caching = object(), False
+
+    for engine in (drafting, uncached):
+        with pytest.raises(SettingsError, match="switch return_kv off"):
+            _prefix_hash(engine, Settings(return_kv=True), FULL)

@@ -14,6 +14,7 @@ from support.engines import FINGERPRINT, changed, rank_info
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import RequestStatus
 
@@ -24,8 +25,9 @@ with warnings.catch_warnings():
     from xpyd_connector.shell.metadata import QuarantineMetadata, RankHandshake
     from xpyd_connector.shell.scheduler import MAX_IDLE_WAIT, WALL_CLOCK, XpydConnectorScheduler
 
+from xpyd_connector.core.cached_prefix.decode_scheduler import PrefixWanted, Question
 from xpyd_connector.core.counters import StatsReport
-from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
+from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
 from xpyd_connector.core.layout.cache_groups import CacheGroup
 from xpyd_connector.core.layout.transfer_plan import TokenRange
 from xpyd_connector.core.lease.kv_params import PullParams, digest_prompt, parse_pull_params
@@ -52,12 +54,21 @@ class Engine:
     """vLLM's scheduler, as far as the connector notices it."""
 
     def __init__(
-        self, *, groups=ONE, clock=WALL_CLOCK, is_consumer=True, name="here", width=16, first_token=None, **choices
+        self,
+        *,
+        groups=ONE,
+        clock=WALL_CLOCK,
+        is_consumer=True,
+        name="here",
+        width=16,
+        first_token=None,
+        prefix_hash="",
+        **choices,
     ):
-        self.pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
+        self.pool = BlockPool(BLOCKS, enable_caching=bool(prefix_hash), hash_block_size=SIZE)
         engine_config = EngineConfig(
             EngineId(name), Address("127.0.0.1", free_port()), groups, {"l.0": 0}, BLOCKS, all_heads=1, ranks=1,
-            is_producer=True, is_consumer=is_consumer, first_token=first_token or {},
+            is_producer=True, is_consumer=is_consumer, first_token=first_token or {}, prefix_hash=prefix_hash,
         )  # fmt: skip
         self.now = 1000.0
         # Nobody is there to be met: only a test that waits for the end of a handshake has it end.
@@ -1179,3 +1190,31 @@ def test_a_request_that_has_finished_does_not_keep_it_awake(pushing):
     pushing.step()
 
     assert len(pushing.waker.waits) == 1
+
+
+@pytest.fixture
+def lending():
+    engine = Engine(prefix_hash="sha256")
+    yield engine
+    engine.side.stop()
+
+
+def test_a_look_up_in_a_step_waits_for_that_step(lending):
+    """VLLM has entered the blocks of the step into its prefix cache when the connector hears of the step."""
+    step = SimpleNamespace(total_num_scheduled_tokens=4, num_scheduled_tokens={}, kv_connector_block_state=None)
+    (block,) = lending.pool.get_new_blocks(1)
+    lending.pool.cached_block_hash_to_block.insert(make_block_hash_with_group_id(b"hash", 0), block)
+    lending.side._control._outbox.put([PrefixWanted(Question(ConnId(1), RequestId("r")), [b"hash"])], StatsReport())
+
+    number = lending.side.step(step).number
+
+    assert (number, len(lending.side._cached._pinned)) == (1, 1)
+    lending.side.after_step(KVConnectorOutput(kv_connector_worker_meta=QuarantineMetadata(step=number)))
+    assert len(lending.side._cached._pinned) == 0
+
+
+def test_steps_have_no_number_where_nothing_is_lent(engine):
+    """Workers then report nothing with them."""
+    step = SimpleNamespace(total_num_scheduled_tokens=4, num_scheduled_tokens={}, kv_connector_block_state=None)
+
+    assert engine.side.step(step).number == 0

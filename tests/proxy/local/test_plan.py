@@ -81,3 +81,14 @@ def test_every_engine_of_a_plan_has_its_mode(kind):
     plan = LocalPlan(kind=kind, mode=TransferMode.PUSH)
 
     assert all("push" in " ".join(engine_command(plan, spec, {}).argv) for spec in plan.engines())
+
+
+def test_a_plan_that_returns_kv_sets_both_sides():
+    """Engines that lend, and a router that knows where conversations are."""
+    plan = LocalPlan(return_kv=True)
+
+    assert all(spec.extra_connector_config == {"return_kv": True} for spec in plan.engines())
+    assert " ".join(router_command(plan, {}).argv).endswith(
+        "--return-kv true --prefill-policy prefix --decode-policy prefix"
+    )
+    assert "--return-kv" not in router_command(LocalPlan(), {}).argv

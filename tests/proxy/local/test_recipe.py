@@ -63,6 +63,14 @@ def test_our_connector_is_loaded_by_path_and_knows_its_role(role, kv_role):
 
 
 @pytest.mark.parametrize("role", [*Role, None])
+def test_an_engine_that_returns_kv_plays_both_roles(role):
+    """It lends in both directions."""
+    returns = {"extra_connector_config": {"return_kv": True}, "connector": Connector.XPYD, "side_channel_port": 5600}
+
+    assert transfer_config(spec(role=role, **returns))["kv_role"] == "kv_both"
+
+
+@pytest.mark.parametrize("role", [*Role, None])
 def test_the_in_tree_connector_plays_both_roles(role):
     """vLLM's documentation starts it with kv_both on either side."""
     config = transfer_config(spec(role=role, connector=Connector.NIXL, side_channel_port=5600))

@@ -28,6 +28,7 @@ Dice: TypeAlias = Callable[[int], int]  # dice(n): 0 to n-1
 
 
 ITL_WEIGHT: Final = 4.0  # tokens for which the time between tokens counts beside the time to first token
+_REMEMBERING: Final = (PolicyName.PREFIX, PolicyName.EXPECTED_TTFT)
 _OWN: Final[Mapping[str, Callable[[PolicyParts], Policy]]] = {
     PolicyName.ROUND_ROBIN: lambda parts: RoundRobin(Rotation(parts.turn), Rotation(parts.turn)),
     PolicyName.LEAST_LOADED: lambda parts: LeastLoaded(parts.load, parts.turn),
@@ -60,6 +61,9 @@ def fleet_of(
     engines tell of their caches; ``known``: the tokens of texts, to look them up there.
     """
     names = settings.prefill_policy, settings.decode_policy
+    if settings.return_kv and settings.decode_policy not in _REMEMBERING:
+        names_known = " or ".join(_REMEMBERING)
+        raise ConfigError(f"return_kv needs decode_policy {names_known}: others forget what decode engines have cached")
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))

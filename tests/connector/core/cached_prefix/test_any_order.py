@@ -1,0 +1,43 @@
+"""Searches, reads and a changing cache, in any order: no wrong byte, and no block that stays pinned."""
+
+import pytest
+from hypothesis import settings
+
+from support import returning
+from support.mutation import NOTICED, search
+from support.return_machine import ReturnMachine
+from support.returning import CachingEngine
+from xpyd_connector.core.cached_prefix.decode_scheduler import PrefixLender
+
+ReturnMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestReturn = pytest.mark.slow(ReturnMachine.TestCase)  # any order of events: seconds
+any_order_of_events = search(ReturnMachine, 200)
+
+
+def answer_before_the_step_has_ended(patch):
+    patch.setattr(CachingEngine, "must_wait", property(lambda self: False))
+
+
+def forget_the_salt(patch):
+    whole = returning.chain
+    without = lambda message: whole(type(message)(message.request, message.tokens, None))  # noqa: E731
+    init = PrefixLender.__init__
+    patch.setattr(PrefixLender, "__init__", lambda self, *args: init(self, *args[:-1], without))
+
+
+def pin_nothing(patch):
+    patch.setattr(CachingEngine, "evict", CachingEngine.evict_all_the_same)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "mutate",
+    [answer_before_the_step_has_ended, forget_the_salt, pin_nothing],
+    ids=lambda part: part.__name__,
+)
+def test_a_broken_rule_is_noticed(monkeypatch, mutate):
+    mutate(monkeypatch)
+
+    with pytest.raises(NOTICED):
+        any_order_of_events()

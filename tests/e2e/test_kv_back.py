@@ -1,0 +1,244 @@
+"""KV of an answer goes back to the prefill engine in the next turn, instead of being computed there once more."""
+
+import json
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
+from support.questions import WORDS
+from support.shapes import TWO_RANKS
+from xpyd_proxy.local.recipe import Connector
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+BLOCK = 32  # tokens of a block of the engines here
+FIRST, LATER, ANSWER, TURNS = 300, 70, 90, 5  # tokens
+COMPUTED, LOADED = (f"vllm:prompt_tokens_by_source_total|{name}" for name in ("local_compute", "external_kv_transfer"))
+BOTH = {"role": None, "connector": Connector.XPYD, "extra_connector_config": {"return_kv": True}}
+LENDS = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@pytest.fixture(scope="module")
+def both(fleet, model, engines):
+    """Engines that lend and take KV in both directions; p1 has larger blocks."""
+    specs = {name: engine_spec(f"both-{name}", model, **BOTH) for name in ("p0", "d0", "d1")}
+    specs["p1"] = engine_spec("both-p1", model, **BOTH, block_size=64)
+    children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
+    fleet.wait_ready(list(children.values()), timeout_s=300)
+    yield SimpleNamespace(**specs, reference=engines.reference, children=children)
+    fleet.stop(*children.values())
+
+
+def engine_id(spec):
+    """Return the id by which other engines know one, as its metrics say."""
+    text = httpx.get(f"{spec.base_url}/metrics", trust_env=False, timeout=10).text
+    (line,) = (line for line in text.splitlines() if line.startswith("vllm:xpyd_connector_info{"))
+    return line.split('engine_id="')[1].split('"')[0]
+
+
+@pytest.fixture(scope="module")
+def routers(both, start_router):
+    """1P1D and 2P2D with return_kv, where every turn goes over a prefill engine."""
+    args = (
+        "--prefill-policy",
+        "prefix",
+        "--decode-policy",
+        "prefix",
+        "--return-kv",
+        "--health-check-interval-s",
+        "0.5",
+    )
+    one = start_router("router-back-1", [both.p0], [both.d0], args=args)
+    two = start_router("router-back-2", [both.p0, both.p1], [both.d0, both.d1], args=args)
+    return SimpleNamespace(one=one, two=two)
+
+
+@dataclass
+class Chat:
+    """A chat of token ids over two legs by hand: each turn goes over the prefill engine."""
+
+    p: object
+    d: object
+    seed: int
+    salt: str = "one"
+    tokens: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.dice = random.Random(self.seed)
+
+    def turn(self, *, stream=False, asks=True, cached_on=None, fields=None):
+        """Ask for the next answer, and return its tokens and what P has computed for it."""
+        self.tokens += [self.dice.randrange(10, 500) for _ in range(LATER if self.tokens else FIRST)]
+        with Watch(self.p) as watch:
+            lent = dict(LENDS)
+            if asks:
+                lent["xpyd_cached_on"] = cached_on or engine_id(self.d)
+            ask = {"prompt": self.tokens, "cache_salt": self.salt, **(fields or {})}
+            params = post(self.p, {**ask, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": lent}).json()
+            answer = generate(self.d, {**ask, "kv_transfer_params": params["kv_transfer_params"]}, stream=stream)
+        self.tokens += answer
+        return answer, SimpleNamespace(computed=watch.delta(COMPUTED), loaded=watch.delta(LOADED))
+
+
+def alone(spec, seed, turns=TURNS):
+    """Return the answers of one engine that does everything."""
+    dice, tokens, answers = random.Random(seed), [], []
+    for _ in range(turns):
+        tokens += [dice.randrange(10, 500) for _ in range(LATER if tokens else FIRST)]
+        answers.append(generate(spec, {"prompt": tokens, "cache_salt": f"alone-{seed}"}))
+        tokens += answers[-1]
+    return answers
+
+
+def generate(spec, body, *, stream=False):
+    """Return the tokens of an answer, streamed or not."""
+    body = {**body, "max_tokens": ANSWER, "ignore_eos": True, "return_token_ids": True, "stream": stream}
+    response = post(spec, body)
+    if not stream:
+        return response.json()["choices"][0]["token_ids"]
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    return [token for event in events for choice in event["choices"] for token in choice["token_ids"] or ()]
+
+
+def post(spec, body):
+    """Ask an engine for a completion that must succeed."""
+    body = {"model": "tiny", "temperature": 0, **body}
+    response = httpx.post(f"{spec.base_url}/v1/completions", json=body, trust_env=False, timeout=60)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def has_nothing_held(*specs):
+    for spec in specs:
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=20, what=f"{spec.name} is idle")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_p_computes_only_what_neither_engine_has(both, stream):
+    """Its own cache has the last prompt, D's has the answer to it, but for the last token and a partial block."""
+    chat = Chat(both.p0, both.d0, seed=1, salt=f"streamed {stream}")
+    wanted = alone(both.reference, 1)
+
+    for number, answer in enumerate(wanted):
+        before = len(chat.tokens)
+        text, p = chat.turn(stream=stream)
+        assert text == answer, f"turn {number}"
+        prompt = len(chat.tokens) - len(answer)
+        kept = (before - 1) // BLOCK * BLOCK if number else 0  # tokens of whole blocks that D has computed
+        assert p.computed == prompt - kept
+        assert (p.loaded > 0) == (number > 0)
+    has_nothing_held(both.p0, both.d0)
+
+
+def test_blocks_of_two_sizes(both):
+    chat = Chat(both.p1, both.d0, seed=2)
+
+    answers = [chat.turn() for _ in range(TURNS)]
+
+    assert [text for text, _ in answers] == alone(both.reference, 2)
+    assert all(p.loaded > 0 for _, p in answers[1:])
+    has_nothing_held(both.p1, both.d0)
+
+
+@pytest.mark.parametrize("change", ["history", "salt", "no name", "a stranger's name"])
+def test_nothing_is_read_that_is_not_the_prompts(both, change):
+    """A client may rewrite its history, and two tenants never share a block."""
+    chat = Chat(both.p0, both.d0, seed=3, salt=f"change {change}")
+    chat.turn()
+    options = {}
+    if change == "history":
+        chat.tokens[5] += 1
+    elif change == "salt":
+        chat.salt = "another tenant"
+    else:
+        options = {"asks": change != "no name", "cached_on": "nobody-7"}
+
+    with Watch(both.d0) as d:
+        answer, p = chat.turn(**options)
+
+    prompt = chat.tokens[: -len(answer)]
+    assert answer == generate(both.reference, {"prompt": prompt, "cache_salt": f"alone {change}"})
+    assert p.loaded == 0
+    assert d.delta("vllm:xpyd_prefixes_leased_total") == 0
+    has_nothing_held(both.p0, both.d0)
+
+
+def says(url, words, seed, *, stream, turns=TURNS):
+    """Hold a chat over a router, or with one engine; return the answers, and a tenant's name for what is cached."""
+    dice, answers, messages = random.Random(seed), [], []
+    for _ in range(turns):
+        messages.append({"role": "user", "content": " ".join(dice.choices(words, k=60 if answers else 200))})
+        body = {
+            "model": "tiny",
+            "messages": messages,
+            "max_tokens": ANSWER,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+            "cache_salt": f"{url} {seed} {stream}",
+        }
+        response = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=60)
+        assert response.status_code == 200, response.text
+        assert "xpyd_cached" not in response.text + str(response.headers)
+        answers.append(text_of(response, stream=stream))
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def text_of(response, *, stream):
+    if not stream:
+        return response.json()["choices"][0]["message"]["content"]
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("pairs", ["one", "two"])
+def test_chats_over_the_router(both, routers, pairs, stream):
+    """The client sends what any client sends; where the conversation is cached, the router knows."""
+    url, words = getattr(routers, pairs), list(WORDS)
+    with Watch(both.p0) as p0, Watch(both.p1) as p1:
+        answers = [says(url, words, seed, stream=stream) for seed in range(3)]
+
+    assert answers == [says(both.reference.base_url, words, seed, stream=stream) for seed in range(3)]
+    assert p0.delta("vllm:xpyd_prefixes_found_total") + p1.delta("vllm:xpyd_prefixes_found_total") > 0
+    assert p0.delta(LOADED) + p1.delta(LOADED) > 0
+    assert p0.delta("vllm:xpyd_prefixes_unanswered_total") + p1.delta("vllm:xpyd_prefixes_unanswered_total") == 0
+    has_nothing_held(both.p0, both.p1, both.d0, both.d1)
+
+
+def test_a_decode_engine_of_two_ranks(both, fleet, model):
+    """P reads each head from its rank, and D answers when both ranks have ended their step."""
+    spec = engine_spec("both-two-ranks", model, **BOTH, extra_args=TWO_RANKS)
+    child = start_engine(fleet, spec)
+    fleet.wait_ready([child], timeout_s=300)
+    chat = Chat(both.p0, spec, seed=4)
+
+    answers = [chat.turn() for _ in range(TURNS)]
+    has_nothing_held(both.p0, spec)
+    fleet.stop(child)
+
+    assert [text for text, _ in answers] == alone(both.reference, 4)
+    assert all(p.loaded > 0 for _, p in answers[1:])
+
+
+def test_a_decode_engine_that_dies_between_two_turns(both, fleet, model):
+    """P finds out when it asks, or before; the turn is computed as without return_kv."""
+    victim = engine_spec("both-victim", model, **BOTH)
+    child = start_engine(fleet, victim)
+    fleet.wait_ready([child], timeout_s=300)
+    chat = Chat(both.p0, victim, seed=9, salt="victim")
+    name = engine_id(victim)
+    chat.turn()
+    chat.turn()
+    fleet.stop(child)
+    chat.d = both.d0
+    answer, p = chat.turn(cached_on=name)
+
+    assert answer == alone(both.reference, 9)[2]
+    assert p.computed > LATER + ANSWER - 2 * BLOCK
+    has_nothing_held(both.p0, both.d0)

@@ -76,7 +76,7 @@ from xpyd_proxy.requests.body_reader import BodyReader
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.intake import Intake
 from xpyd_proxy.requests.leg_bodies import LegBodies
-from xpyd_proxy.requests.realtime.sessions import Sessions
+from xpyd_proxy.requests.realtime.sessions import RealtimeSessions
 from xpyd_proxy.requests.release import Releaser
 from xpyd_proxy.requests.service import Requests
 from xpyd_proxy.settings import KvEvents, PolicyName, Settings
@@ -277,7 +277,7 @@ def _realtime(
         missing = "/v1/realtime is asked for (realtime), but websockets is not installed"
         raise ConfigError(f"{missing}: pip install 'xpyd[realtime]'") from exc
     intake, telemetry = requests.intake, requests.telemetry
-    sessions = Sessions(
+    sessions = RealtimeSessions(
         lambda: requests.settings,
         intake.lifetime,
         intake.keyring,

@@ -13,7 +13,7 @@ from xpyd_proxy.core.model import Headers, RequestId, first_header
 from xpyd_proxy.core.protocol.realtime import ABNORMAL, REALTIME_PATH, Side, SocketClosed, model_in, sendable
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
 from xpyd_proxy.errors import ProxyError
-from xpyd_proxy.requests.realtime.sessions import Sessions
+from xpyd_proxy.requests.realtime.sessions import RealtimeSessions
 
 _BUG: Final = 500
 _SWITCHED: Final = 101
@@ -61,7 +61,7 @@ class ClientSocket:
 class RealtimeRoute:
     """Serves the route."""
 
-    def __init__(self, sessions: Sessions, new_id: Callable[[], RequestId]) -> None:
+    def __init__(self, sessions: RealtimeSessions, new_id: Callable[[], RequestId]) -> None:
         self._sessions = sessions
         self._new_id = new_id
 
@@ -112,6 +112,6 @@ async def _deny(websocket: WebSocket, answer: Response, record: RequestRecord) -
         logger.debug("a client has gone before its offer of a session was refused")
 
 
-def realtime_routes(sessions: Sessions, new_id: Callable[[], RequestId]) -> list[WebSocketRoute]:
+def realtime_routes(sessions: RealtimeSessions, new_id: Callable[[], RequestId]) -> list[WebSocketRoute]:
     """Build the route."""
     return [WebSocketRoute(REALTIME_PATH, RealtimeRoute(sessions, new_id).serve)]

@@ -32,7 +32,7 @@ class Sockets(Protocol):
         ...
 
 
-class Session:
+class RealtimeSession:
     """One session that an engine has accepted."""
 
     __slots__ = ("began", "end", "engine", "instance")
@@ -50,7 +50,7 @@ class Session:
 
 
 @dataclass(slots=True)
-class Sessions:
+class RealtimeSessions:
     """Built once, in app.py."""
 
     settings: Callable[[], Settings]
@@ -113,7 +113,7 @@ class Sessions:
             self.gate.leave(ticket)
 
     @contextmanager
-    def at(self, session: Session, record: RequestRecord) -> Generator[None]:
+    def at(self, session: RealtimeSession, record: RequestRecord) -> Generator[None]:
         """Count a session at its engine, for as long as the block lasts."""
         request, opened = record.request_id, self.telemetry.counters.realtime_open
         self._open[request] = session.instance.id
@@ -125,7 +125,7 @@ class Sessions:
             del self._open[request]
             self._over(session, record)
 
-    async def open(self, model: str | None, headers: Headers, record: RequestRecord) -> Session:
+    async def open(self, model: str | None, headers: Headers, record: RequestRecord) -> RealtimeSession:
         """Open a session at a decode engine; where that cannot be reached, at another one.
 
         Raises:
@@ -150,7 +150,7 @@ class Sessions:
                     raise
                 record.set_aside(Role.DECODE, failure_of(error))
 
-    async def run(self, session: Session, client: Socket) -> None:
+    async def run(self, session: RealtimeSession, client: Socket) -> None:
         """Relay messages to the end."""
         settings = self.settings()
         relay = Relay(
@@ -171,7 +171,7 @@ class Sessions:
         """Count an offer that became no session."""
         self.telemetry.counters.realtime_sessions[(SessionOutcome.REFUSED,)] += 1
 
-    def _over(self, session: Session, record: RequestRecord) -> None:
+    def _over(self, session: RealtimeSession, record: RequestRecord) -> None:
         """Say how a session ended."""
         end, now = session.end, self.clock()
         outcome = SessionOutcome.SHUTDOWN if end is None else end.outcome
@@ -181,7 +181,7 @@ class Sessions:
         self.telemetry.leg_ended(session.instance, now - session.began, failure, record.request_id, now)
         self.telemetry.counters.realtime_sessions[(outcome,)] += 1
 
-    async def _open_at(self, instance: Instance, headers: Headers, record: RequestRecord) -> Session:
+    async def _open_at(self, instance: Instance, headers: Headers, record: RequestRecord) -> RealtimeSession:
         request, began = record.request_id, self.clock()
         self.fleet.enter(instance, request)
         failure: Failure | None = None
@@ -199,7 +199,7 @@ class Sessions:
         if record.decode is not None:
             record.decode.ms = answered_s * 1000
         self.fleet.answered(instance, request, answered_s)
-        return Session(instance, engine, began)
+        return RealtimeSession(instance, engine, began)
 
     def _check_named(self, model: str | None, usable: Sequence[Instance]) -> None:
         """Accept that no model is named where all engines serve the same ones."""

@@ -90,7 +90,8 @@ class RealtimeSessions:
         Raises:
             RouterFull, KeyOverLimit: there is none.
         """
-        most = self.settings().realtime_max_sessions
+        settings = self.settings()
+        most = settings.realtime_max_sessions
         if self._places >= most:
             raise RouterFull(
                 f"the router has {most} sessions, the most it may have (realtime_max_sessions)",

@@ -4,8 +4,9 @@ import asyncio
 import json
 import re
 import socket
+import ssl
 import time
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 import psutil
@@ -14,6 +15,7 @@ import pytest_asyncio
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from support.certificates import Authority
 from support.raw_http import RawClient
 from support.realtime_engine import HELLO, RealtimeEngine, echo
 from support.router_process import RouterProcess
@@ -34,9 +36,9 @@ class Stage:
         self.process, self.engines, self.engine = process, engines, engines[0]
         self.port = int(process.url.rpartition(":")[2])
 
-    def connect(self, query="", **options):
+    def connect(self, query="", scheme="ws", **options):
         options = {"proxy": None, "ping_interval": None, "compression": None, "max_size": None, **options}
-        return connect(f"ws://127.0.0.1:{self.port}/v1/realtime{query}", **options)
+        return connect(f"{scheme}://127.0.0.1:{self.port}/v1/realtime{query}", **options)
 
     async def refusal(self, query="", **options):
         """Return the answer to an offer that is refused."""
@@ -69,10 +71,10 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(folder, *flags, engines=1, realtime="true", tail=(), status=None, **options):
+async def staged(folder, *flags, engines=1, realtime="true", tail=(), status=None, scheme="", **options):
     made = [RealtimeEngine(status=status) for _ in range(engines)]
     async with made[0].running(**options), made[-1].running(**options) if engines > 1 else asynccontextmanager(_none)():
-        addresses = [one.address for one in made] + list(tail)
+        addresses = [scheme + one.address for one in made] + list(tail)
         decode = [word for one in addresses for word in ("--decode", one)]
         router = RouterProcess(
             folder / "router.log", *decode, "--realtime", realtime, "--health-check-interval", "0", *flags
@@ -497,6 +499,34 @@ async def test_an_engine_that_cannot_be_reached_is_passed_over(tmp_path):
             await stage.until_over()
 
             assert await stage.metric('xpyd_retries_total{reason="unreachable",role="decode"}') >= 1
+
+
+async def test_sessions_go_over_tls_on_both_sides(tmp_path):
+    """The connection keeps its encryption when it leaves HTTP; an engine's certificate is checked."""
+    authority = Authority(tmp_path, "ca")
+    ours, theirs = authority.sign("router"), authority.sign("engine")
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.load_cert_chain(theirs.cert, theirs.key)
+    trusting = ssl.create_default_context(cafile=authority.own.cert)
+    flags = ("--tls-cert", ours.cert, "--tls-key", ours.key)
+    async with (
+        staged(tmp_path, *flags, "--engine-ca", authority.own.cert, scheme="https://", ssl=serving) as stage,
+        stage.connect(scheme="wss", ssl=trusting) as session,
+    ):
+        assert json.loads(await session.recv()) == HELLO
+        await session.send("x" * 200_000)
+        assert len(await session.recv()) == 200_000
+    async with staged(tmp_path, *flags, scheme="https://", ssl=serving) as stage:
+        assert (await stage.refusal(scheme="wss", ssl=trusting)).status_code == 502
+
+
+async def test_workers_share_the_sessions(tmp_path):
+    """Each counts its own, and any of them shows all."""
+    async with staged(tmp_path, "--workers", "2") as stage, AsyncExitStack() as opened:
+        sessions = [await opened.enter_async_context(stage.connect()) for _ in range(8)]
+        for session in sessions:
+            await session.recv()
+        assert await stage.metric("xpyd_realtime_sessions_open") == 8
 
 
 # Smuggling

@@ -299,13 +299,14 @@ async def test_pings_without_an_end_are_not_answered_without_one(stage):
         await asyncio.to_thread(opened, client)
         client.sock.setblocking(False)
         pings, sent = (b"\x89\xfd" + b"\0" * 129) * 500, 0
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
+        began = moved = time.monotonic()
+        while time.monotonic() - moved < 1:  # until nothing is taken any more
             try:
                 sent += client.sock.send(pings[sent % len(pings) :])
+                moved = time.monotonic()
             except BlockingIOError:
                 await asyncio.sleep(0.01)
-        assert sent < 40_000_000
+            assert time.monotonic() - began < 15, sent
 
 
 # Limits

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import uvicorn
+from fastapi import FastAPI
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
@@ -58,8 +59,7 @@ def vllm_server(serving):
     """Serve vLLM's route on loopback."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from fastapi import FastAPI
-        from vllm.entrypoints.speech_to_text.realtime.api_router import router
+        router = pytest.importorskip("vllm.entrypoints.speech_to_text.realtime.api_router").router  # elsewhere before
     app = FastAPI()
     app.include_router(router)
     app.state.openai_serving_realtime = serving

@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import ssl
+import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -20,6 +21,9 @@ from support.raw_http import RawClient
 from support.realtime_engine import HELLO, RealtimeEngine, echo
 from support.router_process import RouterProcess
 from support.sim import until_async
+from xpyd_proxy.app import build
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.settings import Settings
 
 UPDATE = json.dumps({"type": "session.update", "model": "m"})
 OFFER = (
@@ -634,6 +638,17 @@ async def test_without_the_setting_there_is_no_such_path(tmp_path):
 
         assert refused.status_code == 404
         assert not stage.engine.heads
+
+
+async def test_a_missing_library_is_named(monkeypatch):
+    """It is an extra, and only who wants sessions needs it."""
+    for name in ("websockets.asyncio.client", "xpyd_proxy.io.websocket"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "websockets.asyncio.client", None)
+
+    with pytest.raises(ConfigError, match=r"websockets is not installed: pip install 'xpyd\[realtime\]'"):
+        build(Settings(realtime=True))
+    build(Settings())
 
 
 async def test_the_query_may_name_one_model(stage):

@@ -14,6 +14,7 @@ import yaml
 from xpyd_connector.settings import Settings as ConnectorSettings
 from xpyd_proxy.cli import build_parser
 from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.realtime import SessionOutcome
 from xpyd_proxy.core.request_record import RequestOutcome
 from xpyd_proxy.options import OPTIONS
 
@@ -58,7 +59,9 @@ SOURCES = [
     if path.suffix in (".py", ".yaml", ".tpl", ".json", ".sh") and path != ROOT / "helm/xpyd/values.schema.json"
 ]
 WORDS = set(re.findall(r"\w+", " ".join(path.read_text() for path in SOURCES)))
-WORDS |= {str(value) for words in (Failure, RequestOutcome) for value in words}  # of labels; auto() writes them nowhere
+WORDS |= {
+    str(value) for words in (Failure, RequestOutcome, SessionOutcome) for value in words
+}  # of labels; auto() writes them nowhere
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import httpx
 from fastapi import FastAPI
+from starlette.routing import WebSocketRoute
 
 from xpyd_proxy.api.admin import admin_routes
 from xpyd_proxy.api.audit import Audit
@@ -26,6 +27,7 @@ from xpyd_proxy.api.model_list import ModelCatalog, model_routes
 from xpyd_proxy.api.operator_route import OperatorAccess, require_any_key
 from xpyd_proxy.api.page import Onlookers, page_routes
 from xpyd_proxy.api.ready import probe_routes
+from xpyd_proxy.api.realtime import realtime_routes
 from xpyd_proxy.api.request_context import RequestContextMiddleware
 from xpyd_proxy.core.admission.cache_salts import Salts
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
@@ -42,6 +44,7 @@ from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
+from xpyd_proxy.core.protocol.realtime import REALTIME_PATH
 from xpyd_proxy.core.routing.explain import Explainer
 from xpyd_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
 from xpyd_proxy.core.routing.session_ids import SessionIds
@@ -75,6 +78,7 @@ from xpyd_proxy.requests.body_reader import BodyReader
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.intake import Intake
 from xpyd_proxy.requests.leg_bodies import LegBodies
+from xpyd_proxy.requests.realtime.sessions import RealtimeSessions
 from xpyd_proxy.requests.release import Releaser
 from xpyd_proxy.requests.service import Requests
 from xpyd_proxy.settings import KvEvents, PolicyName, Settings
@@ -83,7 +87,7 @@ if TYPE_CHECKING:
     from xpyd_proxy.io.traces import Traces
 
 logger = logging.getLogger(__name__)
-_PATHS: Final = frozenset({*ENDPOINTS, "/v1/models"})  # those that metrics and spans tell apart
+_PATHS: Final = frozenset({*ENDPOINTS, "/v1/models", REALTIME_PATH})  # those that metrics and spans tell apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +221,9 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     )
     for each in routes:
         app.include_router(each)
-    app.router.routes.extend(endpoint_routes(Endpoints(requests), keys=keys))
+    app.router.routes.extend(
+        [*endpoint_routes(Endpoints(requests), keys=keys), *_realtime(requests, outbound, tls, guard)]
+    )
     app.include_router(document_routes(app, settings.admin_key, browsers))
     live = Live(registry, requests, gate, keyring, outbound, time.monotonic)
     return Router(app, requests, lifetime, live, telemetry, reloads.server_tls)
@@ -278,6 +284,33 @@ def _sessions(settings: Settings) -> SessionIds | None:
     """Return where sessions' ids are; None: no policy asks for them, so no request is searched."""
     by_session = PolicyName.SESSION in (settings.prefill_policy, settings.decode_policy)
     return SessionIds(settings.session_names) if by_session else None
+
+
+def _realtime(
+    requests: Requests, outbound: Outbound, tls: ssl.SSLContext | None, guard: Guard
+) -> Sequence[WebSocketRoute]:
+    """Build the route of sessions, if there shall be some; raises ConfigError: their library is missing."""
+    if not requests.settings.realtime:
+        return ()
+    try:
+        from xpyd_proxy.io.websocket import EngineSockets  # noqa: PLC0415 (what it imports is an extra)
+    except ImportError as exc:
+        missing = "/v1/realtime is asked for (realtime), but websockets is not installed"
+        raise ConfigError(f"{missing}: pip install 'xpyd[realtime]'") from exc
+    intake, telemetry = requests.intake, requests.telemetry
+    sessions = RealtimeSessions(
+        lambda: requests.settings,
+        intake.lifetime,
+        intake.keyring,
+        intake.sites,
+        requests.gate,
+        requests.fleet,
+        EngineSockets(requests.settings, outbound, tls, guard),
+        telemetry,
+        requests.clock,
+    )
+    telemetry.legs_under_way = lambda: (*requests.engines_of_legs(), *sessions.engines)
+    return realtime_routes(sessions, requests.new_id)
 
 
 def _traces(settings: Settings) -> "Traces | None":

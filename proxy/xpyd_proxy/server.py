@@ -11,7 +11,7 @@ import socket
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 import uvicorn
 import uvloop
@@ -122,7 +122,17 @@ def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
         clients,
         write_timeout_s=settings.client_write_timeout_s,
         on_write_timeout=telemetry.stalled_client,
+        realtime=settings.realtime,
     )
+
+
+def _websockets(settings: Settings) -> type[asyncio.Protocol] | Literal["none"]:
+    """Return what serves the connections of /v1/realtime once they are WebSockets."""
+    if not settings.realtime:
+        return "none"
+    from xpyd_proxy.api.websocket_protocol import GuardedWebSocket  # noqa: PLC0415 (what it imports is an extra)
+
+    return GuardedWebSocket
 
 
 def _connections(wanted: int) -> int:
@@ -152,7 +162,9 @@ def _server(router: Router, settings: Settings, place: WorkerContext | None) -> 
         host=settings.host,
         port=settings.port,
         http=_protocol(router, settings),
-        ws="none",
+        ws=_websockets(settings),
+        ws_max_size=settings.realtime_max_message_bytes,
+        ws_per_message_deflate=False,  # a small message could become a large one
         log_config=None,
         access_log=False,  # the router writes its own line for every request
         server_header=False,

@@ -204,6 +204,8 @@ class Settings:
     session_names: tuple[SessionName, ...] = ENGINES.option((),
         "headers, or body:FIELD, that name a session, before the known ones", unset="the known ones alone")
     load_reports: bool = ENGINES.option(True, "ask prefill engines how busy they are, if their policy needs it")
+    realtime: bool = ENGINES.option(False,
+        "serve /v1/realtime: WebSockets that go through to one decode engine")
     drain_idle_time_s: Seconds = ENGINES.option(60.0,
         "time without a request after which a draining prefill engine has no leases")
 
@@ -242,6 +244,9 @@ class Settings:
     max_connections_per_address: Count | None = LIMITS.option(None,
         "connections of one client address; behind a proxy all clients have the same")
 
+    realtime_max_sessions: Count = LIMITS.option(256, "sessions of /v1/realtime; more are refused", live=True)
+    realtime_max_message_bytes: Bytes = LIMITS.option(1 << 20, "one message of such a session, either way")
+
     connect_timeout_s: Seconds = TIMEOUTS.option(5.0, "opening a connection to an engine")
     prefill_timeout_s: Seconds = TIMEOUTS.option(300.0,
         "a whole prefill leg, with its time in the engine's queue", live=True)
@@ -249,6 +254,9 @@ class Settings:
     stream_idle_timeout_s: Seconds = TIMEOUTS.option(120.0, "between two pieces of a stream", live=True)
     total_timeout_s: Seconds = TIMEOUTS.option(3600.0, "a response that is not streamed, with all retries", live=True)
     stream_timeout_s: Seconds | None = TIMEOUTS.option(None, "a streamed response, to its end", live=True)
+    realtime_idle_timeout_s: Seconds = TIMEOUTS.option(60.0,
+        "between two messages of a session of /v1/realtime", live=True)
+    realtime_timeout_s: Seconds = TIMEOUTS.option(3600.0, "such a session, to its end", live=True)
     handoff_timeout_s: Seconds = TIMEOUTS.option(20.0,
         "from a prefill engine's answer until its decode leg must be out", live=True)
     client_write_timeout_s: Seconds = TIMEOUTS.option(300.0, "until a client must have read some of its response")

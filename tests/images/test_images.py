@@ -26,8 +26,8 @@ IMAGES = ROOT / "helm/images"
 DOCKERFILES = sorted(IMAGES.glob("*.Dockerfile"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIREMENTS = {
-    "requirements-router.txt": ["proxy"],
-    "requirements-router-tracing.txt": ["proxy", "tracing"],
+    "requirements-router.txt": ["proxy", "realtime"],
+    "requirements-router-tracing.txt": ["proxy", "realtime", "tracing"],
 }
 NOT_REACHED = re.compile(r"(?i)new connection|connection refused|timed out|name resolution|unreachable")
 pytestmark = pytest.mark.timeout(120)

@@ -33,7 +33,8 @@ _LEAST = re.compile(r"^([\w-]+)>=([\w.]+)")
 def requirements():
     """Return what the router needs, as pyproject.toml has it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["proxy"]]
+    extras = project["optional-dependencies"]
+    return [*project["dependencies"], *extras["proxy"], *extras["realtime"]]
 
 
 def oldest(wanted):

@@ -78,8 +78,12 @@ class Clients:
 
     def leave(self, name: str | None, connection: Timed) -> None:
         """Forget a connection that has ended."""
+        self.unwatch(connection)
+        self.leave_as(name)
+
+    def leave_as(self, name: str | None) -> None:
+        """Forget a connection that nothing looks after any more."""
         self._count -= 1
-        self._unfinished.pop(connection, None)
         if name is not None:
             self._by_address[name] -= 1
             if not self._by_address[name]:
@@ -103,6 +107,10 @@ class Clients:
         self._unfinished[connection] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._look_s, self._look)
+
+    def unwatch(self, connection: Timed) -> None:
+        """Look after it no more: it goes by another protocol's times."""
+        self._unfinished.pop(connection, None)
 
     def _look(self) -> None:
         """One timer for all of them."""

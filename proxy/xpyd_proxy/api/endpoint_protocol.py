@@ -15,6 +15,7 @@ from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.guarded import GuardedProtocol
 from xpyd_proxy.core.http.framing import Head
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
+from xpyd_proxy.core.protocol.realtime import offers_session
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.requests.response import HttpResponse
 from xpyd_proxy.requests.service import Requests
@@ -24,14 +25,20 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def endpoint_protocol(
-    requests: Requests, clients: Clients, *, write_timeout_s: float | None, on_write_timeout: Callable[[], None]
+    requests: Requests,
+    clients: Clients,
+    *,
+    write_timeout_s: float | None,
+    on_write_timeout: Callable[[], None],
+    realtime: bool = False,
 ) -> type[asyncio.Protocol]:
     """Return the protocol class for ``uvicorn.Config(http=...)``.
 
     ``write_timeout_s``: seconds in which a client must read something; ``on_write_timeout`` is called for each that has
-    not.
+    not. ``realtime``: ``/v1/realtime`` may leave HTTP, for ``uvicorn.Config(ws=...)`` (api/websocket_protocol.py).
     """
     given: dict[str, object] = {"requests": requests, "clients": clients, "write_timeout_s": write_timeout_s}
+    given["realtime"] = realtime
     given["on_write_timeout"] = staticmethod(on_write_timeout)
     return type("EndpointProtocol", (_EndpointProtocol,), given)
 
@@ -40,6 +47,7 @@ class _EndpointProtocol(GuardedProtocol):
     """uvicorn's protocol, but for the endpoints. It is the ClientConnection of their requests."""
 
     requests: Requests
+    realtime: bool
     cycle: Any  # None, a Request, or what uvicorn calls so
 
     _request: Request | None = None  # that was read last, if it was for an endpoint
@@ -81,6 +89,16 @@ class _EndpointProtocol(GuardedProtocol):
             request.begin(body)
 
     # The connection
+
+    def upgrades(self, head: Head) -> bool:
+        """Tell an offer of a session, where there are some."""
+        return self.realtime and offers_session(head)
+
+    def on_handed_over(self) -> None:
+        """Look after the connection no more."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
 
     def pause_writing(self) -> None:
         """Have the engine wait: the client is slow."""

@@ -129,6 +129,10 @@ class _Collector:
         yield from _counter("xpyd_file_reloads", text, ("result",), seen.file_reloads)
         text = "Connections of clients that were closed before their request was served, by reason."
         yield from _counter("xpyd_connections_refused", text, ("reason",), seen.connections_refused)
+        text = "Sessions of /v1/realtime that are over, by how they ended; refused: there was none."
+        yield from _counter("xpyd_realtime_sessions", text, ("outcome",), seen.realtime_sessions)
+        text = "Sessions of /v1/realtime that are open."
+        yield from _gauge("xpyd_realtime_sessions_open", text, (), seen.realtime_open)
         text = "Legs that failed and were sent again, by the role of the engine and the reason."
         yield from _counter("xpyd_retries", text, ("role", "reason"), seen.retries)
 

@@ -1,0 +1,78 @@
+"""uvicorn's WebSocket protocol, for clients that mean harm. It needs ``websockets`` (the extra ``realtime``).
+
+uvicorn's own reads on while nothing of its answers is read, keeps any number of fragments, waits without an end for
+what it has written to be taken, and writes lines with the query of each session to the log.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from xpyd_proxy.core.protocol.realtime import TOO_LARGE
+
+if TYPE_CHECKING:
+    from websockets.frames import Frame
+
+    from xpyd_proxy.api.clients import Clients
+
+_FRAGMENTS_MOST: Final = 4096  # of one message; an empty one costs a client six bytes
+_LINGER_S: Final = 5.0  # seconds for a client to take what was written when its session is over
+_QUIET: Final = logging.getLogger("xpyd.websocket.client")
+_QUIET.setLevel(logging.ERROR)
+# What the connection is counted by: all clients, its address, and what is called if it reads nothing.
+Counted: TypeAlias = "tuple[Clients, str | None, Callable[[], None]]"
+
+
+class GuardedWebSocket(WebSocketsSansIOProtocol):
+    """One connection, which was an HTTP connection before (api/guarded.py)."""
+
+    of: Counted  # set before it begins
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (uvicorn's signature)
+        super().__init__(*args, **kwargs)
+        self.logger = _QUIET
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give back its place among the connections."""
+        clients, network, on_write_timeout = self.of
+        if isinstance(exc, TimeoutError):
+            on_write_timeout()
+        try:
+            super().connection_lost(exc)
+        finally:
+            clients.leave_as(network)
+
+    def pause_writing(self) -> None:
+        """Read nothing, either: each ping that comes would be answered."""
+        super().pause_writing()
+        self.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        super().resume_writing()
+        if not self.read_paused:
+            self.transport.resume_reading()
+
+    async def receive(self) -> Any:  # noqa: ANN401 (uvicorn's events)
+        """Return the next message; uvicorn reads on with it."""
+        message = await super().receive()
+        if not self.writable.is_set():
+            self.transport.pause_reading()
+        return message
+
+    def handle_cont(self, event: "Frame") -> None:
+        """Take a fragment."""
+        if len(self.frames) < _FRAGMENTS_MOST:
+            super().handle_cont(event)
+        elif not self.close_sent:
+            self.conn.fail(TOO_LARGE, f"a message may have {_FRAGMENTS_MOST} fragments")
+            self.handle_parser_exception()
+
+    def on_task_complete(self, task: "asyncio.Task[None]") -> None:
+        """The session is over: close, also if the client takes nothing."""
+        super().on_task_complete(task)
+        if not self.disconnected:
+            self.loop.call_later(_LINGER_S, self.transport.abort)

@@ -1,0 +1,1 @@
+"""Sessions of ``/v1/realtime``."""

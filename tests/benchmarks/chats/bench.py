@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import page
 from benchmarks.chats import report
-from benchmarks.chats.fleet import BLOCK, MODEL_LENGTH, ROUTERS, engines_of, routers_of
+from benchmarks.chats.fleet import BLOCK, KEY, MODEL_LENGTH, ROUTERS, engines_of, routers_of
 from benchmarks.chats.oracle import Oracle
 from benchmarks.chats.talk import Batch, Words, answer_alone
 from support.cluster import ROOT, engine_spec, start_engine
@@ -29,9 +29,10 @@ from xpyd_proxy.local.processes import open_fleet
 LOGS = ROOT / ".xpyd/logs/bench"
 NORMAL, RESTART, EVICTIONS = "normal", "restart", "evictions"
 ENGINE_S, PHASE_S = 300, 300  # the most that starting engines, and a phase, may take
-AT_ONCE = 6  # requests
+AT_ONCE = 4  # requests
+OPEN = 4  # times as many chats go on at a time as fit into an engine's cache, but all that there are if all fit
 SHARE = {NORMAL: 1.0, RESTART: 0.24, EVICTIONS: 0.48}  # of the chats
-THINK_S = {NORMAL: 1.0, RESTART: 1.0, EVICTIONS: 1.5}
+THINK_S = 1.0
 EVICTED = 10  # all conversations are so many times the cache of an engine
 FEWEST_CHATS = 3  # that must have room in a cache at the same time
 
@@ -90,37 +91,36 @@ def measured(args):
         shape = {"prefill": args.prefill, "decode": args.decode}
         roomy = [phase for phase in args.phases if phase != EVICTIONS]
         if roomy:
-            most = max(working_set(chats[phase], args) for phase in roomy)
+            most = max(working_set(chats[phase], args.policies) for phase in roomy)
             with engines_of(fleet, model, folder, **shape, blocks=2 * most) as engines:
                 for phase in roomy:
-                    seen[phase] = in_phase(phase, fleet, engines, words, chats[phase], args)
+                    seen[phase] = in_phase(phase, fleet, engines, words, chats[phase], args.policies)
         if EVICTIONS in args.phases:
-            blocks = args.cache_blocks or small_cache(chats[EVICTIONS], args)
+            blocks = args.cache_blocks or small_cache(chats[EVICTIONS], args.policies)
             with engines_of(fleet, model, folder, **shape, blocks=blocks) as engines:
-                seen[EVICTIONS] = in_phase(EVICTIONS, fleet, engines, words, chats[EVICTIONS], args)
-                seen[EVICTIONS]["blocks"] = blocks
+                seen[EVICTIONS] = in_phase(EVICTIONS, fleet, engines, words, chats[EVICTIONS], args.policies)
     return seen
 
 
-def working_set(chats, args):
+def working_set(chats, policies):
     """Return the blocks of all conversations of a phase, those of each configuration for themselves."""
-    return len(args.policies) * sum(map(blocks_of, chats))
+    return len(policies) * sum(map(blocks_of, chats))
 
 
-def small_cache(chats, args):
+def small_cache(chats, policies):
     """Return the blocks of an engine in the phase evictions; vLLM wants room for one prompt of the model's length."""
     fewest = max(FEWEST_CHATS * max(blocks_of(chat) for chat in chats), MODEL_LENGTH // BLOCK + 1)
-    return max(fewest, working_set(chats, args) // EVICTED)
+    return max(fewest, working_set(chats, policies) // EVICTED)
 
 
 def blocks_of(chat):
     return -(-chat.tokens // BLOCK)
 
 
-def in_phase(phase, fleet, engines, words, chats, args):
+def in_phase(phase, fleet, engines, words, chats, policies):
     """Hold the chats through a router of each configuration."""
-    print(f"{phase}: {len(chats)} chats of {args.turns} turns, {len(args.policies)} configurations", file=sys.stderr)
-    with routers_of(fleet, engines, args.policies) as sides:
+    print(f"{phase}: {len(chats)} chats, {len(policies)} configurations", file=sys.stderr)
+    with routers_of(fleet, engines, policies) as sides:
         before = engines.counters()
         batch, restarted, seconds = asyncio.run(_held(phase, engines, words, chats, sides))
         after = engines.counters()
@@ -128,9 +128,9 @@ def in_phase(phase, fleet, engines, words, chats, args):
     return {
         "chats": len(chats),
         "seconds": seconds,
-        "restarted": restarted is not None,
-        "working_set": working_set(chats, args),
-        "counted": {} if restarted is not None else counted,  # a restarted engine counts from 0
+        "blocks": engines.blocks,
+        "working_set": working_set(chats, policies),
+        "counted": {} if restarted else counted,  # a restarted engine counts from 0
         "sides": {side: report.summary(batch.turns, side) for side in sides},
         "after": {side: report.summary(batch.turns[restarted:], side) for side in sides} if restarted else {},
         "wrong": [str(turn) for turn in batch.turns if not turn.is_right][:20],
@@ -138,24 +138,20 @@ def in_phase(phase, fleet, engines, words, chats, args):
 
 
 async def _held(phase, engines, words, chats, sides):
-    """Return the batch, how many turns were over when an engine was stopped (None: none was), and the seconds."""
-    oracle = Oracle({name: spec.base_url for name, spec in engines.specs.items()}, key_of(engines))
+    """Return the batch, how many turns were over when an engine was stopped (0: none was), and the seconds."""
+    oracle = Oracle({name: spec.base_url for name, spec in engines.specs.items()}, KEY)
+    # As many requests as fit into the caches of half of the decode engines: the others would wait.
+    room = engines.blocks // max(map(blocks_of, chats))
+    at_once = min(AT_ONCE, room * max(1, len(engines.of("d")) // 2))
+    batch = Batch(words, chats, sides, oracle, at_once=at_once, think_s=THINK_S, open_most=OPEN * room)
     async with oracle.following(timeout_s=30), asyncio.timeout(PHASE_S):
         await asyncio.sleep(1.0)  # the routers follow the events, too
-        start = time.monotonic()
-        # As many as fit into the caches of half of the decode engines: the others would wait.
-        room = max(1, len(engines.of("d")) // 2) * engines.blocks // max(map(blocks_of, chats))
-        batch = Batch(words, chats, sides, oracle, at_once=min(AT_ONCE, room), think_s=THINK_S[phase])
-        holding = asyncio.create_task(batch.hold())
-        restarted = None
-        if phase == RESTART:
-            restarted = await batch.restart("d0", engines, after=batch.count // 2, until=batch.count * 3 // 4)
-        await holding
+        start, restarted = time.monotonic(), 0
+        async with asyncio.TaskGroup() as group:
+            group.create_task(batch.hold())
+            if phase == RESTART:
+                restarted = await batch.restart("d0", engines, after=batch.count // 2, until=batch.count * 3 // 4)
     return batch, restarted, time.monotonic() - start
-
-
-def key_of(engines):
-    return next(iter(engines.specs.values())).extra_env["VLLM_API_KEY"]
 
 
 if __name__ == "__main__":

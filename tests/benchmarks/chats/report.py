@@ -15,12 +15,17 @@ ABOUT = {
         "A decode engine is stopped in the middle, while no request is under way, and started again while the chats go "
         "on. The hit rate is that of the turns behind that; the other columns are those of the whole phase."
     ),
-    "evictions": "Each engine has a cache of a tenth of all conversations (or three conversations, if that is more).",
+    "evictions": "Each engine has a cache of a tenth of all conversations (or three conversations, if that is more), "
+    "and four times as many chats go on at a time as fit into one engine's cache.",
 }
 
 
 def summary(turns, side):
-    """Return the numbers of one configuration; all but the texts are of the second turn and later ones."""
+    """Return the numbers of one configuration; hits and first tokens are those of the second turn and later ones.
+
+    ``computed``: prompt tokens by role, as answers tell of them; a decode engine also computes the last token of each
+    prompt that it loads, and what it loads less than a block of.
+    """
     own = [turn for turn in turns if turn.side == side]
     later = [turn for turn in own if turn.turn and turn.is_right]
     firsts = [turn.first for turn in later]
@@ -30,6 +35,10 @@ def summary(turns, side):
         "right": sum(turn.is_right for turn in own),
         "later": len(later),
         "alone": sum(turn.is_alone for turn in later),
+        "computed": {
+            "p": sum(turn.tokens - turn.cached for turn in own if not turn.is_alone),
+            "d": sum(turn.tokens - turn.cached for turn in own if turn.is_alone),
+        },
         "tokens": sum(turn.tokens for turn in later),
         "cached": sum(turn.cached for turn in later),
         "hit": sum(min(turn.cached, turn.most) for turn in later),  # of what the oracle knew
@@ -68,7 +77,7 @@ and it writes to `.xpyd/bench`. The numbers are in `chats.json`.""")
 {machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; {settings["prefill"]} prefill and
 {settings["decode"]} decode CPU engines of vLLM 0.32 with the tiny model, blocks of 32 tokens. A first question has 260
 tokens, later ones 60, an answer 24; {settings["turns"]} turns, streamed; between turns clients wait, exponentially
-distributed around a second or more. One router for each configuration stands in front of the same engines; the same
+distributed around a second. One router for each configuration stands in front of the same engines; the same
 chats are held through all of them in one batch, with salts that keep their caches apart, at most
 {settings["at_once"]} requests at once. Every text is compared with a single engine's.""")
     oracle = paragraph("""
@@ -97,7 +106,7 @@ def _phase(name, found):
         "p95", "p50 / round robin", "ITL p50, ms", "p99", "p99 / round robin",
     ]  # fmt: skip
     about = f"{ABOUT[name]} {found['chats']} chats for each configuration, {found['seconds']:.0f} s."
-    if "blocks" in found:
+    if name == "evictions":
         about += f" An engine has {found['blocks']} blocks, all conversations {found['working_set']}."
     return f"## {name.capitalize()}\n\n{paragraph(about)}\n{table(heads, rows)}\n{_counted(found)}"
 
@@ -107,10 +116,11 @@ def _counted(found):
     if not found["counted"]:
         return ""
     p, d = found["counted"]["p"], found["counted"]["d"]
+    told = sum(each["computed"]["p"] for each in found["sides"].values())
     return paragraph(f"""
 By the engines' counters (`vllm:prompt_tokens_by_source_total`), all configurations and turns together: prefill
-engines computed {p["computed"]:,.0f} tokens and had {p["hit"]:,.0f} in their own caches, decode engines computed
-{d["computed"]:,.0f} and had {d["hit"]:,.0f}.""")
+engines computed {p["computed"]:,.0f} tokens (by the answers {told:,}) and had {p["hit"]:,.0f} in their own caches,
+decode engines computed {d["computed"]:,.0f} and had {d["hit"]:,.0f}.""")
 
 
 def _goals(phases):

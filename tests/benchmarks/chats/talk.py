@@ -113,10 +113,11 @@ async def answer_alone(url, words, chats):
 class Batch:
     """Chats that are held through several routers at once; caches do not mix, because salts differ.
 
-    ``sides``: name of a configuration -> URL of its router. At most ``at_once`` requests are under way.
+    ``sides``: name of a configuration -> URL of its router. At most ``at_once`` requests are under way, of at most
+    ``open_most`` chats that have begun and go on.
     """
 
-    def __init__(self, words, chats, sides, oracle, *, at_once, think_s, seed=0):
+    def __init__(self, words, chats, sides, oracle, *, at_once, think_s, open_most, seed=0):
         self.turns = []
         self._words = words
         self._chats = chats
@@ -126,13 +127,14 @@ class Batch:
         self._dice = random.Random(seed)
         self._at_once = at_once
         self._places = asyncio.Semaphore(at_once)
+        self._open = asyncio.Semaphore(open_most)
         self._run = f"{time.time_ns():x}"
 
     async def hold(self):
         """Hold all of them, and return every turn."""
         async with client_of() as client, asyncio.TaskGroup() as group:
             for chat, side in itertools.product(self._chats, self._sides):
-                group.create_task(self._hold(client, side, chat))
+                group.create_task(self._when_open(client, side, chat))
         return self.turns
 
     @property
@@ -167,6 +169,10 @@ class Batch:
         finally:
             for _ in range(self._at_once):
                 self._places.release()
+
+    async def _when_open(self, client, side, chat):
+        async with self._open:
+            await self._hold(client, side, chat)
 
     async def _hold(self, client, side, chat):
         await asyncio.sleep(self._dice.uniform(0, 2 * self._think_s))  # they do not all begin at once

@@ -42,10 +42,13 @@ def held(phase, policy, fleet, model, words, chats):
     return seen, seen["sides"][policy]
 
 
-@pytest.mark.parametrize("policy", ["prefix, split", "prefix"])
+@pytest.mark.parametrize("policy", ["prefix, ids"])
 @pytest.mark.parametrize("phase", [EVICTIONS, RESTART])
 def test_requests_go_where_their_beginning_is_cached(fleet, model, words, chats, phase, policy):
-    """After evictions and after a restart, too: what the best of all engines has, the chosen one has nearly."""
+    """After evictions and after a restart, too: what the best of all engines has, the chosen one has nearly.
+
+    Of chats the router has no token ids, so it does not see what was evicted: ``make bench-chats`` shows theirs.
+    """
     seen, found = held(phase, policy, fleet, model, words, chats)
     rate = hit_rate(seen["after"].get(policy) or found)
     print(f"\n{phase}, {policy}: {found}; hit rate beside the oracle's: {rate}")

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import page
 from benchmarks.chats import report
-from benchmarks.chats.fleet import BLOCK, KEY, MODEL_LENGTH, ROUTERS, engines_of, routers_of
+from benchmarks.chats.fleet import BLOCK, IDS, KEY, MODEL_LENGTH, ROUTERS, USUAL, engines_of, routers_of
 from benchmarks.chats.oracle import Oracle
 from benchmarks.chats.talk import Batch, Words, answer_alone
 from support.cluster import ROOT, engine_spec, start_engine
@@ -58,7 +58,7 @@ def arguments():
     parser.add_argument("--prefill", type=int, default=2, help="prefill engines (2)")
     parser.add_argument("--decode", type=int, default=2, help="decode engines (2)")
     parser.add_argument("--cache-blocks", type=int, help="of each engine in the phase evictions (a tenth of all)")
-    parser.add_argument("--policies", default=";".join(ROUTERS), help="names of configurations, separated by ';'")
+    parser.add_argument("--policies", default=";".join(USUAL), help="names of configurations, separated by ';'")
     parser.add_argument("--phases", default=",".join(SHARE), help="separated by ','")
     args = parser.parse_args()
     args.chats = args.chats or (6 if args.quick else 50)
@@ -143,7 +143,9 @@ async def _held(phase, engines, words, chats, sides):
     # As many requests as fit into the caches of half of the decode engines: the others would wait.
     room = engines.blocks // max(map(blocks_of, chats))
     at_once = min(AT_ONCE, room * max(1, len(engines.of("d")) // 2))
-    batch = Batch(words, chats, sides, oracle, at_once=at_once, think_s=THINK_S, open_most=OPEN * room)
+    limits = {"at_once": at_once, "open_most": OPEN * room}
+    by_ids = {side for side in sides if side.endswith(IDS)}
+    batch = Batch(words, chats, sides, oracle, **limits, think_s=THINK_S, by_ids=by_ids)
     async with oracle.following(timeout_s=30), asyncio.timeout(PHASE_S):
         await asyncio.sleep(1.0)  # the routers follow the events, too
         start, restarted = time.monotonic(), 0

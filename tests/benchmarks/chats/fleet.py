@@ -14,13 +14,18 @@ COMPUTED, HIT = "vllm:prompt_tokens_by_source_total|local_compute", "vllm:prompt
 KEYS = {"ADMIN_API_KEY": KEY, "XPYD_PREFILL_API_KEY": KEY, "XPYD_DECODE_API_KEY": KEY}
 
 PREFIX = ("--prefill-policy", "prefix", "--decode-policy", "prefix", "--kv-events", "auto")
+ALONE = ("--min-split-new-bytes", "800")
 ROUND_ROBIN = "round_robin"  # what the others are compared with
-# Arguments of ``xpyd serve`` by the name of the configuration.
+# Arguments of ``xpyd serve`` by the name of the configuration. A name that ends in IDS has prompts of token ids, which
+# the router finds among the blocks that engines tell of.
+IDS = ", ids"
 ROUTERS = {
     ROUND_ROBIN: (),
+    "prefix": (*PREFIX, *ALONE),
+    "prefix, ids": (*PREFIX, *ALONE),
     "prefix, split": PREFIX,
-    "prefix": (*PREFIX, "--min-split-new-bytes", "800"),
 }
+USUAL = (ROUND_ROBIN, "prefix", "prefix, ids")
 
 
 @dataclass

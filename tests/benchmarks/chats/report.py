@@ -7,6 +7,12 @@ from benchmarks.chart import draw, linear
 from benchmarks.chats.fleet import ROUND_ROBIN
 from benchmarks.page import paragraph, table
 
+SIDES = {
+    ROUND_ROBIN: "the defaults",
+    "prefix": "`prefix` on both legs, `--kv-events auto`, `--min-split-new-bytes 800`",
+    "prefix, ids": "the same, and clients send prompts as token ids, so that the router can look them up",
+    "prefix, split": "`prefix` on both legs, `--kv-events auto`: every turn is split",
+}
 WORST = 5  # turns that missed most, for the raw numbers
 HIT_GOAL, TTFT_GOAL, ITL_GOAL = 0.95, 0.6, 1.1
 ABOUT = {
@@ -85,7 +91,9 @@ chats are held through all of them in one batch, with salts that keep their cach
 best of them has: any engine counts, a decode engine too, for it can serve alone. What the request hit is what its
 answer says (`cached_tokens`: of the prefill engine, or of a decode engine that served alone). The hit rate is the sum
 of the second over the sum of the first, and no request counts for more than the oracle knew.""")
-    return f"# Chats of several turns\n\n{about}\n{setting}\n{oracle}"
+    used = {side for found in seen["phases"].values() for side in found["sides"]}
+    configurations = "".join(f"- `{name}`: {text}\n" for name, text in SIDES.items() if name in used)
+    return f"# Chats of several turns\n\n{about}\n{setting}\n{configurations}\n{oracle}"
 
 
 def _phase(name, found):

@@ -73,11 +73,10 @@ class Words:
         lengths = [FIRST] + [LATER] * (turns - 1)
         return [Chat(n, ["".join(dice.choices(words, k=length)) for length in lengths]) for n in range(count)]
 
-    def body(self, messages, **more):
+    def body(self, **more):
         """Return a request whose answer consists of such words."""
         return {
             "model": "tiny",
-            "messages": messages,
             "max_tokens": ANSWER,
             "temperature": 0,
             "ignore_eos": True,
@@ -98,7 +97,7 @@ async def answer_alone(url, words, chats):
 
     async def hold(client, chat):
         for turn in range(len(chat.questions)):
-            body = words.body(chat.messages(turn), return_token_ids=True)
+            body = words.body(messages=chat.messages(turn), return_token_ids=True)
             async with places:
                 reply = await client.post(f"{url}/v1/chat/completions", json=body)
             found = reply.raise_for_status().json()
@@ -113,15 +112,16 @@ async def answer_alone(url, words, chats):
 class Batch:
     """Chats that are held through several routers at once; caches do not mix, because salts differ.
 
-    ``sides``: name of a configuration -> URL of its router. At most ``at_once`` requests are under way, of at most
-    ``open_most`` chats that have begun and go on.
+    ``sides``: name of a configuration -> URL of its router; to those in ``by_ids`` prompts go as token ids. At most
+    ``at_once`` requests are under way, of at most ``open_most`` chats that have begun and go on.
     """
 
-    def __init__(self, words, chats, sides, oracle, *, at_once, think_s, open_most, seed=0):
+    def __init__(self, words, chats, sides, oracle, *, at_once, think_s, open_most, by_ids=(), seed=0):
         self.turns = []
         self._words = words
         self._chats = chats
         self._sides = sides
+        self._by_ids = by_ids
         self._oracle = oracle
         self._think_s = think_s  # on the mean, exponentially distributed
         self._dice = random.Random(seed)
@@ -188,11 +188,15 @@ class Batch:
     async def _ask(self, client, side, chat, turn):
         salt, seen = f"{self._run}-{side}-{chat.number}", Turn(side, chat.number, turn)
         options = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": salt}
-        body = self._words.body(chat.messages(turn), **options)
+        if side in self._by_ids:
+            path, prompt = "/v1/completions", {"prompt": chat.prompts[turn]}
+        else:
+            path, prompt = "/v1/chat/completions", {"messages": chat.messages(turn)}
+        body = self._words.body(**prompt, **options)
         seen.most = max(self._oracle.cached(chat.prompts[turn], salt).values())
         try:
             async with asyncio.timeout(TEXT_S):
-                text = await _stream(client, self._sides[side], body, seen)
+                text = await _stream(client, self._sides[side] + path, body, seen)
         except (httpx.HTTPError, TimeoutError, ValueError) as exc:
             seen.failure = f"{type(exc).__name__}: {exc}"
             return seen
@@ -203,7 +207,7 @@ class Batch:
 async def _stream(client, url, body, seen):
     """Ask, note what happens when, and return the text."""
     start, lines, text, times = time.perf_counter(), [], "", []
-    async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+    async with client.stream("POST", url, json=body) as answer:
         if answer.status_code != 200:
             seen.failure = f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')[:300]}"
             return ""
@@ -215,7 +219,10 @@ async def _stream(client, url, body, seen):
         event = json.loads(line[6:])
         if "error" in event:
             seen.failure = str(event["error"])[:300]
-        new = "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
+        new = "".join(
+            choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            for choice in event.get("choices", ())
+        )
         if new:
             times.append(at)
         text += new

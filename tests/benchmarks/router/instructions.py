@@ -3,17 +3,21 @@
     python -P tests/benchmarks/router/instructions.py              # every case, of the xpyd_proxy that PYTHONPATH finds
     python -P tests/benchmarks/router/instructions.py "all, ids" "defaults, ids"
 
-Needs valgrind. Each case is played with fewer and with more requests, and the difference counts: five minutes for all.
+Needs valgrind, its header files and a C compiler; half a minute for each case. Imports and the first requests are not
+counted.
 """
 
 import asyncio
+import ctypes
 import logging
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import httpx
 from uvicorn.server import ServerState
@@ -24,7 +28,7 @@ from xpyd_proxy.app import Fabric, build
 from xpyd_proxy.settings import FirstTokenFrom, KvEvents, PolicyName, Settings
 from xpyd_proxy.testing.prefix_cache import PrefixCache
 
-FEW, MANY = 100, 300  # requests
+WARM, MEASURED = 50, 150  # requests
 SHARED = list(range(1000, 1064))  # tokens that all prompts begin with
 OWN = list(range(2000, 2056))  # tokens at their ends
 CACHED_BLOCKS = 2000  # of each engine, in the index
@@ -172,8 +176,24 @@ class Probes(httpx.AsyncBaseTransport):
         return httpx.Response(200)
 
 
-async def play(case, count):
-    """Serve so many requests, one after the other."""
+# Valgrind counts from ``count`` on; before it a program runs several times as fast.
+SWITCH = """
+#include <valgrind/callgrind.h>
+void count(void) { CALLGRIND_START_INSTRUMENTATION; }
+void stop(void) { CALLGRIND_STOP_INSTRUMENTATION; }
+"""
+
+
+class Switch:
+    """Tells valgrind when to count; without a library it only plays."""
+
+    def __init__(self, library=""):
+        found = ctypes.CDLL(library) if library else None
+        self.on, self.off = (found.count, found.stop) if found else (lambda: None, lambda: None)
+
+
+async def play(case, switch):
+    """Serve requests, one after the other."""
     settings, chats = CASES[case]
     given = {"prefill": tuple(f"{name}:80" for name in PREFILL), "decode": tuple(f"{name}:80" for name in DECODE)}
     given |= {"health_check_interval_s": 3600.0, "allowed_hosts": ("*",), "load_reports": False}
@@ -205,52 +225,44 @@ async def play(case, count):
         client = protocol()
         client.connection_made(Memory(to_client))
         await asyncio.sleep(0.5)  # engines are known, and what they have
-        for request in prompts(count, chats=chats):
+        for number, request in enumerate(prompts(WARM + MEASURED, chats=chats)):
+            if number == WARM:
+                switch.on()
             answered.clear()
             client.data_received(request)
             await done.wait()
             done.clear()
+        switch.off()
         text = b"".join(answered)
         assert text.startswith(b"HTTP/1.1 200"), text
         assert b'" c"' in text, text
         assert (b'" a"' in text) == ("first_token_from" in settings), text
 
 
-def play_all(cases):
-    """Play each case in a fork of its own: imports are paid for once. Each says who it is."""
-    for case in cases:
-        for count in (FEW, MANY):
-            if not (child := os.fork()):
-                print(f"{os.getpid()} {count} {case}", flush=True)
-                asyncio.run(play(case, count))
-                sys.stdout.flush()
-                os._exit(0)
-            if os.waitpid(child, 0)[1]:
-                sys.exit(f"{case} failed")
-
-
-def measured(cases):
-    """Return the instructions of one request by case: a fork's count begins with that of its parent."""
-    command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", sys.executable, "-P", __file__]
+def measured(case, switch):
+    """Return the instructions of one request."""
+    command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--callgrind-out-file=/dev/null"]
+    command += [sys.executable, "-P", __file__, "--play", case, str(switch)]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    done = subprocess.run(
-        [*command, "--play", *cases], capture_output=True, text=True, env=environment, check=False, timeout=1800
-    )
-    if done.returncode:
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=900)
+    found = re.search(r"Collected : (\d+)", done.stderr)
+    if done.returncode or not found:
         sys.exit(done.stdout + done.stderr[-3000:])
-    totals = dict(re.findall(r"==(\d+)== Collected : (\d+)", done.stderr))
-    found = {(case, int(count)): int(totals[pid]) for pid, count, case in re.findall(r"(\d+) (\d+) (.+)", done.stdout)}
-    return {case: (found[case, MANY] - found[case, FEW]) / (MANY - FEW) for case in cases}
+    return int(found[1]) / MEASURED
 
 
 def main(argv):
     if argv[:1] == ["--play"]:
         logging.basicConfig(filename="/dev/null", level=logging.INFO)
-        play_all(argv[1:])
+        asyncio.run(play(argv[1], Switch(argv[2])))
         return
-    print(f"{xpyd_proxy.__path__[0]}: instructions of a request")
-    for case, count in measured(argv or [*CASES]).items():
-        print(f"{case:24} {count:12,.0f}")
+    print(f"{xpyd_proxy.__path__[0]}: instructions of a request", flush=True)
+    with tempfile.TemporaryDirectory(prefix="xpyd-") as folder:
+        switch = Path(folder) / "switch.so"
+        compiler = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(switch)]
+        subprocess.run(compiler, input=SWITCH, text=True, check=True)
+        for case in argv or CASES:
+            print(f"{case:24} {measured(case, switch):12,.0f}", flush=True)
 
 
 if __name__ == "__main__":

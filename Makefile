@@ -141,6 +141,10 @@ bench-shapes: $(STAMPS)/dev ## moving KV between engines of unequal shapes: docs
 bench-router: $(STAMPS)/dev ## the router beside others: docs/benchmarks/router.md, 30 minutes, on an idle machine; ONLY=short,chat ROUNDS=5 QUICK=1
 	$(BIN)/python tests/benchmarks/router/bench.py $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter-out 0 no,$(QUICK)),--quick)
 
+.PHONY: bench-chats
+bench-chats: $(STAMPS)/dev ## chats of several turns on real engines, beside an oracle: docs/benchmarks/chats.md, 8 minutes, on an idle machine; QUICK=1
+	$(BIN)/python tests/benchmarks/chats/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+
 .PHONY: soak
 soak: $(STAMPS)/dev ## the router for a long time: docs/benchmarks/soak.md, 35 minutes; MINUTES=30
 	$(BIN)/python tests/benchmarks/router/soak.py $(if $(MINUTES),--minutes $(MINUTES))

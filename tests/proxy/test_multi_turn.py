@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
 
-from support.sim import router, sims
+from support.sim import InMemory, router, sims
+from xpyd_proxy.app import build
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.settings import PolicyName, Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
@@ -137,6 +139,25 @@ async def test_a_decode_engine_that_was_gone_is_believed_to_have_nothing():
 
     assert failed.status_code == 502
     assert [is_alone(timing) for timing in timings] == [False, True]
+
+
+async def test_a_turn_whose_engine_is_gone_is_routed_anew():
+    """Another decode engine does not have the conversation: the prefill engine has its beginning."""
+    engines = sims(1, 2)
+    network = InMemory(engines)
+    settings = replace(STICKY, prefill=("p0:80",), decode=("d0:80", "d1:80"), allowed_hosts=("*",))
+    app = build(settings, fabric=network.fabric).app
+    transport = httpx.ASGITransport(app)
+    async with network.running(app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        chat = Chat(client)
+        await chat.turn()
+        del engines["d0" if engines["d0"].log else "d1"]
+        await network.close()
+        timings = [await chat.turn(), await chat.turn()]
+
+    assert "unreachable" in timings[0]
+    assert [is_alone(timing) for timing in timings] == [False, True]
+    assert len(engines["p0"].log) == 2
 
 
 async def test_what_was_long_ago_is_forgotten():

@@ -66,6 +66,13 @@ class InMemory(httpx.AsyncBaseTransport):
             ours.close()
             raise
 
+    async def close(self) -> None:
+        """Close all connections, none of which has a request: as engines do that end. Routers see it."""
+        for connection in tuple(self._served.connections):
+            connection.shutdown()
+        await until_async(lambda: not self._served.connections)
+        await asyncio.sleep(0.01)
+
     @asynccontextmanager
     async def running(self, app: FastAPI) -> AsyncGenerator[None]:
         """Run a router; at the end the engines see that all connections are closed, and the event loop may end."""

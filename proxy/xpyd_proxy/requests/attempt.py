@@ -214,7 +214,8 @@ class Attempt(LegOwner):
         of = self._of
         decodes = self.usable(Role.DECODE)
         if self.prefill is None:
-            return decodes
+            # The engine that failed was to serve it alone because of its cache: others may need a prefill engine.
+            return () if self.record.single_reason is SingleEngineReason.CACHED else decodes
         if lent_by is not None and of.clock() >= lent_by.handed_over_at + self._settings.handoff_timeout_s:
             return ()
         fitting = of.fleet.fitting(self.prefill.instance, decodes)

@@ -100,6 +100,7 @@ class Sim:
         self.engine_id = _new_engine_id()
         self.log: list[LogEntry] = []
         self.violations: list[str] = []
+        self.granted: list[tuple[str, str | None]] = []  # leases of a prefill engine: its request, and the transfer
         self.released: list[str] = []  # requests whose blocks the prefill engine was told to free
         self.abandoned: list[str] = []  # transfers that nobody will come for
         self._model = model
@@ -257,6 +258,8 @@ class Sim:
         params = rules.make_params(
             body, replies.request_id, name=name, mode=self._mode, offers=self._offers, forget=forget
         )
+        lease: Json = msgspec.json.decode(params)
+        self.granted.append((lease.get("remote_request_id", ""), body["kv_transfer_params"].get("transfer_id")))
         if self._pushed is not None:
             transfer = replies.body["kv_transfer_params"]["transfer_id"]
             self._pushed[self.engine_id, transfer] = rules.identity(replies.body)

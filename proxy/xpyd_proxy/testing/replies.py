@@ -51,21 +51,22 @@ class Replies(_Answered):
             choices.append({"index": index, **said, **ends})
         kind = "chat.completion" if self.is_chat else "text_completion"
         answer = self._head(kind) | {"choices": choices, "usage": self._usage()}
-        if self.body.get("return_token_ids"):
-            prompt = prompts_of(self.body)[0]
-            choices[0]["token_ids"] = [word_id(prompt, self.made + place) for place in range(token_limit(self.body))]
-            (answer if self.is_chat else choices[0])["prompt_token_ids"] = prompt_ids(prompt)
+        if self._shows_ids:
+            choices[0]["token_ids"] = [self._word_id(place) for place in range(token_limit(self.body))]
+            (answer if self.is_chat else choices[0])["prompt_token_ids"] = self._prompt_ids()
         return answer
 
     def events(self) -> Iterator[bytes]:
         """Return the answer as server-sent events, up to but without the [DONE]."""
-        texts = self._texts()
+        texts, asked = self._texts(), {"prompt_token_ids": self._prompt_ids()} if self._shows_ids else {}
         if self.is_chat:
             for index in range(len(texts)):
-                yield self._event({"index": index, "delta": {"role": "assistant", "content": ""}})
+                yield self._event({"index": index, "delta": {"role": "assistant", "content": ""}}, asked)
         for place in range(token_limit(self.body)):
             for index, words in enumerate(texts):
-                said = {"delta": {"content": words[place]}} if self.is_chat else {"text": words[place]}
+                said: Json = {"delta": {"content": words[place]}} if self.is_chat else {"text": words[place]}
+                if self._shows_ids:
+                    said |= {"token_ids": [self._word_id(place)]} | ({} if self.is_chat or place else asked)
                 finish = "length" if place + 1 == len(words) else None
                 yield self._event({"index": index, **said, "logprobs": None, "finish_reason": finish})
         options: Json = self.body.get("stream_options") or {}
@@ -76,8 +77,19 @@ class Replies(_Answered):
         prompts = [prompt for prompt in prompts_of(self.body) for _ in range(self.body.get("n") or 1)]
         return [tokens(prompt, self.made + token_limit(self.body))[self.made :] for prompt in prompts]
 
-    def _event(self, choice: Json) -> bytes:
-        return event(self._head(self._chunk_kind()) | {"choices": [choice]})
+    @property
+    def _shows_ids(self) -> bool:
+        return bool(self.body.get("return_token_ids"))
+
+    def _word_id(self, place: int) -> int:
+        return word_id(prompts_of(self.body)[0], self.made + place)
+
+    def _prompt_ids(self) -> list[int]:
+        prompt = prompts_of(self.body)[0]
+        return [*prompt_ids(prompt), *(word_id(prompt, place) for place in range(self.made))]
+
+    def _event(self, choice: Json, more: Json | None = None) -> bytes:
+        return event(self._head(self._chunk_kind()) | {"choices": [choice]} | (more or {}))
 
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"

@@ -1,11 +1,12 @@
 """Fits the engine of ``xpyd replay`` to a real one, and says how well it foretells a load that it was not fitted to.
 
-One CPU engine with the tiny model of ``xpyd up``: prefill time by length, ITL by batch and context, least squares, and
-then a mixed load whose TTFT and ITL are measured and simulated. Three minutes on an idle machine:
+One CPU engine with the tiny model of ``xpyd up``: prefill time by length and by what is cached before it, ITL by batch
+and context, least squares, and then loads that nothing is fitted to, whose TTFT and ITL are measured and simulated
+request by request. Three minutes on an idle machine:
 
     python tests/benchmarks/replay/fit.py
 
-writes .xpyd/bench/engine.json, for ``xpyd replay --engine``, and prints both sides of the mixed load.
+writes .xpyd/bench/engine.json, for ``xpyd replay --engine``, and prints both sides of these loads and the errors.
 """
 
 import asyncio
@@ -29,7 +30,8 @@ from xpyd_proxy.local.model import ensure_model
 from xpyd_proxy.local.processes import open_fleet
 from xpyd_proxy.planning.replay.engine import EngineModel, EventLoop, VirtualEngine, VirtualLeg
 
-PROMPTS = (32, 128, 256, 512, 1024, 1536, 1950)  # tokens
+PROMPTS = ((32, 0), (128, 0), (256, 0), (512, 0), (1024, 0), (1536, 0), (1950, 0))  # tokens: new, and cached before
+HITS = ((32, 512), (256, 512), (32, 1536), (256, 1536))
 BATCHES, CONTEXTS = (1, 4, 8, 16, 32), (64, 512, 1500)
 BLOCK, BATCHED_TOKENS, KV_TOKENS = 32, 2048, 65_536
 WORDS = (260, 512)  # tokens of the tiny model that are pieces of words
@@ -63,12 +65,14 @@ class Client:
 
 
 async def prefill_times(client):
-    """Return (tokens, seconds): one prompt at a time, of which nothing is cached."""
-    found = []
-    for tokens in PROMPTS * 5:
-        sent, first = await client.ask(client.prompt(tokens), 1)
-        found.append((tokens, first - sent))
-    return [(size, statistics.median(s for tokens, s in found if tokens == size)) for size in PROMPTS]
+    """Return (tokens, cached before them, seconds): one prompt at a time; a cached beginning is whole blocks."""
+    shared, found = client.prompt(max(before for _, before in HITS)), []
+    await client.ask([*shared, *client.prompt(1)], 1)
+    for tokens, before in (PROMPTS + HITS) * 5:
+        sent, first = await client.ask([*shared[:before], *client.prompt(tokens)], 1)
+        found.append((tokens, before, first - sent))
+    sizes = PROMPTS + HITS
+    return [(*size, statistics.median(seconds for *of, seconds in found if tuple(of) == size)) for size in sizes]
 
 
 async def decode_times(client):
@@ -87,8 +91,8 @@ def fitted(prefills, decodes):
     """Return the engine with the least squares of relative errors, and its largest relative error in each fit."""
     rows = [[1, batch, batch * context] for batch, context, _ in decodes]
     (step, request, context), decode_error = _least_squares(rows, [seconds for *_, seconds in decodes])
-    rows = [[1, tokens, tokens**2 / 2] for tokens, _ in prefills]
-    (base, token, before), prefill_error = _least_squares(rows, [seconds for _, seconds in prefills])
+    rows = [[1, tokens, tokens * (cached + tokens / 2)] for tokens, cached, _ in prefills]
+    (base, token, before), prefill_error = _least_squares(rows, [seconds for *_, seconds in prefills])
     model = EngineModel(
         step_s=step, prefill_token_s=token, prefill_context_s=before,
         decode_request_s=request, decode_context_s=context, leg_s=max(0.0, base - step),
@@ -123,8 +127,21 @@ def mixed_load(model):
     return load
 
 
+def held_out(model):
+    """Return loads by name, in the form of ``mixed_load``."""
+    return {
+        "mixed": mixed_load(model),
+        "bursts of 4 prompts of 512": [(second * 1.5, 512, 0, 16) for second in range(8) for _ in range(4)],
+        "hits: 896 of 1,024 cached": [(number * 0.6, 1024, 896, 8) for number in range(16)],
+        "8 answers at once": [(second * 3.0, 256, 0, 64) for second in range(3) for _ in range(8)],
+    }
+
+
 async def measured(client, load):
-    shared, begin = client.prompt(512), time.monotonic() + 0.5
+    """Return (TTFT, mean ITL, all gaps) of each request of a load."""
+    shared = client.prompt(1024)
+    await client.ask(shared, 1)
+    begin = time.monotonic() + 0.5
 
     async def one(at, tokens, same, answer):
         prompt = shared[:same] + client.prompt(tokens - same)
@@ -132,22 +149,33 @@ async def measured(client, load):
         return await client.ask(prompt, answer)
 
     answers = await asyncio.gather(*(one(*request) for request in load))
-    return (
-        [times[1] - times[0] for times in answers],
-        [b - a for times in answers for a, b in itertools.pairwise(times[1:])],
-    )
+    return [
+        (
+            times[1] - times[0],
+            (times[-1] - times[1]) / (len(times) - 2),
+            [b - a for a, b in itertools.pairwise(times[1:])],
+        )
+        for times in answers
+    ]
 
 
 def simulated(model, load):
+    """Return the same, but all gaps of all requests with the first one."""
     loop, names = EventLoop(), itertools.count(1000)
-    engine, ttft = VirtualEngine(model, BLOCK, loop), {}
+    engine, first, last = VirtualEngine(model, BLOCK, loop), {}, {}
+    engine.add(VirtualLeg([*range(1024 // BLOCK)], 1024, 1))  # what is shared
+    loop.run()
+    start, told = loop.now, len(engine.log.gaps)
     for number, (at, tokens, same, answer) in enumerate(load):
         own = [next(names) for _ in range((tokens - same) // BLOCK)]
         leg = VirtualLeg([*range(same // BLOCK), *own][: tokens // BLOCK], tokens, answer)
-        leg.first = lambda number=number, at=at: ttft.update({number: loop.now - at})
+        leg.first = lambda number=number, at=at: first.update({number: loop.now - start - at})
+        leg.ended = lambda number=number, at=at: last.update({number: loop.now - start - at})
         loop.after(at + model.leg_s, partial(engine.add, leg))
     loop.run()
-    return list(ttft.values()), [gap for gap, weight in engine.log.gaps for _ in range(weight)]
+    gaps = [gap for gap, weight in engine.log.gaps[told:] for _ in range(weight)]
+    means = [(last[number] - first[number]) / (answer - 1) for number, (*_, answer) in enumerate(load)]
+    return [(first[number], means[number], [] if number else gaps) for number in range(len(load))]
 
 
 def main():
@@ -170,19 +198,29 @@ async def _fit(url):
     model, prefill_error, decode_error = fitted(prefills, decodes)
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_bytes(msgspec.json.format(msgspec.json.encode(model), indent=2) + b"\n")
-    for name, rows in (("prefill: tokens, s", prefills), ("decode: batch, context, s", decodes)):
+    for name, rows in (("prefill: tokens, cached, s", prefills), ("decode: batch, context, s", decodes)):
         print(name, json.dumps([[round(value, 5) for value in row] for row in rows]))
     print(f"largest error of the fits: prefill {prefill_error:.0%}, decode {decode_error:.0%}")
     print(OUT.read_text())
-    load = mixed_load(model)
-    sides = await measured(client, load), simulated(model, load)
-    print(f"{len(load)} requests in {load[-1][0]:.0f} s; {client.merged} tokens came together with another one")
-    for name, index, share in (
-        ("TTFT p50", 0, 0.5), ("TTFT p95", 0, 0.95), ("TTFT mean", 0, None),
-        ("ITL p50", 1, 0.5), ("ITL p99", 1, 0.99), ("ITL mean", 1, None),
-    ):  # fmt: skip
-        real, made = (np.mean(side[index]) if share is None else np.quantile(side[index], share) for side in sides)
-        print(f"{name:10} measured {real * 1e3:7.1f} ms, simulated {made * 1e3:7.1f} ms, {made / real - 1:+.0%}")
+    for name, load in held_out(model).items():
+        compare(name, load, await measured(client, load), simulated(model, load))
+    print(f"{client.merged} tokens came together with another one")
+
+
+def compare(name, load, real, made):
+    """Print both sides of a load, and how far requests are from what is foretold."""
+    print(f"\n{name}: {len(load)} requests in {load[-1][0]:.0f} s")
+    for title, index in (("TTFT", 0), ("ITL", 2)):
+        sides = [np.hstack([each[index] for each in side]) for side in (real, made)]
+        for what, value in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
+            seen, told = (float(np.quantile(side, value)) for side in sides)
+            both = f"measured {seen * 1e3:7.1f} ms, simulated {told * 1e3:7.1f} ms"
+            print(f"  {title} {what}: {both}, {told / seen - 1:+.0%}")
+    for title, index in (("TTFT", 0), ("mean ITL", 1)):
+        errors = np.array([told[index] / seen[index] - 1 for seen, told in zip(real, made, strict=True)])
+        median, p95 = np.quantile(abs(errors), (0.5, 0.95))
+        sign = f"{np.median(errors):+.0%} signed"
+        print(f"  {title} of a request: error {median:.0%} at the median ({sign}), {p95:.0%} at p95")
 
 
 if __name__ == "__main__":

@@ -173,7 +173,9 @@ class Attempt(LegOwner):
         """
         decode, is_prefill = self.decode, leg is self.prefill
         computes = is_prefill or self.prefill is None
-        is_timed = is_prefill or (self._plan.streams and (computes or (decode is leg and decode.follows)))
+        is_timed = is_prefill or (
+            self._plan.streams and (computes or (decode is not None and decode is leg and decode.follows))
+        )
         costs.sent(leg.instance, self.id, self._plan.ask, computes=computes, is_timed=is_timed)
 
     def _ranked(self, headers: Headers, instance: Instance) -> Headers:

@@ -104,9 +104,22 @@ async def test_a_decode_engine_serves_what_it_has_alone_only_where_it_may(itl_s)
         told = (await client.post("/instances/explain", json=question, headers=KEY)).json()
 
     alone = ['reason;desc="faster_alone"' in timing for timing in timings]
+    assert ["cached;" in timing for timing in timings] == alone
     assert alone[1:] == [itl_s > 0] * 3
     assert (told["rule"] == "single: faster_alone") is (itl_s > 0)
     assert set(told["expected_ms"]) == {"queue", "prefill", "transfer", "decode", "ttft"}
+
+
+async def test_a_request_that_one_engine_has_to_serve_shows_what_was_expected_of_it():
+    """It has a queue to wait for, too, and leaves nothing in it."""
+    async with router(sims(2, 2), WEIGHING) as client:
+        body = {"model": "sim", "prompt": LONG, "max_tokens": 4, "best_of": 2}
+        answer = await client.post("/v1/completions", json=body)
+        found = await metrics(client)
+
+    assert 'reason;desc="best_of"' in answer.headers["server-timing"]
+    assert EXPECTED.search(answer.headers["server-timing"])
+    assert queued(found) <= {0.0}
 
 
 async def test_a_short_new_part_goes_to_the_decode_engine_by_the_plain_threshold_too():

@@ -170,7 +170,9 @@ class Attempt(LegOwner):
         """
         decode, is_prefill = self.decode, leg is self.prefill
         computes = is_prefill or self.prefill is None
-        is_timed = is_prefill or (self._plan.streams and (computes or (decode is leg and decode.follows)))
+        is_timed = is_prefill or (
+            self._plan.streams and (computes or (decode is not None and decode is leg and decode.follows))
+        )
         costs.sent(leg.instance, self.id, self._plan.ask, computes=computes, is_timed=is_timed)
 
     def _ranked(self, headers: Headers, instance: Instance) -> Headers:
@@ -195,16 +197,23 @@ class Attempt(LegOwner):
             return None
         decodes = self.chances.among(fleet.usable(_DECODE))
         reason, cached = fleet.small(decodes, ask, least)
+        if fleet.remembers and least and reason is not SingleEngineReason.SHORT:
+            self.record.cached = cached, ask.blocks.size
         if fleet.costs is not None and reason is None and fleet.is_faster_alone(decodes, ask):
             reason, self._expected = _FASTER, fleet.costs.take_expected(ask)
-        if fleet.remembers and reason is not SingleEngineReason.SHORT:
-            self.record.cached = cached, ask.blocks.size
+            if (expected := self._expected) is not None:
+                self.record.cached = ask.blocks.size * expected.decode_hit // expected.tokens, ask.blocks.size
         return reason
 
     def one(self, among: Sequence[Instance]) -> Instance:
         """Choose a decode engine."""
-        ask, chances = self._plan.ask, self.chances
-        return self._of.fleet.one(chances.among(among), ask.once_more() if chances.avoided else ask)
+        fleet, ask, chances = self._of.fleet, self._plan.ask, self.chances
+        if chances.avoided:
+            ask = ask.once_more()
+        chosen = fleet.one(chances.among(among), ask)
+        if fleet.costs is not None and (expected := fleet.costs.take_expected(ask)) and self.prefill is None:
+            self._expected = expected
+        return chosen
 
     def others(self, failed: Instance, lent_by: PrefillLeg | None) -> Sequence[Instance]:
         """List the engines that may get the decode leg of one that could not be reached.

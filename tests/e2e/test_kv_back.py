@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
-from support.questions import WORDS
 from support.shapes import TWO_RANKS
 from xpyd_proxy.local.recipe import Connector
 
@@ -43,15 +43,8 @@ def engine_id(spec):
 @pytest.fixture(scope="module")
 def routers(both, start_router):
     """1P1D and 2P2D with return_kv, where every turn goes over a prefill engine."""
-    args = (
-        "--prefill-policy",
-        "prefix",
-        "--decode-policy",
-        "prefix",
-        "--return-kv",
-        "--health-check-interval-s",
-        "0.5",
-    )
+    args = ("--prefill-policy", "prefix", "--decode-policy", "prefix", "--return-kv", "true")
+    args += ("--health-check-interval", "0.5")
     one = start_router("router-back-1", [both.p0], [both.d0], args=args)
     two = start_router("router-back-2", [both.p0, both.p1], [both.d0, both.d1], args=args)
     return SimpleNamespace(one=one, two=two)
@@ -167,17 +160,30 @@ def test_nothing_is_read_that_is_not_the_prompts(both, change):
     has_nothing_held(both.p0, both.d0)
 
 
+@pytest.fixture(scope="module")
+def words(model):
+    """Words that are a token each, whatever stands beside them: an answer has the same tokens in the next turn."""
+    tokens = Tokenizer.from_file(str(model / "tokenizer.json"))
+    texts = {token: tokens.decode([token]) for token in range(tokens.get_vocab_size())}
+    return {
+        token: text
+        for token, text in texts.items()
+        if text[:1] == " " and text[1:].isalpha() and tokens.encode(text, add_special_tokens=False).ids == [token]
+    }
+
+
 def says(url, words, seed, *, stream, turns=TURNS):
     """Hold a chat over a router, or with one engine; return the answers, and a tenant's name for what is cached."""
     dice, answers, messages = random.Random(seed), [], []
     for _ in range(turns):
-        messages.append({"role": "user", "content": " ".join(dice.choices(words, k=60 if answers else 200))})
+        text = "".join(dice.choices(list(words.values()), k=LATER if answers else FIRST))
+        messages.append({"role": "user", "content": text})
         body = {
             "model": "tiny",
             "messages": messages,
             "max_tokens": ANSWER,
             "temperature": 0,
-            "ignore_eos": True,
+            "allowed_token_ids": list(words),
             "stream": stream,
             "cache_salt": f"{url} {seed} {stream}",
         }
@@ -198,13 +204,17 @@ def text_of(response, *, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("pairs", ["one", "two"])
-def test_chats_over_the_router(both, routers, pairs, stream):
+def test_chats_over_the_router(both, routers, words, pairs, stream):
     """The client sends what any client sends; where the conversation is cached, the router knows."""
-    url, words = getattr(routers, pairs), list(WORDS)
+    url = getattr(routers, pairs)
     with Watch(both.p0) as p0, Watch(both.p1) as p1:
         answers = [says(url, words, seed, stream=stream) for seed in range(3)]
 
     assert answers == [says(both.reference.base_url, words, seed, stream=stream) for seed in range(3)]
+    print(
+        f"{pairs}, stream={stream}: P computed {p0.delta(COMPUTED) + p1.delta(COMPUTED):.0f}, loaded "
+        f"{p0.delta(LOADED) + p1.delta(LOADED):.0f}"
+    )
     assert p0.delta("vllm:xpyd_prefixes_found_total") + p1.delta("vllm:xpyd_prefixes_found_total") > 0
     assert p0.delta(LOADED) + p1.delta(LOADED) > 0
     assert p0.delta("vllm:xpyd_prefixes_unanswered_total") + p1.delta("vllm:xpyd_prefixes_unanswered_total") == 0

@@ -28,6 +28,12 @@ class RequestOutcome(FastStrEnum):
     STREAM_ABORTED = auto()  # its status was 200, and then it failed
 
 
+# Short times, written once: to write a float costs twice as much as to make a whole number of it.
+_TENTHS_MOST: Final = 1000
+_TENTHS: Final = [f"{tenths // 10}.{tenths % 10}" for tenths in range(_TENTHS_MOST)]
+_OK: Final = RequestOutcome.OK  # looking a member up takes as long as a call
+
+
 class LegRecord:
     """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
 
@@ -82,8 +88,8 @@ class RequestRecord:
         self,
         request_id: RequestId,
         path: str = "",
-        *,
         client_id: str | None = None,
+        *,
         single_reason: SingleEngineReason | None = None,
         push: LegOrder | None = None,
         prefill: LegRecord | None = None,
@@ -120,7 +126,7 @@ class RequestRecord:
         """Say how it ended, once it is over."""
         status = self.status
         if status < 400:
-            return RequestOutcome.OK if self.error is None else RequestOutcome.STREAM_ABORTED
+            return _OK if self.error is None else RequestOutcome.STREAM_ABORTED
         if status == CLIENT_CLOSED_REQUEST:
             return RequestOutcome.CLIENT_DISCONNECTED
         return RequestOutcome.SERVER_ERROR if status >= 500 else RequestOutcome.CLIENT_ERROR
@@ -132,7 +138,6 @@ class RequestRecord:
             return SINGLE
         return PULL if self.push is None else self.push
 
-    @property
     def is_usual(self) -> bool:
         """Tell whether there is nothing to say about it but where it went, and when."""
         return not (
@@ -203,7 +208,10 @@ def client_id(header: bytes) -> str | None:
 
 
 def written_ms(ms: float) -> str:
-    """Write milliseconds with one decimal place."""
+    """Write milliseconds, 0 or more, with one decimal place."""
+    tenths = int(ms * 10 + 0.5)
+    if tenths < _TENTHS_MOST:
+        return _TENTHS[tenths]
     return "%.1f" % ms  # noqa: UP031 (compiled, an f-string with a format costs half as much again)
 
 

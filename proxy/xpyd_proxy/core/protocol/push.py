@@ -110,13 +110,13 @@ def handover(
             f"{prefill} does not push its KV cache, and this router was started with --kv-transfer-mode push"
         )
     if mode is _PULL:
-        return PrefillResult(params, None, counted(usage), replaced=named if is_replaced else None)
+        return PrefillResult(params, None, counted(usage), None, named if is_replaced else None)
     if not _is_same(said.remote_request_id, known_as(api, request)):
         raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
     if is_followed:
         params = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
     coordinates = _read(prefill, params, Coordinates)
-    return PrefillResult(params, coordinates, counted(usage), transfer, replaced=named if is_replaced else None)
+    return PrefillResult(params, coordinates, counted(usage), transfer, named if is_replaced else None)
 
 
 def is_nowhere(said: str) -> bool:

@@ -29,6 +29,8 @@ from xpyd_proxy.core.raw_json import (
 from xpyd_proxy.core.schemas import KvParams, PrefillAnswer, TransferNaming
 from xpyd_proxy.errors import BadRequest, EngineError
 
+_RESPONSES: Final = Api.RESPONSES  # looking a member up takes as long as a call
+_GENERATE: Final = Api.GENERATE
 _ONE: Final = msgspec.Raw(b"1")
 _ANY_PROMPT: Final = msgspec.Raw(b"[0]")
 _TOO_MANY: Final = msgspec.Raw(b"2147483647")
@@ -102,13 +104,13 @@ def check_wanted_now(api: Api, fields: Fields) -> None:
     Raises:
         BadRequest: it is to be fetched later, from the engine that has it: clients cannot reach a certain engine.
     """
-    if api is Api.RESPONSES and fields.get("background", NULL) not in (NULL, FALSE):
+    if api is _RESPONSES and fields.get("background", NULL) not in (NULL, FALSE):
         raise BadRequest("background answers cannot be fetched through this router: leave it out", param="background")
 
 
 def named(api: Api, fields: Fields, request: RequestId) -> Fields:
     """Give both legs our name of the request, where the engines do not take it from X-Request-Id."""
-    return fields | {"request_id": text(f"resp_{request}")} if api is Api.RESPONSES else fields
+    return fields | {"request_id": text(f"resp_{request}")} if api is _RESPONSES else fields
 
 
 def prefill_body(api: Api, fields: Fields, transfer: TransferId) -> bytes:
@@ -127,7 +129,7 @@ def prefill_fields(api: Api, fields: Fields, transfer: TransferId) -> Fields:
     if kept.get("n", NULL) != NULL:
         kept["n"] = _ONE
     kept.update(_ONE_TOKEN[api])
-    if api is Api.GENERATE:
+    if api is _GENERATE:
         sampling = (maybe(kept.get(SAMPLING, NULL), Fields) or {}) | _SAMPLED_ONCE
         if sampling.get("n", NULL) != NULL:
             sampling["n"] = _ONE

@@ -190,9 +190,10 @@ class RequestRecord:
             entries.append(_entry("mode", self.push, None))
         if self.cached is not None:
             entries.append(_entry("cached", "{} of {} bytes".format(*self.cached), None))
-        for name, leg in (("prefill", self.prefill), ("decode", self.decode)):
-            if leg is not None:
-                entries.append(_entry(name, leg.instance, leg.ms))
+        if self.prefill is not None:
+            entries.append(_entry("prefill", self.prefill.instance, self.prefill.ms))
+        if self.decode is not None:
+            entries.append(_entry("decode", self.decode.instance, self.decode.ms))
         return ", ".join(entries)
 
 

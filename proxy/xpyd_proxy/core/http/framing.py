@@ -22,10 +22,9 @@ _VALUE: Final = re.compile(rb"[\t -~\x80-\xff]*")
 _BARE: Final = re.compile(rb"(?<!\r)\n")  # a line feed on its own
 _SIZE_LINE: Final = re.compile(rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % _DIGITS_MOST)
 _SHOWN_MOST: Final = 60  # bytes of what a client has sent that a sentence repeats
-# A good line: its name, and its value without the white space around it.
-_HEADER: Final = re.compile(
-    rb"(?<=\r\n)([-!#$%&'*+.^_`|~0-9A-Za-z]++):[\t ]*+((?:[\t ]*+[!-~\x80-\xff]++)*+)[\t ]*+\r\n"
-)
+# A good line: its name, and its value without the white space before it.
+_HEADER: Final = re.compile(rb"(?<=\r\n)([-!#$%&'*+.^_`|~0-9A-Za-z]++):[\t ]*+([\t -~\x80-\xff]*+)\r\n")
+_SPACE: Final = 32  # of what a value may have, white space is no more than it
 
 
 class RefusalReason(StrEnum):
@@ -118,10 +117,11 @@ def read_head(raw: bytes) -> Head:
     headers: list[tuple[bytes, bytes]] = []
     shown: dict[bytes, bytes] = {}
     for name, value in found:
+        if value and value[-1] <= _SPACE:
+            value = value.rstrip(b" \t")
         lower = name.lower()
         headers.append((lower, value))
-        if lower not in shown:
-            shown[lower] = value
+        shown.setdefault(lower, value)
     if len(shown) < len(headers):
         _check_single(headers)
     is_old = minor == b"0"

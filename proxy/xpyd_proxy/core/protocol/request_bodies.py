@@ -13,6 +13,7 @@ import msgspec
 
 from xpyd_proxy.core.http.json_bounds import check_names, check_prompts
 from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.protocol.usage import counted, prompt_of
 from xpyd_proxy.core.raw_json import (
     FALSE,
     NULL,
@@ -26,7 +27,7 @@ from xpyd_proxy.core.raw_json import (
     maybe,
     text,
 )
-from xpyd_proxy.core.schemas import KvParams, PrefillAnswer, TransferNaming
+from xpyd_proxy.core.schemas import KvParams, PlainPrefillAnswer, PrefillAnswer, TransferNaming
 from xpyd_proxy.errors import BadRequest, EngineError
 
 _RESPONSES: Final = Api.RESPONSES  # looking a member up takes as long as a call
@@ -190,19 +191,23 @@ def _about_blocks(fields: Fields, tokens: msgspec.Raw, kv_params: msgspec.Raw) -
     return encode({name: fields[name] for name in ("model",) if name in fields} | asked)
 
 
-def kv_params(prefill: InstanceId, answer: bytes) -> tuple[msgspec.Raw, TransferNaming | None, msgspec.Raw]:
+def kv_params(prefill: InstanceId, answer: bytes) -> tuple[msgspec.Raw, TransferNaming | None, int | None]:
     """Take the KV parameters out of a prefill engine's answer.
 
-    Return them, unread but checked; what they name, if that was read; and the answer's ``usage``.
+    Return them, unread but checked; what they name, if that was read; and the tokens of the prompt, if it says them.
 
     Raises:
         EngineError: they are missing, or such that a decode engine would not survive them.
     """
     try:
-        said = decode(answer, PrefillAnswer)
-        found = said.kv_transfer_params
+        plain = maybe(answer, PlainPrefillAnswer)
+        if plain is not None:
+            found, count = plain.kv_transfer_params, None if plain.usage is None else prompt_of(plain.usage)
+        else:
+            said = decode(answer, PrefillAnswer)
+            found, count = said.kv_transfer_params, counted(said.usage)
         if (good := _good(found)) is not None:
-            return found, good, said.usage
+            return found, good, count
         params = decode(found, Fields)
         missing = [name for name in _NEEDED if _is_empty(params.get(name, NULL))]
     except NotJson as exc:
@@ -211,7 +216,7 @@ def kv_params(prefill: InstanceId, answer: bytes) -> tuple[msgspec.Raw, Transfer
         raise EngineError(f"{prefill} kept no KV cache for this request: do_remote_prefill is not true")
     if missing:
         raise EngineError(f"{prefill} left out of its kv_transfer_params: {', '.join(missing)}")
-    return found, None, said.usage
+    return found, None, count
 
 
 def _good(params: msgspec.Raw) -> KvParams | None:

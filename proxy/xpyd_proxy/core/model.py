@@ -188,7 +188,6 @@ class GenerationRequest:
         """Where the engines take it."""
         return _PATHS[self.api]
 
-    @property
     def streams(self) -> bool:
         """Tell whether the answer comes token by token."""
         return self.fields.get("stream") == TRUE

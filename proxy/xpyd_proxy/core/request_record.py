@@ -29,6 +29,12 @@ class RequestOutcome(FastStrEnum):
     STREAM_ABORTED = auto()  # its status was 200, and then it failed
 
 
+# Short times, written once: to write a float costs twice as much as to make a whole number of it.
+_TENTHS_MOST: Final = 1000
+_TENTHS: Final = [f"{tenths // 10}.{tenths % 10}" for tenths in range(_TENTHS_MOST)]
+_OK: Final = RequestOutcome.OK  # looking a member up takes as long as a call
+
+
 class LegRecord:
     """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
 
@@ -84,8 +90,8 @@ class RequestRecord:
         self,
         request_id: RequestId,
         path: str = "",
-        *,
         client_id: str | None = None,
+        *,
         single_reason: SingleEngineReason | None = None,
         push: LegOrder | None = None,
         prefill: LegRecord | None = None,
@@ -122,7 +128,7 @@ class RequestRecord:
         """Say how it ended, once it is over."""
         status = self.status
         if status < 400:
-            return RequestOutcome.OK if self.error is None else RequestOutcome.STREAM_ABORTED
+            return _OK if self.error is None else RequestOutcome.STREAM_ABORTED
         if status == CLIENT_CLOSED_REQUEST:
             return RequestOutcome.CLIENT_DISCONNECTED
         return RequestOutcome.SERVER_ERROR if status >= 500 else RequestOutcome.CLIENT_ERROR
@@ -134,7 +140,6 @@ class RequestRecord:
             return SINGLE
         return PULL if self.push is None else self.push
 
-    @property
     def is_usual(self) -> bool:
         """Tell whether there is nothing to say about it but where it went, and when."""
         return not (
@@ -187,12 +192,12 @@ class RequestRecord:
             entries.append(_entry("mode", self.push, None))
         if self.cached is not None:
             entries.append(_entry("cached", "{} of {} bytes".format(*self.cached), None))
-        expected = None if self.decode is None else self.decode.expected
-        if expected is not None:
-            entries.append(_entry("expected", str(expected), expected.ttft_s * 1e3))
-        for name, leg in (("prefill", self.prefill), ("decode", self.decode)):
-            if leg is not None:
-                entries.append(_entry(name, leg.instance, leg.ms))
+        if self.decode is not None and self.decode.expected is not None:
+            entries.append(_entry("expected", str(self.decode.expected), self.decode.expected.ttft_s * 1e3))
+        if self.prefill is not None:
+            entries.append(_entry("prefill", self.prefill.instance, self.prefill.ms))
+        if self.decode is not None:
+            entries.append(_entry("decode", self.decode.instance, self.decode.ms))
         return ", ".join(entries)
 
 
@@ -208,7 +213,10 @@ def client_id(header: bytes) -> str | None:
 
 
 def written_ms(ms: float) -> str:
-    """Write milliseconds with one decimal place."""
+    """Write milliseconds, 0 or more, with one decimal place."""
+    tenths = int(ms * 10 + 0.5)
+    if tenths < _TENTHS_MOST:
+        return _TENTHS[tenths]
     return "%.1f" % ms  # noqa: UP031 (compiled, an f-string with a format costs half as much again)
 
 

@@ -101,10 +101,10 @@ def router_command(plan: LocalPlan, inherited: Mapping[str, str]) -> Command:
     """Return how to start the router in front of all engines of the plan."""
     argv = [*PYTHON_MODULE, "xpyd_proxy.cli", "serve", "--host", HOST, "--port", str(plan.port)]
     argv += ["--prefill", *plan.addresses(Role.PREFILL), "--decode", *plan.addresses(Role.DECODE)]
-    if plan.kv_events or plan.return_kv:
-        argv += ["--prefill-policy", "prefix", "--decode-policy", "prefix"]
     if plan.kv_events:
         argv += ["--kv-events", "auto"]
     if plan.return_kv:
         argv += ["--return-kv", "true"]
+    if plan.kv_events or plan.return_kv:  # which need a router that knows where conversations are
+        argv += ["--prefill-policy", "prefix", "--decode-policy", "prefix"]
     return Command("router", argv, inherited, f"{plan.router_url}/health")

@@ -9,7 +9,16 @@ from typing import Final
 
 from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT
-from xpyd_proxy.core.model import GenerationRequest, Headers, Instance, InstanceId, LegRequest, Role, SingleEngineReason
+from xpyd_proxy.core.model import (
+    GenerationRequest,
+    Headers,
+    Instance,
+    InstanceId,
+    LegRequest,
+    PrefillResult,
+    Role,
+    SingleEngineReason,
+)
 from xpyd_proxy.core.protocol.engine_errors import Failure, check_prefill, refused_decode
 from xpyd_proxy.core.protocol.request_bodies import RELEASE_PATH, abandon_body, release_body
 from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer
@@ -39,13 +48,13 @@ class Attempt(LegOwner):
 
     __slots__ = (
         "_expected",
+        "_life",
         "_of",
         "_plan",
         "_settings",
         "_shows",
         "_slot",
         "_span",
-        "_steps",
         "body",
         "chances",
         "counted",
@@ -64,8 +73,7 @@ class Attempt(LegOwner):
         plan: RequestPlan,
         settings: Settings,
         chances: RetryAttempts,
-        *,
-        shows: bool = False,
+        shows: bool = False,  # noqa: FBT001, FBT002 (by name it costs 1,000 instructions more)
     ) -> None:
         """``shows``: the client may see the token of a prefill engine whose blocks are read."""
         of, record = life.of, life.record
@@ -73,13 +81,13 @@ class Attempt(LegOwner):
         self._plan = plan
         self._settings = settings
         self._shows = shows
-        self._steps = life.steps
+        self._life = life
         self._span = life.span
         self._expected: ExpectedTime | None = None  # what its engines were chosen by, until the decode leg is sent
         self._slot: Instance | None = None  # a decode engine whose slot is held until its leg is sent
         self.record = record
         self.chances = chances
-        self.id = record.attempt_id
+        self.id = record.attempt_id if record.retries else record.request_id
         self.transfer = of.new_transfer()
         self.body: Pieces = []  # of the decode leg
         self.prefill: PrefillLeg | None = None
@@ -287,22 +295,16 @@ class Attempt(LegOwner):
             of.fleet.reported(leg.instance, leg.load)
         if call is None:
             return  # it has no prefill leg
-        reuses = self._settings.reuse_prompt_tokens and self.told is None and not leg.shows
-        try:
-            if leg.status != _OK:
-                check_prefill(leg.instance.id, leg.response(body))
-            handover = of.handovers.take(
-                call, self.id, self.transfer, leg.instance, told=self.told, answer=body, reuses=reuses
-            )
-        except (EngineError, Refused) as error:
-            self.leg_failed(leg, error)
+        handover = self._read_handover(leg, call, body)
+        if handover is None:
             return
         if self._shows:
             leg.first = of.handovers.first_token(call, leg.instance.id, handover, body, shows=leg.shows)
         leg.answered_s = _note_time(leg, came)
         if of.fleet.costs is not None:
             of.fleet.costs.answered(leg.instance, self.id, self._plan.ask, handover.counted)
-        self._blame(leg.instance)
+        if self.chances.accused:
+            self._blame(leg.instance)
         leg.handed_over_at, leg.handover = came, handover
         if self._span is not None and self.decode is None:
             self._span.handed_over()
@@ -310,15 +312,28 @@ class Attempt(LegOwner):
         self.counted = handover.counted
         if self.decode is not None:
             self._compare()
-        self._steps.wake()
+        self._life.wake()
         if leg.learns:  # last: the decode leg does not wait for it
             of.fleet.learn(self._plan.ask, body)
+
+    def _read_handover(self, leg: PrefillLeg, call: GenerationRequest, body: bytes) -> PrefillResult | None:
+        """Return what the prefill engine's answer is good for; None: nothing, and the leg has failed."""
+        reuses = self._settings.reuse_prompt_tokens and self.told is None and not leg.shows
+        try:
+            if leg.status != _OK:
+                check_prefill(leg.instance.id, leg.response(body))
+            return self._of.handovers.take(
+                call, self.id, self.transfer, leg.instance, told=self.told, answer=body, reuses=reuses
+            )
+        except (EngineError, Refused) as error:
+            self.leg_failed(leg, error)
+            return None
 
     def stream_begun(self, leg: DecodeLeg, counted: int | None, /) -> None:
         """Note that a stream has begun well."""
         self._answered_well(leg, counted)
         if not leg.is_last:  # else its end follows at once, and all is written in one go
-            self._steps.wake()
+            self._life.wake()
 
     def decode_answered(self, leg: DecodeLeg, body: bytes, /) -> None:
         """Judge an answer that is no stream."""
@@ -333,14 +348,15 @@ class Attempt(LegOwner):
             self.leg_failed(leg, error)
             return
         self._answered_well(leg, prompt_tokens(body) if leg.counts else None)
-        self._steps.wake()
+        self._life.wake()
 
     def _answered_well(self, leg: DecodeLeg, counted: int | None) -> None:
         of, now = self._of, self._of.clock()
         if leg.follows:
             of.telemetry.transfer_expected(leg.instance.id)
         leg.answered_s = _note_time(leg, now)
-        self._blame(leg.instance)
+        if self.chances.accused:
+            self._blame(leg.instance)
         if leg.lines is not None:
             if of.fleet.costs is not None:
                 of.fleet.costs.answered(leg.instance, self.id, self._plan.ask, None)
@@ -373,7 +389,7 @@ class Attempt(LegOwner):
         if leg.lines is None:
             self.leg_failed(leg, EngineError(f"{leg.engine} ended its stream before the first event"))
         else:
-            self._steps.wake()
+            self._life.wake()
 
     def leg_failed(self, leg: EngineLeg, error: EngineError | Refused, /) -> None:
         """Note that a leg has failed, and how."""
@@ -388,12 +404,12 @@ class Attempt(LegOwner):
             if self.is_streaming or (self.decode is not None and self.decode.shown is not None):
                 self.record.prefill_error = str(failed)  # the client is not concerned
         self.close(leg)
-        self._steps.wake()
+        self._life.wake()
 
     def crash(self, bug: Exception, /) -> None:
         """The router has a bug."""
-        if self._steps.is_running:
-            self._steps.interrupt(bug)
+        if self._life.is_running:
+            self._life.interrupt(bug)
         else:
             logger.error("request %s failed behind its end", self.id, exc_info=bug)
 
@@ -470,28 +486,29 @@ class Attempt(LegOwner):
         """Count the end of a leg, once; what is left of it is dropped."""
         if leg.is_closed:
             return
-        of, now = self._of, self._of.clock()
-        leg.was_sent = leg.complete or leg.is_sent
+        of, now, decode = self._of, self._of.clock(), self.decode
+        # Each look at a leg of either kind takes as long as ten at an object of one class.
+        instance, complete, failure, answered_s = leg.instance, leg.complete, leg.failure, leg.answered_s
+        leg.was_sent = complete or leg.is_sent
         leg.is_closed = True
-        decode = self.decode
         if decode is not None and decode is leg:
             if decode.gaps is not None:
                 self.record.last_token_at = decode.read_at
             if of.fleet.remembers and leg.status == _OK and leg.fault is None and self._plan.call is not None:
-                kept = of.fleet.remember(leg.instance, self._plan.ask, self.record)
+                kept = of.fleet.remember(instance, self._plan.ask, self.record)
                 if not kept:
-                    of.telemetry.cache_missed(leg.instance.id)
-        if leg.record.ms is None:
-            _note_time(leg, now)
+                    of.telemetry.cache_missed(instance.id)
         seconds = now - leg.sent_at
-        if leg.failure is None and leg.answered_s is not None:
-            of.telemetry.later.add(of.proved_and_over, leg.instance, self.id, leg.answered_s, seconds, now)
+        if failure is None and answered_s is not None:
+            of.telemetry.later.add(of.proved_and_over, instance, self.id, answered_s, seconds, now)
         else:
-            of.telemetry.later.add(of.telemetry.leg_ended, leg.instance, seconds, leg.failure, self.id, now)
-        of.fleet.ended(leg.instance, self.id, leg.failure)
+            if leg.record.ms is None:
+                leg.record.ms = seconds * 1000
+            of.telemetry.later.add(of.telemetry.leg_ended, instance, seconds, failure, self.id, now)
+        of.fleet.ended(instance, self.id, failure)
         if leg.span is not None:
             leg.span.end(None if leg.fault is None else leg.fault.error)
-        if not leg.complete:
+        if not complete:
             leg.drop()
 
     def close_all(self) -> None:

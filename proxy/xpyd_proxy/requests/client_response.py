@@ -88,7 +88,7 @@ class ClientResponse:
                 self._keep_end(piece)
             self.writer.write(piece)
         if replay is not None and replay.broken:
-            self._life.steps.wake()  # last: what goes on from here may end the response
+            self._life.wake()  # last: what goes on from here may end the response
 
     def check_stream(self, leg: DecodeLeg) -> None:
         """Raise LegFailed's error or EngineError if the stream of a leg is broken."""

@@ -94,14 +94,14 @@ class Dispatch:
         failed: LegFailed | None = None
         life = self._life
         while True:
-            attempt = self._attempt = Attempt(life, self._plan, self.settings, retries, shows=shows_token)
+            attempt = self._attempt = Attempt(life, self._plan, self.settings, retries, shows_token)
             try:
                 prefill, decode = self._choose(attempt, call, single_body)
                 lent_by = self._send_first(attempt, call, prefill, decode)
                 if lent_by is not None:
                     while lent_by.handover is None:
                         lent_by.raise_failure()
-                        await life.steps
+                        await life
                     if self._hand_over(attempt, call, lent_by):
                         return
                 await self._decode(attempt, decode, lent_by)
@@ -222,7 +222,7 @@ class Dispatch:
             while not leg.has_begun():
                 failed = attempt.failed()
                 if failed is None:
-                    await life.steps
+                    await life
                 else:
                     decode = self._next_decode(attempt, failed, lent_by)
                     life.on(_NEXT_DECODE)
@@ -257,6 +257,6 @@ class Dispatch:
         client.begin_stream(attempt, leg)
         while not leg.is_over:
             client.check_stream(leg)
-            await life.steps
+            await life
         client.check_stream(leg)
         client.end_stream(attempt, leg)

@@ -73,15 +73,15 @@ class RequestPlan:
         headers: Headers,
         ask: RoutingHints,
         priority: int,
-        *,
         call: GenerationRequest | None = None,
+        *,
         body: Pieces | None = None,
         content_type: bytes = JSON_TYPE,
     ) -> None:
         self.path = path
         self.headers = headers
         self.ask = ask
-        self.streams = call is not None and call.streams
+        self.streams = call is not None and call.streams()
         self.call = call
         self.body = [] if body is None else body
         self.content_type = content_type
@@ -142,7 +142,7 @@ class Intake:
         rank = rank_of(shown.get(b"x-data-parallel-rank"))
         if api is not None:
             call = GenerationRequest(api, asked, passed_on, rank)
-            return RequestPlan(path, passed_on, ask_of_call(call, session), priority, call=call)
+            return RequestPlan(path, passed_on, ask_of_call(call, session), priority, call)
         if path in _FORMS:  # its values are not read: its model plays no part in the choice of engine
             declared = content_type(boundary_of(shown.get(b"content-type", b"")))
             errand = PassthroughRequest(path, body, passed_on, declared, rank=rank)

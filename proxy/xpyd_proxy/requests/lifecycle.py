@@ -1,7 +1,7 @@
 """The states of a request, and what leads from one to the next.
 
 Every request goes this way: pull, push, one engine alone, pass-through endpoints, retries, resumed streams, requests
-that wait in the queue. requests/request.py walks the table.
+that wait in the queue. requests/life.py has the state of one.
 """
 
 from collections.abc import Mapping

@@ -86,13 +86,13 @@ class PromptArray:
         "_client",
         "_failure",
         "_left",
+        "_life",
         "_new",
         "_parts",
         "_pieces",
         "_plan",
         "_prompts",
         "_size",
-        "_steps",
         "_stream",
         "_whole",
     )
@@ -110,7 +110,7 @@ class PromptArray:
         """``new``: makes the request for one prompt."""
         name, n = f"cmpl-{life.record.request_id}", choices_of(call.fields)  # the answer's id; choices of each prompt
         life.record.push = LegOrder.EACH_PROMPT
-        self._steps = life.steps  # woken when there is news
+        self._life = life  # woken when there is news
         self._client = client
         self._plan = plan
         self._call = call
@@ -141,7 +141,7 @@ class PromptArray:
                     self._client.write_events(b"".join(pieces))
                 if not self._left:
                     break
-                await self._steps
+                await self._life
         except Refused as refused:
             raise error_in_stream(refused) if self._client.writer.begun else refused from None
         finally:
@@ -219,7 +219,7 @@ class PromptArray:
                 if not piece:
                     return
                 self._pieces.append(piece)
-        self._steps.wake()  # last: what goes on from here may end the part
+        self._life.wake()  # last: what goes on from here may end the part
 
     def part_over(self, place: int, rest: bytes) -> None:
         """A part is over; ``rest``: the last lines of its stream."""
@@ -232,7 +232,7 @@ class PromptArray:
             self.streamed(place, rest)
         self._parts.pop(place, None)
         self._left -= 1
-        self._steps.wake()
+        self._life.wake()
 
     def _fail(self, error: Exception) -> None:
         if self._failure is None:

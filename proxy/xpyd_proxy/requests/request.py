@@ -1,7 +1,7 @@
 """One request, from its head to its end: what the client's connection calls, and the coroutine that serves it.
 
-The coroutine has no task (requests/stepper.py): it is resumed by the event loop's reads, and by the one timer that
-looks at the time of all requests (requests/service.py). It may await nothing but its Stepper. The attempt takes in what
+The coroutine has no task (requests/life.py): it is resumed by the event loop's reads, and by the one timer that
+looks at the time of all requests (requests/service.py). It may await nothing but its life. The attempt takes in what
 the legs say (requests/attempt.py), and the coroutine goes on when there is something to decide. The pieces of a stream
 go from the decode leg to the client without it.
 """
@@ -72,7 +72,7 @@ class Request:
         span: RequestSpan | None = None
         if record is None:
             name = head.shown.get(b"x-request-id")
-            found = RequestRecord(of.new_id(), path, client_id=None if name is None else client_id(name))
+            found = RequestRecord(of.new_id(), path, None if name is None else client_id(name))
         else:
             found = record
         if of.spans is not None:
@@ -152,7 +152,7 @@ class Request:
         if body:
             self.take(body, is_all=True)
         if not self.response_complete:
-            self._life.steps.begin(self._live())
+            self._life.begin(self._live())
 
     def pause(self) -> None:
         """Have the engines wait: the client is slow, which is not held against them."""
@@ -172,8 +172,8 @@ class Request:
 
     def interrupt(self, error: Exception) -> None:
         """End the request with this error, at the next point at which it waits."""
-        if self._life.steps.is_running:
-            self._life.steps.interrupt(error)
+        if self._life.is_running:
+            self._life.interrupt(error)
         elif not self.response_complete:
             self._end(self._client.write_error(error))  # its body has not come
 
@@ -297,9 +297,9 @@ class Request:
         """Read a long body in a thread, so that other requests do not wait for it."""
         intake, head, body = self._of.intake, self._head, self._take_body()
         future = self._of.examiner.submit(partial(intake.read, head, body))
-        future.add_done_callback(lambda _: self._life.steps.wake())
+        future.add_done_callback(lambda _: self._life.wake())
         while not future.done():
-            await self._life.steps
+            await self._life
         return intake.plan(head, body, future.result())
 
     def _take_ticket(self, plan: RequestPlan, size: int) -> Ticket:
@@ -314,10 +314,10 @@ class Request:
         """Wait in the queue."""
         gate, life, start = self._of.gate, self._life, self._of.clock()
         life.on(_QUEUED)
-        gate.watch(ticket, life.steps.wake)
+        gate.watch(ticket, life.wake)
         try:
             while ticket.state is _WAITING:
-                await life.steps
+                await life
         finally:
             gate.unwatch(ticket)
             life.record.queue_s = self._of.clock() - start
@@ -329,7 +329,7 @@ class Request:
         of, life, client = self._of, self._life, self._client
         life.on(_END)
         self.response_complete = True
-        life.steps.end()
+        life.end()
         self._plan = self._dispatch = self._array = client.replay = None  # the connection keeps us until its next one
         self._head = _NO_HEAD
         life.record.over(status, of.clock() - life.started_at)

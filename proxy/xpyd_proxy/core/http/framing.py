@@ -22,10 +22,9 @@ _VALUE: Final = re.compile(rb"[\t -~\x80-\xff]*")
 _BARE: Final = re.compile(rb"(?<!\r)\n")  # a line feed on its own
 _SIZE_LINE: Final = re.compile(rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % _DIGITS_MOST)
 _SHOWN_MOST: Final = 60  # bytes of what a client has sent that a sentence repeats
-# A good line: its name, and its value without the white space around it.
-_HEADER: Final = re.compile(
-    rb"(?<=\r\n)([-!#$%&'*+.^_`|~0-9A-Za-z]++):[\t ]*+((?:[\t ]*+[!-~\x80-\xff]++)*+)[\t ]*+\r\n"
-)
+# A good line: its name, and its value without the white space before it.
+_HEADER: Final = re.compile(rb"(?<=\r\n)([-!#$%&'*+.^_`|~0-9A-Za-z]++):[\t ]*+([\t -~\x80-\xff]*+)\r\n")
+_SPACE: Final = 32  # of what a value may have, white space is no more than it
 
 
 class RefusalReason(StrEnum):
@@ -47,18 +46,17 @@ class Head:
 
     __slots__ = ("expects", "headers", "is_old", "keep_alive", "length", "method", "raw", "shown", "target")
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (by name they cost several thousand instructions more)
         self,
         raw: bytes,
         length: int | None,
-        *,
         method: bytes,
         target: bytes,
         headers: Sequence[tuple[bytes, bytes]],
         shown: Mapping[bytes, bytes],
-        is_old: bool,
-        keep_alive: bool,
-        expects: bool,
+        is_old: bool,  # noqa: FBT001
+        keep_alive: bool,  # noqa: FBT001
+        expects: bool,  # noqa: FBT001
     ) -> None:
         self.raw = raw  # with the empty line at its end
         self.length = length  # bytes of the body; None: it is chunked
@@ -115,10 +113,15 @@ def read_head(raw: bytes) -> Head:
         raise NotServed("CONNECT is not served: this router is no tunnel")
     found: list[tuple[bytes, bytes]] = _HEADER.findall(raw, request.end())
     if len(found) != ends - 2:
-        for line in raw[request.end() : -4].split(b"\r\n"):
-            read_line(line)  # one of them raises
-    headers = [(name.lower(), value) for name, value in found]
-    shown = dict(reversed(headers))
+        _refuse_lines(raw[request.end() : -4])
+    headers: list[tuple[bytes, bytes]] = []
+    shown: dict[bytes, bytes] = {}
+    for name, value in found:
+        if value and value[-1] <= _SPACE:
+            value = value.rstrip(b" \t")
+        lower = name.lower()
+        headers.append((lower, value))
+        shown.setdefault(lower, value)
     if len(shown) < len(headers):
         _check_single(headers)
     is_old = minor == b"0"
@@ -127,21 +130,22 @@ def read_head(raw: bytes) -> Head:
     length = _length(shown.get(b"content-length"), shown.get(b"transfer-encoding"), is_old=is_old)
     keep_alive = b"connection" not in shown or not _closes(headers)
     if b"upgrade" in shown:
-        lines = raw[:-4].split(b"\r\n")
-        raw = b"\r\n".join([line for line in lines if line[:8].lower() != b"upgrade:"]) + b"\r\n\r\n"
-        headers = [header for header in headers if header[0] != b"upgrade"]
+        raw, headers = _without_upgrade(raw, headers)
     expects = b"expect" in shown and shown[b"expect"].lower() == b"100-continue"
-    return Head(
-        raw,
-        length,
-        method=method,
-        target=target,
-        headers=headers,
-        shown=shown,
-        is_old=is_old,
-        keep_alive=keep_alive,
-        expects=expects,
-    )
+    return Head(raw, length, method, target, headers, shown, is_old, keep_alive, expects)
+
+
+def _refuse_lines(lines: bytes) -> None:
+    """Raise BadFraming for the first header line that is none."""
+    for line in lines.split(b"\r\n"):
+        read_line(line)  # one of them raises
+
+
+def _without_upgrade(raw: bytes, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """Return a head, and its headers, without Upgrade."""
+    lines = raw[:-4].split(b"\r\n")
+    raw = b"\r\n".join([line for line in lines if line[:8].lower() != b"upgrade:"]) + b"\r\n\r\n"
+    return raw, [header for header in headers if header[0] != b"upgrade"]
 
 
 def _closes(headers: Sequence[tuple[bytes, bytes]]) -> bool:

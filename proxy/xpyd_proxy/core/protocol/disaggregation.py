@@ -38,11 +38,12 @@ _LONG: Final = 10  # digits; all shorter numbers are small
 _VALUE_MOST: Final = 256 * 1024  # bytes of a value that is decoded; tools have some thousands
 _BRACKET: Final = 91  # begins a list
 _WHITESPACE: Final = b" \t\n\r"
+_COMPLETIONS: Final = Api.COMPLETIONS  # looking a member up takes as long as a call
 
 
 def solo_reason(api: Api, fields: Fields) -> SingleEngineReason | None:
     """Return why one engine must serve the request alone, or None when it can be split."""
-    if api is Api.COMPLETIONS and not _is_one_prompt(fields.get("prompt")):
+    if api is _COMPLETIONS and not _is_one_prompt(fields.get("prompt")):
         return SingleEngineReason.PROMPTS
     looked_at, split = _LOOKED_AT[api], _SPLIT[api]
     asked = {name: raw for name, raw in fields.items() if name in looked_at}

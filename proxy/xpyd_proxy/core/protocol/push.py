@@ -15,7 +15,6 @@ import msgspec
 
 from xpyd_proxy.core.model import Api, InstanceId, PrefillResult, RequestId, TransferId
 from xpyd_proxy.core.protocol import request_bodies
-from xpyd_proxy.core.protocol.usage import counted
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode, encode_text, text
 from xpyd_proxy.core.schemas import Coordinates, KvParams, TransferNaming
 from xpyd_proxy.errors import EngineError
@@ -98,7 +97,7 @@ def handover(
     Raises:
         EngineError: it is such that a decode engine would not survive it, or would wait for ever.
     """
-    params, naming, usage = request_bodies.kv_params(prefill, answer)
+    params, naming, count = request_bodies.kv_params(prefill, answer)
     said = naming or _read(prefill, params, TransferNaming)
     named = said.remote_host if isinstance(said, KvParams) else _host_in(params)
     is_replaced = host is not None and is_nowhere(named)
@@ -110,13 +109,13 @@ def handover(
             f"{prefill} does not push its KV cache, and this router was started with --kv-transfer-mode push"
         )
     if mode is _PULL:
-        return PrefillResult(params, None, counted(usage), replaced=named if is_replaced else None)
+        return PrefillResult(params, None, count, None, named if is_replaced else None)
     if not _is_same(said.remote_request_id, known_as(api, request)):
         raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
     if is_followed:
         params = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
     coordinates = _read(prefill, params, Coordinates)
-    return PrefillResult(params, coordinates, counted(usage), transfer, replaced=named if is_replaced else None)
+    return PrefillResult(params, coordinates, count, transfer, named if is_replaced else None)
 
 
 def is_nowhere(said: str) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 
 from xpyd_proxy.core.http.json_bounds import check_names, check_prompts
 from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.protocol.usage import counted, prompt_of
 from xpyd_proxy.core.raw_json import (
     FALSE,
     NULL,
@@ -26,9 +27,11 @@ from xpyd_proxy.core.raw_json import (
     maybe,
     text,
 )
-from xpyd_proxy.core.schemas import KvParams, PrefillAnswer, TransferNaming
+from xpyd_proxy.core.schemas import KvParams, PlainPrefillAnswer, PrefillAnswer, TransferNaming
 from xpyd_proxy.errors import BadRequest, EngineError
 
+_RESPONSES: Final = Api.RESPONSES  # looking a member up takes as long as a call
+_GENERATE: Final = Api.GENERATE
 _ONE: Final = msgspec.Raw(b"1")
 _ANY_PROMPT: Final = msgspec.Raw(b"[0]")
 _TOO_MANY: Final = msgspec.Raw(b"2147483647")
@@ -102,13 +105,13 @@ def check_wanted_now(api: Api, fields: Fields) -> None:
     Raises:
         BadRequest: it is to be fetched later, from the engine that has it: clients cannot reach a certain engine.
     """
-    if api is Api.RESPONSES and fields.get("background", NULL) not in (NULL, FALSE):
+    if api is _RESPONSES and fields.get("background", NULL) not in (NULL, FALSE):
         raise BadRequest("background answers cannot be fetched through this router: leave it out", param="background")
 
 
 def named(api: Api, fields: Fields, request: RequestId) -> Fields:
     """Give both legs our name of the request, where the engines do not take it from X-Request-Id."""
-    return fields | {"request_id": text(f"resp_{request}")} if api is Api.RESPONSES else fields
+    return fields | {"request_id": text(f"resp_{request}")} if api is _RESPONSES else fields
 
 
 def prefill_body(api: Api, fields: Fields, transfer: TransferId) -> bytes:
@@ -127,7 +130,7 @@ def prefill_fields(api: Api, fields: Fields, transfer: TransferId) -> Fields:
     if kept.get("n", NULL) != NULL:
         kept["n"] = _ONE
     kept.update(_ONE_TOKEN[api])
-    if api is Api.GENERATE:
+    if api is _GENERATE:
         sampling = (maybe(kept.get(SAMPLING, NULL), Fields) or {}) | _SAMPLED_ONCE
         if sampling.get("n", NULL) != NULL:
             sampling["n"] = _ONE
@@ -188,19 +191,23 @@ def _about_blocks(fields: Fields, tokens: msgspec.Raw, kv_params: msgspec.Raw) -
     return encode({name: fields[name] for name in ("model",) if name in fields} | asked)
 
 
-def kv_params(prefill: InstanceId, answer: bytes) -> tuple[msgspec.Raw, TransferNaming | None, msgspec.Raw]:
+def kv_params(prefill: InstanceId, answer: bytes) -> tuple[msgspec.Raw, TransferNaming | None, int | None]:
     """Take the KV parameters out of a prefill engine's answer.
 
-    Return them, unread but checked; what they name, if that was read; and the answer's ``usage``.
+    Return them, unread but checked; what they name, if that was read; and the tokens of the prompt, if it says them.
 
     Raises:
         EngineError: they are missing, or such that a decode engine would not survive them.
     """
     try:
-        said = decode(answer, PrefillAnswer)
-        found = said.kv_transfer_params
+        plain = maybe(answer, PlainPrefillAnswer)
+        if plain is not None:
+            found, count = plain.kv_transfer_params, None if plain.usage is None else prompt_of(plain.usage)
+        else:
+            said = decode(answer, PrefillAnswer)
+            found, count = said.kv_transfer_params, counted(said.usage)
         if (good := _good(found)) is not None:
-            return found, good, said.usage
+            return found, good, count
         params = decode(found, Fields)
         missing = [name for name in _NEEDED if _is_empty(params.get(name, NULL))]
     except NotJson as exc:
@@ -209,7 +216,7 @@ def kv_params(prefill: InstanceId, answer: bytes) -> tuple[msgspec.Raw, Transfer
         raise EngineError(f"{prefill} kept no KV cache for this request: do_remote_prefill is not true")
     if missing:
         raise EngineError(f"{prefill} left out of its kv_transfer_params: {', '.join(missing)}")
-    return found, None, said.usage
+    return found, None, count
 
 
 def _good(params: msgspec.Raw) -> KvParams | None:

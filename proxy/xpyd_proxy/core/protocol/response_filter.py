@@ -79,7 +79,10 @@ def clean_lines(engine: str, lines: bytes) -> bytes:
 
 def may_name_params(text: bytes) -> bool:
     """Tell whether a text may hold parameters that are not null. Their name may be written in escapes."""
-    if text.find(_PARAMS) >= 0 and text.count(_PARAMS) != text.count(_NONE):
+    at = text.find(_PARAMS)
+    if at > 0 and text[at - 1 : at - 1 + len(_NONE)] == _NONE and text.find(_PARAMS, at + 1) < 0:
+        at = -1  # once, and null: so do engines write it
+    if at >= 0 and text.count(_PARAMS) != text.count(_NONE):
         return True
     return _BACKSLASH in text and text.find(_ESCAPE) >= 0 and _LETTER.search(text) is not None
 

@@ -20,13 +20,13 @@ def prompt_tokens(answer: bytes) -> int | None:
     """Return what an answer, or the data of one event, says about its prompt; None: nothing."""
     said = maybe(answer, UsageAnswer)
     usage = said and (said.usage or (said.response and said.response.usage))
-    return _prompt(usage) if usage else None
+    return prompt_of(usage) if usage else None
 
 
 def counted(usage: msgspec.Raw) -> int | None:
     """Return what the ``usage`` of an answer says about its prompt; None: nothing."""
     found = maybe(usage, Usage)
-    return _prompt(found) if found else None
+    return prompt_of(found) if found else None
 
 
 def prompt_tokens_in(events: bytes) -> int | None:
@@ -44,7 +44,7 @@ def prompt_tokens_in(events: bytes) -> int | None:
     return None
 
 
-def _prompt(usage: Usage) -> int | None:
+def prompt_of(usage: Usage) -> int | None:
     """Return the length of the whole prompt."""
     said = usage.prompt_tokens
     if said is not None or usage.input_tokens is None:

@@ -19,7 +19,9 @@ def ask_of_call(call: GenerationRequest, session: str | None = None) -> RoutingH
     """Describe a request that has a prompt."""
     fields = call.fields
     prompt = memoryview(fields.get(PROMPTS[call.api], _NO_PROMPT))
-    return RoutingHints(model_of(fields), session, prompt, None, call.rank, context=fields)
+    hints = RoutingHints(model_of(fields), session, prompt, None, call.rank)
+    hints.context = fields
+    return hints
 
 
 def ask_of_errand(errand: PassthroughRequest, session: str | None = None) -> RoutingHints:

@@ -37,6 +37,13 @@ class PromptIdsAnswer(msgspec.Struct):
     choices: tuple[PromptIdsChoice, ...] = ()
 
 
+class PlainPrefillAnswer(msgspec.Struct):
+    """The same of one whose usage is as engines write it: read in one go."""
+
+    kv_transfer_params: msgspec.Raw = NULL
+    usage: "Usage | None" = None
+
+
 class TransferNaming(msgspec.Struct):
     """How a prefill engine knows a request, and whether it pushes."""
 

@@ -36,7 +36,7 @@ def fields(record: RequestRecord) -> dict[str, object]:
         "prefill_ms": None if prefill_ms is None else round(prefill_ms, 1),
         "queue_ms": None if record.queue_s is None else round(record.queue_s * 1000, 1),
     }
-    if not record.is_usual:
+    if not record.is_usual():
         found.update(_unusual(record))
     return found
 
@@ -53,9 +53,9 @@ def text(record: RequestRecord) -> str:
         f"duration_ms={written_ms(record.duration_s * 1000)} "
         f"ttft_ms={'-' if ttft_s is None else written_ms(ttft_s * 1000)} "
         f"prefill_ms={'-' if prefill_ms is None else written_ms(prefill_ms)} "
-        f"queue_ms={'-' if queue_s is None else written_ms(queue_s * 1000)}"
+        f"queue_ms={'-' if queue_s is None else written_ms(queue_s * 1000) if queue_s else '0.0'}"
     )
-    if record.is_usual:
+    if record.is_usual():
         return line
     return line + "".join([f" {name}={value!r}" for name, value in _unusual(record).items()])
 

@@ -86,7 +86,18 @@ class ResponseReader:
             return fault.with_traceback(None)  # it leads to our caller, who holds the fault: a circle
         if self.loose > HEAD_MOST and not self.done:
             return UnclearResponse(f"a head of more than {HEAD_MOST} bytes")
+        if self._codings:
+            self._look_behind_end(data)
         return None
+
+    def _look_behind_end(self, data: bytes) -> None:
+        """Do not keep a connection on which an empty line has come behind a body in chunks: llhttp skips it.
+
+        Nothing may follow a response that was not asked for, and what comes a moment later closes the connection.
+        """
+        tail = self._tail = data[-5:] if len(data) >= 5 else (self._tail + data)[-5:]
+        if self.done and (tail[-4:] != b"\r\n\r\n" or tail[:-4] in (b"\r", b"\n")):
+            self.keeps = False
 
     def close(self) -> None:
         """Let go of the parser: the two hold each other, and would wait for the garbage collector."""
@@ -104,6 +115,7 @@ class ResponseReader:
         self._has_length = False
         self._head_size = 0
         self._head = b""  # what the parser has not had, of a stream in good chunks
+        self._tail = b""  # the last bytes that the parser has had of a response in chunks
         self.headed = self.done = self.keeps = self.until_eof = self.between = False
 
     def on_message_begin(self) -> None:

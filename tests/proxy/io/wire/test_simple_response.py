@@ -182,6 +182,8 @@ def streams(draw):
 @example([STREAM + b"2\r\nhi\r\n3\r\nabc\r\n0\r\n\r\n"])  # all at once
 @example([STREAM + b"2\r\nhi\r\n", b"0\r\n\r\nHTTP/1.1 200 OK\r\n\r\n"])  # one answer too many
 @example([STREAM, b"2\r\nhi\r\n", b"3;a=b\r\nabc\r\n", b"0\r\n\r\n"])  # llhttp gets the head in the middle
+@example([STREAM, b"3\r\nhi\n\r\n", b"0\r\n\r\n\r\n"])  # an empty line behind it
+@example([STREAM, b"3\r\nhi\n", b"\r\n0\r\n\r", b"\n\r\n"])
 @example([COUNTED, b"3\r\nabc\r\n" * 2, b"3\r\nabc\r\n", b"0\r\n\r\n"])
 def test_a_stream_means_what_it_means_byte_by_byte(pieces):
     """A chunk that comes alone need not go through llhttp; single bytes always do."""

@@ -118,57 +118,6 @@ def test_several_answers_cost_one_prefill_and_one_load(mode, one_pair, engines, 
         wait_until(lambda spec=spec: nothing_held(spec), seconds=10, what=f"{spec.name} holds nothing")
 
 
-# Sampling parameters and other fields of /inference/v1/generate, and the loads of such a request; None: see above.
-GENERATED = {
-    "log probabilities": ({"logprobs": 2}, {}, 1),
-    "a text": ({}, {"output_mode": "text"}, 1),
-    "its prompt": ({}, {"return_token_ids": True}, 1),
-    "two answers": ({"n": 2, "temperature": 0.9, "seed": 5}, {}, None),
-    "of the prompt": ({"prompt_logprobs": 1}, {}, 0),
-    "one token": ({"max_tokens": 1}, {}, 0),
-}
-
-
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_generated_ids_are_those_of_one_engine(mode, one_pair, engines, pushing, start_router):
-    """With all that a rollout asks for beside them; what one engine has to compute alone is served by one."""
-    p, d = (engines.p0, engines.d0) if mode == "pull" else (pushing.chunk, pushing.d0)
-    url = one_pair if mode == "pull" else start_router("router-ids", [p], [d])
-    path = "/inference/v1/generate"
-
-    def whole(url, body):
-        answer = post(url, path, body).json()
-        return sorted(
-            (
-                choice["index"], choice["token_ids"], choice.get("text"), choice["finish_reason"],
-                [(one["token_id"], [top["token_id"] for top in one["top_logprobs"]])
-                 for one in (choice["logprobs"] or {}).get("content") or ()],
-            )
-            for choice in answer["choices"]
-        ), [sorted(one or ()) for one in answer["prompt_logprobs"] or ()], answer["prompt_token_ids"]  # fmt: skip
-
-    def streamed(url, body):
-        found = {}
-        for line in post(url, path, body | {"stream": True}).text.splitlines():
-            for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
-                found.setdefault(choice["index"], []).extend(choice["token_ids"])
-        return found
-
-    for place, (name, (sampling, extra, loads)) in enumerate(GENERATED.items()):
-        body = {"model": "tiny", "token_ids": [*range(20 + place, 220 + place)], **extra}
-        body["sampling_params"] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, **sampling}
-        with Watch(d) as decode:
-            ours = whole(url, body | {"cache_salt": f"ids {mode} {name}"})
-            ids = streamed(url, body | {"cache_salt": f"ids {mode} {name} streamed"})
-        expected = whole(engines.reference.base_url, body)
-
-        assert ours == expected, name
-        assert ids == {index: tokens for index, tokens, *_ in expected[0]}, name
-        assert loads is None or decode.delta(LOADS) == 2 * loads, name
-    for spec in (p, d):
-        wait_until(lambda spec=spec: nothing_held(spec), seconds=10, what=f"{spec.name} holds nothing")
-
-
 @pytest.mark.parametrize("kind", ["texts", "ids"])
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_each_of_several_prompts_goes_over_two_legs(mode, kind, one_pair, engines, pushing, start_router):

@@ -90,20 +90,21 @@ class EngineLeg(ResponseHandler):
         "was_sent",
     )
 
-    # Each of the two sets all of these itself: a store in code that two classes share takes seven times as long.
-    owner: LegOwner
-    instance: Instance
-    sent_at: float
-    due: float | None  # when the engine has had all its time; None: never
-    record: LegRecord
-    fault: LegFailed | None  # why nothing more will come of it
-    failure: Failure | None  # how it is counted
-    answered_s: float | None  # seconds until its good answer, if that is counted with its end
-    is_closed: bool  # it is counted, and nothing more comes of it
-    was_sent: bool  # the engine had all of the request when it was closed
-    span: LegSpan | None
-    status: int
-    content_type: bytes
+    def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
+        ResponseHandler.__init__(self, instance.id)
+        self.owner = owner
+        self.instance = instance
+        self.sent_at = sent_at
+        self.due = due  # when the engine has had all its time; None: never
+        self.record = LegRecord(instance.id)
+        self.fault: LegFailed | None = None  # why nothing more will come of it
+        self.failure: Failure | None = None  # how it is counted
+        self.answered_s: float | None = None  # seconds until its good answer, if that is counted with its end
+        self.is_closed = False  # it is counted, and nothing more comes of it
+        self.was_sent = False  # the engine had all of the request when it was closed
+        self.span: LegSpan | None = None
+        self.status = 0
+        self.content_type = b""
 
     def arrived_whole(self, content_type: bytes, body: bytes) -> None:
         """All of an answer of status 200, which is no stream, has come at once."""
@@ -153,11 +154,7 @@ class PrefillLeg(EngineLeg):
     )
 
     def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
-        self.engine, self.owner, self.instance, self.record = instance.id, owner, instance, LegRecord(instance.id)
-        self.sent_at, self.due, self.status, self.content_type = sent_at, due, 0, b""
-        self.complete = self.is_closed = self.was_sent = False
-        self.error = self.source = self.opening = None
-        self.fault = self.failure = self.answered_s = self.span = None
+        EngineLeg.__init__(self, owner, instance, sent_at, due)
         self._pieces: list[bytes] = []
         self._size = 0
         self.load = b""  # its endpoint-load-metrics header: how busy the engine is; empty: it does not say
@@ -219,11 +216,7 @@ class DecodeLeg(EngineLeg):
     def __init__(
         self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None, clock: Callable[[], float]
     ) -> None:
-        self.engine, self.owner, self.instance, self.record = instance.id, owner, instance, LegRecord(instance.id)
-        self.sent_at, self.due, self.status, self.content_type = sent_at, due, 0, b""
-        self.complete = self.is_closed = self.was_sent = False
-        self.error = self.source = self.opening = None
-        self.fault = self.failure = self.answered_s = self.span = None
+        EngineLeg.__init__(self, owner, instance, sent_at, due)
         self._clock = clock
         self.gaps: list[float] | None = None  # takes the seconds between the reads of a stream, once it has begun
         self.read_at = 0.0  # the latest of them

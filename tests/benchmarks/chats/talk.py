@@ -46,7 +46,7 @@ class Turn:
     chat: int
     turn: int
     first: float | None = None  # until the first text
-    gaps: list = field(default_factory=list)  # between events with text
+    gaps: list = field(default_factory=list, repr=False)  # between events with text
     is_right: bool = False
     is_alone: bool = False  # a decode engine served it alone
     failure: str = ""  # empty: none

@@ -9,6 +9,7 @@ counted.
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import re
@@ -29,6 +30,7 @@ from xpyd_proxy.settings import FirstTokenFrom, KvEvents, PolicyName, Settings
 from xpyd_proxy.testing.prefix_cache import PrefixCache
 
 WARM, MEASURED = 50, 150  # requests
+EVERY_S = 0.001  # seconds from one request to the next
 SHARED = list(range(1000, 1064))  # tokens that all prompts begin with
 OWN = list(range(2000, 2056))  # tokens at their ends
 CACHED_BLOCKS = 2000  # of each engine, in the index
@@ -184,6 +186,15 @@ void stop(void) { CALLGRIND_STOP_INSTRUMENTATION; }
 """
 
 
+class VirtualTime(asyncio.SelectorEventLoop):
+    """Time passes as it is told: how much work waits until later, and is done together, depends on it."""
+
+    now = 0.0
+
+    def time(self):
+        return self.now
+
+
 class Switch:
     """Tells valgrind when to count; without a library it only plays."""
 
@@ -224,10 +235,16 @@ async def play(case, switch):
         protocol = partial(config.http_protocol_class, config=config, server_state=state, app_state={})
         client = protocol()
         client.connection_made(Memory(to_client))
-        await asyncio.sleep(0.5)  # engines are known, and what they have
+        for _ in range(1000):  # engines are known by then, and what they have
+            loop.now += EVERY_S
+            await asyncio.sleep(0)
+        gc.collect()
+        gc.freeze()  # as the router's process does; a collection of all modules in between would be half of a request
+        gc.set_threshold(5000)
         for number, request in enumerate(prompts(WARM + MEASURED, chats=chats)):
             if number == WARM:
                 switch.on()
+            loop.now += EVERY_S
             answered.clear()
             client.data_received(request)
             await done.wait()
@@ -237,6 +254,7 @@ async def play(case, switch):
         assert text.startswith(b"HTTP/1.1 200"), text
         assert b'" c"' in text, text
         assert (b'" a"' in text) == ("first_token_from" in settings), text
+        os._exit(0)  # an end in good order would wait, and time does not pass any more
 
 
 def measured(case, switch):
@@ -254,7 +272,8 @@ def measured(case, switch):
 def main(argv):
     if argv[:1] == ["--play"]:
         logging.basicConfig(filename="/dev/null", level=logging.INFO)
-        asyncio.run(play(argv[1], Switch(argv[2])))
+        with asyncio.Runner(loop_factory=VirtualTime) as runner:
+            runner.run(play(argv[1], Switch(*argv[2:])))
         return
     print(f"{xpyd_proxy.__path__[0]}: instructions of a request", flush=True)
     with tempfile.TemporaryDirectory(prefix="xpyd-") as folder:

@@ -90,8 +90,8 @@ class GroupTurns:
 
     def next(self, shares: Shares) -> GroupShare:
         """Return the share whose turn it is."""
-        self._turn += 1
         at = bisect_right(shares.upto, self._turn * _GOLDEN % 1.0)
+        self._turn += 1
         chosen = shares.all[min(at, len(shares.all) - 1)]
         self._count(shares, chosen)
         return chosen

@@ -152,7 +152,7 @@ def test_who_is_not_there_is_named(release, tested):
 
     assert closed[0] == unready[0] == nobody[0] == 1
     assert closed[1].startswith("no metrics of a decode engine can be read at 127.0.0.1:1")
-    assert unready[1].startswith(f"the router at http://{empty} is not ready: ")
+    assert unready[1] == "the request was answered with status 503: the router knows no decode instance"
     assert nobody[1].startswith("the router at http://127.0.0.1:1 gives no answer to /ready: ")
 
 

@@ -7,6 +7,7 @@ computed from that.
 
 import asyncio
 import gc
+import itertools
 import json
 import platform
 import random
@@ -205,7 +206,7 @@ def change_of(count):
     return {"engines": count, "ms": found}
 
 
-async def beside_requests(count, requests_s=200, events_s=20, lasts_s=5.0):
+async def beside_requests(count, requests_s=200, events_s=20, lasts_s=3.0):
     """Measure how long others wait for the loop while requests choose engines and pods come and go: wall time."""
     api, registry = Api(pages_of(pod(number, role=role_of(number)) for number in range(count))), Registry()
     fleet, waits, ends = fleet_of(registry, RoundRobin()), [], time.monotonic() + lasts_s
@@ -224,7 +225,7 @@ async def beside_requests(count, requests_s=200, events_s=20, lasts_s=5.0):
 
     async with following(api, registry):
         await until(lambda: len(registry.members()) == count)
-        lines, ask = iter(rollout(count // 10)), RoutingHints("m")
+        lines, ask = itertools.cycle(rollout(max(1, count // 10))), RoutingHints("m")
         settle()
         await asyncio.gather(
             every(1 / requests_s, lambda: fleet.any_pair(ask)),

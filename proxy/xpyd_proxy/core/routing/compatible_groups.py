@@ -7,6 +7,7 @@ the work grows with the number of engines plus the comparisons of a few kinds (t
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import fsum  # sum() of floats fails where this is compiled: mypyc takes its result for an int
 from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet.compatibility import Compared, EngineCapabilities, compared, fit
@@ -128,7 +129,7 @@ def _counts(
         for i in fitting:
             wanted[i] += size
     return {
-        fitting: sum([len(prefills[i].engines) * size / wanted[i] for i in fitting]) for fitting, size in sizes.items()
+        fitting: fsum([len(prefills[i].engines) * size / wanted[i] for i in fitting]) for fitting, size in sizes.items()
     }
 
 
@@ -140,7 +141,7 @@ def _bounded(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]:
     kept, rest = by_size[: _MOST_GROUPS - 1], by_size[_MOST_GROUPS - 1 :]
     prefill = {instance.id: instance for group in rest for instance in group.prefill}
     decode = [instance for group in rest for instance in group.decode]
-    count = sum([group.prefill_count for group in rest])
+    count = fsum([group.prefill_count for group in rest])
     return [*kept, CompatibleGroup(rest[0].name, list(prefill.values()), decode, count, all_fit=False)]
 
 

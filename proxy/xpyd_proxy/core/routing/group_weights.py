@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
-from math import log
+from math import fsum, log
 from typing import Final
 
 from xpyd_proxy.core.model import InstanceId
@@ -54,23 +54,23 @@ def shares_of(grouping: Grouping, *, may_be_alone: bool) -> Shares:
     without this rule a fleet of one prefill and one decode engine would leave prefill work to its decode engine.
     """
     pairs = grouping.pairs
-    prefills = sum([group.prefill_count for group in pairs]) + _beyond_one(len(grouping.unpaired_prefill))
+    prefills = fsum([group.prefill_count for group in pairs]) + _beyond_one(len(grouping.unpaired_prefill))
     decodes = sum([len(group.decode) for group in pairs]) + _beyond_one(len(grouping.unpaired_decode))
     capacity = [min(group.prefill_count / prefills, len(group.decode) / decodes) for group in pairs]
-    stretch = 1 / sum(capacity)
+    stretch = 1 / fsum(capacity)
     if may_be_alone:
         stretch = min(stretch, BOUND)
     found = [
         GroupShare(group, alone=False, weight=least * stretch, limit=least * max(BOUND, stretch))
         for group, least in zip(pairs, capacity, strict=True)
     ]
-    left = 1 - sum(capacity) * stretch
+    left = 1 - fsum(capacity) * stretch
     if left <= _LEAST:
         return Shares(found)
     used = {share.group.name: share.weight for share in found}
     rooms = [max(0.0, len(group.decode) / decodes - used.get(group.name, 0.0)) for group in grouping.groups]
     alone = [
-        GroupShare(group, alone=True, weight=left * room / sum(rooms), limit=BOUND * room)
+        GroupShare(group, alone=True, weight=left * room / fsum(rooms), limit=BOUND * room)
         for group, room in zip(grouping.groups, rooms, strict=True)
         if room > _LEAST
     ]
@@ -90,8 +90,8 @@ class GroupTurns:
 
     def next(self, shares: Shares) -> GroupShare:
         """Return the share whose turn it is."""
-        self._turn += 1
         at = bisect_right(shares.upto, self._turn * _GOLDEN % 1.0)
+        self._turn += 1
         chosen = shares.all[min(at, len(shares.all) - 1)]
         self._count(shares, chosen)
         return chosen

@@ -454,13 +454,14 @@ spec:
 {{- $p := index .root.Values .role -}}
 {{- $name := printf "%s-%s" (include "xpyd.fullname" .root) .role -}}
 {{- $leader := merge (dict "worker" false) . -}}
+{{- $annotations := merge (include "xpyd.replicas.noted" $p | fromYaml) (include "xpyd.pool.topology" . | fromYaml) -}}
 apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $p.kind "LeaderWorkerSet") }}
 kind: {{ $p.kind }}
 metadata:
-  {{- include "xpyd.metadata" (dict "root" .root "component" .role "name" $name "annotations" (include "xpyd.pool.topology" . | fromYaml)) | nindent 2 }}
+  {{- include "xpyd.metadata" (dict "root" .root "component" .role "name" $name "annotations" $annotations) | nindent 2 }}
 spec:
-  {{- if eq $p.autoscaling.type "none" }}
-  replicas: {{ int $p.replicas }}
+  {{- with include "xpyd.replicas" (dict "root" .root "values" $p "kind" $p.kind "name" $name) }}
+  replicas: {{ . }}
   {{- end }}
   {{- if eq $p.kind "LeaderWorkerSet" }}
   {{- include "xpyd.pool.groups" . | nindent 2 }}

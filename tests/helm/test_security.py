@@ -192,6 +192,27 @@ def test_settings_of_the_router_go_before_those_of_kv_events():
     assert "--kv-events" not in container(templates(router(default()))[0])["args"]
 
 
+def test_names_are_resolved_where_egress_is_closed():
+    """By the cluster's DNS, whose pods OpenShift calls otherwise and gives another port."""
+    locked = {"networkPolicy": {"egress": {"enabled": True, "engineTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}}}
+    found = kind(Chart().objects(locked), "NetworkPolicy")
+
+    assert len(found) == 3
+    for o in found:
+        named = {
+            (next(iter(peer["podSelector"]["matchLabels"])), port["port"], port["protocol"])
+            for rule in o["spec"]["egress"]
+            for peer in rule.get("to", ())
+            for port in rule.get("ports", ())
+            if "namespaceSelector" in peer
+        }
+        assert named == {
+            (label, port, protocol)
+            for label, port in (("k8s-app", 53), ("dns.operator.openshift.io/daemonset-dns", 5353))
+            for protocol in ("UDP", "TCP")
+        }
+
+
 def test_an_open_data_plane_is_accepted_in_words():
     """And the notes repeat them at the installation."""
     accepted = ["--set", "connector.acceptOpenDataPlane=true,prefill.hostNetwork=true"]

@@ -152,7 +152,7 @@ CONTRADICTIONS = [
     ({"router": {"discovery": {"enabled": False}}}, "would know no engine"),
     ({"router": {"autoscaling": {"min": 5, "max": 4}}}, "above max"),
     ({"prefill": {"terminationGracePeriodSeconds": 30}}, "its drain takes up to 360 s"),
-    ({"decode": {"terminationGracePeriodSeconds": 600}}, "its drain takes up to 630 s"),
+    ({"decode": {"terminationGracePeriodSeconds": 599}}, "its drain takes up to 600 s"),
     ({"connector": {"leaseSeconds": 20}}, "when the KV is gone"),
     ({"router": {"settings": {"handoff_timeout_s": 28}}}, "when the KV is gone"),
     ({"prefill": {"nodes": 2, "tensorParallel": 2}}, "only a LeaderWorkerSet"),
@@ -196,7 +196,31 @@ CONTRADICTIONS = [
         "networkPolicy.egress.engineTo",
     ),
     ({"router": {"discovery": {"prefill": ["10.0.0.7:8100"]}}, **LOCKED}, "outside of the release"),
+    (LOCKED, "keeps engines from the model hub"),
+    ({"prefill": {"autoscaling": {"type": "keda"}}}, "write monitoring.podMonitor.enabled: true"),
+    ({"prefill": {"extraArgs": ["--ssl-keyfile", "/tls/tls.key"]}}, "prefill.extraArgs has --ssl-keyfile: routers"),
+    ({"decode": {"extraArgs": ["--ssl-certfile=/tls/tls.crt"]}}, "decode.extraArgs has --ssl-certfile: routers"),
+    ({"decode": {"extraArgs": ["--uds", "/run/vllm"]}}, "decode.extraArgs has --uds: routers"),
+    ({"decode": {"extraArgs": ["--ssl_ca_certs", "/tls/ca.crt"]}}, "decode.extraArgs has --ssl-ca-certs: routers"),
 ]
+
+
+OFFLINE = {"extraEnv": [{"name": "HF_HUB_OFFLINE", "value": "1"}]}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"networkPolicy": {"egress": {"enabled": True, "engineTo": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}}},
+        {"model": {"name": "/models/m", "volume": {"type": "pvc", "claimName": "m"}}, **LOCKED},
+        {"model": {"name": "/mine/m"}, **LOCKED},
+        {"prefill": OFFLINE, "decode": OFFLINE, "cache": {"type": "pvc", "claimName": "c"}, **LOCKED},
+    ],
+    ids=["the hub is named", "on a volume", "a path", "in the cache"],
+)
+def test_engines_that_need_no_model_hub_may_be_kept_from_it(values):
+    """The check above asks for nothing that is not needed."""
+    assert complaints(Chart().objects(values)) == []
 
 
 @pytest.mark.parametrize(("values", "sentence"), CONTRADICTIONS, ids=lambda one: str(one)[:60])

@@ -81,6 +81,19 @@
 {{- end }}
 {{- end -}}
 
+{{/* dict root role: where what is written goes that would else be in a home, which not every user has. */}}
+{{- define "xpyd.pool.folders" -}}
+{{- $cache := ternary "/tmp/cache" "/cache" (eq .root.Values.cache.type "none") -}}
+XDG_CACHE_HOME: {{ $cache }}
+XDG_CONFIG_HOME: /tmp/.config
+VLLM_CACHE_ROOT: {{ $cache }}/vllm
+VLLM_CONFIG_ROOT: /tmp/.config/vllm
+HF_HOME: {{ $cache }}/huggingface
+TRITON_CACHE_DIR: {{ $cache }}/triton
+FLASHINFER_WORKSPACE_BASE: {{ $cache }}
+CUDA_CACHE_PATH: {{ $cache }}/nv
+{{- end -}}
+
 {{- define "xpyd.pool.env" -}}
 {{- $v := .root.Values -}}
 {{- $p := index $v .role -}}
@@ -98,13 +111,11 @@
   value: {{ include "xpyd.argument" $p.sidePort | quote }}
 - name: VLLM_NO_USAGE_STATS
   value: "1"
-{{- if ne $v.cache.type "none" }}
-- name: XDG_CACHE_HOME
-  value: /cache
-- name: VLLM_CACHE_ROOT
-  value: /cache/vllm
-- name: HF_HOME
-  value: /cache/huggingface
+{{- $folders := include "xpyd.pool.folders" . | fromYaml }}
+{{- range $p.extraEnv }}{{ $_ := unset $folders .name }}{{ end }}
+{{- range $variable, $path := $folders }}
+- name: {{ $variable }}
+  value: {{ $path }}
 {{- end }}
 {{- if ne $v.model.volume.type "none" }}
 - name: HF_HUB_OFFLINE
@@ -140,7 +151,7 @@
   value: {{ . | quote }}
 {{- end }}
 {{- end }}
-{{- if ne (include "xpyd.pool.root" .) "true" }}
+{{- if or (ne (include "xpyd.pool.root" .) "true") (get $p.securityContext "readOnlyRootFilesystem") }}
 - name: HOME # the image's is root's
   value: {{ ternary "/tmp" "/cache" (eq $v.cache.type "none") }}
 - name: USER # Python asks for a name of the user, who has none in the image

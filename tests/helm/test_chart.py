@@ -307,6 +307,7 @@ def test_prices_of_a_mode_are_in_its_preset():
 
 PRIVILEGED = {
     "hostnetwork-rdma",
+    "rdma",
     "tp8-multinode",
 }  # RDMA takes IPC_LOCK; and one has the node's network and disk
 

@@ -63,7 +63,7 @@ BAD = [
     ("prefill.kind", "DaemonSet"),
     ("prefill.replica", 2),
     ("prefill.tensorParallel", 0),
-    ("prefill.pipelineParallel", 2),  # the connector refuses it
+    ("prefill.pipelineParallel", 2),  # no real engine has been tried so
     ("prefill.extraArgs", ["--port=9"]),
     ("prefill.extraArgs", ["--kv-transfer-config", "{}"]),
     ("prefill.extraArgs", ["-pp", "2"]),
@@ -92,6 +92,16 @@ BAD = [
     ("tests.seconds", -1),
     ("tests.apiKey", "hunter2"),  # a secret, not its name
     ("fullnameOverride", "Xpyd"),
+    ("model.aliases", ["--api-key"]),
+    ("prefill.minReadySeconds", -1),
+    ("router.minReadySeconds", "10"),
+    ("prefill.initContainers", [{"name": "engine", "image": "i"}]),
+    ("decode.initContainers", [{"name": "copy"}]),
+    ("decode.initContainers", [{"name": "tune", "image": "i", "securityContext": {"privileged": True}}]),
+    ("decode.resourceClaims", [{"name": "gpu"}]),
+    ("decode.resourceClaims", [{"name": "gpu", "resourceClaimTemplateName": "t", "count": 2}]),
+    ("extraObjects", [{"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}}]),
+    ("extraObjects", [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {}}]),
     ("revision", "a b"),
     ("listenAddress", "everywhere"),
 ]
@@ -201,6 +211,7 @@ CONTRADICTIONS = [
     ({"prefill": {"extraArgs": ["--ssl-keyfile", "/tls/tls.key"]}}, "prefill.extraArgs has --ssl-keyfile: routers"),
     ({"decode": {"extraArgs": ["--ssl-certfile=/tls/tls.crt"]}}, "decode.extraArgs has --ssl-certfile: routers"),
     ({"decode": {"extraArgs": ["--uds", "/run/vllm"]}}, "decode.extraArgs has --uds: routers"),
+    ({"prefill": {"kind": "LeaderWorkerSet", "minReadySeconds": 5}}, "a LeaderWorkerSet has no such field"),
     ({"decode": {"extraArgs": ["--ssl_ca_certs", "/tls/ca.crt"]}}, "decode.extraArgs has --ssl-ca-certs: routers"),
 ]
 
@@ -355,6 +366,8 @@ MUST_FIT = [  # what makes KV of one engine useless to another, or keeps them fr
     {"prefill": {"image": {"tag": "2"}}},
     {"decode": {"image": {"digest": "sha256:" + "0" * 64}}},
     {"model": {"name": "other"}},
+    {"model": {"aliases": ["other"]}},
+    {"prefill": {"initContainers": [{"name": "patch", "image": "i"}]}},
     {"model": {"dtype": "half"}},
     {"model": {"blockSize": 32}},
     {"connector": {"bufferDevice": "cpu"}},
@@ -387,11 +400,11 @@ def test_what_must_fit_on_both_sides_makes_a_new_revision_of_both():
 @pytest.mark.parametrize(
     ("text", "instead", "values"),
     [
-        ("(toJson $pool.extraArgs)", '""', MUST_FIT[9]),
-        ("(toJson $pool.extraEnv)", '""', MUST_FIT[10]),
-        ('list "prefill" "decode" -}}\n{{- $pool', 'list "prefill" -}}\n{{- $pool', MUST_FIT[9]),
-        ("(toJson $c.extraConfig)", '""', MUST_FIT[6]),
-        ("$c.secret.name", '""', MUST_FIT[7]),
+        ("(toJson $pool.extraArgs)", '""', MUST_FIT[11]),
+        ("(toJson $pool.extraEnv)", '""', MUST_FIT[12]),
+        ('list "prefill" "decode" -}}\n{{- $pool', 'list "prefill" -}}\n{{- $pool', MUST_FIT[11]),
+        ("(toJson $c.extraConfig)", '""', MUST_FIT[8]),
+        ("$c.secret.name", '""', MUST_FIT[9]),
     ],
 )
 def test_a_revision_that_forgets_something_is_noticed(text, instead, values, tmp_path):

@@ -102,6 +102,9 @@
 {{- if and (ne $p.kind "LeaderWorkerSet") (gt (int $p.nodes) 1) -}}
 {{- fail (printf "%s.nodes is %d, but %s.kind is %s: only a LeaderWorkerSet has several pods for one engine" $role (int $p.nodes) $role $p.kind) -}}
 {{- end -}}
+{{- if and (eq $p.kind "LeaderWorkerSet") (gt (int $p.minReadySeconds) 0) -}}
+{{- fail (printf "%s.minReadySeconds is %d, but %s.kind is LeaderWorkerSet: a LeaderWorkerSet has no such field" $role (int $p.minReadySeconds) $role) -}}
+{{- end -}}
 {{- if and (gt (int $p.nodes) 1) (gt (int $p.dataParallel) 1) -}}
 {{- fail (printf "%s.nodes and %s.dataParallel are both above 1: spread tensorParallel over the nodes, and have more replicas" $role $role) -}}
 {{- end -}}

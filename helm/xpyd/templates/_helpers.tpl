@@ -74,10 +74,12 @@ annotations:
 {{- $own = concat $own (list $c.mode $c.leaseSeconds $c.loadFailurePolicy $c.bufferDevice (toJson $c.extraConfig)) -}}
 {{- /* The secret that both sides prove to each other. */ -}}
 {{- $own = concat $own (list $c.secret.name $c.secret.key) -}}
+{{- $own = concat $own $m.aliases -}}
 {{- /* All of them, for which of vLLM's flags shape the cache is vLLM's to say. */ -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $pool := index $.Values $role -}}
 {{- $own = concat $own (list (toJson $pool.extraArgs) (toJson $pool.extraEnv)) -}}
+{{- with $pool.initContainers -}}{{- $own = append $own (toJson .) -}}{{- end -}}
 {{- end -}}
 {{- join "\n" $own | sha256sum | trunc 12 -}}
 {{- end -}}

@@ -23,6 +23,9 @@
 - {{ $v.model.name | quote }}
 - --served-model-name
 - {{ $v.model.servedName | default $v.model.name | quote }}
+{{- range $v.model.aliases }}
+- {{ . | quote }}
+{{- end }}
 - --host
 - {{ $v.listenAddress | quote }}
 - --port
@@ -182,6 +185,13 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 {{- end -}}
 {{- $given := $p.resources -}}
 {{- $all := dict "limits" (merge $limits ($given.limits | default dict)) "requests" (merge (dict) $limits ($given.requests | default dict)) -}}
+{{- $claims := $given.claims | default list -}}
+{{- range $p.resourceClaims -}}
+{{- $claims = append $claims (pick . "name" "request") -}}
+{{- end -}}
+{{- if $claims -}}
+{{- $_ := set $all "claims" $claims -}}
+{{- end -}}
 {{- toYaml $all -}}
 {{- end -}}
 
@@ -287,8 +297,15 @@ spec:
   topologySpreadConstraints:
     {{- include "xpyd.spread" (dict "constraints" $p.topologySpread "selector" (include "xpyd.selector" (dict "root" .root "component" .role) | fromYaml)) | nindent 4 }}
   {{- end }}
-  {{- if $v.kvEvents.enabled }}
+  {{- with $p.resourceClaims }}
+  resourceClaims:
+    {{- range . }}
+    - {{- omit . "request" | toYaml | nindent 6 }}
+    {{- end }}
+  {{- end }}
+  {{- if or $v.kvEvents.enabled $p.initContainers }}
   initContainers:
+    {{- if $v.kvEvents.enabled }}
     - name: kv-events # an emptyDir is open to all users; the engine refuses sockets that others may reach
       image: {{ include "xpyd.image" (dict "root" .root "image" $p.image) }}
       imagePullPolicy: {{ $p.image.pullPolicy }}
@@ -300,6 +317,11 @@ spec:
         {{- toYaml $p.securityContext | nindent 8 }}
       volumeMounts:
         - {name: run, mountPath: /run/xpyd}
+    {{- end }}
+    {{- range $p.initContainers }}
+    {{- $own := hasKey . "securityContext" | ternary (dict) (dict "securityContext" $p.securityContext) }}
+    - {{- merge (dict) . $own | toYaml | nindent 6 }}
+    {{- end }}
   {{- end }}
   containers:
     - name: engine
@@ -477,6 +499,9 @@ spec:
   {{- if eq $p.kind "LeaderWorkerSet" }}
   {{- include "xpyd.pool.groups" . | nindent 2 }}
   {{- else }}
+  {{- with int $p.minReadySeconds }}
+  minReadySeconds: {{ . }}
+  {{- end }}
   selector:
     matchLabels:
       {{- include "xpyd.selector" (dict "root" .root "component" .role) | nindent 6 }}
@@ -498,7 +523,7 @@ spec:
   {{- else }}
   strategy:
     {{- toYaml ($p.strategy | default (dict "type" "RollingUpdate" "rollingUpdate" (dict "maxSurge" 1 "maxUnavailable" 0))) | nindent 4 }}
-  progressDeadlineSeconds: {{ add $p.probes.startupSeconds 600 }}
+  progressDeadlineSeconds: {{ add $p.probes.startupSeconds 600 $p.minReadySeconds }}
   {{- end }}
   template:
     {{- include "xpyd.pool.template" $leader | nindent 4 }}

@@ -11,6 +11,10 @@ _KINDS = {
     "apps/v1": {"Deployment": "deployments", "StatefulSet": "statefulsets"},
     "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
     "keda.sh/v1alpha1": {"ScaledObject": "scaledobjects"},
+    "disaggregatedset.x-k8s.io/v1": {
+        "DisaggregatedSet": "disaggregatedsets",
+        "DisaggregatedSetRoleScaler": "disaggregatedsetrolescalers",
+    },
     "leaderworkerset.x-k8s.io/v1": {"LeaderWorkerSet": "leaderworkersets"},
     "monitoring.coreos.com/v1": {"PodMonitor": "podmonitors"},
     "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
@@ -36,7 +40,6 @@ _PAGES = {
     "/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"},
     "/api": {"kind": "APIVersions", "versions": ["v1"]},
     "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(v) for v in _KINDS if "/" in v]},
-    **{f"/{'apis' if '/' in v else 'api'}/{v}": _listed(v, kinds) for v, kinds in _KINDS.items()},
 }
 
 
@@ -47,9 +50,12 @@ def _path(o):
 
 
 @contextmanager
-def cluster(secrets, others=()) -> Iterator[str]:
-    """Serve these secrets, by namespace and name, and other objects as they are; yield the address."""
+def cluster(secrets, others=(), lacking=()) -> Iterator[str]:
+    """Serve these secrets, by namespace and name, and other objects; yield the address. Some kinds may be lacking."""
     pages = _PAGES | {_path(o): o for o in others}
+    for version, kinds in _KINDS.items():
+        left = {kind: plural for kind, plural in kinds.items() if kind not in lacking}
+        pages |= {f"/{'apis' if '/' in version else 'api'}/{version}": _listed(version, left)}
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

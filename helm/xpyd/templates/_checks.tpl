@@ -91,8 +91,9 @@
 {{- if or (not $p.enabled) (ne $p.kind "LeaderWorkerSet") -}}
 {{- fail (printf "disaggregatedSet.enabled is true: its roles are LeaderWorkerSets, so write %s.enabled: true and %s.kind: LeaderWorkerSet" $role $role) -}}
 {{- end -}}
-{{- if ne $p.autoscaling.type "none" -}}
-{{- fail (printf "%s.autoscaling.type is %s, but a role of a DisaggregatedSet has no name that an autoscaler could scale: write none, or disaggregatedSet.enabled: false" $role $p.autoscaling.type) -}}
+{{- /* Only a real cluster tells what it has: helm template without one lists none of its kinds. */ -}}
+{{- if and (ne $p.autoscaling.type "none") ($.Capabilities.APIVersions.Has "disaggregatedset.x-k8s.io/v1/DisaggregatedSet") (not ($.Capabilities.APIVersions.Has "disaggregatedset.x-k8s.io/v1/DisaggregatedSetRoleScaler")) -}}
+{{- fail (printf "%s.autoscaling.type is %s, but the cluster has no DisaggregatedSetRoleScaler: a role is scaled by a LeaderWorkerSet newer than 0.9; write none, or disaggregatedSet.enabled: false" $role $p.autoscaling.type) -}}
 {{- end -}}
 {{- if or (ne (get $p.strategy "type" | default "RollingUpdate") "RollingUpdate") (hasKey (get $p.strategy "rollingUpdateConfiguration" | default dict) "partition") -}}
 {{- fail (printf "%s.strategy: a DisaggregatedSet takes RollingUpdate without a partition" $role) -}}

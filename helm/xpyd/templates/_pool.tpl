@@ -476,8 +476,14 @@ spec:
         annotations:
           {{- toYaml . | nindent 10 }}
         {{- end }}
+      {{- $scaled := ne (index $.Values $role).autoscaling.type "none" }}
+      {{- if $scaled }}
+      scaling: {mode: External} # the controller makes a scaler for the role, which begins with the engines that run
+      {{- end }}
       spec:
+        {{- if not $scaled }}
         replicas: {{ int (index $.Values $role).replicas }}
+        {{- end }}
         {{- include "xpyd.pool.groups" $one | nindent 8 }}
     {{- end }}
 {{- end -}}
@@ -533,8 +539,13 @@ spec:
 {{/* dict root role: what the autoscaler scales. */}}
 {{- define "xpyd.pool.target" -}}
 {{- $kind := (index .root.Values .role).kind -}}
+{{- if .root.Values.disaggregatedSet.enabled -}}
+apiVersion: disaggregatedset.x-k8s.io/v1
+kind: DisaggregatedSetRoleScaler
+{{- else -}}
 apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $kind "LeaderWorkerSet") }}
 kind: {{ $kind }}
+{{- end }}
 name: {{ include "xpyd.fullname" .root }}-{{ .role }}
 {{- end -}}
 

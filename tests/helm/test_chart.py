@@ -308,6 +308,7 @@ def test_prices_of_a_mode_are_in_its_preset():
 
 PRIVILEGED = {
     "hostnetwork-rdma",
+    "rdma",
     "tp8-multinode",
 }  # RDMA takes IPC_LOCK; and one has the node's network and disk
 
@@ -317,11 +318,13 @@ def test_a_namespace_of_the_restricted_standard_takes_all_that_needs_no_rdma(cas
     """Pod Security admission would refuse the engines of the others, and say so in an event that nobody reads."""
     found = set()
     for _, _, spec in pods(default(case)):
-        (c,) = spec["containers"]
         found |= set() if spec["securityContext"].get("runAsNonRoot") else {"root"}
         found |= {"hostNetwork"} & spec.keys()
         found |= {"hostPath" for volume in spec.get("volumes", ()) if "hostPath" in volume}
-        found |= set(c["securityContext"]["capabilities"].get("add", ()))
+        for c in (*spec["containers"], *spec.get("initContainers", ())):
+            found |= set(c["securityContext"]["capabilities"].get("add", ()))
+            found |= {"capabilities"} if c["securityContext"]["capabilities"]["drop"] != ["ALL"] else set()
+            found |= {"privileges"} if c["securityContext"]["allowPrivilegeEscalation"] else set()
 
     assert bool(found) is (case in PRIVILEGED), found
 

@@ -1,9 +1,13 @@
 """Both pools as one DisaggregatedSet: what its controller makes of it is what the chart makes without it."""
 
-import pytest
+import functools
 
-from support.helm_chart import HELMS, Chart, Refused, default
+import pytest
+import yaml
+
+from support.helm_chart import CHART, HELMS, Chart, Refused, default, run
 from support.helm_checks import complaints
+from support.helm_cluster import cluster
 from support.helm_objects import COMPONENT, WORKLOADS, kind, pods
 from support.helm_schemas import wrong
 
@@ -49,6 +53,45 @@ def test_nobody_gets_one_who_has_not_asked():
 
 
 LWS = {"kind": "LeaderWorkerSet"}
+SCALED = {
+    "prefill": {**LWS, "replicas": 3, "autoscaling": {"type": "keda"}},
+    "decode": {**LWS, "replicas": 2},
+    "monitoring": {"podMonitor": {"enabled": True}},
+}
+
+
+@pytest.mark.parametrize("helm", HELMS)
+@pytest.mark.parametrize(("autoscaler", "kind_"), [("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject")])
+def test_a_role_is_scaled_by_the_scaler_that_the_controller_makes_of_it(autoscaler, kind_, helm):
+    """It begins with the engines that run, so the role itself has no number; the other role keeps its own."""
+    values = SCALED | SET | {"prefill": {**SCALED["prefill"], "autoscaling": {"type": autoscaler}}}
+    objects = Chart().objects(values, helm=helm)
+    (whole,), (scaler,) = kind(objects, "DisaggregatedSet"), kind(objects, kind_)
+    prefill, decode = whole["spec"]["roles"]
+
+    assert scaler["spec"]["scaleTargetRef"] == {
+        "apiVersion": "disaggregatedset.x-k8s.io/v1",
+        "kind": "DisaggregatedSetRoleScaler",
+        "name": f"{whole['metadata']['name']}-prefill",
+    }
+    assert (prefill["scaling"], "replicas" in prefill["spec"]) == ({"mode": "External"}, False)
+    assert ("scaling" in decode, decode["spec"]["replicas"]) == (False, 2)
+    assert [problem for o in objects for problem in wrong(o, "1.33.0")] == []
+
+
+@pytest.mark.parametrize("helm", HELMS)
+@pytest.mark.parametrize("lacking", [(), ("DisaggregatedSetRoleScaler",)], ids=["newer", "0.9"])
+def test_a_controller_that_makes_no_scalers_is_noticed(lacking, helm, tmp_path, monkeypatch):
+    """LeaderWorkerSet 0.9 would drop the field, and have one engine of a role without a number."""
+    monkeypatch.setenv("KUBECACHEDIR", str(tmp_path))  # what another cluster at this port had
+    argv = ["install", "r", str(CHART), "-n", "ns", "--dry-run=server", "--disable-openapi-validation", "-f", "-"]
+    with cluster({}, lacking=lacking) as address:
+        rendered = functools.partial(run, helm, *argv, "--kube-apiserver", address, stdin=yaml.safe_dump(SCALED | SET))
+        if not lacking:
+            assert "mode: External" in rendered()
+            return
+        with pytest.raises(Refused, match=r"a LeaderWorkerSet newer than 0\.9"):
+            rendered()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +99,6 @@ LWS = {"kind": "LeaderWorkerSet"}
     [
         ({"prefill": LWS}, "write decode.enabled: true and decode.kind: LeaderWorkerSet"),
         ({"prefill": LWS, "decode": {**LWS, "enabled": False}}, "write decode.enabled: true"),
-        ({"prefill": {**LWS, "autoscaling": {"type": "hpa"}}, "decode": LWS}, "prefill.autoscaling.type is hpa"),
         (
             {"prefill": LWS, "decode": {**LWS, "strategy": {"rollingUpdateConfiguration": {"partition": 1}}}},
             "decode.strategy: a DisaggregatedSet takes RollingUpdate without a partition",

@@ -95,6 +95,15 @@ def test_notes_say_so_if_the_test_cannot_get_in():
     assert ["helm test will fail" in text for text in texts] == [True, False]
 
 
+def test_notes_say_so_if_a_pod_takes_longer_than_the_cluster_autoscaler_gives_it():
+    """Its --max-graceful-termination-sec is 600 by default; the chart's own times fit."""
+    longer = ["--set", "decode.drain.requestSeconds=900"]
+    texts = [run("helm4", "install", "r", str(CHART), "--dry-run=client", *more) for more in ([], longer)]
+
+    assert ["The cluster autoscaler kills them after 600 s" in text for text in texts] == [False, True]
+    assert "decode pods may take 930 s to end" in texts[1]
+
+
 def test_the_chart_is_packed_without_its_tests(tmp_path):
     """ci/ is for us; a package holds what is installed, and it renders as the folder does."""
     for helm in ("helm3", "helm4"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support.helm_chart import ROOT, TOOLS, Chart, Refused, default
+from support.helm_chart import HELMS, ROOT, TOOLS, Chart, Refused, default
 from support.helm_metrics import ENGINE_TARGET, TARGET, engine_metrics, loose, named, router_metrics
 from support.helm_objects import kind, matches, pods
 from support.helm_promql import Evaluation, Rule, firing, parsed, series
@@ -18,6 +18,7 @@ from support.helm_promql import Evaluation, Rule, firing, parsed, series
 SERIES = yaml.safe_load((Path(__file__).parent / "alerts.yaml").read_text())
 ROUTER = 'namespace="ns",job="r-xpyd-router"'
 ENGINE = 'namespace="ns",xpyd_io_release="r"'
+SCRAPED = {"monitoring": {"podMonitor": {"enabled": True}}}
 
 
 def rules():
@@ -119,9 +120,31 @@ def test_the_ratio_of_the_pools_is_kept_by_counting_the_other():
 def test_a_ratio_that_cannot_be_kept_is_refused(prefill, decode, sentence):
     """The second would end with all the accelerators there are."""
     with pytest.raises(Refused) as refusal:
-        Chart().text({"prefill": {"autoscaling": prefill}, "decode": {"autoscaling": decode}})
+        Chart().text({"prefill": {"autoscaling": prefill}, "decode": {"autoscaling": decode}} | SCRAPED)
 
     assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize("helm", HELMS)
+def test_keda_takes_silence_for_an_error_and_not_for_zero(helm):
+    """A Prometheus that has lost its targets would empty the pool at midday, and no fallback be asked."""
+    scaled = {"autoscaling": {"type": "keda", "min": 2, "perOther": 0.5}, "replicas": 5}
+    values = {"prefill": scaled, **SCRAPED}
+    (o,) = kind(Chart().objects(values, helm=helm), "ScaledObject")
+
+    assert [one["metadata"]["ignoreNullValues"] for one in o["spec"]["triggers"]] == ["false", "false"]
+    assert o["spec"]["fallback"] == {"failureThreshold": 5, "replicas": 5, "behavior": "currentReplicasIfHigher"}
+    assert {one["metricType"] for one in o["spec"]["triggers"]} == {"AverageValue"}  # a fallback needs it
+
+
+def test_autoscalers_aim_at_what_the_guide_says():
+    """docs/scaling.md says why; the numbers are those of values.yaml."""
+    page = " ".join((ROOT / "docs/scaling.md").read_text().split())
+    values = yaml.safe_load((ROOT / "helm/xpyd/values.yaml").read_text())
+    prefill, decode = (values[role]["autoscaling"] for role in ("prefill", "decode"))
+
+    assert f"`{prefill['metric']}` per engine, target {prefill['target']}" in page
+    assert f"`{decode['metric']}` per engine, target {decode['target']}" in page
 
 
 def test_autoscalers_have_all_their_metrics_and_their_pace():
@@ -131,9 +154,9 @@ def test_autoscalers_have_all_their_metrics_and_their_pace():
     down = {"stabilizationWindowSeconds": 600, "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}]}
     up = {"policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}]}
 
-    assert [t["metadata"]["threshold"] for t in keda["spec"]["triggers"]] == ["4", "64", "1"]
+    assert [t["metadata"]["threshold"] for t in keda["spec"]["triggers"]] == ["1", "64", "1"]
     assert [(m["pods"]["metric"]["name"], m["pods"]["target"]["averageValue"]) for m in hpa["spec"]["metrics"]] == [
-        ("vllm:kv_cache_usage_perc", "0.8"),
+        ("vllm:kv_cache_usage_perc", "0.7"),
         ("vllm:num_requests_running", "128"),
     ]
     assert hpa["spec"]["behavior"] == {"scaleUp": up, "scaleDown": down}

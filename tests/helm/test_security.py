@@ -1,8 +1,10 @@
 """What keeps strangers from engines: their secret, their network, their user. See SECURITY.md."""
 
 import base64
+import importlib.util
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +81,51 @@ def test_engines_are_not_root():
         assert env(template)["USER"]["value"] == "xpyd"
     (template,) = templates(pool(Chart().objects({"cache": {"type": "none"}}), "decode"))
     assert env(template)["HOME"]["value"] == "/tmp"
+
+
+WRITTEN = {  # what vLLM and the libraries below it keep files in, and where each of them would else be in HOME
+    "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "HF_HOME", "TRITON_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", ["emptyDir", "none"])
+@pytest.mark.parametrize(
+    "user",
+    [{}, {"podSecurityContext": dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"))}, {"runAsRoot": True}],
+    ids=["the chart's", "anybody", "root"],
+)
+@pytest.mark.parametrize("helm", HELMS)
+def test_engines_of_any_user_write_only_to_their_volumes(helm, user, cache):
+    """OpenShift and the restricted standard give a user without a home, whose ~ is /."""
+    closed = {**user, "securityContext": {"readOnlyRootFilesystem": True}}
+    values = {"prefill": closed, "decode": closed, "cache": {"type": cache}}
+    for role in ROLES:
+        (template,) = templates(pool(Chart().objects(values, helm=helm), role))
+        found, volumes = env(template), {v["name"]: v for v in template["spec"]["volumes"]}
+        writable = [m["mountPath"] for m in container(template)["volumeMounts"] if "emptyDir" in volumes[m["name"]]]
+        paths = {name: found[name]["value"] for name in (*WRITTEN, "HOME")}
+
+        assert [n for n, path in paths.items() if not any(f"{path}/".startswith(f"{w}/") for w in writable)] == []
+        if "podSecurityContext" in user:
+            assert not {"runAsUser", "runAsGroup", "fsGroup"} & template["spec"]["securityContext"].keys()
+            assert template["spec"]["securityContext"]["runAsNonRoot"] is True
+
+
+def test_a_folder_of_ones_own_takes_the_place_of_the_charts():
+    """Two variables of one name are a conflict to a server-side apply, which helm 4 makes."""
+    own = {"name": "TRITON_CACHE_DIR", "value": "/fast/triton"}
+    (template,) = templates(pool(Chart().objects({"decode": {"extraEnv": [own]}}), "decode"))
+
+    assert [one for one in container(template)["env"] if one["name"] == own["name"]] == [own]
+
+
+def test_vllm_knows_the_folders_it_is_given():
+    """By its own list of environment variables."""
+    folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    known = set(re.findall(r'^    "(VLLM_\w+)"', (folder / "envs.py").read_text(), re.MULTILINE))
+
+    assert {name for name in WRITTEN if name.startswith("VLLM_")} <= known
 
 
 @pytest.mark.parametrize("root", [False, True])
@@ -190,6 +237,27 @@ def test_settings_of_the_router_go_before_those_of_kv_events():
     assert serve[serve.index("--decode-policy") + 1] == "power_of_two"
     assert serve[serve.index("--prefill-policy") + 1] == "prefix"
     assert "--kv-events" not in container(templates(router(default()))[0])["args"]
+
+
+def test_names_are_resolved_where_egress_is_closed():
+    """By the cluster's DNS, whose pods OpenShift calls otherwise and gives another port."""
+    locked = {"networkPolicy": {"egress": {"enabled": True, "engineTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}}}
+    found = kind(Chart().objects(locked), "NetworkPolicy")
+
+    assert len(found) == 3
+    for o in found:
+        named = {
+            (next(iter(peer["podSelector"]["matchLabels"])), port["port"], port["protocol"])
+            for rule in o["spec"]["egress"]
+            for peer in rule.get("to", ())
+            for port in rule.get("ports", ())
+            if "namespaceSelector" in peer
+        }
+        assert named == {
+            (label, port, protocol)
+            for label, port in (("k8s-app", 53), ("dns.operator.openshift.io/daemonset-dns", 5353))
+            for protocol in ("UDP", "TCP")
+        }
 
 
 def test_an_open_data_plane_is_accepted_in_words():

@@ -63,7 +63,7 @@ BAD = [
     ("prefill.kind", "DaemonSet"),
     ("prefill.replica", 2),
     ("prefill.tensorParallel", 0),
-    ("prefill.pipelineParallel", 2),  # the connector refuses it
+    ("prefill.pipelineParallel", 2),  # no real engine has been tried so
     ("prefill.extraArgs", ["--port=9"]),
     ("prefill.extraArgs", ["--kv-transfer-config", "{}"]),
     ("prefill.extraArgs", ["-pp", "2"]),
@@ -92,6 +92,16 @@ BAD = [
     ("tests.seconds", -1),
     ("tests.apiKey", "hunter2"),  # a secret, not its name
     ("fullnameOverride", "Xpyd"),
+    ("model.aliases", ["--api-key"]),
+    ("prefill.minReadySeconds", -1),
+    ("router.minReadySeconds", "10"),
+    ("prefill.initContainers", [{"name": "engine", "image": "i"}]),
+    ("decode.initContainers", [{"name": "copy"}]),
+    ("decode.initContainers", [{"name": "tune", "image": "i", "securityContext": {"privileged": True}}]),
+    ("decode.resourceClaims", [{"name": "gpu"}]),
+    ("decode.resourceClaims", [{"name": "gpu", "resourceClaimTemplateName": "t", "count": 2}]),
+    ("extraObjects", [{"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}}]),
+    ("extraObjects", [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {}}]),
     ("revision", "a b"),
     ("listenAddress", "everywhere"),
 ]
@@ -152,7 +162,7 @@ CONTRADICTIONS = [
     ({"router": {"discovery": {"enabled": False}}}, "would know no engine"),
     ({"router": {"autoscaling": {"min": 5, "max": 4}}}, "above max"),
     ({"prefill": {"terminationGracePeriodSeconds": 30}}, "its drain takes up to 360 s"),
-    ({"decode": {"terminationGracePeriodSeconds": 600}}, "its drain takes up to 630 s"),
+    ({"decode": {"terminationGracePeriodSeconds": 599}}, "its drain takes up to 600 s"),
     ({"connector": {"leaseSeconds": 20}}, "when the KV is gone"),
     ({"router": {"settings": {"handoff_timeout_s": 28}}}, "when the KV is gone"),
     ({"prefill": {"nodes": 2, "tensorParallel": 2}}, "only a LeaderWorkerSet"),
@@ -196,7 +206,32 @@ CONTRADICTIONS = [
         "networkPolicy.egress.engineTo",
     ),
     ({"router": {"discovery": {"prefill": ["10.0.0.7:8100"]}}, **LOCKED}, "outside of the release"),
+    (LOCKED, "keeps engines from the model hub"),
+    ({"prefill": {"autoscaling": {"type": "keda"}}}, "write monitoring.podMonitor.enabled: true"),
+    ({"prefill": {"extraArgs": ["--ssl-keyfile", "/tls/tls.key"]}}, "prefill.extraArgs has --ssl-keyfile: routers"),
+    ({"decode": {"extraArgs": ["--ssl-certfile=/tls/tls.crt"]}}, "decode.extraArgs has --ssl-certfile: routers"),
+    ({"decode": {"extraArgs": ["--uds", "/run/vllm"]}}, "decode.extraArgs has --uds: routers"),
+    ({"prefill": {"kind": "LeaderWorkerSet", "minReadySeconds": 5}}, "a LeaderWorkerSet has no such field"),
+    ({"decode": {"extraArgs": ["--ssl_ca_certs", "/tls/ca.crt"]}}, "decode.extraArgs has --ssl-ca-certs: routers"),
 ]
+
+
+OFFLINE = {"extraEnv": [{"name": "HF_HUB_OFFLINE", "value": "1"}]}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"networkPolicy": {"egress": {"enabled": True, "engineTo": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}}},
+        {"model": {"name": "/models/m", "volume": {"type": "pvc", "claimName": "m"}}, **LOCKED},
+        {"model": {"name": "/mine/m"}, **LOCKED},
+        {"prefill": OFFLINE, "decode": OFFLINE, "cache": {"type": "pvc", "claimName": "c"}, **LOCKED},
+    ],
+    ids=["the hub is named", "on a volume", "a path", "in the cache"],
+)
+def test_engines_that_need_no_model_hub_may_be_kept_from_it(values):
+    """The check above asks for nothing that is not needed."""
+    assert complaints(Chart().objects(values)) == []
 
 
 @pytest.mark.parametrize(("values", "sentence"), CONTRADICTIONS, ids=lambda one: str(one)[:60])
@@ -331,6 +366,8 @@ MUST_FIT = [  # what makes KV of one engine useless to another, or keeps them fr
     {"prefill": {"image": {"tag": "2"}}},
     {"decode": {"image": {"digest": "sha256:" + "0" * 64}}},
     {"model": {"name": "other"}},
+    {"model": {"aliases": ["other"]}},
+    {"prefill": {"initContainers": [{"name": "patch", "image": "i"}]}},
     {"model": {"dtype": "half"}},
     {"model": {"blockSize": 32}},
     {"connector": {"bufferDevice": "cpu"}},
@@ -363,11 +400,11 @@ def test_what_must_fit_on_both_sides_makes_a_new_revision_of_both():
 @pytest.mark.parametrize(
     ("text", "instead", "values"),
     [
-        ("(toJson $pool.extraArgs)", '""', MUST_FIT[9]),
-        ("(toJson $pool.extraEnv)", '""', MUST_FIT[10]),
-        ('list "prefill" "decode" -}}\n{{- $pool', 'list "prefill" -}}\n{{- $pool', MUST_FIT[9]),
-        ("(toJson $c.extraConfig)", '""', MUST_FIT[6]),
-        ("$c.secret.name", '""', MUST_FIT[7]),
+        ("(toJson $pool.extraArgs)", '""', MUST_FIT[11]),
+        ("(toJson $pool.extraEnv)", '""', MUST_FIT[12]),
+        ('list "prefill" "decode" -}}\n{{- $pool', 'list "prefill" -}}\n{{- $pool', MUST_FIT[11]),
+        ("(toJson $c.extraConfig)", '""', MUST_FIT[8]),
+        ("$c.secret.name", '""', MUST_FIT[9]),
     ],
 )
 def test_a_revision_that_forgets_something_is_noticed(text, instead, values, tmp_path):

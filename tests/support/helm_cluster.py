@@ -1,4 +1,4 @@
-"""As much of a cluster as helm asks for before it renders: its version, what kinds it has, and its secrets."""
+"""As much of a cluster as helm asks for before it renders: its version, what kinds it has, and its objects."""
 
 import json
 import threading
@@ -8,7 +8,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 _KINDS = {
     "v1": {"Secret": "secrets", "ConfigMap": "configmaps", "Service": "services", "ServiceAccount": "serviceaccounts"},
-    "apps/v1": {"Deployment": "deployments"},
+    "apps/v1": {"Deployment": "deployments", "StatefulSet": "statefulsets"},
+    "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
+    "keda.sh/v1alpha1": {"ScaledObject": "scaledobjects"},
+    "disaggregatedset.x-k8s.io/v1": {
+        "DisaggregatedSet": "disaggregatedsets",
+        "DisaggregatedSetRoleScaler": "disaggregatedsetrolescalers",
+    },
+    "leaderworkerset.x-k8s.io/v1": {"LeaderWorkerSet": "leaderworkersets"},
+    "monitoring.coreos.com/v1": {"PodMonitor": "podmonitors"},
     "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
     "networking.k8s.io/v1": {"NetworkPolicy": "networkpolicies"},
     "rbac.authorization.k8s.io/v1": {"Role": "roles", "RoleBinding": "rolebindings"},
@@ -24,7 +32,7 @@ def _listed(version, kinds):
 
 
 def _group(version):
-    one = {"groupVersion": version, "version": "v1"}
+    one = {"groupVersion": version, "version": version.partition("/")[2]}
     return {"name": version.partition("/")[0], "versions": [one], "preferredVersion": one}
 
 
@@ -32,13 +40,22 @@ _PAGES = {
     "/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"},
     "/api": {"kind": "APIVersions", "versions": ["v1"]},
     "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(v) for v in _KINDS if "/" in v]},
-    **{f"/{'apis' if '/' in v else 'api'}/{v}": _listed(v, kinds) for v, kinds in _KINDS.items()},
 }
 
 
+def _path(o):
+    version, meta = o["apiVersion"], o["metadata"]
+    root = f"/{'apis' if '/' in version else 'api'}/{version}/namespaces"
+    return f"{root}/{meta['namespace']}/{_KINDS[version][o['kind']]}/{meta['name']}"
+
+
 @contextmanager
-def cluster(secrets) -> Iterator[str]:
-    """Serve these secrets, by namespace and name; yield the address."""
+def cluster(secrets, others=(), lacking=()) -> Iterator[str]:
+    """Serve these secrets, by namespace and name, and other objects; yield the address. Some kinds may be lacking."""
+    pages = _PAGES | {_path(o): o for o in others}
+    for version, kinds in _KINDS.items():
+        left = {kind: plural for kind, plural in kinds.items() if kind not in lacking}
+        pages |= {f"/{'apis' if '/' in version else 'api'}/{version}": _listed(version, left)}
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -47,7 +64,7 @@ def cluster(secrets) -> Iterator[str]:
             path = self.path.partition("?")[0]
             _, _, rest = path.partition("/api/v1/namespaces/")
             namespace, _, name = rest.partition("/secrets/")
-            found = _PAGES.get(path)
+            found = pages.get(path)
             if (namespace, name) in secrets:
                 found = {"apiVersion": "v1", "kind": "Secret", "type": "Opaque"} | secrets[namespace, name]
             missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}

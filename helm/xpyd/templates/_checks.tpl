@@ -36,6 +36,15 @@
 {{- if and $v.networkPolicy.enabled $egress.enabled (not $egress.engineTo) (or $v.prefill.hostNetwork $v.decode.hostNetwork) (not (and $v.prefill.hostNetwork $v.decode.hostNetwork)) -}}
 {{- fail "networkPolicy.egress.enabled keeps engines from those on their nodes' network: name the nodes in networkPolicy.egress.engineTo" -}}
 {{- end -}}
+{{- $hub := and (eq $v.model.volume.type "none") (not (hasPrefix "/" $v.model.name)) -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $p := index $v $role -}}
+{{- $offline := false -}}
+{{- range $p.extraEnv -}}{{- $offline = or $offline (eq .name "HF_HUB_OFFLINE") -}}{{- end -}}
+{{- if and $v.networkPolicy.enabled $egress.enabled (not $egress.engineTo) $hub $p.enabled (not $offline) (not $p.hostNetwork) -}}
+{{- fail (printf "networkPolicy.egress.enabled keeps engines from the model hub, and %s is not on a volume: name the hub (or a proxy) in networkPolicy.egress.engineTo, use model.volume, or set HF_HUB_OFFLINE in %s.extraEnv if the cache has the model" $v.model.name $role) -}}
+{{- end -}}
+{{- end -}}
 {{- $handoff := add (ceil (get $v.router.settings "handoff_timeout_s" | default 20)) (ceil (get $v.router.settings "connect_timeout_s" | default 5)) -}}
 {{- if gt (float64 $handoff) (float64 $v.connector.leaseSeconds) -}}
 {{- fail (printf "connector.leaseSeconds is %v: the router may hand over %d s after a prefill (handoff_timeout_s and connect_timeout_s of router.settings), when the KV is gone; write a longer lease or shorter timeouts" $v.connector.leaseSeconds $handoff) -}}
@@ -82,8 +91,9 @@
 {{- if or (not $p.enabled) (ne $p.kind "LeaderWorkerSet") -}}
 {{- fail (printf "disaggregatedSet.enabled is true: its roles are LeaderWorkerSets, so write %s.enabled: true and %s.kind: LeaderWorkerSet" $role $role) -}}
 {{- end -}}
-{{- if ne $p.autoscaling.type "none" -}}
-{{- fail (printf "%s.autoscaling.type is %s, but a role of a DisaggregatedSet has no name that an autoscaler could scale: write none, or disaggregatedSet.enabled: false" $role $p.autoscaling.type) -}}
+{{- /* Only a real cluster tells what it has: helm template without one lists none of its kinds. */ -}}
+{{- if and (ne $p.autoscaling.type "none") ($.Capabilities.APIVersions.Has "disaggregatedset.x-k8s.io/v1/DisaggregatedSet") (not ($.Capabilities.APIVersions.Has "disaggregatedset.x-k8s.io/v1/DisaggregatedSetRoleScaler")) -}}
+{{- fail (printf "%s.autoscaling.type is %s, but the cluster has no DisaggregatedSetRoleScaler: a role is scaled by a LeaderWorkerSet newer than 0.9; write none, or disaggregatedSet.enabled: false" $role $p.autoscaling.type) -}}
 {{- end -}}
 {{- if or (ne (get $p.strategy "type" | default "RollingUpdate") "RollingUpdate") (hasKey (get $p.strategy "rollingUpdateConfiguration" | default dict) "partition") -}}
 {{- fail (printf "%s.strategy: a DisaggregatedSet takes RollingUpdate without a partition" $role) -}}
@@ -92,6 +102,9 @@
 {{- if $p.enabled -}}
 {{- if and (ne $p.kind "LeaderWorkerSet") (gt (int $p.nodes) 1) -}}
 {{- fail (printf "%s.nodes is %d, but %s.kind is %s: only a LeaderWorkerSet has several pods for one engine" $role (int $p.nodes) $role $p.kind) -}}
+{{- end -}}
+{{- if and (eq $p.kind "LeaderWorkerSet") (gt (int $p.minReadySeconds) 0) -}}
+{{- fail (printf "%s.minReadySeconds is %d, but %s.kind is LeaderWorkerSet: a LeaderWorkerSet has no such field" $role (int $p.minReadySeconds) $role) -}}
 {{- end -}}
 {{- if and (gt (int $p.nodes) 1) (gt (int $p.dataParallel) 1) -}}
 {{- fail (printf "%s.nodes and %s.dataParallel are both above 1: spread tensorParallel over the nodes, and have more replicas" $role $role) -}}
@@ -105,8 +118,17 @@
 {{- if gt (int $p.autoscaling.min) (int $p.autoscaling.max) -}}
 {{- fail (printf "%s.autoscaling.min is %d, above max, which is %d" $role (int $p.autoscaling.min) (int $p.autoscaling.max)) -}}
 {{- end -}}
+{{- if and (eq $p.autoscaling.type "keda") (not $v.monitoring.podMonitor.enabled) -}}
+{{- fail (printf "%s.autoscaling.type is keda, which asks Prometheus by labels that the PodMonitor adds: write monitoring.podMonitor.enabled: true" $role) -}}
+{{- end -}}
 {{- if and $p.autoscaling.perOther (eq $p.autoscaling.type "hpa") -}}
 {{- fail (printf "%s.autoscaling.perOther is set, but %s.autoscaling.type is hpa: only KEDA can count the engines of the other pool" $role $role) -}}
+{{- end -}}
+{{- range $p.extraArgs -}}
+{{- $flag := splitList "=" . | first | replace "_" "-" -}}
+{{- if or (hasPrefix "--ssl-" $flag) (eq "--uds" $flag) -}}
+{{- fail (printf "%s.extraArgs has %s: routers, probes, the drain hook and helm test speak plain HTTP to engines inside the pod network, so the pod would never be ready; leave it out, and encrypt the network between nodes instead" $role $flag) -}}
+{{- end -}}
 {{- end -}}
 {{- include "xpyd.check.ports" (dict "role" $role "pool" $p) -}}
 {{- end -}}

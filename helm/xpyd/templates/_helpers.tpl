@@ -74,10 +74,12 @@ annotations:
 {{- $own = concat $own (list $c.mode $c.leaseSeconds $c.loadFailurePolicy $c.bufferDevice (toJson $c.extraConfig)) -}}
 {{- /* The secret that both sides prove to each other. */ -}}
 {{- $own = concat $own (list $c.secret.name $c.secret.key) -}}
+{{- $own = concat $own $m.aliases -}}
 {{- /* All of them, for which of vLLM's flags shape the cache is vLLM's to say. */ -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $pool := index $.Values $role -}}
 {{- $own = concat $own (list (toJson $pool.extraArgs) (toJson $pool.extraEnv)) -}}
+{{- with $pool.initContainers -}}{{- $own = append $own (toJson .) -}}{{- end -}}
 {{- end -}}
 {{- join "\n" $own | sha256sum | trunc 12 -}}
 {{- end -}}
@@ -140,13 +142,16 @@ annotations:
 {{- toYaml $spread -}}
 {{- end -}}
 
-{{/* A pool, or the routers: how many there are, for NOTES.txt. */}}
+{{/* dict root component: how many there are, of a pool or of the routers, for NOTES.txt. */}}
 {{- define "xpyd.notes.count" -}}
-{{- if eq (toString .enabled) "false" -}}
+{{- $v := index .root.Values .component -}}
+{{- if eq (toString $v.enabled) "false" -}}
 no
-{{- else if ne .autoscaling.type "none" -}}
-{{- printf "%d to %d" (int .autoscaling.min) (int .autoscaling.max) -}}
+{{- else if ne $v.autoscaling.type "none" -}}
+{{- printf "%d to %d" (int $v.autoscaling.min) (int $v.autoscaling.max) -}}
+{{- else if and .root.Values.disaggregatedSet.enabled (ne .component "router") -}}
+{{- int $v.replicas -}}
 {{- else -}}
-{{- int .replicas -}}
+{{- include "xpyd.replicas" (dict "root" .root "values" $v "kind" ($v.kind | default "Deployment") "name" (printf "%s-%s" (include "xpyd.fullname" .root) .component)) -}}
 {{- end -}}
 {{- end -}}

@@ -23,6 +23,9 @@
 - {{ $v.model.name | quote }}
 - --served-model-name
 - {{ $v.model.servedName | default $v.model.name | quote }}
+{{- range $v.model.aliases }}
+- {{ . | quote }}
+{{- end }}
 - --host
 - {{ $v.listenAddress | quote }}
 - --port
@@ -81,6 +84,19 @@
 {{- end }}
 {{- end -}}
 
+{{/* dict root role: where what is written goes that would else be in a home, which not every user has. */}}
+{{- define "xpyd.pool.folders" -}}
+{{- $cache := ternary "/tmp/cache" "/cache" (eq .root.Values.cache.type "none") -}}
+XDG_CACHE_HOME: {{ $cache }}
+XDG_CONFIG_HOME: /tmp/.config
+VLLM_CACHE_ROOT: {{ $cache }}/vllm
+VLLM_CONFIG_ROOT: /tmp/.config/vllm
+HF_HOME: {{ $cache }}/huggingface
+TRITON_CACHE_DIR: {{ $cache }}/triton
+FLASHINFER_WORKSPACE_BASE: {{ $cache }}
+CUDA_CACHE_PATH: {{ $cache }}/nv
+{{- end -}}
+
 {{- define "xpyd.pool.env" -}}
 {{- $v := .root.Values -}}
 {{- $p := index $v .role -}}
@@ -98,13 +114,11 @@
   value: {{ include "xpyd.argument" $p.sidePort | quote }}
 - name: VLLM_NO_USAGE_STATS
   value: "1"
-{{- if ne $v.cache.type "none" }}
-- name: XDG_CACHE_HOME
-  value: /cache
-- name: VLLM_CACHE_ROOT
-  value: /cache/vllm
-- name: HF_HOME
-  value: /cache/huggingface
+{{- $folders := include "xpyd.pool.folders" . | fromYaml }}
+{{- range $p.extraEnv }}{{ $_ := unset $folders .name }}{{ end }}
+{{- range $variable, $path := $folders }}
+- name: {{ $variable }}
+  value: {{ $path }}
 {{- end }}
 {{- if ne $v.model.volume.type "none" }}
 - name: HF_HUB_OFFLINE
@@ -140,7 +154,7 @@
   value: {{ . | quote }}
 {{- end }}
 {{- end }}
-{{- if ne (include "xpyd.pool.root" .) "true" }}
+{{- if or (ne (include "xpyd.pool.root" .) "true") (get $p.securityContext "readOnlyRootFilesystem") }}
 - name: HOME # the image's is root's
   value: {{ ternary "/tmp" "/cache" (eq $v.cache.type "none") }}
 - name: USER # Python asks for a name of the user, who has none in the image
@@ -171,6 +185,13 @@
 {{- end -}}
 {{- $given := $p.resources -}}
 {{- $all := dict "limits" (merge $limits ($given.limits | default dict)) "requests" (merge (dict) $limits ($given.requests | default dict)) -}}
+{{- $claims := $given.claims | default list -}}
+{{- range $p.resourceClaims -}}
+{{- $claims = append $claims (pick . "name" "request") -}}
+{{- end -}}
+{{- if $claims -}}
+{{- $_ := set $all "claims" $claims -}}
+{{- end -}}
 {{- toYaml $all -}}
 {{- end -}}
 
@@ -276,8 +297,15 @@ spec:
   topologySpreadConstraints:
     {{- include "xpyd.spread" (dict "constraints" $p.topologySpread "selector" (include "xpyd.selector" (dict "root" .root "component" .role) | fromYaml)) | nindent 4 }}
   {{- end }}
-  {{- if $v.kvEvents.enabled }}
+  {{- with $p.resourceClaims }}
+  resourceClaims:
+    {{- range . }}
+    - {{- omit . "request" | toYaml | nindent 6 }}
+    {{- end }}
+  {{- end }}
+  {{- if or $v.kvEvents.enabled $p.initContainers }}
   initContainers:
+    {{- if $v.kvEvents.enabled }}
     - name: kv-events # an emptyDir is open to all users; the engine refuses sockets that others may reach
       image: {{ include "xpyd.image" (dict "root" .root "image" $p.image) }}
       imagePullPolicy: {{ $p.image.pullPolicy }}
@@ -289,6 +317,11 @@ spec:
         {{- toYaml $p.securityContext | nindent 8 }}
       volumeMounts:
         - {name: run, mountPath: /run/xpyd}
+    {{- end }}
+    {{- range $p.initContainers }}
+    {{- $own := hasKey . "securityContext" | ternary (dict) (dict "securityContext" $p.securityContext) }}
+    - {{- merge (dict) . $own | toYaml | nindent 6 }}
+    {{- end }}
   {{- end }}
   containers:
     - name: engine
@@ -443,8 +476,14 @@ spec:
         annotations:
           {{- toYaml . | nindent 10 }}
         {{- end }}
+      {{- $scaled := ne (index $.Values $role).autoscaling.type "none" }}
+      {{- if $scaled }}
+      scaling: {mode: External} # the controller makes a scaler for the role, which begins with the engines that run
+      {{- end }}
       spec:
+        {{- if not $scaled }}
         replicas: {{ int (index $.Values $role).replicas }}
+        {{- end }}
         {{- include "xpyd.pool.groups" $one | nindent 8 }}
     {{- end }}
 {{- end -}}
@@ -454,17 +493,21 @@ spec:
 {{- $p := index .root.Values .role -}}
 {{- $name := printf "%s-%s" (include "xpyd.fullname" .root) .role -}}
 {{- $leader := merge (dict "worker" false) . -}}
+{{- $annotations := merge (include "xpyd.replicas.noted" $p | fromYaml) (include "xpyd.pool.topology" . | fromYaml) -}}
 apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $p.kind "LeaderWorkerSet") }}
 kind: {{ $p.kind }}
 metadata:
-  {{- include "xpyd.metadata" (dict "root" .root "component" .role "name" $name "annotations" (include "xpyd.pool.topology" . | fromYaml)) | nindent 2 }}
+  {{- include "xpyd.metadata" (dict "root" .root "component" .role "name" $name "annotations" $annotations) | nindent 2 }}
 spec:
-  {{- if eq $p.autoscaling.type "none" }}
-  replicas: {{ int $p.replicas }}
+  {{- with include "xpyd.replicas" (dict "root" .root "values" $p "kind" $p.kind "name" $name) }}
+  replicas: {{ . }}
   {{- end }}
   {{- if eq $p.kind "LeaderWorkerSet" }}
   {{- include "xpyd.pool.groups" . | nindent 2 }}
   {{- else }}
+  {{- with int $p.minReadySeconds }}
+  minReadySeconds: {{ . }}
+  {{- end }}
   selector:
     matchLabels:
       {{- include "xpyd.selector" (dict "root" .root "component" .role) | nindent 6 }}
@@ -486,7 +529,7 @@ spec:
   {{- else }}
   strategy:
     {{- toYaml ($p.strategy | default (dict "type" "RollingUpdate" "rollingUpdate" (dict "maxSurge" 1 "maxUnavailable" 0))) | nindent 4 }}
-  progressDeadlineSeconds: {{ add $p.probes.startupSeconds 600 }}
+  progressDeadlineSeconds: {{ add $p.probes.startupSeconds 600 $p.minReadySeconds }}
   {{- end }}
   template:
     {{- include "xpyd.pool.template" $leader | nindent 4 }}
@@ -496,8 +539,13 @@ spec:
 {{/* dict root role: what the autoscaler scales. */}}
 {{- define "xpyd.pool.target" -}}
 {{- $kind := (index .root.Values .role).kind -}}
+{{- if .root.Values.disaggregatedSet.enabled -}}
+apiVersion: disaggregatedset.x-k8s.io/v1
+kind: DisaggregatedSetRoleScaler
+{{- else -}}
 apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $kind "LeaderWorkerSet") }}
 kind: {{ $kind }}
+{{- end }}
 name: {{ include "xpyd.fullname" .root }}-{{ .role }}
 {{- end -}}
 

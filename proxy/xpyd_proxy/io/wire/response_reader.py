@@ -115,7 +115,7 @@ class ResponseReader:
         self._has_length = False
         self._head_size = 0
         self._head = b""  # what the parser has not had, of a stream in good chunks
-        self._tail = b""  # the last bytes that the parser has had of a response in chunks
+        self._tail: bytes = b""  # the last bytes that the parser has had of a response in chunks
         self.headed = self.done = self.keeps = self.until_eof = self.between = False
 
     def on_message_begin(self) -> None:

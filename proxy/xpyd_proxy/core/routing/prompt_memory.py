@@ -18,12 +18,17 @@ _Key: TypeAlias = tuple[InstanceId, int]
 class _Entry:
     """What is remembered of some blocks; those that were sent together share it. It does not change."""
 
-    __slots__ = ("answer", "at", "is_there")
+    __slots__ = ("answer", "answered_at", "at", "is_there")
 
-    def __init__(self, at: float, *, is_there: bool, answer: int = 0) -> None:
+    def __init__(self, at: float, *, is_there: bool, answer: int = 0, answered_at: float = 0.0) -> None:
         self.at = at  # when a prompt with it was sent there last
         self.is_there = is_there  # an answer has shown it; else it is on its way
         self.answer = answer  # bytes of the answer to the prompt that ends with it; 0: none does
+        self.answered_at = answered_at  # when it came: that the prompt is sent again does not use the answer
+
+    def used(self, now: float) -> "_Entry":
+        """Return the same for blocks that were sent again."""
+        return _Entry(now, is_there=True, answer=self.answer, answered_at=self.answered_at)
 
 
 class PromptMemory:
@@ -50,7 +55,7 @@ class PromptMemory:
             if old is None or not old.is_there or old.at < oldest:
                 entries[key] = new
             else:
-                entries[key] = _Entry(now, is_there=True, answer=old.answer) if old.answer else there
+                entries[key] = old.used(now) if old.answer else there
         self._shrink(now)
 
     def answered(self, engine: InstanceId, blocks: PromptBlocks, answer: int, *, now: float) -> None:
@@ -58,10 +63,9 @@ class PromptMemory:
         there = _Entry(now, is_there=True)
         for name in reversed(blocks.names):
             old = self._entries.pop((engine, name), None)
-            kept = 0 if old is None else old.answer
-            self._entries[engine, name] = _Entry(now, is_there=True, answer=kept) if kept else there
+            self._entries[engine, name] = there if old is None or not old.answer else old.used(now)
         if blocks.names:
-            self._entries[engine, blocks.names[-1]] = _Entry(now, is_there=True, answer=answer)
+            self._entries[engine, blocks.names[-1]] = _Entry(now, is_there=True, answer=answer, answered_at=now)
         self._shrink(now)
 
     def matched(
@@ -82,7 +86,9 @@ class PromptMemory:
         if found is None:
             return 0
         end = blocks.ends[low - 1]
-        return end + min(found.answer, blocks.generated(low - 1)) if found.answer else end
+        if not found.answer or found.answered_at < oldest:
+            return end
+        return end + min(found.answer, blocks.generated(low - 1))
 
     def forget(self, engine: InstanceId, blocks: PromptBlocks, cached: int) -> None:
         """An engine has no more than the first ``cached`` bytes of a prompt."""

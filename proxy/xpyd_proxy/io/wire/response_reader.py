@@ -33,6 +33,7 @@ class ResponseReader:
         self.pieces: list[bytes] = []  # of the body, not yet taken
         self.loose = 0  # bytes since the last piece of a body, or since the last request
         self.between = False  # what comes is the first byte of a chunk
+        self._tail: bytes = b""  # the last bytes that the parser has had of a response in chunks
         self.forget_head()
 
     def feed(self, data: bytes) -> Exception | None:
@@ -115,7 +116,7 @@ class ResponseReader:
         self._has_length = False
         self._head_size = 0
         self._head = b""  # what the parser has not had, of a stream in good chunks
-        self._tail: bytes = b""  # the last bytes that the parser has had of a response in chunks
+        self._tail = b""
         self.headed = self.done = self.keeps = self.until_eof = self.between = False
 
     def on_message_begin(self) -> None:

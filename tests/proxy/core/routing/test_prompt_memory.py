@@ -93,6 +93,18 @@ def test_an_engine_can_say_that_it_has_less():
     assert 0 < left <= 700
 
 
+def test_an_answer_grows_old_though_its_prompt_is_sent_again():
+    """Only a prompt that goes on behind the answer uses the blocks of the answer."""
+    memory, asked, goes_on = PromptMemory(20.0), prompt("a"), prompt("a", "y" * 300, "z")
+    memory.sent(D0, asked, since=0.0, now=0.0)
+    memory.answered(D0, asked, 10_000, now=0.0)
+    memory.sent(D0, asked, since=0.0, now=15.0)
+
+    early, late = (memory.matched(D0, goes_on, since=0.0, now=now) for now in (15.0, 30.0))
+
+    assert late == asked.size < early
+
+
 ENGINES = [InstanceId(f"decode-{number}") for number in range(3)]
 MOST = 40
 LIFETIME_S = 20.0

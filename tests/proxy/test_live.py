@@ -112,6 +112,9 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
     looked_at = {
         "host",
         "kv_events",
+        "prefill_policy",
+        "decode_policy",
+        "max_decode_itl_s",
         "allow_unauthenticated",
         "tls_client_ca",
         "max_body_bytes",

@@ -620,6 +620,20 @@ async def test_an_upgrade_after_requests_on_the_same_connection(stage):
         await asyncio.to_thread(opened, client)
 
 
+async def test_an_offer_that_comes_in_two_pieces_becomes_a_session_that_lasts(tmp_path):
+    """The time for the head of a request ends with the head."""
+    async with staged(tmp_path, "--head-timeout", "0.5") as stage:
+        with RawClient(stage.port, timeout=2) as client:
+            client.send(GET.encode())
+            await stage.metric("xpyd_realtime_sessions_open")  # the router has read the first piece meanwhile
+            client.send((OFFER + "\r\n").encode())
+            assert (await asyncio.to_thread(client.incoming.until, b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+            client.incoming.exactly(2 + len(json.dumps(HELLO)))
+
+            with pytest.raises(TimeoutError):  # neither a frame nor an end
+                await asyncio.to_thread(client.incoming.exactly, 1)
+
+
 async def test_connections_are_counted_across_the_upgrade(tmp_path):
     """Each holds its place for as long as it is open, and gives it back once."""
     async with staged(tmp_path, "--max-connections", "2") as stage:

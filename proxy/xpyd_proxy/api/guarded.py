@@ -238,6 +238,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if b"upgrade" in head.shown and self.upgrades(head):
             if rest:
                 raise BadFraming("there are bytes behind an offer to upgrade: wait for its answer")
+            self.between = True  # its head is complete, or the time for that would end the session
             self._hand_over(head)
             return b""
         self._is_ours = self.takes(head)

@@ -5,9 +5,11 @@ import socket
 
 import pytest
 
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.plan import EngineKind, LocalPlan
 from xpyd_proxy.local.preflight import GIB, Machine, check, free_memory, look
+from xpyd_proxy.local.recipe import Connector
 
 GOOD = Machine(
     taken_ports=frozenset(),
@@ -121,4 +123,12 @@ def test_simulated_engines_have_no_kv_events():
 
     assert complaints(plan) == [
         "simulated engines have no cache to tell of: leave out --kv-events, or write --engine vllm"
+    ]
+
+
+@pytest.mark.parametrize("other", [{"connector": Connector.NIXL}, {"mode": TransferMode.PUSH}])
+def test_kv_goes_back_in_pull_with_our_connector_alone(other):
+    """vLLM's connector would ignore it without a word, and engines that push would refuse it one by one."""
+    assert complaints(LocalPlan(return_kv=True, **other)) == [
+        "--return-kv works with our connector in pull: leave it out, or write --connector xpyd --kv-transfer-mode pull"
     ]

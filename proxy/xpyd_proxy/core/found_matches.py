@@ -7,7 +7,7 @@ class FoundMatches:
     __slots__ = ("at", "coming", "engines", "events", "there", "told", "told_tokens")
 
     def __init__(self, at: float, told: int, events: int, engines: int) -> None:
-        """``at``: seconds; what has changed until then: ``told`` in the memory, ``events`` in the index, ``engines``."""
+        """``at``: seconds; ``told``, ``events``, ``engines``: changes of the memory, the index, the registry."""
         self.at = at
         self.told = told
         self.events = events

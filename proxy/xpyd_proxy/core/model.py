@@ -110,7 +110,9 @@ class RoutingHints:
     _blocks: PromptBlocks | None = field(compare=False, repr=False)  # since a policy has asked for them
     _ids: tuple[TokenPrompt | None] | None = field(compare=False, repr=False)  # likewise
     _known: tuple[KnownPrefix | None] | None = field(compare=False, repr=False)  # likewise
-    found: FoundMatches | None = field(compare=False, repr=False)  # what io/request_path/caches.py has just found for it
+    found: FoundMatches | None = field(
+        compare=False, repr=False
+    )  # what io/request_path/caches.py has just found for it
 
     def __init__(
         self,

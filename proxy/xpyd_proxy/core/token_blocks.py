@@ -119,7 +119,10 @@ def token_prompt(prompt: bytes | memoryview, context: Mapping[str, msgspec.Raw])
 
 def is_plain(context: Mapping[str, msgspec.Raw]) -> bool:
     """Tell whether the blocks of a request's prompt depend on no more than its token ids, salt and adapter."""
-    return all(context.get(name, NULL) == NULL for name in _OTHER_CONTENT)
+    for name in _OTHER_CONTENT:  # noqa: SIM110 (a generator takes twice as long)
+        if name in context and context[name] != NULL:
+            return False
+    return True
 
 
 def prompt_of(ids: Sequence[int], context: Mapping[str, msgspec.Raw]) -> TokenPrompt | None:

@@ -91,7 +91,12 @@ class Caches:
             return 0, _SENT
         since, now = member.life.cache_since, found.at
         if self._index is not None:
-            size, source = self._by_events(instance, ask, found, since=since, is_there=is_there)
+            prompt = ask.token_prompt
+            if prompt is None:
+                size, source = self._by_events(instance, ask, found, since=since, is_there=is_there)
+            else:
+                tokens, source = self._tokens(instance, ask, found), _EVENTS
+                size = None if tokens is None else len(ask.prompt) * tokens // prompt.count
             if size is not None:
                 if is_there:
                     return size, source
@@ -99,6 +104,12 @@ class Caches:
                 return max(size, self._memory.matched(instance.id, ask.blocks, since=since, now=now)), source
         sent = self._memory.matched(instance.id, ask.blocks, since=since, now=now, is_there=is_there)
         return sent, _SENT
+
+    def _tokens(self, instance: Instance, ask: RoutingHints, found: FoundMatches) -> int | None:
+        """Return how many tokens of the prompt an engine has by its own events, looked up once."""
+        if instance.id not in found.told_tokens:
+            found.told_tokens[instance.id] = self.tokens(instance, ask)
+        return found.told_tokens[instance.id]
 
     def tokens(self, instance: Instance, ask: RoutingHints) -> int | None:
         """Return how many tokens of the prompt an engine has by its own events; None: it or they are not known.
@@ -148,20 +159,14 @@ class Caches:
     def _by_events(
         self, instance: Instance, ask: RoutingHints, found: FoundMatches, *, since: float, is_there: bool
     ) -> tuple[int | None, CacheSource]:
-        """Return how many bytes of the prompt an engine has by its events; None: by what was sent alone.
+        """Return how many bytes of a text an engine has by its events; None: by what was sent alone.
 
         Of a longer text than is known, the events decide about its beginning. If all of that is there, what was sent
         says how far it goes on, but no further than there are blocks behind it.
         """
-        if instance.id in found.told_tokens:
-            tokens = found.told_tokens[instance.id]
-        else:
-            tokens = found.told_tokens[instance.id] = self.tokens(instance, ask)
+        tokens = self._tokens(instance, ask, found)
         if tokens is None:
             return None, _SENT
-        prompt = ask.token_prompt
-        if prompt is not None:
-            return len(ask.prompt) * tokens // prompt.count, _EVENTS
         known = self._prefix(ask)
         if known is None:
             return None, _SENT

@@ -61,6 +61,9 @@ class Omniscient:
         body = {name: json.loads(bytes(value)) for name, value in ask.context.items()}
         return len(ask.prompt) * self.world.truth(instance.id, body) // len(self.world.ids(body))
 
+    def matches(self, among, ask, *, is_there=False):
+        return [self.matched(instance, ask, is_there=is_there) for instance in among]
+
     def sent(self, instance, ask):
         """It sees what becomes of it."""
 

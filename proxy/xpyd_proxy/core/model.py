@@ -12,6 +12,7 @@ import msgspec
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fast_enum import FastStrEnum
+from xpyd_proxy.core.found_matches import FoundMatches
 from xpyd_proxy.core.known_prompts import KnownPrefix, KnownPrompts
 from xpyd_proxy.core.prompt_blocks import PromptBlocks
 from xpyd_proxy.core.raw_json import TRUE, Fields
@@ -109,6 +110,9 @@ class RoutingHints:
     _blocks: PromptBlocks | None = field(compare=False, repr=False)  # since a policy has asked for them
     _ids: tuple[TokenPrompt | None] | None = field(compare=False, repr=False)  # likewise
     _known: tuple[KnownPrefix | None] | None = field(compare=False, repr=False)  # likewise
+    found: FoundMatches | None = field(
+        compare=False, repr=False
+    )  # what io/request_path/caches.py has just found for it
 
     def __init__(
         self,
@@ -131,6 +135,7 @@ class RoutingHints:
         self._blocks = None
         self._ids = None
         self._known = None
+        self.found = None
 
     @property
     def blocks(self) -> PromptBlocks:

@@ -41,6 +41,8 @@ def decode(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
 
 def maybe(data: bytes | msgspec.Raw, wanted: type[T]) -> T | None:
     """Decode JSON into a type, or return None: it is null, or of another type, or no JSON."""
+    if data is NULL:  # a field that is not there: an error of msgspec's takes as long as a small object
+        return None
     decoder = _DECODERS.get(wanted)
     if decoder is None:
         decoder = _DECODERS[wanted] = msgspec.json.Decoder(wanted)

@@ -65,6 +65,7 @@ class CacheIndex:
         self._engines: dict[InstanceId, _EngineCaches] = {}
         self._of: dict[InstanceId, tuple[_EngineCaches, int | None]] = {}  # by instance: its engine and rank
         self._blocks = 0
+        self.changes = 0  # what was found stays true while this is the same
 
     def __len__(self) -> int:
         return self._blocks
@@ -72,6 +73,7 @@ class CacheIndex:
     def open(self, engine: InstanceId, members: Mapping[InstanceId, int | None]) -> None:
         """Begin with an engine of which nothing is known; ``members``: the ranks of the instances it is."""
         self.forget(engine)
+        self.changes += 1
         found = self._engines[engine] = _EngineCaches(members)
         for name, rank in members.items():
             self._of[name] = (found, rank)
@@ -81,6 +83,7 @@ class CacheIndex:
         found = self._engines.pop(engine, None)
         if found is None:
             return
+        self.changes += 1
         self._blocks -= found.blocks
         for name in found.members:
             self._of.pop(name, None)
@@ -114,6 +117,7 @@ class CacheIndex:
         found = self._engines.get(engine)
         if found is None or found.is_dropped:
             return
+        self.changes += 1
         rank = self._rank(found, batch.data_parallel_rank or 0)
         if rank is None:
             return
@@ -121,6 +125,7 @@ class CacheIndex:
             rank.is_whole = True
         done = 0
         for raw in batch.events:
+            self.changes += 1  # before each of them: what is asked between two steps may be remembered
             event = read_event(raw)
             if isinstance(event, BlockStored):
                 for place in range(_STEP, len(event.block_hashes), _STEP):
@@ -160,6 +165,7 @@ class CacheIndex:
 
     def _stored(self, engine: _EngineCaches, rank: RankCache, event: BlockStored, start: int) -> None:
         """Take in a part of an event: the blocks from ``start`` on."""
+        self.changes += 1
         if not _is_here(event.medium, event.locality):
             engine.counts.ignored += not start
         elif not self._is_full(engine) and (group := self._group(engine, rank, event)) is not None:

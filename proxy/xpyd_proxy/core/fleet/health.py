@@ -227,6 +227,7 @@ class EngineHealth:
         """A leg failed. What is not held against it (4xx, busy) shows that it is alive, and counts nothing."""
         if failure in _LOSES_CACHE:
             self.cache_since = now
+            self.changes.count += 1
         if self.state not in _JUDGED:
             return
         if failure not in _SAID:

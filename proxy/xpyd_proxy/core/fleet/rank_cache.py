@@ -73,14 +73,15 @@ class RankCache:
 
     def cached(self, prompt: TokenPrompt, lora: str | None) -> int:
         """Return how many tokens of a prompt need not be computed: vLLM computes at least the last one."""
+        if len(self.groups) == 1:
+            (group,) = self.groups.values()
+            return _held(group, prompt, (prompt.count - 1) // group.size, lora) * group.size if group.is_full else 0
         fulls = [group for group in self.groups.values() if group.is_full]
         if not fulls:
             return 0
         hashes, most = dict[int, BlockHash](), prompt.count
         for group in fulls:
             most = min(most, _walk(group, prompt, lora, hashes))
-        if len(self.groups) == 1:
-            return most
         step = lcm(*(group.size for group in self.groups.values()))
         tails = [group for group in self.groups.values() if not group.is_full]
         end = most // step * step
@@ -112,9 +113,14 @@ class RankCache:
 
 def _held(group: GroupBlocks, prompt: TokenPrompt, most: int, lora: str | None) -> int:
     """Return how many blocks a full group has from the beginning on, of ``most``."""
-    size, hash_of, place = group.size, group.hash_of, 0
+    size, hash_of = group.size, group.hash_of
     keys = prompt.keys(size, lora)
-    while place < most and (keys[place] if place < len(keys) else prompt.more(keys, size, lora)) in hash_of:
+    made = keys[:most]
+    for place, key in enumerate(made):
+        if key not in hash_of:
+            return place
+    place = len(made)
+    while place < most and prompt.more(keys, size, lora) in hash_of:
         place += 1
     return place
 

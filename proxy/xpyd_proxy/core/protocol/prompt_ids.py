@@ -20,7 +20,7 @@ _UNEVEN: Final = ("tools", "documents")  # some templates write them before the 
 
 def may_tell_ids(call: GenerationRequest, ask: RoutingHints) -> bool:
     """Tell whether a prefill engine can tell all that decides which cache blocks a request's prompt has."""
-    if call.api not in _FOR or not is_plain(call.fields) or ask.token_prompt is not None:
+    if call.api not in _FOR or ask.token_prompt is not None or not is_plain(call.fields):
         return False
     blocks = ask.blocks
     return blocks.is_compared and not blocks.has_media

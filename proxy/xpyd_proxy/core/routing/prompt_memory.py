@@ -41,25 +41,35 @@ class PromptMemory:
         self._lifetime_s = lifetime_s  # without use
         self._most = most
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
+        self.changes = 0  # but for time, what was matched stays true while this is the same
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def sent(self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float) -> None:
         """A prompt is sent to an engine, which will have it in its cache."""
-        new, there = _Entry(now, is_there=False), _Entry(now, is_there=True)
+        self.changes += 1
+        new: _Entry | None = None
+        there: _Entry | None = None
         entries, oldest = self._entries, max(since, now - self._lifetime_s)
         for name in reversed(blocks.names):
             key = engine, name
             old = entries.pop(key, None)
             if old is None or not old.is_there or old.at < oldest:
+                if new is None:
+                    new = _Entry(now, is_there=False)
                 entries[key] = new
+            elif old.answer:
+                entries[key] = old.used(now)
             else:
-                entries[key] = old.used(now) if old.answer else there
+                if there is None:
+                    there = _Entry(now, is_there=True)
+                entries[key] = there
         self._shrink(now)
 
     def answered(self, engine: InstanceId, blocks: PromptBlocks, answer: int, *, now: float) -> None:
         """An engine has decoded a prompt, and answered with so many bytes: both are in its cache."""
+        self.changes += 1
         there = _Entry(now, is_there=True)
         for name in reversed(blocks.names):
             old = self._entries.pop((engine, name), None)
@@ -92,6 +102,7 @@ class PromptMemory:
 
     def forget(self, engine: InstanceId, blocks: PromptBlocks, cached: int) -> None:
         """An engine has no more than the first ``cached`` bytes of a prompt."""
+        self.changes += 1
         for name, end in zip(blocks.names, blocks.ends, strict=True):
             if end > cached:
                 self._entries.pop((engine, name), None)

@@ -4,17 +4,19 @@ A prompt of token ids is looked up in the index of their events. Of a text or a 
 may be known, with which it begins: events then say whether that much is there, and what was sent says the rest.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.fleet.cache_index import CacheIndex
 from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.found_matches import FoundMatches
 from xpyd_proxy.core.known_prompts import HeldBeginning, KnownPrefix, KnownPrompts
 from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from xpyd_proxy.core.routing.prompt_memory import PromptMemory
 
 _ON_ITS_WAY_S: Final = 5.0  # for so long a prompt that was sent counts before the engine's events tell of it
+_SAME_S: Final = 0.1  # for so long the passing of time changes nothing that matters
 _TOKEN_BYTES: Final = 4.0  # bytes of a prompt's JSON that a token is taken to have, at least
 _SLACK: Final = 1.25  # what follows a prompt may have so many times its bytes for each token
 
@@ -52,22 +54,49 @@ class Caches:
 
     def matched(self, instance: Instance, ask: RoutingHints, /, *, is_there: bool = False) -> int:
         """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does not count."""
-        if self._index is not None:
-            return self._found(instance, ask, is_there=is_there)[0]
-        member = self._registry.get(instance.id)
-        if member is None:
-            return 0
-        since, now = member.life.cache_since, self._clock()
-        return self._memory.matched(instance.id, ask.blocks, since=since, now=now, is_there=is_there)
+        return self.matches((instance,), ask, is_there=is_there)[0]
 
-    def _found(self, instance: Instance, ask: RoutingHints, *, is_there: bool) -> tuple[int, CacheSource]:
-        """Return the same, and how it is known."""
+    def matches(self, among: Sequence[Instance], ask: RoutingHints, /, *, is_there: bool = False) -> list[int]:
+        """Return the same for each of some engines. It is looked up once, while a request's engines are chosen."""
+        found = self._recent(ask)
+        known, sizes = found.there if is_there else found.coming, list[int]()
+        for instance in among:
+            size = known.get(instance.id)
+            if size is None:
+                size = known[instance.id] = self._found(instance, ask, found, is_there=is_there)[0]
+            sizes.append(size)
+        return sizes
+
+    def _recent(self, ask: RoutingHints) -> FoundMatches:
+        """Return what was found for a request a moment ago, if nothing has changed since."""
+        found, now = ask.found, self._clock()
+        told, engines = self._memory.changes, self._registry.changes.count
+        events = 0 if self._index is None else self._index.changes
+        if (
+            found is None
+            or found.told != told
+            or found.events != events
+            or found.engines != engines
+            or now > found.at + _SAME_S
+        ):
+            found = ask.found = FoundMatches(now, told, events, engines)
+        return found
+
+    def _found(
+        self, instance: Instance, ask: RoutingHints, found: FoundMatches, *, is_there: bool
+    ) -> tuple[int, CacheSource]:
+        """Return how many bytes of the prompt an engine has, and how it is known."""
         member = self._registry.get(instance.id)
         if member is None:
             return 0, _SENT
-        since, now = member.life.cache_since, self._clock()
+        since, now = member.life.cache_since, found.at
         if self._index is not None:
-            size, source = self._by_events(instance, ask, since=since, now=now, is_there=is_there)
+            prompt = ask.token_prompt
+            if prompt is None:
+                size, source = self._by_events(instance, ask, found, since=since, is_there=is_there)
+            else:
+                tokens, source = self._tokens(instance, ask, found), _EVENTS
+                size = None if tokens is None else len(ask.prompt) * tokens // prompt.count
             if size is not None:
                 if is_there:
                     return size, source
@@ -76,6 +105,12 @@ class Caches:
         sent = self._memory.matched(instance.id, ask.blocks, since=since, now=now, is_there=is_there)
         return sent, _SENT
 
+    def _tokens(self, instance: Instance, ask: RoutingHints, found: FoundMatches) -> int | None:
+        """Return how many tokens of the prompt an engine has by its own events, looked up once."""
+        if instance.id not in found.told_tokens:
+            found.told_tokens[instance.id] = self.tokens(instance, ask)
+        return found.told_tokens[instance.id]
+
     def tokens(self, instance: Instance, ask: RoutingHints) -> int | None:
         """Return how many tokens of the prompt an engine has by its own events; None: it or they are not known.
 
@@ -83,10 +118,10 @@ class Caches:
         """
         if self._index is None:
             return None
-        facts, prompt = self._registry.facts(instance), ask.token_prompt
-        if facts.adapters is None:  # until its first probe
+        member, prompt = self._registry.get(instance.id), ask.token_prompt
+        if member is None or member.facts.adapters is None:  # until its first probe
             return None
-        adapter = ask.model if ask.model in facts.adapters else None
+        adapter = ask.model if ask.model in member.facts.adapters else None
         if prompt is not None:
             return self._index.cached(instance.id, prompt, adapter)
         known = self._prefix(ask)
@@ -106,7 +141,8 @@ class Caches:
     def sources_by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, CacheSource]:
         """Return how it is known what each engine has."""
         known = [instance for role in Role for instance in self._registry.known(role)]
-        return {one.id: self._found(one, ask, is_there=one.role is Role.DECODE)[1] for one in known}
+        found = self._recent(ask)
+        return {one.id: self._found(one, ask, found, is_there=one.role is Role.DECODE)[1] for one in known}
 
     def _prefix(self, ask: RoutingHints) -> KnownPrefix | None:
         known = self._known
@@ -121,19 +157,16 @@ class Caches:
         return known.held[instance.id]
 
     def _by_events(
-        self, instance: Instance, ask: RoutingHints, *, since: float, now: float, is_there: bool
+        self, instance: Instance, ask: RoutingHints, found: FoundMatches, *, since: float, is_there: bool
     ) -> tuple[int | None, CacheSource]:
-        """Return how many bytes of the prompt an engine has by its events; None: by what was sent alone.
+        """Return how many bytes of a text an engine has by its events; None: by what was sent alone.
 
         Of a longer text than is known, the events decide about its beginning. If all of that is there, what was sent
         says how far it goes on, but no further than there are blocks behind it.
         """
-        tokens = self.tokens(instance, ask)
+        tokens = self._tokens(instance, ask, found)
         if tokens is None:
             return None, _SENT
-        prompt = ask.token_prompt
-        if prompt is not None:
-            return len(ask.prompt) * tokens // prompt.count, _EVENTS
         known = self._prefix(ask)
         if known is None:
             return None, _SENT
@@ -144,7 +177,7 @@ class Caches:
             return None, _SENT
         if not held.is_whole:
             return known.size * tokens // known.count, _EVENTS
-        sent = self._memory.matched(instance.id, ask.blocks, since=since, now=now, is_there=is_there)
+        sent = self._memory.matched(instance.id, ask.blocks, since=since, now=found.at, is_there=is_there)
         if not known.has_media:
             behind = held.beyond + known.count - held.tokens
             sent = min(sent, known.size + int(behind * max(_TOKEN_BYTES, _SLACK * known.byte_share)))

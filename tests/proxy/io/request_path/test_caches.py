@@ -8,6 +8,7 @@ import pytest
 
 from support.chatting import LEAST, World, play, said
 from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.io.request_path.caches import CacheSource
 
 SENT, EVENTS, BOTH = CacheSource.SENT, CacheSource.EVENTS, CacheSource.EVENTS_AND_SENT
@@ -206,3 +207,80 @@ def test_chats_hit_what_they_would_if_all_were_known_and_nothing_is_imagined(blo
 def test_nothing_is_imagined_where_a_template_rewrites_answers():
     """Every turn's end is another one in history."""
     assert imagined_in(World(blocks=300, thinks=True), 5, 150) == []
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_what_was_found_for_a_request_holds_until_another_one_is_sent(role):
+    """Its engines are chosen in several steps, and each engine is looked up once."""
+    world = World()
+    _, ask = world.request(chat(LONG))
+    one = world.fleet.known(role)[0]
+    caches = world.fleet.caches
+    assert caches.matched(one, ask) == 0
+    found = ask.found
+    assert (caches.matched(one, ask), ask.found) == (0, found)
+
+    caches.sent(one, world.request(chat(LONG))[1])
+
+    assert caches.matched(one, ask) >= SIZE - 2
+    assert ask.found is not found
+
+
+def test_what_was_found_for_a_request_ends_with_an_event():
+    """What an engine stores or evicts meanwhile counts at once."""
+    world = World()
+    name = served(world, chat(LONG))
+    _, ask = world.request(chat(LONG))
+    (one,) = (each for each in world.fleet.known(Role.DECODE) if each.id == name)
+    caches = world.fleet.caches
+    had = caches.matched(one, ask)
+    for number in range(8):
+        world.serve(chat(text(200, 100 + number)), "other")
+    ask.found = None
+    caches.matched(one, ask)
+    found = ask.found
+
+    world.told()
+    caches.matched(one, ask)
+
+    assert had > SIZE // 2
+    assert ask.found is not found
+
+
+def test_what_was_found_for_a_request_ends_when_an_engine_loses_its_cache():
+    """A leg that cannot reach its engine shows it: it may come back as another process."""
+    world = World()
+    _, ask = world.request(chat(LONG))
+    one = world.fleet.known(Role.DECODE)[0]
+    caches = world.fleet.caches
+    caches.sent(one, ask)
+    assert caches.matched(one, ask) > 0
+
+    world.now += 0.001
+    world.fleet.ended(one, "r", Failure.UNREACHABLE)
+
+    assert caches.matched(one, ask) == 0
+
+
+def test_what_was_found_for_a_request_ends_with_time():
+    """What is on its way counts for five seconds, and what was sent has a lifetime."""
+    world = World()
+    _, ask = world.request(chat(LONG))
+    one = world.fleet.known(Role.PREFILL)[0]
+    caches = world.fleet.caches
+    caches.matched(one, ask)
+    found = ask.found
+
+    world.now += 0.2
+    caches.matched(one, ask)
+
+    assert ask.found is not found
+
+
+def test_a_request_that_is_sent_again_is_looked_up_again():
+    world = World()
+    _, ask = world.request(chat(LONG))
+    world.fleet.caches.matched(world.fleet.known(Role.DECODE)[0], ask)
+
+    assert ask.found is not None
+    assert ask.once_more().found is None

@@ -13,8 +13,8 @@ SLACK: Final = 4.0  # how much more load than the least loaded engine an engine 
 class PromptCaches(Protocol):
     """What engines have in their caches, now, as far as is known (core/routing/prompt_memory.py)."""
 
-    def matched(self, instance: Instance, ask: RoutingHints, /, *, is_there: bool = False) -> int:
-        """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does not count."""
+    def matches(self, among: Sequence[Instance], ask: RoutingHints, /, *, is_there: bool = False) -> Sequence[int]:
+        """Return how many bytes of the prompt engines have; ``is_there``: what is on its way does not count."""
         ...
 
     def sent(self, instance: Instance, ask: RoutingHints, /) -> None:
@@ -43,12 +43,12 @@ class Prefix:
 
     def cached(self, among: Sequence[Instance], ask: RoutingHints) -> int:
         """Return how many bytes of the prompt the engine has that would be chosen, whichever of equals it is."""
-        return min([self._caches.matched(instance, ask, is_there=True) for instance in self._best(among, ask)])
+        return min(self._caches.matches(self._best(among, ask), ask, is_there=True))
 
     def holders(self, among: Sequence[Instance], ask: RoutingHints) -> Sequence[Instance]:
         """List the engines that would be chosen for what they have in their cache; none, if that decides nothing."""
         best = self._best(among, ask)
-        has_some = bool(ask.prompt) and self._caches.matched(best[0], ask) > 0
+        has_some = bool(ask.prompt) and self._caches.matches(best[:1], ask)[0] > 0
         return best if has_some and (len(best) < len(among) or len(among) == 1) else ()
 
     def copy(self) -> "Prefix":
@@ -60,12 +60,10 @@ class Prefix:
             return among
         loads = [self._load(instance) for instance in among]
         most = min(loads) + SLACK
-        matches = [
-            self._caches.matched(instance, ask) if load <= most else -1
-            for instance, load in zip(among, loads, strict=True)
-        ]
+        if max(loads) > most:
+            among = [instance for instance, load in zip(among, loads, strict=True) if load <= most]
+        matches = self._caches.matches(among, ask)
         longest = max(matches)
-        if longest < LEAST and longest * 2 < len(ask.prompt):
-            longest = 0
-            matches = [min(match, 0) for match in matches]
+        if (longest < LEAST and longest * 2 < len(ask.prompt)) or longest == min(matches):
+            return among
         return [instance for instance, match in zip(among, matches, strict=True) if match == longest]

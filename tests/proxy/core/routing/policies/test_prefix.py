@@ -23,8 +23,8 @@ class Known:
     def __init__(self, most=1000):
         self.memory = PromptMemory(1.0, most=most)
 
-    def matched(self, instance, asked, *, is_there=False):
-        return self.memory.matched(instance.id, asked.blocks, since=0.0, now=0.0, is_there=is_there)
+    def matches(self, among, asked, *, is_there=False):
+        return [self.memory.matched(i.id, asked.blocks, since=0.0, now=0.0, is_there=is_there) for i in among]
 
     def sent(self, instance, asked):
         self.memory.sent(instance.id, asked.blocks, since=0.0, now=0.0)

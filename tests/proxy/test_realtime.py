@@ -359,6 +359,22 @@ async def test_a_message_of_too_many_fragments_ends_the_session(stage):
     assert found[:1] + found[2:] == b"\x88" + (1009).to_bytes(2, "big")
 
 
+async def test_too_many_messages_at_once_end_the_session(stage):
+    """An empty one costs a client six bytes, and the router hundreds until the engine has it."""
+
+    async def reads_nothing(session):
+        session.transport.pause_reading()
+        await session.wait_closed()
+
+    stage.engine.behave = reads_nothing
+    with RawClient(stage.port) as client:
+        await asyncio.to_thread(opened, client)
+        client.send((b"\x82\x80" + b"\0" * 4) * 200_000)
+        found = await asyncio.to_thread(client.incoming.exactly, 4)
+
+    assert found[:1] + found[2:] == b"\x88" + (1009).to_bytes(2, "big")
+
+
 async def test_times_of_a_session(tmp_path):
     """Idle ones, and all of them in the end; what is said counts, pings do not."""
     flags = ("--realtime-idle-timeout", "1", "--realtime-timeout", "3", "--realtime-max-sessions", "1")

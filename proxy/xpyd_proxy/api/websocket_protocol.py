@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from xpyd_proxy.api.clients import Clients
 
 _FRAGMENTS_MOST: Final = 4096  # of one message; an empty one costs a client six bytes
+_MESSAGES_MOST: Final = 4096  # that wait for the engine: one read may hold forty thousand empty ones
 _LINGER_S: Final = 5.0  # seconds for a client to take what was written when its session is over
 _QUIET: Final = logging.getLogger("xpyd.websocket.client")
 _QUIET.setLevel(logging.ERROR)
@@ -69,6 +70,16 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             super().handle_cont(event)
         elif not self.close_sent:
             self.conn.fail(TOO_LARGE, f"a message may have {_FRAGMENTS_MOST} fragments")
+            self.handle_parser_exception()
+
+    def send_receive_event_to_app(self) -> None:
+        """Queue a whole message; uvicorn stops to read behind the first one, but has all of one read by then."""
+        if self.queue.qsize() < _MESSAGES_MOST:
+            super().send_receive_event_to_app()
+            return
+        self.frames = []
+        if not self.close_sent:
+            self.conn.fail(TOO_LARGE, f"{_MESSAGES_MOST} messages may come at once")
             self.handle_parser_exception()
 
     def on_task_complete(self, task: "asyncio.Task[None]") -> None:

@@ -38,6 +38,7 @@ from xpyd_proxy.settings import Settings
 logger = logging.getLogger(__name__)
 _OK: Final = 200
 _FASTER: Final = SingleEngineReason.FASTER
+_BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)  # what the engine has decided
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 _RANK: Final = b"x-data-parallel-rank"
 _RELEASES_MOST: Final = 16  # decode engines of which one is asked to free blocks
@@ -232,7 +233,7 @@ class Attempt(LegOwner):
         decodes = self.usable(Role.DECODE)
         if self.prefill is None:
             # The engine that failed was to serve it alone because of its cache: others may need a prefill engine.
-            return () if self.record.single_reason is SingleEngineReason.CACHED else decodes
+            return () if self.record.single_reason in _BY_CACHE else decodes
         if lent_by is not None and of.clock() >= lent_by.handed_over_at + self._settings.handoff_timeout_s:
             return ()
         fitting = of.fleet.fitting(self.prefill.instance, decodes)

@@ -14,6 +14,7 @@ COMPUTED, HIT = "vllm:prompt_tokens_by_source_total|local_compute", "vllm:prompt
 KEYS = {"ADMIN_API_KEY": KEY, "XPYD_PREFILL_API_KEY": KEY, "XPYD_DECODE_API_KEY": KEY}
 
 PREFIX = ("--prefill-policy", "prefix", "--decode-policy", "prefix", "--kv-events", "auto")
+EXPECTED = ("--prefill-policy", "expected_ttft", "--decode-policy", "expected_ttft", "--kv-events", "auto")
 ALONE = ("--min-split-new-bytes", "800")
 ROUND_ROBIN = "round_robin"  # what the others are compared with
 # Arguments of ``xpyd serve`` by the name of the configuration. A name that ends in IDS has prompts of token ids, which
@@ -24,8 +25,9 @@ ROUTERS = {
     "prefix": (*PREFIX, *ALONE),
     "prefix, ids": (*PREFIX, *ALONE),
     "prefix, split": PREFIX,
+    "expected_ttft": (*EXPECTED, *ALONE),
 }
-USUAL = (ROUND_ROBIN, "prefix", "prefix, ids")
+USUAL = (ROUND_ROBIN, "prefix", "prefix, ids", "expected_ttft")
 
 
 @dataclass

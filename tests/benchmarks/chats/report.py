@@ -12,6 +12,7 @@ SIDES = {
     "prefix": "`prefix` on both legs, `--kv-events auto`, `--min-split-new-bytes 800`",
     "prefix, ids": "the same, and clients send prompts as token ids, so that the router can look them up",
     "prefix, split": "`prefix` on both legs, `--kv-events auto`: every turn is split",
+    "expected_ttft": "`expected_ttft` on both legs, `--kv-events auto`, `--min-split-new-bytes 800`",
 }
 WORST = 5  # turns that missed most, for the raw numbers
 HIT_GOAL, TTFT_GOAL, ITL_GOAL = 0.95, 0.6, 1.1

@@ -276,9 +276,12 @@ class Attempt(LegOwner):
         of.releaser.release(prefill, [self._about_blocks(decode, body) for decode in decodes])
 
     def _abandon(self, leg: EngineLeg) -> None:
-        """Free what a prefill that was dropped may have leased by now; a decode leg would settle that itself."""
+        """Free what a prefill that was dropped, or has failed, may have leased by now.
+
+        A decode leg would settle that itself, and so does the release of an answer that could be read.
+        """
         call = self._plan.call
-        if call is not None and leg.was_sent and not leg.complete and self.decode is None:
+        if call is not None and leg.was_sent and self.decode is None:
             body = abandon_body(call.fields, self.transfer)
             self._of.releaser.abandon(leg.instance, self._about_blocks(leg.instance, body))
 
@@ -405,6 +408,8 @@ class Attempt(LegOwner):
             if self.is_streaming or (self.decode is not None and self.decode.shown is not None):
                 self.record.prefill_error = str(failed)  # the client is not concerned
         self.close(leg)
+        if leg is self.prefill and leg.status == _OK:  # it had a prompt to show for it, and so a lease
+            self._abandon(leg)
         self._life.wake()
 
     def crash(self, bug: Exception, /) -> None:
@@ -517,7 +522,7 @@ class Attempt(LegOwner):
         for leg in (self.decode, self.prefill):
             if leg is not None and not leg.is_closed:
                 self.close(leg)
-                if leg is self.prefill:
+                if leg is self.prefill and not leg.complete:
                     self._abandon(leg)
         if self._slot is not None:
             self._leave_slot()

@@ -212,6 +212,34 @@ async def test_a_prefill_whose_client_left_is_abandoned():
     assert notes.told == [("prefill-0", True)]
 
 
+async def test_a_prefill_whose_good_answer_cannot_be_read_is_abandoned():
+    """It has computed the prompt, and nobody knows what it has leased: each try has a name of its own."""
+
+    async def half(leg):
+        return EngineResponse(200, "application/json", b'{"id":"cmpl-')
+
+    router = router_of(engines := Abandoned(half, good_decode))
+    client = await served(router)
+    await drained(router)
+
+    names = [params_of(leg)["transfer_id"] for leg in engines.of(Role.PREFILL)]
+    assert client.status == 502
+    assert [json.loads(leg.body)["kv_transfer_params"]["abandoned_transfer_id"] for leg in engines.abandoned] == names
+
+
+async def test_a_prefill_that_refuses_is_not_abandoned():
+    """It has computed nothing."""
+
+    async def refuses(leg):
+        return EngineResponse(500, "application/json", b"{}")
+
+    router = router_of(engines := Abandoned(refuses, good_decode))
+    await served(router)
+    await drained(router)
+
+    assert engines.abandoned == []
+
+
 async def test_a_prefill_that_was_never_sent_is_not_abandoned():
     """The engine knows nothing of it."""
     assert await left(Abandoned(never, never, connects=False)) == []

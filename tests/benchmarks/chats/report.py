@@ -111,7 +111,7 @@ def _phase(name, found):
             _ms(each["gap_p50"]), _ms(each["gap_p99"]), _ratio(each, base, "gap_p99"),
         ])  # fmt: skip
     heads = [
-        "configuration", "texts equal", "hit rate / oracle's", "computed / nobody had", "D alone", "TTFT p50, ms",
+        "configuration", "texts equal", "hit rate / oracle's", "computed / cached nowhere", "D alone", "TTFT p50, ms",
         "p95", "p50 / round robin", "ITL p50, ms", "p99", "p99 / round robin",
     ]  # fmt: skip
     about = f"{ABOUT[name]} {found['chats']} chats for each configuration, {found['seconds']:.0f} s."

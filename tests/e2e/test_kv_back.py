@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from tokenizers import Tokenizer
 
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.shapes import TWO_RANKS
+from support.words import one_token_words
 from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -163,13 +163,7 @@ def test_nothing_is_read_that_is_not_the_prompts(both, change):
 @pytest.fixture(scope="module")
 def words(model):
     """Words that are a token each, whatever stands beside them: an answer has the same tokens in the next turn."""
-    tokens = Tokenizer.from_file(str(model / "tokenizer.json"))
-    texts = {token: tokens.decode([token]) for token in range(tokens.get_vocab_size())}
-    return {
-        token: text
-        for token, text in texts.items()
-        if text[:1] == " " and text[1:].isalpha() and tokens.encode(text, add_special_tokens=False).ids == [token]
-    }
+    return one_token_words(model)
 
 
 def says(url, words, seed, *, stream, turns=TURNS):

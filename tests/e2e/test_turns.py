@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
-from tokenizers import Tokenizer
 
 from support.cluster import Watch
 from support.storm import salt
+from support.words import one_token_words
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -25,13 +25,7 @@ TURNS = 5
 @pytest.fixture(scope="module")
 def words(model):
     """Words that are a token each, whatever stands beside them: a text of them has the same tokens in the next turn."""
-    tokens = Tokenizer.from_file(str(model / "tokenizer.json"))
-    texts = {token: tokens.decode([token]) for token in range(tokens.get_vocab_size())}
-    return {
-        token: text
-        for token, text in texts.items()
-        if text[:1] == " " and text[1:].isalpha() and tokens.encode(text, add_special_tokens=False).ids == [token]
-    }
+    return one_token_words(model)
 
 
 @dataclass

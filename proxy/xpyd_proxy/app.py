@@ -104,10 +104,14 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """How tests have a router reach engines without a network: its probes by a transport, its legs by ``dial``."""
+    """How tests have a router reach engines without a network: its probes by a transport, its legs by ``dial``.
+
+    ``clock`` tells the seconds that the router judges by; timers are the event loop's all the same.
+    """
 
     transport: httpx.AsyncBaseTransport
     dial: Dial
+    clock: Callable[[], float] = time.monotonic
 
 
 def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerContext | None = None) -> Router:
@@ -120,25 +124,25 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             spans are asked for and their library is missing.
     """
     check(settings)
-    sites, crew = Sites(settings, socket.gethostname()), worker_group(place, settings, time.monotonic)
+    transport, dial, clock = (
+        (None, None, time.monotonic) if fabric is None else (fabric.transport, fabric.dial, fabric.clock)
+    )
+    sites, crew = Sites(settings, socket.gethostname()), worker_group(place, settings, clock)
     registry = crew.registry
     for role, addresses in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for address in addresses:
-            registry.add_target(role, Target.parse(address), now=time.monotonic())
+            registry.add_target(role, Target.parse(address), now=clock())
     learned = PushCoordinates(at_once=TRANSFER_POLICIES[settings.kv_transfer_mode].at_once)
     index, known = _cache_knowledge(settings)
-    fleet = fleet_of(
-        settings, registry, learned, time.monotonic, random.randrange, turn=crew.number, index=index, known=known
-    )
+    fleet = fleet_of(settings, registry, learned, clock, random.randrange, turn=crew.number, index=index, known=known)
     outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
-    transport, dial = (None, None) if fabric is None else (fabric.transport, fabric.dial)
     resolve = resolved if transport is None else None  # with the transport of a test it connects nowhere
     guard = Guard(AllowList.parse(settings.allowed_instances), registry.is_given, resolve)
     engines = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=dial)
-    gate, lifetime = Gate(settings, time.monotonic), Lifetime()
+    gate, lifetime = Gate(settings, clock), Lifetime()
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), BodyReader()
     salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
-    telemetry, queue = Telemetry(Counters(_PATHS), time.monotonic), gate.admission
+    telemetry, queue = Telemetry(Counters(_PATHS), clock), gate.admission
     traces, releaser = _traces(settings), Releaser(engines, told=(telemetry,))
     requests = Requests(
         intake=Intake(settings, lifetime, keyring, sites, salts, _sessions(settings)),
@@ -155,7 +159,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         examiner=examiner,
         telemetry=telemetry,
         settings=settings,
-        clock=time.monotonic,
+        clock=clock,
         new_id=new_id,
         new_transfer=new_transfer,
         request_over=telemetry.request_over,
@@ -170,13 +174,13 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         transport=transport,
         guard=guard,
     )
-    prober = Prober(registry, checks, settings, time.monotonic, random.random, give_up=engines.give_up)
+    prober = Prober(registry, checks, settings, clock, random.random, give_up=engines.give_up)
     inflow, followers = (
         InflowWatch(registry, checks.metrics, telemetry),
         _followers(registry, checks, index, known, telemetry),
     )
-    discovery = _discovery(crew.stored(settings), registry, time.monotonic, crew.tell)
-    status = Status(telemetry, registry, time.monotonic, lambda: requests.settings.decode_only_fallback)
+    discovery = _discovery(crew.stored(settings), registry, clock, crew.tell)
+    status = Status(telemetry, registry, clock, lambda: requests.settings.decode_only_fallback)
     reloads = FileReloads(lambda: requests.settings, server_tls(settings), tls, keyring, outbound, telemetry.counters)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
@@ -192,7 +196,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         fleet.shares_loads,
         fleet.caches,
     )
-    access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, time.monotonic), settings.max_body_bytes)
+    access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, clock), settings.max_body_bytes)
     keys, browsers = (
         CLIENT_KEYS if keyring.keys is not None else (),
         require_any_key(settings.admin_key, keyring, by_browsers=True),
@@ -207,7 +211,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         ),
         probe_routes(fleet, discovery, lifetime),
         admin_routes(fleet, models, discovery, guard=guard, keyring=keyring, access=access),
-        instance_routes(InstanceAdmin(registry, explainer, time.monotonic, discovery, crew.is_drained), access),
+        instance_routes(InstanceAdmin(registry, explainer, clock, discovery, crew.is_drained), access),
         model_routes(models, keys),
     )
     app = new_application(_lifespan(registry, running, traces))
@@ -215,7 +219,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     app.add_middleware(
         RequestContextMiddleware,
         new_id=new_id,
-        clock=time.monotonic,
+        clock=clock,
         spans=traces,
         request_over=telemetry.request_over,
     )
@@ -225,7 +229,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         [*endpoint_routes(Endpoints(requests), keys=keys), *_realtime(requests, outbound, tls, guard)]
     )
     app.include_router(document_routes(app, settings.admin_key, browsers))
-    live = Live(registry, requests, gate, keyring, outbound, time.monotonic)
+    live = Live(registry, requests, gate, keyring, outbound, clock)
     return Router(app, requests, lifetime, live, telemetry, reloads.server_tls)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from support.clock import Clock
 from support.sim import InMemory, router, sims
 from xpyd_proxy.app import build
 from xpyd_proxy.core.model import Api
@@ -162,10 +163,11 @@ async def test_a_turn_whose_engine_is_gone_is_routed_anew():
 
 async def test_what_was_long_ago_is_forgotten():
     """The engine may have evicted it."""
-    async with router(sims(), Settings(**_given(STICKY), prefix_lifetime_s=0.05)) as client:
+    clock = Clock()
+    async with router(sims(), Settings(**_given(STICKY), prefix_lifetime_s=60.0), clock) as client:
         chat = Chat(client)
         await chat.turn()
-        await asyncio.sleep(0.06)
+        clock.now += 60.1
         assert not is_alone(await chat.turn())
 
 

@@ -318,7 +318,7 @@ class Client:
         if sends:
             self.request.begin()
 
-    async def end(self, *, seconds=10):
+    async def end(self, *, seconds=20):
         """Wait for the end of the request."""
         async with asyncio.timeout(seconds):
             await self.response.closed.wait()
@@ -496,12 +496,7 @@ def router_of(
     return Router(requests, registry, names, ended)
 
 
-def by_now():
-    """The clock of the event loop, for limits that are to pass."""
-    return asyncio.get_running_loop().time()
-
-
-async def until(true, *, seconds=5):
+async def until(true, *, seconds=20):
     async with asyncio.timeout(seconds):
         while not true():
             await asyncio.sleep(0.001)

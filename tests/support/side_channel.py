@@ -22,7 +22,7 @@ WELCOME = Welcome(PROTOCOL, EngineId("p0"), FINGERPRINT, (rank_info("p0"),))
 A = RequestId("a")
 P = EngineId("p0")
 NO_NONCE = b"\0" * NONCE_BYTES
-LONG = 5.0  # s: more than anything here takes
+LONG = 30.0  # s: more than anything here takes, however busy the machine is
 
 
 TLS = Settings()
@@ -85,9 +85,10 @@ class Net:
         return events
 
     def idle(self, link, seconds=0.1):
-        """Poll all links for a while; return the events of ``link``."""
-        events, end = [], time.monotonic() + seconds
-        while time.monotonic() < end:
+        """Poll all links for a while, and some times at least; return the events of ``link``."""
+        events, end, least = [], time.monotonic() + seconds, 5
+        while time.monotonic() < end or least > 0:
+            least -= 1
             for other in self.links:
                 seen = list(other.poll(0.002))
                 events += seen if other is link else []

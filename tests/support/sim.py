@@ -26,13 +26,14 @@ Answering = Callable[[httpx.Request], Awaitable[httpx.Response]]
 class InMemory(httpx.AsyncBaseTransport):
     """Reaches engines by the host of their address, without a network."""
 
-    def __init__(self, engines: dict[str, ASGIApp | Answering]) -> None:
+    def __init__(self, engines: dict[str, ASGIApp | Answering], clock: Callable[[], float] = time.monotonic) -> None:
         self.engines = engines
+        self._clock = clock
         self._served = ServerState()
 
     @property
     def fabric(self) -> Fabric:
-        return Fabric(self, self.dial)
+        return Fabric(self, self.dial, self._clock)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Answer a probe."""
@@ -116,10 +117,12 @@ def _knowing(at: dict[str, str], settings: Settings | None) -> Settings:
 
 @asynccontextmanager
 async def router(
-    engines: dict[str, ASGIApp | Answering], settings: Settings | None = None
+    engines: dict[str, ASGIApp | Answering],
+    settings: Settings | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncGenerator[httpx.AsyncClient]:
     """A client of a router that knows these engines."""
-    network = InMemory(engines)
+    network = InMemory(engines, clock)
     app = build(_knowing({name: f"{name}:80" for name in engines}, settings), fabric=network.fabric).app
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
@@ -188,7 +191,7 @@ def cluster(x: int = 1, y: int = 1, settings: Settings | None = None, **options:
         yield Cluster(address, engines)
 
 
-def until(true: Callable[[], bool], *, seconds: float = 10) -> None:
+def until(true: Callable[[], bool], *, seconds: float = 30) -> None:
     """Wait for something another thread does."""
     deadline = time.monotonic() + seconds
     while not true():
@@ -196,7 +199,7 @@ def until(true: Callable[[], bool], *, seconds: float = 10) -> None:
         time.sleep(0.005)
 
 
-async def until_async(true: Callable[[], bool], *, seconds: float = 10) -> None:
+async def until_async(true: Callable[[], bool], *, seconds: float = 30) -> None:
     """Wait for something another task does."""
     async with asyncio.timeout(seconds):
         while not true():

@@ -34,7 +34,7 @@ async def _tasks() -> int:
     return len(asyncio.all_tasks())
 
 
-async def until(seen: Callable[[], object], *, within_s: float = 5.0) -> None:
+async def until(seen: Callable[[], object], *, within_s: float = 20.0) -> None:
     """Wait for something to be seen."""
     start = time.monotonic()
     while not seen():

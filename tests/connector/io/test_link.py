@@ -1,5 +1,6 @@
 """Control connections on real loopback sockets."""
 
+import contextlib
 import errno
 import socket
 import struct
@@ -164,14 +165,16 @@ def test_a_refused_client_receives_the_reason_and_is_closed(net):
 
 def test_a_silent_client_is_closed_in_time(net):
     """A port scanner, or half a handshake: no event follows, and a waiting poll() wakes for the deadline."""
-    p = net.listener(timeout=0.15)
+    p = net.listener()
     client = net.client(p.address)
     assert isinstance(client.receive(net), Challenge)
+    (conn,) = p._conns.values()
     start = time.monotonic()
+    conn.hello_by = start + 0.15
     assert list(p.poll(LONG)) == []
     waited = time.monotonic() - start
 
-    assert waited < 1
+    assert 0.15 <= waited < LONG / 2
     assert client.receive(net) is None
 
 
@@ -332,7 +335,7 @@ def test_a_listener_that_never_answers_fails_in_time(net):
     with dialled(net, timeout=0.2) as (_, d):
         (failed,) = net.events(d)
 
-    assert 0.15 < time.monotonic() - start < 1.5
+    assert 0.15 < time.monotonic() - start < LONG / 2
     assert failed.reason.startswith("no handshake with ")
     assert failed.reason.endswith(": timed out")
 
@@ -340,15 +343,18 @@ def test_a_listener_that_never_answers_fails_in_time(net):
 def test_a_listener_that_answers_byte_by_byte_fails_in_time(net):
     """Each byte is in time, but all of them are not: it must not keep the pool from the others."""
     start = time.monotonic()
-    with dialled(net, timeout=0.3) as (server, d), serve_tls(server) as conn:
-        drip = frame(encode(WELCOME))
-        events = []
-        while not events and time.monotonic() - start < LONG:
-            conn.send(drip[:1])
-            drip = drip[1:]
-            events += d.poll(0.05)
+    events = []
+    with dialled(net, timeout=0.3) as (server, d):
+        # On a busy machine its time may be over before TLS is complete.
+        with contextlib.suppress(OSError), serve_tls(server) as conn:
+            drip = frame(encode(WELCOME))
+            while not events and time.monotonic() - start < LONG / 2:
+                conn.send(drip[:1])
+                drip = drip[1:]
+                events += d.poll(0.05)
+        events = events or net.events(d)
 
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < LONG / 2
     assert "timed out" in events[0].reason
 
 
@@ -373,24 +379,27 @@ def test_a_cancelled_attempt_is_not_reported(net):
 
 
 def test_slow_listeners_are_met_at_the_same_time(net):
-    """Eight new prefill engines, each 0.3 s late: about 0.3 s, not their sum."""
-    d, running = net.link(), threading.Event()
-    listeners = [net.listener(server=SlowServer) for _ in range(8)]
+    """Eight new prefill engines, each of which answers when all have been asked."""
+    d, running, all_asked = net.link(), threading.Event(), threading.Barrier(8, timeout=LONG / 2)
+
+    class Waits(HandshakeServer):
+        def answer(self, message, arrival):
+            all_asked.wait()
+            return super().answer(message, arrival)
+
+    listeners = [net.listener(server=Waits) for _ in range(8)]
     net.links = [d]
     threads = [threading.Thread(target=serve, args=(listener, running)) for listener in listeners]
     for thread in threads:
         thread.start()
-    start = time.monotonic()
     conns = [d.connect(listener.address, P) for listener in listeners]
     events = net.events(d, lambda events: len(events) == 8)
-    took = time.monotonic() - start
     running.set()
     for thread in threads:
         thread.join()
 
     assert {event.conn for event in events} == set(conns)
-    assert of(PeerConnected)(events)
-    assert took < 1.2
+    assert {type(event) for event in events} == {PeerConnected}
 
 
 def serve(listener, stop):
@@ -408,7 +417,7 @@ def test_wake_ends_a_wait_from_another_thread(net):
     waited = time.monotonic() - start
     timer.join()
 
-    assert waited < 1
+    assert waited < LONG / 2
     assert list(d.poll(0)) == []
 
 
@@ -419,7 +428,7 @@ def test_waking_never_blocks(net):
         d.wake()
     start = time.monotonic()
     list(d.poll(LONG))
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < LONG / 2
     net.stop(d)
     d.wake()
 

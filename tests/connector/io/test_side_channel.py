@@ -119,10 +119,17 @@ def test_only_tls_1_3_is_spoken(net):
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     sock = context.wrap_socket(client.raw, do_handshake_on_connect=False)
     sock.settimeout(LONG)
-    poller = threading.Thread(target=lambda: net.idle(None, 0.5))
+    is_over = threading.Event()
+
+    def poll():
+        while not is_over.is_set():
+            net.idle(None, 0.02)
+
+    poller = threading.Thread(target=poll)
     poller.start()
     with sock, pytest.raises(ssl.SSLError):
         sock.do_handshake()
+    is_over.set()
     poller.join()
 
     assert p.counters.take().counters == {"connections_without_tls": 1}
@@ -391,18 +398,17 @@ def test_clients_of_one_engine_are_limited(net, monkeypatch):
     another.authenticate(net, engine="d2")
 
 
-def test_an_engine_that_says_nothing_for_long_is_closed_and_one_that_speaks_is_not(net, monkeypatch):
+def test_an_engine_that_says_nothing_for_long_is_closed_and_one_that_speaks_is_not(net):
     """Half of what it opened may be quiet: its workers speak at the end of a read only."""
-    monkeypatch.setattr(client_connections, "IDLE_TIMEOUT", 0.3)
     p = net.listener()
     quiet, busy, worker = net.client(p.address), net.client(p.address), net.client(p.address)
     quiet.authenticate(net, engine="quiet")
     busy.authenticate(net, engine="busy")
     worker.authenticate(net, engine="busy")
-    lost, end = [], time.monotonic() + LONG
-    while not lost and time.monotonic() < end:
-        busy.send(RenewLeases((A,)))
-        lost += [event for event in net.idle(p, 0.05) if isinstance(event, ConnectionLost)]
+    busy.send(RenewLeases((A,)))
+    for engine in p._clients._engines.values():
+        engine.heard_at -= client_connections.IDLE_TIMEOUT
+    lost = [event for event in net.idle(p, 0.2) if isinstance(event, ConnectionLost)]
 
     assert [("sent no message" in event.reason) for event in lost] == [True]
     assert quiet.receive(net) is None
@@ -410,7 +416,7 @@ def test_an_engine_that_says_nothing_for_long_is_closed_and_one_that_speaks_is_n
 
 def test_without_descriptors_it_waits_instead_of_burning_a_core(net, monkeypatch):
     """accept() would fail again at once, without end; this is the thread that renews all leases."""
-    monkeypatch.setattr(link_module, "ACCEPT_PAUSE", 0.3)
+    monkeypatch.setattr(link_module, "ACCEPT_PAUSE", LONG)
     p = net.listener()
     client = net.client(p.address)
     with no_more_descriptors():
@@ -421,6 +427,8 @@ def test_without_descriptors_it_waits_instead_of_burning_a_core(net, monkeypatch
 
     assert turns <= 3
     assert p.counters.take().counters == {"accepts_without_descriptor": 1}
+    assert p._accept_at - start > LONG / 2
+    p._accept_at = start
     client.authenticate(net)
 
 
@@ -455,7 +463,7 @@ def test_several_messages_in_one_record_are_all_heard(net):
 # ---- key updates: 27 bytes that cost 40 us each, of which OpenSSL takes in all that have come within one call
 
 MANY = 80_000  # key updates, 2 MiB: more than a second's work
-SOON = 0.5  # s
+SOON = 0.5  # s of this process's work: a busy machine takes longer for it
 
 
 @contextlib.contextmanager
@@ -484,10 +492,10 @@ def test_endless_key_updates_before_authentication_close_only_that_connection(ne
     client = net.client(p.address, keylog=tmp_path / "keys")
     assert isinstance(client.receive(net), Challenge)
     with pouring(client.sock, key_updates(traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0"), MANY)):
-        start = time.monotonic()
+        start = time.thread_time()
         d.send(conn, RenewLeases((A,)))
         (heard,) = net.events(p)
-        took = time.monotonic() - start
+        took = time.thread_time() - start
 
     assert heard.message == RenewLeases((A,))
     assert took < SOON
@@ -503,10 +511,10 @@ def test_an_engine_that_updates_its_key_without_end_does_not_keep_others_from_be
     mad.authenticate(net)
     secret = traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0")
     with pouring(mad.sock, key_updates(secret, MANY, message, before=1)):
-        start = time.monotonic()
+        start = time.thread_time()
         d.send(conn, RenewLeases((A,)))
         (heard,) = net.events(p)
-        took = time.monotonic() - start
+        took = time.thread_time() - start
 
     assert heard.message == RenewLeases((A,))
     assert took < SOON
@@ -558,9 +566,9 @@ def test_a_host_that_updates_its_key_without_end_is_given_up(net, tmp_path):
     with dialled(net, timeout=LONG) as (server, d), serve_tls(server, keylog=tmp_path / "keys") as host:
         records = key_updates(traffic_secret(tmp_path / "keys", "SERVER_TRAFFIC_SECRET_0"), MANY)
         with pouring(host, records):
-            start = time.monotonic()
+            start = time.process_time()
             (failed,) = net.events(d)
-            took = time.monotonic() - start
+            took = time.process_time() - start
 
     assert "and no proof" in failed.reason
     assert took < SOON
@@ -571,7 +579,7 @@ def test_a_host_with_the_secret_that_updates_its_key_without_end_is_given_up_in_
     tls, nonce = Tls(TLS), b"n" * 32
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Address(*server.getsockname())
-        d = net.link(timeout=2.0)
+        d = net.link(timeout=4.0)  # a busy machine needs some of it for the handshake
         d.connect(address, P)
         with serve_tls(server, tls, tmp_path / "keys") as host:
             host.sendall(frame(encode(Challenge(PROTOCOL, nonce))))
@@ -581,10 +589,10 @@ def test_a_host_with_the_secret_that_updates_its_key_without_end_is_given_up_in_
                 frame(encode(HandshakeServer(WELCOME, in_force(b"s"), "127.0.0.1").answer(hello, arrival).proof))
             )
             secret = traffic_secret(tmp_path / "keys", "SERVER_TRAFFIC_SECRET_0")
-            with pouring(host, key_updates(secret, MANY, ASKING, before=2)):
+            with pouring(host, key_updates(secret, 2 * MANY, ASKING, before=2)):
                 start = time.monotonic()
                 (failed,) = net.events(d)
                 took = time.monotonic() - start
 
     assert "timed out" in failed.reason
-    assert took < 1.5
+    assert took < LONG / 2

@@ -53,9 +53,9 @@ def test_waiting_ends_with_a_result():
     assert time.monotonic() - start >= 0.04
     timer = threading.Timer(0.05, outbox.put, (["a"], StatsReport()))
     timer.start()
-    outbox.wait(5)
+    outbox.wait(50)
     timer.join()
-    outbox.wait(5)
+    outbox.wait(50)
 
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
     assert outbox.take() == ["a"]

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from support.scripted import Scripted, by_now, call, good_decode, never, pulled_prefill, router_of, until
+from support.clock import Clock
+from support.scripted import Scripted, call, good_decode, never, pulled_prefill, router_of, until
 from xpyd_proxy.core.admission.admission import TicketState
 from xpyd_proxy.errors import KeyOverLimit, RouterFull
 from xpyd_proxy.requests.gate import Gate
@@ -16,7 +17,7 @@ class Crowd:
     """Tickets that stay, unless the gate refuses them."""
 
     def __init__(self, **limits):
-        self.gate = Gate(Settings(**limits), by_now)
+        self.gate = Gate(Settings(**limits), Clock())
         self.inside = []
         self.refused = {}
         self.tickets = {}
@@ -83,17 +84,19 @@ async def test_more_places_are_filled_at_once():
 async def test_a_thousand_requests_through_a_narrow_gate_leave_nothing_behind():
     """Whatever becomes of each: served, left while it waits or while it is served, refused, expired."""
     limits = Settings(max_concurrency=7, max_queue=500, max_queue_wait_s=0.2, max_key_concurrency=900)
+    clock = Clock()
 
     async def prefill(leg):
         await asyncio.sleep(random.random() * 0.002)
         return await pulled_prefill(leg)
 
     engines = Scripted(prefill, good_decode)
-    router = router_of(engines, limits=limits, clock=by_now)
+    router = router_of(engines, limits=limits, clock=clock)
     clients = [router.start(call(priority=number % 5), name=f"r{number}") for number in range(1000)]
-    await asyncio.sleep(0.005)
     for client in clients[::11]:
         client.hang_up()
+    await until(lambda: router.gate.admission.waiting < 300)
+    clock.now += 0.2
     for client in clients:
         await client.end()
 
@@ -113,12 +116,13 @@ async def test_a_thousand_requests_through_a_narrow_gate_leave_nothing_behind():
 
 async def test_a_request_that_waits_too_long_is_told():
     """With a time for its next try; nobody has to look at the queue for it but the router's own timer."""
-    engines = Scripted(never, good_decode)
-    router = router_of(engines, limits=Settings(max_concurrency=1, max_queue=5, max_queue_wait_s=0.02), clock=by_now)
+    engines, clock = Scripted(never, good_decode), Clock()
+    router = router_of(engines, limits=Settings(max_concurrency=1, max_queue=5, max_queue_wait_s=0.2), clock=clock)
     first, second = router.start(name="a"), router.start(name="b")
+    clock.now += 0.2
     await second.end()
 
-    told = "the router had no place for this request within 0.02 s (max_concurrency)"
+    told = "the router had no place for this request within 0.2 s (max_concurrency)"
     assert (second.status, second.error) == (503, ("ServiceUnavailableError", told))
     assert b"retry-after: 5\r\n" in second.response.lines
     assert not first.is_over

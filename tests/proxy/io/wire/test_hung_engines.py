@@ -1,11 +1,12 @@
 """An engine that hangs keeps its connections open: what waits for it is ended, and what it still serves is not."""
 
 import asyncio
-import time
+import threading
 
 import pytest
 
 from support.raw_engine import raw_engine, replying
+from support.wiring import until
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance, InstanceId, LegRequest, Role
 from xpyd_proxy.errors import EngineTimeout
@@ -26,14 +27,15 @@ async def read(http, leg):
 
 async def test_what_has_heard_nothing_for_so_long_is_ended():
     """One gets not even a head, one gets a token now and then, one is done and waits for the next request."""
+    is_time, is_over = threading.Event(), threading.Event()
 
     def script(_, talk):
         path = talk.request().lines[0].split()[1]
         if path == b"/talks":
             talk.send(HEAD)
-            for _ in range(12):
+            for goes_on in (is_time, is_over):
+                assert goes_on.wait(20)
                 talk.send(b"1\r\nx\r\n")
-                time.sleep(0.05)
             talk.send(b"0\r\n\r\n")
         elif path == b"/done":
             talk.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
@@ -43,12 +45,18 @@ async def test_what_has_heard_nothing_for_so_long_is_ended():
         async with WireEngines(Settings()) as http:
             silent, talks = (asyncio.create_task(read(http, leg_to(engine, f"/{name}"))) for name in ("mute", "talks"))
             await read(http, leg_to(engine, "/done"))
-            await asyncio.sleep(0.4)
+            await until(lambda: sum(not one.idle for one in http.pool._open) == 2)
+            long_ago = asyncio.get_running_loop().time() - 31
+            for connection in http.pool._open:
+                connection.heard_at = long_ago
+            is_time.set()
+            await until(lambda: any(one.heard_at > long_ago for one in http.pool._open))
             assert http.give_up(OTHER, silent_s=0.0) == 0
-            assert http.give_up(leg_to(engine, "/").instance, silent_s=0.3) == 1
+            assert http.give_up(leg_to(engine, "/").instance, silent_s=30) == 1
+            is_over.set()
             with pytest.raises(EngineTimeout, match=r"^decode-0 hangs: it has answered nothing"):
                 await silent
-            assert await talks == b"x" * 12
+            assert await talks == b"xx"
 
 
 async def test_there_is_nothing_to_end_at_an_engine_without_requests():

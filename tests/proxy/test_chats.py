@@ -74,6 +74,7 @@ def test_chats_get_the_text_of_one_engine_and_leave_nothing_behind(runner, optio
 
 
 @pytest.mark.thorough  # four minutes
+@pytest.mark.timeout(1800)  # 400 scenes of half a second, and a busy machine takes several times as long
 @hypothesis_settings(max_examples=400, phases=[Phase.generate], **FIXED)
 @SCENES
 def test_the_same_of_many_more_chats(runner, options, rounds, seed):

@@ -273,7 +273,8 @@ class Attempt(LegOwner):
         tried = None if decode is None else decode.instance  # it may be why the leg was not sent: it is asked last
         fitting = self.chances.first(of.fleet.fitting(prefill, self.usable(Role.DECODE)))
         decodes = sorted(fitting, key=lambda instance: instance.id == tried)[:_RELEASES_MOST]
-        of.releaser.release(prefill, [self._about_blocks(decode, body) for decode in decodes])
+        abandoning = self._about_blocks(prefill, abandon_body(call.fields, self.transfer))
+        of.releaser.release(prefill, [self._about_blocks(decode, body) for decode in decodes], abandoning)
 
     def _abandon(self, leg: EngineLeg) -> None:
         """Free what a prefill that was dropped, or has failed, may have leased by now.

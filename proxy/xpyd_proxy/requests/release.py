@@ -38,20 +38,24 @@ class Releaser:
     async def __aexit__(self, *_: object) -> None:
         await self._background.drain(_TIMEOUT_S)
 
-    def release(self, prefill: Instance, legs: Sequence[LegRequest]) -> None:
-        """Have one of these legs refused; returns at once."""
-        self._start(prefill, legs[:_TRIES], _REFUSED)
+    def release(self, prefill: Instance, legs: Sequence[LegRequest], abandoning: LegRequest) -> None:
+        """Have one of these legs refused by a decode engine; if none does, have the prefill engine serve the last one.
+
+        Returns at once. Decode engines come first: vLLM's own connector listens to them alone.
+        """
+        self._start(prefill, [*((leg, _REFUSED) for leg in legs[:_TRIES]), (abandoning, _OK)])
 
     def abandon(self, prefill: Instance, leg: LegRequest) -> None:
         """Have this leg served; returns at once."""
-        self._start(prefill, (leg,), _OK)
+        self._start(prefill, [(leg, _OK)])
 
-    def _start(self, prefill: Instance, legs: Sequence[LegRequest], good: int) -> None:
-        if not self._background.start(partial(self._release, prefill, legs, good)):
+    def _start(self, prefill: Instance, legs: Sequence[tuple[LegRequest, int]]) -> None:
+        if not self._background.start(partial(self._release, prefill, legs)):
             self._tell(prefill, freed=False)
 
-    async def _release(self, prefill: Instance, legs: Sequence[LegRequest], good: int) -> None:
-        for leg in legs:
+    async def _release(self, prefill: Instance, legs: Sequence[tuple[LegRequest, int]]) -> None:
+        """Send legs until one is answered with the status that stands beside it."""
+        for leg, good in legs:
             try:
                 answer = await self._engines.ask(leg, timeout_s=_TIMEOUT_S)
             except EngineError:

@@ -132,6 +132,33 @@ async def test_the_engine_that_was_being_connected_to_when_the_client_left_is_as
     assert [leg.instance.id for leg in engines.releases] == ["decode-1"]
 
 
+@pytest.mark.parametrize("fleet", [0, 1, 5])
+async def test_blocks_that_no_decode_engine_gives_back_are_abandoned(fleet):
+    """All decode engines may be gone: the prefill engine is there, and knows the transfer by its name."""
+
+    class Gone(Unsent):
+        async def ask(self, leg, *, timeout_s):
+            asked.append(leg)
+            if leg.instance.role is Role.DECODE:
+                raise DOWN
+            return EngineResponse(200, "application/json", b"{}")
+
+    async def last(leg):
+        for instance in router.registry.known(Role.DECODE)[fleet:]:
+            router.registry.remove(instance.id, now=0.0)
+        return await pulled_prefill(leg)
+
+    asked, notes = [], Notes()
+    engines = Gone(last, down)
+    router = router_of(engines, y=max(fleet, 1), retries=0, told=(notes,))
+    await served(router)
+
+    (prefill,) = engines.of(Role.PREFILL)
+    assert [leg.instance.role for leg in asked] == [Role.DECODE] * min(fleet, 3) + [Role.PREFILL]
+    assert params_of(asked[-1])["abandoned_transfer_id"] == params_of(prefill)["transfer_id"]
+    assert notes.told == [("prefill-0", True)]
+
+
 @pytest.mark.parametrize("outcome", [(500, [b"{}"]), (400, [NO.body]), (200, [])])
 async def test_a_decode_leg_that_was_sent_settles_it_itself(outcome):
     """A second release would free what the engine may still be reading."""
@@ -264,13 +291,13 @@ async def test_a_transfer_that_a_decode_engine_knows_is_not_abandoned():
 
 
 async def test_what_cannot_be_given_back_is_counted():
-    """No decode engine answers, or none is left, or too many are at it: the lease frees the blocks."""
+    """No engine answers as it should, or too many are at it: the lease frees the blocks."""
     notes = Notes()
     prefill, decode = (Instance(InstanceId(f"{role}-0"), role, Address("http", "h", 1)) for role in Role)
-    leg = LegRequest(decode, "/v1/completions", b"{}", ())
+    leg, last = (LegRequest(one, "/v1/completions", b"{}", ()) for one in (decode, prefill))
 
-    async def ok(_):
-        return EngineResponse(200, "", b"")
+    async def ok(leg):
+        return EngineResponse(200 if leg is not last else 404, "", b"")
 
     class Engines(Scripted):
         async def ask(self, leg, *, timeout_s):
@@ -279,13 +306,13 @@ async def test_what_cannot_be_given_back_is_counted():
 
     for engines, legs in ((Engines(ok, ok), [leg]), (Engines(down, ok), [leg, leg]), (Engines(ok, ok), [])):
         async with Releaser(engines, (notes,)) as releaser:
-            releaser.release(prefill, legs)
+            releaser.release(prefill, legs, last)
     assert notes.told == [("prefill-0", False)] * 3
 
     notes.told.clear()
     async with Releaser(Engines(ok, ok), (notes,)) as releaser:
         for _ in range(70):
-            releaser.release(prefill, [leg])
+            releaser.release(prefill, [leg], last)
         assert len(notes.told) == 6
     assert len(notes.told) == 70
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -11,6 +11,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.fleet.cache_index import CacheIndex
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import Instance, InstanceId, Role
@@ -59,6 +60,8 @@ class _Following:
     task: asyncio.Task[None]
     state: FollowState = FollowState.CONNECTING
     logged: str = ""
+    is_up: bool = False  # by probes and requests
+    came_up: asyncio.Event = field(default_factory=asyncio.Event)  # since the latest attempt began
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class KvEventFollower:
                 if name not in self._followed:
                     task = asyncio.create_task(self._follow(name, instance))
                     self._followed[name] = _Following(members, task)
+            self._note_health()
             self._show()
             await asyncio.sleep(_TICK_S)
 
@@ -115,6 +119,15 @@ class KvEventFollower:
             del self._followed[name]
             self.index.forget(name)
 
+    def _note_health(self) -> None:
+        """Have engines asked at once that are up again: their pauses may have become long."""
+        for one in self._followed.values():
+            members = [self.registry.get(name) for name in one.members]
+            is_up = any(member is not None and member.life.state is HealthState.HEALTHY for member in members)
+            if is_up and not one.is_up:
+                one.came_up.set()
+            one.is_up = is_up
+
     def _show(self) -> None:
         """Write down what is now, for the metrics."""
         self.counters.kv_event_connections.clear()
@@ -131,6 +144,8 @@ class KvEventFollower:
         """Connect again and again."""
         failed = 0
         while True:
+            came_up = self._followed[name].came_up
+            came_up.clear()
             try:
                 reason, said = await self._connection(name, instance)
             except Exception:  # a bug must not end the following of this engine for good
@@ -149,7 +164,12 @@ class KvEventFollower:
                     "the KV events of %s are not followed: %s", name, said,
                 )  # fmt: skip
             pause = self.refused_s if reason in _AFTER else min(self.pause_s * 2 ** min(failed, 16), _PAUSE_MOST_S)
-            await asyncio.sleep(pause * (0.75 + self.chance() / 2))
+            if failed == 0:
+                came_up.clear()  # it was up, and has ended the connection: that it came up was before
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause * (0.75 + self.chance() / 2)):
+                    await came_up.wait()
+                    failed = 0
 
     async def _connection(self, name: InstanceId, instance: Instance) -> tuple[EndReason, str]:
         """Follow an engine until its connection ends, and say why that was."""

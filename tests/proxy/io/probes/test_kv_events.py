@@ -143,6 +143,61 @@ async def test_what_is_no_stream_of_events_is_tried_again_and_counted(answer, re
         assert follower.index.cached(D0, PROMPT, None) is None
 
 
+@pytest.mark.parametrize(("status", "reason"), [(None, "unreachable"), (503, "busy"), (404, "refused")])
+async def test_an_engine_is_asked_again_as_soon_as_it_is_up(status, reason):
+    """The router may have started first: the pause between two attempts is half a minute by then, and may be more."""
+    engine = Sim("decode", cache_blocks=8)
+    engine.cache.use(IDS)
+    is_up = False
+
+    async def answer(request):
+        if is_up:
+            return httpx.Response(200, stream=Frames())
+        if status is None:
+            raise httpx.ConnectError("nobody")
+        return streamed(status, b"not yet")
+
+    class Frames(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            async for frame in engine.cache.frames():
+                yield frame
+
+    async with following("h:1", transport=httpx.MockTransport(answer), pause_s=3600, refused_s=3600) as follower:
+        life = follower.registry.member(D0).life
+        life.missed("cannot be reached", now=0.0)
+        await until_async(lambda: follower.counters.kv_event_disconnects[D0, reason] == 1)
+        is_up = True
+        life.seen(now=1.0)
+        await until_async(has(follower, 96))
+
+    assert follower.counters.kv_event_disconnects[D0, reason] == 1
+
+
+async def test_an_engine_that_ends_its_connection_is_asked_again_after_a_pause():
+    """That it has come up was before: it may end each connection at once."""
+    asked, ends = [], asyncio.Event()
+
+    class Frames(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            yield bytes(8)
+            await ends.wait()
+
+    async def answer(request):
+        asked.append(request)
+        return httpx.Response(200, stream=Frames())
+
+    async with following("h:1", transport=httpx.MockTransport(answer), pause_s=3600) as follower:
+        await until_async(lambda: follower.counters.kv_event_connections[D0, "following"] == 1)
+        follower.registry.member(D0).life.seen(now=0.0)
+        await until_async(lambda: follower._followed[D0].is_up)
+        ends.set()
+        await until_async(lambda: follower.counters.kv_event_disconnects[D0, "ended"] == 1)
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    assert len(asked) == 1
+
+
 async def test_an_engine_that_falls_silent_is_left():
     """It may hang, with its connection open for ever."""
     engine = Sim("decode", cache_blocks=8)

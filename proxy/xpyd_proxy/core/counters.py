@@ -89,6 +89,7 @@ class Counters:
     transfers_missing: Counter[Key] = field(default_factory=Counter)  # decode instance
     cache_misses: Counter[Key] = field(default_factory=Counter)  # decode instance
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
+    return_kv_legs: Counter[Key] = field(default_factory=Counter)  # named, unknown
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
     # by result, of files that have changed
     file_reloads: Counter[Key] = field(default_factory=lambda: Counter[Key]({("ok",): 0, ("failed",): 0}))

@@ -119,7 +119,10 @@ class Attempt(LegOwner):
         of, settings = self._of, self._settings
         shows = self._shows and of.handovers.may_show(call, prefill.id)
         learns = of.fleet.learner is not None and of.fleet.asks_for_ids(call, self._plan.ask)
-        holder = cached_on(of.fleet, self._plan.ask) if settings.return_kv else None
+        holder = None
+        if settings.return_kv:
+            holder = cached_on(of.fleet, self._plan.ask)
+            of.telemetry.kv_return_looked_up(named=holder is not None)
         body = prefill_body(call, self.id, self.transfer, reuses=reuses, shows=shows, learns=learns, cached_on=holder)
         now = of.clock()
         leg = PrefillLeg(self, prefill, now, now + settings.prefill_timeout_s)

@@ -286,6 +286,10 @@ class Telemetry:
         """The two engines of a request made different prompts of it."""
         self._counters.mismatches[prefill, decode] += 1
 
+    def kv_return_looked_up(self, *, named: bool) -> None:
+        """A prefill leg was sent that names a decode engine with KV of earlier answers, or for which none is known."""
+        self._counters.return_kv_legs[("named" if named else "unknown",)] += 1
+
     def cache_missed(self, decode: InstanceId, /) -> None:
         """A decode engine that was to have most of a prompt in its cache had far less."""
         self._counters.cache_misses[(decode,)] += 1

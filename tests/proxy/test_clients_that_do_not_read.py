@@ -100,21 +100,25 @@ def test_a_client_that_reads_nothing_is_hung_up_on(options, act, stream, caplog)
 
 @RESUMING
 def test_a_client_that_reads_slowly_gets_everything(options):
-    """As long as it reads something now and then."""
+    """As long as it reads something now and then; a busy machine may keep it from that, and then it tries again."""
 
     async def scene():
         async with asked(options, FLOOD, stream=True) as (_, _, _, sock):
-            begun = 0
+            begun, is_late, read_at = 0, False, time.monotonic()
             for _ in range(12):
                 await asyncio.sleep(PATIENCE_S / 4)
-                begun += len(await asyncio.get_running_loop().sock_recv(sock, 300_000))
+                try:
+                    begun += len(await asyncio.get_running_loop().sock_recv(sock, 300_000))
+                except ConnectionResetError:
+                    return None if is_late or time.monotonic() - read_at >= PATIENCE_S else "reset"
+                is_late = is_late or time.monotonic() - read_at >= PATIENCE_S
+                read_at = time.monotonic()
             rest, is_all = await read_on(sock)
-            return begun + rest, is_all
+            return begun + rest > EVENTS * len(EVENT) and is_all
 
-    size, is_all = run(scene(), seconds=30)
+    found = next((seen for _ in range(5) if (seen := run(scene(), seconds=30)) is not None), None)
 
-    assert is_all
-    assert size > EVENTS * len(EVENT)
+    assert found is True
 
 
 def test_the_limit_is_an_option():

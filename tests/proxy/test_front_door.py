@@ -14,14 +14,14 @@ import ssl
 import subprocess
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from support.certificates import Authority
-from support.raw_http import RawClient
+from support.raw_http import Over, RawClient
 from support.router_process import RouterProcess
 from support.sim import fleet, until
 
@@ -40,6 +40,7 @@ class Front:
         self.process, self.engines, self.tls = process, engines, tls
         self.port = int(process.url.rpartition(":")[2])
         self.open = partial(RawClient, self.port, tls=tls)
+        self.too_late = 0  # connections on which this process has said nothing in time: the machine is busy
 
     def ask(self, *pieces):
         """Send on a connection of its own, and return all answers; the router has to close it."""
@@ -53,8 +54,11 @@ class Front:
         return found[0].status
 
     def get(self, path="/health"):
-        with self.open() as client:
-            return client.send(request(path, method="GET", lines=("Connection: close",))).answer()
+        asked = request(path, method="GET", lines=("Connection: close",))
+        while not (found := self.ask(asked)):
+            self.too_late += 1
+            assert self.too_late < 50
+        return found[0]
 
     def metric(self, name, **labels):
         """Return a number of /metrics; 0 if it is not there."""
@@ -489,22 +493,33 @@ LATE = {
 }  # fmt: skip
 
 
+def begun(door, sent, *, before=b"", stack, within_s=0.4):
+    """Send part of a request on a new connection; on another one if this took longer than the router waits."""
+    for _ in range(20):
+        start, client = time.monotonic(), stack.enter_context(door.open())
+        with suppress(Over):
+            if before:
+                assert client.send(before).answer().status == 200
+                start = time.monotonic()
+            client.send(sent)
+            if time.monotonic() - start < within_s:
+                return client
+        client.sock.close()
+    raise AssertionError("this machine is too busy to send anything in time")
+
+
 @pytest.mark.parametrize("before", SERVED)
 def test_a_request_that_does_not_come_to_its_end_is_given_up(hasty, before):
     """In a sentence that says how long it had; and nothing is left of it."""
     start = time.monotonic()
     with ExitStack() as stack:
-        clients = {}
-        for name in LATE:
-            client = clients[name] = stack.enter_context(hasty.open())  # one that waits for its turn would be late, too
-            if SERVED[before]:
-                assert client.send(SERVED[before]).answer().status == 200
-            client.send(LATE[name])
+        # Each is opened just before: one that waits for its turn would be late, too.
+        clients = {name: begun(hasty, LATE[name], before=SERVED[before], stack=stack) for name in LATE}
         found = {name: client.answers() for name, client in clients.items()}
 
     assert {name: [one.status for one in each] for name, each in found.items()} == {name: [408] for name in LATE}
     assert all("0.4 s" in json.loads(one.body)["error"]["message"] for each in found.values() for one in each)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 45
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n"], ids=["nothing", "an empty line"])
@@ -517,10 +532,13 @@ def test_a_connection_without_a_request_is_closed(hasty, sent):
 
 def test_a_connection_that_had_an_answer_may_rest(hasty):
     """For as long as --client-keepalive says, not only for the time of a head."""
-    with hasty.open() as client:
-        for sent in (request(), request("/health", method="GET"), request("/nowhere"), request()):
-            client.send(sent).answer()
+    with ExitStack() as stack:
+        client = begun(hasty, request(), stack=stack)
+        client.answer()
+        for sent in (request("/health", method="GET"), request("/nowhere"), request()):
             time.sleep(0.6)
+            client.send(sent).answer()
+        time.sleep(0.6)
 
         assert client.send(request()).answer().status == 200
 
@@ -539,10 +557,12 @@ def test_a_body_that_comes_fast_enough_is_waited_for(tmp_path):
 
 def test_an_answer_may_take_longer_than_a_head(tmp_path):
     """Deadlines are for what the client sends; what it has sent behind a stream has its time when it is its turn."""
-    with front(tmp_path, "--head-timeout", "0.3", "--body-timeout", "0.3", token_s=0.15) as door, door.open() as client:
-        stream = json.dumps({"prompt": "a", "max_tokens": 8, "stream": True}).encode()
-        client.send(request(body=stream) + request()[:-5])
-        found = client.answers()
+    stream = json.dumps({"prompt": "a", "max_tokens": 8, "stream": True}).encode()
+    with (
+        front(tmp_path, "--head-timeout", "0.3", "--body-timeout", "0.3", token_s=0.15) as door,
+        ExitStack() as stack,
+    ):
+        found = begun(door, request(body=stream) + request()[:-5], stack=stack, within_s=0.3).answers()
 
     assert [one.status for one in found] == [200, 408]
 
@@ -550,9 +570,10 @@ def test_an_answer_may_take_longer_than_a_head(tmp_path):
 @pytest.mark.parametrize("path", ["/nowhere", PATH])
 def test_a_body_that_nobody_wants_has_its_time_too(hasty, path):
     """It was answered before it was complete."""
-    body = b"x" * 20_000_000
-    with hasty.open() as client:  # of a body that is read here, more than the protocol collects by itself
-        found = client.send(request(path, body)[: 70_000 if path == PATH else 20_000]).answers()
+    # Of a body that is read here, more than the protocol collects by itself.
+    sent = request(path, b"x" * 20_000_000)[: 70_000 if path == PATH else 20_000]
+    with ExitStack() as stack:
+        found = begun(hasty, sent, stack=stack).answers()
 
     assert [one.status for one in found] == [404 if path != PATH else 413]
 
@@ -560,10 +581,12 @@ def test_a_body_that_nobody_wants_has_its_time_too(hasty, path):
 def test_time_outs_are_counted(tmp_path):
     """Apart, for heads and for bodies."""
     with front(tmp_path, "--head-timeout", "0.2", "--body-timeout", "0.2") as door:
-        assert door.status(LINE) == 408
-        assert door.status(request()[:-1]) == 408
+        for sent in (LINE, request()[:-1]):
+            while not (found := door.ask(sent)):
+                door.too_late += 1
+            assert [one.status for one in found] == [408]
         assert door.ask() == []
-        assert (door.refused("head_timeout"), door.refused("body_timeout")) == (2, 1)
+        assert (door.refused("body_timeout"), door.refused("head_timeout")) == (1, 2 + door.too_late)
 
 
 # Connections

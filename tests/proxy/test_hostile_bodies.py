@@ -25,7 +25,18 @@ def url(tmp_path_factory):
 
 
 def post(url, path, body, content_type="application/json"):
-    """Send a body and look at /health meanwhile; return the answer and the longest time that /health took."""
+    """Send a body and look at /health meanwhile; return the answer and the longest time that /health took.
+
+    Other work on this machine delays /health, too: there are three tries. A router that is held up is so in each.
+    """
+    for _ in range(3):
+        answer, worst = _post(url, path, body, content_type)
+        if worst < MOMENT_S:
+            break
+    return answer, worst
+
+
+def _post(url, path, body, content_type):
     answers, worst = [], 0.0
 
     def send():

@@ -17,7 +17,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from support.certificates import Authority
-from support.raw_http import RawClient
+from support.raw_http import Over, RawClient
 from support.realtime_engine import HELLO, RealtimeEngine, echo
 from support.router_process import RouterProcess
 from support.sim import until_async
@@ -105,6 +105,13 @@ async def talk(session):
         await session.send("x")
         await session.recv()
         await asyncio.sleep(0.2)
+
+
+async def ping(session):
+    """Show life without a message, to the end; raises ConnectionClosed."""
+    while True:
+        await session.ping()
+        await asyncio.sleep(0.1)
 
 
 async def _none():
@@ -249,6 +256,15 @@ async def test_a_session_is_counted_while_it_is_open_and_has_one_line(stage):
 # Slow sides
 
 
+async def at_rest(count, *, most):
+    """Return a count once it has not changed for a second, or when it has reached ``most``."""
+    seen = -1
+    while seen != count() < most:
+        seen = count()
+        await asyncio.sleep(1)
+    return count()
+
+
 async def test_a_client_that_does_not_read_holds_up_the_engine(stage):
     """Or the router would keep what the engine says."""
     sent = 0
@@ -261,11 +277,8 @@ async def test_a_client_that_does_not_read_holds_up_the_engine(stage):
 
     stage.engine.behave = floods
     session = await stage.connect(max_queue=1)
-    await asyncio.sleep(1)
-    first = sent
-    await asyncio.sleep(1)
 
-    assert first == sent < 200  # 20 MB: what four kernels' buffers may take
+    assert await at_rest(lambda: sent, most=200) < 200  # 20 MB: what four kernels' buffers may take
     session.transport.abort()
 
 
@@ -287,11 +300,8 @@ async def test_an_engine_that_does_not_read_holds_up_the_client(stage):
             sent += 1
 
     task = asyncio.ensure_future(flood())
-    await asyncio.sleep(1)
-    first = sent
-    await asyncio.sleep(1)
 
-    assert first == sent < 200
+    assert await at_rest(lambda: sent, most=200) < 200
     task.cancel()
     session.transport.abort()
 
@@ -310,7 +320,7 @@ async def test_pings_without_an_end_are_not_answered_without_one(stage):
                 moved = time.monotonic()
             except BlockingIOError:
                 await asyncio.sleep(0.01)
-            assert time.monotonic() - began < 15, sent
+            assert time.monotonic() - began < 60, sent
 
 
 # Limits
@@ -377,30 +387,28 @@ async def test_too_many_messages_at_once_end_the_session(stage):
 
 async def test_times_of_a_session(tmp_path):
     """Idle ones, and all of them in the end; what is said counts, pings do not."""
-    flags = ("--realtime-idle-timeout", "1", "--realtime-timeout", "3", "--realtime-max-sessions", "1")
+    flags = ("--realtime-timeout", "4", "--realtime-max-sessions", "1")
     async with staged(tmp_path, *flags) as stage:
-        began = time.monotonic()
         async with stage.connect() as session:
             await session.recv()
             refused = await stage.refusal()
-            for _ in range(3):
-                await session.ping()
-                await asyncio.sleep(0.3)
-            with pytest.raises(ConnectionClosed) as idle:
-                await session.recv()
-        assert time.monotonic() - began < 2.5
-        await stage.until_over()  # the client sees the end a moment before its place is free
-        async with stage.connect() as session:
             with pytest.raises(ConnectionClosed) as overdue:
                 await talk(session)
+        await stage.until_over()  # the client sees the end a moment before its place is free
+        assert await stage.ended("timeout") == await stage.ended("refused") == 1
+    async with staged(tmp_path, "--realtime-idle-timeout", "1", "--realtime-timeout", "30") as stage:
+        async with stage.connect() as session:
+            await session.recv()
+            with pytest.raises(ConnectionClosed) as idle:
+                await ping(session)
         await stage.until_over()
+        assert await stage.ended("idle") == 1
 
-        assert (idle.value.rcvd.code, overdue.value.rcvd.code) == (1008, 1008)
-        assert "no message came through for 1 s" in idle.value.rcvd.reason
-        assert "3 s" in overdue.value.rcvd.reason
-        assert await stage.ended("idle") == await stage.ended("timeout") == await stage.ended("refused") == 1
-        assert refused.status_code == 503
-        assert b"realtime_max_sessions" in refused.body
+    assert (idle.value.rcvd.code, overdue.value.rcvd.code) == (1008, 1008)
+    assert "no message came through for 1 s" in idle.value.rcvd.reason
+    assert "4 s" in overdue.value.rcvd.reason
+    assert refused.status_code == 503
+    assert b"realtime_max_sessions" in refused.body
 
 
 async def test_a_client_that_ignores_the_end_is_cut_off(tmp_path):
@@ -638,16 +646,30 @@ async def test_an_upgrade_after_requests_on_the_same_connection(stage):
 
 async def test_an_offer_that_comes_in_two_pieces_becomes_a_session_that_lasts(tmp_path):
     """The time for the head of a request ends with the head."""
-    async with staged(tmp_path, "--head-timeout", "0.5") as stage:
-        with RawClient(stage.port, timeout=2) as client:
-            client.send(GET.encode())
-            await stage.metric("xpyd_realtime_sessions_open")  # the router has read the first piece meanwhile
-            client.send((OFFER + "\r\n").encode())
-            assert (await asyncio.to_thread(client.incoming.until, b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
-            client.incoming.exactly(2 + len(json.dumps(HELLO)))
 
-            with pytest.raises(TimeoutError):  # neither a frame nor an end
-                await asyncio.to_thread(client.incoming.exactly, 1)
+    async def in_two_pieces(client):
+        client.send(GET.encode())
+        await stage.metric("xpyd_realtime_sessions_open")  # the router has read the first piece meanwhile
+        client.send((OFFER + "\r\n").encode())
+        return await asyncio.to_thread(client.incoming.until, b"\r\n\r\n")
+
+    async with staged(tmp_path, "--head-timeout", "0.5") as stage:
+        for _ in range(20):
+            with RawClient(stage.port, timeout=2) as client:
+                try:
+                    answer = await in_two_pieces(client)
+                except (
+                    Over,
+                    httpx.TransportError,
+                ):  # this machine is busy, and the head took longer than half a second
+                    continue
+                assert answer.startswith(b"HTTP/1.1 101 ")
+                client.incoming.exactly(2 + len(json.dumps(HELLO)))
+
+                with pytest.raises(TimeoutError):  # neither a frame nor an end
+                    await asyncio.to_thread(client.incoming.exactly, 1)
+                return
+    raise AssertionError("this machine is too busy to send anything in time")
 
 
 async def test_connections_are_counted_across_the_upgrade(tmp_path):

@@ -91,7 +91,7 @@ BAD_PREFILLS = {
 
 @pytest.mark.parametrize("bad", BAD_PREFILLS.values(), ids=BAD_PREFILLS)
 async def test_a_prefill_that_fails_drops_the_decode_leg_and_both_go_elsewhere(bad):
-    """Within 100 ms, and under new ids: D may still be waiting for what the old ids name."""
+    """At once, and under new ids: D may still be waiting for what the old ids name."""
 
     async def decode(leg):
         if request_id(leg) == "r":
@@ -100,10 +100,12 @@ async def test_a_prefill_that_fails_drops_the_decode_leg_and_both_go_elsewhere(b
 
     engines = Scripted(failing(bad, then=good_prefill), decode)
     router = await acquainted(engines, x=2, y=1)  # and then it is the turn of prefill-0
-    start = asyncio.get_running_loop().time()
-    client = await router.serve()
+    client = router.start()
+    for _ in range(1000):  # some milliseconds, in which no timer of the router goes off
+        await asyncio.sleep(0)
 
-    assert asyncio.get_running_loop().time() - start < 0.1
+    assert client.is_over
+    await client.end()
     assert client.body == EVENT + DONE
     assert [leg.instance.id for leg in engines.of(Role.PREFILL)] == ["prefill-0", "prefill-1"]
     assert [request_id(leg) for leg in engines.of(Role.DECODE)] == ["r", "r-r1"]

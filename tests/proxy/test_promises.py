@@ -242,11 +242,14 @@ def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(options,
             await stage.settled()
             with no_collector():
                 before = named(*PARTS)
-                for _ in range(3):
+                for number in range(2, 5):
                     stage.cast.acts["decode"] += [slow] if hangs_up else []
                     reader, writer = await stage.client()
                     writer.write(asks(stream=stream))
-                    await (asyncio.sleep(0.1) if hangs_up else answer(reader))
+                    if hangs_up:
+                        await until(lambda count=2 * number: len(stage.cast.heard) == count)
+                    else:
+                        await answer(reader)
                     writer.close()
                     await until(lambda: not stage.state.connections)
                 await stage.settled()

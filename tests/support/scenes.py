@@ -23,7 +23,7 @@ from xpyd_proxy.settings import Settings
 
 _JSON = json.JSONDecoder(strict=False)
 _SPACE = " \t\r\n"
-_PATIENCE_S = float(os.environ.get("PATIENCE", "10"))
+_PATIENCE_S = float(os.environ.get("PATIENCE", "30"))
 
 
 @dataclass(frozen=True)

@@ -116,18 +116,18 @@ def test_it_waits_for_routers_to_hear_of_it():
 def test_it_ends_with_its_time_and_says_what_is_left(answers, left):
     """The pod's grace is longer than that: nothing is killed in between."""
     with serving(Engine(*answers)) as port:
-        said, took = hook("prefill", port, seconds=1)
+        said, took = hook("prefill", port, seconds=3)
 
-    assert said == f"xpyd drain: not drained in 1 s: {left}\n"
-    assert took >= 1
+    assert said == f"xpyd drain: not drained in 3 s: {left}\n"
+    assert took >= 3
 
 
 def test_a_look_that_the_end_cuts_short_does_not_hide_what_is_left():
     """The last look has only the time that is left: on a busy node that was too little, and the log said no more."""
     with serving(Stalling(LENDING)) as port:
-        said, _ = hook("prefill", port, seconds=1)
+        said, _ = hook("prefill", port, seconds=3)
 
-    assert said == "xpyd drain: not drained in 1 s: 3 leases\n"
+    assert said == "xpyd drain: not drained in 3 s: 3 leases\n"
 
 
 def test_leases_that_are_not_shown_are_waited_for_by_the_clock():

@@ -118,7 +118,7 @@ async def stores(found, count):
         yield list(zip(made, ears, strict=True))
 
 
-async def agreed(pairs, entries, *, seconds=1.0):
+async def agreed(pairs, entries, *, seconds=15.0):
     await until_async(lambda: all(ear.entries == entries for _, ear in pairs), seconds=seconds)
 
 

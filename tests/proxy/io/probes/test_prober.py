@@ -89,6 +89,7 @@ async def test_engines_that_differ_are_told_once(registry, engines, caplog):
 
 async def test_engines_that_are_alike_are_told_of_together(registry, engines, caplog):
     """A rollout of two pools of 20 has 400 pairs of two kinds; an engine whose KV was refused is one of its own."""
+    engines.facts, engines.shown = EngineCapabilities(), Numbers()  # a look tells nothing, however late it comes
     for number in range(20):
         for role, revision in ((Role.DECODE, "a"), (Role.PREFILL, "b")):
             registry.learn(add(registry, role, number + 1).instance.id, EngineCapabilities(revision=revision))

@@ -34,7 +34,7 @@ class Stalling(Engine):
     def text(self):
         text = super().text()
         if self.asked > 1:
-            time.sleep(1.5)
+            time.sleep(3.5)
         return text
 
 

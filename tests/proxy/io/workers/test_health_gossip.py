@@ -1,5 +1,6 @@
 """Bulletins on their way."""
 
+import contextlib
 import socket
 import time
 
@@ -70,10 +71,12 @@ async def test_nonsense_and_a_peer_that_does_not_read_stop_nobody(tmp_path, capl
 
 
 def _fill(sock, path):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-        other.setblocking(False)
-        try:
+    """Send until the socket takes no more (net.unix.max_dgram_qlen), and not only until a sender's own buffer is full."""
+    sent = 1
+    while sent:
+        sent = 0
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other, contextlib.suppress(BlockingIOError):
+            other.setblocking(False)
             while True:
                 other.sendto(b"x" * 1000, str(path))
-        except BlockingIOError:
-            pass
+                sent += 1

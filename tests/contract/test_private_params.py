@@ -54,6 +54,16 @@ def vllm():
     return Path(vllm.__file__).parent
 
 
+def test_the_mode_of_kv_events_is_taken_from_extra_arguments_alone(vllm):
+    """The router leaves it out there (core/protocol/request_bodies.py): a client could have events repeated."""
+    found = {str(file.relative_to(vllm)) for file in vllm.rglob("*.py") if "kv_cache_report_mode" in file.read_text()}
+
+    assert found == {"v1/request.py", "v1/core/kv_cache_manager.py"}
+    read = ast.parse((vllm / "v1/request.py").read_text())
+    calls = [ast.unparse(node) for node in ast.walk(read) if isinstance(node, ast.Call)]
+    assert "sampling_params.extra_args.get('kv_cache_report_mode', 'incremental')" in calls
+
+
 def test_every_field_of_a_request_that_may_carry_them_is_known(vllm):
     """A class that gains such a field has another place, which the router must look at."""
     found = {}

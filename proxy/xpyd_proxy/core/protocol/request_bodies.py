@@ -50,6 +50,10 @@ _EXTRA: Final = "extra_args"
 
 # Only the router may set these: from a client they name memory that is not the client's, or kill the engine.
 _PRIVATE: Final = ("kv_transfer_params", "ec_transfer_params")
+# "full" has vLLM 0.32 tell again of every cached block that a request uses (vllm/v1/core/kv_cache_manager.py): events
+# for all routers that follow the engine, as many as a client likes. The answer is the same without it.
+_REPORT_MODE: Final = "kv_cache_report_mode"
+_NOT_IN_EXTRA: Final = frozenset({*_PRIVATE, _REPORT_MODE})
 # They shape the tokens that decode makes, or the way it shows them; prefill shows its one token to nobody.
 _OPENAI: Final = frozenset(
     {"stream_options", "best_of", "use_beam_search", "prompt_logprobs", "logprobs", "top_logprobs", "logprob_token_ids"}
@@ -76,6 +80,8 @@ _NEEDED: Final = ("remote_engine_id", "remote_request_id", "remote_host", "remot
 
 def parse(body: bytes, *, strip_private: bool) -> Fields:
     """Read a client's body, and refuse (or strip) the parameters only the router may set.
+
+    ``kv_cache_report_mode`` is left out of vLLM's extra arguments.
 
     Raises:
         BadRequest: the body is not a JSON object, carries such parameters, or has too many names or prompts.
@@ -260,6 +266,7 @@ def _public_extra(extra: msgspec.Raw, *, strip_private: bool, inside: str) -> ms
         return extra  # not an object: null, or something the engine refuses
     except NotJson as exc:
         raise BadRequest(f"{inside} is not JSON: {exc}", param=inside) from exc
-    if not fields.keys() & set(_PRIVATE):
+    if fields.keys().isdisjoint(_NOT_IN_EXTRA):
         return extra
+    fields.pop(_REPORT_MODE, None)
     return msgspec.Raw(encode(_public(fields, strip_private=strip_private, inside=f"{inside}.")))

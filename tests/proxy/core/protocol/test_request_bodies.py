@@ -223,6 +223,18 @@ def test_they_can_be_stripped_instead():
     assert encode(parse(body, strip_private=True)) == b'{"prompt":"hi","vllm_xargs":{"b":0.10}}'
 
 
+@pytest.mark.parametrize("strip_private", [False, True])
+def test_clients_cannot_have_an_engine_repeat_its_kv_events(strip_private):
+    """``full`` tells all routers again of every cached block, with each request; the answer is the same without it."""
+    body = (
+        b'{"vllm_xargs":{"kv_cache_report_mode":"full","a":0.10},'
+        b'"sampling_params":{"extra_args":{"kv_cache_report_mode":"full"},"n":1}}'
+    )
+    fields = parse(body, strip_private=strip_private)
+
+    assert encode(fields) == b'{"vllm_xargs":{"a":0.10},"sampling_params":{"extra_args":{},"n":1}}'
+
+
 def test_of_two_extra_arguments_the_one_that_was_looked_at_goes_on():
     """Or an engine could read the other one."""
     body = b'{"sampling_params":{"extra_args":{"kv_transfer_params":1},"seed" : 1e1,"extra_args":{"a":1}}}'

@@ -71,7 +71,7 @@ async def test_nonsense_and_a_peer_that_does_not_read_stop_nobody(tmp_path, capl
 
 
 def _fill(sock, path):
-    """Send until the socket takes no more (net.unix.max_dgram_qlen), and not only until a sender's own buffer is full."""
+    """Send until the socket takes no more (net.unix.max_dgram_qlen), not only until the buffer of a sender is full."""
     sent = 1
     while sent:
         sent = 0

@@ -38,10 +38,11 @@ _OK: Final = RequestOutcome.OK  # looking a member up takes as long as a call
 class LegRecord:
     """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
 
-    __slots__ = ("expected", "instance", "ms")
+    __slots__ = ("expected", "instance", "ms", "sent_at")
 
-    def __init__(self, instance: InstanceId, ms: float | None = None) -> None:
+    def __init__(self, instance: InstanceId, ms: float | None = None, sent_at: float = 0.0) -> None:
         self.instance = instance
+        self.sent_at = sent_at  # by the router's clock
         self.ms = ms
         self.expected: ExpectedTime | None = None  # of a decode leg: what its engines were chosen by, if by that
 
@@ -65,6 +66,7 @@ class RequestRecord:
 
     __slots__ = (
         "answered",
+        "began_at",
         "cached",
         "client_id",
         "decode",
@@ -77,6 +79,7 @@ class RequestRecord:
         "prefill_error",
         "push",
         "queue_s",
+        "received_s",
         "relayed",
         "request_id",
         "retries",
@@ -107,6 +110,8 @@ class RequestRecord:
         self.prefill = prefill
         self.decode = decode
         self.retries: list[Retry] = []
+        self.began_at = 0.0  # when its head came, by the router's clock
+        self.received_s: float | None = None  # until all of its body had come, if that was not at once
         self.queue_s: float | None = None  # in the queue of the admission control
         self.ttft_s: float | None = None  # until the first event of a stream was written
         self.last_token_at: float | None = None  # when a leg that is over had brought the latest piece of a stream

@@ -126,7 +126,7 @@ _ENDED: Final = {
     "loaded": "fence",
     "load_failed": "load, failed",
     "computing": "wait for a step",
-    "first_token": "make the first token",
+    "first_token": "first token",
     "finished": "finish",
 }
 _COMPUTED: Final = frozenset({"computing", "first_token", "finished"})

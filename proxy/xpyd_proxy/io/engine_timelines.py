@@ -20,18 +20,18 @@ _WALL_CLOCK: Final = time.time  # noqa: TID251 -- the only clock that the router
 _NONE: Final = "it keeps no timelines: add xpyd_timelines to its VLLM_PLUGINS (docs/why.md)"
 
 
-class _Event(msgspec.Struct):
+class _NotedEvent(msgspec.Struct):
     step: str
     at: float
     count: int = 0
 
 
-class _Request(msgspec.Struct):
-    events: list[_Event]
+class _NotedRequest(msgspec.Struct):
+    events: list[_NotedEvent]
 
 
-class _Answer(msgspec.Struct):
-    requests: list[_Request]
+class _NotedTimelines(msgspec.Struct):
+    requests: list[_NotedRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Timelines:
                 body = await self.checks.timeline(instance, name)
                 if body is None:
                     return (), _NONE
-                found = [event for request in decode(body, _Answer).requests for event in request.events]
+                found = [event for request in decode(body, _NotedTimelines).requests for event in request.events]
                 events += [EngineEvent(event.step, event.at, event.count) for event in found[:MOST_EVENTS]]
         except ProbeFailed as exc:
             return (), f"it {exc}"

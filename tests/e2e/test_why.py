@@ -101,7 +101,7 @@ def test_an_engine_that_does_not_move_shows_in_its_own_leg(pair, role):
     try:
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(ask, router, [3] * 100)
-            wait_until(lambda: f"{role} leg" in waiting_in(router), 60)
+            wait_until(lambda: waiting_in(router) == f"{role} leg", seconds=60, what=f"the {role} leg is sent")
             time.sleep(FROZEN_S)
             os.kill(pids[role], signal.SIGCONT)
             name, _ = asked.result()

@@ -29,6 +29,7 @@ from xpyd_proxy.api.page import Onlookers, page_routes
 from xpyd_proxy.api.ready import probe_routes
 from xpyd_proxy.api.realtime import realtime_routes
 from xpyd_proxy.api.request_context import RequestContextMiddleware
+from xpyd_proxy.api.requests import request_routes
 from xpyd_proxy.core.admission.cache_salts import Salts
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.admission.lifetime import Lifetime
@@ -45,6 +46,7 @@ from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.protocol.realtime import REALTIME_PATH
+from xpyd_proxy.core.request_history import RequestHistory
 from xpyd_proxy.core.routing.explain import Explainer
 from xpyd_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
 from xpyd_proxy.core.routing.session_ids import SessionIds
@@ -57,6 +59,7 @@ from xpyd_proxy.io.discovery.stores import Store, StoreObserver
 from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.io.discovery.stores.file import FileStore
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
+from xpyd_proxy.io.engine_timelines import Timelines
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.probes.checks import HttpChecks
@@ -139,10 +142,10 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     resolve = resolved if transport is None else None  # with the transport of a test it connects nowhere
     guard = Guard(AllowList.parse(settings.allowed_instances), registry.is_given, resolve)
     engines = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=dial)
-    gate, lifetime = Gate(settings, clock), Lifetime()
+    gate, lifetime, history = Gate(settings, clock), Lifetime(), RequestHistory(settings.request_history)
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), BodyReader()
     salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
-    telemetry, queue = Telemetry(Counters(_PATHS), clock), gate.admission
+    telemetry, queue = Telemetry(Counters(_PATHS), clock, history), gate.admission
     traces, releaser = _traces(settings), Releaser(engines, told=(telemetry,))
     requests = Requests(
         intake=Intake(settings, lifetime, keyring, sites, salts, _sessions(settings)),
@@ -213,6 +216,13 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         admin_routes(fleet, models, discovery, guard=guard, keyring=keyring, access=access),
         instance_routes(InstanceAdmin(registry, explainer, clock, discovery, crew.is_drained), access),
         model_routes(models, keys),
+        request_routes(
+            lambda: telemetry.history,
+            lambda: [(request.record, request.state) for request in requests],
+            Timelines(registry, checks, clock),
+            access,
+            workers=crew.of,
+        ),
     )
     app = new_application(_lifespan(registry, running, traces))
     app.add_middleware(AuthMiddleware, lifetime=lifetime, keyring=keyring, sites=sites)

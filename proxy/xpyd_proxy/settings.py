@@ -308,6 +308,8 @@ class Settings:
     log_format: LogFormat = TELEMETRY.option(LogFormat.TEXT, "lines for people, or one JSON object for each event")
     otlp_endpoint: Url | None = TELEMETRY.option(None,
         "base URL of the collector of spans (OTLP over HTTP)", unset="OTEL_EXPORTER_OTLP_ENDPOINT")
+    request_history: Natural = TELEMETRY.option(1000,
+        "requests that are over and whose timeline xpyd why still shows; 0: none")
     server_timing: bool = TELEMETRY.option(True,
         "tell clients the engines of a request and their milliseconds (Server-Timing)")
 

@@ -200,6 +200,19 @@ def test_kv_events_are_for_those_who_are_named():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("tells", "named"), [(False, "xpyd,xpyd_timelines"), (True, "xpyd,xpyd_kv_events,xpyd_timelines")]
+)
+def test_one_value_has_engines_keep_timelines(tells, named):
+    """VLLM_PLUGINS names all plugins that are needed, and only where one is."""
+    keyed = {"apiKey": {"secretName": "engines"}}
+    values = {"timelines": {"enabled": True}, "kvEvents": {"enabled": tells}, "prefill": keyed, "decode": keyed}
+
+    for role in ("prefill", "decode"):
+        assert env(templates(pool(Chart().objects(values), role))[0])["VLLM_PLUGINS"]["value"] == named
+        assert "VLLM_PLUGINS" not in env(templates(pool(Chart().objects({}), role))[0])
+
+
 def test_one_value_has_routers_follow_the_engines_behind_their_key():
     """No port is opened, and the sockets are in a directory that only the engine's user may enter."""
     keyed = {"apiKey": {"secretName": "engines"}}

@@ -36,6 +36,7 @@ BAD = [
     ("prefill.runAsRoot", "no"),
     ("prefill.rdma.transports", "rc tcp"),
     ("kvEvents.enabled", "auto"),
+    ("timelines.enabled", "yes"),
     ("prefill.kvEvents.from", [{"cidr": "10.0.0.0/8"}]),
     ("router.replicas", 0),
     ("router.replicas", "2"),
@@ -187,7 +188,10 @@ CONTRADICTIONS = [
     ({"kvEvents": {"enabled": True}}, "name a secret in prefill.apiKey.secretName"),
     ({"kvEvents": {"enabled": True}, "prefill": {"enabled": False}}, "name a secret in decode.apiKey.secretName"),
     (TELLING | {"prefill": {**KEYED, "kvEvents": {"enabled": True}}}, "are both true"),
-    (TELLING | {"decode": {**KEYED, "extraEnv": [{"name": "VLLM_PLUGINS", "value": "xpyd"}]}}, "xpyd_kv_events, too"),
+    (
+        TELLING | {"decode": {**KEYED, "extraEnv": [{"name": "VLLM_PLUGINS", "value": "xpyd"}]}},
+        "name xpyd,xpyd_kv_events, too",
+    ),
     (
         TELLING | {"router": {"settings": {"prefill_policy": "session", "decode_policy": "power_of_two"}}},
         "other policies than prefix on both sides",

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.router_process import KEY, RouterProcess
 from support.sim import fleet, serving, sims, until
+from xpyd_proxy.cli import main
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
@@ -412,3 +413,13 @@ def _cached(worker, path, body):
     answer = worker.post("/instances/explain", headers=KEY, json={"path": path, "body": body})
     assert answer.status_code == 200, answer.text
     return [*answer.json()["cached_tokens"].values()]
+
+
+def test_why_finds_a_request_of_any_worker(tmp_path, monkeypatch):
+    """Each knows its own only, and nobody chooses whose connection it gets: the command asks again."""
+    with crew_of(tmp_path, count=3) as (crew, *_):
+        monkeypatch.setenv("ADMIN_API_KEY", KEY["X-Api-Key"])
+        names = [crew.worker(number).post(PATH, json=BODY).headers["x-request-id"] for number in range(3)]
+        codes = [main(["why", "--router", crew.url, name]) for name in names]
+
+    assert codes == [0, 0, 0]

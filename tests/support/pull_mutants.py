@@ -34,7 +34,9 @@ def shorten_on_renew(patch):
 def accept_unfenced_reads(patch):
     whole = PullReader._on_fence_result
     patch.setattr(
-        PullReader, "_on_fence_result", lambda self, conn, request, *, held: whole(self, conn, request, held=True)
+        PullReader,
+        "_on_fence_result",
+        lambda self, conn, request, now, *, held: whole(self, conn, request, now, held=True),
     )
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from xpyd_connector.core.timeline import MAX_EVENTS, TimelineEvent, TimelineStep
+
 
 class TransferSample(msgspec.Struct, frozen=True):
     """One completed transfer."""
@@ -17,15 +19,16 @@ class TransferSample(msgspec.Struct, frozen=True):
 
 
 class StatsReport(msgspec.Struct):
-    """Counters and transfers since the last report, the current gauges, and engines that were found to differ."""
+    """What has happened since the last report, the current gauges, and engines that were found to differ."""
 
     counters: dict[str, int] = {}
     gauges: dict[str, float] = {}
     transfers: list[TransferSample] = []
     incompatible: list[str] = []  # ids
+    events: list[TimelineEvent] = []
 
     def __bool__(self) -> bool:
-        return bool(self.counters or self.gauges or self.transfers or self.incompatible)
+        return bool(self.counters or self.gauges or self.transfers or self.incompatible or self.events)
 
 
 @dataclass(slots=True)
@@ -34,6 +37,7 @@ class Counters:
 
     _counts: Counter[str] = field(default_factory=Counter[str])
     _transfers: list[TransferSample] = field(default_factory=list[TransferSample])
+    _events: list[TimelineEvent] = field(default_factory=list[TimelineEvent])
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter; ``name`` is one of :data:`COUNTERS`."""
@@ -44,10 +48,14 @@ class Counters:
         """Record one finished transfer."""
         self._transfers.append(sample)
 
+    def note(self, request: str, step: TimelineStep, at: float, count: int = 0) -> None:
+        """Note an event of a request's timeline; ``at``: s, monotonic."""
+        self._events.append(TimelineEvent(request, step, at, count))
+
     def take(self) -> StatsReport:
-        """Return what was counted since the last call, and start again at zero."""
-        report = StatsReport(counters=dict(self._counts), transfers=self._transfers)
-        self._counts, self._transfers = Counter(), []
+        """Return what was counted and noted since the last call, and start again at zero."""
+        report = StatsReport(counters=dict(self._counts), transfers=self._transfers, events=self._events)
+        self._counts, self._transfers, self._events = Counter(), [], []
         return report
 
 
@@ -72,7 +80,13 @@ class ForwardingCounters(Counters):
         super().observe(sample)
         self._tell(self.take())
 
+    def note(self, request: str, step: TimelineStep, at: float, count: int = 0) -> None:
+        """Note an event."""
+        super().note(request, step, at, count)
+        self._tell(self.take())
 
+
+EVENTS_DROPPED = "timeline_events_dropped"
 COUNTERS = {
     "leases_granted": "Prefills whose blocks were kept for a decode engine.",
     "leases_renewed": "Renewals received for leases that were held.",
@@ -127,6 +141,7 @@ COUNTERS = {
     "kv_params_unsigned": "Requests whose kv_transfer_params have no signature, on an engine with a secret.",
     "kv_params_forged": "Requests whose kv_transfer_params have a wrong signature.",
     "kv_params_expired": "Requests whose kv_transfer_params are too old.",
+    EVENTS_DROPPED: "Events of requests' timelines that were dropped: the engine made no step meanwhile.",
     "prefixes_asked": "Prefills that asked a decode engine for the KV of an earlier answer.",
     "prefixes_found": "Prefills for which a decode engine had KV that this engine lacked.",
     "prefixes_unanswered": "Prefills whose decode engine did not answer within return_timeout, or was not reached.",
@@ -145,7 +160,10 @@ GAUGES = {
 
 
 def merge(reports: Sequence[StatsReport]) -> StatsReport:
-    """Add up the counters and transfers of several reports; of a gauge, the latest wins."""
+    """Add up the counters and transfers of several reports; of a gauge, the latest wins.
+
+    Of more than :data:`~xpyd_connector.core.timeline.MAX_EVENTS` events the oldest are dropped, and counted.
+    """
     counters: Counter[str] = Counter()
     merged = StatsReport(gauges={})
     for report in reports:
@@ -153,5 +171,9 @@ def merge(reports: Sequence[StatsReport]) -> StatsReport:
         merged.gauges.update(report.gauges)
         merged.transfers = [*merged.transfers, *report.transfers]
         merged.incompatible = [*merged.incompatible, *report.incompatible]
+        merged.events = [*merged.events, *report.events]
+    if (dropped := len(merged.events) - MAX_EVENTS) > 0:
+        counters[EVENTS_DROPPED] += dropped
+        del merged.events[:dropped]
     merged.counters = dict(counters)
     return merged

@@ -28,13 +28,13 @@ from xpyd_connector.shell.engine_config import EngineConfig
 from xpyd_connector.shell.metadata import QuarantineMetadata, StepMetadata
 from xpyd_connector.shell.prefill_requests import PrefillRequests
 from xpyd_connector.shell.returned_prefixes import ReturnedPrefixes
+from xpyd_connector.shell.timeline_notes import WALL_CLOCK, TimelineNotes, are_wanted, without_or_dated
 from xpyd_connector.shell.vllm_stats import XpydStats
 
 if TYPE_CHECKING:
     from xpyd_connector.settings import Settings
     from xpyd_connector.shell.engine_waker import EngineWaker
 
-WALL_CLOCK: Clock = time.time  # noqa: TID251 -- the only clock that two engines share; signatures allow for its error
 MAX_IDLE_WAIT = 0.2  # s that a step without tokens waits for a push or a request
 
 
@@ -58,6 +58,7 @@ class XpydConnectorScheduler:
         self._counters = Counters()  # of the engine thread
         self._gauges: dict[str, float] = {}  # as last reported
         self._live: dict[str, Request] = {}
+        self._notes = TimelineNotes(self._counters, monotonic, clock, wanted=are_wanted())
         self._control = ControlThread(engine_config, settings, secrets, on_news=waker.wake, clock=monotonic)
         self._prefills = PrefillRequests(
             engine_config,
@@ -102,6 +103,7 @@ class XpydConnectorScheduler:
         """Start to renew the lease of a request when it arrives: it may wait in the queue for longer than a lease."""
         self.handle_results()
         self._live[request.request_id] = request
+        self._notes.began(request)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             self._decodes.begin(request, params)
@@ -116,6 +118,7 @@ class XpydConnectorScheduler:
 
         None: that is not known yet, and vLLM asks again in its next step.
         """
+        self._notes.considered(request, computed)
         self._prefills.considered(request, computed)
         self._cached.considered(request, computed)
         if self._returned.searches(request, computed):
@@ -127,6 +130,7 @@ class XpydConnectorScheduler:
         self._prefills.allocated(request)
         self._cached.allocated(request)
         self._decodes.allocated(request, blocks, external)
+        self._notes.load_ordered(request, external)
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's metadata for the workers."""
@@ -137,6 +141,7 @@ class XpydConnectorScheduler:
             self._waker.wait(MAX_IDLE_WAIT)
             self.handle_results()
             self._cached.look_up()
+        self._notes.step(output)
         self._prefills.step(output, self._live, now=self._clock())
         metadata = self._decodes.metadata(output)
         metadata.number = number
@@ -167,6 +172,7 @@ class XpydConnectorScheduler:
         """Return the kv_transfer_params of a prefill that a decode engine can load; None for any other request."""
         self.handle_results()
         self._live.pop(request.request_id, None)
+        self._notes.finished(request)
         self._returned.finished(request)
         self._decodes.finished(request)
         return self._prefills.finished(request, blocks)
@@ -177,8 +183,10 @@ class XpydConnectorScheduler:
         for result in self._control.take_results():
             match result:
                 case LeaseEnded(request, why):
+                    self._notes.lease_ended(request, why)
                     self._prefills.lease_ended(request, why)
-                case LoadResult():
+                case LoadResult(request, failure):
+                    self._notes.load_ended(request, failure)
                     self._decodes.push_ended(result, is_live=result.request in self._live)
                 case BlocksReleased(request):
                     self._decodes.update_quarantine(QuarantineMetadata(released=[request]))
@@ -207,6 +215,7 @@ class XpydConnectorScheduler:
         )
         self._gauges = gauges
         report = merge([self._control.take_report(), self._counters.take(), changed])
+        report = without_or_dated(report, wanted=self._notes.wanted, shift=self._notes.shift)
         return XpydStats.of(report) if report else None
 
     def _block_pool(self) -> BlockPool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from prometheus_client import Counter, Gauge, Histogram
@@ -10,9 +10,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from xpyd_connector.core.counters import COUNTERS, GAUGES, StatsReport, merge
+from xpyd_connector.core.timeline import TimelineStore
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
+TIMELINES: Final = TimelineStore()  # of this process, where it is an API server: shell/timelines.py shows them
 PEERS_MOST = 64  # refused engines that are shown: each restarts under another id
 INFO = "Labels that a router compares before it pairs two engines, and the id by which peers know this one."
 INCOMPATIBLE = "A prefill engine that differs, by its engine_id: this engine computes its prompts itself."
@@ -105,6 +107,7 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             self._gauges[name][engine_idx].set(gauge)
         for peer in report.incompatible:
             self._show_refused(*self.per_engine_labelvalues[engine_idx], peer)
+        TIMELINES.add(engine_idx, report.events)
         for sample in report.transfers:
             self._counters["bytes_transferred"][engine_idx].inc(sample.bytes)
             self._counters["descriptors"][engine_idx].inc(sample.descriptors)

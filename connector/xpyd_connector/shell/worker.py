@@ -4,6 +4,7 @@ Everything here runs on the worker's main thread and only touches queues. The tr
 """
 
 import os
+import time
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ from xpyd_connector.shell.metadata import QuarantineMetadata, RankHandshake, Ste
 from xpyd_connector.shell.network import bind_data_plane, open_link
 from xpyd_connector.shell.outbox import Outbox
 from xpyd_connector.shell.registered_memory import RegisteredMemory, RoleMemory
+from xpyd_connector.shell.timeline_notes import WALL_CLOCK, are_wanted, without_or_dated
 from xpyd_connector.shell.vllm_stats import XpydStats
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class XpydConnectorWorker:
         self._outbox: Outbox[LoadResult | BlocksReleased] = Outbox()
         self._quarantined = QuarantineMetadata()  # news for the scheduler
         self._counters = Counters()
+        self._has_timelines = are_wanted()
         self._loading: set[RequestId] = set()
         self._idle = False
 
@@ -165,7 +168,8 @@ class XpydConnectorWorker:
 
     def stats(self) -> XpydStats | None:
         """Return the numbers since the last call."""
-        report = self._outbox.take_report()
+        shift = WALL_CLOCK() - time.monotonic()
+        report = without_or_dated(self._outbox.take_report(), wanted=self._has_timelines, shift=shift)
         return XpydStats.of(report) if report else None
 
     def stop(self) -> None:

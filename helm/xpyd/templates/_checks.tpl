@@ -78,11 +78,16 @@
 {{- if $p.kvEvents.enabled -}}
 {{- fail (printf "kvEvents.enabled and %s.kvEvents.enabled are both true: an engine publishes over a socket of its own or over a port, so write one of the two" $role) -}}
 {{- end -}}
+{{- end -}}
+{{- if $p.enabled -}}
+{{- $needed := include "xpyd.plugins" $ -}}
 {{- range $p.extraEnv -}}
-{{- if eq .name "VLLM_PLUGINS" -}}
+{{- if and $needed (eq .name "VLLM_PLUGINS") -}}
 {{- $plugins := splitList "," (.value | default "") -}}
-{{- if not (and (has "xpyd" $plugins) (has "xpyd_kv_events" $plugins)) -}}
-{{- fail (printf "%s.extraEnv sets VLLM_PLUGINS: vLLM loads only plugins that are named there, so with kvEvents.enabled name xpyd and xpyd_kv_events, too" $role) -}}
+{{- range splitList "," $needed -}}
+{{- if not (has . $plugins) -}}
+{{- fail (printf "%s.extraEnv sets VLLM_PLUGINS: vLLM loads only plugins that are named there, so with kvEvents.enabled or timelines.enabled name %s, too" $role $needed) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -134,9 +134,9 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 - name: XPYD_CONNECTOR_SECRET_FILE # a file is read again when it changes, and no other process of the node sees it
   value: /etc/xpyd/connector/secret
 {{- end }}
-{{- if $v.kvEvents.enabled }}
-- name: VLLM_PLUGINS # the plugin that serves KV events is loaded only if it is named, and then only those named are
-  value: xpyd,xpyd_kv_events
+{{- with include "xpyd.plugins" .root }}
+- name: VLLM_PLUGINS # plugins of the API server are loaded only if they are named, and then only those named are
+  value: {{ . }}
 {{- end }}
 {{- with $p.apiKey }}
 {{- if .secretName }}
@@ -560,4 +560,12 @@ scaleDown:
   stabilizationWindowSeconds: {{ int .scaleDownSeconds }}
   policies:
     - {type: Pods, value: 1, periodSeconds: 60}
+{{- end -}}
+
+{{- /* The plugins of vLLM that engines must load, if there are others than the connector's own. */ -}}
+{{- define "xpyd.plugins" -}}
+{{- $plugins := list -}}
+{{- if .Values.kvEvents.enabled -}}{{- $plugins = append $plugins "xpyd_kv_events" -}}{{- end -}}
+{{- if .Values.timelines.enabled -}}{{- $plugins = append $plugins "xpyd_timelines" -}}{{- end -}}
+{{- if $plugins -}}{{- join "," (prepend $plugins "xpyd") -}}{{- end -}}
 {{- end -}}

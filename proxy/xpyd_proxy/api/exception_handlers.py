@@ -37,7 +37,7 @@ async def _on_proxy_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answer for a path or a method that does not exist; the admin routes speak FastAPI's own format."""
     assert isinstance(error, HTTPException)
-    if request.url.path == "/status" or request.url.path.startswith("/instances"):
+    if request.url.path == "/status" or request.url.path.startswith(("/instances", "/requests/")):
         return await http_exception_handler(request, error)
     kind = {404: "NotFoundError", 405: "MethodNotAllowedError"}.get(error.status_code, "BadRequestError")
     body = openai_error(error.status_code, kind, f"{request.method} {request.url.path}: {error.detail}")

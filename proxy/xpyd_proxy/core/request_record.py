@@ -38,10 +38,11 @@ _OK: Final = RequestOutcome.OK  # looking a member up takes as long as a call
 class LegRecord:
     """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
 
-    __slots__ = ("expected", "instance", "ms")
+    __slots__ = ("expected", "instance", "ms", "sent_at")
 
-    def __init__(self, instance: InstanceId, ms: float | None = None) -> None:
+    def __init__(self, instance: InstanceId, ms: float | None = None, sent_at: float = 0.0) -> None:
         self.instance = instance
+        self.sent_at = sent_at  # by the router's clock
         self.ms = ms
         self.expected: ExpectedTime | None = None  # of a decode leg: what its engines were chosen by, if by that
 
@@ -60,30 +61,40 @@ class Retry:
         return f"{self.leg.instance} {self.reason}"
 
 
-class RequestRecord:
-    """The record of one request. Times are seconds; None: it did not come to that."""
+class RequestTimes:
+    """When and how long, in seconds; None: it did not come to that. RequestRecord sets them."""
+
+    __slots__ = ("began_at", "duration_s", "last_token_at", "queue_s", "received_s", "ttft_s")
+
+    def __init__(self) -> None:
+        self.began_at = 0.0  # when its head came, by the router's clock
+        self.received_s: float | None = None  # until all of its body had come, if that was not at once
+        self.queue_s: float | None = None  # in the queue of the admission control
+        self.ttft_s: float | None = None  # until the first event of a stream was written
+        self.last_token_at: float | None = None  # when a leg that is over had brought the latest piece of a stream
+        self.duration_s = 0.0  # of the whole request, once it is over
+
+
+class RequestRecord(RequestTimes):
+    """The record of one request."""
 
     __slots__ = (
         "answered",
         "cached",
         "client_id",
         "decode",
-        "duration_s",
         "end",
         "error",
-        "last_token_at",
         "path",
         "prefill",
         "prefill_error",
         "push",
-        "queue_s",
         "relayed",
         "request_id",
         "retries",
         "single_reason",
         "status",
         "transfer",
-        "ttft_s",
     )
 
     def __init__(
@@ -98,6 +109,7 @@ class RequestRecord:
         decode: LegRecord | None = None,
         error: str | None = None,
     ) -> None:
+        RequestTimes.__init__(self)
         self.request_id = request_id
         self.path = path
         self.client_id = client_id  # what the client calls the request: for the client and the log, never for an engine
@@ -107,11 +119,7 @@ class RequestRecord:
         self.prefill = prefill
         self.decode = decode
         self.retries: list[Retry] = []
-        self.queue_s: float | None = None  # in the queue of the admission control
-        self.ttft_s: float | None = None  # until the first event of a stream was written
-        self.last_token_at: float | None = None  # when a leg that is over had brought the latest piece of a stream
-        self.duration_s = 0.0  # of the whole request, once it is over
-        self.status = 0  # the same
+        self.status = 0  # once it is over
         self.answered = False  # all of it is with the client; what still happens is tidying up
         self.error = error  # what went wrong, for the log
         self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun

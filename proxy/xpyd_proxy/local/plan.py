@@ -70,6 +70,7 @@ class LocalPlan:
                 extra_connector_config={"return_kv": True} if self.return_kv else {},
                 cache_dir=self.home / "cache",
                 kv_events=self.kv_events_dir if self.kv_events else None,
+                timelines=self.connector is Connector.XPYD,
             )
             for number, (role, index, port) in enumerate(places)
         )

@@ -15,8 +15,7 @@ from xpyd_proxy.local.processes import Command
 
 HOST = "127.0.0.1"
 SECRET_VARIABLES = ("XPYD_CONNECTOR_SECRET", "XPYD_CONNECTOR_SECRET_FILE")  # what our connector proves itself with
-# A plugin of endpoints is loaded only if it is named, and then only plugins that are named are.
-KV_EVENT_PLUGINS = ("xpyd", "xpyd_kv_events")
+CONNECTOR_PLUGIN, KV_EVENTS_PLUGIN, TIMELINES_PLUGIN = "xpyd", "xpyd_kv_events", "xpyd_timelines"
 PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: a directory called vllm, say a checkout, is not the package
 
 
@@ -52,6 +51,7 @@ class EngineSpec:
     block_size: int = 32  # tokens; attention on CPUs needs a multiple of 32
     kv_cache_mib: int = 128  # 65,536 tokens of the tiny model
     kv_events: Path | None = None  # directory of this user alone, for the sockets: the engine serves its KV events
+    timelines: bool = False  # the engine notes what happens to each request, for `xpyd why`
     failure_policy: str = "recompute"  # or "fail": what a decode engine does when KV cannot be loaded
     extra_args: tuple[str, ...] = ()  # appended, so that they win
     extra_connector_config: Mapping[str, object] = field(default_factory=dict[str, object])
@@ -100,8 +100,15 @@ def with_secret(inherited: Mapping[str, str]) -> dict[str, str]:
 def shell_line(spec: EngineSpec) -> str:
     """Return what one would type to start such an engine with any build of vLLM, the side channel included."""
     side = [f"VLLM_NIXL_SIDE_CHANNEL_PORT={spec.side_channel_port}"] if spec.side_channel_port else []
-    plugins = [f"VLLM_PLUGINS={','.join(KV_EVENT_PLUGINS)}"] if spec.kv_events else []
+    plugins = [f"VLLM_PLUGINS={','.join(named)}"] if (named := plugins_of(spec)) else []
     return " ".join([*plugins, *side, shlex.join(["vllm", "serve", str(spec.model), *options(spec)])])
+
+
+def plugins_of(spec: EngineSpec) -> list[str]:
+    """Return what `VLLM_PLUGINS` must name: a plugin of endpoints loads only so, and then only plugins named do."""
+    wanted = ((spec.kv_events is not None, KV_EVENTS_PLUGIN), (spec.timelines, TIMELINES_PLUGIN))
+    named = [name for is_wanted, name in wanted if is_wanted]
+    return [CONNECTOR_PLUGIN, *named] if named else []
 
 
 def options(spec: EngineSpec) -> list[str]:
@@ -178,8 +185,8 @@ def environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str
             # Over TCP whoever reaches UCX's port reads and writes the engine's memory. Our connector sees to this by
             # itself; vLLM's own lets UCX listen on every interface.
             own["UCX_NET_DEVICES"] = inherited.get("UCX_NET_DEVICES", "lo")
-    if spec.kv_events:
-        own["VLLM_PLUGINS"] = ",".join([*filter(None, [inherited.get("VLLM_PLUGINS")]), *KV_EVENT_PLUGINS])
+    if named := plugins_of(spec):
+        own["VLLM_PLUGINS"] = ",".join([*filter(None, [inherited.get("VLLM_PLUGINS")]), *named])
     # A variable that somebody set for another engine would win over the arguments, and over TMPDIR.
     others = {"VLLM_CPU_KVCACHE_SPACE", "VLLM_CACHE_ROOT", "VLLM_RPC_BASE_PATH"}
     kept = {key: value for key, value in inherited.items() if key not in others}

@@ -96,7 +96,7 @@ class EngineLeg(ResponseHandler):
         self.instance = instance
         self.sent_at = sent_at
         self.due = due  # when the engine has had all its time; None: never
-        self.record = LegRecord(instance.id)
+        self.record = LegRecord(instance.id, None, sent_at)
         self.fault: LegFailed | None = None  # why nothing more will come of it
         self.failure: Failure | None = None  # how it is counted
         self.answered_s: float | None = None  # seconds until its good answer, if that is counted with its end

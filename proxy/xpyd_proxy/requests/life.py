@@ -40,7 +40,7 @@ class RequestLife:
         self.record = record
         self.span = span
         clock = of.clock
-        self.started_at = clock()  # seconds
+        self.started_at = record.began_at = clock()  # seconds
 
     def on(self, event: RequestEvent) -> None:
         """Take a step of the table (requests/lifecycle.py); a step that is not in it is a bug, and raises KeyError."""

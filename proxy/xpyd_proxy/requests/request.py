@@ -185,6 +185,11 @@ class Request:
         return self._life.state
 
     @property
+    def record(self) -> RequestRecord:
+        """Return what has happened to it."""
+        return self._life.record
+
+    @property
     def failure(self) -> Exception | None:
         """Return the error that the client got; None: it got none."""
         return self._client.failure
@@ -281,6 +286,7 @@ class Request:
         if isinstance(body, bytes):
             self._body = b""
             return body
+        self._life.record.received_s = self._life.elapsed_s()
         return body.whole()
 
     def _free_body(self) -> None:

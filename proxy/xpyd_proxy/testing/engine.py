@@ -103,6 +103,8 @@ class Sim:
         self.granted: list[tuple[str, str | None]] = []  # leases of a prefill engine: its request, and the transfer
         self.released: list[str] = []  # requests whose blocks the prefill engine was told to free
         self.abandoned: list[str] = []  # transfers that nobody will come for
+        # What it noted of each request, as the connector's route shows it; None: it has no such route.
+        self.timelines: dict[str, list[Json]] | None = None
         self._model = model
         self._prefill_s = prefill_s
         self._token_s = token_s
@@ -119,6 +121,7 @@ class Sim:
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
             Route("/v1/xpyd/kv_events", self._kv_events),
+            Route("/v1/xpyd/requests/{name}", self._timeline),
             *(Route(path, self._generate, methods=["POST"]) for path in _LIMITS),
             *(Route(path, self._run, methods=["POST"]) for path in ENDPOINTS.keys() - _LIMITS.keys()),
             Route("/sim/faults", self._set_fault, methods=["POST"]),
@@ -156,6 +159,13 @@ class Sim:
         if self.cache is None:
             return _json(error(404, "this engine publishes no KV events"), 404)
         return StreamingResponse(self.cache.frames(), media_type="application/x-xpyd-kv-events")
+
+    async def _timeline(self, request: Request) -> Response:
+        if self.timelines is None:
+            return _json(error(404, "this engine keeps no timelines"), 404)
+        name = request.path_params["name"]
+        found = self.timelines.get(name)
+        return _json({"requests": [] if found is None else [{"id": f"cmpl-{name}-0", "events": found}]})
 
     async def _set_fault(self, request: Request) -> Response:
         try:

@@ -85,7 +85,8 @@ class Engine:
         return SimpleNamespace(
             request_id=name, kv_transfer_params=params, prompt_token_ids=prompt, num_prompt_tokens=len(prompt),
             num_computed_tokens=len(prompt), mm_features=[], lora_request=None, cache_salt=None, status=status,
-            abort_immediately=False, num_tokens=len(prompt), priority=priority,
+            abort_immediately=False, num_tokens=len(prompt), priority=priority, arrival_time=4990.0,
+            num_output_tokens=0,
         )  # fmt: skip
 
     def arrive(self, *, name="d-a", **changes):
@@ -1218,3 +1219,59 @@ def test_steps_have_no_number_where_nothing_is_lent(engine):
     step = SimpleNamespace(total_num_scheduled_tokens=4, num_scheduled_tokens={}, kv_connector_block_state=None)
 
     assert engine.side.step(step).number == 0
+
+
+def steps(engine):
+    """The events of one report, without their times."""
+    report = engine.side.stats()
+    return [] if report is None else [(each[0], str(each[1]), each[3]) for each in report.data["events"]]
+
+
+def computing(name, tokens):
+    return SimpleNamespace(
+        total_num_scheduled_tokens=tokens, num_scheduled_tokens={name: tokens}, kv_connector_block_state=None
+    )
+
+
+@pytest.fixture
+def noting(monkeypatch):
+    """An engine whose API server shows timelines."""
+    monkeypatch.setenv("VLLM_PLUGINS", "xpyd,xpyd_timelines")
+    engine = Engine()
+    yield engine
+    engine.side.stop()
+
+
+def test_the_timeline_of_a_load_names_each_step(noting):
+    """In the order in which vLLM calls the hooks; a request is considered once, however often vLLM asks."""
+    request = noting.arrive()
+    noting.side.matched_tokens(request, 0)
+    noting.side.matched_tokens(request, 0)
+    noting.allocate(request, 9)
+    noting.side.step(computing("d-a", 1))
+    request.num_output_tokens = 1
+    noting.side.step(IDLE)
+    noting.side.finished(request, ((),))
+
+    assert [each for each in steps(noting) if "lease" not in each[1]] == [
+        ("d-a", "arrived", 0), ("d-a", "queued", 0), ("d-a", "considered", 0), ("d-a", "load_ordered", 9),
+        ("d-a", "computing", 1), ("d-a", "first_token", 0), ("d-a", "finished", 1),
+    ]  # fmt: skip
+
+
+def test_the_events_of_a_timeline_are_dated(monkeypatch):
+    """By the wall clock, whatever the other one shows."""
+    monkeypatch.setenv("VLLM_PLUGINS", "xpyd,xpyd_timelines")
+    engine = Engine(clock=lambda: 5000.0)
+    engine.arrive()
+    report = engine.side.stats()
+    engine.side.stop()
+
+    assert [each[2] for each in report.data["events"]] == [4990.0, 5000.0]
+
+
+def test_without_the_route_nothing_is_noted(engine):
+    """Nobody could read it."""
+    engine.arrive()
+
+    assert steps(engine) == []

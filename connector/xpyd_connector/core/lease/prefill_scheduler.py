@@ -17,6 +17,7 @@ from xpyd_connector.core.messages import (
     RenewLeases,
 )
 from xpyd_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived
+from xpyd_connector.core.timeline import TimelineStep
 
 _COUNTER = {
     LeaseEvent.DONE: "leases_done",
@@ -47,6 +48,7 @@ class LeaseManager:
         """Lease the blocks of a finished request."""
         self.leases.grant(request, now=now)
         self._counters.count("leases_granted")
+        self._counters.note(request, TimelineStep.LEASE_GRANTED, now)
 
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of a decode engine's connection."""
@@ -73,6 +75,8 @@ class LeaseManager:
         names = list(requests)
         lost = [request for request in names if not self.leases.renew(request, conn, now=now)]
         self._counters.count("leases_renewed", len(names) - len(lost))
+        for request in set(names).difference(lost):
+            self._counters.note(request, TimelineStep.LEASE_RENEWED, now)
         self._counters.count("foreign_messages", sum(request in self.leases for request in lost))
         return lost
 

@@ -24,6 +24,7 @@ from xpyd_connector.core.results import BlocksReleased, LoadResult
 from xpyd_connector.core.session.peers import Peer, PeerState, PeerTable
 from xpyd_connector.core.staging.host_buffer import HostBuffer
 from xpyd_connector.core.staging.slots import Slots
+from xpyd_connector.core.timeline import TimelineStep
 from xpyd_connector.core.transfer.remote_memory import RemoteEngines
 from xpyd_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL, StepEnded, Transfers
 from xpyd_connector.errors import ConnectorError, IllegalTransition
@@ -71,6 +72,7 @@ class PullReader:
         if order.request in self._loads:
             raise IllegalTransition(f"request {order.request} is loaded twice")
         load = self._loads[order.request] = Load(order, deadline=now + self._timeout)
+        self._counters.note(order.request, TimelineStep.LOAD_BEGUN, now)
         self._peers.ensure_connected(order.engine, order.address, now=now)
         if self._staging is None:
             self._connect(load, now)
@@ -108,7 +110,7 @@ class PullReader:
         """Handle an event of a connection that we opened."""
         match event:
             case MessageReceived(conn, FenceResult(reader, held)):
-                self._on_fence_result(conn, reader, held=held)
+                self._on_fence_result(conn, reader, now, held=held)
             case MessageReceived(conn, PartStaged(reader, part, groups)):
                 if (load := self._load_asking(conn, reader, part)) is not None:
                     self._read(load, _from_slots(load.parts[0], groups), now)
@@ -156,6 +158,7 @@ class PullReader:
             self._attach(peer, now)
         if peer.state is PeerState.CONNECTED:
             for load in waiting:
+                self._counters.note(load.order.request, TimelineStep.PEER_MET, now)
                 self._begin(load, now)
         elif peer.is_refused:
             for load in waiting:
@@ -185,6 +188,7 @@ class PullReader:
         order, own, theirs = load.order, self._own, self._remote_engines[load.order.engine].theirs
         if not load.parts:
             load.on(LoadEvent.READ)
+            self._counters.note(order.request, TimelineStep.READ, now)
             self._extend(load, now)
             self._send(load, ReadDone(order.remote_request, order.request, own.worker, own.workers))
             return
@@ -219,6 +223,7 @@ class PullReader:
             self._abort(load, "loads_failed_transfer", str(exc), LoadEvent.STARTED)
         else:
             load.on(LoadEvent.STARTED)
+            self._counters.note(load.order.request, TimelineStep.READING, now, sum(len(each.local) for each in part))
             self._extend(load, now)
 
     def _on_step_ended(self, step: StepEnded[RequestId], now: float) -> None:
@@ -257,13 +262,14 @@ class PullReader:
 
     # ---- the end
 
-    def _on_fence_result(self, conn: ConnId, request: RequestId, *, held: bool) -> None:
+    def _on_fence_result(self, conn: ConnId, request: RequestId, now: float, *, held: bool) -> None:
         load = self._load_of(conn, request)
         if load is None or load.state is not LoadState.CONFIRMING:
             return  # aborted before, or another peer's
         if held:
             load.on(LoadEvent.CONFIRMED)
             self._counters.count("loads")
+            self._counters.note(request, TimelineStep.LOADED, now)
             self._end(load, "")
         else:
             self._counters.count("reads_discarded")

@@ -43,6 +43,7 @@ from xpyd_connector.core.push.push_job import (
 )
 from xpyd_connector.core.session.scheduler_link import SchedulerLink
 from xpyd_connector.core.staging.host_buffer import HostBuffer
+from xpyd_connector.core.timeline import TimelineStep
 from xpyd_connector.core.transfer.remote_memory import RemoteRank
 from xpyd_connector.core.transfer.transfers import POLL_INTERVAL
 from xpyd_connector.errors import ConnectorError
@@ -197,13 +198,14 @@ class PushWriter:
         until = self._writable(job, source)
         if job.sent < until:
             self._post(job, source, until, now)
-        self._complete_if_written(job, source)
+        self._complete_if_written(job, source, now)
 
-    def _complete_if_written(self, job: PushJob, source: PromptBlocks) -> None:
+    def _complete_if_written(self, job: PushJob, source: PromptBlocks, now: float) -> None:
         if job.is_over or not source.complete or job.parts:
             return
         job.on(PushJobEvent.COMPLETED)
         self._counters.count("pushes")
+        self._counters.note(job.order.request, TimelineStep.WRITTEN, now)
         self._end(job, PushWritten(job.peer, job.order.reader))
 
     def _writable(self, job: PushJob, source: PromptBlocks) -> int:
@@ -235,6 +237,7 @@ class PushWriter:
         """Write everything from where we were to ``until``."""
         peer, sent = self._peers[job.peer], job.sent
         job.sent = until
+        self._counters.note(job.order.request, TimelineStep.WRITING, now, until)
         if peer.rank is None or not peer.remote_ranks:
             return  # other ranks of ours keep the same heads
         sizes, theirs = self._block_sizes, peer.block_sizes

@@ -106,6 +106,11 @@ class HttpChecks:
         status, body = await self._get(instance, "/metrics")
         return body if status == 200 else b""
 
+    async def timeline(self, instance: Instance, name: str) -> bytes | None:
+        """Return what the engine noted of a request; None: it keeps no timelines. Raises ProbeFailed."""
+        status, body = await self._get(instance, f"/v1/xpyd/requests/{name}")
+        return body if status == 200 else None
+
     @asynccontextmanager
     async def open(self, instance: Instance, path: str) -> AsyncGenerator[tuple[int, NextBytes]]:
         """Ask for an answer without end; yields its status, and what reads on: nothing when it is over after all.

@@ -15,6 +15,7 @@ from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, RequestId
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from xpyd_proxy.core.recent_stats import RecentStats
+from xpyd_proxy.core.request_history import RequestHistory
 from xpyd_proxy.core.request_record import PromptRecord, RequestOutcome, RequestRecord
 from xpyd_proxy.io.logs import lines_together
 from xpyd_proxy.io.request_path.access_log import log_requests
@@ -119,8 +120,9 @@ class _Kind:
 class Telemetry:
     """Takes in what happens to requests and their legs, and adds it up."""
 
-    def __init__(self, counters: Counters, clock: Callable[[], float]) -> None:
+    def __init__(self, counters: Counters, clock: Callable[[], float], history: RequestHistory | None = None) -> None:
         self._counters = counters
+        self._history = RequestHistory(0) if history is None else history
         self._recent = RecentStats()
         self.transfers_expected: Counter[InstanceId] = Counter()  # by decode engine, ever
         self.legs_under_way: Callable[[], Iterable[InstanceId]] = tuple  # the engine of each
@@ -147,6 +149,12 @@ class Telemetry:
         self.later.settle()
         self._add_up()
         return self._recent
+
+    @property
+    def history(self) -> RequestHistory:
+        """The latest requests that are over, with all that has happened."""
+        self.later.settle()
+        return self._history
 
     @property
     def in_flight(self) -> Mapping[InstanceId, int]:
@@ -254,6 +262,7 @@ class Telemetry:
         if self._over:
             over, self._over = self._over, []
             log_requests(over)
+            self._history.add(over)
 
     def _push_over(self, record: RequestRecord) -> None:
         """Count whether the KV cache of a push arrived; its answer may tell."""

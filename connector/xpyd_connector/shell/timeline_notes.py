@@ -1,0 +1,111 @@
+"""Notes on the engine thread what happens to requests, for their timelines; does nothing where nobody can read them."""
+
+import time
+from collections.abc import Callable
+
+from vllm import envs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from xpyd_connector.core.counters import Counters, StatsReport
+from xpyd_connector.core.ids import RequestId
+from xpyd_connector.core.lease.lease_table import LeaseEvent
+from xpyd_connector.core.timeline import TimelineStep, shifted
+
+# The only clock that two engines share; signatures of kv_transfer_params allow for its error.
+WALL_CLOCK: Callable[[], float] = time.time  # noqa: TID251
+PLUGIN = "xpyd_timelines"  # vLLM's entry point (shell/timelines.py)
+MAX_REQUESTS = 4096  # whose first token has not come; those beyond are not noted
+_LEASE = {
+    LeaseEvent.DONE: TimelineStep.LEASE_DONE,
+    LeaseEvent.DROPPED: TimelineStep.LEASE_DROPPED,
+    LeaseEvent.PEER_LOST: TimelineStep.LEASE_PEER_LOST,
+    LeaseEvent.EXPIRED: TimelineStep.LEASE_EXPIRED,
+    LeaseEvent.REVOKED: TimelineStep.LEASE_REVOKED,
+}
+
+
+def are_wanted() -> bool:
+    """Whether this engine's API server has the route that shows timelines: ``VLLM_PLUGINS`` names its plugin."""
+    return PLUGIN in (envs.VLLM_PLUGINS or ())
+
+
+def without_or_dated(report: StatsReport, *, wanted: bool, shift: float) -> StatsReport:
+    """Drop a report's events if nobody wants them, else date them in seconds since the epoch.
+
+    ``shift``: what the wall clock shows more than the monotonic one.
+    """
+    report.events = shifted(report.events, shift) if wanted else []
+    return report
+
+
+class TimelineNotes:
+    """vLLM's scheduler hooks, as far as a request's timeline shows them."""
+
+    def __init__(
+        self, counters: Counters, clock: Callable[[], float], wall_clock: Callable[[], float], *, wanted: bool
+    ) -> None:
+        self._counters = counters
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self.wanted = wanted
+        self._unconsidered: set[str] = set()
+        self._computing: dict[str, Request] = {}  # without a token yet
+
+    @property
+    def shift(self) -> float:
+        """What the wall clock shows more than the monotonic one, in seconds."""
+        return self._wall_clock() - self._clock()
+
+    def began(self, request: Request) -> None:
+        """The scheduler knows a request."""
+        if not self.wanted or len(self._computing) >= MAX_REQUESTS:
+            return
+        name, now = request.request_id, self._clock()
+        self._unconsidered.add(name)
+        self._computing[name] = request
+        self._counters.note(name, TimelineStep.ARRIVED, min(now, request.arrival_time - self.shift))
+        self._counters.note(name, TimelineStep.QUEUED, now)
+
+    def considered(self, request: Request, cached: int) -> None:
+        """Its turn has come, and so many of its tokens are in the prefix cache."""
+        if request.request_id in self._unconsidered:
+            self._unconsidered.discard(request.request_id)
+            self._counters.note(request.request_id, TimelineStep.CONSIDERED, self._clock(), cached)
+
+    def load_ordered(self, request: Request, tokens: int) -> None:
+        """The KV of so many tokens will be loaded into its blocks."""
+        if tokens and request.request_id in self._computing:
+            self._counters.note(request.request_id, TimelineStep.LOAD_ORDERED, self._clock(), tokens)
+
+    def step(self, output: SchedulerOutput) -> None:
+        """A step is about to begin."""
+        if not self._computing:
+            return
+        now = self._clock()
+        for name in [name for name, request in self._computing.items() if request.num_output_tokens]:
+            self._counters.note(name, TimelineStep.FIRST_TOKEN, now)
+            del self._computing[name]
+        for name in self._computing.keys() & output.num_scheduled_tokens.keys():
+            self._counters.note(name, TimelineStep.COMPUTING, now, output.num_scheduled_tokens[name])
+
+    def load_ended(self, request: str, failure: str) -> None:
+        """The load of a request has ended, as the control thread says (push)."""
+        if request in self._computing:
+            step = TimelineStep.LOAD_FAILED if failure else TimelineStep.LOADED
+            self._counters.note(request, step, self._clock())
+
+    def finished(self, request: Request) -> None:
+        """It is over."""
+        if not self.wanted:
+            return
+        name, now = request.request_id, self._clock()
+        self._unconsidered.discard(name)
+        if self._computing.pop(name, None) is not None and request.num_output_tokens:
+            self._counters.note(name, TimelineStep.FIRST_TOKEN, now)
+        self._counters.note(name, TimelineStep.FINISHED, now, request.num_output_tokens)
+
+    def lease_ended(self, name: RequestId, why: LeaseEvent) -> None:
+        """They are not any more."""
+        if self.wanted:
+            self._counters.note(name, _LEASE[why], self._clock())

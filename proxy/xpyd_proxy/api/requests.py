@@ -1,0 +1,79 @@
+"""``GET /requests/NAME``: what happened to a request, for operators (docs/why.md)."""
+
+from collections.abc import Callable, Iterable
+from typing import Annotated, Final
+
+from fastapi import APIRouter, HTTPException, Path
+
+from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess
+from xpyd_proxy.api.schemas import RequestTimeline, RequestTimelines, TimelineRow
+from xpyd_proxy.core.request_history import RequestHistory, is_named
+from xpyd_proxy.core.request_record import RequestRecord
+from xpyd_proxy.io.engine_timelines import Timelines
+from xpyd_proxy.requests.lifecycle import RequestState
+
+WORKERS: Final = "x-xpyd-workers"  # of how many processes this is one: each knows only its own requests
+_MOST: Final = 8  # requests of one name that are shown; each asks up to four engines
+UnderWay = Callable[[], Iterable[tuple[RequestRecord, RequestState]]]
+
+
+def request_routes(
+    history: Callable[[], RequestHistory],
+    under_way: UnderWay,
+    timelines: Timelines,
+    access: OperatorAccess,
+    *,
+    workers: int,
+) -> APIRouter:
+    """Build the route; it wants the operator's key."""
+    router = APIRouter(prefix="/requests", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=access.route())
+
+    @router.get("/{name}", responses=OPERATOR_ERRORS)
+    async def show(
+        name: Annotated[str, Path(min_length=1, max_length=128, pattern=r"^[!-~]+$")],
+    ) -> RequestTimelines:
+        """Say what happened to the requests with a name: that of a response's X-Request-Id, or the client's own."""
+        found = [(record, state) for record, state in under_way() if is_named(record, name)]
+        found += [(record, RequestState.OVER) for record in history().find(name)]
+        if not found:
+            raise HTTPException(404, _unknown(len(history()), workers), {WORKERS: str(workers)})
+        shown = [await _shown(record, state, timelines) for record, state in found[:_MOST]]
+        return RequestTimelines(requests=shown, omitted=len(found) - len(shown))
+
+    return router
+
+
+def _unknown(kept: int, workers: int) -> str:
+    said = f"There is no request of this name among those under way and the last {kept} that are over (request_history)"
+    return said if workers == 1 else f"{said}; this process is one of {workers} workers, and another may know it."
+
+
+async def _shown(record: RequestRecord, state: RequestState, timelines: Timelines) -> RequestTimeline:
+    is_over = state is RequestState.OVER
+    began_at, timeline = await timelines.of(record, is_over=is_over)
+    return RequestTimeline(
+        request_id=record.request_id,
+        client_id=record.client_id,
+        path=record.path,
+        state=state,
+        status=record.status if is_over else None,
+        outcome=record.outcome if is_over else None,
+        mode=record.mode,
+        single_reason=record.single_reason,
+        began_at=began_at,
+        duration_ms=round(timeline.total_ms, 3),
+        retries=[str(retry) for retry in record.retries],
+        error=record.error or record.prefill_error,
+        rows=[
+            TimelineRow(
+                what=row.what,
+                where=row.where,
+                leg=row.leg,
+                begin_ms=round(row.begin_ms, 3),
+                duration_ms=round(row.duration_ms, 3),
+                note=row.note,
+            )
+            for row in timeline.rows
+        ],
+        notes=timeline.notes,
+    )

@@ -1,0 +1,36 @@
+"""The records of the latest requests that are over, for operators who ask what happened to one (docs/why.md)."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from xpyd_proxy.core.request_record import RequestRecord
+
+MOST_FOUND: Final = 64  # records of one name: a client may give one to many requests
+
+
+class RequestHistory:
+    """A ring of records."""
+
+    def __init__(self, most: int) -> None:
+        """``most``: records that are kept."""
+        self._over: deque[RequestRecord] = deque(maxlen=most)
+
+    def __len__(self) -> int:
+        return len(self._over)
+
+    def add(self, records: Sequence[RequestRecord]) -> None:
+        """Keep records, without what they hold of answers, and forget the oldest."""
+        for record in records:
+            record.take_end()
+        self._over.extend(records)
+
+    def find(self, name: str) -> Sequence[RequestRecord]:
+        """Return the records with this name, the latest first."""
+        return [record for record in reversed(self._over) if is_named(record, name)][:MOST_FOUND]
+
+
+def is_named(record: RequestRecord, name: str) -> bool:
+    """Tell whether a request has this name: the router's, its client's, or for one of several prompts the whole's."""
+    own = record.request_id
+    return name in (own, record.client_id) or own.startswith(f"{name}-p")

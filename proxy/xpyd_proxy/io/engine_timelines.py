@@ -1,0 +1,76 @@
+"""Asks the engines of a request what they noted of it, and puts it together with what the router knows."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.core.request_record import RequestRecord
+from xpyd_proxy.core.request_timeline import EngineEvent, Leg, Timeline, engine_rows, legs_of, router_timeline
+from xpyd_proxy.errors import UnknownInstance
+from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
+
+MOST_EVENTS: Final = 1024  # of one leg; an engine keeps fewer
+_WALL_CLOCK: Final = time.time  # noqa: TID251 -- the only clock that the router and its engines share
+_NONE: Final = "it keeps no timelines: add xpyd_timelines to its VLLM_PLUGINS (docs/why.md)"
+
+
+class _NotedEvent(msgspec.Struct):
+    step: str
+    at: float
+    count: int = 0
+
+
+class _NotedRequest(msgspec.Struct):
+    events: list[_NotedEvent]
+
+
+class _NotedTimelines(msgspec.Struct):
+    requests: list[_NotedRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class Timelines:
+    """Built once, in app.py."""
+
+    registry: Registry
+    checks: HttpChecks
+    clock: Callable[[], float]  # seconds, of the records
+    wall_clock: Callable[[], float] = _WALL_CLOCK  # seconds since the epoch
+
+    async def of(self, record: RequestRecord, *, is_over: bool) -> tuple[float, Timeline]:
+        """Return when a request began, in seconds since the epoch, and what happened since."""
+        elapsed_s = record.duration_s if is_over else self.clock() - record.began_at
+        began_at = self.wall_clock() - (self.clock() - record.began_at)
+        timeline, legs = router_timeline(record, elapsed_s), legs_of(record)
+        answers = await asyncio.gather(*[self._ask(leg) for leg in legs])
+        for leg, (events, said) in zip(legs, answers, strict=True):
+            if said:
+                timeline.notes.append(f"{leg.record.instance}: {said}")
+            engine_rows(leg, events, timeline, began_at)
+        return began_at, timeline
+
+    async def _ask(self, leg: Leg) -> tuple[Sequence[EngineEvent], str]:
+        """Return the events of a leg; none, and why."""
+        try:
+            instance = self.registry.member(leg.record.instance).instance
+        except UnknownInstance:
+            return (), "it is no engine of this router any more"
+        events: list[EngineEvent] = []
+        try:
+            for name in filter(None, (leg.name, leg.transfer)):
+                body = await self.checks.timeline(instance, name)
+                if body is None:
+                    return (), _NONE
+                found = [event for request in decode(body, _NotedTimelines).requests for event in request.events]
+                events += [EngineEvent(event.step, event.at, event.count) for event in found[:MOST_EVENTS]]
+        except ProbeFailed as exc:
+            return (), f"it {exc}"
+        except NotJson:
+            return (), "it answers something else than a timeline"
+        return events, "" if events else "it knows nothing of the request, or no more"

@@ -1,0 +1,111 @@
+"""``GET /requests/NAME``: what happened to a request, over the router and its engines."""
+
+import asyncio
+from datetime import UTC, datetime
+
+import httpx
+import pytest
+
+from support.sim import router, sims, until_async
+from xpyd_proxy.settings import Settings
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
+
+KEY = {"X-Api-Key": "sesame"}
+OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0)
+PROMPT = {"prompt": "hello", "max_tokens": 3}
+
+
+def now():
+    """Seconds since the epoch."""
+    return datetime.now(UTC).timestamp()
+
+
+async def ask(client, name):
+    response = await client.get(f"/requests/{name}", headers=KEY)
+    return response.status_code, response.json()
+
+
+async def test_a_request_is_found_by_the_id_that_its_client_got():
+    """Its rows add up to its duration."""
+    async with router(sims(), OPEN) as client:
+        response = await client.post("/v1/completions", json=PROMPT)
+        status, found = await ask(client, response.headers["x-request-id"])
+
+    (request,) = found["requests"]
+    assert (status, request["status"], request["outcome"], request["state"]) == (200, 200, "ok", "over")
+    assert (request["mode"], request["path"], request["client_id"]) == ("pull", "/v1/completions", None)
+    assert abs(now() - request["began_at"]) < 60
+    whats = [row["what"] for row in request["rows"]]
+    assert [what for what in whats if what.endswith("leg")] == ["prefill leg", "decode leg"]
+    assert sum(row["duration_ms"] for row in request["rows"]) == pytest.approx(request["duration_ms"], abs=0.1)
+    assert {note.partition(":")[0] for note in request["notes"]} == {"prefill-0", "decode-0"}  # no timelines there
+
+
+async def test_what_engines_noted_is_asked_for_under_their_name_of_the_request():
+    """And is put into their leg."""
+    engines = sims()
+    async with router(engines, OPEN) as client:
+        response = await client.post("/v1/completions", json=PROMPT)
+        name, at = response.headers["x-request-id"], now()
+        steps = [("arrived", 0.0, 0), ("queued", 0.001, 0), ("finished", 0.002, 1)]
+        events = [{"step": step, "at": at + after, "count": number} for step, after, number in steps]
+        engines["p0"].timelines, engines["d0"].timelines = {name: events}, {}
+        _, found = await ask(client, name)
+
+    (request,) = found["requests"]
+    assert [row["what"] for row in request["rows"] if row["leg"] == "prefill-0"][-3:-1] == ["API server", "finish"]
+    assert [note for note in request["notes"] if "clock" not in note] == [
+        "decode-0: it knows nothing of the request, or no more"
+    ]
+
+
+async def test_a_request_under_way_is_shown_as_far_as_it_has_come():
+    """When one hangs, this says where; it is found by what its client calls it."""
+    engines = sims()
+    async with router(engines, OPEN) as client:
+        engines["p0"].inject(SimulatedFault(FaultKind.STALL))
+        asked = asyncio.create_task(client.post("/v1/completions", json=PROMPT, headers={"x-request-id": "mine"}))
+        await until_async(lambda: engines["p0"].log)
+        _, found = await ask(client, "mine")
+        asked.cancel()
+
+    (request,) = found["requests"]
+    assert (request["state"], request["status"], request["client_id"]) == ("prefilling", None, "mine")
+    assert request["rows"][-1]["what"] == "prefill leg"
+
+
+async def test_only_the_latest_requests_are_kept():
+    """``request_history`` says how many; 0: none."""
+    settings = Settings(admin_key="sesame", health_check_interval_s=0.0, request_history=0)
+    async with router(sims(), settings) as client:
+        response = await client.post("/v1/completions", json=PROMPT)
+        status, found = await ask(client, response.headers["x-request-id"])
+
+    assert status == 404
+    assert "last 0 that are over (request_history)" in found["detail"]
+
+
+@pytest.mark.parametrize(("headers", "status"), [({}, 401), ({"X-Api-Key": "wrong"}, 401)])
+async def test_only_operators_may_ask(headers, status):
+    """A timeline names engines and clients' ids."""
+    async with router(sims(), OPEN) as client:
+        assert (await client.get("/requests/xpyd-0", headers=headers)).status_code == status
+
+
+@pytest.mark.parametrize("answer", [b"[]", b'{"requests": 1}', b'{"requests": [{"events": [{"step": 1}]}]}', b"{"])
+async def test_an_engine_that_answers_nonsense_is_named(answer):
+    """The router's own rows are shown all the same."""
+    engines = sims()
+    sim = engines["p0"]
+
+    async def odd(request):
+        if "/v1/xpyd/requests/" in str(request.url):
+            return httpx.Response(200, content=answer)
+        return await httpx.ASGITransport(sim).handle_async_request(request)
+
+    async with router(engines | {"p0": odd}, OPEN) as client:
+        response = await client.post("/v1/completions", json=PROMPT)
+        status, found = await ask(client, response.headers["x-request-id"])
+
+    assert status == 200
+    assert "prefill-0: it answers something else than a timeline" in found["requests"][0]["notes"]

@@ -1,0 +1,167 @@
+"""``xpyd why``, against a router on a real socket."""
+
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import httpx
+import pytest
+
+from support.sim import cluster, until
+from xpyd_proxy.cli import main
+from xpyd_proxy.commands.why import chrome_trace, text
+from xpyd_proxy.settings import Settings
+
+ROW = {"what": "prefill leg", "where": "prefill-0", "leg": "", "begin_ms": 1.0, "duration_ms": 60.0, "note": ""}
+PART = {"what": "compute", "where": "prefill-0", "leg": "prefill-0", "begin_ms": 11.0, "duration_ms": 30.0,
+        "note": "9 tokens"}  # fmt: skip
+REQUEST = {
+    "request_id": "xpyd-0", "client_id": "mine", "path": "/v1/completions", "state": "over", "status": 200,
+    "outcome": "ok", "mode": "pull", "single_reason": None, "began_at": 0.5, "duration_ms": 61.0,
+    "retries": ["prefill-1 http_5xx"], "error": None, "rows": [ROW, PART], "notes": ["decode-0: it is gone"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def running(monkeypatch):
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+    with cluster(1, 1, Settings(admin_key="sesame", health_check_interval_s=0.0)) as found:
+        yield found
+
+
+@pytest.fixture
+def why(running, capsys):
+    def run(*arguments):
+        code = main(["why", "--router", running.router, *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def served(running):
+    body = {"prompt": "a", "max_tokens": 2}
+    return httpx.post(f"http://{running.router}/v1/completions", json=body).headers["x-request-id"]
+
+
+def test_a_request_is_shown_as_rows(running, why):
+    """With what the client got, and what each part took."""
+    name = served(running)
+    code, out, err = why(name)
+
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{name}\n/v1/completions  200 ok  pull  ")
+    assert "prefill leg prefill-0" in out
+    assert "decode leg decode-0" in out
+
+
+def test_a_trace_is_written_for_perfetto(running, why, tmp_path):
+    """In the JSON trace event format."""
+    file = tmp_path / "trace.json"
+    code, *_ = why(served(running), "--trace", str(file))
+
+    assert code == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {"prefill leg", "decode leg"} <= {event["name"] for event in events if event["ph"] == "X"}
+
+
+def test_an_unknown_request_is_an_error(why):
+    """In a sentence."""
+    code, out, err = why("xpyd-nobody")
+
+    assert (code, out) == (1, "")
+    assert err.startswith("xpyd why: ")
+    assert "There is no request of this name among those under way and the last 0 that are over" in err
+
+
+def test_a_file_that_cannot_be_written_is_an_error(running, why, tmp_path):
+    """Nothing is printed as if it had been."""
+    code, out, err = why(served(running), "--trace", str(tmp_path / "no" / "trace.json"))
+
+    assert (code, out) == (1, "")
+    assert "cannot be written: No such file or directory" in err
+
+
+def test_the_parts_of_a_leg_are_below_it_with_a_bar():
+    """As long as its share of the whole."""
+    lines = text({"requests": [REQUEST], "omitted": 2}).splitlines()
+
+    assert lines[0] == "xpyd-0 (client: mine)"
+    assert lines[1] == "/v1/completions  200 ok  pull  1970-01-01 00:00:00.500Z  61.0 ms"
+    assert lines[2] == "retried: prefill-1 http_5xx"
+    assert lines[4].split("#")[0].split() == ["1.0", "60.0", "prefill", "leg", "prefill-0"]
+    assert lines[5].split() == ["11.0", "30.0", "compute", "#" * 15, "9", "tokens"]
+    assert lines[6] == "note: decode-0: it is gone"
+    assert lines[-1] == "2 more have this name."
+
+
+def test_the_trace_has_a_thread_for_each_place():
+    """Microseconds since the epoch, so that traces of several routers fit together."""
+    events = chrome_trace([REQUEST])["traceEvents"]
+    found = {event["name"]: event for event in events if event["ph"] == "X"}
+
+    assert (found["compute"]["ts"], found["compute"]["dur"]) == (511_000.0, 30_000.0)
+    assert found["compute"]["tid"] != found["prefill leg"]["tid"]
+
+
+WAIT = 0.2  # seconds
+
+
+def upload(running):
+    """Send the second half of a body later, and return the name of the request and how long its client waited."""
+    body = json.dumps({"prompt": "a", "max_tokens": 2, "stream": True}).encode()
+    host, port = running.router.split(":")
+    began = time.monotonic()
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-Request-Id: slow"
+        )
+        client.sendall(f"{head}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body[:9])
+        time.sleep(WAIT)
+        client.sendall(body[9:])
+        while client.recv(65536):
+            pass
+    return "slow", time.monotonic() - began
+
+
+def streamed(running, *, stream=True):
+    began = time.monotonic()
+    body = {"prompt": "a", "max_tokens": 2, "stream": stream}
+    response = httpx.post(f"http://{running.router}/v1/completions", json=body, timeout=30)
+    return response.headers["x-request-id"], time.monotonic() - began
+
+
+def queued(running):
+    """Ask while another request has the only place, which it keeps for two tokens' time."""
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(streamed, running)
+        until(lambda: any(entry.state == "open" for sim in running.engines.values() for entry in sim.log))
+        found = streamed(running)
+        first.result()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ask", "row", "options", "settings"),
+    [
+        (upload, "receive the body", {}, {}),
+        (queued, "queue", {"token_s": WAIT}, {"max_concurrency": 1}),
+        (streamed, "prefill leg", {"prefill_s": WAIT}, {}),
+        (partial(streamed, stream=False), "decode leg", {"token_s": WAIT}, {}),
+        (streamed, "stream", {"token_s": WAIT}, {}),
+    ],
+)
+def test_200_ms_show_in_the_row_where_they_were_spent(monkeypatch, ask, row, options, settings):
+    """And the rows add up to what the client has waited, within 5 % and what a busy machine takes to hang up."""
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+    chosen = Settings(admin_key="sesame", health_check_interval_s=0.0, **settings)
+    with cluster(1, 1, chosen, **options) as running:
+        name, waited = ask(running)
+        headers = {"X-Api-Key": "sesame"}
+        (found,) = httpx.get(f"http://{running.router}/requests/{name}", headers=headers).json()["requests"]
+
+    times = {each["what"]: each["duration_ms"] for each in found["rows"] if not each["leg"]}
+    assert times[row] >= WAIT * 1e3 * 0.95
+    assert sum(times.values()) == pytest.approx(found["duration_ms"], abs=1)
+    assert sum(times.values()) <= waited * 1e3 * 1.05

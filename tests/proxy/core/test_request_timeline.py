@@ -1,0 +1,212 @@
+"""The rows of a request: the router's have no gaps, an engine's lie inside their leg."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role
+from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.request_history import RequestHistory
+from xpyd_proxy.core.request_record import LegRecord, RequestRecord, Retry
+from xpyd_proxy.core.request_timeline import EngineEvent, engine_rows, legs_of, router_timeline
+
+BEGAN = 1000.0
+
+
+def leg(name, sent_ms, ms):
+    return LegRecord(InstanceId(name), ms, BEGAN + sent_ms / 1e3)
+
+
+def record(*, prefill=None, decode=None, **changes):
+    found = RequestRecord(RequestId("xpyd-a"), "/v1/completions", prefill=prefill, decode=decode)
+    found.began_at = BEGAN
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+def rows(timeline):
+    return [(row.what, row.where, round(row.begin_ms, 3), round(row.duration_ms, 3)) for row in timeline.rows]
+
+
+def test_a_pulled_stream_has_a_row_for_each_part():
+    """200 ms in each of them show there."""
+    found = record(
+        prefill=leg("prefill-0", 601, 200.0),
+        decode=leg("decode-0", 1001, 200.0),
+        received_s=0.2,
+        queue_s=0.2,
+        ttft_s=1.401,
+        duration_s=1.601,
+    )
+
+    assert rows(router_timeline(found, 1.601)) == [
+        ("receive the body", "router", 0.0, 200.0),
+        ("read the request", "router", 200.0, 201.0),
+        ("queue", "router", 401.0, 200.0),
+        ("prefill leg", "prefill-0", 601.0, 200.0),
+        ("hand over", "router", 801.0, 200.0),
+        ("decode leg", "decode-0", 1001.0, 200.0),
+        ("write the first event", "router", 1201.0, 200.0),
+        ("stream", "decode-0", 1401.0, 200.0),
+    ]
+
+
+def test_legs_that_are_sent_at_once_follow_each_other_in_the_rows():
+    """In push; the note says when the second was sent."""
+    found = record(prefill=leg("prefill-0", 1, 100.0), decode=leg("decode-0", 1, 150.0), push=LegOrder.CONCURRENT)
+    timeline = router_timeline(found, 0.2)
+
+    assert rows(timeline) == [
+        ("choose engines", "router", 0.0, 1.0),
+        ("prefill leg", "prefill-0", 1.0, 100.0),
+        ("decode leg", "decode-0", 101.0, 50.0),
+        ("answer", "router", 151.0, 49.0),
+    ]
+    assert timeline.rows[2].note == "sent at 1.0 ms, beside the other leg"
+
+
+def test_a_leg_that_failed_is_a_row_and_each_try_has_a_name_of_its_own():
+    """Under which its engines know it."""
+    found = record(prefill=leg("prefill-1", 60, 40.0), decode=leg("decode-0", 100, 10.0))
+    found.retries.append(Retry(leg("prefill-0", 1, 50.0), Failure.HTTP_5XX, Role.PREFILL))
+    timeline = router_timeline(found, 0.11)
+
+    assert [(row.what, row.where, row.note) for row in timeline.rows] == [
+        ("choose engines", "router", ""),
+        ("prefill leg", "prefill-0", "failed: http_5xx"),
+        ("begin again", "router", ""),
+        ("prefill leg", "prefill-1", ""),
+        ("decode leg", "decode-0", ""),
+    ]
+    assert [each.name for each in legs_of(found)] == ["xpyd-a", "xpyd-a-r1", "xpyd-a-r1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [("refuse", "router", 0.0, 500.0)]),
+        ({"queue_s": 0.3}, [("read the request", "router", 0.0, 200.0), ("queue", "router", 200.0, 300.0)]),
+    ],
+)
+def test_a_request_without_legs_has_rows_too(changes, expected):
+    """One that was refused, and one that waited in vain."""
+    assert rows(router_timeline(record(**changes), 0.5)) == expected
+
+
+def test_a_leg_under_way_takes_all_the_time_until_now():
+    """Of a request that hangs this is what one wants to know."""
+    found = record(prefill=leg("prefill-0", 1, None))
+
+    assert rows(router_timeline(found, 12.0))[-1] == ("prefill leg", "prefill-0", 1.0, 11999.0)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 2e3), st.none() | st.floats(0, 2e3)), max_size=2),
+    st.none() | st.floats(0, 1),
+    st.none() | st.floats(0, 1),
+    st.none() | st.floats(0, 3),
+    st.floats(0, 3),
+)
+def test_the_rows_of_the_router_follow_each_other_and_add_up(legs, received, queued, ttft, total):
+    """Whatever the record says."""
+    found = record(received_s=received, queue_s=queued, ttft_s=ttft)
+    for name, (sent, ms) in zip(("prefill", "decode"), legs, strict=False):
+        setattr(found, name, leg(f"{name}-0", sent, ms))
+    timeline = router_timeline(found, total)
+
+    end = 0.0
+    for row in timeline.rows:
+        assert row.begin_ms == pytest.approx(end, abs=2e-3)
+        assert row.duration_ms > 0
+        end = row.begin_ms + row.duration_ms
+    assert end == pytest.approx(total * 1e3, abs=2e-3)
+
+
+def noted(role, events, *, at=5000.0, sent=100.0, ms=400.0):
+    """The engine's rows of a leg that was sent after 100 ms; events are milliseconds after the head came."""
+    name = f"{role}-0"
+    found = record(**{role: leg(name, sent, ms)})
+    timeline = router_timeline(found, 0.6)
+    made = [EngineEvent(step, at + ms / 1e3, *number) for step, ms, *number in events]
+    engine_rows(legs_of(found)[0], made, timeline, at)
+    inner = [row for row in timeline.rows if row.leg]
+    return [(row.what, round(row.begin_ms), round(row.duration_ms), row.note) for row in inner], timeline.notes
+
+
+def test_the_steps_of_a_prefill_are_named_by_what_the_engine_did():
+    """Chunks of one prompt are one row; its lease goes on behind the leg."""
+    events = [
+        ("arrived", 101), ("queued", 105), ("considered", 155, 32), ("computing", 160, 2048), ("computing", 260, 500),
+        ("finished", 360, 1), ("lease_granted", 361), ("lease_renewed", 400), ("lease_done", 900),
+    ]  # fmt: skip
+
+    assert noted("prefill", events) == (
+        [
+            ("reach the engine", 100, 1, ""),
+            ("API server", 101, 4, ""),
+            ("wait in the queue", 105, 50, "32 tokens cached"),
+            ("wait for a step", 155, 5, ""),
+            ("compute", 160, 200, "2048 tokens + 500 tokens"),
+            ("answer", 360, 140, ""),
+            ("lease", 361, 539, "done, 1 renewals"),
+        ],
+        [],
+    )
+
+
+def test_the_steps_of_a_pulled_load_are_named():
+    """The handshake is a row only where one was waited for."""
+    events = [
+        ("arrived", 101), ("queued", 102), ("considered", 103), ("load_ordered", 104, 9), ("load_begun", 110),
+        ("peer_met", 160), ("reading", 161, 7), ("read", 261), ("loaded", 281), ("computing", 290, 1),
+        ("first_token", 300), ("finished", 500, 20),
+    ]  # fmt: skip
+    found, _ = noted("decode", events)
+
+    assert [(what, ms, note) for what, _, ms, note in found] == [
+        ("reach the engine", 1, ""), ("API server", 1, ""), ("wait in the queue", 1, ""),
+        ("allocate blocks", 1, "9 tokens"),
+        ("order to the worker", 6, ""), ("handshake", 50, ""), ("plan the read", 1, "7 blocks"), ("read KV", 100, ""),
+        ("fence", 20, ""), ("wait for a step", 9, ""), ("compute", 10, "1 tokens"), ("decode", 200, "20 tokens"),
+    ]  # fmt: skip
+
+
+def test_what_p_writes_in_push_is_a_row_beside_the_prefill():
+    """And D waits for it."""
+    written = noted("prefill", [("arrived", 101), ("finished", 200, 1), ("writing", 150, 64), ("written", 220)])[0]
+    waited = noted("decode", [("arrived", 101), ("queued", 101), ("load_ordered", 102, 63), ("loaded", 220)])[0]
+
+    assert ("write KV", 150, 70, "1 parts") in written
+    assert ("wait for the writes of P", 102, 118, "63 tokens") in waited
+
+
+def test_an_engine_whose_clock_is_wrong_is_named_and_its_rows_are_moved_into_the_leg():
+    """It cannot have got the request before it was sent."""
+    found, notes = noted("prefill", [("arrived", -900), ("queued", -890), ("finished", -800, 1)])
+
+    assert found[0] == ("API server", 100, 10, "")
+    assert notes == ["the clock of prefill-0 differs by about -1000 ms; its rows are moved"]
+
+
+def test_steps_that_this_router_does_not_know_are_left_out():
+    """Those of a later connector."""
+    found, _ = noted("prefill", [("arrived", 101), ("something", 110), ("queued", 120)])
+
+    assert found[1] == ("API server", 101, 19, "")
+
+
+def test_the_history_is_a_ring_that_is_asked_by_the_routers_name_or_the_clients():
+    """A part of a request (one of several prompts) is found with it."""
+    history = RequestHistory(3)
+    made = [RequestRecord(RequestId(name), client_id=client) for name, client in
+            (("xpyd-0", None), ("xpyd-1", "mine"), ("xpyd-1-p0", None), ("xpyd-12", "mine"))]  # fmt: skip
+    for each in made:
+        each.wrote(b"an answer")
+        history.add([each])
+
+    assert len(history) == 3
+    assert history.find("xpyd-0") == []
+    assert history.find("xpyd-1") == [made[2], made[1]]
+    assert history.find("mine") == [made[3], made[1]]
+    assert made[3].end == (b"", b"")  # what clients got is not kept

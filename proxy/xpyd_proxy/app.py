@@ -59,12 +59,14 @@ from xpyd_proxy.io.discovery.stores.file import FileStore
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
 from xpyd_proxy.io.metrics import Metrics
+from xpyd_proxy.io.peers import RouterPeers, peers_of
 from xpyd_proxy.io.probes.checks import HttpChecks
 from xpyd_proxy.io.probes.kv_events import KvEventFollower
 from xpyd_proxy.io.probes.kv_inflow import InflowWatch
 from xpyd_proxy.io.probes.prober import Prober
 from xpyd_proxy.io.reloads import FileReloads
 from xpyd_proxy.io.request_path.ids import new_id, new_transfer
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.request_path.policies import fleet_of
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
     from xpyd_proxy.io.traces import Traces
 
 logger = logging.getLogger(__name__)
+_TURNS: Final = 1 << 16
 _PATHS: Final = frozenset({*ENDPOINTS, "/v1/models", REALTIME_PATH})  # those that metrics and spans tell apart
 
 
@@ -128,7 +131,14 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     learned = PushCoordinates(at_once=TRANSFER_POLICIES[settings.kv_transfer_mode].at_once)
     index, known = _cache_knowledge(settings)
     fleet = fleet_of(
-        settings, registry, learned, time.monotonic, random.randrange, turn=crew.number, index=index, known=known
+        settings,
+        registry,
+        learned,
+        time.monotonic,
+        random.randrange,
+        turn=_turn(settings, crew.number),
+        index=index,
+        known=known,
     )
     outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
     transport, dial = (None, None) if fabric is None else (fabric.transport, fabric.dial)
@@ -159,7 +169,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         new_id=new_id,
         new_transfer=new_transfer,
         request_over=telemetry.request_over,
-        reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN,
+        reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
         spans=traces,
     )
     fleet.later, telemetry.legs_under_way, telemetry.stepped = telemetry.later, requests.engines_of_legs, fleet.stepped
@@ -173,7 +183,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     prober = Prober(registry, checks, settings, time.monotonic, random.random, give_up=engines.give_up)
     inflow, followers = (
         InflowWatch(registry, checks.metrics, telemetry),
-        _followers(registry, checks, index, known, telemetry),
+        (*_followers(registry, checks, index, known, telemetry), *_peers(settings, fleet, telemetry)),
     )
     discovery = _discovery(crew.stored(settings), registry, time.monotonic, crew.tell)
     status = Status(telemetry, registry, time.monotonic, lambda: requests.settings.decode_only_fallback)
@@ -247,6 +257,20 @@ def _followers(
     if index is None:
         return ()
     return (KvEventFollower(registry, checks, index, telemetry.counters, random.random, known=known),)
+
+
+def _turn(settings: Settings, worker: int) -> int:
+    """Return where policies begin: routers that know of each other do not all begin with the same engine."""
+    return random.randrange(_TURNS) if settings.peers else worker
+
+
+def _peers(settings: Settings, fleet: LiveFleet, telemetry: Telemetry) -> Sequence[RouterPeers]:
+    """Return what the fleet's other routers are told by and heard with; none, if there are no others."""
+    peers = peers_of(settings, fleet.registry, telemetry.counters)
+    if peers is None:
+        return ()
+    fleet.changed = peers.changed
+    return (peers,)
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:

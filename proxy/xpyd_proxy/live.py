@@ -12,6 +12,7 @@ from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io.files import client_keys, engine_keys
+from xpyd_proxy.io.peers import check_peers
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.service import Requests
 from xpyd_proxy.settings import KvEvents, PolicyName, Settings
@@ -85,6 +86,7 @@ def check(settings: Settings) -> None:
         )
     if settings.api_keys_file is None and (settings.max_key_concurrency or settings.max_key_rate):
         raise ConfigError("max_key_concurrency and max_key_rate need api_keys_file: without keys all clients are one")
+    check_peers(settings)
     policies = {settings.prefill_policy, settings.decode_policy}
     if settings.kv_events is KvEvents.AUTO and policies.isdisjoint(_BY_CACHE):
         raise ConfigError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from xpyd_proxy.core.admission.admission import Ticket, TicketState
+from xpyd_proxy.core.admission.ticket import Ticket, TicketState
 from xpyd_proxy.core.model import InstanceId, RequestId
 from xpyd_proxy.core.protocol.prompt_arrays import prompts_of
 from xpyd_proxy.core.request_record import PromptRecord, RequestRecord, client_id

@@ -181,9 +181,10 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         guard=guard,
     )
     prober = Prober(registry, checks, settings, time.monotonic, random.random, give_up=engines.give_up)
-    inflow, followers = (
+    inflow, followers, peers = (
         InflowWatch(registry, checks.metrics, telemetry),
-        (*_followers(registry, checks, index, known, telemetry), *_peers(settings, fleet, telemetry)),
+        _followers(registry, checks, index, known, telemetry),
+        _peers(settings, fleet, telemetry),
     )
     discovery = _discovery(crew.stored(settings), registry, time.monotonic, crew.tell)
     status = Status(telemetry, registry, time.monotonic, lambda: requests.settings.decode_only_fallback)
@@ -191,7 +192,11 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         looking = discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]
-        return examiner, engines, releaser, checks, *looking, reloads.running(), *crew.running(), requests
+        return (
+            *(examiner, engines, releaser, checks, *looking, reloads.running(), *crew.running()),
+            *[each.running() for each in peers],
+            requests,
+        )
 
     explainer = Explainer(
         fleet.rehearsal,

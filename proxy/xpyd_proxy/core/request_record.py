@@ -71,10 +71,12 @@ class RequestRecord:
         "duration_s",
         "end",
         "error",
+        "events",
         "last_token_at",
         "path",
         "prefill",
         "prefill_error",
+        "prompt_tokens",
         "push",
         "queue_s",
         "relayed",
@@ -117,6 +119,8 @@ class RequestRecord:
         self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
         self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
         self.relayed = 0  # bytes of the answer, if they are counted
+        self.events = 0  # of the answer's stream, if they are counted
+        self.prompt_tokens: int | None = None  # as the prefill engine has counted
         self.end = b"", b""  # the last two pieces of the answer's body, if they matter
 
     def over(self, status: int, duration_s: float) -> None:

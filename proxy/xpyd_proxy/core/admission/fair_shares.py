@@ -9,6 +9,7 @@ nobody knows before how long an answer gets.
 """
 
 from collections.abc import Set
+from math import inf
 from typing import Final
 
 from xpyd_proxy.core.admission.ticket import Ticket
@@ -67,7 +68,11 @@ class FairShares:
         return next(iter(lanes[key]))
 
     def forget(self, held: Set[str]) -> None:
-        """Drop what says nothing of keys, but for those that have requests: they would be lifted as high anyway."""
-        least = min([self._served[one] for one in self._queued], default=self._last)
+        """Drop what says nothing of keys, but for those that have requests.
+
+        A key that was served no more than those that wait would be lifted as high anyway. While nobody waits, there is
+        nothing to be fair about.
+        """
+        least = min([self._served[one] for one in self._queued], default=inf)
         for key in [key for key, served in self._served.items() if served <= least and key not in held]:
             del self._served[key]

@@ -61,7 +61,10 @@ def test_an_upgrade_keeps_the_secret_of_the_cluster(helm, there):
 
 def test_a_secret_of_ones_own_is_taken_and_none_is_made():
     """By its name and key; both pools mount it, and the workers of an engine, too."""
-    values = {"connector": {"secret": {"name": "mine", "key": "k"}}}
+    values = {
+        "connector": {"secret": {"name": "mine", "key": "k"}},
+        "router": {"peers": {"secret": {"name": "theirs"}}},
+    }
     objects = Chart().objects(values, ci="tp8-multinode")
 
     assert kind(objects, "Secret") == []

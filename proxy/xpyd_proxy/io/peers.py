@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.load_exchange import MOST_PEERS, DatagramFault, LoadExchange, SendPace
+from xpyd_proxy.core.fleet.load_exchange import LoadExchange, SendPace
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId
+from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.settings import Settings
@@ -149,7 +150,7 @@ def peers_of(settings: Settings, registry: Registry, counters: Counters) -> Rout
     names = [Address.parse(text) for text in settings.peers]
     secret = (settings.peer_secret or "").encode()
     counters.peer_datagrams.update({(word,): 0 for word in ("sent", "received", *DatagramFault)})
-    exchange = LoadExchange(registry, secrets.token_bytes(8), secret)
+    exchange = LoadExchange(registry, secrets.token_bytes(NAME_BYTES), secret)
     return RouterPeers(exchange, names, (settings.host, settings.peer_port), counters)
 
 

@@ -2,50 +2,29 @@
 
 A count is absolute and replaces the one before, so a lost or repeated datagram does no harm for long: each router
 repeats all counts above 0 every second, and what is not repeated for three seconds counts no more. Engines are named by
-role, address and rank, because each router has ids of its own.
-
-    magic 4 | router 8 | sequence 8 | seconds since 1970, 8 | (engine 8, requests 2) * n | tag 16
-
-The tag is a keyed hash (BLAKE2b) of the rest, with the fleet's secret.
+role, address and rank, because each router has ids of its own. The body of a datagram is (engine 8, requests 2) * n.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from hashlib import blake2b
-from hmac import compare_digest
 from struct import Struct
 from typing import Final
 
 from xpyd_proxy.core.fleet.load import Load
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import InstanceId
+from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault, Envelope
 
-MOST_BYTES: Final = 1200  # of a datagram: less than any MTU
-MOST_PEERS: Final = 128
-_MAGIC: Final = b"xpL1"
-_HEAD: Final = Struct(">4s8sQd")
+LOADS: Final = b"xpL1"  # the kind of these datagrams
 _ENTRY: Final = Struct(">8sH")
-_TAG: Final = 16  # bytes
-_ENTRIES: Final = (MOST_BYTES - _HEAD.size - _TAG) // _ENTRY.size
 _MOST_ENGINES: Final = 16_384  # that one peer may name
 _MOST_COUNT: Final = 65_535
 _DATAGRAMS_PER_S: Final = 3000.0  # that one router sends; 2 to 3 % of a core
 _BURST_S: Final = 0.25  # seconds' worth of those that may go out in a row
 _REPEAT_S: Final = 1.0
 _PATIENCE_S: Final = 3.0
-_SKEW_S: Final = 30.0  # how far the clocks of two hosts may differ
 _REORDERED: Final = 16  # datagrams that may overtake one
-
-
-class DatagramFault(StrEnum):
-    """Why a datagram was dropped."""
-
-    MALFORMED = "malformed"
-    TAG = "tag"  # it was made with another secret
-    CLOCK = "clock"  # it is old, or the clocks of the hosts differ
-    LATE = "late"  # newer ones came before it
-    TOO_MANY = "too_many"  # routers, or engines of one of them
 
 
 @dataclass(slots=True)
@@ -87,10 +66,9 @@ class LoadExchange:
     def __init__(self, registry: Registry, me: bytes, secret: bytes) -> None:
         """``me``: 8 random bytes, others for each start of the process."""
         self._registry = registry
-        self._me = me
-        self._secret = blake2b(secret).digest()  # a key of BLAKE2b has at most 64 bytes
+        self._envelope = Envelope(LOADS, me, secret, _ENTRY.size)
+        self.hears_itself = False  # it is among those that it sends to
         self._changed: dict[InstanceId, None] = {}
-        self._sequence = 0
         self._repeat_at = 0.0
         self._names: dict[InstanceId, bytes] = {}
         self._loads: dict[bytes, Load] = {}  # by the name of the engine
@@ -122,22 +100,19 @@ class LoadExchange:
             for member in members
             if member.load.own or member.instance.id in changed
         ]
-        starts = range(0, len(entries), _ENTRIES)
-        parts = [entries[start : start + _ENTRIES] for start in starts] or ([[]] if repeats else [])
-        return [self._datagram(part, wall) for part in parts]
+        if repeats and not entries:
+            return [self._envelope.seal(b"", wall)]
+        return self._envelope.sealed(entries, wall)
 
     def receive(self, data: bytes, *, now: float, wall: float) -> DatagramFault | None:
         """Take in what another router says; say why it was dropped, or None. One's own datagrams say nothing."""
-        size = len(data) - _HEAD.size - _TAG
-        if len(data) > MOST_BYTES or size < 0 or size % _ENTRY.size or not data.startswith(_MAGIC):
-            return DatagramFault.MALFORMED
-        if not compare_digest(self._tag(data[:-_TAG]), data[-_TAG:]):
-            return DatagramFault.TAG
-        _, router, sequence, sent = _HEAD.unpack_from(data)
-        if router == self._me:
+        opened = self._envelope.open(data, wall)
+        if isinstance(opened, DatagramFault):
+            return opened
+        router, sequence = opened.router, opened.sequence
+        if router == self._envelope.me:
+            self.hears_itself = True
             return None
-        if not abs(wall - sent) <= _SKEW_S:
-            return DatagramFault.CLOCK
         peer = self._peers.get(router)
         if peer is None:
             if len(self._peers) >= MOST_PEERS:
@@ -147,7 +122,7 @@ class LoadExchange:
             return DatagramFault.LATE
         peer.heard, peer.sequence = now, max(peer.sequence, sequence)
         self._follow()
-        for engine, requests in _ENTRY.iter_unpack(data[_HEAD.size : -_TAG]):
+        for engine, requests in _ENTRY.iter_unpack(opened.body):
             if not self._count(peer, engine, requests, sequence, now):
                 return DatagramFault.TOO_MANY
         return None
@@ -194,17 +169,9 @@ class LoadExchange:
             counts = [peer.counts.get(engine) for peer in self._peers.values()]
             load.at_peers = sum([count.requests for count in counts if count is not None])
 
-    def _datagram(self, entries: Sequence[bytes], wall: float) -> bytes:
-        self._sequence += 1
-        text = b"".join((_HEAD.pack(_MAGIC, self._me, self._sequence, wall), *entries))
-        return text + self._tag(text)
-
-    def _tag(self, text: bytes) -> bytes:
-        return blake2b(text, key=self._secret, digest_size=_TAG).digest()
-
 
 def _name(member: Member) -> bytes:
     """Return what all routers call an engine."""
     instance = member.instance
     text = f"{instance.role} {instance.address.authority} {instance.rank}"
-    return blake2b(text.encode(), digest_size=8).digest()
+    return blake2b(text.encode(), digest_size=NAME_BYTES).digest()

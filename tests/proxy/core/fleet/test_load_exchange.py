@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.load_exchange import MOST_BYTES, MOST_PEERS, DatagramFault, LoadExchange, SendPace
+from xpyd_proxy.core.fleet.load_exchange import LoadExchange, SendPace
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
+from xpyd_proxy.core.peer_datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
 
 SECRET = b"of this fleet"
 

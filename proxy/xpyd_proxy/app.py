@@ -29,6 +29,7 @@ from xpyd_proxy.api.page import Onlookers, page_routes
 from xpyd_proxy.api.ready import probe_routes
 from xpyd_proxy.api.realtime import realtime_routes
 from xpyd_proxy.api.request_context import RequestContextMiddleware
+from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.cache_salts import Salts
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.admission.lifetime import Lifetime
@@ -184,19 +185,18 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     inflow, followers, peers = (
         InflowWatch(registry, checks.metrics, telemetry),
         _followers(registry, checks, index, known, telemetry),
-        _peers(settings, fleet, telemetry),
+        _peers(settings, fleet, queue, keyring, telemetry),
     )
     discovery = _discovery(crew.stored(settings), registry, time.monotonic, crew.tell)
     status = Status(telemetry, registry, time.monotonic, lambda: requests.settings.decode_only_fallback)
     reloads = FileReloads(lambda: requests.settings, server_tls(settings), tls, keyring, outbound, telemetry.counters)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
-        looking = discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]
-        return (
-            *(examiner, engines, releaser, checks, *looking, reloads.running(), *crew.running()),
-            *[each.running() for each in peers],
-            requests,
+        looking, others = (
+            (discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]),
+            (*crew.running(), *[each.running() for each in peers]),
         )
+        return examiner, engines, releaser, checks, *looking, reloads.running(), *others, requests
 
     explainer = Explainer(
         fleet.rehearsal,
@@ -269,9 +269,11 @@ def _turn(settings: Settings, worker: int) -> int:
     return random.randrange(_TURNS) if settings.peers else worker
 
 
-def _peers(settings: Settings, fleet: LiveFleet, telemetry: Telemetry) -> Sequence[RouterPeers]:
+def _peers(
+    settings: Settings, fleet: LiveFleet, queue: Admission, keyring: Keyring, telemetry: Telemetry
+) -> Sequence[RouterPeers]:
     """Return what the fleet's other routers are told by and heard with; none, if there are no others."""
-    peers = peers_of(settings, fleet.registry, telemetry.counters)
+    peers = peers_of(settings, fleet.registry, queue, keyring, telemetry.counters)
     if peers is None:
         return ()
     fleet.changed = peers.changed

@@ -90,6 +90,8 @@ def check(settings: Settings) -> None:
             "max_key_concurrency, max_key_rate and max_key_tokens_per_minute need api_keys_file: "
             "without keys all clients are one"
         )
+    if settings.share_limits and not settings.peers:
+        raise ConfigError("share_limits needs peers: routers that do not know each other share nothing")
     if settings.api_keys_file is None and settings.queue_order is QueueOrder.FAIR:
         raise ConfigError("queue_order fair needs api_keys_file: without keys all clients are one")
     check_peers(settings)

@@ -254,6 +254,8 @@ class Settings:
         "tokens of prompts and answers a minute of one key", live=True)
     queue_order: QueueOrder = LIMITS.option(QueueOrder.ARRIVAL,
         "who is next in the queue, within a priority; fair: the key that was served the fewest tokens", live=True)
+    share_limits: bool = LIMITS.option(False,
+        "max_rate, max_key_rate and max_key_tokens_per_minute hold for all routers together; needs peers", live=True)
     min_priority: Priority = LIMITS.option(0,
         "least number, so the most urgent priority, of a client whose key has none of its own", live=True)
     max_connections: Count = LIMITS.option(16384, "connections of clients; more are answered with 503 and closed")

@@ -21,7 +21,7 @@ def test_several_routers_share_their_load(values):
     service = one(objects, "Service", "r-xpyd-router-peers")
     policy = one(objects, "NetworkPolicy", "r-xpyd-router")
 
-    assert [flag(args, name) for name in ("--peers", "--peer-port")] == ["r-xpyd-router-peers.ns:8001", "8001"]
+    assert [flag(args, name) for name in ("--peers", "--peer-port")] == ["r-xpyd-router-peers.ns.svc:8001", "8001"]
     assert [flag(args, f"--{leg}-policy") for leg in ("prefill", "decode")] == ["least_loaded"] * 2
     assert {"name": "peers", "containerPort": 8001, "protocol": "UDP"} in pod["ports"]
     assert service["spec"]["clusterIP"] == "None"

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class Fleet:
         await until_async(lambda: all(sum(self.told(number)) == requests for number in numbers), seconds=30)
 
     def heard(self, number):
-        return self.routers[number].telemetry.counters.peers.get((), 0)
+        return self.routers[number].telemetry.counters.peers.get(("heard",), 0)
 
 
 def free_ports(count):
@@ -63,7 +64,7 @@ def free_ports(count):
 
 
 @asynccontextmanager
-async def fleet(routers, prefill, *, policy=PolicyName.LEAST_LOADED, secrets=None):
+async def fleet(routers, prefill, *, policy=PolicyName.LEAST_LOADED, secrets=None, **more):
     """So many routers before the same engines."""
     ports, engines = free_ports(routers), sims(prefill, 1)
     holding = [Holding(engines[f"p{place}"]) for place in range(prefill)]
@@ -80,6 +81,7 @@ async def fleet(routers, prefill, *, policy=PolicyName.LEAST_LOADED, secrets=Non
                 peers=tuple(f"127.0.0.1:{each}" for each in ports),
                 peer_port=port,
                 peer_secret=SECRET if secrets is None else secrets[number],
+                **more,
             )
             router = build(settings, fabric=network.fabric)
             await stack.enter_async_context(network.running(router.app))
@@ -111,8 +113,19 @@ async def test_a_router_sends_nothing_to_an_engine_that_another_one_has_filled()
         assert {answer.status_code for answer in answers} == {200}
         await until_async(lambda: not any(sum(found.told(number)) for number in range(3)), seconds=30)
         metrics = (await found.clients[0].get("/metrics")).text
-        assert "xpyd_peers 2.0" in metrics
+        assert 'xpyd_peers{state="heard"} 2.0' in metrics
         assert 'xpyd_peer_datagrams_total{result="tag"} 0.0' in metrics
+
+
+def key(name):
+    return {"Authorization": f"Bearer {name}-key"}
+
+
+def admits(admission, name):
+    """Tell whether a key has tokens left."""
+    account = admission._accounts.get(name)
+    quota = admission.limits.max_key_tokens_per_minute
+    return account is None or not account.quota.wait(quota, now=time.monotonic())
 
 
 async def test_a_router_with_another_secret_is_not_heard_and_is_counted():
@@ -134,10 +147,30 @@ async def test_engines_are_not_asked_for_reports_of_their_load():
         assert "endpoint-load-metrics-format" not in found.engines[0].sim.log[-1].headers
 
 
+async def test_a_quota_that_one_router_has_served_is_used_up_at_the_other(tmp_path):
+    """share_limits: a client gets its tokens once, and not from each router."""
+    (tmp_path / "keys").write_text("a:a-key\nb:b-key\n")
+    limits = {"api_keys_file": str(tmp_path / "keys"), "max_key_tokens_per_minute": 50, "share_limits": True}
+    async with fleet(2, 1, **limits) as found:
+        found.engines[0].may_answer.set()
+        await until_async(lambda: all(found.heard(number) == 1 for number in range(2)), seconds=30)
+        await until_async(lambda: all(one.requests.gate.admission.share == 1.0 for one in found.routers), seconds=30)
+        body = {"prompt": "x", "max_tokens": 40}
+        sent = [await found.clients[0].post("/v1/completions", json=body, headers=key("a")) for _ in range(2)]
+        accounts = found.routers[1].requests.gate.admission
+        await until_async(lambda: not admits(accounts, "a"), seconds=30)
+        refused = await found.clients[1].post("/v1/completions", json=body, headers=key("a"))
+        other = await found.clients[1].post("/v1/completions", json=body, headers=key("b"))
+
+    assert [answer.status_code for answer in sent] == [200, 200]
+    assert (refused.status_code, other.status_code) == (429, 200)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         (Settings(peers=("router:8001",)), "XPYD_PEER_SECRET"),
+        (Settings(share_limits=True), "needs peers"),
         (Settings(peers=("router:8001",), peer_secret="short"), "XPYD_PEER_SECRET"),
         (Settings(peers=("router:8001",), peer_secret=SECRET, workers=2), "workers 1"),
     ],

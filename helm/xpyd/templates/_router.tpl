@@ -34,7 +34,7 @@
 {{- end }}
 {{- if include "xpyd.router.peers" . }}
 - --peers
-- {{ include "xpyd.fullname" . }}-router-peers.{{ .Release.Namespace }}:{{ int $v.peers.port }}
+- {{ include "xpyd.fullname" . }}-router-peers.{{ .Release.Namespace }}.svc:{{ int $v.peers.port }}
 - --peer-port
 - {{ include "xpyd.argument" $v.peers.port | quote }}
 {{- end }}

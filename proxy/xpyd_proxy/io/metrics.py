@@ -218,8 +218,8 @@ class _Collector:
         yield from _counter("xpyd_requests_refused", text, ("reason",), refused)
 
     def _peers(self) -> Iterator[_Family]:
-        text = "Other routers of the fleet that say how many requests they have at engines."
-        yield from _gauge("xpyd_peers", text, (), self._counters.peers)
+        text = "Other routers of the fleet: those that are heard, and those that are known by their addresses."
+        yield from _gauge("xpyd_peers", text, ("state",), self._counters.peers)
         text = "Datagrams to and from other routers, by what became of them."
         yield from _counter("xpyd_peer_datagrams", text, ("result",), self._counters.peer_datagrams)
 

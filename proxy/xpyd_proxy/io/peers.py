@@ -1,4 +1,4 @@
-"""The other routers of the fleet: tells them over UDP how many requests this one has at engines, and hears theirs."""
+"""The other routers of the fleet: tells them over UDP what this one has at engines and has let in, and hears theirs."""
 
 import asyncio
 import logging
@@ -10,6 +10,9 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.admission.admission import Admission
+from xpyd_proxy.core.admission.keys import Keyring
+from xpyd_proxy.core.admission.quota_exchange import QUOTAS, QuotaExchange
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.load_exchange import LoadExchange, SendPace
 from xpyd_proxy.core.fleet.registry import Registry
@@ -34,10 +37,12 @@ class RouterPeers(asyncio.DatagramProtocol):
     def __init__(
         self,
         exchange: LoadExchange,
+        quotas: QuotaExchange,
+        admission: Admission,
         names: Sequence[Address],
-        listen: tuple[str, int],
         counters: Counters,
         *,
+        listen: tuple[str, int],
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,  # noqa: TID251 (hosts have no other clock in common)
     ) -> None:
@@ -46,6 +51,8 @@ class RouterPeers(asyncio.DatagramProtocol):
         ``clock``: seconds that only rise; ``wall``: seconds since 1970.
         """
         self._exchange = exchange
+        self._quotas = quotas
+        self._admission = admission
         self._names = names
         self._listen = listen
         self._counters = counters
@@ -90,7 +97,8 @@ class RouterPeers(asyncio.DatagramProtocol):
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:  # noqa: ARG002 (the tag says who it is)
         """Take in what another router says."""
         before = self._exchange.peers
-        fault = self._exchange.receive(data, now=self._clock(), wall=self._wall())
+        receive = self._quotas.receive if data.startswith(QUOTAS) else self._exchange.receive
+        fault = receive(data, now=self._clock(), wall=self._wall())
         self._count(_RECEIVED if fault is None else (fault.value,))
         if self._exchange.peers > before:
             logger.info("another router of the fleet is heard: %d now", self._exchange.peers)
@@ -102,16 +110,39 @@ class RouterPeers(asyncio.DatagramProtocol):
     async def _repeat(self) -> None:
         if silent := self._exchange.expire(now=self._clock()):
             logger.info("%d of the fleet's routers are silent: their requests do not count any more", silent)
-        self._counters.peers[()] = self._exchange.peers
+        self._quotas.expire(now=self._clock())
+        self._counters.peers["heard",], self._counters.peers["known",] = self._exchange.peers, self._known
+        self._set_share()
         if self._timer is None:
             self._send()
+        if self._admission.limits.share_limits:
+            self._send_all(self._quotas.datagrams(wall=self._wall()))
+
+    @property
+    def _known(self) -> int:
+        """Return how many other routers there should be, by their names."""
+        return max(0, len(self._targets) - self._exchange.hears_itself)
+
+    def _set_share(self) -> None:
+        """Have this router keep to its share of limits while it does not hear some of the others."""
+        heard, known, admission = self._exchange.peers, self._known, self._admission
+        share = (1 + min(heard, known)) / (1 + known) if admission.limits.share_limits else 1.0
+        if share != admission.share:
+            log = logger.warning if share < 1 else logger.info
+            log("%d of %d other routers are heard: limits of the fleet are %.0f %% here", heard, known, 100 * share)
+            admission.share = share
 
     def _send(self) -> None:
-        self._timer, now, transport = None, self._clock(), self._transport
-        if transport is None or not self._targets:
+        self._timer, now = None, self._clock()
+        if self._targets:
+            self._pace.sent(len(self._targets), now=now)
+            self._send_all(self._exchange.datagrams(now=now, wall=self._wall()))
+
+    def _send_all(self, datagrams: Sequence[bytes]) -> None:
+        transport = self._transport
+        if transport is None:
             return
-        self._pace.sent(len(self._targets), now=now)
-        for data in self._exchange.datagrams(now=now, wall=self._wall()):
+        for data in datagrams:
             for target in self._targets:
                 transport.sendto(data, target)
                 self._count(_SENT)
@@ -143,15 +174,18 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._counters.peer_datagrams[key] += 1
 
 
-def peers_of(settings: Settings, registry: Registry, counters: Counters) -> RouterPeers | None:
+def peers_of(
+    settings: Settings, registry: Registry, admission: Admission, keyring: Keyring, counters: Counters
+) -> RouterPeers | None:
     """Return what the settings ask for; None: no other routers. Raises AddressError."""
     if not settings.peers:
         return None
     names = [Address.parse(text) for text in settings.peers]
-    secret = (settings.peer_secret or "").encode()
+    me, secret = secrets.token_bytes(NAME_BYTES), (settings.peer_secret or "").encode()
     counters.peer_datagrams.update({(word,): 0 for word in ("sent", "received", *DatagramFault)})
-    exchange = LoadExchange(registry, secrets.token_bytes(NAME_BYTES), secret)
-    return RouterPeers(exchange, names, (settings.host, settings.peer_port), counters)
+    exchange = LoadExchange(registry, me, secret)
+    quotas = QuotaExchange(admission, me, secret, keyring.names)
+    return RouterPeers(exchange, quotas, admission, names, counters, listen=(settings.host, settings.peer_port))
 
 
 def check_peers(settings: Settings) -> None:

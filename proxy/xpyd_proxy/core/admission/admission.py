@@ -40,6 +40,14 @@ class _Account:
         return self.bucket.is_full(now=now) and self.quota.is_full(now=now)
 
 
+@dataclass(slots=True)
+class Usage:
+    """What a key was let in with, since the router started."""
+
+    requests: int = 0
+    tokens: int = 0
+
+
 class Admission:
     """Hands out places. Whatever a call does to other tickets than its own comes back, once, from ``poll``."""
 
@@ -55,6 +63,8 @@ class Admission:
         self._shares = FairShares() if limits.queue_order is _FAIR else None
         self.counts_tokens = _counts_tokens(limits)  # whether ``leave`` wants to know what a request has cost
         self.news: list[Ticket] = []  # what ``poll`` would return
+        self.share = 1.0  # of the limits that are the fleet's: less while other routers are not heard
+        self.usage: dict[str, Usage] = {}  # by key; empty name: all together. Filled where limits are the fleet's
 
     def arrive(self, key: str, priority: int, size: int, *, now: float) -> Ticket:
         """Admit a request, have it wait, or refuse it: its state says which."""
@@ -67,11 +77,13 @@ class Admission:
         account.held += 1
         self.held_bytes += size
         if limits.max_key_rate is not None:
-            account.bucket.take(limits.max_key_rate, now=now)
+            account.bucket.take(limits.max_key_rate * self.share, now=now)
         if limits.max_rate is not None:
-            self._bucket.take(limits.max_rate, now=now)
+            self._bucket.take(limits.max_rate * self.share, now=now)
         if limits.max_key_tokens_per_minute is not None:
-            account.quota.take(limits.max_key_tokens_per_minute, _estimate(ticket), now=now)
+            account.quota.take(limits.max_key_tokens_per_minute * self.share, _estimate(ticket), now=now)
+        if limits.share_limits:
+            self._use(key, 1, _estimate(ticket))
         if self.admitted < limits.max_concurrency:
             self._admit(ticket)
         else:
@@ -119,6 +131,23 @@ class Admission:
             self._turn_away(ticket, TicketEvent.EXPIRE, Refusal(Limit.CONCURRENCY, _LATER))
             self.news.append(ticket)
 
+    def charge_elsewhere(self, key: str, requests: int, tokens: int, *, now: float) -> None:
+        """Charge what another router of the fleet has let in; an empty key: of all clients."""
+        limits = self.limits
+        if not limits.share_limits:
+            return
+        if not key:
+            if limits.max_rate is not None:
+                self._bucket.take(limits.max_rate * self.share, now=now, count=requests)
+            return
+        account = self._accounts.get(key) or self._new_account(key, now=now)
+        if limits.max_key_rate is not None:
+            account.bucket.take(limits.max_key_rate * self.share, now=now, count=requests)
+        if limits.max_key_tokens_per_minute is not None:
+            account.quota.take(limits.max_key_tokens_per_minute * self.share, tokens, now=now)
+        if self._shares is not None:
+            self._shares.charge(key, tokens)
+
     def change(self, limits: Settings) -> None:
         """Go by other limits from now on; nobody who was admitted is sent away."""
         self.limits = limits
@@ -143,14 +172,16 @@ class Admission:
     def _at_the_door(self, ticket: Ticket, account: _Account, *, now: float) -> Refusal | None:
         """Check the limits of the key first: it is their owner who can do something about it."""
         limits = self.limits
-        if limits.max_key_rate is not None and (seconds := account.bucket.wait(limits.max_key_rate, now=now)):
+        share, rate = self.share, limits.max_key_rate
+        if rate is not None and (seconds := account.bucket.wait(rate * share, now=now)):
             return Refusal(Limit.KEY_RATE, ceil(seconds))
         quota = limits.max_key_tokens_per_minute
-        if quota is not None and (seconds := account.quota.wait(quota, now=now)):
+        if quota is not None and (seconds := account.quota.wait(quota * share, now=now)):
             return Refusal(Limit.KEY_TOKENS, ceil(seconds))
         if limits.max_key_concurrency is not None and account.held >= limits.max_key_concurrency:
             return Refusal(Limit.KEY_CONCURRENCY, _SOON)
-        if limits.max_rate is not None and (seconds := self._bucket.wait(limits.max_rate, now=now)):
+        rate = limits.max_rate
+        if rate is not None and (seconds := self._bucket.wait(rate * share, now=now)):
             return Refusal(Limit.RATE, ceil(seconds))
         if self.held_bytes + ticket.size > limits.max_inflight_bytes:
             return Refusal(Limit.BYTES, _LATER)
@@ -223,12 +254,23 @@ class Admission:
             self._admit(ticket)
             self.news.append(ticket)
 
+    def _use(self, key: str, requests: int, tokens: int) -> None:
+        """Note what was let in, for the other routers. There are as many keys as the file of keys names."""
+        for name in (key, ""):
+            usage = self.usage.get(name)
+            if usage is None:
+                usage = self.usage[name] = Usage()
+            usage.requests += requests
+            usage.tokens += tokens
+
     def _correct(self, ticket: Ticket, tokens: int | None, *, now: float) -> None:
         """Charge what a request has cost, in place of what it seemed to; one that was not served has cost nothing."""
         is_served, guess = ticket.state is _ADMITTED, _estimate(ticket)
         error = ((guess if tokens is None else tokens) if is_served else 0) - guess
         if (per_minute := self.limits.max_key_tokens_per_minute) is not None:
-            self._accounts[ticket.key].quota.take(per_minute, error, now=now)
+            self._accounts[ticket.key].quota.take(per_minute * self.share, error, now=now)
+        if self.limits.share_limits:
+            self._use(ticket.key, 0, error)
         if self._shares is not None and is_served:
             self._shares.charge(ticket.key, error)
 

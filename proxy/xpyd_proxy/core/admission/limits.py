@@ -48,9 +48,9 @@ class TokenBucket:
         seconds = (missing + 1 - max(1.0, rate)) / rate
         return seconds if seconds > _EPSILON else 0.0
 
-    def take(self, rate: float, *, now: float) -> None:
-        """Take a token that is there."""
-        self._full_at = max(self._full_at, now) + 1 / rate
+    def take(self, rate: float, *, now: float, count: int = 1) -> None:
+        """Take a token that is there; or several that another router has taken, which may not be."""
+        self._full_at = max(self._full_at, now) + count / rate
 
 
 class TokenQuota:

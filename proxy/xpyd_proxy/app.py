@@ -30,6 +30,7 @@ from xpyd_proxy.api.ready import probe_routes
 from xpyd_proxy.api.realtime import realtime_routes
 from xpyd_proxy.api.request_context import RequestContextMiddleware
 from xpyd_proxy.api.requests import request_routes
+from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.cache_salts import Salts
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.admission.lifetime import Lifetime
@@ -62,12 +63,14 @@ from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 from xpyd_proxy.io.engine_timelines import Timelines
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
 from xpyd_proxy.io.metrics import Metrics
+from xpyd_proxy.io.peers import RouterPeers, peers_of
 from xpyd_proxy.io.probes.checks import HttpChecks
 from xpyd_proxy.io.probes.kv_events import KvEventFollower
 from xpyd_proxy.io.probes.kv_inflow import InflowWatch
 from xpyd_proxy.io.probes.prober import Prober
 from xpyd_proxy.io.reloads import FileReloads
 from xpyd_proxy.io.request_path.ids import new_id, new_transfer
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.request_path.policies import fleet_of
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
@@ -90,6 +93,7 @@ if TYPE_CHECKING:
     from xpyd_proxy.io.traces import Traces
 
 logger = logging.getLogger(__name__)
+_TURNS: Final = 1 << 16
 _PATHS: Final = frozenset({*ENDPOINTS, "/v1/models", REALTIME_PATH})  # those that metrics and spans tell apart
 
 
@@ -137,7 +141,16 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             registry.add_target(role, Target.parse(address), now=clock())
     learned = PushCoordinates(at_once=TRANSFER_POLICIES[settings.kv_transfer_mode].at_once)
     index, known = _cache_knowledge(settings)
-    fleet = fleet_of(settings, registry, learned, clock, random.randrange, turn=crew.number, index=index, known=known)
+    fleet = fleet_of(
+        settings,
+        registry,
+        learned,
+        clock,
+        random.randrange,
+        turn=_turn(settings, crew.number),
+        index=index,
+        known=known,
+    )
     outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
     resolve = resolved if transport is None else None  # with the transport of a test it connects nowhere
     guard = Guard(AllowList.parse(settings.allowed_instances), registry.is_given, resolve)
@@ -166,7 +179,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         new_id=new_id,
         new_transfer=new_transfer,
         request_over=telemetry.request_over,
-        reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN,
+        reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
         spans=traces,
     )
     fleet.later, telemetry.legs_under_way, telemetry.stepped = telemetry.later, requests.engines_of_legs, fleet.stepped
@@ -178,17 +191,21 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         guard=guard,
     )
     prober = Prober(registry, checks, settings, clock, random.random, give_up=engines.give_up)
-    inflow, followers = (
+    inflow, followers, peers = (
         InflowWatch(registry, checks.metrics, telemetry),
         _followers(registry, checks, index, known, telemetry),
+        _peers(settings, fleet, queue, keyring, telemetry),
     )
     discovery = _discovery(crew.stored(settings), registry, clock, crew.tell)
     status = Status(telemetry, registry, clock, lambda: requests.settings.decode_only_fallback)
     reloads = FileReloads(lambda: requests.settings, server_tls(settings), tls, keyring, outbound, telemetry.counters)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
-        looking = discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]
-        return examiner, engines, releaser, checks, *looking, reloads.running(), *crew.running(), requests
+        looking, others = (
+            (discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]),
+            (*crew.running(), *[each.running() for each in peers]),
+        )
+        return examiner, engines, releaser, checks, *looking, reloads.running(), *others, requests
 
     explainer = Explainer(
         fleet.rehearsal,
@@ -261,6 +278,22 @@ def _followers(
     if index is None:
         return ()
     return (KvEventFollower(registry, checks, index, telemetry.counters, random.random, known=known),)
+
+
+def _turn(settings: Settings, worker: int) -> int:
+    """Return where policies begin: routers that know of each other do not all begin with the same engine."""
+    return random.randrange(_TURNS) if settings.peers else worker
+
+
+def _peers(
+    settings: Settings, fleet: LiveFleet, queue: Admission, keyring: Keyring, telemetry: Telemetry
+) -> Sequence[RouterPeers]:
+    """Return what the fleet's other routers are told by and heard with; none, if there are no others."""
+    peers = peers_of(settings, fleet.registry, queue, keyring, telemetry.counters)
+    if peers is None:
+        return ()
+    fleet.changed = peers.changed
+    return (peers,)
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:

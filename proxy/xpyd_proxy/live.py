@@ -12,9 +12,10 @@ from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io.files import client_keys, engine_keys
+from xpyd_proxy.io.peers import check_peers
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.service import Requests
-from xpyd_proxy.settings import KvEvents, PolicyName, Settings
+from xpyd_proxy.settings import KvEvents, PolicyName, QueueOrder, Settings
 
 logger = logging.getLogger(__name__)
 _BY_CACHE: Final = frozenset({PolicyName.PREFIX, PolicyName.EXPECTED_TTFT})
@@ -83,8 +84,17 @@ def check(settings: Settings) -> None:
             f"max_inflight_bytes is {settings.max_inflight_bytes}, and one body may have {settings.max_body_bytes} "
             "(max_body_bytes): write at least that"
         )
-    if settings.api_keys_file is None and (settings.max_key_concurrency or settings.max_key_rate):
-        raise ConfigError("max_key_concurrency and max_key_rate need api_keys_file: without keys all clients are one")
+    of_keys = settings.max_key_concurrency, settings.max_key_rate, settings.max_key_tokens_per_minute
+    if settings.api_keys_file is None and any(of_keys):
+        raise ConfigError(
+            "max_key_concurrency, max_key_rate and max_key_tokens_per_minute need api_keys_file: "
+            "without keys all clients are one"
+        )
+    if settings.share_limits and not settings.peers:
+        raise ConfigError("share_limits needs peers: routers that do not know each other share nothing")
+    if settings.api_keys_file is None and settings.queue_order is QueueOrder.FAIR:
+        raise ConfigError("queue_order fair needs api_keys_file: without keys all clients are one")
+    check_peers(settings)
     policies = {settings.prefill_policy, settings.decode_policy}
     if settings.kv_events is KvEvents.AUTO and policies.isdisjoint(_BY_CACHE):
         raise ConfigError(

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, cast, get_args
 from urllib.parse import urlsplit
 
+from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.discovery.store_url import split_prefix
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
@@ -186,6 +187,14 @@ def _engine(text: str) -> str:
     return text
 
 
+def _peer(text: str) -> str:
+    try:
+        Address.parse(text)
+    except AddressError as exc:
+        raise ValueError(f"{text!r} is not where another router listens: write host:port") from exc
+    return text
+
+
 def _network(text: str) -> str:
     AllowList.parse((text,))
     return text
@@ -207,6 +216,7 @@ def _store(text: str) -> str | None:
 
 _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
     "ENGINE": _engine,
+    "PEER": _peer,
     "NETWORK": _network,
     "HOST": _host,
     "URL": lambda text: text if text.startswith(("http://", "https://")) else None,

@@ -69,6 +69,13 @@ class PolicyName(StrEnum):
     EXPECTED_TTFT = "expected_ttft"  # for both legs: the two engines whose first token is expected first
 
 
+class QueueOrder(StrEnum):
+    """Which request of a priority is next when there is a place for one that waits."""
+
+    ARRIVAL = "arrival"
+    FAIR = "fair"  # one of the key that was served the fewest tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """One sort of value, as it is written in the file and as an argument."""
@@ -124,6 +131,7 @@ PolicyChoice = Annotated[
 File = Annotated[str, Kind("", "FILE")]
 Selector = Annotated[str, Kind("", "LABEL=VALUE")]
 Address = Annotated[str, Kind("", "ENGINE")]
+Peer = Annotated[str, Kind("", "PEER")]
 Network = Annotated[str, Kind("", "NETWORK")]
 Host = Annotated[str, Kind("the name of a host: write it without scheme and port, or * for all", "HOST")]
 Url = Annotated[str, Kind("a URL: write http://host:port or https://host:port", "URL")]
@@ -203,6 +211,10 @@ class Settings:
         "prefill: clients of streams get the prefill engine's token at once, where the rest is exact", live=True)
     session_names: tuple[SessionName, ...] = ENGINES.option((),
         "headers, or body:FIELD, that name a session, before the known ones", unset="the known ones alone")
+    peers: tuple[Peer, ...] = ENGINES.option((),
+        "where the fleet's other routers listen (UDP), or one name for all: they share the load of engines",
+        chart="router.peers.enabled")
+    peer_port: Port = ENGINES.option(8001, "UDP port on which this router hears them", chart="router.peers.port")
     load_reports: bool = ENGINES.option(True, "ask prefill engines how busy they are, if their policy needs it")
     realtime: bool = ENGINES.option(False,
         "serve /v1/realtime: WebSockets that go through to one decode engine")
@@ -238,6 +250,12 @@ class Settings:
     max_rate: Rate | None = LIMITS.option(None, "requests a second of all clients", live=True)
     max_key_concurrency: Count | None = LIMITS.option(None, "requests of one key that are served or wait", live=True)
     max_key_rate: Rate | None = LIMITS.option(None, "requests a second of one key", live=True)
+    max_key_tokens_per_minute: Count | None = LIMITS.option(None,
+        "tokens of prompts and answers a minute of one key", live=True)
+    queue_order: QueueOrder = LIMITS.option(QueueOrder.ARRIVAL,
+        "who is next in the queue, within a priority; fair: the key that was served the fewest tokens", live=True)
+    share_limits: bool = LIMITS.option(False,
+        "max_rate, max_key_rate and max_key_tokens_per_minute hold for all routers together; needs peers", live=True)
     min_priority: Priority = LIMITS.option(0,
         "least number, so the most urgent priority, of a client whose key has none of its own", live=True)
     max_connections: Count = LIMITS.option(16384, "connections of clients; more are answered with 503 and closed")
@@ -302,6 +320,9 @@ class Settings:
         "keep what one client key sends out of the prefix cache of all others")
     cache_salt_secret: str | None = SECURITY.secret("XPYD_CACHE_SALT_SECRET",
         "the fleet's secret for that", unset="each client's key is its own", chart="router.cacheSalt.secretName")
+    peer_secret: str | None = SECURITY.secret("XPYD_PEER_SECRET",
+        "what the routers of a fleet prove to each other (peers)", unset="peers is refused",
+        chart="router.peers.secret.name")
     public_metrics: bool = SECURITY.option(False,
         "show /, /stats and /metrics without a key where clients need one")
 

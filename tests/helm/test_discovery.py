@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from support.certificates import Authority
-from support.helm_chart import CASES, default
+from support.helm_chart import CASES, Chart, default
 from support.helm_objects import COMPONENT, WORKER_INDEX, container, kind, pods, router, templates
 from support.kube_api import KubeApi
 from support.sim import InMemory
@@ -80,7 +80,7 @@ def account(tmp_path, monkeypatch):
 
 async def test_a_router_of_the_chart_finds_the_engines_of_the_chart_with_the_calls_of_its_role(account, monkeypatch):
     """With the arguments of its pod, against an API that has the release's pods and the chart's empty ConfigMap."""
-    objects = default()
+    objects = Chart().objects({"router": {"peers": {"enabled": False}}})  # its port may be taken here
     args = container(templates(router(objects))[0])["args"]
     (role,) = kind(objects, "Role")
     (store,) = [o for o in kind(objects, "ConfigMap") if o["metadata"]["name"] == "r-xpyd-instances"]

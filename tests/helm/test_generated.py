@@ -163,7 +163,7 @@ def test_a_package_comes_out_of_an_oci_registry_as_it_went_in(helm, tmp_path, ke
         chart = f"oci://{host}/charts/xpyd"
         run(helm, "push", str(package), f"oci://{host}/charts", "--plain-http")
         run(helm, "pull", chart, *pull)
-        named = ["--set", "connector.secret.name=s"]
+        named = ["--set", "connector.secret.name=s", "--set", "router.peers.secret.name=s"]
         rendered = run(helm, "template", "r", chart, "--version", "0.1.0", "--plain-http", "-n", "ns", *named)
         for digest, body in registry.blobs.items():
             if body == package.read_bytes():
@@ -174,6 +174,8 @@ def test_a_package_comes_out_of_an_oci_registry_as_it_went_in(helm, tmp_path, ke
 
     assert (tmp_path / "out" / package.name).read_bytes() == package.read_bytes()
     assert rendered.endswith(
-        Chart(package).text({"connector": {"secret": {"name": "s"}}}, helm=helm)
+        Chart(package).text(
+            {"connector": {"secret": {"name": "s"}}, "router": {"peers": {"secret": {"name": "s"}}}}, helm=helm
+        )
     )  # helm 4 first says what it has pulled
     assert ("charts/xpyd", "0.1.0") in registry.manifests

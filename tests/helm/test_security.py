@@ -28,7 +28,8 @@ OURS = {  # helm takes nothing that another release has made
 
 
 def secret_of(text):
-    (found,) = [o for o in yaml.safe_load_all(text) if o and o["kind"] == "Secret"]
+    secrets = [o for o in yaml.safe_load_all(text) if o and o["kind"] == "Secret"]
+    (found,) = [o for o in secrets if o["metadata"]["labels"][COMPONENT] == "engine"]
     return found
 
 
@@ -60,7 +61,10 @@ def test_an_upgrade_keeps_the_secret_of_the_cluster(helm, there):
 
 def test_a_secret_of_ones_own_is_taken_and_none_is_made():
     """By its name and key; both pools mount it, and the workers of an engine, too."""
-    values = {"connector": {"secret": {"name": "mine", "key": "k"}}}
+    values = {
+        "connector": {"secret": {"name": "mine", "key": "k"}},
+        "router": {"peers": {"secret": {"name": "theirs"}}},
+    }
     objects = Chart().objects(values, ci="tp8-multinode")
 
     assert kind(objects, "Secret") == []
@@ -322,4 +326,4 @@ def test_policies_are_made_unless_the_open_data_plane_is_accepted():
 
     assert {o["metadata"]["labels"][COMPONENT] for o in policies} == {"router", *ROLES}
     assert kind(Chart().objects(without), "NetworkPolicy") == []
-    assert [o["data"] for o in kind(default(), "Secret")] == [{"secret": DRAWN}]
+    assert [o["data"] for o in kind(default(), "Secret")] == [{"secret": DRAWN}] * 2  # of engines, and of routers

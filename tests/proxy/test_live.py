@@ -118,6 +118,7 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
         "allow_unauthenticated",
         "tls_client_ca",
         "max_body_bytes",
+        "peers",
         *SECRETS,
     }  # to refuse what is wrong
 

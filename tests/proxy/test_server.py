@@ -171,7 +171,7 @@ def test_a_bad_file_is_refused_as_a_whole_and_what_needs_a_restart_is_named(star
         for bad, says in (
             ("max_queu = 1", "max_queu is not a setting: did you mean max_queue?"),
             ('api_keys_file = "/nowhere"', "/nowhere cannot be read: No such file or directory"),
-            ("max_key_rate = 1", "max_key_concurrency and max_key_rate need api_keys_file"),
+            ("max_key_rate = 1", "max_key_tokens_per_minute need api_keys_file"),
         ):
             config.write_text(f"prefill = []\n{bad}\n")
             line = process.reload()

@@ -123,7 +123,7 @@ def connector_secret(objects):
                 problems.append(f"{role}: the connector's secret is not in {path or 'a file'}")
                 continue
             mounted.add(secret["secretName"])
-    made = {o["metadata"]["name"] for o in kind(objects, "Secret")}
+    made = {o["metadata"]["name"] for o in kind(objects, "Secret") if o["metadata"]["labels"][COMPONENT] == "engine"}
     if len(mounted) > 1 or (made and made != mounted):
         problems.append(f"engines read {sorted(mounted)}, the chart makes {sorted(made)}")
     return problems

@@ -7,6 +7,9 @@
 {{- if and (eq $v.router.store.type "redis") (not $v.router.store.redisUrl) -}}
 {{- fail "router.store.type is redis, but router.store.redisUrl is empty: write redis://HOST:PORT" -}}
 {{- end -}}
+{{- if and (include "xpyd.router.peers" .) (not (include "xpyd.router.peers.secret" .)) -}}
+{{- fail "router.peers.secret.name is empty and router.peers.secret.create is false: routers prove to each other that they belong together, so write one of the two, or router.peers.enabled: false" -}}
+{{- end -}}
 {{- if and $v.router.adminKey.secretName (eq $v.router.adminKey.secretName $v.router.apiKeys.secretName) (eq $v.router.adminKey.key $v.router.apiKeys.key) -}}
 {{- fail "router.adminKey and router.apiKeys are the same key of the same secret: clients would be operators, so give each a key of its own" -}}
 {{- end -}}

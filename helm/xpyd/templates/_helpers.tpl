@@ -99,6 +99,19 @@ annotations:
 {{- $s.name | default (ternary (printf "%s-connector" (include "xpyd.fullname" .)) "" $s.create) -}}
 {{- end -}}
 
+{{/* "true" if routers tell each other how busy engines are. */}}
+{{- define "xpyd.router.peers" -}}
+{{- $r := .Values.router -}}
+{{- $several := or (gt (int $r.replicas) 1) (ne $r.autoscaling.type "none") -}}
+{{- if and $r.peers.enabled $several (eq (int $r.workers) 1) -}}true{{- end -}}
+{{- end -}}
+
+{{/* The secret that routers prove to each other: the values', or the chart's own. Empty: there is none. */}}
+{{- define "xpyd.router.peers.secret" -}}
+{{- $s := .Values.router.peers.secret -}}
+{{- $s.name | default (ternary (printf "%s-router-peers" (include "xpyd.fullname" .)) "" $s.create) -}}
+{{- end -}}
+
 {{- define "xpyd.scheme" -}}
 {{- ternary "HTTPS" "HTTP" (not (empty .Values.router.tls.secretName)) -}}
 {{- end -}}

@@ -32,6 +32,12 @@
 {{- else }}
 - memory
 {{- end }}
+{{- if include "xpyd.router.peers" . }}
+- --peers
+- {{ include "xpyd.fullname" . }}-router-peers.{{ .Release.Namespace }}.svc:{{ int $v.peers.port }}
+- --peer-port
+- {{ include "xpyd.argument" $v.peers.port | quote }}
+{{- end }}
 - --drain-grace
 - {{ include "xpyd.argument" $v.drain.graceSeconds | quote }}
 - --shutdown-timeout
@@ -72,10 +78,12 @@
 {{- end }}
 {{- end -}}
 
-{{/* Settings of the router, by name: with kvEvents.enabled those that make use of it, unless router.settings has others. */}}
+{{/* Settings of the router, by name: with kvEvents.enabled or several routers those that make use of it, unless router.settings has others. */}}
 {{- define "xpyd.router.settings" -}}
 {{- $events := dict "kv_events" "auto" "prefill_policy" "prefix" "decode_policy" "prefix" -}}
-{{- merge (dict) .Values.router.settings (ternary $events dict .Values.kvEvents.enabled) | toYaml -}}
+{{- $peers := dict "prefill_policy" "least_loaded" "decode_policy" "least_loaded" -}}
+{{- $more := ternary $events (ternary $peers dict (eq (include "xpyd.router.peers" .) "true")) .Values.kvEvents.enabled -}}
+{{- merge (dict) .Values.router.settings $more | toYaml -}}
 {{- end -}}
 
 {{/* Names that clients may call routers by: needed where neither keys nor TLS keep web pages of other names away. */}}
@@ -104,6 +112,10 @@
 - name: ADMIN_API_KEY
   valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
 {{- end }}
+{{- end }}
+{{- if include "xpyd.router.peers" . }}
+- name: XPYD_PEER_SECRET
+  valueFrom: {secretKeyRef: {name: {{ include "xpyd.router.peers.secret" . | quote }}, key: {{ .Values.router.peers.secret.key | quote }}}}
 {{- end }}
 {{- with .Values.router.cacheSalt }}
 {{- if .secretName }}

@@ -85,9 +85,11 @@ class RequestRecord(RequestTimes):
         "decode",
         "end",
         "error",
+        "events",
         "path",
         "prefill",
         "prefill_error",
+        "prompt_tokens",
         "push",
         "relayed",
         "request_id",
@@ -125,6 +127,8 @@ class RequestRecord(RequestTimes):
         self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
         self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
         self.relayed = 0  # bytes of the answer, if they are counted
+        self.events = 0  # of the answer's stream, if they are counted
+        self.prompt_tokens: int | None = None  # as the prefill engine has counted
         self.end = b"", b""  # the last two pieces of the answer's body, if they matter
 
     def over(self, status: int, duration_s: float) -> None:

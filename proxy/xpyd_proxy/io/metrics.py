@@ -105,6 +105,7 @@ class _Collector:
         yield from self._instances()
         yield from self._queue()
         yield from _discovery(self._sources)
+        yield from self._peers()
         yield from self._workers()
 
     def _requests(self) -> Iterator[_Family]:
@@ -217,6 +218,12 @@ class _Collector:
         yield GaugeMetricFamily("xpyd_requests_running", text, value=sum(one.admitted for one in workers))
         text = "Requests that the admission control refused, by the limit."
         yield from _counter("xpyd_requests_refused", text, ("reason",), refused)
+
+    def _peers(self) -> Iterator[_Family]:
+        text = "Other routers of the fleet: those that are heard, and those that are known by their addresses."
+        yield from _gauge("xpyd_peers", text, ("state",), self._counters.peers)
+        text = "Datagrams to and from other routers, by what became of them."
+        yield from _counter("xpyd_peer_datagrams", text, ("result",), self._counters.peer_datagrams)
 
     def _workers(self) -> Iterator[_Family]:
         workers = self._whole.all

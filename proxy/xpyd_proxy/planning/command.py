@@ -51,6 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--utilisation", metavar="SHARE", default=0.7, help=said)
     said = "the router's prefill policy; session and prefix wait longer than these (%(default)s)"
     parser.add_argument("--prefill-policy", choices=list(map(str, sizing.WAITS)), default="round_robin", help=said)
+    said = "routers before the same engines (%(default)s)"
+    parser.add_argument("--routers", type=int, metavar="N", default=1, help=said)
+    said = "whether they tell each other how many requests engines have, as with --peers of xpyd serve (%(default)s)"
+    parser.add_argument("--peers", choices=["true", "false"], default="true", help=said)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -58,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return the exit code: 0, or 2 if the numbers cannot be planned with."""
     try:
-        aims = sizing.Aims(args.itl, args.ttft, args.utilisation, PolicyName(args.prefill_policy))
+        dispatch, peers = PolicyName(args.prefill_policy), args.peers == "true"
+        aims = sizing.Aims(args.itl, args.ttft, args.utilisation, dispatch, args.routers, peers)
         prompt, rate = _prompt(args), args.requests_per_second
         if rate is None:
             rate = args.prompt_tokens_per_second / prompt.mean

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import exp, inf, log, sqrt
 
 _Z95 = 1.6448536269514722  # 95 % of a normal distribution lie below its mean plus this many standard deviations
+_ROUTERS = 2.6  # see among_routers
 MOST_SKEWED = exp(_Z95**2 / 2)  # no lognormal distribution has a p95 above so many means: 3.87
 
 
@@ -100,3 +101,39 @@ def queues_in_turn(servers: int, rate: float, service: Spread) -> Wait:
     mean = busy * service.mean / (1 - busy) * (ca2 + cs2) / 2 * damping
     bend = (1 + ca2 + busy * cs2) / (1 + busy * (cs2 - 1) + busy**2 * (4 * ca2 + cs2))
     return Wait(busy + (ca2 - 1) * busy * (1 - busy) * bend, mean)
+
+
+def two_choices(servers: int, rate: float, service: Spread) -> Wait:
+    """Return the wait before one of several servers, the shorter queue of two that chance picks.
+
+    Source: Mitzenmacher (The Power of Two Choices in Randomized Load Balancing, 1996), for exponential times and many
+    servers: the share of servers with i requests or more is r^(2^i - 1). For others (1 + cv^2) / 2 as in shared_queue;
+    1 + 1 / c for few servers is fitted to the simulation.
+    """
+    busy = rate * service.mean / servers
+    best = shared_queue(servers, rate, service)
+    if servers == 1 or busy >= 1:
+        return best
+    many = sum(busy ** (2.0**count - 2) for count in range(2, 12))
+    mean = many * service.mean * (1 + service.cv2) / 2 * (1 + 1 / servers)
+    return Wait(max(best.chance, busy**2), max(best.mean, mean))
+
+
+def at_random(servers: int, rate: float, service: Spread) -> Wait:
+    """Return the wait before one of several servers that chance picks: M/G/1 (Pollaczek and Khinchine, exact)."""
+    return shared_queue(1, rate / servers, service)
+
+
+def among_routers(one: Wait, random: Wait, routers: int, busy: float) -> Wait:
+    """Return the wait behind several routers that do not know of each other's requests.
+
+    Each sees its own alone, so what one router would do well becomes chance with their number. From the wait of one
+    router to that of a random choice it goes as n / (n + k), n being the number of the other routers; k grows as queues
+    last longer, and is fitted to the simulation in tests/support/several_routers.py.
+    """
+    others = routers - 1
+    if others == 0 or random.mean == inf:
+        return one
+    part = others / (others + _ROUTERS / (1 - busy))
+    chance = one.chance + (random.chance - one.chance) * part
+    return Wait(chance, one.mean + (random.mean - one.mean) * part)

@@ -11,10 +11,20 @@ from enum import StrEnum
 from math import ceil, isfinite, sqrt
 from typing import Final
 
-from xpyd_proxy.planning.queueing import MOST_SKEWED, Spread, Wait, queues_in_turn, shared_queue
+from xpyd_proxy.planning.queueing import (
+    MOST_SKEWED,
+    Spread,
+    Wait,
+    among_routers,
+    at_random,
+    queues_in_turn,
+    shared_queue,
+    two_choices,
+)
 from xpyd_proxy.settings import PolicyName
 
 MOST_ENGINES: Final = 10_000  # of a role; whoever needs more has mistaken a unit
+MOST_ROUTERS: Final = 1000
 SWINGS: Final = (0.75, 1.0, 1.25)  # traffic that a plan is looked at with, as a share of what is planned for
 
 
@@ -61,7 +71,9 @@ class Aims:
     itl_s: float  # seconds between two tokens of one answer, at most
     ttft_s: float | None = None  # 95th percentile of the seconds to the first token, at most; None: no target
     utilisation: float = 0.7  # share of any resource that may be busy on the mean
-    dispatch: PolicyName = PolicyName.ROUND_ROBIN  # how the router chooses prefill engines
+    dispatch: PolicyName = PolicyName.ROUND_ROBIN  # how routers choose prefill engines
+    routers: int = 1
+    peers: bool = True  # they tell each other how many requests engines have
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +218,7 @@ def _ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> Ttft | None:
     Time in queue and time of computing are independent, so beyond their means their p95s add as squares.
     """
     service, transfer = _service(traffic, rates), _transfer(traffic, rates)
-    wait = WAITS[aims.dispatch](x, traffic.requests_per_s, service)
+    wait = _wait(x, traffic.requests_per_s, service, aims)
     if not isfinite(wait.mean):
         return None
     own = Spread(0, 0, 0) if transfer is None else transfer
@@ -216,9 +228,18 @@ def _ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> Ttft | None:
     return Ttft(wait.mean, service.mean, own.mean, aims.itl_s, mean + beyond)
 
 
+def _wait(x: int, rate: float, service: Spread, aims: Aims) -> Wait:
+    """Return the wait in the queues of prefill engines. Turns are each router's own, whatever it is told of others."""
+    one = WAITS[aims.dispatch](x, rate, service)
+    if aims.routers == 1 or (aims.peers and aims.dispatch is not PolicyName.ROUND_ROBIN):
+        return one
+    return among_routers(one, at_random(x, rate, service), aims.routers, min(1.0, rate * service.mean / x))
+
+
 WAITS: Final[Mapping[PolicyName, Callable[[int, float, Spread], Wait]]] = {
     PolicyName.ROUND_ROBIN: queues_in_turn,
     PolicyName.LEAST_LOADED: shared_queue,
+    PolicyName.POWER_OF_TWO: two_choices,
 }
 
 
@@ -285,6 +306,8 @@ def _check(traffic: Traffic, rates: Rates, aims: Aims) -> None:
             _positive(name, value)
     if not 0 <= traffic.cached < 1:
         raise NoPlan(f"the share of cached prompt tokens must be 0 or more and below 1, not {traffic.cached:g}")
+    if not 1 <= aims.routers <= MOST_ROUTERS:
+        raise NoPlan(f"there are 1 to {MOST_ROUTERS} routers, not {aims.routers}")
     if not aims.utilisation < 1:
         raise NoPlan(f"the target utilisation must be below 1, not {aims.utilisation:g}: at 1 queues grow without end")
     if (rates.link_bytes_per_s is None) != (rates.kv_bytes_per_token is None):

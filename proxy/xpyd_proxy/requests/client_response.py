@@ -24,6 +24,7 @@ from xpyd_proxy.requests.response import ResponseWriter, head_lines, last_event
 
 _OK: Final = 200
 _BUG: Final = 500
+_EVENT: Final = b"data:"
 _CONCURRENT: Final = LegOrder.CONCURRENT  # looking a member up takes as long as a call
 _SERVING: Final = Stage.SERVING
 logger = logging.getLogger(__name__)
@@ -127,11 +128,15 @@ class ClientResponse:
 
     def write_whole(self, content_type: bytes, body: bytes) -> None:
         """Write an answer that is no stream."""
+        if self._keeps_end():
+            self._keep_end(body)
         self._life.record.answered = True
         self.writer.begin(_OK, self._head_lines(content_type), body, streams=False)
 
     def write_events(self, events: bytes) -> None:
         """Write some of a stream that the router has put together."""
+        if self._keeps_end():
+            self._keep_end(events)
         if self.writer.begun:
             self.writer.write(events)
             return
@@ -141,6 +146,8 @@ class ClientResponse:
 
     def end_events(self, events: bytes) -> None:
         """Write the end of a stream that the router has put together."""
+        if self._keeps_end():
+            self._keep_end(events)
         if not self.writer.begun:  # the stream has no token
             self.writer.begin(_OK, self._head_lines(STREAM), b"", streams=True, last=True)
         self._life.record.answered = True
@@ -199,8 +206,12 @@ class ClientResponse:
     def _keeps_end(self) -> bool:
         """Tell whether the size and the end of the response matter: whether blocks have arrived, or will be found."""
         life = self._life
-        return life.record.push is _CONCURRENT or life.of.fleet.remembers
+        of = life.of
+        return life.record.push is _CONCURRENT or of.fleet.remembers or of.gate.admission.counts_tokens
 
     def _keep_end(self, piece: bytes) -> None:
         if piece:
-            self._life.record.wrote(piece)
+            life = self._life
+            life.record.wrote(piece)
+            if life.of.gate.admission.counts_tokens:
+                life.record.events += piece.count(_EVENT)

@@ -4,8 +4,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from xpyd_proxy.core.admission.admission import Admission, Ticket
+from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.limits import Limit, Refusal
+from xpyd_proxy.core.admission.ticket import Ticket
 from xpyd_proxy.errors import KeyOverLimit, RouterFull
 from xpyd_proxy.settings import Settings
 
@@ -46,10 +47,14 @@ class Gate:
         if ticket.refusal is not None:
             raise _refused(ticket.refusal, ticket.key, self.admission.limits)
 
-    def leave(self, ticket: Ticket) -> None:
-        """Give back a place, or the wait for one."""
+    def leave(self, ticket: Ticket, tokens: int | None = None) -> None:
+        """Give back a place, or the wait for one; ``tokens``: what was served, if it is known."""
+        admission = self.admission
         if ticket.refusal is None:
-            self.admission.leave(ticket)
+            if admission.counts_tokens:
+                admission.leave(ticket, tokens, now=self._clock())
+            else:
+                admission.leave(ticket)
             if self.admission.news:
                 self._wake()
 
@@ -89,6 +94,7 @@ class Gate:
 def _refused(refusal: Refusal, key: str, limits: Settings) -> KeyOverLimit | RouterFull:
     sentences = {
         Limit.KEY_RATE: f"the key {key} sends more than {limits.max_key_rate} requests a second",
+        Limit.KEY_TOKENS: f"the key {key} has used more than {limits.max_key_tokens_per_minute} tokens in a minute",
         Limit.KEY_CONCURRENCY: f"the key {key} has {limits.max_key_concurrency} requests at work already",
         Limit.RATE: f"the router takes {limits.max_rate} requests a second, and this one is over it",
         Limit.BYTES: "the router holds as many bytes of requests as it may",

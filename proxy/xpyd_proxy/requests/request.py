@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from xpyd_proxy.core.admission.admission import Ticket, TicketState
+from xpyd_proxy.core.admission.fair_shares import BYTES_PER_TOKEN
+from xpyd_proxy.core.admission.ticket import Ticket, TicketState
 from xpyd_proxy.core.model import InstanceId, RequestId
 from xpyd_proxy.core.protocol.prompt_arrays import prompts_of
 from xpyd_proxy.core.request_record import PromptRecord, RequestRecord, client_id
 from xpyd_proxy.core.routing.retries import RetryAttempts
+from xpyd_proxy.core.served_tokens import served_tokens
 from xpyd_proxy.errors import BodyTooLarge, OutOfTime, ProxyError
 from xpyd_proxy.requests.body_reader import LARGE
 from xpyd_proxy.requests.client_response import ClientGone, ClientResponse
@@ -343,7 +345,10 @@ class Request:
             of.over(self)
             ticket, self._ticket = self._ticket, None
             if ticket is not None:
-                of.gate.leave(ticket)
+                if of.gate.admission.counts_tokens:
+                    of.gate.leave(ticket, served_tokens(life.record, status, ticket.size // BYTES_PER_TOKEN))
+                else:
+                    of.gate.leave(ticket)
             if self._body:
                 self._free_body()
             of.telemetry.later.add(of.request_over, life.record)

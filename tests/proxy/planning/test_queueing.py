@@ -5,8 +5,19 @@ import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from xpyd_proxy.planning.queueing import Spread, erlang_c, queues_in_turn, shared_queue
+from support.several_routers import SERVICE_S, waits
+from xpyd_proxy.planning.queueing import (
+    Spread,
+    among_routers,
+    at_random,
+    erlang_c,
+    queues_in_turn,
+    shared_queue,
+    two_choices,
+)
 
 ARRIVALS = 120_000
 
@@ -81,3 +92,45 @@ def test_a_lognormal_fit_has_the_mean_and_the_p95_it_was_given():
     assert sum(values) / len(values) == pytest.approx(3000, rel=0.02)
     assert values[190_000] == pytest.approx(8000, rel=0.02)
     assert sum((value / spread.mean - 1) ** 2 for value in values) / len(values) == pytest.approx(spread.cv2, rel=0.1)
+
+
+ONE = {"round_robin": queues_in_turn, "least_loaded": shared_queue, "power_of_two": two_choices}
+
+
+@pytest.mark.parametrize(
+    ("policy", "routers"), [*((name, 4) for name in ONE), ("least_loaded", 16), ("power_of_two", 1)]
+)
+def test_the_wait_behind_several_routers_is_about_that_of_a_simulation(policy, routers):
+    """The routers' own policies (support/several_routers.py); the mean within 30 % or 20 % of a service."""
+    service, engines, busy = Spread.exponential(SERVICE_S), 8, 0.7
+    rate = engines * busy / SERVICE_S
+
+    one, chance = ONE[policy](engines, rate, service), at_random(engines, rate, service)
+    expected = among_routers(one, chance, routers, busy)
+    found = waits(routers=routers, policy=policy, engines=engines, busy=busy, requests=12_000)
+
+    assert expected.mean == pytest.approx(sum(found) / len(found), rel=0.3, abs=0.2 * SERVICE_S)
+
+
+@given(st.integers(1, 64), st.integers(1, 200), st.floats(0.01, 0.99), st.floats(0, 3), st.sampled_from([*ONE]))
+def test_more_routers_wait_longer_and_never_longer_than_by_chance(servers, routers, busy, cv2, policy):
+    """With one server, and with one router, nothing changes."""
+    service = Spread(1.0, cv2, 3.0)
+    one, chance = ONE[policy](servers, servers * busy, service), at_random(servers, servers * busy, service)
+    several = among_routers(one, chance, routers, busy)
+
+    assert min(one.mean, chance.mean) * 0.999 <= several.mean <= max(one.mean, chance.mean) * 1.001
+    assert 0 <= several.chance <= 1
+    assert among_routers(one, chance, 1, busy) == one
+
+
+def test_two_choices_are_mitzenmachers_and_lie_between_one_queue_and_chance():
+    """0.615 services at 0.7 with many servers."""
+    service = Spread.exponential(1.0)
+
+    assert two_choices(10_000, 7000.0, service).mean == pytest.approx(0.615, abs=0.002)
+    for servers in (2, 8, 32):
+        rate = 0.7 * servers
+        found = [wait(servers, rate, service).mean for wait in (shared_queue, two_choices, at_random)]
+        assert found == sorted(found)
+    assert two_choices(1, 0.7, service) == shared_queue(1, 0.7, service)

@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.planning.queueing import Spread
-from xpyd_proxy.planning.sizing import WAITS, Aims, NoPlan, Rates, Resource, Traffic, lengths, observed, plan
+from xpyd_proxy.planning.sizing import (
+    WAITS,
+    Aims,
+    NoPlan,
+    Rates,
+    Resource,
+    Traffic,
+    lengths,
+    observed,
+    plan,
+)
+from xpyd_proxy.settings import PolicyName
 
 TRAFFIC = Traffic(20.0, Spread.lognormal(3000, 8000), Spread.lognormal(250, 700))
 RATES = Rates(24_000.0, 2_600.0, 420_000.0, 131_072.0, 12.5e9)
@@ -95,9 +106,26 @@ def test_a_cache_saves_prefill_and_nothing_else():
 
 def test_the_least_loaded_engine_makes_for_a_shorter_queue_than_turns():
     """The reason to choose that policy for prompts of unequal lengths."""
-    turns, shared = (plan(TRAFFIC, RATES, replace(AIMS, dispatch=dispatch)) for dispatch in WAITS)
+    turns, shared, two = (plan(TRAFFIC, RATES, replace(AIMS, dispatch=dispatch)) for dispatch in WAITS)
 
-    assert shared.outlook.ttft.queue < turns.outlook.ttft.queue
+    assert shared.outlook.ttft.queue < two.outlook.ttft.queue < turns.outlook.ttft.queue
+
+
+def test_routers_that_know_nothing_of_each_other_make_for_longer_queues():
+    """So 224 requests a second on 32 engines, with the least loaded one, do not wait 0 ms behind 16 routers."""
+    traffic = Traffic(224.0, Spread.exponential(1000), Spread.exponential(100))
+    rates, aims = Rates(10_000.0, 2_600.0, 420_000.0), Aims(itl_s=0.03, dispatch=PolicyName.LEAST_LOADED)
+    queues = {
+        (routers, peers): plan(traffic, rates, replace(aims, routers=routers, peers=peers)).outlook.ttft.queue
+        for routers in (1, 2, 16)
+        for peers in (True, False)
+    }
+
+    assert queues[1, True] == queues[1, False] == queues[2, True] == queues[16, True] < 0.005
+    assert 0.01 < queues[2, False] < queues[16, False]
+    assert queues[16, False] > 0.1
+    in_turn = replace(aims, dispatch=PolicyName.ROUND_ROBIN, routers=16)
+    assert plan(traffic, rates, in_turn).outlook.ttft.queue > 0.1  # turns are each router's own
 
 
 def test_swings_tell_what_other_traffic_would_need_and_do():

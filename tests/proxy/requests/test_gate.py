@@ -7,7 +7,7 @@ import pytest
 
 from support.clock import Clock
 from support.scripted import Scripted, call, good_decode, never, pulled_prefill, router_of, until
-from xpyd_proxy.core.admission.admission import TicketState
+from xpyd_proxy.core.admission.ticket import TicketState
 from xpyd_proxy.errors import KeyOverLimit, RouterFull
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.settings import Settings

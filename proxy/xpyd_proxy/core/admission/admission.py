@@ -1,88 +1,29 @@
 """Who is served now, who waits and who is refused: one ticket for each request, one table for its life.
 
 A request that is over a limit of its key is refused at the door, so that those who wait do so for one thing only: a
-place among the requests that are served. They get one by priority and, within a priority, in the order they came. When
-the queue is full, one of a lower priority has to give way, of the same key or of one that has more than its share of
-the queue; so overload ends in refusals and never in a longer queue.
+place among the requests that are served. They get one by priority and, within a priority, in the order they came, or
+by what their keys were served so far (core/admission/fair_shares.py). When the queue is full, one of a lower priority
+has to give way, of the same key or of one that has more than its share of the queue; so overload ends in refusals and
+never in a longer queue.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import auto
 from math import ceil
 from typing import Final
 
-from xpyd_proxy.core.admission.limits import Limit, Refusal, TokenBucket
-from xpyd_proxy.core.fast_enum import FastStrEnum
-from xpyd_proxy.settings import Settings
+from xpyd_proxy.core.admission.fair_shares import BYTES_PER_TOKEN, FairShares
+from xpyd_proxy.core.admission.limits import Limit, Refusal, TokenBucket, TokenQuota
+from xpyd_proxy.core.admission.ticket import Ticket, TicketEvent, TicketState
+from xpyd_proxy.settings import QueueOrder, Settings
 
 _SOON: Final = 1  # seconds; a place of one's own is free as soon as one's own request has ended
 _LATER: Final = 5  # seconds; nobody knows when a crowd has passed
-
-
-class TicketState(FastStrEnum):
-    """Where a request stands."""
-
-    ARRIVING = auto()
-    WAITING = auto()
-    ADMITTED = auto()
-    REFUSED = auto()  # at the door, or later for one that is more important
-    EXPIRED = auto()  # it has waited too long
-    LEFT = auto()  # it is over, or its client did not want to wait
-
-
-_ARRIVING: Final = TicketState.ARRIVING  # looking a member up takes as long as a call
-_ADMITTED: Final = TicketState.ADMITTED
-
-
-class TicketEvent(FastStrEnum):
-    """What happens to it."""
-
-    ADMIT = auto()
-    WAIT = auto()
-    REFUSE = auto()
-    EXPIRE = auto()
-    LEAVE = auto()
-
-
+_ADMITTED: Final = TicketState.ADMITTED  # looking a member up takes as long as a call
 _ADMIT: Final = TicketEvent.ADMIT
 _LEAVE: Final = TicketEvent.LEAVE
-TRANSITIONS: Final[Mapping[TicketState, Mapping[TicketEvent, TicketState]]] = {
-    TicketState.ARRIVING: {
-        TicketEvent.ADMIT: TicketState.ADMITTED,
-        TicketEvent.WAIT: TicketState.WAITING,
-        TicketEvent.REFUSE: TicketState.REFUSED,
-    },
-    TicketState.WAITING: {
-        TicketEvent.ADMIT: TicketState.ADMITTED,
-        TicketEvent.REFUSE: TicketState.REFUSED,
-        TicketEvent.EXPIRE: TicketState.EXPIRED,
-        TicketEvent.LEAVE: TicketState.LEFT,
-    },
-    TicketState.ADMITTED: {TicketEvent.LEAVE: TicketState.LEFT},
-    TicketState.REFUSED: {},
-    TicketState.EXPIRED: {},
-    TicketState.LEFT: {},
-}
-
-
-class Ticket:
-    """One request; only :class:`Admission` changes it."""
-
-    __slots__ = ("due", "key", "priority", "refusal", "size", "state")
-
-    def __init__(self, key: str, priority: int, size: int, due: float, state: TicketState = _ARRIVING) -> None:
-        self.key = key
-        self.priority = priority  # lower is earlier
-        self.size = size  # bytes of its body
-        self.due = due  # when it has waited long enough
-        self.state = state
-        self.refusal: Refusal | None = None  # of one that was refused or has expired
-
-    def on(self, event: TicketEvent) -> None:
-        """Take a step; one that is not in the table is a bug."""
-        self.state = TRANSITIONS[self.state][event]
+_FAIR: Final = QueueOrder.FAIR
 
 
 @dataclass(slots=True)
@@ -92,6 +33,19 @@ class _Account:
     held: int = 0
     waiting: int = 0
     bucket: TokenBucket = field(default_factory=TokenBucket)
+    quota: TokenQuota = field(default_factory=TokenQuota)
+
+    def is_idle(self, *, now: float) -> bool:
+        """Tell whether a new account would be the same, but for what is held."""
+        return self.bucket.is_full(now=now) and self.quota.is_full(now=now)
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a key was let in with, since the router started."""
+
+    requests: int = 0
+    tokens: int = 0
 
 
 class Admission:
@@ -106,7 +60,11 @@ class Admission:
         self._lanes: dict[int, dict[Ticket, None]] = {}  # by priority, in order of arrival; none is empty
         self._accounts: dict[str, _Account] = {}
         self._bucket = TokenBucket()
+        self._shares = FairShares() if limits.queue_order is _FAIR else None
+        self.counts_tokens = _counts_tokens(limits)  # whether ``leave`` wants to know what a request has cost
         self.news: list[Ticket] = []  # what ``poll`` would return
+        self.share = 1.0  # of the limits that are the fleet's: less while other routers are not heard
+        self.usage: dict[str, Usage] = {}  # by key; empty name: all together. Filled where limits are the fleet's
 
     def arrive(self, key: str, priority: int, size: int, *, now: float) -> Ticket:
         """Admit a request, have it wait, or refuse it: its state says which."""
@@ -119,9 +77,13 @@ class Admission:
         account.held += 1
         self.held_bytes += size
         if limits.max_key_rate is not None:
-            account.bucket.take(limits.max_key_rate, now=now)
+            account.bucket.take(limits.max_key_rate * self.share, now=now)
         if limits.max_rate is not None:
-            self._bucket.take(limits.max_rate, now=now)
+            self._bucket.take(limits.max_rate * self.share, now=now)
+        if limits.max_key_tokens_per_minute is not None:
+            account.quota.take(limits.max_key_tokens_per_minute * self.share, _estimate(ticket), now=now)
+        if limits.share_limits:
+            self._use(key, 1, _estimate(ticket))
         if self.admitted < limits.max_concurrency:
             self._admit(ticket)
         else:
@@ -144,9 +106,14 @@ class Admission:
         self.refused[Limit.BYTES] += 1
         return Refusal(Limit.BYTES, _LATER)
 
-    def leave(self, ticket: Ticket) -> None:
-        """Give back the place of a request that is over, or whose client has gone."""
+    def leave(self, ticket: Ticket, tokens: int | None = None, *, now: float = 0.0) -> None:
+        """Give back the place of a request that is over, or whose client has gone.
+
+        ``tokens``: of prompt and answer, where ``counts_tokens``; None: nobody has counted them. ``now``: the same.
+        """
         was = ticket.state
+        if self.counts_tokens:
+            self._correct(ticket, tokens, now=now)
         ticket.on(_LEAVE)
         if was is _ADMITTED:
             self.admitted -= 1
@@ -164,9 +131,33 @@ class Admission:
             self._turn_away(ticket, TicketEvent.EXPIRE, Refusal(Limit.CONCURRENCY, _LATER))
             self.news.append(ticket)
 
+    def charge_elsewhere(self, key: str, requests: int, tokens: int, *, now: float) -> None:
+        """Charge what another router of the fleet has let in; an empty key: of all clients."""
+        limits = self.limits
+        if not limits.share_limits:
+            return
+        if not key:
+            if limits.max_rate is not None:
+                self._bucket.take(limits.max_rate * self.share, now=now, count=requests)
+            return
+        account = self._accounts.get(key) or self._new_account(key, now=now)
+        if limits.max_key_rate is not None:
+            account.bucket.take(limits.max_key_rate * self.share, now=now, count=requests)
+        if limits.max_key_tokens_per_minute is not None:
+            account.quota.take(limits.max_key_tokens_per_minute * self.share, tokens, now=now)
+        if self._shares is not None:
+            self._shares.charge(key, tokens)
+
     def change(self, limits: Settings) -> None:
         """Go by other limits from now on; nobody who was admitted is sent away."""
         self.limits = limits
+        self.counts_tokens = _counts_tokens(limits)
+        is_fair = limits.queue_order is _FAIR
+        if is_fair != (self._shares is not None):
+            self._shares = FairShares() if is_fair else None
+            if self._shares is not None:
+                for ticket in [ticket for lane in self._lanes.values() for ticket in lane]:
+                    self._shares.join(ticket)
         self._fill()
         while self.waiting > limits.max_queue:
             self._displace(next(reversed(self._lanes[max(self._lanes)])))
@@ -181,11 +172,16 @@ class Admission:
     def _at_the_door(self, ticket: Ticket, account: _Account, *, now: float) -> Refusal | None:
         """Check the limits of the key first: it is their owner who can do something about it."""
         limits = self.limits
-        if limits.max_key_rate is not None and (seconds := account.bucket.wait(limits.max_key_rate, now=now)):
+        share, rate = self.share, limits.max_key_rate
+        if rate is not None and (seconds := account.bucket.wait(rate * share, now=now)):
             return Refusal(Limit.KEY_RATE, ceil(seconds))
+        quota = limits.max_key_tokens_per_minute
+        if quota is not None and (seconds := account.quota.wait(quota * share, now=now)):
+            return Refusal(Limit.KEY_TOKENS, ceil(seconds))
         if limits.max_key_concurrency is not None and account.held >= limits.max_key_concurrency:
             return Refusal(Limit.KEY_CONCURRENCY, _SOON)
-        if limits.max_rate is not None and (seconds := self._bucket.wait(limits.max_rate, now=now)):
+        rate = limits.max_rate
+        if rate is not None and (seconds := self._bucket.wait(rate * share, now=now)):
             return Refusal(Limit.RATE, ceil(seconds))
         if self.held_bytes + ticket.size > limits.max_inflight_bytes:
             return Refusal(Limit.BYTES, _LATER)
@@ -219,6 +215,8 @@ class Admission:
     def _admit(self, ticket: Ticket) -> None:
         ticket.on(_ADMIT)
         self.admitted += 1
+        if self._shares is not None:
+            self._shares.charge(ticket.key, _estimate(ticket))
 
     def _queue(self, ticket: Ticket) -> None:
         if self.waiting >= self.limits.max_queue and (weakest := self._weakest(ticket)) is not None:
@@ -227,6 +225,8 @@ class Admission:
         self._lanes.setdefault(ticket.priority, {})[ticket] = None
         self.waiting += 1
         self._accounts[ticket.key].waiting += 1
+        if self._shares is not None:
+            self._shares.join(ticket)
 
     def _unqueue(self, ticket: Ticket) -> None:
         lane = self._lanes[ticket.priority]
@@ -235,6 +235,8 @@ class Admission:
             del self._lanes[ticket.priority]
         self.waiting -= 1
         self._accounts[ticket.key].waiting -= 1
+        if self._shares is not None:
+            self._shares.leave(ticket)
 
     def _displace(self, ticket: Ticket) -> None:
         """Refuse one that waits."""
@@ -246,10 +248,31 @@ class Admission:
     def _fill(self) -> None:
         """Hand the free places to those that wait."""
         while self._lanes and self.admitted < self.limits.max_concurrency:
-            ticket = next(iter(self._lanes[min(self._lanes)]))
+            first, shares = min(self._lanes), self._shares
+            ticket = next(iter(self._lanes[first])) if shares is None else shares.next(first)
             self._unqueue(ticket)
             self._admit(ticket)
             self.news.append(ticket)
+
+    def _use(self, key: str, requests: int, tokens: int) -> None:
+        """Note what was let in, for the other routers. There are as many keys as the file of keys names."""
+        for name in (key, ""):
+            usage = self.usage.get(name)
+            if usage is None:
+                usage = self.usage[name] = Usage()
+            usage.requests += requests
+            usage.tokens += tokens
+
+    def _correct(self, ticket: Ticket, tokens: int | None, *, now: float) -> None:
+        """Charge what a request has cost, in place of what it seemed to; one that was not served has cost nothing."""
+        is_served, guess = ticket.state is _ADMITTED, _estimate(ticket)
+        error = ((guess if tokens is None else tokens) if is_served else 0) - guess
+        if (per_minute := self.limits.max_key_tokens_per_minute) is not None:
+            self._accounts[ticket.key].quota.take(per_minute * self.share, error, now=now)
+        if self.limits.share_limits:
+            self._use(ticket.key, 0, error)
+        if self._shares is not None and is_served:
+            self._shares.charge(ticket.key, error)
 
     def _turn_away(self, ticket: Ticket, event: TicketEvent, refusal: Refusal) -> None:
         ticket.on(event)
@@ -258,8 +281,20 @@ class Admission:
 
     def _new_account(self, key: str, *, now: float) -> _Account:
         """Return an account for a key that has none. Before that, those that say nothing any more are dropped."""
-        idle = [name for name, known in self._accounts.items() if not known.held and known.bucket.is_full(now=now)]
+        idle = [name for name, known in self._accounts.items() if not known.held and known.is_idle(now=now)]
         for name in idle:
             del self._accounts[name]
+        if self._shares is not None:
+            held = {name for name, known in self._accounts.items() if known.held}
+            self._shares.forget(held)
         account = self._accounts[key] = _Account()
         return account
+
+
+def _counts_tokens(limits: Settings) -> bool:
+    return limits.queue_order is _FAIR or limits.max_key_tokens_per_minute is not None
+
+
+def _estimate(ticket: Ticket) -> int:
+    """Return about how many tokens the prompt of a request has, before anybody has counted them."""
+    return ticket.size // BYTES_PER_TOKEN

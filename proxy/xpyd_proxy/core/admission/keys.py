@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Self
 
@@ -69,6 +69,10 @@ class Keyring:
 
     keys: Keys | None = None
     least: int = 0  # the least priority of those that have none of their own
+
+    def names(self) -> Collection[str]:
+        """Return the names of the clients that may ask."""
+        return (ANYBODY,) if self.keys is None else frozenset(self.keys.owners.values())
 
     def least_of(self, owner: str) -> int:
         """Return the least priority that a client may ask for."""

@@ -22,6 +22,7 @@ class Load:
     fresh_s: float = 5.0  # for so long a report counts
     report: NamedMetrics | None = None
     elsewhere: int = 0  # requests it has from the router's other workers
+    at_peers: int = 0  # requests it has from the fleet's other routers, as they say (core/fleet/load_exchange.py)
     _reported: float = 0.0
     _requests: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
 
@@ -59,12 +60,14 @@ class Load:
     def score(self, *, now: float) -> float:
         """Return a number that is higher the busier it is.
 
-        Its own queue is added to our requests: it holds those of other routers too. The use of its cache, below 1,
-        decides between equals.
+        Requests of other routers are those that they tell of. Without that its own queue is added to our requests,
+        which holds those of other routers too: several seconds old, if there are many routers. The use of its cache,
+        below 1, decides between equals.
         """
+        requests = len(self._requests) + self.elsewhere + self.at_peers
         if self.report is None or now > self._reported + self.fresh_s:
-            return float(self.in_flight)
-        return self.in_flight + self.report.num_requests_waiting + min(self.report.kv_cache_usage_perc, 0.999)
+            return float(requests)
+        return requests + self.report.num_requests_waiting + min(self.report.kv_cache_usage_perc, 0.999)
 
 
 def read_report(header: bytes) -> NamedMetrics | None:

@@ -34,6 +34,8 @@ def share_of(settings: Settings, number: int, of: int) -> Settings:
     for name in (*_AT_LEAST_ONE, "max_queue"):
         total = getattr(settings, name)
         shares[name] = None if total is None else total // of + (number < total % of)  # the first get what is left over
+    if (quota := settings.max_key_tokens_per_minute) is not None:
+        shares["max_key_tokens_per_minute"] = max(1, quota // of)
     for name in ("max_rate", "max_key_rate", "retry_budget_min_rate"):
         rate: float | None = getattr(settings, name)
         shares[name] = None if rate is None else rate / of

@@ -201,7 +201,7 @@ class EngineCosts:
 def _elsewhere(member: Member, now: float) -> int:
     """Return how many requests an engine has of other routers and workers, as far as is known."""
     load = member.load
-    return max(load.elsewhere, load.waiting(now=now) - load.own)
+    return max(load.elsewhere + load.at_peers, load.waiting(now=now) - load.own)
 
 
 def _median(fits: list[LineFit], otherwise: Line) -> Line:

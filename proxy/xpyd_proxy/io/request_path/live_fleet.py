@@ -75,6 +75,7 @@ class LiveFleet:
         self._pairs = pairs
         self._learned = learned  # what prefill engines say in their answers
         self._clock = clock  # seconds; only differences count
+        self.changed: Callable[[InstanceId], None] | None = None  # hears which engine has more requests, or fewer
         self.later = DeferredCalls()  # what went well and has yet to be told here
 
     @property
@@ -212,12 +213,16 @@ class LiveFleet:
         """Count a request at an engine; it may enter several times, and counts once."""
         if (member := self.registry.get(instance.id)) is not None:
             member.load.enter(request)
+            if self.changed is not None:
+                self.changed(instance.id)
             if member.life.state is _HALF_OPEN:
                 member.life.claimed(request)
 
     def leave(self, instance: Instance, request: RequestId) -> None:
         """Stop to count it when it has left as often."""
         if (member := self.registry.get(instance.id)) is not None and member.load.leave(request):
+            if self.changed is not None:
+                self.changed(instance.id)
             if self.costs is not None:
                 member.speed.leave(request, self._clock())
             if member.life.state is _HALF_OPEN:

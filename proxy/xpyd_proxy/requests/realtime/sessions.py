@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from xpyd_proxy.core.admission.admission import TicketState
 from xpyd_proxy.core.admission.keys import ANYBODY, Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime
+from xpyd_proxy.core.admission.ticket import TicketState
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
 from xpyd_proxy.core.protocol.engine_errors import Failure, failure_of

@@ -50,4 +50,4 @@ def test_no_more_than_the_rate_passes_over_any_time(rate, pauses):
 
 def test_whose_fault_a_limit_is():
     """It decides between 429 and 503."""
-    assert {limit for limit in Limit if limit.is_the_keys} == {Limit.KEY_RATE, Limit.KEY_CONCURRENCY}
+    assert {limit for limit in Limit if limit.is_the_keys} == {Limit.KEY_RATE, Limit.KEY_CONCURRENCY, Limit.KEY_TOKENS}

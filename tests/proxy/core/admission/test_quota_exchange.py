@@ -1,0 +1,144 @@
+"""Limits that are the fleet's: what each router lets in counts for all."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.admission.admission import Admission
+from xpyd_proxy.core.admission.fair_shares import BYTES_PER_TOKEN
+from xpyd_proxy.core.admission.quota_exchange import QuotaExchange
+from xpyd_proxy.core.peer_datagrams import DatagramFault
+from xpyd_proxy.settings import Settings
+
+SECRET, NAMES = b"of this fleet", ("a", "b")
+WALL = 1000.0
+
+
+class OneRouter:
+    """An admission, and its side of the exchange."""
+
+    def __init__(self, number, *, secret=SECRET, **limits):
+        self.admission = Admission(Settings(share_limits=True, **limits))
+        self.exchange = QuotaExchange(self.admission, bytes([number]) * 8, secret, lambda: NAMES)
+
+    def serve(self, key, *, tokens=0, now=0.0, prompt=0):
+        """Serve a request at once; return whether it was let in."""
+        ticket = self.admission.arrive(key, 0, prompt * BYTES_PER_TOKEN, now=now)
+        if ticket.refusal is not None:
+            return False
+        self.admission.leave(ticket, tokens, now=now)
+        return True
+
+    def hears(self, datagrams, *, now=0.0, wall=WALL):
+        return [self.exchange.receive(data, now=now, wall=wall) for data in datagrams]
+
+
+def fleet(count, **limits):
+    return [OneRouter(number, **limits) for number in range(count)]
+
+
+def tell(routers, *, now=0.0, lost=lambda: False):
+    for sender in routers:
+        for data in sender.exchange.datagrams(wall=WALL):
+            for other in routers:
+                if not lost():
+                    assert other.hears([data], now=now) in ([None], [DatagramFault.LATE])
+
+
+def test_tokens_that_one_router_served_count_at_the_others():
+    """And of that key alone."""
+    one, other = fleet(2, max_key_tokens_per_minute=600)
+    one.serve("a", tokens=1200)
+    tell([one, other])
+
+    assert not other.serve("a", now=1.0)
+    assert other.serve("b", now=1.0)
+    assert other.serve("a", now=61.0)
+
+
+def test_requests_count_by_key_and_all_together():
+    """As max_key_rate and max_rate say."""
+    one, other = fleet(2, max_key_rate=5.0, max_rate=8.0)
+    for _ in range(5):
+        assert one.serve("a")
+    tell([one, other])
+    assert not other.serve("a")
+    assert [other.serve("b") for _ in range(4)] == [True, True, True, False]
+
+
+@given(st.integers(0, 10_000), st.integers(2, 5), st.floats(0, 0.6))
+def test_in_the_long_run_the_fleet_keeps_the_limit(seed, count, loss):
+    """Whatever datagrams are lost: over it by what all let in within the seconds in which they know nothing."""
+    dice, quota, cost = random.Random(seed), 600, 100
+    routers = fleet(count, max_key_tokens_per_minute=quota)
+    tokens = 0
+    for second in range(240):
+        for router in routers:
+            tokens += cost * router.serve("a", tokens=cost, now=float(second))
+        tell(routers, now=float(second), lost=lambda: dice.random() < loss)
+
+    fresh = count * (quota + cost)
+    assert tokens <= fresh + 240 * quota / 60 * (1 + loss) + 20 * count * cost * loss
+    assert tokens >= 240 * quota / 60 * 0.8
+
+
+def test_a_router_that_is_not_heard_leaves_each_its_share():
+    """The limit is not multiplied by a network that is cut."""
+    one = OneRouter(1, max_key_tokens_per_minute=600)
+    one.admission.share = 1 / 3
+    one.serve("a", tokens=200)
+
+    assert not one.serve("a", now=0.0)
+    assert one.serve("a", now=1.1)
+
+
+def test_a_router_that_starts_is_not_charged_what_was_served_before():
+    """The others have counted for days."""
+    one, late = OneRouter(1, max_key_tokens_per_minute=600), OneRouter(2, max_key_tokens_per_minute=600)
+    for minute in range(50):
+        one.serve("a", tokens=600, now=minute * 61.0)
+        told = one.exchange.datagrams(wall=WALL)
+    late.hears(told, now=3000.0)
+
+    assert not late.serve("a", now=3000.0)  # of the latest
+    assert late.serve("a", now=3001.0)
+
+
+def test_a_count_is_told_some_times_and_then_not_again():
+    """What has not changed need not be said for ever."""
+    one = OneRouter(1)
+    one.serve("a", tokens=5)
+    told = [len(one.exchange.datagrams(wall=WALL)) for _ in range(8)]
+
+    assert told == [1] * 5 + [0] * 3
+    one.serve("a", tokens=5)
+    assert len(one.exchange.datagrams(wall=WALL)) == 1
+
+
+def test_what_is_repeated_or_forged_charges_nothing():
+    """A datagram counts once, and only with the secret; keys that do not exist count for nobody."""
+    one, other = fleet(2, max_key_tokens_per_minute=600)
+    stranger = OneRouter(7, secret=b"guessed")
+    one.serve("a", tokens=400)
+    told = one.exchange.datagrams(wall=WALL)
+    stranger.serve("a", tokens=10_000)
+
+    assert [other.hears(told) for _ in range(3)] == [[None], [DatagramFault.LATE], [DatagramFault.LATE]]
+    assert other.hears(stranger.exchange.datagrams(wall=WALL)) == [DatagramFault.TAG]
+    assert other.serve("a", now=0.0)
+    one.serve("nobody", tokens=10**9)
+    tell([one, other])
+    assert "nobody" not in other.admission._accounts
+
+
+@pytest.mark.parametrize("setting", [{"share_limits": False}, {}])
+def test_limits_of_ones_own_are_not_charged_what_others_serve(setting):
+    """After a reload that says so."""
+    one, other = fleet(2, max_key_tokens_per_minute=600)
+    other.admission.change(Settings(max_key_tokens_per_minute=600, **setting))
+    one.serve("a", tokens=10_000)
+    tell([one, other])
+
+    assert other.serve("a", now=0.0)

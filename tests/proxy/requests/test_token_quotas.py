@@ -1,0 +1,71 @@
+"""What a key's requests have cost, in tokens, counts against its quota."""
+
+from dataclasses import replace
+
+import pytest
+
+from support.sim import router, sims
+from xpyd_proxy.settings import Settings
+
+PROMPT = "once upon a time"
+ASKED = {
+    "completion": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 40}),
+    "stream": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 40, "stream": True}),
+    "stream with usage": (
+        "/v1/completions",
+        {"prompt": PROMPT, "max_tokens": 40, "stream": True, "stream_options": {"include_usage": True}},
+    ),
+    "several prompts": ("/v1/completions", {"prompt": [PROMPT, PROMPT], "max_tokens": 20}),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40}),
+    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40, "model": "sim"}),
+    "one engine": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "min_tokens": 1}),
+}
+
+
+def key(name):
+    return {"Authorization": f"Bearer {name}-key"}
+
+
+@pytest.fixture
+def settings(tmp_path):
+    (tmp_path / "keys").write_text("a:a-key\nb:b-key\n")
+    return Settings(api_keys_file=str(tmp_path / "keys"))
+
+
+@pytest.mark.parametrize("kind", ASKED)
+async def test_an_answer_counts_and_the_next_request_over_the_quota_is_refused(kind, settings):
+    """With 429, by the setting's name and with the seconds to wait; other keys are served."""
+    path, body = ASKED[kind]
+    async with router(sims(1, 1), replace(settings, max_key_tokens_per_minute=3)) as client:
+        first = await client.post(path, json=body, headers=key("a"))
+        second = await client.post(path, json=body, headers=key("a"))
+        other = await client.post(path, json=body, headers=key("b"))
+
+    assert [first.status_code, second.status_code, other.status_code] == [200, 429, 200]
+    assert "max_key_tokens_per_minute" in second.text
+    assert int(second.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize("kind", ["completion", "stream", "stream with usage", "chat"])
+async def test_generated_tokens_count_as_many_as_there_were(kind, settings):
+    """40, and those of the prompt, which are few: far from a quota of 200, over one of 35."""
+    path, body = ASKED[kind]
+    for quota, status in ((35, 429), (200, 200)):
+        async with router(sims(1, 1), replace(settings, max_key_tokens_per_minute=quota)) as client:
+            await client.post(path, json=body, headers=key("a"))
+            second = await client.post(path, json=body, headers=key("a"))
+
+        assert second.status_code == status
+
+
+async def test_a_request_that_engines_refuse_costs_nothing(settings):
+    """Its tokens were never served."""
+    async with router(sims(1, 1), replace(settings, max_key_tokens_per_minute=30)) as client:
+        for _ in range(10):
+            answer = await client.post(
+                "/v1/completions", json={"prompt": PROMPT * 5, "max_tokens": -1}, headers=key("a")
+            )
+            assert answer.status_code == 400
+        served = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=key("a"))
+
+    assert served.status_code == 200

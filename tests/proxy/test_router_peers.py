@@ -1,0 +1,181 @@
+"""Several routers in one process that tell each other over UDP how busy engines are."""
+
+import asyncio
+import socket
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from support.sim import InMemory, sims, until_async
+from xpyd_proxy.app import Router, build
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.live import check
+from xpyd_proxy.settings import PolicyName, Settings
+from xpyd_proxy.testing.engine import Sim
+
+SECRET = "the secret of these routers"
+BODY = {"prompt": "once upon a time", "max_tokens": 2}
+
+
+class Holding:
+    """A pretended engine that keeps requests until it may answer."""
+
+    def __init__(self, sim: Sim) -> None:
+        self.sim, self.may_answer, self.arrived = sim, asyncio.Event(), 0
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            self.arrived += 1
+            await self.may_answer.wait()
+        return await httpx.ASGITransport(self.sim).handle_async_request(request)
+
+
+@dataclass
+class Fleet:
+    """Routers, their clients, and the prefill engines."""
+
+    routers: list[Router]
+    clients: list[httpx.AsyncClient]
+    engines: list[Holding]
+
+    def told(self, number):
+        """Return how many requests of other routers a router knows of, by prefill engine."""
+        members = self.routers[number].live.registry.members()
+        return [member.load.at_peers for member in members if member.instance.role == "prefill"]
+
+    async def all_know_of(self, requests, numbers):
+        await until_async(lambda: all(sum(self.told(number)) == requests for number in numbers), seconds=30)
+
+    def heard(self, number):
+        return self.routers[number].telemetry.counters.peers.get(("heard",), 0)
+
+
+def free_ports(count):
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@asynccontextmanager
+async def fleet(routers, prefill, *, policy=PolicyName.LEAST_LOADED, secrets=None, **more):
+    """So many routers before the same engines."""
+    ports, engines = free_ports(routers), sims(prefill, 1)
+    holding = [Holding(engines[f"p{place}"]) for place in range(prefill)]
+    network = InMemory({f"p{place}": one for place, one in enumerate(holding)} | {"d0": engines["d0"]})
+    async with AsyncExitStack() as stack:
+        found = Fleet([], [], holding)
+        for number, port in enumerate(ports):
+            settings = Settings(
+                prefill=tuple(f"p{place}:80" for place in range(prefill)),
+                decode=("d0:80",),
+                allowed_hosts=("*",),
+                prefill_policy=policy,
+                decode_policy=PolicyName.LEAST_LOADED,
+                peers=tuple(f"127.0.0.1:{each}" for each in ports),
+                peer_port=port,
+                peer_secret=SECRET if secrets is None else secrets[number],
+                **more,
+            )
+            router = build(settings, fabric=network.fabric)
+            await stack.enter_async_context(network.running(router.app))
+            transport = httpx.ASGITransport(router.app, raise_app_exceptions=False)
+            client = httpx.AsyncClient(transport=transport, base_url="http://router", timeout=30)
+            found.routers.append(router)
+            found.clients.append(await stack.enter_async_context(client))
+        try:
+            yield found
+        finally:
+            for one in holding:
+                one.may_answer.set()
+
+
+async def test_a_router_sends_nothing_to_an_engine_that_another_one_has_filled():
+    """Three routers, one request each: alone each would think all engines idle."""
+    async with fleet(3, 3) as found:
+        await until_async(lambda: all(found.heard(number) == 2 for number in range(3)), seconds=30)
+        asked = []
+        for number in range(3):
+            asked.append(asyncio.create_task(found.clients[number].post("/v1/completions", json=BODY)))
+            await until_async(lambda: sum(one.arrived for one in found.engines) == len(asked), seconds=30)
+            await found.all_know_of(len(asked), range(number + 1, 3))
+
+        assert [one.arrived for one in found.engines] == [1, 1, 1]
+        for one in found.engines:
+            one.may_answer.set()
+        answers = await asyncio.gather(*asked)
+        assert {answer.status_code for answer in answers} == {200}
+        await until_async(lambda: not any(sum(found.told(number)) for number in range(3)), seconds=30)
+        metrics = (await found.clients[0].get("/metrics")).text
+        assert 'xpyd_peers{state="heard"} 2.0' in metrics
+        assert 'xpyd_peer_datagrams_total{result="tag"} 0.0' in metrics
+
+
+def key(name):
+    return {"Authorization": f"Bearer {name}-key"}
+
+
+def admits(admission, name):
+    """Tell whether a key has tokens left."""
+    account = admission._accounts.get(name)
+    quota = admission.limits.max_key_tokens_per_minute
+    return account is None or not account.quota.wait(quota, now=time.monotonic())
+
+
+async def test_a_router_with_another_secret_is_not_heard_and_is_counted():
+    """Its requests would make engines look busy."""
+    async with fleet(2, 2, secrets=[SECRET, "the secret of other routers"]) as found:
+        counters = found.routers[0].telemetry.counters
+        await until_async(lambda: counters.peer_datagrams["tag",] > 0, seconds=30)
+
+        assert found.heard(0) == 0
+        assert found.told(0) == [0, 0]
+
+
+async def test_engines_are_not_asked_for_reports_of_their_load():
+    """They would be added to what the routers tell, and vLLM logs a line for each."""
+    async with fleet(1, 1) as found:
+        found.engines[0].may_answer.set()
+        await found.clients[0].post("/v1/completions", json=BODY)
+
+        assert "endpoint-load-metrics-format" not in found.engines[0].sim.log[-1].headers
+
+
+async def test_a_quota_that_one_router_has_served_is_used_up_at_the_other(tmp_path):
+    """share_limits: a client gets its tokens once, and not from each router."""
+    (tmp_path / "keys").write_text("a:a-key\nb:b-key\n")
+    limits = {"api_keys_file": str(tmp_path / "keys"), "max_key_tokens_per_minute": 50, "share_limits": True}
+    async with fleet(2, 1, **limits) as found:
+        found.engines[0].may_answer.set()
+        await until_async(lambda: all(found.heard(number) == 1 for number in range(2)), seconds=30)
+        await until_async(lambda: all(one.requests.gate.admission.share == 1.0 for one in found.routers), seconds=30)
+        body = {"prompt": "x", "max_tokens": 40}
+        sent = [await found.clients[0].post("/v1/completions", json=body, headers=key("a")) for _ in range(2)]
+        accounts = found.routers[1].requests.gate.admission
+        await until_async(lambda: not admits(accounts, "a"), seconds=30)
+        refused = await found.clients[1].post("/v1/completions", json=body, headers=key("a"))
+        other = await found.clients[1].post("/v1/completions", json=body, headers=key("b"))
+
+    assert [answer.status_code for answer in sent] == [200, 200]
+    assert (refused.status_code, other.status_code) == (429, 200)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (Settings(peers=("router:8001",)), "XPYD_PEER_SECRET"),
+        (Settings(share_limits=True), "needs peers"),
+        (Settings(peers=("router:8001",), peer_secret="short"), "XPYD_PEER_SECRET"),
+        (Settings(peers=("router:8001",), peer_secret=SECRET, workers=2), "workers 1"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, said):
+    """At the start, in one sentence."""
+    with pytest.raises(ConfigError, match=said):
+        check(settings)

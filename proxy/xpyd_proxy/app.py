@@ -65,6 +65,7 @@ from xpyd_proxy.io.probes.kv_inflow import InflowWatch
 from xpyd_proxy.io.probes.prober import Prober
 from xpyd_proxy.io.reloads import FileReloads
 from xpyd_proxy.io.request_path.ids import new_id, new_transfer
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.request_path.policies import fleet_of
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
@@ -138,7 +139,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     gate, lifetime = Gate(settings, time.monotonic), Lifetime()
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), BodyReader()
     salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
-    telemetry, queue = Telemetry(Counters(_PATHS), time.monotonic), gate.admission
+    telemetry, queue = Telemetry(_counters(fleet), time.monotonic), gate.admission
     traces, releaser = _traces(settings), Releaser(engines, told=(telemetry,))
     requests = Requests(
         intake=Intake(settings, lifetime, keyring, sites, salts, _sessions(settings)),
@@ -227,6 +228,11 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     app.include_router(document_routes(app, settings.admin_key, browsers))
     live = Live(registry, requests, gate, keyring, outbound, time.monotonic)
     return Router(app, requests, lifetime, live, telemetry, reloads.server_tls)
+
+
+def _counters(fleet: LiveFleet) -> Counters:
+    """Return the counters; one of them is counted where pairs are chosen."""
+    return Counters(_PATHS) if fleet.crossings is None else Counters(_PATHS, slice_crossings=fleet.crossings.counted)
 
 
 def _cache_knowledge(settings: Settings) -> tuple[CacheIndex | None, KnownPrompts | None]:

@@ -42,6 +42,14 @@ class KvEvents(StrEnum):
     AUTO = "auto"  # each engine that tells it; of the others the router knows what it has sent
 
 
+class SlicePairing(StrEnum):
+    """Whether the two engines of a request are of one slice: one zone, rack or NVLink domain."""
+
+    OFF = "off"  # slices play no part
+    PREFER = "prefer"  # another slice takes part only where one lacks engines of a role
+    REQUIRE = "require"  # never two slices; an engine without a slice pairs with those that have none either
+
+
 class LogLevel(StrEnum):
     """The least severe records that the log shows."""
 
@@ -188,6 +196,8 @@ class Settings:
         "where added engines are kept (file:PATH, kubernetes:CONFIGMAP, redis://...)", chart="router.store.type")
     decode_only_fallback: bool = ENGINES.option(True,
         "decode engines serve alone while there is no prefill engine", live=True)
+    slice_pairing: SlicePairing = ENGINES.option(SlicePairing.OFF,
+        "whether both engines of a request must have the same xpyd.io/slice")
     min_split_new_bytes: SomeBytes = ENGINES.option(0,
         "a prompt of whose JSON the decode engine lacks fewer bytes is served by it alone", live=True)
     max_decode_itl_s: SomeSeconds = ENGINES.option(0.0,

@@ -96,6 +96,7 @@ class InstanceRow(BaseModel):
     connector: str | None
     mode: str | None
     revision: str | None
+    slice: str | None = Field(description="its zone, rack or NVLink domain (xpyd.io/slice)")
     protocol: str | None = Field(description="of xpyd's connector, as it says; so is the fingerprint")
     fingerprint: str | None
     source: str = Field(description="who wants it here: static, pods or store")
@@ -114,6 +115,12 @@ class ExplainResponse(BaseModel):
     rule: str
     prefill: str | None
     decode: str
+    prefill_slice: str | None = Field(description="xpyd.io/slice of the prefill engine, if it has one")
+    decode_slice: str | None
+    slice_crossing: str | None = Field(
+        description="Why they are of two slices though one is preferred (slice_pairing), by the words of "
+        "xpyd_slice_crossings_total; null: they are of one, or slices play no part"
+    )
     prefill_body: JsonObject | None
     decode_body: JsonObject
     prompt_bytes: int

@@ -19,6 +19,7 @@ class Mark(StrEnum):
 
     ROLE = "xpyd.io/role"
     REVISION = "xpyd.io/revision"
+    SLICE = "xpyd.io/slice"
     PORT = "xpyd.io/port"
     RANKS = "xpyd.io/ranks"
     MODE = "xpyd.io/mode"
@@ -106,9 +107,12 @@ def _target(pod: Pod, ip: str) -> Target:
     options = {"dp": _mark(pod, Mark.RANKS), "mode": _mark(pod, Mark.MODE)}
     if scheme not in ("http", "https"):
         raise _wrong(pod, Mark.SCHEME, scheme, "http or https")
-    if revision is not None and not REVISION.fullmatch(revision):
-        raise _wrong(pod, Mark.REVISION, revision, "at most 63 letters, digits, '-', '_' and '.'")
-    said = "&".join(f"{name}={value}" for name, value in (options | {"revision": revision}).items() if value)
+    names = {Mark.REVISION: revision, Mark.SLICE: _mark(pod, Mark.SLICE)}
+    for mark, name in names.items():
+        if name is not None and not REVISION.fullmatch(name):
+            raise _wrong(pod, mark, name, "at most 63 letters, digits, '-', '_' and '.'")
+    options |= {"revision": revision, "slice": names[Mark.SLICE]}
+    said = "&".join(f"{name}={value}" for name, value in options.items() if value)
     text = f"{scheme}://{host}:{_port(pod)}" + (f"#{said}" if said else "")
     try:
         return Target.parse(text)

@@ -234,10 +234,10 @@ class PairSelector:
         grouping = self._grouped(prefill, decode)
         pairs = grouping.pairs
         prefill, decode = _paired(grouping, prefill, decode)
-        shares = shares_of(grouping, may_be_alone=False)
-        alone = shares_of(grouping, may_be_alone=True)
-        if self.registry.slice_pairing is SlicePairing.PREFER:
-            shares, alone = divide_by_slice(shares, self._slice_of), divide_by_slice(alone, self._slice_of)
+        alone = self._shares(grouping, may_be_alone=True)
+        # Where nothing is served alone although it may be, nothing changes if it may not.
+        is_some_alone = True in [share.alone for share in alone.all]
+        shares = self._shares(grouping, may_be_alone=False) if is_some_alone else alone
         return _Seen(
             of,
             prefill,
@@ -246,6 +246,10 @@ class PairSelector:
             shares if len(shares.all) > 1 else None,
             alone if len(alone.all) > 1 else None,
         )
+
+    def _shares(self, grouping: Grouping, *, may_be_alone: bool) -> Shares:
+        shares = shares_of(grouping, may_be_alone=may_be_alone)
+        return divide_by_slice(shares, self._slice_of) if self._prefers_slices else shares
 
     def _grouped(self, prefill: Among, decode: Among) -> Grouping:
         grouping = group_engines(prefill, decode, self.registry.facts)
@@ -308,7 +312,11 @@ class PairSelector:
 
     def _near(self, engine: Instance, others: Among) -> Among:
         """Leave those of its slice, if slices count and some are."""
-        return nearest(engine, others, self._slice_of) if self.registry.slice_pairing is SlicePairing.PREFER else others
+        return nearest(engine, others, self._slice_of) if self._prefers_slices else others
+
+    @property
+    def _prefers_slices(self) -> bool:
+        return self.registry.slice_pairing is SlicePairing.PREFER
 
     def _sorted(self, among: Among) -> tuple[Among, Among]:
         """Tell those that wait for their trial from those that are well."""

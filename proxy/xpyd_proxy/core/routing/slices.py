@@ -165,8 +165,10 @@ class SliceCrossings:
         here, there = self._registry.facts(prefill).slice, self._registry.facts(decode).slice
         if here == there:
             return None
-        lacks = self._lack(Role.DECODE, here, ask.model) or self._lack(Role.PREFILL, there, ask.model)
-        return lacks or (CrossingReason.FAILED if ask.again else CrossingReason.FULL)
+        lacks = self._lack(Role.DECODE, here, ask.model)
+        if lacks is None:
+            lacks = CrossingReason.FAILED if ask.again else self._lack(Role.PREFILL, there, ask.model)
+        return lacks or CrossingReason.FULL
 
     def _lack(self, role: Role, name: str | None, model: str | None) -> CrossingReason | None:
         """Say why a slice has no engine of a role that can take a request; None: it has one."""

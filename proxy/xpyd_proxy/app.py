@@ -19,6 +19,7 @@ from starlette.routing import WebSocketRoute
 from xpyd_proxy.api.admin import admin_routes
 from xpyd_proxy.api.audit import Audit
 from xpyd_proxy.api.auth import AuthMiddleware
+from xpyd_proxy.api.capacity import CapacityMeter, capacity_routes
 from xpyd_proxy.api.document import document_routes, new_application
 from xpyd_proxy.api.endpoint_asgi import Endpoints
 from xpyd_proxy.api.endpoint_routes import CLIENT_KEYS, endpoint_routes
@@ -198,12 +199,21 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         CLIENT_KEYS if keyring.keys is not None else (),
         require_any_key(settings.admin_key, keyring, by_browsers=True),
     )
-    onlookers = Onlookers(require_any_key(settings.admin_key, keyring), browsers, keys)
+    onlookers, everybody = (
+        Onlookers(require_any_key(settings.admin_key, keyring), browsers, keys),
+        crew.everybody(telemetry, queue, status.part),
+    )
     routes = (
         page_routes(
             status,
             Metrics(telemetry, registry, discovery.freshness),
-            crew.everybody(telemetry, queue, status.part),
+            everybody,
+            Onlookers() if settings.public_metrics else onlookers,
+        ),
+        capacity_routes(
+            CapacityMeter(
+                registry, discovery, lifetime, lambda: requests.settings, everybody=everybody, clock=time.monotonic
+            ),
             Onlookers() if settings.public_metrics else onlookers,
         ),
         probe_routes(fleet, discovery, lifetime),

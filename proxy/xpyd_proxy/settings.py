@@ -213,6 +213,8 @@ class Settings:
         "prefill: clients of streams get the prefill engine's token at once, where the rest is exact", live=True)
     session_names: tuple[SessionName, ...] = ENGINES.option((),
         "headers, or body:FIELD, that name a session, before the known ones", unset="the known ones alone")
+    decode_slots: Count | None = ENGINES.option(None,
+        "requests that a decode engine serves at once (its --max-num-seqs), for /capacity", unset="not known")
     load_reports: bool = ENGINES.option(True, "ask prefill engines how busy they are, if their policy needs it")
     realtime: bool = ENGINES.option(False,
         "serve /v1/realtime: WebSockets that go through to one decode engine")

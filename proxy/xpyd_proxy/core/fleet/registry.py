@@ -7,6 +7,7 @@ from typing import Final
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities, fit
+from xpyd_proxy.core.fleet.engine_metrics import ShownLoad
 from xpyd_proxy.core.fleet.engine_speed import EngineSpeed
 from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
 from xpyd_proxy.core.fleet.load import Load
@@ -62,6 +63,7 @@ class Member:
     drain: Drain | None = None  # while it is drained
     retires: bool = False  # it is forgotten once it is drained
     origin: Origin = BY_HAND  # who wants it here
+    shown: ShownLoad | None = None  # decode: how busy it was by its own metrics; None: it does not say
 
 
 class Registry:

@@ -51,6 +51,7 @@ from xpyd_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
 from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.discovery.inference_pool import PODS, PoolSource
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector
@@ -344,17 +345,21 @@ def _discovery(
     settings: Settings, registry: Registry, clock: Callable[[], float], tell: Callable[[Verb, InstanceId], None]
 ) -> Discovery:
     """Build what the settings ask for; raises ConfigError: this is no pod, or what the store needs is not installed."""
-    pods = settings.kubernetes_selector is not None
+    selector, pool = settings.kubernetes_selector, settings.kubernetes_inference_pool
+    pods = selector is not None or pool is not None
     reconciler = Reconciler(registry, [EngineSource.STORE, *([EngineSource.PODS] if pods else [])], clock)
     store = _store(settings, Entries(reconciler), clock)
     feeds: list[Callable[[], AbstractAsyncContextManager[None]]] = []
     if pods:
-        api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
-        selector = {"labelSelector": settings.kubernetes_selector or ""}
-        what = Collection(f"/api/v1/namespaces/{api.namespace}/pods", selector)
-        seen = Pods(reconciler)
-        watch = Reflector(api, what, read_pod, seen, clock=clock, chance=random.random, changed=seen.changed)
-        feeds.append(watch.running)
+        cluster, seen = Cluster.around(settings.kubernetes_namespace), Pods(reconciler)
+        if pool is not None:
+            source = PoolSource(lambda: Kubernetes(cluster), pool, seen, clock=clock, chance=random.random)
+            feeds.append(source.running)
+        else:
+            what = Collection(PODS.format(cluster.namespace), {"labelSelector": selector or ""})
+            api, read = Kubernetes(cluster), read_pod
+            watch = Reflector(api, what, read, seen, clock=clock, chance=random.random, changed=seen.changed)
+            feeds.append(watch.running)
     return Discovery(registry, reconciler, store, feeds, tell)
 
 

@@ -130,6 +130,7 @@ PolicyChoice = Annotated[
     ),
 ]
 File = Annotated[str, Kind("", "FILE")]
+PoolName = Annotated[str, Kind("the name of an InferencePool: write lower-case letters, digits, '-' and '.'", "POOL")]
 Selector = Annotated[str, Kind("", "LABEL=VALUE")]
 Address = Annotated[str, Kind("", "ENGINE")]
 Network = Annotated[str, Kind("", "NETWORK")]
@@ -328,6 +329,10 @@ class Settings:
 
     kubernetes_selector: Selector | None = KUBERNETES.option(None,
         "label selector of the pods that are engines", unset="no pods", chart="router.discovery.enabled")
+    kubernetes_inference_pool: PoolName | None = KUBERNETES.option(None,
+        "InferencePool whose pods are engines, in place of a selector", unset="no pods",
+        chart="router.discovery.inferencePool")
     kubernetes_namespace: str | None = KUBERNETES.option(None,
-        "their namespace, and the store's ConfigMap's", unset="the router's own", chart="router.discovery.enabled")
+        "their namespace, and that of the pool and of the store's ConfigMap", unset="the router's own",
+        chart="router.discovery.enabled")
     # fmt: on

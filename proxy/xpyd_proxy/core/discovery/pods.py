@@ -69,17 +69,24 @@ class Pod(msgspec.Struct):
     status: _Status = msgspec.field(default_factory=_Status)
 
 
-def read_pod(meta: Meta, raw: msgspec.Raw) -> Wanted | AddressError | None:
-    """Read a pod; what is wrong with it is a value, too."""
+def read_pod(
+    meta: Meta, raw: msgspec.Raw, port: int | None = None, *, is_first: bool = True
+) -> Wanted | AddressError | None:
+    """Read a pod; what is wrong with it is a value, too.
+
+    ``port``: that of the engine, unless the pod names another (an InferencePool has ports of its own); ``is_first``:
+    this is the first of several, which is the engine of a pod that names its port.
+    """
     try:
-        return engine_of(decode(raw, Pod))
+        pod = decode(raw, Pod)
+        return engine_of(pod, port) if is_first or _mark(pod, Mark.PORT) is None else None
     except AddressError as exc:
         return exc
     except NotJson as exc:
         return AddressError(f"pod {meta.name} is not what Kubernetes calls a pod: {exc}")
 
 
-def engine_of(pod: Pod) -> Wanted | None:
+def engine_of(pod: Pod, port: int | None = None) -> Wanted | None:
     """Return the engine; None: it has none (yet, or any more), or is a worker of another pod's engine.
 
     A pod that is being deleted leaves, and so does one that is not ready: it gets nothing new, and keeps its record
@@ -98,10 +105,10 @@ def engine_of(pod: Pod) -> Wanted | None:
         raise _wrong(pod, Mark.ROLE, role, "prefill or decode")
     is_ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
     leaves = pod.metadata.deletion_timestamp is not None or not is_ready
-    return Wanted(Role(role), _target(pod, pod.status.ip), pod.metadata.uid, leaves)
+    return Wanted(Role(role), _target(pod, pod.status.ip, port), pod.metadata.uid, leaves)
 
 
-def _target(pod: Pod, ip: str) -> Target:
+def _target(pod: Pod, ip: str, port: int | None) -> Target:
     host = f"[{ip}]" if ":" in ip else ip
     scheme, revision = _mark(pod, Mark.SCHEME) or "http", _mark(pod, Mark.REVISION)
     options = {"dp": _mark(pod, Mark.RANKS), "mode": _mark(pod, Mark.MODE)}
@@ -113,16 +120,18 @@ def _target(pod: Pod, ip: str) -> Target:
             raise _wrong(pod, mark, name, "at most 63 letters, digits, '-', '_' and '.'")
     options |= {"revision": revision, "slice": names[Mark.SLICE]}
     said = "&".join(f"{name}={value}" for name, value in options.items() if value)
-    text = f"{scheme}://{host}:{_port(pod)}" + (f"#{said}" if said else "")
+    text = f"{scheme}://{host}:{_port(pod, port)}" + (f"#{said}" if said else "")
     try:
         return Target.parse(text)
     except AddressError as exc:
         raise AddressError(f"pod {pod.metadata.name}: {exc}") from exc
 
 
-def _port(pod: Pod) -> str:
+def _port(pod: Pod, given: int | None) -> str:
     if (said := _mark(pod, Mark.PORT)) is not None:
         return said
+    if given is not None:
+        return str(given)
     ports = [port for container in pod.spec.containers for port in container.ports or ()]
     for port in ports:
         if port.name == PORT_NAME:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import httpx
@@ -353,11 +354,14 @@ def _discovery(
     if pods:
         cluster, seen = Cluster.around(settings.kubernetes_namespace), Pods(reconciler)
         if pool is not None:
-            source = PoolSource(lambda: Kubernetes(cluster), pool, seen, clock=clock, chance=random.random)
+            label = settings.slice_label
+            source = PoolSource(
+                lambda: Kubernetes(cluster), pool, seen, slice_label=label, clock=clock, chance=random.random
+            )
             feeds.append(source.running)
         else:
             what = Collection(PODS.format(cluster.namespace), {"labelSelector": selector or ""})
-            api, read = Kubernetes(cluster), read_pod
+            api, read = Kubernetes(cluster), partial(read_pod, slice_label=settings.slice_label)
             watch = Reflector(api, what, read, seen, clock=clock, chance=random.random, changed=seen.changed)
             feeds.append(watch.running)
     return Discovery(registry, reconciler, store, feeds, tell)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, cast, get_args
 from urllib.parse import urlsplit
 
+from xpyd_proxy.core.discovery.pods import LABEL_KEY
 from xpyd_proxy.core.discovery.store_url import split_prefix
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
@@ -212,6 +213,7 @@ _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
     "HOST": _host,
     "URL": lambda text: text if text.startswith(("http://", "https://")) else None,
     "STORE": _store,
+    "LABEL": lambda text: text if LABEL_KEY.fullmatch(text) else None,
     "POOL": lambda text: text if _OBJECT_NAME.fullmatch(text) else None,
     "POLICY": lambda text: text if text in installed_policies() else None,
     "HEADER": lambda text: text if _SESSION_NAME.fullmatch(text) else None,

@@ -130,6 +130,9 @@ PolicyChoice = Annotated[
     ),
 ]
 File = Annotated[str, Kind("", "FILE")]
+LabelKey = Annotated[
+    str, Kind("the key of a label: write such as xpyd.io/slice or topology.kubernetes.io/zone", "LABEL")
+]
 PoolName = Annotated[str, Kind("the name of an InferencePool: write lower-case letters, digits, '-' and '.'", "POOL")]
 Selector = Annotated[str, Kind("", "LABEL=VALUE")]
 Address = Annotated[str, Kind("", "ENGINE")]
@@ -332,6 +335,7 @@ class Settings:
     kubernetes_inference_pool: PoolName | None = KUBERNETES.option(None,
         "InferencePool whose pods are engines, in place of a selector", unset="no pods",
         chart="router.discovery.inferencePool")
+    slice_label: LabelKey = KUBERNETES.option("xpyd.io/slice", "label or annotation of pods that names their slice")
     kubernetes_namespace: str | None = KUBERNETES.option(None,
         "their namespace, and that of the pool and of the store's ConfigMap", unset="the router's own",
         chart="router.discovery.enabled")

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from support.certificates import Authority
-from support.helm_chart import CASES, default
+from support.helm_chart import CASES, Chart, default
 from support.helm_objects import COMPONENT, WORKER_INDEX, container, kind, pods, router, templates
-from support.kube_api import KubeApi
+from support.kube_api import KubeApi, pod, pool
 from support.sim import InMemory
 from xpyd_proxy.app import build
 from xpyd_proxy.cli import build_parser
@@ -109,6 +109,44 @@ async def test_a_router_of_the_chart_finds_the_engines_of_the_chart_with_the_cal
     assert {(call.resource, call.namespace, call.name, call.selector) for call in api.calls} == {
         ("pods", "ns", "", "xpyd.io/release=r"),
         ("configmaps", "ns", "r-xpyd-instances", ""),
+    }
+
+
+async def test_a_router_of_the_chart_follows_an_inference_pool_with_the_calls_of_its_role(account, monkeypatch):
+    """In place of the release's own pods, and no other pool than the named one."""
+    objects = Chart().objects(
+        {"router": {"discovery": {"inferencePool": "llm"}, "store": {"type": "memory"}, "replicas": 1}}
+    )
+    args = container(templates(router(objects))[0])["args"]
+    (role,) = kind(objects, "Role")
+    async with KubeApi(token="first", tls=account) as api:
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
+        api.put("inferencepools", "llm", pool({"app": "llm"}, 9000), "ns")
+        engines = {}
+        for number, part in enumerate(("prefill", "decode")):
+            ip = f"10.0.0.{number + 1}"
+            engines[ip] = Sim(part)
+            body = pod(ip, part, port=None)
+            body["metadata"]["labels"]["app"] = "llm"
+            api.put("pods", part, body, "ns")
+        app = build(serve_settings(build_parser(args).parse_args(args)), fabric=InMemory(engines).fabric).app
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router", headers=KEY)
+        async with app.router.lifespan_context(app), client:
+            await _ready(client)
+            rows = (await client.get("/instances")).json()["instances"]
+
+    assert sorted(row["address"] for row in rows) == ["10.0.0.1:9000", "10.0.0.2:9000"]
+    allowed = {
+        (g, r, tuple(rule.get("resourceNames", ())))
+        for rule in role["rules"]
+        for g in rule["apiGroups"]
+        for r in rule["resources"]
+    }
+    assert allowed == {("", "pods", ()), ("inference.networking.k8s.io", "inferencepools", ("llm",))}
+    assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {call.verb for call in api.calls}
+    assert {(call.resource, call.namespace, call.name, call.selector) for call in api.calls} == {
+        ("pods", "ns", "", "app=llm"),
+        ("inferencepools", "ns", "llm", ""),
     }
 
 

@@ -51,6 +51,7 @@ BAD = [
     ("router.allowedInstances", "10.0.0.0/8"),
     ("router.allowedInstances", ["10.0.0.0/8, 11.0.0.0/8"]),
     ("router.discovery.prefill", ["10.0.0.1"]),
+    ("router.discovery.inferencePool", "ns/pool"),
     ("router.store.type", "etcd"),
     ("router.store.redisUrl", "redis://:hunter2@redis:6379"),  # a secret
     ("router.apiKeys.secretName", "My_Secret"),
@@ -175,6 +176,7 @@ CONTRADICTIONS = [
     ({"prefill": {"hostNetwork": True}}, "prefill.hostNetwork is true: no NetworkPolicy applies there"),
     ({"decode": {"hostNetwork": True}}, "decode.hostNetwork is true: no NetworkPolicy applies there"),
     ({"networkPolicy": {"enabled": False}}, "write connector.acceptOpenDataPlane: true"),
+    ({"router": {"discovery": {"enabled": False, "inferencePool": "llm"}}}, "needs router.discovery.enabled"),
     ({"connector": {"secret": {"create": False}}}, "engines refuse a side channel without a secret"),
     (
         {"decode": {"hostNetwork": True, "kvEvents": {"enabled": True}}} | ACCEPTED,

@@ -10,14 +10,13 @@ from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.discovery.pods import Meta
+from xpyd_proxy.core.discovery.pods import LABEL_KEY, Meta
 from xpyd_proxy.core.raw_json import NotJson, decode
 
 PATH: Final = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 _HTTP: Final = "http"  # appProtocol
 _PORTS_MOST: Final = 8  # as in the CRD
 _LABELS_MOST: Final = 64
-_KEY: Final = re.compile(r"(?:[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _VALUE: Final = re.compile(r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 
 
@@ -64,7 +63,7 @@ def read_pool(meta: Meta, raw: msgspec.Raw) -> PoolMembers | UnusablePool:
     if spec.app_protocol != _HTTP:
         return UnusablePool(f"InferencePool {meta.name} has appProtocol {spec.app_protocol!r}: engines speak http")
     if not 0 < len(labels) <= _LABELS_MOST or not all(
-        _KEY.fullmatch(key) and _VALUE.fullmatch(value) for key, value in labels.items()
+        LABEL_KEY.fullmatch(key) and _VALUE.fullmatch(value) for key, value in labels.items()
     ):
         return UnusablePool(f"InferencePool {meta.name} has no labels, or some that are none: matchLabels needs them")
     if not 0 < len(set(ports)) == len(ports) <= _PORTS_MOST or not all(0 < port < 65536 for port in ports):

@@ -1,5 +1,6 @@
 """A pod as Kubernetes describes it, and the engine that it is."""
 
+import re
 from enum import StrEnum
 from typing import Final
 
@@ -12,6 +13,10 @@ from xpyd_proxy.errors import AddressError
 
 WORKER_INDEX: Final = "leaderworkerset.sigs.k8s.io/worker-index"
 PORT_NAME: Final = "http"
+# What Kubernetes takes for the key of a label.
+LABEL_KEY: Final = re.compile(
+    r"(?:[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+)
 
 
 class Mark(StrEnum):
@@ -70,23 +75,28 @@ class Pod(msgspec.Struct):
 
 
 def read_pod(
-    meta: Meta, raw: msgspec.Raw, port: int | None = None, *, is_first: bool = True
+    meta: Meta,
+    raw: msgspec.Raw,
+    port: int | None = None,
+    *,
+    is_first: bool = True,
+    slice_label: str = Mark.SLICE,
 ) -> Wanted | AddressError | None:
     """Read a pod; what is wrong with it is a value, too.
 
     ``port``: that of the engine, unless the pod names another (an InferencePool has ports of its own); ``is_first``:
-    this is the first of several, which is the engine of a pod that names its port.
+    this is the first of several, which is the engine of a pod that names its port; ``slice_label``: names its slice.
     """
     try:
         pod = decode(raw, Pod)
-        return engine_of(pod, port) if is_first or _mark(pod, Mark.PORT) is None else None
+        return engine_of(pod, port, slice_label) if is_first or _mark(pod, Mark.PORT) is None else None
     except AddressError as exc:
         return exc
     except NotJson as exc:
         return AddressError(f"pod {meta.name} is not what Kubernetes calls a pod: {exc}")
 
 
-def engine_of(pod: Pod, port: int | None = None) -> Wanted | None:
+def engine_of(pod: Pod, port: int | None = None, slice_label: str = Mark.SLICE) -> Wanted | None:
     """Return the engine; None: it has none (yet, or any more), or is a worker of another pod's engine.
 
     A pod that is being deleted leaves, and so does one that is not ready: it gets nothing new, and keeps its record
@@ -105,20 +115,20 @@ def engine_of(pod: Pod, port: int | None = None) -> Wanted | None:
         raise _wrong(pod, Mark.ROLE, role, "prefill or decode")
     is_ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
     leaves = pod.metadata.deletion_timestamp is not None or not is_ready
-    return Wanted(Role(role), _target(pod, pod.status.ip, port), pod.metadata.uid, leaves)
+    return Wanted(Role(role), _target(pod, pod.status.ip, port, slice_label), pod.metadata.uid, leaves)
 
 
-def _target(pod: Pod, ip: str, port: int | None) -> Target:
+def _target(pod: Pod, ip: str, port: int | None, slice_label: str) -> Target:
     host = f"[{ip}]" if ":" in ip else ip
     scheme, revision = _mark(pod, Mark.SCHEME) or "http", _mark(pod, Mark.REVISION)
     options = {"dp": _mark(pod, Mark.RANKS), "mode": _mark(pod, Mark.MODE)}
     if scheme not in ("http", "https"):
         raise _wrong(pod, Mark.SCHEME, scheme, "http or https")
-    names = {Mark.REVISION: revision, Mark.SLICE: _mark(pod, Mark.SLICE)}
+    names: dict[str, str | None] = {Mark.REVISION: revision, slice_label: _mark(pod, slice_label)}
     for mark, name in names.items():
         if name is not None and not REVISION.fullmatch(name):
             raise _wrong(pod, mark, name, "at most 63 letters, digits, '-', '_' and '.'")
-    options |= {"revision": revision, "slice": names[Mark.SLICE]}
+    options |= {"revision": revision, "slice": names[slice_label]}
     said = "&".join(f"{name}={value}" for name, value in options.items() if value)
     text = f"{scheme}://{host}:{_port(pod, port)}" + (f"#{said}" if said else "")
     try:
@@ -140,10 +150,10 @@ def _port(pod: Pod, given: int | None) -> str:
     raise AddressError(f"{missing}: name one, or write the number into {Mark.PORT}")
 
 
-def _mark(pod: Pod, mark: Mark) -> str | None:
+def _mark(pod: Pod, mark: str) -> str | None:
     meta = pod.metadata
     return (meta.annotations or {}).get(mark) or (meta.labels or {}).get(mark) or None
 
 
-def _wrong(pod: Pod, mark: Mark, value: str, right: str) -> AddressError:
+def _wrong(pod: Pod, mark: str, value: str, right: str) -> AddressError:
     return AddressError(f"pod {pod.metadata.name}: {mark} is {value!r}: write {right}")

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from xpyd_proxy.core.discovery.inference_pool import PATH, PoolMembers, UnusablePool, read_pool
-from xpyd_proxy.core.discovery.pods import Meta, read_pod
+from xpyd_proxy.core.discovery.pods import Mark, Meta, read_pod
 from xpyd_proxy.core.fleet.target import Wanted
 from xpyd_proxy.errors import AddressError
 from xpyd_proxy.io.background import meanwhile
@@ -36,6 +36,7 @@ class PoolSource:
         name: str,
         pods: Pods,
         *,
+        slice_label: str = Mark.SLICE,
         clock: Callable[[], float],
         chance: Callable[[], float],
         rhythm: WatchTimes = _RHYTHM,
@@ -43,6 +44,7 @@ class PoolSource:
         self._api = api  # makes a client, which its watch closes
         self._name = name
         self._pods = pods
+        self._slice_label = slice_label
         self._clock = clock  # seconds; only differences count
         self._chance = chance  # 0 to 1
         self._rhythm = rhythm
@@ -93,10 +95,13 @@ class PoolSource:
                 await asyncio.sleep(_PAUSE_S)
 
     def _watch(self, members: PoolMembers) -> Reflector[_Engines]:
-        api, seen = self._api(), _PortedPods(self._pods, len(members.ports))
+        api, label, seen = self._api(), self._slice_label, _PortedPods(self._pods, len(members.ports))
 
         def read(meta: Meta, raw: msgspec.Raw) -> _Engines:
-            return [read_pod(meta, raw, port, is_first=number == 0) for number, port in enumerate(members.ports)]
+            return [
+                read_pod(meta, raw, port, is_first=number == 0, slice_label=label)
+                for number, port in enumerate(members.ports)
+            ]
 
         what = Collection(PODS.format(api.namespace), {"labelSelector": members.selector})
         return Reflector(

@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+import re
 import shutil
 import ssl
 
 import httpx
 import msgspec
 import pytest
+import yaml
 
 from support.certificates import Authority
-from support.helm_chart import CASES, Chart, default
+from support.helm_chart import CASES, ROOT, Chart, default
 from support.helm_objects import COMPONENT, WORKER_INDEX, container, kind, pods, router, templates
+from support.helm_schemas import wrong
 from support.kube_api import KubeApi, pod, pool
 from support.sim import InMemory
 from xpyd_proxy.app import build
@@ -154,3 +157,16 @@ async def _ready(client):
     async with asyncio.timeout(10):
         while (await client.get("/ready")).status_code != 200:
             await asyncio.sleep(0.02)
+
+
+def test_the_route_of_the_page_about_cells_is_one():
+    """People copy it: the real schema of the Gateway API refuses what is not in it."""
+    text = (ROOT / "docs" / "cells.md").read_text()
+    (route,) = [yaml.safe_load(block) for block in re.findall(r"(?ms)^```yaml\n(.*?)^```", text)]
+    services = {name: Chart().objects(release=name) for name in ("a", "b")}
+
+    assert wrong(route, "1.33.0") == []
+    (rule,) = route["spec"]["rules"]
+    for backend, objects in zip(rule["backendRefs"], services.values(), strict=True):
+        (service,) = [o for o in kind(objects, "Service") if o["metadata"]["name"] == backend["name"]]
+        assert backend["port"] in [port["port"] for port in service["spec"]["ports"]]

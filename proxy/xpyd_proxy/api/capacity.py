@@ -2,16 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-from fastapi import APIRouter, Depends, Query, Response
+from fastapi import APIRouter, Depends, Response
 
 from xpyd_proxy.api.page import PAGE_HEADERS, Onlookers
-from xpyd_proxy.api.schemas import CapacityReport, EngineCounts
+from xpyd_proxy.api.schemas import CapacityReport, EngineCounts, ErrorResponse
 from xpyd_proxy.core.admission.lifetime import Lifetime, Stage
 from xpyd_proxy.core.capacity import Admitted, Capacity, capacity_of
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.workers.reports import Whole
+from xpyd_proxy.errors import BadRequest
 from xpyd_proxy.io.discovery.reconciler import Discovery
 from xpyd_proxy.settings import Settings
 
@@ -65,14 +66,19 @@ class CapacityMeter:
 def capacity_routes(meter: CapacityMeter, onlookers: Onlookers) -> APIRouter:
     """Build the route; who may read the metrics may read it."""
     router = APIRouter(tags=["status"], dependencies=onlookers.keys)
-    answers: dict[int | str, dict[str, Any]] = {503: {"model": CapacityReport, "description": "It is below ``least``"}}
+    answers: dict[int | str, dict[str, Any]] = {
+        503: {"model": CapacityReport, "description": "The weight is below ``least``"},
+        "default": {"model": ErrorResponse, "description": "What is wrong, in one sentence"},
+    }
 
     @router.get(
         "/capacity", dependencies=[Depends(onlookers.scrapers)], responses=answers, response_model=CapacityReport
     )
-    async def capacity(least: Annotated[int, Query(ge=0, le=100)] = 1) -> Response:
-        """Tell how much more the engines can take: 503 if that is less than ``least``, else 200."""
-        return _answer(await meter.now(), least)
+    async def capacity(least: str = "1") -> Response:
+        """Tell how much more the engines can take: 503 if that is less than ``least`` (0 to 100), else 200."""
+        if not (least.isascii() and least.isdigit() and len(least) <= 3 and int(least) <= 100):
+            raise BadRequest("least is not a weight: write a whole number from 0 to 100")
+        return _answer(await meter.now(), int(least))
 
     return router
 

@@ -10,7 +10,7 @@ slices that lack prefill engines. So no engine gets more than ``BOUND`` times th
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum, auto
+from enum import StrEnum
 from math import fsum
 from typing import Final, TypeAlias
 
@@ -31,11 +31,11 @@ _WELL: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
 class CrossingReason(StrEnum):
     """Why the two engines of a request are of two slices."""
 
-    NO_ENGINE = auto()  # the slice of one of them has no engine of the other role
-    DRAINING = auto()  # all of those are drained
-    UNAVAILABLE = auto()  # those that are not drained are ejected, or have not come up
-    FAILED = auto()  # they have failed this request before
-    FULL = auto()  # they have all that they can take: BOUND times the mean
+    NO_ENGINE = "no_engine"  # the slice of one of them has no engine of the other role
+    DRAINING = "draining"  # all of those are drained
+    UNAVAILABLE = "unavailable"  # those that are not drained are ejected, or have not come up
+    FAILED = "failed"  # they have failed this request before
+    FULL = "full"  # they have all that they can take: BOUND times the mean
 
 
 @dataclass(slots=True)

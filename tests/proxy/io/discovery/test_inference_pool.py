@@ -2,6 +2,7 @@
 
 import random
 import time
+from argparse import ArgumentTypeError
 from contextlib import asynccontextmanager
 
 import pytest
@@ -11,10 +12,14 @@ from support.kube_api import KubeApi, Refusal, pod, pool
 from support.sim import until_async
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import EngineSource
+from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.discovery.inference_pool import PoolSource
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import WatchTimes
+from xpyd_proxy.live import check
+from xpyd_proxy.options import OPTIONS, read
+from xpyd_proxy.settings import Settings
 
 FAST = WatchTimes(relist_s=30, silence_s=1.0, pause_s=0.02, pause_most_s=0.1)
 
@@ -153,3 +158,37 @@ async def test_a_watch_that_fails_costs_time_and_no_engine():
         api.faults.watch_errors.extend([Refusal(410, "Expired")] * 2)
         api.put("inferencepools", "llm", pool({"app": "next"}, 9000))
         await world.becomes("decode 10.0.0.3:9000")
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("kubernetes_inference_pool", "llm-pool.v1", ["ns/llm", "LLM", "-a", ""]),
+        ("slice_label", "topology.kubernetes.io/zone", ["a b", "/zone", "zone/", "x=y", ""]),
+    ],
+)
+def test_names_that_kubernetes_would_refuse_are_refused_at_the_start(name, good, bad):
+    """Such a router would wait for ever for a pool that cannot be."""
+    kind = OPTIONS[name].kind
+
+    assert read(kind, good) == good
+    for text in bad:
+        with pytest.raises(ArgumentTypeError):
+            read(kind, text)
+
+
+def test_a_pool_and_a_selector_are_one_too_many():
+    with pytest.raises(ConfigError, match="kubernetes_inference_pool has a selector of its own"):
+        check(Settings(kubernetes_selector="app=x", kubernetes_inference_pool="llm"))
+
+
+async def test_pods_of_a_pool_have_slices_too():
+    """By the label that the settings name."""
+    async with KubeApi() as api:
+        api.put("pods", "p", pod("10.0.0.1", slice="rack-1"))
+        api.put("inferencepools", "llm", pool({"app": "xpyd"}, 9000))
+        world = World(api)
+        async with world.source.running():
+            await world.becomes("prefill 10.0.0.1:9000")
+
+        assert [member.facts.slice for member in world.registry.members()] == ["rack-1"]

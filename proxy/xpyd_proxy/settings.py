@@ -319,7 +319,7 @@ class Settings:
     cache_salt_secret: str | None = SECURITY.secret("XPYD_CACHE_SALT_SECRET",
         "the fleet's secret for that", unset="each client's key is its own", chart="router.cacheSalt.secretName")
     public_metrics: bool = SECURITY.option(False,
-        "show /, /stats and /metrics without a key where clients need one")
+        "show /, /stats, /metrics and /capacity without a key where clients need one")
 
     log_format: LogFormat = TELEMETRY.option(LogFormat.TEXT, "lines for people, or one JSON object for each event")
     otlp_endpoint: Url | None = TELEMETRY.option(None,

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import httpx
@@ -19,6 +20,7 @@ from starlette.routing import WebSocketRoute
 from xpyd_proxy.api.admin import admin_routes
 from xpyd_proxy.api.audit import Audit
 from xpyd_proxy.api.auth import AuthMiddleware
+from xpyd_proxy.api.capacity import CapacityMeter, capacity_routes
 from xpyd_proxy.api.document import document_routes, new_application
 from xpyd_proxy.api.endpoint_asgi import Endpoints
 from xpyd_proxy.api.endpoint_routes import CLIENT_KEYS, endpoint_routes
@@ -53,6 +55,7 @@ from xpyd_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
 from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.discovery.inference_pool import PODS, PoolSource
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector
@@ -158,7 +161,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     gate, lifetime, history = Gate(settings, clock), Lifetime(), RequestHistory(settings.request_history)
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), BodyReader()
     salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
-    telemetry, queue = Telemetry(Counters(_PATHS), clock, history), gate.admission
+    telemetry, queue = Telemetry(_counters(fleet), clock, history), gate.admission
     traces, releaser = _traces(settings), Releaser(engines, told=(telemetry,))
     requests = Requests(
         intake=Intake(settings, lifetime, keyring, sites, salts, _sessions(settings)),
@@ -221,12 +224,21 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         CLIENT_KEYS if keyring.keys is not None else (),
         require_any_key(settings.admin_key, keyring, by_browsers=True),
     )
-    onlookers = Onlookers(require_any_key(settings.admin_key, keyring), browsers, keys)
+    onlookers, everybody = (
+        Onlookers(require_any_key(settings.admin_key, keyring), browsers, keys),
+        crew.everybody(telemetry, queue, status.part),
+    )
     routes = (
         page_routes(
             status,
             Metrics(telemetry, registry, discovery.freshness),
-            crew.everybody(telemetry, queue, status.part),
+            everybody,
+            Onlookers() if settings.public_metrics else onlookers,
+        ),
+        capacity_routes(
+            CapacityMeter(
+                registry, discovery, lifetime, lambda: requests.settings, everybody=everybody, clock=clock
+            ),
             Onlookers() if settings.public_metrics else onlookers,
         ),
         probe_routes(fleet, discovery, lifetime),
@@ -258,6 +270,11 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     app.include_router(document_routes(app, settings.admin_key, browsers))
     live = Live(registry, requests, gate, keyring, outbound, clock)
     return Router(app, requests, lifetime, live, telemetry, reloads.server_tls)
+
+
+def _counters(fleet: LiveFleet) -> Counters:
+    """Return the counters; one of them is counted where pairs are chosen."""
+    return Counters(_PATHS) if fleet.crossings is None else Counters(_PATHS, slice_crossings=fleet.crossings.counted)
 
 
 def _cache_knowledge(settings: Settings) -> tuple[CacheIndex | None, KnownPrompts | None]:
@@ -375,17 +392,24 @@ def _discovery(
     settings: Settings, registry: Registry, clock: Callable[[], float], tell: Callable[[Verb, InstanceId], None]
 ) -> Discovery:
     """Build what the settings ask for; raises ConfigError: this is no pod, or what the store needs is not installed."""
-    pods = settings.kubernetes_selector is not None
+    selector, pool = settings.kubernetes_selector, settings.kubernetes_inference_pool
+    pods = selector is not None or pool is not None
     reconciler = Reconciler(registry, [EngineSource.STORE, *([EngineSource.PODS] if pods else [])], clock)
     store = _store(settings, Entries(reconciler), clock)
     feeds: list[Callable[[], AbstractAsyncContextManager[None]]] = []
     if pods:
-        api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
-        selector = {"labelSelector": settings.kubernetes_selector or ""}
-        what = Collection(f"/api/v1/namespaces/{api.namespace}/pods", selector)
-        seen = Pods(reconciler)
-        watch = Reflector(api, what, read_pod, seen, clock=clock, chance=random.random, changed=seen.changed)
-        feeds.append(watch.running)
+        cluster, seen = Cluster.around(settings.kubernetes_namespace), Pods(reconciler)
+        if pool is not None:
+            label = settings.slice_label
+            source = PoolSource(
+                lambda: Kubernetes(cluster), pool, seen, slice_label=label, clock=clock, chance=random.random
+            )
+            feeds.append(source.running)
+        else:
+            what = Collection(PODS.format(cluster.namespace), {"labelSelector": selector or ""})
+            api, read = Kubernetes(cluster), partial(read_pod, slice_label=settings.slice_label)
+            watch = Reflector(api, what, read, seen, clock=clock, chance=random.random, changed=seen.changed)
+            feeds.append(watch.running)
     return Discovery(registry, reconciler, store, feeds, tell)
 
 

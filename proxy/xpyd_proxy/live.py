@@ -101,6 +101,8 @@ def check(settings: Settings) -> None:
             "kv_events is auto, and no policy asks for it: write prefill_policy or decode_policy prefix, "
             "or both expected_ttft"
         )
+    if settings.kubernetes_selector is not None and settings.kubernetes_inference_pool is not None:
+        raise ConfigError("kubernetes_inference_pool has a selector of its own: leave out kubernetes_selector")
     if settings.max_decode_itl_s and PolicyName.EXPECTED_TTFT not in policies:
         raise ConfigError("max_decode_itl_s needs the policy expected_ttft: no other knows what a prompt costs")
 

@@ -14,6 +14,7 @@ from typing import Any, Final, cast, get_args
 from urllib.parse import urlsplit
 
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.discovery.pods import LABEL_KEY
 from xpyd_proxy.core.discovery.store_url import split_prefix
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
@@ -24,6 +25,7 @@ from xpyd_proxy.settings import FIRST, Kind, Option, Settings
 
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+")
 _SESSION_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}|body:[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64})?")
+_OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")  # of Kubernetes (RFC 1123)
 _NUMBER: Final = re.compile(r"[-+.0-9eE]{1,40}")
 _SIZES: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"))
 _WORDS: Final[Mapping[type, str]] = {
@@ -221,6 +223,8 @@ _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
     "HOST": _host,
     "URL": lambda text: text if text.startswith(("http://", "https://")) else None,
     "STORE": _store,
+    "LABEL": lambda text: text if LABEL_KEY.fullmatch(text) else None,
+    "POOL": lambda text: text if _OBJECT_NAME.fullmatch(text) else None,
     "POLICY": lambda text: text if text in installed_policies() else None,
     "HEADER": lambda text: text if _SESSION_NAME.fullmatch(text) else None,
 }

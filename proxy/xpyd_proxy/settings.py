@@ -42,6 +42,14 @@ class KvEvents(StrEnum):
     AUTO = "auto"  # each engine that tells it; of the others the router knows what it has sent
 
 
+class SlicePairing(StrEnum):
+    """Whether the two engines of a request are of one slice: one zone, rack or NVLink domain."""
+
+    OFF = "off"  # slices play no part
+    PREFER = "prefer"  # another slice takes part only where one lacks engines of a role
+    REQUIRE = "require"  # never two slices; an engine without a slice pairs with those that have none either
+
+
 class LogLevel(StrEnum):
     """The least severe records that the log shows."""
 
@@ -129,6 +137,10 @@ PolicyChoice = Annotated[
     ),
 ]
 File = Annotated[str, Kind("", "FILE")]
+LabelKey = Annotated[
+    str, Kind("the key of a label: write such as xpyd.io/slice or topology.kubernetes.io/zone", "LABEL")
+]
+PoolName = Annotated[str, Kind("the name of an InferencePool: write lower-case letters, digits, '-' and '.'", "POOL")]
 Selector = Annotated[str, Kind("", "LABEL=VALUE")]
 Address = Annotated[str, Kind("", "ENGINE")]
 Peer = Annotated[str, Kind("", "PEER")]
@@ -196,6 +208,8 @@ class Settings:
         "where added engines are kept (file:PATH, kubernetes:CONFIGMAP, redis://...)", chart="router.store.type")
     decode_only_fallback: bool = ENGINES.option(True,
         "decode engines serve alone while there is no prefill engine", live=True)
+    slice_pairing: SlicePairing = ENGINES.option(SlicePairing.OFF,
+        "whether both engines of a request must have the same xpyd.io/slice")
     min_split_new_bytes: SomeBytes = ENGINES.option(0,
         "a prompt of whose JSON the decode engine lacks fewer bytes is served by it alone", live=True)
     max_decode_itl_s: SomeSeconds = ENGINES.option(0.0,
@@ -215,6 +229,8 @@ class Settings:
         "where the fleet's other routers listen (UDP), or one name for all: they share the load of engines",
         chart="router.peers.enabled")
     peer_port: Port = ENGINES.option(8001, "UDP port on which this router hears them", chart="router.peers.port")
+    decode_slots: Count | None = ENGINES.option(None,
+        "requests that a decode engine serves at once (its --max-num-seqs), for /capacity", unset="not known")
     load_reports: bool = ENGINES.option(True, "ask prefill engines how busy they are, if their policy needs it")
     realtime: bool = ENGINES.option(False,
         "serve /v1/realtime: WebSockets that go through to one decode engine")
@@ -324,7 +340,7 @@ class Settings:
         "what the routers of a fleet prove to each other (peers)", unset="peers is refused",
         chart="router.peers.secret.name")
     public_metrics: bool = SECURITY.option(False,
-        "show /, /stats and /metrics without a key where clients need one")
+        "show /, /stats, /metrics and /capacity without a key where clients need one")
 
     log_format: LogFormat = TELEMETRY.option(LogFormat.TEXT, "lines for people, or one JSON object for each event")
     otlp_endpoint: Url | None = TELEMETRY.option(None,
@@ -339,6 +355,11 @@ class Settings:
 
     kubernetes_selector: Selector | None = KUBERNETES.option(None,
         "label selector of the pods that are engines", unset="no pods", chart="router.discovery.enabled")
+    kubernetes_inference_pool: PoolName | None = KUBERNETES.option(None,
+        "InferencePool whose pods are engines, in place of a selector", unset="no pods",
+        chart="router.discovery.inferencePool")
+    slice_label: LabelKey = KUBERNETES.option("xpyd.io/slice", "label or annotation of pods that names their slice")
     kubernetes_namespace: str | None = KUBERNETES.option(None,
-        "their namespace, and the store's ConfigMap's", unset="the router's own", chart="router.discovery.enabled")
+        "their namespace, and that of the pool and of the store's ConfigMap", unset="the router's own",
+        chart="router.discovery.enabled")
     # fmt: on

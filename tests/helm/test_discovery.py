@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+import re
 import shutil
 import ssl
 
 import httpx
 import msgspec
 import pytest
+import yaml
 
 from support.certificates import Authority
-from support.helm_chart import CASES, Chart, default
+from support.helm_chart import CASES, ROOT, Chart, default
 from support.helm_objects import COMPONENT, WORKER_INDEX, container, kind, pods, router, templates
-from support.kube_api import KubeApi
+from support.helm_schemas import wrong
+from support.kube_api import KubeApi, pod, pool
 from support.sim import InMemory
 from xpyd_proxy.app import build
 from xpyd_proxy.cli import build_parser
@@ -112,7 +115,58 @@ async def test_a_router_of_the_chart_finds_the_engines_of_the_chart_with_the_cal
     }
 
 
+async def test_a_router_of_the_chart_follows_an_inference_pool_with_the_calls_of_its_role(account, monkeypatch):
+    """In place of the release's own pods, and no other pool than the named one."""
+    objects = Chart().objects(
+        {"router": {"discovery": {"inferencePool": "llm"}, "store": {"type": "memory"}, "replicas": 1}}
+    )
+    args = container(templates(router(objects))[0])["args"]
+    (role,) = kind(objects, "Role")
+    async with KubeApi(token="first", tls=account) as api:
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
+        api.put("inferencepools", "llm", pool({"app": "llm"}, 9000), "ns")
+        engines = {}
+        for number, part in enumerate(("prefill", "decode")):
+            ip = f"10.0.0.{number + 1}"
+            engines[ip] = Sim(part)
+            body = pod(ip, part, port=None)
+            body["metadata"]["labels"]["app"] = "llm"
+            api.put("pods", part, body, "ns")
+        app = build(serve_settings(build_parser(args).parse_args(args)), fabric=InMemory(engines).fabric).app
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router", headers=KEY)
+        async with app.router.lifespan_context(app), client:
+            await _ready(client)
+            rows = (await client.get("/instances")).json()["instances"]
+
+    assert sorted(row["address"] for row in rows) == ["10.0.0.1:9000", "10.0.0.2:9000"]
+    allowed = {
+        (g, r, tuple(rule.get("resourceNames", ())))
+        for rule in role["rules"]
+        for g in rule["apiGroups"]
+        for r in rule["resources"]
+    }
+    assert allowed == {("", "pods", ()), ("inference.networking.k8s.io", "inferencepools", ("llm",))}
+    assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {call.verb for call in api.calls}
+    assert {(call.resource, call.namespace, call.name, call.selector) for call in api.calls} == {
+        ("pods", "ns", "", "app=llm"),
+        ("inferencepools", "ns", "llm", ""),
+    }
+
+
 async def _ready(client):
     async with asyncio.timeout(10):
         while (await client.get("/ready")).status_code != 200:
             await asyncio.sleep(0.02)
+
+
+def test_the_route_of_the_page_about_cells_is_one():
+    """People copy it: the real schema of the Gateway API refuses what is not in it."""
+    text = (ROOT / "docs" / "cells.md").read_text()
+    (route,) = [yaml.safe_load(block) for block in re.findall(r"(?ms)^```yaml\n(.*?)^```", text)]
+    services = {name: Chart().objects(release=name) for name in ("a", "b")}
+
+    assert wrong(route, "1.33.0") == []
+    (rule,) = route["spec"]["rules"]
+    for backend, objects in zip(rule["backendRefs"], services.values(), strict=True):
+        (service,) = [o for o in kind(objects, "Service") if o["metadata"]["name"] == backend["name"]]
+        assert backend["port"] in [port["port"] for port in service["spec"]["ports"]]

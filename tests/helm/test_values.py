@@ -52,6 +52,7 @@ BAD = [
     ("router.allowedInstances", "10.0.0.0/8"),
     ("router.allowedInstances", ["10.0.0.0/8, 11.0.0.0/8"]),
     ("router.discovery.prefill", ["10.0.0.1"]),
+    ("router.discovery.inferencePool", "ns/pool"),
     ("router.store.type", "etcd"),
     ("router.store.redisUrl", "redis://:hunter2@redis:6379"),  # a secret
     ("router.apiKeys.secretName", "My_Secret"),
@@ -176,6 +177,7 @@ CONTRADICTIONS = [
     ({"prefill": {"hostNetwork": True}}, "prefill.hostNetwork is true: no NetworkPolicy applies there"),
     ({"decode": {"hostNetwork": True}}, "decode.hostNetwork is true: no NetworkPolicy applies there"),
     ({"networkPolicy": {"enabled": False}}, "write connector.acceptOpenDataPlane: true"),
+    ({"router": {"discovery": {"enabled": False, "inferencePool": "llm"}}}, "needs router.discovery.enabled"),
     ({"connector": {"secret": {"create": False}}}, "engines refuse a side channel without a secret"),
     (
         {"decode": {"hostNetwork": True, "kvEvents": {"enabled": True}}} | ACCEPTED,

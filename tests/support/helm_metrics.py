@@ -12,6 +12,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.reconcile import Freshness
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import EngineSource
 from xpyd_proxy.core.model import Role
@@ -19,7 +20,7 @@ from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.reports import report_of
-from xpyd_proxy.settings import Settings
+from xpyd_proxy.settings import Settings, SlicePairing
 
 # What Prometheus and its operator add: targets, and (podTargetLabels) the pod's own labels.
 TARGET = {"namespace", "pod", "job", "instance", "container", "endpoint", "service", "le"}
@@ -38,7 +39,7 @@ def router_metrics():
 
 def router_exposition():
     """Return the text of a scrape of a router, with something in each metric."""
-    registry = Registry()
+    registry = Registry(Settings(slice_pairing=SlicePairing.PREFER))
     counters = Counters(frozenset({"/v1/completions"}))
     prefill, decode = (registry.add(role, Address("http", "h", port)) for port, role in enumerate(Role, start=1))
     counters.requests["/v1/completions", "ok"] += 1
@@ -57,6 +58,8 @@ def router_exposition():
     for instance in (prefill, decode):
         counters.answer_times(instance).observe(0.1)
     counters.handoff.observe(0.1)
+    counters.slice_crossings[("full",)] += 1
+    registry.learn(decode.id, EngineCapabilities(slice="rack1"))
     counters.admin["add", "ok"] += 1
     counters.unreachable_hosts[(prefill.id,)] += 1
     counters.connections_refused[("malformed",)] += 1

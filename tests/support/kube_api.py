@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-KINDS = {"pods": "Pod", "configmaps": "ConfigMap"}
+KINDS = {"pods": "Pod", "configmaps": "ConfigMap", "inferencepools": "InferencePool"}
+GROUPS = {"inferencepools": "inference.networking.k8s.io/v1"}  # the others are v1
 Object = dict[str, object]
 Event = tuple[str, Object]  # ADDED, MODIFIED or DELETED, and the object
 
@@ -120,7 +121,7 @@ class KubeApi:
         uid = old["metadata"]["uid"] if old else f"uid-{self.version}"
         meta.update(name=name, namespace=namespace, resourceVersion=str(self.version))
         meta.setdefault("uid", uid)
-        new.update(kind=KINDS[resource], apiVersion="v1")
+        new.update(kind=KINDS[resource], apiVersion=GROUPS.get(resource, "v1"))
         self.objects[key] = new
         self._log("MODIFIED" if old else "ADDED", resource, new)
         return new
@@ -329,10 +330,11 @@ def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 def _target(path: str) -> tuple[str, str, str]:
     """Return resource, namespace and name."""
-    parts = path.strip("/").split("/")
-    if parts[:3] != ["api", "v1", "namespaces"] or len(parts) not in (5, 6) or parts[4] not in KINDS:
+    group, _, rest = path.strip("/").removeprefix("apis/").removeprefix("api/").partition("/namespaces/")
+    namespace, resource, name, *more = [*rest.split("/"), "", ""]
+    if resource not in KINDS or any(more) or GROUPS.get(resource, "v1") != group:
         raise Refusal(404, "NotFound")
-    return parts[4], parts[3], parts[5] if len(parts) == 6 else ""
+    return resource, namespace, name
 
 
 def _verb(request: Request, name: str) -> str:
@@ -375,7 +377,8 @@ def _merged(old: object, patch: object) -> object:
 def _static(path: str) -> Object | None:
     """Answer what kubectl asks first."""
     verbs = ["get", "list", "watch", "patch"]
-    listed = [{"name": name, "kind": kind, "namespaced": True, "verbs": verbs} for name, kind in KINDS.items()]
+    core = {name: kind for name, kind in KINDS.items() if name not in GROUPS}
+    listed = [{"name": name, "kind": kind, "namespaced": True, "verbs": verbs} for name, kind in core.items()]
     for one in listed:
         one["singularName"] = ""
     return {
@@ -383,6 +386,13 @@ def _static(path: str) -> Object | None:
         "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
         "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": listed},
     }.get(path.rstrip("/"))
+
+
+def pool(labels: dict[str, str], *ports: int, **spec: object) -> Object:
+    """Describe an InferencePool (its status, which controllers write, is left out)."""
+    picker = {"name": "picker", "port": {"number": 9002}}  # which the first CRDs of v1 demand
+    ports_of = [{"number": port} for port in ports]
+    return {"spec": {"selector": {"matchLabels": labels}, "targetPorts": ports_of, "endpointPickerRef": picker, **spec}}
 
 
 def pod(

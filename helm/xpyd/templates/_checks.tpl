@@ -52,6 +52,9 @@
 {{- if gt (float64 $handoff) (float64 $v.connector.leaseSeconds) -}}
 {{- fail (printf "connector.leaseSeconds is %v: the router may hand over %d s after a prefill (handoff_timeout_s and connect_timeout_s of router.settings), when the KV is gone; write a longer lease or shorter timeouts" $v.connector.leaseSeconds $handoff) -}}
 {{- end -}}
+{{- if and $v.router.discovery.inferencePool (not $v.router.discovery.enabled) -}}
+{{- fail "router.discovery.inferencePool needs router.discovery.enabled: the router watches the pool" -}}
+{{- end -}}
 {{- if and (not $v.router.discovery.enabled) (not $v.router.discovery.prefill) (not $v.router.discovery.decode) -}}
 {{- fail "router.discovery.enabled is false, and router.discovery.prefill and decode are empty: the router would know no engine" -}}
 {{- end -}}

@@ -11,8 +11,13 @@
 - {{ include "xpyd.argument" $v.workers | quote }}
 {{- end }}
 {{- if $v.discovery.enabled }}
+{{- if $v.discovery.inferencePool }}
+- --kubernetes-inference-pool
+- {{ $v.discovery.inferencePool | quote }}
+{{- else }}
 - --kubernetes-selector
 - xpyd.io/release={{ .Release.Name }}
+{{- end }}
 - --kubernetes-namespace
 - {{ .Release.Namespace | quote }}
 {{- end }}

@@ -16,7 +16,7 @@ from xpyd_proxy.errors import ClosingDown, CrossSite, Misdirected, Unauthorized
 
 # For probes, for onlookers and for operators, whose routes look at keys themselves. All else needs a client's key.
 _OPEN: Final = frozenset(
-    {"/", "/metrics", "/stats", "/docs", "/openapi.json", "/health", "/ready", "/status", "/instances"}
+    {"/", "/metrics", "/stats", "/capacity", "/docs", "/openapi.json", "/health", "/ready", "/status", "/instances"}
 )
 _OPEN_BELOW: Final = ("/instances/",)
 

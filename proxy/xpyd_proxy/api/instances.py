@@ -14,11 +14,13 @@ from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Api, GenerationRequest, InstanceId, first_header
 from xpyd_proxy.core.protocol.request_bodies import parse
-from xpyd_proxy.core.routing.explain import Explainer
-from xpyd_proxy.core.routing.routing_hints import rank_of
+from xpyd_proxy.core.routing.explain import Explainer, Explanation
+from xpyd_proxy.core.routing.routing_hints import ask_of_call, rank_of
+from xpyd_proxy.core.routing.slices import SliceCrossings
 from xpyd_proxy.errors import AddressError, AlreadyKnown, BadRequest, NoInstance, UnknownInstance, UnknownModel
 from xpyd_proxy.io.discovery.reconciler import Discovery, NotManagedHere
 from xpyd_proxy.io.discovery.stores import StoreDown
+from xpyd_proxy.settings import SlicePairing
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +59,24 @@ class InstanceAdmin:
             connector=facts.connector,
             mode=facts.mode,
             revision=facts.revision,
+            slice=facts.slice,
             protocol=facts.protocol,
             fingerprint=facts.fingerprint,
             source=member.origin.source,
             generation=member.origin.generation,
         )
+
+    def slices(self, found: Explanation, call: GenerationRequest) -> dict[str, str | None]:
+        """Say of which slices the engines of a request are, and why of two, if one is preferred."""
+        prefill, decode = found.prefill, found.decode
+        crossing = None
+        if prefill is not None and self.registry.slice_pairing is SlicePairing.PREFER:
+            crossing = SliceCrossings(self.registry).reason(prefill, decode, ask_of_call(call))
+        return {
+            "prefill_slice": None if prefill is None else self.registry.facts(prefill).slice,
+            "decode_slice": self.registry.facts(decode).slice,
+            "slice_crossing": crossing,
+        }
 
     def found(self, named: InstanceName) -> Sequence[Member]:
         """Return the engines that are meant; raises UnknownInstance, or AddressError: the address is none."""
@@ -117,6 +132,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
             "rule": found.rule,
             "prefill": None if found.prefill is None else found.prefill.id,
             "decode": found.decode.id,
+            **admin.slices(found, call),
             "prefill_body": None if found.prefill_body is None else msgspec.Raw(found.prefill_body),
             "decode_body": msgspec.Raw(found.decode_body),
             **admin.explainer.terms(call),

@@ -133,6 +133,7 @@ class InstanceRow(BaseModel):
     connector: str | None
     mode: str | None
     revision: str | None
+    slice: str | None = Field(description="its zone, rack or NVLink domain (xpyd.io/slice)")
     protocol: str | None = Field(description="of xpyd's connector, as it says; so is the fingerprint")
     fingerprint: str | None
     source: str = Field(description="who wants it here: static, pods or store")
@@ -151,6 +152,12 @@ class ExplainResponse(BaseModel):
     rule: str
     prefill: str | None
     decode: str
+    prefill_slice: str | None = Field(description="xpyd.io/slice of the prefill engine, if it has one")
+    decode_slice: str | None
+    slice_crossing: str | None = Field(
+        description="Why they are of two slices though one is preferred (slice_pairing), by the words of "
+        "xpyd_slice_crossings_total; null: they are of one, or slices play no part"
+    )
     prefill_body: JsonObject | None
     decode_body: JsonObject
     prompt_bytes: int
@@ -176,6 +183,30 @@ class Health(BaseModel):
     """Whether the router has an engine of each role, or should be sent requests."""
 
     status: Literal["ok", "ready"]
+
+
+class EngineCounts(BaseModel):
+    """The engines of one role; those that are drained do not count."""
+
+    engines: int
+    serving: int = Field(description="those that get requests now")
+
+
+class CapacityReport(BaseModel):
+    """How much more the engines behind this router can take."""
+
+    weight: int = Field(ge=0, le=100, description="0 only if no request can be served; 1 to 100: what is left")
+    can_serve: bool
+    serving_share: float = Field(description="part of the engines that serve, of the role that has lost more")
+    prefill: EngineCounts
+    decode: EngineCounts
+    decode_slots: int | None = Field(description="of all decode engines that serve; null without decode_slots")
+    free_decode_slots: int | None
+    kv_room: float | None = Field(description="free part of the KV cache of decode engines; null: none has shown it")
+    requests_running: int = Field(description="in this router")
+    requests_waiting: int = Field(description="in this router's queue")
+    max_concurrency: int
+    models: list[str] = Field(description="of decode engines that serve, at most 1000")
 
 
 class ErrorDetail(BaseModel):

@@ -13,7 +13,7 @@ from xpyd_proxy.errors import ConfigError
 
 _COLUMNS: Final = (
     *("id", "role", "address", "rank", "state", "in_flight", "for", "models", "version", "mode"),
-    *("source", "revision", "why"),
+    *("source", "revision", "slice", "why"),
 )
 _POLL_S: Final = 0.5
 
@@ -103,6 +103,9 @@ def _explain(router: RouterClient, args: argparse.Namespace) -> str:
     if args.json:
         return json.dumps(found) + "\n"
     lines = [f"rule:     {found['rule']}", f"prefill:  {found['prefill'] or '-'}", f"decode:   {found['decode']}"]
+    if found.get("prefill_slice") or found.get("decode_slice"):
+        crossing = f" ({found['slice_crossing']})" if found.get("slice_crossing") else ""
+        lines.append(f"slices:   {found['prefill_slice'] or '-'} and {found['decode_slice'] or '-'}{crossing}")
     lines.append(f"prompt:   {found['prompt_bytes']} B; alone if D lacks less than {found['min_split_new_bytes']} B")
     by = found.get("cached_known_by", {})
     lines += [
@@ -123,7 +126,7 @@ def _shown(found: Json, args: argparse.Namespace) -> str:
     table: list[tuple[str, ...]] = [_COLUMNS]
     for row in found["instances"]:
         values = {**row, "for": _duration(row["since_s"]), "models": ",".join(row["models"] or ())}
-        table.append(tuple("-" if values[name] in (None, "") else str(values[name]) for name in _COLUMNS))
+        table.append(tuple(str(values[name]) if values.get(name) not in (None, "") else "-" for name in _COLUMNS))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
     return "".join(line.rstrip() + "\n" for line in lines)

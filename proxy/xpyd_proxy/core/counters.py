@@ -88,6 +88,7 @@ class Counters:
     transfers: Counter[Key] = field(default_factory=Counter)  # decode instance, Arrival
     transfers_missing: Counter[Key] = field(default_factory=Counter)  # decode instance
     cache_misses: Counter[Key] = field(default_factory=Counter)  # decode instance
+    slice_crossings: Counter[Key] = field(default_factory=Counter)  # CrossingReason
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
     return_kv_legs: Counter[Key] = field(default_factory=Counter)  # named, unknown
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome

@@ -16,7 +16,7 @@ from xpyd_proxy.core.counters import Counters, Histogram, Key
 from xpyd_proxy.core.discovery.reconcile import Freshness
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
-from xpyd_proxy.core.routing.fleet_groups import unpaired
+from xpyd_proxy.core.routing.fleet_groups import slices, unpaired
 from xpyd_proxy.core.workers.reports import Whole, together
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
@@ -206,6 +206,13 @@ class _Collector:
         for role, count in unpaired(self._engines).items():
             alone.add_metric((role,), count)
         yield from (legs, alone)
+        text = "Engines that may serve, by xpyd.io/slice; 0: the slice has some, and none of them may."
+        parts = GaugeMetricFamily("xpyd_slice_instances", text, labels=("slice", "role"))
+        for labels, count in slices(self._engines).items():
+            parts.add_metric(labels, count)
+        yield parts
+        text = "Pairs whose engines are of two slices though one is preferred (slice_pairing), by reason."
+        yield from _counter("xpyd_slice_crossings", text, ("reason",), self._counters.slice_crossings)
         yield from _speeds(members)
 
     def _queue(self) -> Iterator[_Family]:

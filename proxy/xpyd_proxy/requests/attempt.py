@@ -241,7 +241,7 @@ class Attempt(LegOwner):
             return ()
         fitting = of.fleet.fitting(self.prefill.instance, decodes)
         fresh = [instance for instance in fitting if instance.id not in self.chances.avoided | {failed.id}]
-        return fresh if fresh or len(fitting) < len(decodes) else fitting
+        return of.fleet.nearest(self.prefill.instance, fresh if fresh or len(fitting) < len(decodes) else fitting)
 
     def may_repeat(self, failed: LegFailed, others: Sequence[Instance]) -> bool:
         """Tell whether a leg may be sent again, with so many engines of its role, and count it."""

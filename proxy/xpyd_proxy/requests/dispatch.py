@@ -246,7 +246,10 @@ class Dispatch:
             raise failed
         self._life.record.set_aside(_DECODE, failed.failure)
         failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
-        return attempt.one(others)
+        decode = attempt.one(others)
+        if attempt.prefill is not None:
+            self._life.of.fleet.took_over(attempt.prefill.instance, decode, self._plan.ask)
+        return decode
 
     # ---- STREAMING
 

@@ -118,11 +118,19 @@ def discovering(found):
     then = f"""
     The first choice after a change sorts the engines into groups anew: with {change["engines"]:,} engines
     {change["ms"]["one revision"]:.1f} ms, and {change["ms"]["two revisions"]:.1f} ms in the middle of a rollout (before
-    kinds of engines were compared in place of engines: 1,300 and 12 ms). With {beside["engines"]:,} engines,
+    kinds of engines were compared in place of engines: 1,300 and 12 ms).{slices(change)}
+    With {beside["engines"]:,} engines,
     {beside["requests_s"]} choices and {beside["events_s"]} pod events a second, other tasks of the event loop, such as
     a `GET /ready`, wait {beside["p99"]:.1f} ms at most in 99 of 100 cases, and {beside["most"]:.1f} ms at worst (wall
     time; no HTTP)."""
     return f"## C. Hearing of them\n\n{table(title, rows)}\n\n{prose(what)}\n\n{prose(then)}"
+
+
+def slices(change):
+    """Say what a change costs in a fleet of slices, as far as that was measured."""
+    named = {case: case.split(" ") for case in change["ms"] if case.startswith(("require ", "prefer "))}
+    some = ", ".join(f"{change['ms'][case]:.1f} ms ({pairing}, {n})" for case, (pairing, n) in named.items())
+    return f" In slices: {some}." if some else ""
 
 
 def sending(found):

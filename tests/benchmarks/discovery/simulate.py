@@ -52,10 +52,11 @@ from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.request_path.policies import ITL_WEIGHT, policy_of
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.reports import report_of
-from xpyd_proxy.settings import KvTransferMode, PolicyName, Settings
+from xpyd_proxy.settings import KvTransferMode, PolicyName, Settings, SlicePairing
 
 SIZES = (10, 100, 1000)  # engines, half of them of each role
 ROUTERS, ENGINES, RATE = 100, 1000, 10_000.0
+SLICES = (28, 250)  # racks of 72 engines, and NVLink domains of 8
 LARGE = 2000  # engines of one router: what one change costs
 PROMPT = random.Random(1).randbytes(2048).hex().encode()  # 4 KiB of JSON text
 PATH = "/v1/completions"
@@ -120,6 +121,17 @@ def registry_of(count, case="one revision"):
             member.load.enter(RequestId(f"{number}-{request}"))
         if role is Role.PREFILL:
             member.load.reported(NamedMetrics(dice.randrange(3), dice.random()), now=now + 1e6)
+    return registry
+
+
+def sliced(count, slices, pairing):
+    """Engines of one revision in so many slices of equal sizes."""
+    registry = Registry(Settings(slice_pairing=pairing))
+    for number in range(count):
+        role = Role.PREFILL if number % 2 == 0 else Role.DECODE
+        one = replace(target(number, role, "r1"), slice=f"s{number // 2 % slices}")
+        (instance,) = registry.add_target(role, one, now=0.0)
+        registry.learn(instance.id, EngineCapabilities(frozenset({"m"}), "0.32.0", "xpyd"))
     return registry
 
 
@@ -194,8 +206,10 @@ def request_cost(count, spent_s):
 def change_of(count):
     """Time the first choice after an engine has changed, which compares engines anew."""
     found = {}
-    for case in ("one revision", "two revisions"):
-        registry = registry_of(count, case)
+    cases = {case: registry_of(count, case) for case in ("one revision", "two revisions")}
+    for pairing, slices in itertools.product((SlicePairing.REQUIRE, SlicePairing.PREFER), SLICES):
+        cases[f"{pairing} {slices}"] = sliced(count, slices, pairing)
+    for case, registry in cases.items():
         fleet, name, turn = fleet_of(registry, RoundRobin()), registry.known(Role.DECODE)[3].id, iter(range(10**9))
 
         def change(registry=registry, fleet=fleet, name=name, turn=turn):

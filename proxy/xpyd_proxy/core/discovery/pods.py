@@ -1,5 +1,6 @@
 """A pod as Kubernetes describes it, and the engine that it is."""
 
+import re
 from enum import StrEnum
 from typing import Final
 
@@ -12,6 +13,10 @@ from xpyd_proxy.errors import AddressError
 
 WORKER_INDEX: Final = "leaderworkerset.sigs.k8s.io/worker-index"
 PORT_NAME: Final = "http"
+# What Kubernetes takes for the key of a label.
+LABEL_KEY: Final = re.compile(
+    r"(?:[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+)
 
 
 class Mark(StrEnum):
@@ -19,6 +24,7 @@ class Mark(StrEnum):
 
     ROLE = "xpyd.io/role"
     REVISION = "xpyd.io/revision"
+    SLICE = "xpyd.io/slice"
     PORT = "xpyd.io/port"
     RANKS = "xpyd.io/ranks"
     MODE = "xpyd.io/mode"
@@ -68,17 +74,29 @@ class Pod(msgspec.Struct):
     status: _Status = msgspec.field(default_factory=_Status)
 
 
-def read_pod(meta: Meta, raw: msgspec.Raw) -> Wanted | AddressError | None:
-    """Read a pod; what is wrong with it is a value, too."""
+def read_pod(
+    meta: Meta,
+    raw: msgspec.Raw,
+    port: int | None = None,
+    *,
+    is_first: bool = True,
+    slice_label: str = Mark.SLICE,
+) -> Wanted | AddressError | None:
+    """Read a pod; what is wrong with it is a value, too.
+
+    ``port``: that of the engine, unless the pod names another (an InferencePool has ports of its own); ``is_first``:
+    this is the first of several, which is the engine of a pod that names its port; ``slice_label``: names its slice.
+    """
     try:
-        return engine_of(decode(raw, Pod))
+        pod = decode(raw, Pod)
+        return engine_of(pod, port, slice_label) if is_first or _mark(pod, Mark.PORT) is None else None
     except AddressError as exc:
         return exc
     except NotJson as exc:
         return AddressError(f"pod {meta.name} is not what Kubernetes calls a pod: {exc}")
 
 
-def engine_of(pod: Pod) -> Wanted | None:
+def engine_of(pod: Pod, port: int | None = None, slice_label: str = Mark.SLICE) -> Wanted | None:
     """Return the engine; None: it has none (yet, or any more), or is a worker of another pod's engine.
 
     A pod that is being deleted leaves, and so does one that is not ready: it gets nothing new, and keeps its record
@@ -97,28 +115,33 @@ def engine_of(pod: Pod) -> Wanted | None:
         raise _wrong(pod, Mark.ROLE, role, "prefill or decode")
     is_ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
     leaves = pod.metadata.deletion_timestamp is not None or not is_ready
-    return Wanted(Role(role), _target(pod, pod.status.ip), pod.metadata.uid, leaves)
+    return Wanted(Role(role), _target(pod, pod.status.ip, port, slice_label), pod.metadata.uid, leaves)
 
 
-def _target(pod: Pod, ip: str) -> Target:
+def _target(pod: Pod, ip: str, port: int | None, slice_label: str) -> Target:
     host = f"[{ip}]" if ":" in ip else ip
     scheme, revision = _mark(pod, Mark.SCHEME) or "http", _mark(pod, Mark.REVISION)
     options = {"dp": _mark(pod, Mark.RANKS), "mode": _mark(pod, Mark.MODE)}
     if scheme not in ("http", "https"):
         raise _wrong(pod, Mark.SCHEME, scheme, "http or https")
-    if revision is not None and not REVISION.fullmatch(revision):
-        raise _wrong(pod, Mark.REVISION, revision, "at most 63 letters, digits, '-', '_' and '.'")
-    said = "&".join(f"{name}={value}" for name, value in (options | {"revision": revision}).items() if value)
-    text = f"{scheme}://{host}:{_port(pod)}" + (f"#{said}" if said else "")
+    names: dict[str, str | None] = {Mark.REVISION: revision, slice_label: _mark(pod, slice_label)}
+    for mark, name in names.items():
+        if name is not None and not REVISION.fullmatch(name):
+            raise _wrong(pod, mark, name, "at most 63 letters, digits, '-', '_' and '.'")
+    options |= {"revision": revision, "slice": names[slice_label]}
+    said = "&".join(f"{name}={value}" for name, value in options.items() if value)
+    text = f"{scheme}://{host}:{_port(pod, port)}" + (f"#{said}" if said else "")
     try:
         return Target.parse(text)
     except AddressError as exc:
         raise AddressError(f"pod {pod.metadata.name}: {exc}") from exc
 
 
-def _port(pod: Pod) -> str:
+def _port(pod: Pod, given: int | None) -> str:
     if (said := _mark(pod, Mark.PORT)) is not None:
         return said
+    if given is not None:
+        return str(given)
     ports = [port for container in pod.spec.containers for port in container.ports or ()]
     for port in ports:
         if port.name == PORT_NAME:
@@ -127,10 +150,10 @@ def _port(pod: Pod) -> str:
     raise AddressError(f"{missing}: name one, or write the number into {Mark.PORT}")
 
 
-def _mark(pod: Pod, mark: Mark) -> str | None:
+def _mark(pod: Pod, mark: str) -> str | None:
     meta = pod.metadata
     return (meta.annotations or {}).get(mark) or (meta.labels or {}).get(mark) or None
 
 
-def _wrong(pod: Pod, mark: Mark, value: str, right: str) -> AddressError:
+def _wrong(pod: Pod, mark: str, value: str, right: str) -> AddressError:
     return AddressError(f"pod {pod.metadata.name}: {mark} is {value!r}: write {right}")

@@ -15,6 +15,8 @@ MODES: Final[Mapping[push_coordinates.CoordinatesState, TransferMode]] = {
     push_coordinates.CoordinatesState.SEVERAL: TransferMode.PUSH,
 }
 
+NO_SLICE: Final = ""  # stands for engines without one: with slice_pairing require they are a slice of their own
+
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
@@ -30,6 +32,8 @@ class EngineCapabilities:
     engine_id: str | None = None  # prefill: by which decode engines know it
     incompatible: frozenset[str] | None = None  # decode: engine ids of those it has met and cannot load from
     adapters: frozenset[str] | None = None  # those of the models that are LoRA adapters
+    slice: str | None = None  # its zone, rack or NVLink domain, as its pod or its operator says
+    pairs_within: str | None = None  # the slice that its partners must be of (slice_pairing require); None: any
 
     def serves(self, model: str | None) -> bool:
         """Tell whether a request for a model may go there; None: the request names none."""
@@ -48,6 +52,8 @@ class EngineCapabilities:
             found.engine_id or self.engine_id,
             self.incompatible if found.incompatible is None else found.incompatible,
             self.adapters if found.adapters is None else found.adapters,
+            found.slice or self.slice,
+            self.pairs_within if found.pairs_within is None else found.pairs_within,
         )
 
 
@@ -60,6 +66,7 @@ _COMPARED: Final = {
     "revision": "the revision",
     "protocol": "the connector's protocol",
     "fingerprint": "the connector's fingerprint",
+    "pairs_within": "the slice",
 }
 compared: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(*_COMPARED)
 

@@ -19,6 +19,14 @@ _RECEIVED: Final = re.compile(
     rb'(?P<labels>[^\n]*source="(?:external_kv_transfer|local_cache_hit)"[^\n]*)\} (?P<value>[0-9.eE+]{1,32})$',
     re.MULTILINE,
 )
+# Of vllm/v1/metrics/loggers.py. A line of the text follows another one: their comments come first.
+_RUNNING: Final = b"\nvllm:num_requests_running"
+_WAITING: Final = b"\nvllm:num_requests_waiting"
+_USAGE: Final = b"\nvllm:kv_cache_usage_perc"
+_VALUE: Final = re.compile(
+    rb"vllm:[a-z_]{1,40}(?:\{(?P<labels>[^\n]{0,2000})\})? "
+    rb"(?P<value>[0-9]{1,18}(?:\.[0-9]{1,18})?(?:[eE][+-]?[0-9]{1,2})?)"
+)
 _RANK: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
 
 
@@ -68,6 +76,38 @@ def incompatible_peers(text: bytes, rank: int | None = None) -> frozenset[str]:
     """Read which prefill engines a decode engine has met and cannot load from, by their engine ids."""
     lines = (line["labels"] for line in _REFUSED.finditer(text) if _is_of(line, rank))
     return frozenset(peer[1].decode() for labels in lines if (peer := _PEER.search(labels)))
+
+
+@dataclass(frozen=True, slots=True)
+class ShownLoad:
+    """How busy an engine was, whoever has sent the requests."""
+
+    at: float  # seconds of the registry's clock
+    requests: int  # running and waiting
+    kv_usage: float | None  # share of its KV cache in use; None: it does not show it
+
+
+def shown_load(text: bytes, rank: int | None = None, *, now: float) -> ShownLoad | None:
+    """Read how busy an engine is, or one of its data-parallel ranks; None: it does not show its requests."""
+    running, waiting = (_gauge(text, name, rank) for name in (_RUNNING, _WAITING))
+    if not running:
+        return None
+    usage = _gauge(text, _USAGE, rank)
+    requests = int(min(1e9, max(0.0, sum(running) + sum(waiting))))
+    return ShownLoad(now, requests, min(1.0, max(0.0, max(usage))) if usage else None)
+
+
+def _gauge(text: bytes, name: bytes, rank: int | None) -> list[float]:
+    """Read the values of a gauge. Its lines are searched for as bytes: a text has hundreds of kB, and it has a few."""
+    found, at = list[float](), text.find(name)
+    while at >= 0:
+        end = text.find(b"\n", at + 1)
+        is_whole = text[at + len(name) : at + len(name) + 1] in (b"{", b" ")  # others begin alike
+        line = _VALUE.fullmatch(text[at + 1 : end if end >= 0 else len(text)])
+        if is_whole and line is not None and _is_of(line, rank):
+            found.append(float(line["value"]))
+        at = text.find(name, at + 1)
+    return found
 
 
 def _is_of(line: re.Match[bytes], rank: int | None) -> bool:

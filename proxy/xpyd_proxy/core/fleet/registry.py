@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
+from xpyd_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities, fit
+from xpyd_proxy.core.fleet.engine_metrics import ShownLoad
 from xpyd_proxy.core.fleet.engine_speed import EngineSpeed
 from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
 from xpyd_proxy.core.fleet.load import Load
 from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
-from xpyd_proxy.settings import Settings
+from xpyd_proxy.settings import Settings, SlicePairing
 
 _SURE: Final = 2  # readings in a row: vLLM's numbers are those of its step before
 
@@ -62,6 +63,7 @@ class Member:
     drain: Drain | None = None  # while it is drained
     retires: bool = False  # it is forgotten once it is drained
     origin: Origin = BY_HAND  # who wants it here
+    shown: ShownLoad | None = None  # decode: how busy it was by its own metrics; None: it does not say
 
 
 class Registry:
@@ -74,6 +76,7 @@ class Registry:
         self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}  # the same by role, host and port; none is empty
         self._added: dict[Role, int] = dict.fromkeys(Role, 0)
         self.changes = ChangeCount()
+        self.slice_pairing: Final = self._settings.slice_pairing
 
     def add(
         self,
@@ -98,7 +101,8 @@ class Registry:
 
     def add_target(self, role: Role, target: Target, *, now: float, origin: Origin = BY_HAND) -> Sequence[Instance]:
         """Start to route to an engine, or to each of its data-parallel ranks; raises AlreadyKnown."""
-        facts = EngineCapabilities(mode=target.mode, revision=target.revision)
+        within = (target.slice or NO_SLICE) if self.slice_pairing is SlicePairing.REQUIRE else None
+        facts = EngineCapabilities(mode=target.mode, revision=target.revision, slice=target.slice, pairs_within=within)
         return [self.add(role, target.address, rank=rank, facts=facts, now=now, origin=origin) for rank in target.ranks]
 
     def claim(self, role: Role, authority: str) -> None:

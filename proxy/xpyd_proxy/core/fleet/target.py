@@ -13,7 +13,7 @@ from xpyd_proxy.errors import AddressError
 REVISION: Final = re.compile(r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")  # what Kubernetes takes for a label
 _OPTIONS: Final = re.compile(
     r"(?:dp=(?P<dp>[1-9][0-9]{0,2})(?:&|$))?(?:mode=(?P<mode>pull|push)(?:&|$))?"
-    rf"(?:revision=(?P<revision>{REVISION.pattern}))?"
+    rf"(?:revision=(?P<revision>{REVISION.pattern})(?:&|$))?(?:slice=(?P<slice>{REVISION.pattern}))?"
 )
 
 
@@ -25,6 +25,7 @@ class Target:
     ranks: tuple[int | None, ...] = (None,)  # the data-parallel ranks behind the address, each an instance of its own
     mode: TransferMode | None = None  # who moves the KV cache; None: it shows
     revision: str | None = None  # of its deployment: two revisions never share a request; None: fits all
+    slice: str | None = None  # its zone, rack or NVLink domain: with whom it shares requests (slice_pairing)
 
     @property
     def text(self) -> str:
@@ -32,7 +33,8 @@ class Target:
         dp = "" if self.ranks == (None,) else f"dp={len(self.ranks)}"
         mode = "" if self.mode is None else f"mode={self.mode}"
         revision = "" if self.revision is None else f"revision={self.revision}"
-        options = "&".join(filter(None, (dp, mode, revision)))
+        part = "" if self.slice is None else f"slice={self.slice}"
+        options = "&".join(filter(None, (dp, mode, revision, part)))
         return f"{self.address.url}#{options}" if options else self.address.url
 
     @classmethod
@@ -42,12 +44,12 @@ class Target:
         found = _OPTIONS.fullmatch(options)
         if found is None or (mark and not options) or options.endswith("&"):
             raise AddressError(
-                f"{text!r} ends in #{options}: write #dp=N (1 to 999), #mode=pull, #mode=push, #revision=NAME "
-                "or several of them in this order, with & between them"
+                f"{text!r} ends in #{options}: write #dp=N (1 to 999), #mode=pull, #mode=push, #revision=NAME, "
+                "#slice=NAME or several of them in this order, with & between them"
             )
         ranks = tuple(range(int(found["dp"]))) if found["dp"] else (None,)
         mode = TransferMode(found["mode"]) if found["mode"] else None
-        return cls(Address.parse(address), ranks, mode, found["revision"])
+        return cls(Address.parse(address), ranks, mode, found["revision"], found["slice"])
 
 
 class EngineSource(StrEnum):

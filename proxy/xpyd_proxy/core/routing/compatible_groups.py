@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from math import fsum  # sum() of floats fails where this is compiled: mypyc takes its result for an int
 from typing import Final, TypeAlias
 
-from xpyd_proxy.core.fleet.compatibility import Compared, EngineCapabilities, compared, fit
+from xpyd_proxy.core.fleet.compatibility import NO_SLICE, Compared, EngineCapabilities, compared, fit
 from xpyd_proxy.core.model import Instance
 
 Facts: TypeAlias = Callable[[Instance], EngineCapabilities]
 _MOST_GROUPS: Final = 64  # of engines that all fit each other; those beyond share one, in which each pair is looked at
+_FEW_LISTED: Final = 2  # groups that a prefill engine is in, on the mean, up to which there may be more: slices
 NO_PREFILL: Final = "no prefill engine fits"  # the name of a group
 _UNKNOWN: Final = "unknown facts"
 
@@ -65,12 +66,16 @@ def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts
     """Sort engines into groups, in the order of the decode engines."""
     decodes = _decode_kinds(decode, facts)
     prefills = _prefill_kinds(prefill, facts, [kind.facts.incompatible for kind in decodes])
-    comparisons = len(decodes) * len(prefills)
+    comparisons = 0
+    by_slice = _by_slice(prefills)
+    anywhere = [i for i in by_slice[None] if prefills[i].facts.pairs_within is None]
     partners = dict[
         tuple[int, ...], list[_EngineKind]
     ]()  # kinds of decode engines by the kinds of prefill engines they fit
     for kind in decodes:
-        fitting = tuple([i for i, other in enumerate(prefills) if fit(other.facts, kind.facts)])
+        others = by_slice[None] if kind.facts.pairs_within is None else by_slice.get(kind.facts.pairs_within, anywhere)
+        comparisons += len(others)
+        fitting = tuple([i for i in others if fit(prefills[i].facts, kind.facts)])
         partners.setdefault(fitting, []).append(kind)
     counts = _counts(partners, prefills)
     groups = [
@@ -119,6 +124,19 @@ def _prefill_kinds(
     return list(kinds.values())
 
 
+def _by_slice(prefills: Sequence[_EngineKind]) -> dict[str | None, list[int]]:
+    """List the kinds of prefill engines that the decode engines of each slice may fit; None: those of any slice.
+
+    Hundreds of slices are tens of thousands of pairs of kinds, of which nearly none fit.
+    """
+    found: dict[str | None, list[int]] = {None: [*range(len(prefills))]}
+    anywhere = [i for i, kind in enumerate(prefills) if kind.facts.pairs_within is None]
+    for i, kind in enumerate(prefills):
+        if kind.facts.pairs_within is not None:
+            found.setdefault(kind.facts.pairs_within, [*anywhere]).append(i)
+    return {within: sorted(kinds) for within, kinds in found.items()}
+
+
 def _counts(
     partners: dict[tuple[int, ...], list[_EngineKind]], prefills: Sequence[_EngineKind]
 ) -> dict[tuple[int, ...], float]:
@@ -136,6 +154,9 @@ def _counts(
 def _bounded(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]:
     """Merge the smallest groups if there are too many: the lists of all groups together must not grow as x times y."""
     if len(groups) <= _MOST_GROUPS:
+        return groups
+    engines = {instance.id for group in groups for instance in group.prefill}
+    if sum([len(group.prefill) for group in groups]) <= _FEW_LISTED * len(engines):
         return groups
     by_size = sorted(groups, key=lambda group: (bool(group.prefill), -len(group.decode)))
     kept, rest = by_size[: _MOST_GROUPS - 1], by_size[_MOST_GROUPS - 1 :]
@@ -166,8 +187,9 @@ def _joined(kinds: Sequence[_EngineKind], everyone: Sequence[Instance]) -> Seque
 
 def _words(facts: EngineCapabilities) -> str:
     """Name what is known of an engine; the revision first, for it is what operators know."""
-    version, connector, mode, revision, protocol, fingerprint = compared(facts)
+    version, connector, mode, revision, protocol, fingerprint, within = compared(facts)
     named = (
+        ("slice", "none" if within == NO_SLICE else within),
         ("revision", revision),
         ("version", version),
         ("connector", connector),

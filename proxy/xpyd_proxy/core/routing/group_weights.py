@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import fsum, log
 from typing import Final
 
-from xpyd_proxy.core.model import InstanceId
+from xpyd_proxy.core.model import Instance, InstanceId
 from xpyd_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping
 
 BOUND: Final = 1.4  # times its fair share that an engine gets before decode engines serve alone
@@ -22,7 +22,7 @@ _BURST: Final = 4.0  # requests that caches may send to a group beyond its bound
 _GOLDEN: Final = 0.6180339887498949  # its multiples, modulo 1, are spread evenly over any number of turns in a row
 _HASHES: Final = float(1 << 64)
 _LEAST: Final = 1e-9
-_MOST_CREDITS: Final = 256
+_MOST_CREDITS: Final = 4096  # groups: there is one for each slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,17 @@ class Shares:
     def __init__(self, shares: Sequence[GroupShare]) -> None:
         self.all = shares
         self.upto = list(accumulate([share.weight for share in shares]))  # the sums of the weights so far
-        self.groups = list({share.group.name: share.group for share in shares}.values())
-        self.by_decode = dict[InstanceId, GroupShare]()  # the first share of a decode engine's group
+        self.by_engine = dict[InstanceId, GroupShare]()  # the first share that an engine has a part in
+        self.limits = dict[str, float]()  # by group: the limit of its first share
+        prefill, decode = dict[InstanceId, Instance](), dict[InstanceId, Instance]()
         for share in reversed(shares):
-            self.by_decode.update(dict.fromkeys([instance.id for instance in share.group.decode], share))
+            self.limits[share.group.name] = share.limit
+            sides = ((decode, share.group.decode), (prefill, () if share.alone else share.group.prefill))
+            for side, engines in sides:
+                for instance in engines:
+                    side[instance.id] = instance
+                    self.by_engine[instance.id] = share
+        self.prefill, self.decode = list(prefill.values()), list(decode.values())
 
 
 def shares_of(grouping: Grouping, *, may_be_alone: bool) -> Shares:
@@ -86,7 +93,8 @@ class GroupTurns:
 
     def __init__(self, turn: int = 0, credit: Mapping[str, float] | None = None) -> None:
         self._turn = turn
-        self._credit = dict(credit or {})  # by group: requests that its engines may still get because of a cache
+        # By group: the requests that its engines may still get because of a cache; None: no cache was asked yet.
+        self._credit = None if credit is None else dict(credit)
 
     def next(self, shares: Shares) -> GroupShare:
         """Return the share whose turn it is."""
@@ -98,8 +106,10 @@ class GroupTurns:
 
     def cached(self, shares: Shares, holders: Sequence[InstanceId]) -> GroupShare | None:
         """Return the share of the first of these engines whose group has not reached its limit; None: there is none."""
+        if self._credit is None:
+            self._credit = {}
         for name in holders:
-            share = shares.by_decode.get(name)
+            share = shares.by_engine.get(name)
             if share is not None and self._credit.get(share.group.name, _BURST) >= 1:
                 self._count(shares, share)
                 return share
@@ -115,11 +125,14 @@ class GroupTurns:
 
     def _count(self, shares: Shares, chosen: GroupShare) -> None:
         """Let each group have more by its limit, and the chosen one have one request less."""
-        if len(self._credit) > _MOST_CREDITS:
-            self._credit.clear()
-        for name, limit in {share.group.name: share.limit for share in reversed(shares.all)}.items():
-            self._credit[name] = min(_BURST, self._credit.get(name, _BURST) + limit)
-        self._credit[chosen.group.name] -= 1
+        credit = self._credit
+        if credit is None:
+            return
+        if len(credit) > _MOST_CREDITS:
+            credit.clear()
+        for name, limit in shares.limits.items():
+            credit[name] = min(_BURST, credit.get(name, _BURST) + limit)
+        credit[chosen.group.name] -= 1.0
 
 
 def _bid(share: GroupShare, session: str) -> float:

@@ -11,8 +11,10 @@ from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import ANY, Instance, Role, RoutingHints, SingleEngineReason
 from xpyd_proxy.core.routing.compatible_groups import Grouping, group_engines
-from xpyd_proxy.core.routing.group_weights import GroupTurns, Shares, shares_of
+from xpyd_proxy.core.routing.group_weights import GroupShare, GroupTurns, Shares, shares_of
+from xpyd_proxy.core.routing.slices import divide_by_slice, nearest
 from xpyd_proxy.errors import BadRequest, NoInstance, NoMatchingInstance, UnknownModel
+from xpyd_proxy.settings import SlicePairing
 
 Among: TypeAlias = Sequence[Instance]
 Pair: TypeAlias = tuple[Instance, Instance]  # the prefill engine, and the decode engine
@@ -99,7 +101,8 @@ class _Seen:
 class PairSelector:
     """Narrows the engines down to those that serve the model and fit together, and lets a choice choose.
 
-    With several groups of compatible engines, as during a rollout, the group is chosen first (group_weights).
+    With several groups of compatible engines, as during a rollout, the group is chosen first (group_weights), and so is
+    the slice, if there are several that count (slices).
     """
 
     registry: Registry
@@ -108,6 +111,8 @@ class PairSelector:
     cache_holders: Callable[[Among, RoutingHints], Among] | None = None  # decode engines that its cache prefers, if any
     turns: GroupTurns = field(default_factory=GroupTurns)
     weighing: WeighingPolicy | None = None  # the choice, if it also decides whether a decode engine serves alone
+    # Prefill engines that the cache of their policy prefers, where that of decode engines does not decide.
+    prefill_holders: Callable[[Among, RoutingHints], Among] | None = None
     _seen: dict[tuple[str | None, int | None], _Seen] = field(
         default_factory=dict[tuple[str | None, int | None], _Seen]
     )
@@ -187,6 +192,7 @@ class PairSelector:
             self.cache_holders,
             self.turns.copy(),
             weighing,
+            self.prefill_holders,
         )
 
     def _alone(self, decode: Among, ask: RoutingHints) -> Among:
@@ -203,9 +209,8 @@ class PairSelector:
         share = None
         if ask.session is not None:
             share = self.turns.of_session(shares, ask.session)
-        elif self.cache_holders is not None and ask.prompt:
-            among = [instance for each in shares.groups for instance in each.decode]
-            share = self.turns.cached(shares, [instance.id for instance in self.cache_holders(among, ask)])
+        elif ask.prompt:
+            share = self._cached(shares, ask)
         if share is None:
             share = self.turns.next(shares)
         group = share.group
@@ -213,13 +218,26 @@ class PairSelector:
             return None, self.choice.one(group.decode, ask)
         return self.choice.pair(group.prefill, group.decode, ask, compatibility.always if group.all_fit else self._fits)
 
+    def _cached(self, shares: Shares, ask: RoutingHints) -> GroupShare | None:
+        """Return the share of an engine that has the prompt in its cache; None: a cache decides nothing."""
+        share = None
+        if self.cache_holders is not None:
+            holders = self.cache_holders(shares.decode, ask)
+            share = self.turns.cached(shares, [instance.id for instance in holders])
+        if share is None and self.prefill_holders is not None and shares.prefill:
+            holders = self.prefill_holders(shares.prefill, ask)
+            share = self.turns.cached(shares, [instance.id for instance in holders])
+        return share
+
     def _look(self, of: Sequence[object], prefill: Among, decode: Among) -> _Seen:
         """Sort engines that serve the model into groups. Raises NoMatchingInstance: no two of them fit."""
         grouping = self._grouped(prefill, decode)
         pairs = grouping.pairs
         prefill, decode = _paired(grouping, prefill, decode)
-        shares = shares_of(grouping, may_be_alone=False)
-        alone = shares_of(grouping, may_be_alone=True)
+        alone = self._shares(grouping, may_be_alone=True)
+        # Where nothing is served alone although it may be, nothing changes if it may not.
+        is_some_alone = True in [share.alone for share in alone.all]
+        shares = self._shares(grouping, may_be_alone=False) if is_some_alone else alone
         return _Seen(
             of,
             prefill,
@@ -228,6 +246,10 @@ class PairSelector:
             shares if len(shares.all) > 1 else None,
             alone if len(alone.all) > 1 else None,
         )
+
+    def _shares(self, grouping: Grouping, *, may_be_alone: bool) -> Shares:
+        shares = shares_of(grouping, may_be_alone=may_be_alone)
+        return divide_by_slice(shares, self._slice_of) if self._prefers_slices else shares
 
     def _grouped(self, prefill: Among, decode: Among) -> Grouping:
         grouping = group_engines(prefill, decode, self.registry.facts)
@@ -277,14 +299,24 @@ class PairSelector:
         (trying_p, well_p), (trying_d, well_d) = self._sorted(prefill), self._sorted(decode)
         if ask.again and well_p and well_d and group_engines(well_p, well_d, self.registry.facts).pairs:
             return self._choose(self._look((), well_p, well_d), ask, may_be_alone=may_be_alone)
+        if not trying_p and not trying_d:  # what waits for its trial fits no engine, or serves another model
+            return self._choose(self._look((), prefill, decode), ask, may_be_alone=may_be_alone)
         if trying_p:
             prefill = trying_p[:1]
             fitting = [d for d in well_d if self._fits(prefill[0], d)]
-            decode = fitting or [d for d in decode if self._fits(prefill[0], d)]
-        elif trying_d:
+            decode = self._near(prefill[0], fitting or [d for d in decode if self._fits(prefill[0], d)])
+        else:
             decode = trying_d[:1]
-            prefill = [p for p in prefill if self._fits(p, decode[0])]
+            prefill = self._near(decode[0], [p for p in prefill if self._fits(p, decode[0])])
         return self.choice.pair(prefill, decode, ask, compatibility.always)
+
+    def _near(self, engine: Instance, others: Among) -> Among:
+        """Leave those of its slice, if slices count and some are."""
+        return nearest(engine, others, self._slice_of) if self._prefers_slices else others
+
+    @property
+    def _prefers_slices(self) -> bool:
+        return self.registry.slice_pairing is SlicePairing.PREFER
 
     def _sorted(self, among: Among) -> tuple[Among, Among]:
         """Tell those that wait for their trial from those that are well."""
@@ -294,6 +326,9 @@ class PairSelector:
             if (member := self.registry.get(instance.id)) is not None and member.life.state is HealthState.HALF_OPEN
         ]
         return trying, [instance for instance in among if instance not in trying] if trying else among
+
+    def _slice_of(self, instance: Instance) -> str | None:
+        return self.registry.facts(instance).slice
 
     def _fits(self, prefill: Instance, decode: Instance) -> bool:
         return compatibility.fit(self.registry.facts(prefill), self.registry.facts(decode))

@@ -1,11 +1,12 @@
-"""Looks into the decode engines' counters again and again: does KV arrive as promised, and whose do they refuse?"""
+"""Looks into the decode engines' metrics again and again: does KV arrive, whose do they refuse, how busy are they?"""
 
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.engine_metrics import incompatible_peers, read, received
+from xpyd_proxy.core.fleet.engine_metrics import incompatible_peers, read, received, shown_load
 from xpyd_proxy.core.fleet.kv_inflow import KvInflow
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, Role
@@ -27,11 +28,13 @@ class InflowWatch:
         telemetry: Telemetry,
         *,
         every_s: float = EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._metrics = metrics  # raises ProbeFailed
         self._telemetry = telemetry
         self._every_s = every_s
+        self._clock = clock  # seconds; the one of the registry's times
         self._inflow = KvInflow()
 
     @asynccontextmanager
@@ -56,6 +59,8 @@ class InflowWatch:
                 incompatible = incompatible_peers(exposition, decode.rank)
                 self._registry.learn(decode.id, EngineCapabilities(incompatible=incompatible))
                 refused |= incompatible
+                if (member := self._registry.get(decode.id)) is not None:
+                    member.shown = shown_load(exposition, decode.rank, now=self._clock())
             if dry := self._inflow.look(decode.id, found, promised):
                 said = "%s got no KV cache for its last %d legs with a transfer: it computes the prompts"
                 logger.warning(said, decode.id, dry)

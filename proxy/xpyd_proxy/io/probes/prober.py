@@ -91,19 +91,22 @@ class Prober:
         A rollout of hundreds of engines has tens of thousands of such pairs, of two kinds.
         """
         refused = frozenset[str]().union(*(member.facts.incompatible or () for member in members))
-        prefills: dict[object, Member] = {}
-        decodes: dict[object, Member] = {}
+        # By the slice that they pair within: that those of two slices are apart is what the operator wants.
+        prefills: dict[str | None, dict[object, Member]] = {}
+        decodes: dict[str | None, dict[object, Member]] = {}
         for member in members:
             facts = member.facts
             if member.instance.role is Role.PREFILL:
                 own = facts.engine_id if facts.engine_id in refused else None
-                prefills.setdefault((compared(facts), own), member)
+                prefills.setdefault(facts.pairs_within, {}).setdefault((compared(facts), own), member)
             else:
-                decodes.setdefault((compared(facts), facts.incompatible), member)
+                key = compared(facts), facts.incompatible
+                decodes.setdefault(facts.pairs_within, {}).setdefault(key, member)
         found = {
             (decode.instance.id, prefill.instance.id): difference(prefill.facts, decode.facts)
-            for decode in decodes.values()
-            for prefill in prefills.values()
+            for within, some in decodes.items()
+            for decode in some.values()
+            for prefill in prefills.get(within, {}).values()
             if not fit(prefill.facts, decode.facts)
         }
         for (decode_id, prefill_id), why in found.items():

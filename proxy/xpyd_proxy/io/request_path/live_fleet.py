@@ -24,10 +24,12 @@ from xpyd_proxy.core.protocol.kv_transfer_check import cached_share
 from xpyd_proxy.core.protocol.prompt_ids import may_tell_ids
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.pairing import Chosen, PairSelector
+from xpyd_proxy.core.routing.slices import SliceCrossings, nearest
 from xpyd_proxy.errors import NoInstance
 from xpyd_proxy.io.request_path.caches import Caches
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
 from xpyd_proxy.io.request_path.prompt_learner import PromptLearner
+from xpyd_proxy.settings import SlicePairing
 
 if TYPE_CHECKING:
     from xpyd_proxy.io.request_path.engine_costs import EngineCosts
@@ -76,6 +78,8 @@ class LiveFleet:
         self._learned = learned  # what prefill engines say in their answers
         self._clock = clock  # seconds; only differences count
         self.changed: Callable[[InstanceId], None] | None = None  # hears which engine has more requests, or fewer
+        # None: slices play no part, or no pair is of two.
+        self.crossings = SliceCrossings(registry) if registry.slice_pairing is SlicePairing.PREFER else None
         self.later = DeferredCalls()  # what went well and has yet to be told here
 
     @property
@@ -101,6 +105,17 @@ class LiveFleet:
         """List those decode engines that can read the blocks of a prefill engine, as far as it is known."""
         return self.registry.fitting(prefill, decode)
 
+    def nearest(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
+        """Leave the decode engines of a prefill engine's slice, if slices count and some are: all of them fit it."""
+        if self.crossings is None:
+            return decode
+        return nearest(prefill, decode, lambda instance: self.registry.facts(instance).slice)
+
+    def took_over(self, prefill: Instance, decode: Instance, ask: RoutingHints, /) -> None:
+        """Another decode engine has got the leg of one that could not be reached."""
+        if self.crossings is not None:
+            self.crossings.note(prefill, decode, ask.once_more())
+
     def shares_loads(self, /) -> bool:
         """Tell whether n answers to one prompt cost any decode engine one load: with our connector, as metrics show.
 
@@ -122,6 +137,8 @@ class LiveFleet:
         for instance in pair:
             if instance is not None:
                 self._chosen(instance)
+        if self.crossings is not None:
+            self.crossings.note(pair[0], pair[1], ask)
         return pair
 
     def any_pair(self, ask: RoutingHints = ANY, /, *, may_be_alone: bool = False) -> Chosen:
@@ -131,6 +148,8 @@ class LiveFleet:
             decodes = self.usable(Role.DECODE)
             pair = self.pair(self.usable(Role.PREFILL), decodes, ask, may_be_alone=may_be_alone)
             self._pairs.remember(ask)
+        elif self.crossings is not None:
+            self.crossings.note(pair[0], pair[1], ask)
         return pair
 
     def one(self, decode: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:

@@ -75,12 +75,13 @@ def fleet_of(
             raise ConfigError("expected_ttft chooses both engines: write it as prefill_policy and as decode_policy")
         costs = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=settings.max_decode_itl_s or None)
         weighing = ExpectedTtft(costs, dice)
-        pairs = PairSelector(registry, weighing, weighing=weighing)
+        pairs = PairSelector(registry, weighing, cache_holders=weighing.holders, weighing=weighing)
         return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=costs)
     parts = PolicyParts(Loads(registry, clock).of, dice, turn, caches)
     prefill, decode = (policy_of(name, parts) for name in names)
     if settings.decode_policy != PolicyName.PREFIX:
-        pairs = PairSelector(registry, PolicyPerLeg(prefill, decode))
+        holders = prefill.holders if isinstance(prefill, Prefix) else None
+        pairs = PairSelector(registry, PolicyPerLeg(prefill, decode), prefill_holders=holders)
         return LiveFleet(registry, pairs, learned, clock, caches, learner=learner)
     prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches)
     choice = PolicyPerLeg(prefill, prefix, decode_first=True)

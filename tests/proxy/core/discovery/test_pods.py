@@ -28,6 +28,8 @@ def test_a_ready_pod_is_an_engine():
         ({"annotations": {"xpyd.io/port": "9000"}}, "http://10.0.0.1:9000"),
         ({"port": None, "annotations": {"xpyd.io/port": "9000"}}, "http://10.0.0.1:9000"),
         ({"revision": "label", "annotations": {"xpyd.io/revision": "note"}}, "http://10.0.0.1:8000#revision=note"),
+        ({"slice": "rack-1"}, "http://10.0.0.1:8000#slice=rack-1"),
+        ({"revision": "v7", "slice": "rack-1"}, "http://10.0.0.1:8000#revision=v7&slice=rack-1"),
         ({"scheme": "https"}, "https://10.0.0.1:8000"),
         ({"ip": "fd00::7"}, "http://[fd00::7]:8000"),
         ({"worker": 0}, "http://10.0.0.1:8000"),
@@ -58,6 +60,7 @@ def test_a_pod_that_is_deleted_or_not_ready_leaves(said):
         ({"role": "both"}, "xpyd.io/role is 'both': write prefill or decode"),
         ({"scheme": "ftp"}, "xpyd.io/scheme"),
         ({"revision": "a&b"}, "xpyd.io/revision"),
+        ({"slice": "a&b"}, "xpyd.io/slice"),
         ({"ranks": "many"}, "dp=N"),
         ({"port": None}, "no container port named http"),
         ({"annotations": {"xpyd.io/port": "70000"}}, "between 1 and 65535"),
@@ -68,3 +71,12 @@ def test_what_cannot_be_is_said(said, named):
     with pytest.raises(AddressError, match=named) as info:
         engine(**said)
     assert "pod " in str(info.value)
+
+
+def test_another_label_may_name_the_slice():
+    """Kubernetes copies the zone of the node; a DisaggregatedSet numbers its slices."""
+    body = pod()
+    body["metadata"]["labels"]["topology.kubernetes.io/zone"] = "eu-1a"
+    found = engine_of(msgspec.convert(body, Pod), slice_label="topology.kubernetes.io/zone")
+
+    assert found.target.slice == "eu-1a"

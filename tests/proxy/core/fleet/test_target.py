@@ -18,6 +18,9 @@ H = Address("http", "h", 80)
         ("h:80#dp=3", Target(H, (0, 1, 2))),
         ("h:80#mode=push", Target(H, mode=TransferMode.PUSH)),
         ("h:80#dp=1&mode=pull", Target(H, (0,), TransferMode.PULL)),
+        ("h:80#revision=v1&slice=rack-1", Target(H, revision="v1", slice="rack-1")),
+        ("h:80#slice=zone.a", Target(H, slice="zone.a")),
+        ("h:80#dp=1&mode=pull&revision=v1&slice=a", Target(H, (0,), TransferMode.PULL, "v1", "a")),
     ],
 )
 def test_a_target_is_an_address_and_what_it_is_beyond_that(text, target):
@@ -27,7 +30,19 @@ def test_a_target_is_an_address_and_what_it_is_beyond_that(text, target):
 
 @pytest.mark.parametrize(
     "text",
-    ["h:80#", "h:80#dp=0", "h:80#dp=1000", "h:80#dp=x", "h:80#mode=both", "h:80#&mode=pull", "h#dp=2", "h:80#dp=2&"],
+    [
+        "h:80#",
+        "h:80#dp=0",
+        "h:80#dp=1000",
+        "h:80#dp=x",
+        "h:80#mode=both",
+        "h:80#&mode=pull",
+        "h#dp=2",
+        "h:80#dp=2&",
+        "h:80#slice=",
+        "h:80#slice=a b",
+        "h:80#slice=a&revision=b",
+    ],
 )
 def test_anything_else_is_refused(text):
     """In one sentence that says what would be right."""

@@ -11,12 +11,13 @@ from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.engine_metrics import Numbers
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.io.probes.checks import ProbeFailed, ProbeInvalid
 from xpyd_proxy.io.probes.prober import Prober
-from xpyd_proxy.settings import Settings
+from xpyd_proxy.settings import Settings, SlicePairing
 
 
 class Engines:
@@ -106,6 +107,21 @@ async def test_engines_that_are_alike_are_told_of_together(registry, engines, ca
         "decode-3 shares no request with prefill-0: the revision is b there and a here",
         "decode-3 shares no request with prefill-21: it has refused that one's KV cache, and its log says why",
     }
+
+
+async def test_that_slices_are_apart_is_what_was_asked_for(engines, caplog):
+    """Hundreds of slices are tens of thousands of pairs that nobody wants to read of; within a slice they are told."""
+    registry = Registry(Settings(slice_pairing=SlicePairing.REQUIRE))
+    for number in range(1, 41):
+        for role in Role:
+            revision = "b" if (number, role) == (40, Role.DECODE) else "a"
+            target = Target.parse(f"h:{number}#revision={revision}&slice=s{number}")
+            registry.add_target(role, target, now=time.monotonic())
+    async with prober(registry, engines, health_check_interval_s=0.05).running():
+        await until_async(lambda: engines.looks >= 80)
+
+    lines = [record.message for record in caplog.records if "shares no request" in record.message]
+    assert lines == ["decode-39 shares no request with prefill-39: the revision is a there and b here"]
 
 
 async def test_an_engine_that_falls_ill_breaks_and_comes_back(registry, engines):

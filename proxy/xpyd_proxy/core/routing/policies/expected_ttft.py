@@ -121,6 +121,14 @@ class ExpectedTtft:
             self._alone = ask, self._best_alone(among, ask).instance
         return self._costs.cached(self._alone[1], ask)
 
+    def holders(self, among: Among, ask: RoutingHints) -> Among:
+        """List the decode engines that have most of the prompt; none, if all have as much."""
+        matches = [self._costs.matched(each, ask) for each in among]
+        most = max(matches)
+        if most == 0 or (most == min(matches) and len(among) > 1):
+            return ()
+        return [each for each, match in zip(among, matches, strict=True) if match == most]
+
     def copy(self) -> "ExpectedTtft":
         """Return one that chooses alike, and whose choices leave no trace here."""
         return ExpectedTtft(self._costs, self._dice, notes=False)

@@ -1,4 +1,4 @@
-"""Values of made-up sites (sites.yaml): both helms render them, and every Kubernetes that we promise takes the objects."""
+"""Values of made-up sites (sites.yaml): both helms render them, and Kubernetes 1.29 to 1.37 takes the objects."""
 
 from pathlib import Path
 

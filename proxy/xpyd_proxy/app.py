@@ -64,7 +64,7 @@ from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.io.discovery.stores.file import FileStore
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 from xpyd_proxy.io.engine_timelines import Timelines
-from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
+from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, operator_key, server_tls
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.peers import RouterPeers, peers_of
 from xpyd_proxy.io.probes.checks import HttpChecks
@@ -219,13 +219,13 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         fleet.shares_loads,
         fleet.caches,
     )
-    access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, clock), settings.max_body_bytes)
+    access = OperatorAccess(operator_key(settings), Audit(telemetry.admin_action, clock), settings.max_body_bytes)
     keys, browsers = (
         CLIENT_KEYS if keyring.keys is not None else (),
-        require_any_key(settings.admin_key, keyring, by_browsers=True),
+        require_any_key(access.admin_key, keyring, by_browsers=True),
     )
     onlookers, everybody = (
-        Onlookers(require_any_key(settings.admin_key, keyring), browsers, keys),
+        Onlookers(require_any_key(access.admin_key, keyring), browsers, keys),
         crew.everybody(telemetry, queue, status.part),
     )
     routes = (
@@ -236,9 +236,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             Onlookers() if settings.public_metrics else onlookers,
         ),
         capacity_routes(
-            CapacityMeter(
-                registry, discovery, lifetime, lambda: requests.settings, everybody=everybody, clock=clock
-            ),
+            CapacityMeter(registry, discovery, lifetime, lambda: requests.settings, everybody=everybody, clock=clock),
             Onlookers() if settings.public_metrics else onlookers,
         ),
         probe_routes(fleet, discovery, lifetime),
@@ -267,7 +265,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     app.router.routes.extend(
         [*endpoint_routes(Endpoints(requests), keys=keys), *_realtime(requests, outbound, tls, guard)]
     )
-    app.include_router(document_routes(app, settings.admin_key, browsers))
+    app.include_router(document_routes(app, access.admin_key, browsers))
     live = Live(registry, requests, gate, keyring, outbound, clock)
     return Router(app, requests, lifetime, live, telemetry, reloads.server_tls)
 

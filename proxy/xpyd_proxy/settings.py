@@ -326,8 +326,9 @@ class Settings:
         "the same, where no file is named", unset="no key is shown", chart="prefill.apiKey.secretName")
     decode_api_key: str | None = SECURITY.secret("XPYD_DECODE_API_KEY",
         "the same, where no file is named", unset="no key is shown", chart="decode.apiKey.secretName")
+    admin_key_file: File | None = SECURITY.option(None, "X-Api-Key of /instances")
     admin_key: str | None = SECURITY.secret("ADMIN_API_KEY",
-        "X-Api-Key of /instances", unset="engines cannot be added", chart="router.adminKey.secretName")
+        "the same, where no file is named", unset="engines cannot be added", chart="router.adminKey.secretName")
     forward_client_key: bool = SECURITY.option(False,
         "show the client's Authorization to engines whose pool has no key")
     client_kv_params: ClientKvParams = SECURITY.option(ClientKvParams.REFUSE,

@@ -8,23 +8,12 @@ import yaml
 from support.helm_chart import CHART, HELMS, Chart, Refused, default, run
 from support.helm_checks import complaints
 from support.helm_cluster import cluster
-from support.helm_objects import COMPONENT, WORKLOADS, kind, pods
+from support.helm_objects import COMPONENT, WORKLOADS, as_controller, kind, pods
 from support.helm_schemas import wrong
 
 SET = {"disaggregatedSet": {"enabled": True}}
 NAME = "n" * 32  # the longest
 ALONE = {role: {"autoscaling": {"type": "none"}} for role in ("prefill", "decode")}
-
-
-def as_controller(objects):
-    """Put a LeaderWorkerSet in place of each role, as LWS 0.9 does; its name also has a hash, which changes."""
-    (whole,) = kind(objects, "DisaggregatedSet")
-    made = [o for o in objects if o is not whole]
-    for role in whole["spec"]["roles"]:
-        meta = {**role["metadata"], "name": f"{whole['metadata']['name']}-01234567-{role['name']}", "namespace": "ns"}
-        api = "leaderworkerset.x-k8s.io/v1"
-        made.append({"apiVersion": api, "kind": "LeaderWorkerSet", "metadata": meta, "spec": role["spec"]})
-    return made
 
 
 @pytest.mark.parametrize("helm", HELMS)

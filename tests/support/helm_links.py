@@ -141,7 +141,8 @@ def _scraped_services(objects):
 def _mounts(o, spec):
     volumes = {volume["name"] for volume in spec.get("volumes", ())}
     volumes |= {claim["metadata"]["name"] for claim in o["spec"].get("volumeClaimTemplates", ())}
-    mounted = [mount["name"] for c in spec["containers"] for mount in c.get("volumeMounts", ())]
+    containers = (*spec.get("initContainers", ()), *spec["containers"])
+    mounted = [mount["name"] for c in containers for mount in c.get("volumeMounts", ())]
     paths = [mount["mountPath"] for c in spec["containers"] for mount in c.get("volumeMounts", ())]
     problems = [f"{ident(o)} mounts {name}, which is no volume" for name in mounted if name not in volumes]
     problems += [f"{ident(o)} has a volume {name} that is not mounted" for name in volumes - set(mounted)]

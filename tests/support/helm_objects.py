@@ -80,3 +80,14 @@ def matches(selector, labels):
 
 def ident(o):
     return f"{o['kind']} {o['metadata']['name']}"
+
+
+def as_controller(objects):
+    """Put a LeaderWorkerSet in place of each role, as LWS 0.9 does; its name also has a hash, which changes."""
+    (whole,) = kind(objects, "DisaggregatedSet")
+    made = [o for o in objects if o is not whole]
+    for role in whole["spec"]["roles"]:
+        meta = {**role["metadata"], "name": f"{whole['metadata']['name']}-01234567-{role['name']}", "namespace": "ns"}
+        api = "leaderworkerset.x-k8s.io/v1"
+        made.append({"apiVersion": api, "kind": "LeaderWorkerSet", "metadata": meta, "spec": role["spec"]})
+    return made

@@ -14,7 +14,7 @@ from support.helm_chart import ROOT
 from support.helm_objects import WORKLOADS, templates
 
 CRDS = ROOT / "tests" / "helm" / "crds"
-VERSIONS = ("1.29.0", "1.33.0", "1.37.0")
+VERSIONS = tuple(f"1.{minor}.0" for minor in range(29, 38))
 
 
 @functools.cache

@@ -49,7 +49,7 @@ OPERATOR_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
 _ASKS: Final = {"www-authenticate": "X-Api-Key"}
 _MISSING: Final = "This is for operators: send the router's admin key as X-Api-Key."
 _UNCONFIGURED: Final = (
-    "This router has no admin key, so nobody may do this: start it with ADMIN_API_KEY in its environment."
+    "This router has no admin key, so nobody may do this: start it with --admin-key-file or ADMIN_API_KEY."
 )
 # For the document; the routes that want the key look at it before FastAPI reads a body.
 OPERATOR_KEY: Final[Any] = Security(

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }
     for verb, text in changes.items():
         one = verbs.add_parser(verb, help=text)
-        one.add_argument("id", nargs="+", metavar="ID", help="such as decode-0: see list")
+        one.add_argument("id", nargs="+", metavar="ID", help="such as decode-0: see list; or its HOST:PORT")
         one.set_defaults(verb=_change, name=verb)
         if verb == "drain":
             one.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait until it is drained")
@@ -69,18 +69,30 @@ def _add(router: RouterClient, args: argparse.Namespace) -> str:
 
 
 def _change(router: RouterClient, args: argparse.Namespace) -> str:
-    answers = [router.ask(f"/instances/{args.name}", {"id": name}) for name in args.id]
+    answers = [router.ask(f"/instances/{args.name}", _named(router, name)) for name in args.id]
     rows = [row for answer in answers for row in answer["instances"]]
     if getattr(args, "wait", 0):
         rows = _wait(router, args.id, args.wait)
     return _shown({"instances": rows}, args)
 
 
+def _named(router: RouterClient, name: str) -> Mapping[str, object]:
+    """Name an engine to the router; an address with its role, as that is the same at every router of a service."""
+    if ":" not in name:
+        return {"id": name}
+    roles = {row["role"] for row in router.ask("/instances")["instances"] if row["address"] == name}
+    if not roles:
+        raise CommandFailed(f"there is no instance at {name}")
+    if len(roles) > 1:
+        raise CommandFailed(f"{name} is a prefill and a decode instance: name it by its id, see list")
+    return {"type": roles.pop(), "instance": name}
+
+
 def _wait(router: RouterClient, names: Sequence[str], seconds: float) -> list[Json]:
     """Wait until all of them are drained; one that is removed meanwhile is, too."""
     deadline = time.monotonic() + seconds
     while True:
-        rows = [row for row in router.ask("/instances")["instances"] if row["id"] in names]
+        rows = [row for row in router.ask("/instances")["instances"] if row["id"] in names or row["address"] in names]
         left = [row for row in rows if row["state"] != "drained"]
         if not left:
             return rows

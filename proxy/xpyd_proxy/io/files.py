@@ -40,6 +40,12 @@ def engine_keys(settings: Settings) -> dict[Role, str]:
     return found
 
 
+def operator_key(settings: Settings) -> str | None:
+    """Read the key of operators, from its file or else the environment; None: there is none. Raises ConfigError."""
+    path = settings.admin_key_file
+    return settings.admin_key if path is None else outbound_key(read_text(path), path)
+
+
 def server_tls(settings: Settings) -> ssl.SSLContext | None:
     """Build what the router serves https with; None: http. Raises ConfigError: a file is wrong, or two do not fit."""
     cert, key, authorities = settings.tls_cert, settings.tls_key, settings.tls_client_ca

@@ -59,7 +59,7 @@ async def test_health_needs_one_engine_of_each_kind():
 MISSING = '{"detail":"This is for operators: send the router\'s admin key as X-Api-Key."}'
 WRONG = '{"detail":"Forbidden: Invalid API Key."}'
 NONE = (
-    '{"detail":"This router has no admin key, so nobody may do this: start it with ADMIN_API_KEY in its environment."}'
+    '{"detail":"This router has no admin key, so nobody may do this: start it with --admin-key-file or ADMIN_API_KEY."}'
 )
 
 

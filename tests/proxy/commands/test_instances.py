@@ -60,6 +60,17 @@ def test_an_engine_can_be_added_drained_put_back_and_removed(instances):
         assert "decode-2" not in instances("list")[1]
 
 
+def test_an_engine_may_be_named_by_its_address(instances):
+    """What starts and stops engines knows where they are; ids are the router's own, and differ between routers."""
+    with serving(sims()["d0"]) as address:
+        instances("add", "decode", address)
+        code, out, _ = instances("drain", address, "--wait", "10")
+        assert (code, out.splitlines()[1].split()[:5]) == (0, ["decode-2", "decode", address, "-", "drained"])
+        assert instances("undrain", address)[1].splitlines()[1].split()[4] == "starting"
+        assert instances("remove", address)[0] == 0
+        assert instances("remove", address)[::2] == (1, f"xpyd instances: there is no instance at {address}\n")
+
+
 def test_a_drain_that_takes_too_long_is_an_error(instances, running):
     """A script must not stop the engine then."""
     body = {"prompt": "x", "max_tokens": 4}

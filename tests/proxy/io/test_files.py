@@ -7,7 +7,7 @@ import pytest
 from support.certificates import Authority
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
+from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, operator_key, server_tls
 from xpyd_proxy.settings import Settings
 
 
@@ -33,14 +33,26 @@ def test_the_key_of_a_pool_is_in_a_file_or_in_the_environment(tmp_path):
     assert engine_keys(settings) == {Role.PREFILL: "env", Role.DECODE: "from-file"}
 
 
-@pytest.mark.parametrize("name", ["api_keys_file", "prefill_api_key_file", "engine_ca", "tls_client_ca"])
+def test_the_key_of_operators_is_in_a_file_or_in_the_environment(tmp_path):
+    """A service manager hands secrets over as files; the environment of a process is seen by more."""
+    path = tmp_path / "key"
+    path.write_text("from-file\n")
+
+    assert operator_key(Settings()) is None
+    assert operator_key(Settings(admin_key="env")) == "env"
+    assert operator_key(Settings(admin_key="env", admin_key_file=str(path))) == "from-file"
+
+
+@pytest.mark.parametrize(
+    "name", ["api_keys_file", "admin_key_file", "prefill_api_key_file", "engine_ca", "tls_client_ca"]
+)
 def test_a_file_that_is_not_there_stops_the_router(name, authority):
     """Its name is in the sentence."""
     pair = authority.sign("a")
     settings = Settings(tls_cert=pair.cert, tls_key=pair.key, **{name: "/nowhere/file"})
 
     with pytest.raises(ConfigError, match=r"^/nowhere/file cannot be read: No such file or directory$"):
-        [read(settings) for read in (client_keys, engine_keys, engine_tls, server_tls)]
+        [read(settings) for read in (client_keys, operator_key, engine_keys, engine_tls, server_tls)]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ _AWAY_RATE: Final = 20  # probes a second of engines that are away, about
 _SLOW_S: Final = 1.0  # a probe that fails after so long costs a place: the engine is asked less often
 # The shares of the interval after which an engine is due, at random between them, for routers must not probe in step.
 # The rest is for two ticks (of a twentieth of the interval at most) and the wait for a place: so a living engine is
-# probed in each interval, and one that is gone is found within an interval and its timeouts (docs/router.md#health).
+# probed in each interval, and one that is gone is found within an interval and its timeouts.
 _SOONEST: Final = 0.7
 _JITTER: Final = 0.15
 _LEAST_PLACES: Final = 16  # of each kind

@@ -7,7 +7,7 @@ get the same events from the request itself, for they have to be opened before a
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from xpyd_proxy.core.counters import Counters
@@ -22,6 +22,7 @@ from xpyd_proxy.io.request_path.deferred import DeferredCalls
 
 logger = logging.getLogger(__name__)
 _OK: Final = "ok"
+_ENGINES_AT_ONCE: Final = 100
 _STREAM_ABORTED: Final = RequestOutcome.STREAM_ABORTED  # looking a member up takes as long as a call
 _SERVER_ERROR: Final = RequestOutcome.SERVER_ERROR
 _AT_ONCE: Final = LegOrder.CONCURRENT
@@ -152,6 +153,15 @@ class Telemetry:
     def in_flight(self) -> Mapping[InstanceId, int]:
         """How many legs each engine has now; engines without one are missing."""
         return Counter(self.legs_under_way())
+
+    def add_up_in_steps(self) -> Iterator[None]:
+        """Add up most of what has happened, in steps of a millisecond or so: thousands of engines may have had legs."""
+        counters, recent = self._counters, self._recent
+        engines = list(self._engines.values())
+        for start in range(0, len(engines), _ENGINES_AT_ONCE):
+            for engine in engines[start : start + _ENGINES_AT_ONCE]:
+                engine.add_up(counters, recent)
+            yield
 
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Drop what is kept of removed instances: a fleet that changes must not grow it."""

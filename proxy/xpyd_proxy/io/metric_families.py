@@ -11,7 +11,7 @@ from xpyd_proxy.core.workers.reports import Counts
 
 T = TypeVar("T")
 Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
-SERIES_AT_ONCE: Final = 200  # of counters
+SERIES_AT_ONCE: Final = 100  # of counters
 _HISTOGRAMS_AT_ONCE: Final = 10  # some 25 lines each
 _SUMS_AT_ONCE: Final = 2_000  # of numbers, while those of several workers are added up
 _ENGINE_LABELS: Final = frozenset({"instance", "prefill", "decode"})  # those whose values are engines

@@ -50,14 +50,14 @@ class Metrics:
         Thousands of engines have megabytes. What is counted between two steps may be in the later pieces.
         """
         encode, content_type = choose_encoder(accept)
-        return self._written(whole, lambda family: encode(_Single(family))), content_type
+        return _encoded(self._collected(whole), lambda family: encode(_Single(family))), content_type
 
-    def _written(self, whole: Whole, encode: Callable[[Family], bytes]) -> Iterator[bytes]:
-        for _ in self._telemetry.add_up_in_steps():
-            yield b""
-        yield from _encoded(
-            _Collector(self._telemetry.counters, self._engines, self._sources(), whole).collect(), encode
-        )
+    def _collected(self, whole: Whole) -> Iterator[Family | None]:
+        counters = yield from self._telemetry.counters_in_steps()
+        yield None
+        collector = _Collector(counters, self._engines, self._sources(), whole)
+        yield None
+        yield from collector.collect()
 
 
 def processes() -> Mapping[str, float]:

@@ -46,11 +46,10 @@ def unpaired(registry: Registry) -> dict[Role, int]:
 
 def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, int]]:
     """Count the same in steps of a millisecond or so: sorting thousands of engines takes longer."""
-    members = [member for member in registry.members() if member.life.state in _SERVING]
-    yield
+    members = registry.members()
     decodes = dict[object, list[Member]]()  # those of one kind fit the same engines
     for number, member in enumerate(members, start=1):
-        if member.instance.role is Role.DECODE:
+        if member.instance.role is Role.DECODE and member.life.state in _SERVING:
             decodes.setdefault((compared(member.facts), member.facts.incompatible), []).append(member)
         if number % _AT_ONCE == 0:
             yield
@@ -58,7 +57,7 @@ def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, in
     prefills = dict[object, list[Member]]()
     for number, member in enumerate(members, start=1):
         facts = member.facts
-        if member.instance.role is Role.PREFILL:
+        if member.instance.role is Role.PREFILL and member.life.state in _SERVING:
             own = facts.engine_id if facts.engine_id in refused else None
             prefills.setdefault((compared(facts), own), []).append(member)
         if number % _AT_ONCE == 0:

@@ -18,17 +18,16 @@ from fastapi import FastAPI
 from starlette.routing import WebSocketRoute
 
 from xpyd_proxy.api.admin import admin_routes
+from xpyd_proxy.api.applications import Routes, build_applications
 from xpyd_proxy.api.audit import Audit
-from xpyd_proxy.api.auth import AuthMiddleware
 from xpyd_proxy.api.capacity import CapacityMeter, capacity_routes
-from xpyd_proxy.api.document import document_routes, new_application
 from xpyd_proxy.api.endpoint_asgi import Endpoints
 from xpyd_proxy.api.endpoint_routes import CLIENT_KEYS, endpoint_routes
 from xpyd_proxy.api.instances import InstanceAdmin, instance_routes
 from xpyd_proxy.api.model_list import ModelCatalog, model_routes
 from xpyd_proxy.api.operator_route import OperatorAccess, require_any_key
 from xpyd_proxy.api.page import Onlookers, page_routes
-from xpyd_proxy.api.ready import probe_routes
+from xpyd_proxy.api.ready import liveness_routes, probe_routes
 from xpyd_proxy.api.realtime import realtime_routes
 from xpyd_proxy.api.request_context import RequestContextMiddleware
 from xpyd_proxy.api.requests import request_routes
@@ -64,7 +63,7 @@ from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.io.discovery.stores.file import FileStore
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 from xpyd_proxy.io.engine_timelines import Timelines
-from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, operator_key, server_tls
+from xpyd_proxy.io.files import admin_tls, client_keys, engine_keys, engine_tls, operator_key, server_tls
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.peers import RouterPeers, peers_of
 from xpyd_proxy.io.probes.checks import HttpChecks
@@ -105,11 +104,13 @@ class Router:
     """A router that is built, and what its process needs of it."""
 
     app: FastAPI
+    admin_app: FastAPI | None  # that of the admin port; None: ``app`` has its routes, too
     requests: Requests
     lifetime: Lifetime
     live: Live
     telemetry: Telemetry
     tls: ssl.SSLContext | None  # what it serves https with; None: http
+    admin_tls: ssl.SSLContext | None  # the same at the admin port
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,15 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     )
     discovery = _discovery(crew.stored(settings), registry, clock, crew.tell)
     status = Status(telemetry, registry, clock, lambda: requests.settings.decode_only_fallback)
-    reloads = FileReloads(lambda: requests.settings, server_tls(settings), tls, keyring, outbound, telemetry.counters)
+    reloads = FileReloads(
+        lambda: requests.settings,
+        server_tls(settings),
+        tls,
+        keyring,
+        outbound,
+        telemetry.counters,
+        admin_tls(settings),
+    )
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         looking, others = (
@@ -228,46 +237,51 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         Onlookers(require_any_key(access.admin_key, keyring), browsers, keys),
         crew.everybody(telemetry, queue, status.part),
     )
-    routes = (
-        page_routes(
-            status,
-            Metrics(telemetry, registry, discovery.freshness),
-            everybody,
-            Onlookers() if settings.public_metrics else onlookers,
+    scrapers = Onlookers() if settings.public_metrics else onlookers
+    capacity = CapacityMeter(registry, discovery, lifetime, lambda: requests.settings, everybody=everybody, clock=clock)
+    routes = Routes(
+        clients=(model_routes(models, keys),),
+        probes=(probe_routes(fleet, discovery, lifetime), capacity_routes(capacity, scrapers)),
+        operators=(
+            liveness_routes(),
+            page_routes(status, Metrics(telemetry, registry, discovery.freshness), everybody, scrapers),
+            admin_routes(
+                fleet,
+                models,
+                discovery,
+                guard=guard,
+                access=access,
+                onlookers=access.require if _has_open_admin_port(settings) else onlookers.scrapers,
+            ),
+            instance_routes(InstanceAdmin(registry, explainer, clock, discovery, crew.is_drained), access),
+            request_routes(
+                lambda: telemetry.history,
+                lambda: [(request.record, request.state) for request in requests],
+                Timelines(registry, checks, clock),
+                access,
+                workers=crew.of,
+            ),
         ),
-        capacity_routes(
-            CapacityMeter(registry, discovery, lifetime, lambda: requests.settings, everybody=everybody, clock=clock),
-            Onlookers() if settings.public_metrics else onlookers,
-        ),
-        probe_routes(fleet, discovery, lifetime),
-        admin_routes(fleet, models, discovery, guard=guard, keyring=keyring, access=access),
-        instance_routes(InstanceAdmin(registry, explainer, clock, discovery, crew.is_drained), access),
-        model_routes(models, keys),
-        request_routes(
-            lambda: telemetry.history,
-            lambda: [(request.record, request.state) for request in requests],
-            Timelines(registry, checks, clock),
-            access,
-            workers=crew.of,
-        ),
+        endpoints=[*endpoint_routes(Endpoints(requests), keys=keys), *_realtime(requests, outbound, tls, guard)],
+        admin_key=access.admin_key,
+        browsers=browsers,
     )
-    app = new_application(_lifespan(registry, running, traces))
-    app.add_middleware(AuthMiddleware, lifetime=lifetime, keyring=keyring, sites=sites)
-    app.add_middleware(
+    lifespan = _lifespan(registry, running, traces)
+    apps = build_applications(settings, routes, lifespan, lifetime, keyring, own_name=socket.gethostname())
+    apps.main.add_middleware(
         RequestContextMiddleware,
         new_id=new_id,
         clock=clock,
         spans=traces,
         request_over=telemetry.request_over,
     )
-    for each in routes:
-        app.include_router(each)
-    app.router.routes.extend(
-        [*endpoint_routes(Endpoints(requests), keys=keys), *_realtime(requests, outbound, tls, guard)]
-    )
-    app.include_router(document_routes(app, access.admin_key, browsers))
     live = Live(registry, requests, gate, keyring, outbound, clock)
-    return Router(app, requests, lifetime, live, telemetry, reloads.server_tls)
+    return Router(apps.main, apps.admin, requests, lifetime, live, telemetry, reloads.server_tls, reloads.admin_tls)
+
+
+def _has_open_admin_port(settings: Settings) -> bool:
+    """Tell whether clients are known by certificates alone, for which the admin port does not ask."""
+    return settings.admin_port is not None and settings.tls_client_ca is not None and settings.api_keys_file is None
 
 
 def _counters(fleet: LiveFleet) -> Counters:

@@ -79,6 +79,7 @@ class Live:
 def check(settings: Settings) -> None:
     """Raise ConfigError if the router would be open to others, or two settings contradict each other."""
     check_open(settings)
+    check_admin_port(settings)
     if settings.max_inflight_bytes < settings.max_body_bytes:
         raise ConfigError(
             f"max_inflight_bytes is {settings.max_inflight_bytes}, and one body may have {settings.max_body_bytes} "
@@ -105,6 +106,18 @@ def check(settings: Settings) -> None:
         raise ConfigError("kubernetes_inference_pool has a selector of its own: leave out kubernetes_selector")
     if settings.max_decode_itl_s and PolicyName.EXPECTED_TTFT not in policies:
         raise ConfigError("max_decode_itl_s needs the policy expected_ttft: no other knows what a prompt costs")
+
+
+def check_admin_port(settings: Settings) -> None:
+    """Raise ConfigError if the settings of the admin port contradict those of the main one, or have no port."""
+    if settings.admin_port is None:
+        given = [name for name in ("admin_host", "admin_tls_cert", "admin_tls_key") if getattr(settings, name)]
+        if given:
+            raise ConfigError(f"{given[0]} is set, and admin_port is not: write the port, or leave {given[0]} out")
+        return
+    hosts = {settings.host, settings.admin_host or settings.host}
+    if settings.admin_port == settings.port != 0 and (len(hosts) == 1 or hosts & {"0.0.0.0", "::"}):
+        raise ConfigError(f"port and admin_port are both {settings.port}: write two")
 
 
 def addresses_of(settings: Settings) -> _Addresses:

@@ -8,23 +8,21 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 import uvicorn
 import uvloop
 
-from xpyd_proxy.api.clients import Bounds, Clients
-from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
 from xpyd_proxy.app import Router
 from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.files import renew_server_tls
+from xpyd_proxy.io.files import renew_admin_tls, renew_server_tls
 from xpyd_proxy.io.workers.context import END, HURRY, READY, WorkerContext, heard
-from xpyd_proxy.io.workers.listening import bound
+from xpyd_proxy.listeners import AdminListener, main_config, main_sockets
 from xpyd_proxy.options import needs_restart
 from xpyd_proxy.requests import request
 from xpyd_proxy.settings import Settings
@@ -32,7 +30,6 @@ from xpyd_proxy.settings import Settings
 _YOUNG_MOST: Final = 5_000  # objects made, less those that have gone, before the garbage collector looks at them
 _TICK_S: Final = 0.05  # seconds between two looks at what is still in flight
 _DATE_S: Final = 1.0  # seconds between two Date headers
-_OWN_DESCRIPTORS: Final = 64  # files, listeners, probes and connections to other workers
 _IS_COMPILED: Final = not str(request.__file__).endswith(".py")  # see docs/performance.md
 logger = logging.getLogger(__name__)
 
@@ -54,8 +51,9 @@ class _Loop(uvloop.Loop):
 class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn would stop listening at the first. ``line``: tells a supervisor that it listens."""
 
-    def __init__(self, config: uvicorn.Config, line: int | None) -> None:
+    def __init__(self, config: uvicorn.Config, admin: AdminListener | None, line: int | None) -> None:
         super().__init__(config)
+        self._admin = admin
         self._line = line
         self._ending = asyncio.Event()
 
@@ -78,6 +76,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         await super().startup(sockets)
+        if self._admin is not None:
+            self.servers.extend(await self._admin.listen(self.server_state))
         if self._line is not None:
             with contextlib.suppress(OSError):  # a supervisor that has gone is noticed elsewhere
                 os.write(self._line, READY)
@@ -93,57 +93,21 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
         ConfigError: a worker cannot listen where it should.
     """
     raise_descriptors()
-    sockets = None if place is None else bound(settings.host, place.port)
+    sockets = main_sockets(settings, place)
+    admin = None if router.admin_app is None else AdminListener(router, settings, place)
     # The garbage collector looks at what is made from now on, and seldom: what waits to be told of the requests of one
     # moment (io/request_path/deferred.py) is more than it takes to call it, and soon gone without it.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_MOST, *gc.get_threshold()[1:])
-    process = _Process(_server(router, settings, place), router, settings, again, sockets=sockets)
+    server = _Server(main_config(router, settings), admin, None if place is None else place.line)
+    process = _Process(server, router, settings, again, sockets=sockets)
     with (
         contextlib.nullcontext() if place is None else place.kept(),
         asyncio.Runner(loop_factory=partial(_Loop, settings.head_timeout_s)) as runner,
     ):
         runner.run(process.run(None if place is None else place.line))
     return 0
-
-
-def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
-    admission, telemetry = router.live.gate.admission, router.telemetry
-    bounds = Bounds(
-        settings.head_timeout_s,
-        settings.body_timeout_s,
-        _connections(settings.max_connections),
-        settings.max_connections_per_address,
-    )
-    clients = Clients(bounds, on_refused=telemetry.refused_connection, hold=admission.hold, charge=admission.charge)
-    return endpoint_protocol(
-        router.requests,
-        clients,
-        write_timeout_s=settings.client_write_timeout_s,
-        on_write_timeout=telemetry.stalled_client,
-        realtime=settings.realtime,
-    )
-
-
-def _websockets(settings: Settings) -> type[asyncio.Protocol] | Literal["none"]:
-    """Return what serves the connections of /v1/realtime once they are WebSockets."""
-    if not settings.realtime:
-        return "none"
-    from xpyd_proxy.api.websocket_protocol import GuardedWebSocket  # noqa: PLC0415 (what it imports is an extra)
-
-    return GuardedWebSocket
-
-
-def _connections(wanted: int) -> int:
-    """Return how many connections of clients there may be, of which each may need one to an engine."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = max(1, (descriptors - _OWN_DESCRIPTORS) // 2)
-    if descriptors == resource.RLIM_INFINITY or wanted <= most:
-        return wanted
-    said = "max_connections is %d, and %d descriptors are enough for %d: more are refused (raise ulimit -n)"
-    logger.warning(said, wanted, descriptors, most)
-    return most
 
 
 def raise_descriptors() -> None:
@@ -153,26 +117,6 @@ def raise_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (ValueError, OSError) as exc:  # macOS says infinity, and does not mean it
         logger.warning("the limit of descriptors stays at %d: %s", soft, exc)
-
-
-def _server(router: Router, settings: Settings, place: WorkerContext | None) -> _Server:
-    tls = router.tls
-    config = uvicorn.Config(
-        router.app,
-        host=settings.host,
-        port=settings.port,
-        http=_protocol(router, settings),
-        ws=_websockets(settings),
-        ws_max_size=settings.realtime_max_message_bytes,
-        ws_per_message_deflate=False,  # a small message could become a large one
-        log_config=None,
-        access_log=False,  # the router writes its own line for every request
-        server_header=False,
-        timeout_keep_alive=settings.client_keepalive_s,
-        timeout_graceful_shutdown=1,  # by then we have waited; this is for connections to close
-        ssl_context_factory=None if tls is None else lambda _config, _default: tls,
-    )
-    return _Server(config, None if place is None else place.line)
 
 
 class _Process:
@@ -185,13 +129,13 @@ class _Process:
         settings: Settings,
         again: Callable[[], Settings],
         *,
-        sockets: Sequence[socket.socket] | None,
+        sockets: list[socket.socket] | None,
     ) -> None:
         self._server = server
-        self._sockets = None if sockets is None else list(sockets)
+        self._sockets = sockets
         self._lifetime = router.lifetime
         self._live = router.live
-        self._tls = router.tls
+        self._tls, self._admin_tls = router.tls, router.admin_tls
         self._settings = settings
         self._again = again
         self._told = asyncio.Event()
@@ -243,6 +187,8 @@ class _Process:
             change = self._live.prepared(old, new)
             if self._tls is not None:
                 renew_server_tls(self._tls, old)
+            if self._admin_tls is not None:
+                renew_admin_tls(self._admin_tls, old)
         except (ConfigError, AddressError) as exc:
             logger.warning("the settings stay as they were: %s", exc)
             return

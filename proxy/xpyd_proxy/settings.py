@@ -177,6 +177,7 @@ RETRIES: Final = Group("retries")
 LIMITS: Final = Group("admission and limits")
 TIMEOUTS: Final = Group("timeouts")
 SECURITY: Final = Group("security")
+ADMIN: Final = Group("admin port")
 TELEMETRY: Final = Group("logs, metrics and traces")
 WORKERS: Final = Group("workers")
 KUBERNETES: Final = Group("Kubernetes")
@@ -342,6 +343,15 @@ class Settings:
         chart="router.peers.secret.name")
     public_metrics: bool = SECURITY.option(False,
         "show /, /stats, /metrics and /capacity without a key where clients need one")
+
+    admin_port: Port | None = ADMIN.option(None,
+        "TCP port of probes, metrics, status page and /instances, which leave the main port; 0: the system chooses",
+        unset="the main port has them", chart="router.adminPort")
+    admin_host: str | None = ADMIN.option(None, "interface to listen on there", unset="host", chart="listenAddress")
+    admin_tls_cert: File | None = ADMIN.option(None,
+        "PEM, the certificate of that port with its chain; no client shows one there", unset="plain http",
+        chart="router.tls.secretName")
+    admin_tls_key: File | None = ADMIN.option(None, "PEM, its private key", chart="router.tls.secretName")
 
     log_format: LogFormat = TELEMETRY.option(LogFormat.TEXT, "lines for people, or one JSON object for each event")
     otlp_endpoint: Url | None = TELEMETRY.option(None,

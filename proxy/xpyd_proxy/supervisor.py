@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,7 @@ import msgspec
 
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.workers.context import END, HURRY, READY, VARIABLE, WorkerContext
-from xpyd_proxy.io.workers.listening import reserved
+from xpyd_proxy.io.workers.listening import reserved, url_of
 from xpyd_proxy.settings import Settings
 
 _FIRST_PAUSE_S: Final = 0.2  # seconds before a worker that died is started again; doubled every time
@@ -28,10 +28,17 @@ logger = logging.getLogger(__name__)
 
 def run(settings: Settings, arguments: Sequence[str]) -> int:
     """Serve with several processes until SIGTERM or SIGINT; return the exit code, or raise ConfigError."""
-    with reserved(settings.host, settings.port) as port, _folder() as folder:
-        scheme, host = "http" if settings.tls_cert is None else "https", settings.host
-        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        crew = _Crew(settings.workers, arguments, folder=folder, port=port, url=url)
+    with ExitStack() as stack:
+        host, admin_host = settings.host, settings.admin_host or settings.host
+        port = stack.enter_context(reserved(host, settings.port))
+        where = url_of(host, port, is_tls=settings.tls_cert is not None)
+        admin_port = None
+        if settings.admin_port is not None:
+            admin_port = stack.enter_context(reserved(admin_host, settings.admin_port))
+            admin_url = url_of(admin_host, admin_port, is_tls=settings.admin_tls_cert is not None)
+            logger.info("the admin port is %s", admin_url)
+        folder = stack.enter_context(_folder())
+        crew = _Crew(settings.workers, arguments, folder=folder, port=port, admin_port=admin_port, url=where)
         return asyncio.run(crew.run())
 
 
@@ -67,10 +74,12 @@ class _Worker:
 class _Crew:
     """All workers, from their start to their end."""
 
-    def __init__(self, count: int, arguments: Sequence[str], *, folder: str, port: int, url: str) -> None:
+    def __init__(
+        self, count: int, arguments: Sequence[str], *, folder: str, port: int, admin_port: int | None, url: str
+    ) -> None:
         self._command = (sys.executable, "-m", "xpyd_proxy.cli", *arguments)
         self._folder = folder
-        self._port = port
+        self._port, self._admin_port = port, admin_port
         self._url = url
         self._workers: list[_Worker | None] = [None] * count
         self._starts = [0] * count
@@ -143,7 +152,13 @@ class _Crew:
             end.setblocking(False)  # noqa: FBT003
         with theirs:
             place = WorkerContext(
-                number, len(self._workers), self._folder, self._port, theirs.fileno(), starts=self._starts[number]
+                number,
+                len(self._workers),
+                self._folder,
+                self._port,
+                theirs.fileno(),
+                starts=self._starts[number],
+                admin_port=self._admin_port,
             )
             process = await asyncio.create_subprocess_exec(
                 *self._command,

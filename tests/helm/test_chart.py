@@ -136,16 +136,20 @@ def test_a_router_without_kubernetes_rights_has_none():
     assert not [o for o in kind(objects, "ConfigMap") if o["metadata"]["name"].endswith("-instances")]
 
 
+OWN_HOSTS = ["r-xpyd-router.ns", "r-xpyd-router-admin.ns"]
+
+
 @pytest.mark.parametrize(
     ("values", "is_open", "hosts"),
     [
-        ({}, True, ["r-xpyd-router.ns"]),
+        ({}, True, OWN_HOSTS),
+        ({"router": {"adminPort": 0}}, True, ["r-xpyd-router.ns"]),
         ({"router": {"apiKeys": {"secretName": "k"}}}, False, None),
         ({"router": {"tls": {"secretName": "t", "clientCaSecretName": "c"}}}, False, None),
         ({"router": {"tls": {"secretName": "t"}}}, True, None),
         ({"router": {"allowedHosts": ["a"], "apiKeys": {"secretName": "k"}}}, False, ["a"]),
-        ({"ingress": {"enabled": True, "hosts": ["llm.example"]}}, True, ["r-xpyd-router.ns", "llm.example"]),
-        ({"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}, True, ["r-xpyd-router.ns", "*"]),
+        ({"ingress": {"enabled": True, "hosts": ["llm.example"]}}, True, [*OWN_HOSTS, "llm.example"]),
+        ({"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}, True, [*OWN_HOSTS, "*"]),
     ],
 )
 def test_a_router_is_open_only_where_the_values_have_no_keys(values, is_open, hosts):
@@ -188,11 +192,13 @@ def test_the_chart_allows_what_a_router_allows_by_itself():
     assert values["router"]["allowedInstances"] == [*STANDARD, "*.svc", "*.svc.cluster.local"]
 
 
-@pytest.mark.parametrize("port", [8000, 9000])
+@pytest.mark.parametrize(
+    ("ports", "port"), [({}, 8081), ({"adminPort": 9000}, 9000), ({"port": 9000, "adminPort": 0}, 9000)]
+)
 @pytest.mark.parametrize("tls", ["", "tls"])
-def test_a_pod_knows_where_its_own_router_is(port, tls, monkeypatch):
+def test_a_pod_knows_where_its_own_router_is(ports, port, tls, monkeypatch):
     """`kubectl exec POD -- xpyd instances list` finds it, whatever its port, and trusts the certificate it serves."""
-    objects = Chart().objects({"router": {"port": port, "tls": {"secretName": tls}}})
+    objects = Chart().objects({"router": {**ports, "tls": {"secretName": tls}}})
     template = templates(router(objects))[0]
     for name, one in env(template).items():
         monkeypatch.setenv(name, one.get("value", "of a secret"))

@@ -208,9 +208,9 @@ def test_a_worker_is_missed_where_there_are_fewer_than_are_wanted():
 
 
 def test_a_router_that_wants_certificates_is_scraped_with_one():
-    """Else every scrape fails, and XpydRouterDown fires for ever."""
+    """Where there is no admin port, which wants none: else every scrape fails, and XpydRouterDown fires for ever."""
     values = {
-        "router": {"tls": {"secretName": "t", "clientCaSecretName": "c"}},
+        "router": {"adminPort": 0, "tls": {"secretName": "t", "clientCaSecretName": "c"}},
         "monitoring": {"serviceMonitor": {"enabled": True}},
     }
     with pytest.raises(Refused, match="Prometheus needs a certificate to show"):

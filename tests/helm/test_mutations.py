@@ -50,6 +50,31 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
         "",
         "router_args",
     ),
+    "a client's service has the admin port": (
+        "router.yaml",
+        "port: {{ int $v.service.port }}, targetPort: http,",
+        "port: {{ int $v.service.port }}, targetPort: admin,",
+        "admin_port",
+    ),
+    "a load balancer shows the admin port": (
+        "router.yaml",
+        "  type: ClusterIP\n",
+        "  type: LoadBalancer\n",
+        "admin_port",
+    ),
+    "the admin port is open to everybody": (
+        "networkpolicy.yaml",
+        "        - {port: admin}\n      from:\n        {{- toYaml . | nindent 8 }}\n",
+        "        - {port: admin}\n",
+        "admin_port",
+    ),
+    "probes ask at the clients' port": ("router.yaml", '(ternary "admin" "http"', '(ternary "http" "http"', "probes"),
+    "the admin port is another one": (
+        "_router.tpl",
+        '- {{ include "xpyd.argument" $v.adminPort | quote }}',
+        '- "8082"',
+        "router_args",
+    ),
     "no readiness probe": ("router.yaml", "readinessProbe:", "x-readinessProbe:", "probes"),
     "an engine without a startup probe": ("_pool.tpl", "startupProbe:", "x-startupProbe:", "probes"),
     "a router is restarted for lack of engines": (

@@ -15,7 +15,7 @@ from support.certificates import Authority
 from support.reciting import Act, reciting, whole
 from support.scenes import answer, metrics_of, post, routing, run, text
 from support.sim import until_async as until
-from xpyd_proxy import server
+from xpyd_proxy import listeners
 from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
 from xpyd_proxy.app import build
@@ -125,7 +125,7 @@ def test_the_limit_is_an_option():
     """Some clients are on slow lines."""
     settings = Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",), client_write_timeout_s=7.0)
 
-    assert server._server(build(settings), settings, None).config.http.write_timeout_s == 7.0
+    assert listeners.main_config(build(settings), settings).http.write_timeout_s == 7.0
 
 
 async def flood(scope, receive, send):

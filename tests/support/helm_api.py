@@ -77,3 +77,21 @@ def isolation(objects):
                 if not events or peers:
                     problems.append(f"{role}: {rule['ports']} is open to {peers or rule['from']}")
     return problems
+
+
+def admin_port(objects):
+    """What operators use is at a port of its own, if at all, open to named peers and shown by no load balancer."""
+    problems = []
+    for o in kind(objects, "NetworkPolicy"):
+        for rule in o["spec"]["ingress"] if o["metadata"]["labels"][COMPONENT] == "router" else ():
+            ports = [port["port"] for port in rule.get("ports", ())]
+            if ports not in (["http"], ["admin"]):
+                problems.append(f"router: a rule is for the ports {ports}")
+            if ports != ["http"] and not rule.get("from"):
+                problems.append(f"router: {ports} is open to everybody")
+    for o in kind(objects, "Service"):
+        ports = [port["targetPort"] for port in o["spec"]["ports"]]
+        is_own = o["metadata"]["labels"][COMPONENT] == "router-admin"
+        if ("admin" in ports) is not is_own or (is_own and (len(ports) > 1 or o["spec"]["type"] != "ClusterIP")):
+            problems.append(f"{ident(o)}, of type {o['spec'].get('type')}, has the ports {ports}")
+    return problems

@@ -3,7 +3,7 @@
 They are functions of the objects alone, so that tests can also show that each of them notices what it is for.
 """
 
-from support.helm_api import discovery, isolation, rbac
+from support.helm_api import admin_port, discovery, isolation, rbac
 from support.helm_links import names, references, selectors
 from support.helm_pods import (
     connector_secret,
@@ -20,7 +20,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         names, selectors, references, probes, security, secrets, connector_secret, router_args, engine_args,
-        side_channel, drains, rbac, discovery, isolation,
+        side_channel, drains, rbac, discovery, isolation, admin_port,
     )
 }  # fmt: skip
 

@@ -40,6 +40,10 @@ def probes(objects):
         paths = {probe: c[probe].get("httpGet", {}).get("path") for probe in PROBES}
         if name == "router" and {paths["startupProbe"], paths["livenessProbe"]} & {"/health", "/ready"}:
             problems.append("router is restarted when there are no engines")
+        if name == "router" and "admin" in {port["name"] for port in c["ports"]}:
+            asked = {(c[probe].get("httpGet", {}).get("port"), paths[probe]) for probe in PROBES}
+            if asked != {("admin", "/live"), ("admin", "/ready")}:
+                problems.append(f"router is probed at {sorted(asked, key=str)}, and has an admin port")
         if name == "router" and paths["readinessProbe"] not in ("/ready", None):
             problems.append(f"router is ready by {paths['readinessProbe']}")
         if name != "router" and set(paths.values()) != {"/health"}:
@@ -142,8 +146,9 @@ def router_args(objects):
         return [f"the router does not start: {exc}"]
     if settings.host == "127.0.0.1":
         return ["the router listens on localhost only"]
-    port = container(templates(router(objects))[0])["ports"][0]["containerPort"]
-    return [] if settings.port == port else [f"the router listens on {settings.port}, its container says {port}"]
+    ports = {port["name"]: port["containerPort"] for port in container(templates(router(objects))[0])["ports"]}
+    own = {"http": settings.port} | ({} if settings.admin_port is None else {"admin": settings.admin_port})
+    return [] if own == ports else [f"the router listens on {own}, its container says {ports}"]
 
 
 def engine_args(objects):

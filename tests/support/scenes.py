@@ -15,7 +15,7 @@ import uvloop
 from uvicorn.server import ServerState
 
 from support.reciting import Act, Cast, Heard, reciting
-from xpyd_proxy import server
+from xpyd_proxy import listeners
 from xpyd_proxy.app import Router, build
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.io.logs import FACTS
@@ -114,7 +114,7 @@ async def routing(cast: Cast, options: Mapping[str, object]) -> AsyncGenerator[S
     at = {role: tuple(cast.at[role]) for role in ("prefill", "decode")}
     settings = Settings(**({"health_check_interval_s": 0.0, "allowed_hosts": ("*",)} | at | dict(options)))
     router = build(settings)
-    config = server._server(router, settings, None).config
+    config = listeners.main_config(router, settings)
     config.load()
     state = ServerState()
     state.default_headers = [(b"date", b"today")]

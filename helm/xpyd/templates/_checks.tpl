@@ -13,11 +13,14 @@
 {{- if and $v.router.adminKey.secretName (eq $v.router.adminKey.secretName $v.router.apiKeys.secretName) (eq $v.router.adminKey.key $v.router.apiKeys.key) -}}
 {{- fail "router.adminKey and router.apiKeys are the same key of the same secret: clients would be operators, so give each a key of its own" -}}
 {{- end -}}
+{{- if eq (int $v.router.port) (int $v.router.adminPort) -}}
+{{- fail (printf "router.port and router.adminPort are both %d: write two, or router.adminPort: 0" (int $v.router.port)) -}}
+{{- end -}}
 {{- if and $v.router.tls.clientCaSecretName (not $v.router.tls.secretName) -}}
 {{- fail "router.tls.clientCaSecretName needs router.tls.secretName: certificates are shown over https only" -}}
 {{- end -}}
-{{- if and $v.router.tls.clientCaSecretName $v.monitoring.serviceMonitor.enabled (not $v.monitoring.serviceMonitor.tlsConfig) -}}
-{{- fail "router.tls.clientCaSecretName is set: Prometheus needs a certificate to show, so write monitoring.serviceMonitor.tlsConfig" -}}
+{{- if and $v.router.tls.clientCaSecretName (not $v.router.adminPort) $v.monitoring.serviceMonitor.enabled (not $v.monitoring.serviceMonitor.tlsConfig) -}}
+{{- fail "router.tls.clientCaSecretName is set: Prometheus needs a certificate to show, so write monitoring.serviceMonitor.tlsConfig, or give routers a router.adminPort" -}}
 {{- end -}}
 {{- if and $v.router.apiKeys.secretName $v.monitoring.serviceMonitor.enabled (not $v.monitoring.serviceMonitor.bearerToken.secretName) (not (get $v.router.settings "public_metrics")) -}}
 {{- fail "router.apiKeys.secretName is set, and /metrics wants a key: name one for Prometheus in monitoring.serviceMonitor.bearerToken, or write router.settings.public_metrics: true" -}}

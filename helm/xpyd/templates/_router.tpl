@@ -6,6 +6,10 @@
 - {{ .Values.listenAddress | quote }}
 - --port
 - {{ include "xpyd.argument" $v.port | quote }}
+{{- if $v.adminPort }}
+- --admin-port
+- {{ include "xpyd.argument" $v.adminPort | quote }}
+{{- end }}
 {{- if gt (int $v.workers) 1 }}
 - --workers
 - {{ include "xpyd.argument" $v.workers | quote }}
@@ -72,6 +76,12 @@
 - /etc/xpyd/tls/tls.crt
 - --tls-key
 - /etc/xpyd/tls/tls.key
+{{- if $v.adminPort }}
+- --admin-tls-cert
+- /etc/xpyd/tls/tls.crt
+- --admin-tls-key
+- /etc/xpyd/tls/tls.key
+{{- end }}
 {{- end }}
 {{- if $v.tls.clientCaSecretName }}
 - --tls-client-ca
@@ -97,6 +107,7 @@
 {{- $hosts := $v.allowedHosts -}}
 {{- if not (or $v.apiKeys.secretName $v.tls.secretName) -}}
 {{- $hosts = append $hosts (printf "%s-router.%s" (include "xpyd.fullname" .) .Release.Namespace) -}}
+{{- if $v.adminPort -}}{{- $hosts = append $hosts (printf "%s-router-admin.%s" (include "xpyd.fullname" .) .Release.Namespace) -}}{{- end -}}
 {{- if .Values.ingress.enabled -}}{{- $hosts = concat $hosts .Values.ingress.hosts -}}{{- end -}}
 {{- if .Values.httpRoute.enabled -}}{{- $hosts = concat $hosts (.Values.httpRoute.hostnames | default (list "*")) -}}{{- end -}}
 {{- end -}}
@@ -107,7 +118,7 @@
 
 {{- define "xpyd.router.env" -}}
 - name: XPYD_ROUTER # for `xpyd instances` inside the pod
-  value: {{ lower (include "xpyd.scheme" .) }}://localhost:{{ int .Values.router.port }}
+  value: {{ lower (include "xpyd.scheme" .) }}://localhost:{{ int (.Values.router.adminPort | default .Values.router.port) }}
 {{- if .Values.router.tls.secretName }}
 - name: XPYD_ROUTER_PIN
   value: /etc/xpyd/tls/tls.crt
@@ -141,7 +152,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Fails unless the router answers, with any status: one that hangs must be restarted, one without engines must not. One that closes the
+{{/* Without an admin port. Fails unless the router answers, with any status: one that hangs must be restarted, one without engines must not. One that closes the
 connection, for it has as many as it may or the probe shows no certificate, is alive, too. */}}
 {{- define "xpyd.router.alive" -}}
 import http.client as h, ssl

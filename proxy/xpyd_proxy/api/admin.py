@@ -1,7 +1,8 @@
 """Routes for operators, in the formats of vLLM's own proxy demo; their errors are FastAPI's ``{"detail": ...}``."""
 
 import logging
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 
@@ -12,10 +13,8 @@ from xpyd_proxy.api.operator_route import (
     OPERATORS,
     OperatorAccess,
     passed_on,
-    require_any_key,
 )
 from xpyd_proxy.api.schemas import FleetStatus, InstanceAdded, NewInstance
-from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAllowed
@@ -36,18 +35,17 @@ def admin_routes(
     discovery: Discovery,
     *,
     guard: Guard,
-    keyring: Keyring,
     access: OperatorAccess,
+    onlookers: Callable[[Request], Any],
 ) -> APIRouter:
-    """Build the routes of the demo."""
-    onlookers = Depends(require_any_key(access.admin_key, keyring))
+    """Build the routes of the demo; ``onlookers`` raises for who may not see addresses."""
     router = APIRouter(
         tags=[OPERATORS],
         dependencies=[OPERATOR_KEY],
         # The demo does not look at the content type: curl -d sends a form's.
         route_class=access.route(sentence=lambda field, _: _FAULTS.get(field, _NO_OBJECT), any_media=True),
     )
-    looking = APIRouter(tags=[OPERATORS], dependencies=[OPERATOR_KEY, onlookers])
+    looking = APIRouter(tags=[OPERATORS], dependencies=[OPERATOR_KEY, Depends(onlookers)])
 
     @looking.get("/status")
     async def status() -> FleetStatus:

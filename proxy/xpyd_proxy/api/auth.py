@@ -1,9 +1,11 @@
 """Who may come in: while the router does not end, with a key if the operator wants one, and else from no web site."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.endpoint_routes import is_endpoint
@@ -16,9 +18,21 @@ from xpyd_proxy.errors import ClosingDown, CrossSite, Misdirected, Unauthorized
 
 # For probes, for onlookers and for operators, whose routes look at keys themselves. All else needs a client's key.
 _OPEN: Final = frozenset(
-    {"/", "/metrics", "/stats", "/capacity", "/docs", "/openapi.json", "/health", "/ready", "/status", "/instances"}
+    {
+        "/",
+        "/metrics",
+        "/stats",
+        "/capacity",
+        "/docs",
+        "/openapi.json",
+        "/health",
+        "/live",
+        "/ready",
+        "/status",
+        "/instances",
+    }
 )
-_OPEN_BELOW: Final = ("/instances/",)
+_OPEN_BELOW: Final = ("/instances/", "/requests/")
 
 
 class AuthMiddleware:
@@ -46,7 +60,8 @@ class AuthMiddleware:
             await response_to(error, scope)(scope, receive, answer)
             return
         if for_all:
-            await self._app(scope, receive, send)
+            with suppress(ClientDisconnect):  # it hung up, or was too slow: there is nobody left to answer
+                await self._app(scope, receive, send)
             return
         with self._lifetime.serving():
             try:

@@ -3,7 +3,7 @@
 FastAPI's own /docs loads Swagger UI from a CDN: a cluster may have no way there, and operators type the router's key.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
 from pathlib import Path
@@ -12,12 +12,14 @@ from typing import Final
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from starlette.routing import BaseRoute
 
 from xpyd_proxy.api import exception_handlers
 from xpyd_proxy.api.endpoint_routes import operation_id
 from xpyd_proxy.api.operator_route import OPERATORS, is_admin
 from xpyd_proxy.api.page import PAGE_HEADERS, anybody, content_policy
 
+OTHER_PORT: Final = "x-xpyd-main-port"  # marks a path of the document that is at the main port alone
 _ABOUT: Final = (
     "A router for vLLM engines that prefill and engines that decode. Bodies go to the engines as they are: fields that "
     "are not named here are the engine's to accept or to refuse."
@@ -41,10 +43,17 @@ def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
     return app
 
 
-def document_routes(app: FastAPI, admin_key: str | None, browsers: Callable[[Request], None] = anybody) -> APIRouter:
+def document_routes(
+    app: FastAPI,
+    admin_key: str | None,
+    browsers: Callable[[Request], None] = anybody,
+    *,
+    elsewhere: Sequence[BaseRoute] = (),
+) -> APIRouter:
     """Build the routes of the document and its page; ``browsers`` raises Unauthorized for who may not see them.
 
-    What is for operators is in the document for those who show their key.
+    What is for operators is in the document for those who show their key. ``elsewhere``: routes of another port, which
+    are in it, too.
     """
     router = APIRouter(include_in_schema=False, dependencies=[Depends(browsers)])
     html = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
@@ -60,7 +69,12 @@ def document_routes(app: FastAPI, admin_key: str | None, browsers: Callable[[Req
         operators = is_admin(request, admin_key)
         if operators not in made:
             routes = [one for one in app.routes if operators or OPERATORS not in getattr(one, "tags", ())]
-            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=routes)
+            here = {getattr(one, "path", "") for one in routes}
+            others = [one for one in elsewhere if getattr(one, "path", "") not in here]
+            shown = [*others, *routes]
+            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=shown)
+            for path in {getattr(one, "path", "") for one in others} & document["paths"].keys():
+                document["paths"][path][OTHER_PORT] = True
             made[operators] = msgspec.json.encode(document)
         return Response(made[operators], headers={"cache-control": "no-store"}, media_type="application/json")
 

@@ -83,6 +83,10 @@ class OperatorAccess:
             raise HTTPException(401, "Forbidden: Invalid API Key.", _ASKS)  # vLLM's demo says so, with 403
         request.state.admin = fingerprint(self.admin_key)
 
+    async def require(self, request: Request) -> None:
+        """Do the same, as a dependency of a route that has no body."""
+        self.authenticate(request)
+
     def route(
         self, *, is_large: bool = False, sentence: Callable[[str, str], str] = _worded, any_media: bool = False
     ) -> type[APIRoute]:

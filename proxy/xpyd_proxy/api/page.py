@@ -1,6 +1,5 @@
 """What people and machines look at: the status page, the numbers behind it, and the metrics. Ids, never addresses."""
 
-import asyncio
 import base64
 import hashlib
 import re
@@ -11,8 +10,9 @@ from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 
+from xpyd_proxy.api.stepped import in_steps
 from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.status import Snapshot, Status
@@ -65,11 +65,7 @@ def page_routes(
     async def exposition(request: Request) -> Response:
         """Give the metrics, for Prometheus."""
         pieces, content_type = metrics.pieces(request.headers.get("accept", ""), await everybody())
-        body = bytearray()
-        for piece in pieces:
-            body += piece
-            await asyncio.sleep(0)  # requests go on meanwhile
-        return Response(bytes(body), headers={"content-type": content_type})
+        return StreamingResponse(in_steps(pieces), headers={"content-type": content_type})
 
     return router
 

@@ -1,4 +1,4 @@
-"""Routes for probes: whether the router has engines, and whether requests should be sent here."""
+"""Routes for probes: whether the process lives, has engines, and should be sent requests."""
 
 from fastapi import APIRouter
 
@@ -34,5 +34,17 @@ def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime) -> 
         if missing := discovery.missing:
             raise NoInstance(f"the router has not heard yet which instances there are: {', '.join(missing)} is silent")
         return Health(status="ready")
+
+    return router
+
+
+def liveness_routes() -> APIRouter:
+    """Build GET /live: a router that does not answer it stands still, and a restart helps. Engines play no part."""
+    router = APIRouter(tags=["probes"])
+
+    @router.get("/live")
+    async def live() -> Health:
+        """Tell that the router answers."""
+        return Health(status="ok")
 
     return router

@@ -61,6 +61,7 @@ class Histograms:
     """Histograms by key."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
         self._make: Callable[[], Histogram] = lambda: Histogram(bounds)
         self.by_key: dict[Key, Histogram] = {}
 

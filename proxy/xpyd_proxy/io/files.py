@@ -61,6 +61,25 @@ def server_tls(settings: Settings) -> ssl.SSLContext | None:
     return context
 
 
+def admin_tls(settings: Settings) -> ssl.SSLContext | None:
+    """Build the same for the admin port, which asks for no certificate of its clients; raises ConfigError."""
+    cert, key = settings.admin_tls_cert, settings.admin_tls_key
+    if cert is None or key is None:
+        if (cert, key) != (None, None):
+            raise ConfigError("admin_tls_cert and admin_tls_key belong together")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    load_chain(context, cert, key)
+    return context
+
+
+def renew_admin_tls(context: ssl.SSLContext, settings: Settings) -> None:
+    """Do as ``renew_server_tls``, for the admin port."""
+    if settings.admin_tls_cert is not None and settings.admin_tls_key is not None:
+        admin_tls(settings)  # a trial, on another context
+        load_chain(context, settings.admin_tls_cert, settings.admin_tls_key)
+
+
 def renew_server_tls(context: ssl.SSLContext, settings: Settings) -> None:
     """Serve new connections with what now stands in the same files; raises ConfigError and then changes nothing.
 

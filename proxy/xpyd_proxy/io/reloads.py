@@ -13,13 +13,14 @@ from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.background import meanwhile, repeatedly
-from xpyd_proxy.io.files import client_keys, engine_keys, renew_engine_tls, renew_server_tls
+from xpyd_proxy.io.files import client_keys, engine_keys, renew_admin_tls, renew_engine_tls, renew_server_tls
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 _EVERY_S: Final = 5.0  # seconds between two looks at the files; the kubelet renews mounted ones once a minute
 _Stamp: TypeAlias = tuple[int, int, int] | None  # None: the file cannot be seen
 _SERVER: Final = ("tls_cert", "tls_key", "tls_client_ca")
+_ADMIN: Final = ("admin_tls_cert", "admin_tls_key")
 _ENGINES: Final = ("engine_ca", "engine_cert", "engine_key")
 _KEYS: Final = ("api_keys_file", "prefill_api_key_file", "decode_api_key_file")
 
@@ -34,6 +35,7 @@ class FileReloads:
     keyring: Keyring
     outbound: Outbound
     counters: Counters
+    admin_tls: ssl.SSLContext | None = None
     _seen: Mapping[str, tuple[str, _Stamp]] = field(default_factory=dict[str, tuple[str, _Stamp]])  # by setting
 
     def __post_init__(self) -> None:
@@ -51,7 +53,12 @@ class FileReloads:
         now = await asyncio.to_thread(stamps_of, settings)
         before, self._seen = self._seen, now
         names = [name for name, (path, stamp) in now.items() if _is_replaced(before.get(name), path, stamp)]
-        for group, renew in ((_SERVER, self._renew_server), (_ENGINES, self._renew_engines), (_KEYS, self._renew_keys)):
+        for group, renew in (
+            (_SERVER, self._renew_server),
+            (_ADMIN, self._renew_admin),
+            (_ENGINES, self._renew_engines),
+            (_KEYS, self._renew_keys),
+        ):
             if concerned := [name for name in names if name in group]:
                 self._reload(concerned, renew, settings)
 
@@ -69,6 +76,10 @@ class FileReloads:
         if self.server_tls is not None:
             renew_server_tls(self.server_tls, settings)
 
+    def _renew_admin(self, settings: Settings) -> None:
+        if self.admin_tls is not None:
+            renew_admin_tls(self.admin_tls, settings)
+
     def _renew_engines(self, settings: Settings) -> None:
         renew_engine_tls(self.engine_tls, settings)
 
@@ -80,7 +91,7 @@ class FileReloads:
 
 def stamps_of(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
     """Return of each file that settings name what changes when it is replaced, also behind a symbolic link."""
-    paths: dict[str, str | None] = {name: getattr(settings, name) for name in (*_SERVER, *_ENGINES, *_KEYS)}
+    paths: dict[str, str | None] = {name: getattr(settings, name) for name in (*_SERVER, *_ADMIN, *_ENGINES, *_KEYS)}
     return {name: (path, _stamp(path)) for name, path in paths.items() if path is not None}
 
 

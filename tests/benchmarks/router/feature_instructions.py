@@ -24,7 +24,7 @@ import httpx
 from uvicorn.server import ServerState
 
 import xpyd_proxy
-from xpyd_proxy import server
+from xpyd_proxy import listeners
 from xpyd_proxy.app import Fabric, build
 from xpyd_proxy.settings import FirstTokenFrom, KvEvents, PolicyName, Settings
 from xpyd_proxy.testing.prefix_cache import PrefixCache
@@ -221,7 +221,7 @@ async def play(case, switch):
         connection.connection_made(Memory(written))
 
     router = build(Settings(**given | settings), fabric=Fabric(Probes(), dial))
-    config, state = server._server(router, Settings(**given | settings), None).config, ServerState()
+    config, state = listeners.main_config(router, Settings(**given | settings)), ServerState()
     config.load()
     state.default_headers = [(b"date", b"today")]
     answered = []

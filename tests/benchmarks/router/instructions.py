@@ -63,7 +63,7 @@ class Rig:
     """A router between clients and engines that are not there."""
 
     def __init__(self, *, stream=True, chat=False, size=512, push=False):
-        from xpyd_proxy import server
+        from xpyd_proxy import listeners
         from xpyd_proxy.app import Fabric, build
         from xpyd_proxy.settings import Settings
 
@@ -72,7 +72,7 @@ class Rig:
         self.socks = []
         settings = replace(Settings(), prefill=("http://p0:1", "http://p1:1"), decode=("http://d0:1", "http://d1:1"))
         self.router = build(settings, fabric=Fabric(None, self.dial))
-        self.protocol = server._protocol(self.router, settings)
+        self.protocol = listeners.main_protocol(self.router, settings)
         self.state = None
         self.client = None
 

@@ -15,7 +15,7 @@ import uvicorn
 from support.certificates import Authority
 from support.raw_http import Answer, RawClient
 from support.sim import serving, sims, until
-from xpyd_proxy import server
+from xpyd_proxy import listeners
 from xpyd_proxy.app import build
 from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.settings import Settings
@@ -66,7 +66,7 @@ def _same(text):
 def listening(settings, way):
     """Serve a router as its process does, or behind a server that knows nothing of it."""
     served = Served(build(settings))
-    http = server._protocol(served.router, settings) if way == "protocol" else "httptools"
+    http = listeners.main_protocol(served.router, settings) if way == "protocol" else "httptools"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(
             served, http=http, log_config=None, ws="none", loop="uvloop", access_log=False, server_header=False

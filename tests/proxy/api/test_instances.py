@@ -7,6 +7,11 @@ import pytest
 
 from support.clock import Clock
 from support.sim import router, sims
+from support.steps import work_of_steps
+from xpyd_proxy.api.instances import InstanceAdmin
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import Role
 from xpyd_proxy.settings import PolicyName, Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import abandoned
@@ -257,3 +262,18 @@ async def test_retries_of_all_requests_together_are_bounded():
 
     legs = sum(len(engines[name].log) for name in ("d0", "d1", "d2"))
     assert 60 + 20 <= legs <= 60 + 20 + 12 + 20
+
+
+@pytest.mark.parametrize("count", [0, 1, 50, 51, 10_000])
+def test_the_list_is_written_in_steps_of_some_engines(count):
+    """Ten thousand engines in one piece held the event loop for a quarter of a second. It is the same JSON."""
+    registry = Registry()
+    for number in range(count):
+        registry.add(Role.DECODE, Address("http", f"h{number}", 80))
+    admin = InstanceAdmin(registry, explainer=None, clock=lambda: 1.0, discovery=None)
+    work = work_of_steps(admin.pieces())
+    text = b"".join(admin.pieces())
+
+    assert text.decode() == admin.rows(registry.members()).model_dump_json()
+    assert max(work) <= 2_000
+    assert len(json.loads(text)["instances"]) == count

@@ -1,6 +1,7 @@
 """``GET /requests/NAME``: what happened to a request, over the router and its engines."""
 
 import asyncio
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import httpx
@@ -90,6 +91,17 @@ async def test_only_operators_may_ask(headers, status):
     """A timeline names engines and clients' ids."""
     async with router(sims(), OPEN) as client:
         assert (await client.get("/requests/xpyd-0", headers=headers)).status_code == status
+
+
+async def test_operators_need_no_key_of_a_client(tmp_path):
+    """Where clients do need one."""
+    keys = tmp_path / "keys.txt"
+    keys.write_text("alice:secret\n")
+    async with router(sims(), replace(OPEN, api_keys_file=str(keys))) as client:
+        response = await client.post("/v1/completions", json=PROMPT, headers={"authorization": "Bearer secret"})
+        status, _ = await ask(client, response.headers["x-request-id"])
+
+    assert (response.status_code, status) == (200, 200)
 
 
 @pytest.mark.parametrize("answer", [b"[]", b'{"requests": 1}', b'{"requests": [{"events": [{"step": 1}]}]}', b"{"])

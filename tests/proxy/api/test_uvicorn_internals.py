@@ -102,7 +102,7 @@ async def test_what_the_edge_uses_is_there(protocol):
     check("flow_control", flow_control, {"FlowControl", "HIGH_WATER_LIMIT"})
     check("httptools", httptools, PARSER)
     missing = CONFIG - inspect.signature(uvicorn.Config).parameters.keys()
-    assert not missing, f"uvicorn {version('uvicorn')} takes no {missing}, which proxy/xpyd_proxy/server.py gives"
+    assert not missing, f"uvicorn {version('uvicorn')} takes no {missing}, which proxy/xpyd_proxy/listeners.py gives"
 
 
 async def test_what_sessions_use_is_there(protocol):

@@ -19,7 +19,10 @@ _AWAY_S: Final = 1.0  # seconds between two probes of an engine that is broken o
 _AWAY_MOST_S: Final = 15.0  # and at most
 _AWAY_RATE: Final = 20  # probes a second of engines that are away, about
 _SLOW_S: Final = 1.0  # a probe that fails after so long costs a place: the engine is asked less often
-_SOONEST: Final = 0.75  # of the interval; with the jitter, for routers must not probe in step, it is never exceeded
+# The shares of the interval after which an engine is due, at random between them, for routers must not probe in step.
+# The rest is for two ticks (of a twentieth of the interval at most) and the wait for a place: so a living engine is
+# probed in each interval, and one that is gone is found within an interval and its timeouts.
+_SOONEST: Final = 0.7
 _JITTER: Final = 0.15
 _LEAST_PLACES: Final = 16  # of each kind
 _MOST_PLACES: Final = 512

@@ -1,19 +1,20 @@
 """How the engines of a whole fleet fit each other now, for people who look at it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
-from xpyd_proxy.core.fleet.compatibility import NO_SLICE
+from xpyd_proxy.core.fleet.compatibility import NO_SLICE, compared, fit
 from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, Role
 from xpyd_proxy.core.routing.compatible_groups import Grouping, group_engines
 from xpyd_proxy.core.routing.group_weights import GroupShare, shares_of
 from xpyd_proxy.core.routing.slices import divide_by_slice
 from xpyd_proxy.settings import SlicePairing
 
+_AT_ONCE: Final = 500  # engines
 _SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})
 
 
@@ -50,10 +51,44 @@ def slices(registry: Registry) -> dict[tuple[str, Role], int]:
 
 def unpaired(registry: Registry) -> dict[Role, int]:
     """Count the engines that fit none of the other role's; none counts where the other role has no engine at all."""
-    found = grouping_now(registry)
-    if not found.groups or not (found.pairs or found.unpaired_prefill):
+    steps = unpaired_in_steps(registry)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return cast("dict[Role, int]", done.value)
+
+
+def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, int]]:
+    """Count the same in steps of a millisecond or so: sorting thousands of engines takes longer."""
+    members = registry.members()
+    decodes = dict[object, list[Member]]()  # those of one kind fit the same engines
+    for number, member in enumerate(members, start=1):
+        if member.instance.role is Role.DECODE and member.life.state in _SERVING:
+            decodes.setdefault((compared(member.facts), member.facts.incompatible), []).append(member)
+        if number % _AT_ONCE == 0:
+            yield
+    refused = frozenset[str]().union(*(kind[0].facts.incompatible or () for kind in decodes.values()))
+    prefills = dict[object, list[Member]]()
+    for number, member in enumerate(members, start=1):
+        facts = member.facts
+        if member.instance.role is Role.PREFILL and member.life.state in _SERVING:
+            own = facts.engine_id if facts.engine_id in refused else None
+            prefills.setdefault((compared(facts), own), []).append(member)
+        if number % _AT_ONCE == 0:
+            yield
+    if not prefills or not decodes:
         return dict.fromkeys(Role, 0)
-    return {Role.PREFILL: len(found.unpaired_prefill), Role.DECODE: len(found.unpaired_decode)}
+    alone, paired = 0, set[object]()
+    for decode in decodes.values():
+        fitting = [key for key, prefill in prefills.items() if fit(prefill[0].facts, decode[0].facts)]
+        paired.update(fitting)
+        alone += 0 if fitting else len(decode)
+        yield
+    return {
+        Role.PREFILL: sum(len(kind) for key, kind in prefills.items() if key not in paired),
+        Role.DECODE: alone,
+    }
 
 
 def fleet_groups(registry: Registry, *, may_be_alone: bool) -> Sequence[EngineGroup]:

@@ -88,14 +88,6 @@ def absorb(counters: Counters, counts: Counts) -> None:
             _absorb(value, counts.histograms.get(name, {}).get((), ((), 0.0)))
 
 
-def together(counters: Counters, others: Iterable[Counts]) -> Counters:
-    """Return the sum, and leave what was given as it is."""
-    whole = Counters(counters.paths)
-    for counts in (counts_of(counters), *others):
-        absorb(whole, counts)
-    return whole
-
-
 def bin_of(bins: Iterable[Bin]) -> Bin:
     """Add up what several workers have counted in the same seconds."""
     found = [one for one in bins if one.count]

@@ -7,7 +7,7 @@ get the same events from the request itself, for they have to be opened before a
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Final
 
 from xpyd_proxy.core.counters import Counters
@@ -23,6 +23,7 @@ from xpyd_proxy.io.request_path.deferred import DeferredCalls
 
 logger = logging.getLogger(__name__)
 _OK: Final = "ok"
+_ENGINES_AT_ONCE: Final = 20
 _STREAM_ABORTED: Final = RequestOutcome.STREAM_ABORTED  # looking a member up takes as long as a call
 _SERVER_ERROR: Final = RequestOutcome.SERVER_ERROR
 _AT_ONCE: Final = LegOrder.CONCURRENT
@@ -161,6 +162,23 @@ class Telemetry:
         """How many legs each engine has now; engines without one are missing."""
         return Counter(self.legs_under_way())
 
+    def counters_in_steps(self) -> Generator[None, None, Counters]:
+        """Return the counters after steps of a millisecond or so: thousands of engines may have had legs.
+
+        What happens between two steps may be missing: the next scrape has it.
+        """
+        self.later.settle()
+        engines, gaps = list(self._engines.values()), list(self._gaps.items())
+        for start in range(0, len(engines), _ENGINES_AT_ONCE):
+            for engine in engines[start : start + _ENGINES_AT_ONCE]:
+                engine.add_up(self._counters, self._recent)
+            yield
+        for start in range(0, len(gaps), _ENGINES_AT_ONCE):
+            self._count_gaps(gaps[start : start + _ENGINES_AT_ONCE])
+            yield
+        self._add_up_requests()
+        return self._counters
+
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Drop what is kept of removed instances: a fleet that changes must not grow it."""
         self._add_up()
@@ -222,7 +240,10 @@ class Telemetry:
 
     def count_gaps(self) -> None:
         """Put the times between reads into their histograms: many at once cost a fraction of each at its read."""
-        for (label, instance), gaps in self._gaps.items():
+        self._count_gaps(self._gaps.items())
+
+    def _count_gaps(self, by_stream: Iterable[tuple[tuple[str, InstanceId | None], list[float]]]) -> None:
+        for (label, instance), gaps in by_stream:
             if gaps:
                 self._counters.inter_token.of((label,)).observe_all(gaps)
                 if instance is not None and self.stepped is not None:
@@ -343,10 +364,13 @@ class Telemetry:
 
     def _add_up(self) -> None:
         """Put what has happened into the counters and the recent stats: many events at once cost a fraction of each."""
-        counters, recent, now = self._counters, self._recent, self._clock()
         self.count_gaps()
         for engine in self._engines.values():
-            engine.add_up(counters, recent)
+            engine.add_up(self._counters, self._recent)
+        self._add_up_requests()
+
+    def _add_up_requests(self) -> None:
+        counters, recent, now = self._counters, self._recent, self._clock()
         for kind in self._kinds.values():
             kind.add_up(counters, recent, now=now)
         if self._handoffs:

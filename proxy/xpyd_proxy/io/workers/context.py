@@ -27,6 +27,7 @@ class WorkerContext(msgspec.Struct, frozen=True):
     port: int  # the one they all listen on
     line: int  # file descriptor of a socket: READY comes in, then READY goes out, and its end comes in
     starts: int  # workers of this number so far, this one included
+    admin_port: int | None = None  # that of probes and operators, which they all listen on, too; None: the same
 
     @property
     def path(self) -> Path:

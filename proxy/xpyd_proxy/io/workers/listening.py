@@ -11,6 +11,11 @@ from xpyd_proxy.errors import ConfigError
 _SPREADS: Final = sys.platform.startswith("linux")  # elsewhere the option is missing, or all goes to one of them
 
 
+def url_of(host: str, port: int, *, is_tls: bool) -> str:
+    """Return where something listens, for people."""
+    return f"{'https' if is_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 @contextmanager
 def reserved(host: str, port: int) -> Generator[int]:
     """Keep a port for workers, and yield its number; raises ConfigError: it is taken, not ours, or cannot be shared."""
@@ -25,14 +30,17 @@ def reserved(host: str, port: int) -> Generator[int]:
         yield int(sockets[0].getsockname()[1])
 
 
-def bound(host: str, port: int) -> Sequence[socket.socket]:
-    """Bind a socket to each address of a host; nothing arrives before somebody listens on them. Raises ConfigError."""
+def bound(host: str, port: int, *, shared: bool = True) -> Sequence[socket.socket]:
+    """Bind a socket to each address of a host; nothing arrives before somebody listens on them. Raises ConfigError.
+
+    ``shared``: other processes may have sockets at the same address, too.
+    """
     with ExitStack() as stack:
         sockets = list[socket.socket]()
         for family, where in _addresses(host, port):
             if not port and sockets:  # the system has chosen one for the first address
                 where = (where[0], int(sockets[0].getsockname()[1]))
-            sockets.append(stack.enter_context(_bound(family, where, shared=True)))
+            sockets.append(stack.enter_context(_bound(family, where, shared=shared)))
         stack.pop_all()
         return sockets
 

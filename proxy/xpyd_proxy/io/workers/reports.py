@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.workers.reports import EMPTY, Part, Whole, WorkerReport, absorb, counts_of
+from xpyd_proxy.core.workers.reports import EMPTY, Counts, Part, Whole, WorkerReport, absorb, counts_of
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.metrics import processes
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -25,13 +25,20 @@ _CPU: Final = "process_cpu_seconds_total"
 
 
 def report_of(
-    telemetry: Telemetry, queue: Admission, part: Part = EMPTY, *, worker: int = 0, starts: int = 1, unread: int = 0
+    telemetry: Telemetry,
+    queue: Admission,
+    part: Part = EMPTY,
+    *,
+    worker: int = 0,
+    starts: int = 1,
+    unread: int = 0,
+    with_counts: bool = False,
 ) -> WorkerReport:
-    """Write what this process has counted since it began."""
+    """Write what this process has counted since it began; ``with_counts``: for another process, which has no others."""
     return WorkerReport(
         worker=worker,
         starts=starts,
-        counts=counts_of(telemetry.counters),
+        counts=counts_of(telemetry.counters) if with_counts else Counts(),
         part=part,
         legs=telemetry.in_flight,
         waiting=queue.waiting,
@@ -74,7 +81,7 @@ class WorkerReports:
         found = await asyncio.gather(*(self._read(peer) for peer in self._place.peers()))
         others = [report for report, _ in found if report is not None]
         serving = 1 + sum(answers for _, answers in found)
-        return Whole(self._report(), others, serving)
+        return Whole(self._report(with_counts=False), others, serving)
 
     async def _read(self, peer: int) -> tuple[WorkerReport | None, bool]:
         """Return a peer's report, and whether the peer itself has given it."""
@@ -106,10 +113,16 @@ class WorkerReports:
             await writer.drain()
         writer.close()
 
-    def _report(self, part: Part = EMPTY) -> WorkerReport:
+    def _report(self, part: Part = EMPTY, *, with_counts: bool = True) -> WorkerReport:
         place, before = self._place, self._before
         report = report_of(
-            self._telemetry, self._queue, part, worker=place.number, starts=place.starts, unread=self._unread
+            self._telemetry,
+            self._queue,
+            part,
+            worker=place.number,
+            starts=place.starts,
+            unread=self._unread,
+            with_counts=with_counts,
         )
         if before is None:
             return report

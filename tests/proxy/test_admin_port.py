@@ -1,0 +1,306 @@
+"""The admin port, by its clients: what is at which port, what guards it, and what a flood of the other does to it."""
+
+import json
+import re
+import signal
+import socket
+import ssl
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from support.certificates import Authority
+from support.raw_http import RawClient
+from support.router_process import KEY, RouterProcess
+from support.sim import fleet, until
+
+PATH = "/v1/completions"
+BODY = {"prompt": "once upon a time", "max_tokens": 3}
+pytestmark = pytest.mark.timeout(120)
+BOTH = {"/health", "/ready"}
+MAIN = {"/v1/models"}
+ADMIN = {"/live", "/", "/stats", "/metrics", "/status", "/instances", "/docs", "/openapi.json"}
+
+
+class TwoPorts(RouterProcess):
+    """A router with an admin port."""
+
+    def __init__(self, log, *args, workers=1):
+        self.running = r"running on (https?://\S+) with" if workers > 1 else RouterProcess.running
+        super().__init__(log, "--admin-port", "0", "--workers", str(workers), *args)
+
+    @property
+    def admin(self):
+        (found,) = re.findall(r"the admin port is (https?://\S+)", self.said)
+        return found
+
+    @property
+    def ports(self):
+        """Of both, the main one first."""
+        return [int(url.rpartition(":")[2]) for url in (self.url, self.admin)]
+
+
+@contextmanager
+def two_ports(folder, *args, workers=1, engines=True, **options):
+    """Run one in front of simulated engines; yields it and them."""
+    with ExitStack() as stack:
+        sims, _, flags = stack.enter_context(fleet(**options))
+        router = TwoPorts(folder / "router.log", *(flags if engines else ()), *args, workers=workers)
+        stack.callback(router.kill)  # the supervisor's end is that of its workers
+        router.started()
+        until(lambda: "the admin port is" in router.said)
+        yield router, sims
+        assert "Traceback" not in router.said, router.said
+
+
+def status(url, path, **options):
+    return httpx.get(url + path, timeout=20, **options).status_code
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_path_is_at_its_port_and_nowhere_else(tmp_path, workers):
+    """A NetworkPolicy and a load balancer know ports, and no paths."""
+    with two_ports(tmp_path, workers=workers) as (router, engines):
+        until(lambda: status(router.url, "/health") == 200)
+        found = {
+            path: (status(router.url, path), status(router.admin, path, headers=KEY)) for path in BOTH | MAIN | ADMIN
+        }
+        posts = [httpx.post(url + PATH, json=BODY, timeout=20).status_code for url in (router.url, router.admin)]
+        orders = [
+            httpx.post(f"{url}/instances/{verb}", json={"id": "decode-0"}, headers=KEY, timeout=20).status_code
+            for url in (router.url, router.admin)
+            for verb in ("drain", "undrain")
+        ]
+        served = len(engines["d0"].log)
+
+    assert {path for path, ports in found.items() if ports == (200, 200)} == BOTH
+    assert {path for path, ports in found.items() if ports == (200, 404)} == MAIN
+    assert {path for path, ports in found.items() if ports == (404, 200)} == ADMIN
+    assert (posts, served) == ([200, 404], 1)
+    assert orders == [404, 404, 200, 200]
+
+
+def test_without_an_admin_port_the_main_one_has_everything(tmp_path):
+    """As before: one port for a laptop, or behind a proxy of one's own."""
+    with fleet() as (_, _, flags):
+        router = RouterProcess(tmp_path / "router.log", *flags)
+        try:
+            router.started()
+            until(lambda: status(router.url, "/health") == 200)
+            found = {path: status(router.url, path, headers=KEY) for path in BOTH | MAIN | ADMIN}
+        finally:
+            router.kill()
+
+    assert set(found.values()) == {200}
+
+
+def test_the_admin_port_answers_for_all_workers(tmp_path):
+    """Whichever of them gets the connection."""
+    with two_ports(tmp_path, workers=2) as (router, _):
+        until(lambda: status(router.url, "/health") == 200)
+        for _ in range(12):
+            with httpx.Client(base_url=router.url, timeout=20) as client:
+                assert client.post(PATH, json=BODY).status_code == 200
+
+        def requests():
+            text = httpx.get(router.admin + "/metrics", timeout=20).text
+            families = {one.name: one for one in text_string_to_metric_families(text)}
+            return sum(sample.value for sample in families["xpyd_requests"].samples if sample.name.endswith("_total"))
+
+        until(lambda: {requests() for _ in range(6)} == {12})
+        answering = {httpx.get(router.admin + "/stats", timeout=20).json()["worker"] for _ in range(60)}
+
+    assert answering == {0, 1}
+
+
+HOSTILE = {
+    "a head without an end": (b"GET /live HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 70_000, 431),
+    "a target without an end": (b"GET /" + b"a" * 70_000, 414),
+    "two lengths": (
+        b"POST /instances/drain HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        400,
+    ),
+    "no host": (b"GET /live HTTP/1.1\r\n\r\n", 400),
+    "a tunnel": (b"CONNECT x:1 HTTP/1.1\r\nHost: x:1\r\n\r\n", 501),
+    "half a head": (b"GET /live HTTP/1.1\r\nHost: x\r\n", 408),
+    "half a body": (
+        b"POST /instances/drain HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: sesame\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 20\r\n\r\n{",
+        408,
+    ),
+}
+
+
+def test_what_guards_the_main_port_guards_the_admin_port(tmp_path):
+    """Heads, framing, and clients that do not get on."""
+    with two_ports(tmp_path, "--head-timeout", "1", "--body-timeout", "1") as (router, _):
+        found = {}
+        for name, (sent, _) in HOSTILE.items():
+            with RawClient(router.ports[1]) as client:
+                found[name] = client.send(sent).answer().status
+        with RawClient(router.ports[1]) as silent:
+            nothing = silent.rest()
+        alive = status(router.admin, "/live")
+
+    assert found == {name: wanted for name, (_, wanted) in HOSTILE.items()}
+    assert (nothing, alive) == (b"", 200)
+
+
+def test_a_flood_of_the_main_port_leaves_probes_their_answers(tmp_path):
+    """A router that has all the clients it may have is alive and ready: a restart would end everybody's requests."""
+    with two_ports(tmp_path, "--max-connections", "8", engines=False) as (router, _), ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(RawClient(router.ports[0]))
+        with RawClient(router.ports[0]) as one_more:
+            refused = one_more.rest()
+        found = [status(router.admin, path) for path in ("/live", "/ready", "/metrics")]
+
+    assert refused == b"" or b" 503 " in refused
+    assert found == [200, 200, 200]
+
+
+def test_one_address_cannot_have_all_connections_of_the_admin_port(tmp_path):
+    """Those of the kubelet come from another one. More than 64 from one are refused."""
+    with two_ports(tmp_path, engines=False) as (router, _), ExitStack() as stack:
+        for _ in range(65):
+            stack.enter_context(RawClient(router.ports[1]))
+        with RawClient(router.ports[1]) as one_more:
+            refused = one_more.send(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n").answer()
+        with RawClient(router.ports[1], address="127.0.0.2") as kubelet:
+            answer = kubelet.send(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n").answer()
+        main = status(router.url, "/ready")
+
+    assert refused.status == 503
+    assert b"max_connections_per_address" in refused.body
+    assert (answer.status, main) == (200, 200)
+
+
+def test_probes_need_no_certificate_where_clients_do(tmp_path):
+    """The kubelet has none to show. What shows addresses wants the operator's key there."""
+    authority = Authority(tmp_path, "ca")
+    pair = authority.sign("router")
+    tls = ("--tls-cert", pair.cert, "--tls-key", pair.key, "--tls-client-ca", authority.own.cert)
+    trusting = ssl.create_default_context(cafile=authority.own.cert)
+    with two_ports(tmp_path, *tls) as (router, _):
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(router.url + "/ready", verify=trusting, timeout=20)
+        until(lambda: status(router.admin, "/health") == 200)
+        open_paths = [status(router.admin, path) for path in ("/live", "/ready", "/metrics", "/")]
+        shown = [status(router.admin, "/status", headers=headers) for headers in ({}, {"X-Api-Key": "x"}, KEY)]
+
+    assert router.admin.startswith("http://")
+    assert open_paths == [200, 200, 200, 200]
+    assert shown == [401, 401, 200]
+
+
+def test_the_admin_port_has_a_certificate_of_its_own(tmp_path):
+    """And serves the renewed one after SIGHUP, as the main port does."""
+    authority = Authority(tmp_path, "ca")
+    pair = authority.sign("router")
+    trusting = ssl.create_default_context(cafile=authority.own.cert)
+
+    def serial(port):
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=20) as plain,
+            trusting.wrap_socket(plain, server_hostname="127.0.0.1") as tls,
+        ):
+            return tls.getpeercert()["serialNumber"]
+
+    with two_ports(tmp_path, "--admin-tls-cert", pair.cert, "--admin-tls-key", pair.key) as (router, _):
+        answer = httpx.get(router.admin + "/live", verify=trusting, timeout=20)
+        before = serial(router.ports[1])
+        authority.sign("router")
+        router.signal(signal.SIGHUP)
+        until(lambda: "the settings were read again" in router.said)
+        after = serial(router.ports[1])
+
+    assert (router.url[:5], router.admin[:5]) == ("http:", "https")
+    assert answer.status_code == 200
+    assert before != after
+
+
+def test_metrics_want_a_key_where_clients_need_one_and_probes_do_not(tmp_path):
+    """The port changes nothing about keys."""
+    keys = tmp_path / "keys"
+    keys.write_text("me:secret\n")
+    with two_ports(tmp_path, "--api-keys-file", str(keys)) as (router, _):
+        without = {path: status(router.admin, path) for path in sorted(ADMIN | BOTH)}
+        key = {"Authorization": "Bearer secret"}
+        with_key = [status(router.admin, path, headers=key) for path in ("/", "/stats", "/metrics", "/status", "/docs")]
+
+    assert without.pop("/health") in (200, 503)
+    assert {path for path, code in without.items() if code == 200} == {"/live", "/ready"}
+    assert set(without.values()) == {200, 401}
+    assert set(with_key) == {200}
+
+
+def test_readiness_ends_with_sigterm_while_requests_are_still_served(tmp_path):
+    """At the admin port, too, until the process ends."""
+    with two_ports(tmp_path, "--drain-grace", "60") as (router, _):
+        until(lambda: status(router.url, "/health") == 200)
+        router.terminate()
+        until(lambda: status(router.admin, "/ready") == 503)
+        late = httpx.post(router.url + PATH, json=BODY, timeout=20).status_code
+        alive = status(router.admin, "/live")
+        router.terminate()
+        code = router.child.wait(timeout=20)
+
+    assert (late, alive, code) == (200, 200, 0)
+
+
+def test_the_document_of_the_admin_port_names_the_paths_of_both(tmp_path):
+    """Those of the main port are marked, so that the page's commands do not name the wrong one."""
+    with two_ports(tmp_path) as (router, _):
+        found = httpx.get(router.admin + "/openapi.json", headers=KEY, timeout=20).json()["paths"]
+
+    assert {path for path in found if "x-xpyd-main-port" not in found[path]} >= BOTH | (
+        ADMIN - {"/docs", "/openapi.json"}
+    )
+    assert {PATH, "/v1/models"} <= {path for path in found if found[path].get("x-xpyd-main-port")}
+    assert not {path for path in found if found[path].get("x-xpyd-main-port")} & (ADMIN | BOTH)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--admin-port", "{taken}"], "cannot listen at 127.0.0.1 port {taken}: Address already in use"),
+        (["--admin-host", "127.0.0.1"], "admin_host is set, and admin_port is not"),
+        (["--admin-port", "0", "--admin-tls-cert", "c.pem"], "admin_tls_cert and admin_tls_key belong together"),
+    ],
+)
+def test_an_admin_port_that_cannot_be_is_refused_in_a_sentence(tmp_path, flags, sentence, workers):
+    """Before anything is served."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        given = [flag.replace("{taken}", port) for flag in flags]
+        router = RouterProcess(tmp_path / "router.log", *given, "--workers", workers)
+        code = router.child.wait(timeout=60)
+
+    assert code == 2, router.said
+    assert sentence.replace("{taken}", port) in router.said
+    assert "running on" not in router.said
+
+
+def test_two_ports_that_are_one_are_refused(tmp_path):
+    """Else the kernel would spread connections over both."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    router = RouterProcess(tmp_path / "router.log", "--port", port, "--admin-port", port)
+
+    assert router.child.wait(timeout=60) == 2
+    assert f"port and admin_port are both {port}: write two" in router.said
+
+
+def test_an_answer_of_the_admin_port_is_read_over_one_connection(tmp_path):
+    """Prometheus keeps its connection; a second request behind the first one is served after it."""
+    with two_ports(tmp_path) as (router, _), RawClient(router.ports[1]) as client:
+        ask = b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        client.send(ask % b"metrics" + ask % b"live")
+        first, second = client.answer(), client.answer()
+
+    assert first.status == second.status == 200
+    assert b"xpyd_requests_total" in first.body
+    assert json.loads(second.body) == {"status": "ok"}

@@ -113,7 +113,8 @@ def test_an_engine_that_does_not_move_shows_in_its_own_leg(pair, role):
 
 
 def waiting_in(router):
-    """The last row of the only request under way."""
-    shown = httpx.get(f"{router}/requests/{CLIENT_ID}", headers=KEY, timeout=30).json()
+    """What the only request under way waits for."""
+    shown = httpx.get(f"{router}/requests/{CLIENT_ID}?engines=false", headers=KEY, timeout=30).json()
     under_way = [found for found in shown.get("requests", ()) if found["state"] != "over"]
-    return under_way[0]["rows"][-1]["what"] if under_way and under_way[0]["rows"] else ""
+    rows = [row["what"] for found in under_way for row in found["rows"] if not row["leg"]]
+    return rows[-1] if rows else ""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Annotated, Final
 
-from fastapi import APIRouter, HTTPException, Path
+from fastapi import APIRouter, HTTPException, Path, Query
 
 from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess
 from xpyd_proxy.api.schemas import RequestTimeline, RequestTimelines, TimelineRow
@@ -31,13 +31,14 @@ def request_routes(
     @router.get("/{name}", responses=OPERATOR_ERRORS)
     async def show(
         name: Annotated[str, Path(min_length=1, max_length=128, pattern=r"^[!-~]+$")],
+        engines: Annotated[bool, Query(description="ask its engines, too; one that hangs is waited for")] = True,
     ) -> RequestTimelines:
         """Say what happened to the requests with a name: that of a response's X-Request-Id, or the client's own."""
         found = [(record, state) for record, state in under_way() if is_named(record, name)]
         found += [(record, RequestState.OVER) for record in history().find(name)]
         if not found:
             raise HTTPException(404, _unknown(len(history()), workers), {WORKERS: str(workers)})
-        shown = [await _shown(record, state, timelines) for record, state in found[:_MOST]]
+        shown = [await _shown(record, state, timelines, asks_engines=engines) for record, state in found[:_MOST]]
         return RequestTimelines(requests=shown, omitted=len(found) - len(shown))
 
     return router
@@ -48,9 +49,11 @@ def _unknown(kept: int, workers: int) -> str:
     return said if workers == 1 else f"{said}; this process is one of {workers} workers, and another may know it."
 
 
-async def _shown(record: RequestRecord, state: RequestState, timelines: Timelines) -> RequestTimeline:
+async def _shown(
+    record: RequestRecord, state: RequestState, timelines: Timelines, *, asks_engines: bool
+) -> RequestTimeline:
     is_over = state is RequestState.OVER
-    began_at, timeline = await timelines.of(record, is_over=is_over)
+    began_at, timeline = await timelines.of(record, is_over=is_over, asks_engines=asks_engines)
     return RequestTimeline(
         request_id=record.request_id,
         client_id=record.client_id,

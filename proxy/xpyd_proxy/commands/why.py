@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="X-Request-Id of the response, or what the client called it")
     add_access_arguments(parser)
     parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds for its answer (%(default)s)")
+    parser.add_argument("--router-only", action="store_true", help="do not ask the engines, of which one may hang")
     parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     parser.add_argument("--trace", metavar="FILE", help="write the rows for ui.perfetto.dev or chrome://tracing, too")
     parser.set_defaults(run=run)
@@ -29,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
     """Print it; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
     try:
         with RouterClient(args) as router:
-            found = router.ask_any_worker(f"/requests/{quote(args.name, safe='')}")
+            which = "?engines=false" if args.router_only else ""
+            found = router.ask_any_worker(f"/requests/{quote(args.name, safe='')}{which}")
         if args.trace:
             _write(Path(args.trace), chrome_trace(found["requests"]))
         sys.stdout.write(json.dumps(found) + "\n" if args.json else text(found))

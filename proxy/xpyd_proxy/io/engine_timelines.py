@@ -43,11 +43,11 @@ class Timelines:
     clock: Callable[[], float]  # seconds, of the records
     wall_clock: Callable[[], float] = _WALL_CLOCK  # seconds since the epoch
 
-    async def of(self, record: RequestRecord, *, is_over: bool) -> tuple[float, Timeline]:
+    async def of(self, record: RequestRecord, *, is_over: bool, asks_engines: bool) -> tuple[float, Timeline]:
         """Return when a request began, in seconds since the epoch, and what happened since."""
         elapsed_s = record.duration_s if is_over else self.clock() - record.began_at
         began_at = self.wall_clock() - (self.clock() - record.began_at)
-        timeline, legs = router_timeline(record, elapsed_s), legs_of(record)
+        timeline, legs = router_timeline(record, elapsed_s), legs_of(record) if asks_engines else []
         answers = await asyncio.gather(*[self._ask(leg) for leg in legs])
         for leg, (events, said) in zip(legs, answers, strict=True):
             if said:

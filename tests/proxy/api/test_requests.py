@@ -68,7 +68,7 @@ async def test_a_request_under_way_is_shown_as_far_as_it_has_come():
         engines["p0"].inject(SimulatedFault(FaultKind.STALL))
         asked = asyncio.create_task(client.post("/v1/completions", json=PROMPT, headers={"x-request-id": "mine"}))
         await until_async(lambda: engines["p0"].log)
-        _, found = await ask(client, "mine")
+        _, found = await ask(client, "mine?engines=false")
         asked.cancel()
 
     (request,) = found["requests"]

@@ -31,6 +31,7 @@ def request_routes(
     @router.get("/{name}", responses=OPERATOR_ERRORS)
     async def show(
         name: Annotated[str, Path(min_length=1, max_length=128, pattern=r"^[!-~]+$")],
+        *,
         engines: Annotated[bool, Query(description="ask its engines, too; one that hangs is waited for")] = True,
     ) -> RequestTimelines:
         """Say what happened to the requests with a name: that of a response's X-Request-Id, or the client's own."""

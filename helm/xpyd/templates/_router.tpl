@@ -72,10 +72,11 @@
 {{- end }}
 {{- end -}}
 
-{{/* Settings of the router, by name: with kvEvents.enabled those that make use of it, unless router.settings has others. */}}
+{{/* Settings of the router, by name: with kvEvents.enabled or returnKv.enabled those that make use of it, unless router.settings has others. */}}
 {{- define "xpyd.router.settings" -}}
 {{- $events := dict "kv_events" "auto" "prefill_policy" "prefix" "decode_policy" "prefix" -}}
-{{- merge (dict) .Values.router.settings (ternary $events dict .Values.kvEvents.enabled) | toYaml -}}
+{{- $return := dict "return_kv" true "prefill_policy" "prefix" "decode_policy" "prefix" -}}
+{{- merge (dict) .Values.router.settings (ternary $events dict .Values.kvEvents.enabled) (ternary $return dict .Values.returnKv.enabled) | toYaml -}}
 {{- end -}}
 
 {{/* Names that clients may call routers by: needed where neither keys nor TLS keep web pages of other names away. */}}

@@ -121,8 +121,6 @@ def _prefix_hash(config: VllmConfig, settings: Settings, groups: tuple[CacheGrou
     transfer = config.kv_transfer_config
     if not (transfer.is_kv_producer and transfer.is_kv_consumer):
         raise SettingsError(f"return_kv is on and kv_role is {transfer.kv_role}; it must be kv_both")
-    if settings.mode is not Mode.PULL:
-        raise SettingsError(f"return_kv is on and mode is {settings.mode.value}; it works in pull only")
     reasons = {
         "the model has several KV cache groups": len(groups) != 1,
         "its layers do not keep all tokens": any(group.state or group.frees_early for group in groups),

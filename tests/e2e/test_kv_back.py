@@ -2,13 +2,13 @@
 
 import json
 import random
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
+from support.hand_chats import ANSWER, COMPUTED, FIRST, LATER, LOADED, TURNS, Chat, alone, engine_id, generate
 from support.shapes import TWO_RANKS
 from support.words import one_token_words
 from xpyd_proxy.local.recipe import Connector, TransferMode
@@ -16,8 +16,6 @@ from xpyd_proxy.local.recipe import Connector, TransferMode
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 BLOCK = 32  # tokens of a block of the engines here
-FIRST, LATER, ANSWER, TURNS = 300, 70, 90, 5  # tokens
-COMPUTED, LOADED = (f"vllm:prompt_tokens_by_source_total|{name}" for name in ("local_compute", "external_kv_transfer"))
 GENERATED = "vllm:generation_tokens_total"
 BOTH = {
     "role": None,
@@ -25,7 +23,6 @@ BOTH = {
     "extra_connector_config": {"return_kv": True},
     "max_model_len": 4096,
 }
-LENDS = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture(scope="module", params=TransferMode, ids=str)
@@ -41,13 +38,6 @@ def both(request, fleet, model, engines):
     fleet.stop(*children.values())
 
 
-def engine_id(spec):
-    """Return the id by which other engines know one, as its metrics say."""
-    text = httpx.get(f"{spec.base_url}/metrics", trust_env=False, timeout=10).text
-    (line,) = (line for line in text.splitlines() if line.startswith("vllm:xpyd_connector_info{"))
-    return line.split('engine_id="')[1].split('"')[0]
-
-
 @pytest.fixture(scope="module")
 def routers(both, start_router):
     """1P1D and 2P2D with return_kv, where every turn goes over a prefill engine."""
@@ -57,63 +47,6 @@ def routers(both, start_router):
     one = start_router(f"router-back-{mode}-1", [both.p0], [both.d0], args=args)
     two = start_router(f"router-back-{mode}-2", [both.p0, both.p1], [both.d0, both.d1], args=args)
     return SimpleNamespace(one=one, two=two)
-
-
-@dataclass
-class Chat:
-    """A chat of token ids over two legs by hand: each turn goes over the prefill engine."""
-
-    p: object
-    d: object
-    seed: int
-    salt: str = "one"
-    tokens: list = field(default_factory=list)
-
-    def __post_init__(self):
-        self.dice = random.Random(self.seed)
-
-    def turn(self, *, stream=False, asks=True, cached_on=None, fields=None):
-        """Ask for the next answer, and return its tokens and what P has computed for it."""
-        self.tokens += [self.dice.randrange(10, 500) for _ in range(LATER if self.tokens else FIRST)]
-        with Watch(self.p) as watch, Watch(self.d) as decode:
-            lent = dict(LENDS)
-            if asks:
-                lent["xpyd_cached_on"] = cached_on or engine_id(self.d)
-            ask = {"prompt": self.tokens, "cache_salt": self.salt, **(fields or {})}
-            params = post(self.p, {**ask, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": lent}).json()
-            answer = generate(self.d, {**ask, "kv_transfer_params": params["kv_transfer_params"]}, stream=stream)
-        self.tokens += answer
-        return answer, SimpleNamespace(
-            computed=watch.delta(COMPUTED), loaded=watch.delta(LOADED), handed_over=decode.delta(LOADED)
-        )
-
-
-def alone(spec, seed, turns=TURNS):
-    """Return the answers of one engine that does everything."""
-    dice, tokens, answers = random.Random(seed), [], []
-    for _ in range(turns):
-        tokens += [dice.randrange(10, 500) for _ in range(LATER if tokens else FIRST)]
-        answers.append(generate(spec, {"prompt": tokens, "cache_salt": f"alone-{seed}"}))
-        tokens += answers[-1]
-    return answers
-
-
-def generate(spec, body, *, stream=False):
-    """Return the tokens of an answer, streamed or not."""
-    body = {**body, "max_tokens": ANSWER, "ignore_eos": True, "return_token_ids": True, "stream": stream}
-    response = post(spec, body)
-    if not stream:
-        return response.json()["choices"][0]["token_ids"]
-    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-    return [token for event in events for choice in event["choices"] for token in choice["token_ids"] or ()]
-
-
-def post(spec, body):
-    """Ask an engine for a completion that must succeed."""
-    body = {"model": "tiny", "temperature": 0, **body}
-    response = httpx.post(f"{spec.base_url}/v1/completions", json=body, trust_env=False, timeout=60)
-    assert response.status_code == 200, response.text
-    return response
 
 
 def has_nothing_held(*specs):
@@ -276,6 +209,26 @@ def test_a_decode_engine_of_two_ranks(both, fleet, model):
 
     assert [text for text, _ in answers] == alone(both.reference, 4)
     assert all(p.loaded > 0 for _, p in answers[1:])
+
+
+def test_through_host_memory(fleet, model, engines):
+    """Where NIXL cannot reach the cache: D stages what P reads, part by part, and P copies it into its own."""
+    options = {**BOTH, "extra_connector_config": {"return_kv": True, "host_staging": True, "staging_blocks": 16}}
+    p, d = engine_spec("staged-p", model, **options, block_size=64), engine_spec("staged-d", model, **options)
+    children = [start_engine(fleet, spec) for spec in (p, d)]
+    fleet.wait_ready(children, timeout_s=300)
+    chat = Chat(p, d, seed=5)
+
+    with Watch(d) as decode, Watch(p) as prefill:
+        answers = [chat.turn() for _ in range(TURNS)]
+        has_nothing_held(p, d)
+    fleet.stop(*children)
+
+    assert [text for text, _ in answers] == alone(engines.reference, 5)
+    assert all(turn.loaded > 0 for _, turn in answers[1:])
+    assert decode.delta("vllm:xpyd_prefixes_leased_total") == TURNS - 1
+    assert decode.delta("vllm:xpyd_bytes_staged_out_total") > 0
+    assert prefill.delta("vllm:xpyd_bytes_staged_in_total") > 0
 
 
 def test_a_decode_engine_that_dies_between_two_turns(both, fleet, model):

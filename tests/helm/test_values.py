@@ -188,7 +188,7 @@ CONTRADICTIONS = [
     ),
     (RETURNING | {"router": {"settings": {"decode_policy": "least_loaded"}}}, "decode_policy is least_loaded"),
     (RETURNING | {"connector": {"loadFailurePolicy": "fail"}}, "would ask no decode engine"),
-    (RETURNING | {"connector": {"bufferDevice": "cpu"}}, "does not go through host memory"),
+    (RETURNING | {"connector": {"bufferDevice": "cpu", "mode": "push"}}, "does not go through host memory"),
     ({"kvEvents": {"enabled": True}}, "name a secret in prefill.apiKey.secretName"),
     ({"kvEvents": {"enabled": True}, "prefill": {"enabled": False}}, "name a secret in decode.apiKey.secretName"),
     (TELLING | {"prefill": {**KEYED, "kvEvents": {"enabled": True}}}, "are both true"),

@@ -110,8 +110,8 @@ class ControlPlane:
             self._connection_lost(event.conn)
         if isinstance(event, MessageReceived) and isinstance(event.message, Reachable | FindPrefix):
             self._on_prefix_message(event.conn, event.message)
-        elif self._prefix_lender is not None and _is_about_read(event):
-            self.lease_manager.on(event, now=now)  # in push, too: P reads what we have cached
+        elif self._push_coordinator is not None and self._prefix_lender is not None and _is_about_read(event):
+            self.lease_manager.on(event, now=now)  # P reads what we have cached
         elif self._staging_receiver is not None and self._staging_receiver.is_from_worker(event):
             self._staging_receiver.on(event)
         elif self._push_coordinator is not None:

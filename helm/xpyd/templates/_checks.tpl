@@ -64,8 +64,8 @@
 {{- if ne $c.loadFailurePolicy "recompute" -}}
 {{- fail (printf "returnKv.enabled is true, but connector.loadFailurePolicy is %s: prefill engines would ask no decode engine, for a read that fails would cost the request; write recompute" $c.loadFailurePolicy) -}}
 {{- end -}}
-{{- if $c.bufferDevice -}}
-{{- fail (printf "returnKv.enabled is true, but connector.bufferDevice is %s: KV of answers does not go through host memory, and engines would refuse to start" $c.bufferDevice) -}}
+{{- if and $c.bufferDevice (eq $c.mode "push") -}}
+{{- fail (printf "returnKv.enabled is true, connector.mode is push and connector.bufferDevice is %s: what is read does not go through host memory then, and engines would refuse to start; write pull, or leave bufferDevice empty" $c.bufferDevice) -}}
 {{- end -}}
 {{- end -}}
 {{- if not (or (include "xpyd.connector.secret" .) (get $c.extraConfig "allow_open_side_channel")) -}}

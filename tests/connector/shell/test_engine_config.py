@@ -152,7 +152,7 @@ def test_an_engine_that_returns_kv_knows_its_hash(mode):
         ({}, {}, (*FULL, *FULL), "the model has several KV cache groups"),
         ({}, {}, (CacheGroup(16, window=64),), "its layers do not keep all tokens"),
         ({}, {}, (CacheGroup(16, state="x"),), "its layers do not keep all tokens"),
-        ({}, {"host_staging": True}, FULL, "KV goes through host memory"),
+        ({}, {"host_staging": True, "mode": Mode.PUSH}, FULL, "KV is pushed through host memory"),
         ({}, {"host": "0.0.0.0"}, FULL, "no address that others can dial"),
     ],
 )

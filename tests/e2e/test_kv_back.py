@@ -25,6 +25,13 @@ BOTH = {
 }
 
 
+def is_thorough(test, params):
+    """Tell what is only for ``make test-thorough``: who moves prompts makes no difference to what is looked up."""
+    if params.get("both") is not TransferMode.PUSH:
+        return False
+    return test == "test_nothing_is_read_that_is_not_the_prompts" or params.get("pairs") == "one"
+
+
 @pytest.fixture(scope="module", params=TransferMode, ids=str)
 def both(request, fleet, model, engines):
     """Engines that lend and take KV in both directions; p1 has larger blocks. What goes back is read in either mode."""

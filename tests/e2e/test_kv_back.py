@@ -2,42 +2,47 @@
 
 import json
 import random
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
+from support.hand_chats import ANSWER, COMPUTED, FIRST, LATER, LOADED, TURNS, Chat, alone, engine_id, generate
 from support.shapes import TWO_RANKS
 from support.words import one_token_words
-from xpyd_proxy.local.recipe import Connector
+from xpyd_proxy.local.recipe import Connector, TransferMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 BLOCK = 32  # tokens of a block of the engines here
-FIRST, LATER, ANSWER, TURNS = 300, 70, 90, 5  # tokens
-COMPUTED, LOADED = (f"vllm:prompt_tokens_by_source_total|{name}" for name in ("local_compute", "external_kv_transfer"))
-BOTH = {"role": None, "connector": Connector.XPYD, "extra_connector_config": {"return_kv": True}}
-LENDS = {"do_remote_decode": True, "do_remote_prefill": False}
+GENERATED = "vllm:generation_tokens_total"
+BOTH = {
+    "role": None,
+    "connector": Connector.XPYD,
+    "extra_connector_config": {"return_kv": True},
+    "max_model_len": 4096,
+}
 
 
-@pytest.fixture(scope="module")
-def both(fleet, model, engines):
-    """Engines that lend and take KV in both directions; p1 has larger blocks."""
-    specs = {name: engine_spec(f"both-{name}", model, **BOTH) for name in ("p0", "d0", "d1")}
-    specs["p1"] = engine_spec("both-p1", model, **BOTH, block_size=64)
+def is_thorough(test, params):
+    """Tell what is only for ``make test-thorough``: who moves prompts makes no difference to what is looked up."""
+    if params.get("both") is not TransferMode.PUSH:
+        return False
+    return test == "test_nothing_is_read_that_is_not_the_prompts" or params.get("pairs") == "one"
+
+
+@pytest.fixture(scope="module", params=TransferMode, ids=str)
+def both(request, fleet, model, engines):
+    """Engines that lend and take KV in both directions; p1 has larger blocks. What goes back is read in either mode."""
+    mode = request.param
+    options = {**BOTH, "mode": mode}
+    specs = {name: engine_spec(f"both-{mode}-{name}", model, **options) for name in ("p0", "d0", "d1")}
+    specs["p1"] = engine_spec(f"both-{mode}-p1", model, **options, block_size=64)
     children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
     fleet.wait_ready(list(children.values()), timeout_s=300)
-    yield SimpleNamespace(**specs, reference=engines.reference, children=children)
+    yield SimpleNamespace(**specs, reference=engines.reference, children=children, options=options)
     fleet.stop(*children.values())
-
-
-def engine_id(spec):
-    """Return the id by which other engines know one, as its metrics say."""
-    text = httpx.get(f"{spec.base_url}/metrics", trust_env=False, timeout=10).text
-    (line,) = (line for line in text.splitlines() if line.startswith("vllm:xpyd_connector_info{"))
-    return line.split('engine_id="')[1].split('"')[0]
 
 
 @pytest.fixture(scope="module")
@@ -45,64 +50,10 @@ def routers(both, start_router):
     """1P1D and 2P2D with return_kv, where every turn goes over a prefill engine."""
     args = ("--prefill-policy", "prefix", "--decode-policy", "prefix", "--return-kv", "true")
     args += ("--health-check-interval", "0.5")
-    one = start_router("router-back-1", [both.p0], [both.d0], args=args)
-    two = start_router("router-back-2", [both.p0, both.p1], [both.d0, both.d1], args=args)
+    mode = both.options["mode"]
+    one = start_router(f"router-back-{mode}-1", [both.p0], [both.d0], args=args)
+    two = start_router(f"router-back-{mode}-2", [both.p0, both.p1], [both.d0, both.d1], args=args)
     return SimpleNamespace(one=one, two=two)
-
-
-@dataclass
-class Chat:
-    """A chat of token ids over two legs by hand: each turn goes over the prefill engine."""
-
-    p: object
-    d: object
-    seed: int
-    salt: str = "one"
-    tokens: list = field(default_factory=list)
-
-    def __post_init__(self):
-        self.dice = random.Random(self.seed)
-
-    def turn(self, *, stream=False, asks=True, cached_on=None, fields=None):
-        """Ask for the next answer, and return its tokens and what P has computed for it."""
-        self.tokens += [self.dice.randrange(10, 500) for _ in range(LATER if self.tokens else FIRST)]
-        with Watch(self.p) as watch:
-            lent = dict(LENDS)
-            if asks:
-                lent["xpyd_cached_on"] = cached_on or engine_id(self.d)
-            ask = {"prompt": self.tokens, "cache_salt": self.salt, **(fields or {})}
-            params = post(self.p, {**ask, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": lent}).json()
-            answer = generate(self.d, {**ask, "kv_transfer_params": params["kv_transfer_params"]}, stream=stream)
-        self.tokens += answer
-        return answer, SimpleNamespace(computed=watch.delta(COMPUTED), loaded=watch.delta(LOADED))
-
-
-def alone(spec, seed, turns=TURNS):
-    """Return the answers of one engine that does everything."""
-    dice, tokens, answers = random.Random(seed), [], []
-    for _ in range(turns):
-        tokens += [dice.randrange(10, 500) for _ in range(LATER if tokens else FIRST)]
-        answers.append(generate(spec, {"prompt": tokens, "cache_salt": f"alone-{seed}"}))
-        tokens += answers[-1]
-    return answers
-
-
-def generate(spec, body, *, stream=False):
-    """Return the tokens of an answer, streamed or not."""
-    body = {**body, "max_tokens": ANSWER, "ignore_eos": True, "return_token_ids": True, "stream": stream}
-    response = post(spec, body)
-    if not stream:
-        return response.json()["choices"][0]["token_ids"]
-    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-    return [token for event in events for choice in event["choices"] for token in choice["token_ids"] or ()]
-
-
-def post(spec, body):
-    """Ask an engine for a completion that must succeed."""
-    body = {"model": "tiny", "temperature": 0, **body}
-    response = httpx.post(f"{spec.base_url}/v1/completions", json=body, trust_env=False, timeout=60)
-    assert response.status_code == 200, response.text
-    return response
 
 
 def has_nothing_held(*specs):
@@ -112,7 +63,10 @@ def has_nothing_held(*specs):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_p_computes_only_what_neither_engine_has(both, stream):
-    """Its own cache has the last prompt, D's has the answer to it, but for the last token and a partial block."""
+    """Its own cache has the last prompt, D's has the answer to it, but for the last token and a partial block.
+
+    Only what D's cache lacks is handed over: all but the last token, which D computes.
+    """
     chat = Chat(both.p0, both.d0, seed=1, salt=f"streamed {stream}")
     wanted = alone(both.reference, 1)
 
@@ -123,6 +77,7 @@ def test_p_computes_only_what_neither_engine_has(both, stream):
         prompt = len(chat.tokens) - len(answer)
         kept = (before - 1) // BLOCK * BLOCK if number else 0  # tokens of whole blocks that D has computed
         assert p.computed == prompt - kept
+        assert p.handed_over == prompt - 1 - kept
         assert (p.loaded > 0) == (number > 0)
     has_nothing_held(both.p0, both.d0)
 
@@ -166,27 +121,38 @@ def words(model):
     return one_token_words(model)
 
 
-def says(url, words, seed, *, stream, turns=TURNS):
-    """Hold a chat over a router, or with one engine."""
+def says(url, words, seed, *, stream, first=FIRST, later=LATER, answer=ANSWER, counted=None):
+    """Hold a chat over a router, or with one engine; ``counted`` gets the tokens of the conversation so far."""
     dice, answers, messages = random.Random(seed), [], []
-    for _ in range(turns):
-        text = "".join(dice.choices(list(words.values()), k=LATER if answers else FIRST))
+    for _ in range(TURNS):
+        text = "".join(dice.choices(list(words.values()), k=later if answers else first))
         messages.append({"role": "user", "content": text})
         body = {
             "model": "tiny",
             "messages": messages,
-            "max_tokens": ANSWER,
+            "max_tokens": answer,
             "temperature": 0,
             "allowed_token_ids": list(words),
             "stream": stream,
             "cache_salt": f"chat {seed} {stream} {url[-5:]}",
         }
+        if stream:
+            body["stream_options"] = {"include_usage": True}
         response = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=60)
         assert response.status_code == 200, response.text
         assert "xpyd_cached" not in response.text + str(response.headers)
         answers.append(text_of(response, stream=stream))
         messages.append({"role": "assistant", "content": answers[-1]})
+        if counted is not None:
+            counted.append(usage_of(response, stream=stream)["total_tokens"])
     return answers
+
+
+def usage_of(response, *, stream):
+    if not stream:
+        return response.json()["usage"]
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    return next(event["usage"] for event in reversed(events) if event.get("usage"))
 
 
 def text_of(response, *, stream):
@@ -215,9 +181,31 @@ def test_chats_over_the_router(both, routers, words, pairs, stream):
     has_nothing_held(both.p0, both.p1, both.d0, both.d1)
 
 
+def test_hardly_a_token_is_computed_twice(both, routers, words):
+    """6 chats of 5 turns, streamed and not, over the router: what all engines compute, and what there is to compute.
+
+    Beside what is new, a turn costs three tokens and what is no whole block of D: the last token of the answer before,
+    P's own token, and the last token of the prompt, which D computes.
+    """
+    sizes = {"first": 600, "later": 260, "answer": 240}
+    alone = [says(both.d1.base_url, words, seed, stream=seed % 2 == 1, **sizes) for seed in range(10, 16)]
+    new, answers = 0, []
+    with Watch(both.p0) as p, Watch(both.d0) as d:
+        for seed in range(10, 16):
+            counted = []
+            answers.append(says(routers.one, words, seed, stream=seed % 2 == 1, counted=counted, **sizes))
+            new += counted[-1]
+        has_nothing_held(both.p0, both.d0)
+    computed = sum(engine.delta(name) for engine in (p, d) for name in (COMPUTED, GENERATED))
+    print(f"{both.options['mode']}: {computed / new:.3f} tokens computed for each new one")
+
+    assert answers == alone
+    assert computed <= 1.05 * new
+
+
 def test_a_decode_engine_of_two_ranks(both, fleet, model):
     """P reads each head from its rank, and D answers when both ranks have ended their step."""
-    spec = engine_spec("both-two-ranks", model, **BOTH, extra_args=TWO_RANKS)
+    spec = engine_spec(f"both-{both.options['mode']}-two-ranks", model, **both.options, extra_args=TWO_RANKS)
     child = start_engine(fleet, spec)
     fleet.wait_ready([child], timeout_s=300)
     chat = Chat(both.p0, spec, seed=4)
@@ -230,9 +218,29 @@ def test_a_decode_engine_of_two_ranks(both, fleet, model):
     assert all(p.loaded > 0 for _, p in answers[1:])
 
 
+def test_through_host_memory(fleet, model, engines):
+    """Where NIXL cannot reach the cache: D stages what P reads, part by part, and P copies it into its own."""
+    options = {**BOTH, "extra_connector_config": {"return_kv": True, "host_staging": True, "staging_blocks": 16}}
+    p, d = engine_spec("staged-p", model, **options, block_size=64), engine_spec("staged-d", model, **options)
+    children = [start_engine(fleet, spec) for spec in (p, d)]
+    fleet.wait_ready(children, timeout_s=300)
+    chat = Chat(p, d, seed=5)
+
+    with Watch(d) as decode, Watch(p) as prefill:
+        answers = [chat.turn() for _ in range(TURNS)]
+        has_nothing_held(p, d)
+    fleet.stop(*children)
+
+    assert [text for text, _ in answers] == alone(engines.reference, 5)
+    assert all(turn.loaded > 0 for _, turn in answers[1:])
+    assert decode.delta("vllm:xpyd_prefixes_leased_total") == TURNS - 1
+    assert decode.delta("vllm:xpyd_bytes_staged_out_total") > 0
+    assert prefill.delta("vllm:xpyd_bytes_staged_in_total") > 0
+
+
 def test_a_decode_engine_that_dies_between_two_turns(both, fleet, model):
     """P finds out when it asks, or before; the turn is computed as without return_kv."""
-    victim = engine_spec("both-victim", model, **BOTH)
+    victim = engine_spec(f"both-{both.options['mode']}-victim", model, **both.options)
     child = start_engine(fleet, victim)
     fleet.wait_ready([child], timeout_s=300)
     chat = Chat(both.p0, victim, seed=9, salt="victim")

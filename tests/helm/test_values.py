@@ -37,6 +37,7 @@ BAD = [
     ("prefill.rdma.transports", "rc tcp"),
     ("kvEvents.enabled", "auto"),
     ("timelines.enabled", "yes"),
+    ("returnKv.enabled", "push"),
     ("prefill.kvEvents.from", [{"cidr": "10.0.0.0/8"}]),
     ("router.replicas", 0),
     ("router.replicas", "2"),
@@ -151,6 +152,7 @@ LOCKED = {"networkPolicy": {"egress": {"enabled": True}}}
 ACCEPTED = {"connector": {"acceptOpenDataPlane": True}}
 OUTSIDE = {"enabled": True, "routerTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}
 KEYED = {"apiKey": {"secretName": "engines"}}
+RETURNING = {"returnKv": {"enabled": True}}
 TELLING = {"kvEvents": {"enabled": True}, "prefill": KEYED, "decode": KEYED}
 CONTRADICTIONS = [
     ({"router": {"store": {"type": "memory"}}}, "one router's own"),
@@ -187,6 +189,9 @@ CONTRADICTIONS = [
         {"prefill": {"kvEvents": {"enabled": True}}, "networkPolicy": {"enabled": False}} | ACCEPTED,
         "prefill.kvEvents.enabled is true: vLLM publishes without a key",
     ),
+    (RETURNING | {"router": {"settings": {"decode_policy": "least_loaded"}}}, "decode_policy is least_loaded"),
+    (RETURNING | {"connector": {"loadFailurePolicy": "fail"}}, "would ask no decode engine"),
+    (RETURNING | {"connector": {"bufferDevice": "cpu", "mode": "push"}}, "does not go through host memory"),
     ({"kvEvents": {"enabled": True}}, "name a secret in prefill.apiKey.secretName"),
     ({"kvEvents": {"enabled": True}, "prefill": {"enabled": False}}, "name a secret in decode.apiKey.secretName"),
     (TELLING | {"prefill": {**KEYED, "kvEvents": {"enabled": True}}}, "are both true"),

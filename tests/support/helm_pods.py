@@ -158,7 +158,9 @@ def engine_args(objects):
         c = container(template)
         args, ports = c["args"], {port["name"]: port["containerPort"] for port in c["ports"]}
         config = json.loads(flag(args, "--kv-transfer-config") or "{}")
-        if config.get("kv_role") != {"prefill": "kv_producer", "decode": "kv_consumer"}[role]:
+        extra = config.get("kv_connector_extra_config", {})
+        own = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+        if config.get("kv_role") != ("kv_both" if extra.get("return_kv") else own):
             problems.append(f"{role} has kv_role {config.get('kv_role')}")
         if config.get("kv_connector") != "XpydConnector":
             problems.append(f"{role} has the connector {config.get('kv_connector')}")

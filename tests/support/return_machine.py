@@ -26,9 +26,9 @@ class ReturnMachine(RuleBasedStateMachine):
         self.serial = self.troubles = self.right = 0
         self.asked = {}  # request -> names of the blocks that it needs
 
-    @initialize()
-    def start(self):
-        self.world = ReturningWorld()
+    @initialize(mode=st.sampled_from(["pull", "push"]))
+    def start(self, mode):
+        self.world = ReturningWorld(mode)
 
     @rule(tokens=PROMPTS, salt=SALTS)
     def schedule(self, tokens, salt):

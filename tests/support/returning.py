@@ -5,13 +5,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from support.engines import BLOCK_SIZE, Engine, World
+from support.engines import BLOCK_SIZE, LEASE, Engine, World, rank_info
 from xpyd_connector.core.cached_prefix.decode_scheduler import PrefixLender, PrefixWanted, Question
 from xpyd_connector.core.cached_prefix.prefill_scheduler import PrefixFinder, SearchEnded
 from xpyd_connector.core.control import ControlPlane
 from xpyd_connector.core.ids import BlockId, EngineId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseEnded
 from xpyd_connector.core.messages import FindPrefix, Reachable
+from xpyd_connector.core.push.decode_scheduler import PushReceiver
+from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
 
 SEARCH = 1.0  # s that a search may take
 
@@ -28,6 +30,11 @@ def chain(message):
     return [hashlib.sha256(salt + b"\0" + message.tokens[:stop]).hexdigest()[:16].encode() for stop in stops]
 
 
+def piecemeal(message):
+    """Hash one block with each step."""
+    yield from ([each] for each in chain(message))
+
+
 class Pinned(NamedTuple):
     question: Question
     lease: RequestId
@@ -38,6 +45,7 @@ class Pinned(NamedTuple):
 class CachingEngine(Engine):
     """An engine whose ``cache`` maps a block's hash to its number; a block of it has its hash as bytes."""
 
+    mode: str = "pull"
     cache: dict = field(default_factory=dict)
     uncomputed: set = field(default_factory=set)  # hashes of blocks that the step computes which is under way
     pinned: dict = field(default_factory=dict)  # lease -> blocks
@@ -49,15 +57,33 @@ class CachingEngine(Engine):
         super().__post_init__()
         manager, own = self.control.lease_manager, Reachable(*self.address)
         self.finder = PrefixFinder(self.link, self.peers, self.counters, timeout=SEARCH)
-        self.lender = PrefixLender(self.link, manager, self.counters, own, chain)
+        self.lender = PrefixLender(self.link, manager, self.counters, own, piecemeal)
+        push_coordinator, push_receiver = self._push_parts() if self.mode == "push" else (None, None)
         self.control = ControlPlane(
             manager,
             self.control.lease_renewer,
             self.peers,
             self.counters,
+            push_coordinator=push_coordinator,
+            push_receiver=push_receiver,
             prefix_finder=self.finder,
             prefix_lender=self.lender,
         )
+
+    def _push_parts(self):
+        """What hands prompts over in push: it hears the same connections, and none of it is about what goes back."""
+        link, manager = self.link, self.control.lease_manager
+        coordinator = PushCoordinator(link, manager, self.counters, tokens={0: b"token"}, registration_timeout=LEASE)
+        receiver = PushReceiver(
+            link,
+            self.peers,
+            self.control.lease_renewer,
+            self.counters,
+            (rank_info(self.name),),
+            timeout=LEASE,
+            peer_timeout=LEASE,
+        )
+        return coordinator, receiver
 
     def owned(self):
         return [*super().owned(), list(self.cache.values())]
@@ -136,13 +162,17 @@ class CachingEngine(Engine):
 
 
 class ReturningWorld(World):
-    """P, which asks, and D, which has connected to P before."""
+    """P, which asks, and D, which has connected to P before. Both hand prompts over in one ``mode``."""
 
     engine = CachingEngine
 
-    def __init__(self, **options):
-        super().__init__(**options)
+    def __init__(self, mode="pull"):
+        self.mode = mode
+        super().__init__()
         self.meet()
+
+    def start(self, name, port, **options):
+        return super().start(name, port, mode=self.mode, **options)
 
     def meet(self):
         """D connects to P, as it does for the first handover."""

@@ -326,6 +326,30 @@ MUTANTS = {
         "search.state is not SearchState.ASKED:\n            if False:\n",
         "tests/connector/core/cached_prefix/test_returned_prefix.py::test_an_answer_that_comes_too_late_is_given_back",
     ),
+    "only our scheduler has a worker write": Mutant(
+        f"{CORE}/returning_writer.py",
+        "(self._writer if self._writer.owns(event.conn) else self._reader)",
+        "self._writer",
+        "tests/connector/core/test_returning_writer.py::test_only_our_scheduler_can_have_us_write",
+    ),
+    "what goes back is read in push, too": Mutant(
+        f"{CORE}/control.py",
+        "elif self._push_coordinator is not None and self._prefix_lender is not None and",
+        "elif self._push_coordinator is None and",
+        "tests/connector/core/cached_prefix/test_returned_prefix.py::test_p_reads_what_d_has_computed",
+    ),
+    "an engine that reads steps without waiting": Mutant(
+        f"{SHELL}/decode_requests.py",
+        "        if any(isinstance(source, PullParams) for source in loading):",
+        "        if False:",
+        f"{UNIT}/test_cached_prefixes.py::test_an_engine_that_reads_steps_without_waiting",
+    ),
+    "a long prompt is hashed in pieces": Mutant(
+        f"{SHELL}/prefix_hashes.py",
+        "request.num_tokens + max(PIECE, block_size)",
+        "len(tokens)",
+        f"{UNIT}/test_cached_prefixes.py::test_a_long_prompt_is_hashed_in_pieces",
+    ),
     "a chunk begins at its own first token": Mutant(
         f"{CORE}/layout/cache_groups.py",
         "computed // self.chunk * self.chunk if self.chunk else 0",

@@ -166,8 +166,8 @@ def make_victims(fleet, model, mode, lab):
     )
 
 
-def stalling(spec):
-    """The same engine, with a step as long as :data:`STALL` when it is asked for (``support.stalling``)."""
+def stalling(spec, seconds=STALL):
+    """The same engine, with a step of so many seconds when it is asked for (``support.stalling``)."""
     config = transfer_config(spec) | {
         "kv_connector": "StallingConnector",
         "kv_connector_module_path": "support.stalling",
@@ -175,7 +175,7 @@ def stalling(spec):
     path = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
     return replace(
         spec,
-        extra_env={**spec.extra_env, "PYTHONPATH": path, STALL_SECONDS: str(STALL)},
+        extra_env={**spec.extra_env, "PYTHONPATH": path, STALL_SECONDS: str(seconds)},
         extra_args=(*spec.extra_args, "--kv-transfer-config", json.dumps(config)),
     )
 

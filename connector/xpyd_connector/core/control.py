@@ -10,7 +10,7 @@ from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
 from xpyd_connector.core.lease.lease_table import LeaseEnded
 from xpyd_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
-from xpyd_connector.core.messages import FindPrefix, PrefixFound, Reachable
+from xpyd_connector.core.messages import FindPrefix, PrefixFound, Reachable, ReadDone, ReadsStarted
 from xpyd_connector.core.ports import ConnectionLost, LinkEvent, MessageReceived
 from xpyd_connector.core.push.decode_scheduler import PushReceiver
 from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
@@ -110,6 +110,8 @@ class ControlPlane:
             self._connection_lost(event.conn)
         if isinstance(event, MessageReceived) and isinstance(event.message, Reachable | FindPrefix):
             self._on_prefix_message(event.conn, event.message)
+        elif self._push_coordinator is not None and self._prefix_lender is not None and _is_about_read(event):
+            self.lease_manager.on(event, now=now)  # P reads what we have cached
         elif self._staging_receiver is not None and self._staging_receiver.is_from_worker(event):
             self._staging_receiver.on(event)
         elif self._push_coordinator is not None:
@@ -130,6 +132,8 @@ class ControlPlane:
             dues.append(self._push_receiver.advance(now=now))
         if self._prefix_finder is not None:
             dues.append(self._prefix_finder.advance(now=now))
+        if self._prefix_lender is not None:
+            dues.append(self._prefix_lender.advance(now=now))
         return min((due for due in dues if due is not None), default=None)
 
     def take_results(self, *, now: float) -> list[ControlResult]:
@@ -181,3 +185,7 @@ class ControlPlane:
             self._prefix_finder.lost(conn)
         if self._prefix_lender is not None:
             self._prefix_lender.lost(conn)
+
+
+def _is_about_read(event: LinkEvent) -> bool:
+    return isinstance(event, MessageReceived) and isinstance(event.message, ReadsStarted | ReadDone)

@@ -27,10 +27,12 @@ engines have from the router. P's workers write, and open a connection to their 
     worker: WorkerHello      scheduler: PeerMemory, StartPush, StopPush, PeerGone
     worker: PushWritten, PushAborted, WriteStalled
 
-A decode engine whose prefix cache P may read (``return_kv``) says where it listens. P then is the client::
+A decode engine whose prefix cache P may read (``return_kv``) says where it listens. P then is the client, and reads the
+blocks as D does in pull, whatever the mode. An engine that has not said so is not asked::
 
     D: Reachable, over the connection that D opened
-    P: FindPrefix            D: PrefixFound; P reads the blocks as D does in pull
+    P: FindPrefix            D: PrefixFound
+    P: RenewLeases, ReadsStarted, ReadDone, DropLeases     D: LeasesLost, FenceResult; in push HeartbeatReply
 
 Where KV goes through host memory (staging), D reads in parts, and workers connect to their own scheduler in pull, too::
 

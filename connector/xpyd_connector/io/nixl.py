@@ -15,6 +15,7 @@ import itertools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -91,11 +92,58 @@ class _Remote:
     leaving: bool = False  # removed as soon as nothing is in flight
 
 
-class NixlTransferAgent:
-    """Implements :class:`~xpyd_connector.core.ports.TransferAgent`. One thread owns it after construction."""
+class RemoteAgents:
+    """The remote agents that a NIXL agent knows.
 
-    def __init__(self, agent: Any, memory: str, device: int) -> None:
+    NIXL knows each once. A worker that writes into a rank and reads from it has it removed when it does neither.
+    """
+
+    def __init__(self, agent: Any) -> None:
         self._agent = agent
+        self._infos: dict[str, RankInfo] = {}
+        self._users: Counter[str] = Counter()
+
+    def add(self, peer: RankInfo) -> str:
+        """Load a rank's metadata, unless it is loaded; return the name of its agent. Raises ``TransferError``."""
+        name = next((name for name, info in self._infos.items() if info == peer), None) or self._load(peer)
+        self._infos[name] = peer
+        self._users[name] += 1
+        return name
+
+    def _load(self, peer: RankInfo) -> str:
+        try:
+            check_metadata(peer.agent)
+            name = self._agent.add_remote_agent(peer.agent)
+        except NIXL_ERRORS as exc:
+            raise TransferError(f"NIXL cannot use the peer's metadata: {exc}") from exc
+        name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+        if name in self._infos:
+            raise _attached(name)
+        return name
+
+    def remove(self, name: str) -> None:
+        """End one use of a remote agent; the last one removes it."""
+        self._users[name] -= 1
+        if self._users[name]:
+            return
+        del self._users[name], self._infos[name]
+        with contextlib.suppress(*NIXL_ERRORS):  # the peer may be gone already: then there is nothing to close
+            self._agent.remove_remote_agent(name)
+
+
+def _attached(name: str) -> TransferError:
+    return TransferError(f"NIXL agent {name} is attached already, to another engine or with other memory")
+
+
+class NixlTransferAgent:
+    """Implements :class:`~xpyd_connector.core.ports.TransferAgent`. One thread owns it after construction.
+
+    Two of them on that thread may use one NIXL agent: they share ``remote_agents``.
+    """
+
+    def __init__(self, agent: Any, memory: str, device: int, remote_agents: RemoteAgents | None = None) -> None:
+        self._agent = agent
+        self._remote_agents = remote_agents or RemoteAgents(agent)
         self._memory = memory
         self._device = device
         self._remotes: dict[str, _Remote] = {}
@@ -109,14 +157,10 @@ class NixlTransferAgent:
             if remote.leaving and remote.info == peer:
                 remote.leaving = False
                 return name
-        try:
-            check_metadata(peer.agent)
-            name = self._agent.add_remote_agent(peer.agent)
-        except NIXL_ERRORS as exc:
-            raise TransferError(f"NIXL cannot use the peer's metadata: {exc}") from exc
-        name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+        name = self._remote_agents.add(peer)
         if name in self._remotes:
-            raise TransferError(f"NIXL agent {name} is attached already, to another engine or with other memory")
+            self._remote_agents.remove(name)
+            raise _attached(name)
         self._remotes[name] = _Remote(peer)
         return name
 
@@ -130,8 +174,7 @@ class NixlTransferAgent:
         if not self._remotes[name].leaving or any(flight.remote == name for flight in self._xfers.values()):
             return
         del self._remotes[name]
-        with contextlib.suppress(*NIXL_ERRORS):  # the peer may be gone already: then there is nothing to close
-            self._agent.remove_remote_agent(name)
+        self._remote_agents.remove(name)
 
     def read(self, handle: str, spans: Spans) -> XferId:
         """Post a READ."""

@@ -171,6 +171,10 @@ def _build_control_plane(
         loop_timeout=settings.engine_loop_timeout or inf,
         last_turn=last_turn,
     )
+    finder, lender = None, None
+    if engine_config.prefix_hash:
+        finder = PrefixFinder(link, peers, counters, timeout=settings.return_timeout)
+        lender = _prefix_lender(engine_config, link, lease_manager, counters)
     tokens = {rank: handshake.token for rank, handshake in handshakes.items()}
     slots = [engine_config.staging_blocks] * len(engine_config.groups) if engine_config.staging_blocks else None
     if settings.mode is Mode.PULL:
@@ -185,10 +189,6 @@ def _build_control_plane(
                 blocks=engine_config.blocks,
                 read_timeout=2 * settings.transfer_timeout,
             )
-        finder, lender = None, None
-        if engine_config.prefix_hash:
-            finder = PrefixFinder(link, peers, counters, timeout=settings.return_timeout)
-            lender = _prefix_lender(engine_config, link, lease_manager, counters)
         return ControlPlane(
             lease_manager,
             lease_renewer,
@@ -223,6 +223,8 @@ def _build_control_plane(
         push_coordinator=push_coordinator,
         push_receiver=push_receiver,
         staging_receiver=staging_receiver,
+        prefix_finder=finder,
+        prefix_lender=lender,
     )
 
 

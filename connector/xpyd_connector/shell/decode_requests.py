@@ -49,6 +49,7 @@ class _Quarantined:
     """Blocks of a failed load, pinned until the last rank reports that NIXL no longer writes into them."""
 
     blocks: list[KVCacheBlock]
+    is_read: bool  # by the workers, which report its end with a step; of a push the control thread does
     ranks: int = 0
 
 
@@ -75,8 +76,10 @@ class DecodeRequests:
         self._new_objections: list[EngineId] = []  # those since they were last taken
         self._objections: dict[EngineId, str] = {}  # of each engine that was reached; "" if its KV can be loaded
         self._quarantined: dict[RequestId, _Quarantined] = {}
-        self._mode: DecodeMode = PullDecode(engine_config, post, signatures, wall_clock)
-        self._push_decode: PushDecode | None = None  # the same object as _mode, in push
+        self._pull_decode = PullDecode(engine_config, post, signatures, wall_clock)
+        self._mode: DecodeMode = self._pull_decode
+        # The same object as _mode, in push. Then KV of earlier answers alone is read.
+        self._push_decode: PushDecode | None = None
         if mode is Mode.PUSH:
             self._mode = self._push_decode = PushDecode(engine_config, post)
 
@@ -200,28 +203,35 @@ class DecodeRequests:
             logger.warning("xpyd: the load of %s failed: %s", own, failure)
             self._mode.arrived.append(LoadResult(own, failure))
             return
-        remote_prefill.into = self._mode.start(request, remote_prefill.source, external, blocks.get_block_ids())
-        if self._push_decode is None:  # in push, our registration tells P the same
-            engine = remote_prefill.source.remote_engine_id
+        source = remote_prefill.source
+        remote_prefill.into = self._mode_of(source).start(request, source, external, blocks.get_block_ids())
+        if isinstance(source, PullParams):  # in push, our registration tells P the same
+            engine = source.remote_engine_id
             self._post(lambda control, _: control.lease_renewer.read_started(own, engine))
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's metadata for the workers."""
-        return self._mode.metadata(output)
+        metadata = self._mode.metadata(output)
+        if self._push_decode is not None:
+            metadata.orders = self._pull_decode.metadata(output).orders
+        return metadata
+
+    def _mode_of(self, source: PullParams | PushParams) -> DecodeMode:
+        return self._pull_decode if isinstance(source, PullParams) else self._mode
 
     def loads_ended(self, requests: Iterable[str]) -> None:
         """VLLM has received the end of these requests' loads from the workers (``finished_recving``)."""
         for request in requests:
             own = RequestId(request)
             if (remote_prefill := self._remote_prefills.pop(own, None)) is not None:
-                self._mode.ended(own, remote_prefill.source)
+                self._mode_of(remote_prefill.source).ended(own, remote_prefill.source)
 
     def finished(self, request: Request) -> None:
         """Abort the load of a finished request, or give its lease back if its load has not begun."""
         own = RequestId(request.request_id)
         remote_prefill = self._remote_prefills.get(own)
         if remote_prefill is not None and remote_prefill.loading:
-            self._mode.abort(own)  # its load ends in loads_ended()
+            self._mode_of(remote_prefill.source).abort(own)  # its load ends in loads_ended()
         elif remote_prefill is not None:
             self._release_lease(own)
         prompt = self._prompts.pop(own, None)
@@ -257,9 +267,10 @@ class DecodeRequests:
         pool = self._pool()
         for own in news.quarantined:
             if own not in self._quarantined:
-                blocks = [pool.blocks[block] for block in self._remote_prefills[own].into]
+                remote_prefill = self._remote_prefills[own]
+                blocks = [pool.blocks[block] for block in remote_prefill.into]
                 pool.touch(blocks)
-                self._quarantined[own] = _Quarantined(blocks)
+                self._quarantined[own] = _Quarantined(blocks, isinstance(remote_prefill.source, PullParams))
             self._quarantined[own].ranks += 1
         for own in news.released:
             quarantined = self._quarantined[own]
@@ -274,20 +285,20 @@ class DecodeRequests:
 
     @property
     def awaits_quarantine(self) -> bool:
-        """Whether only a step can end a quarantine: in pull, workers report it with their step's output."""
-        return self._push_decode is None and bool(self._quarantined)
+        """Whether only a step can end a quarantine: of a read, workers report it with their step's output."""
+        return any(each.is_read for each in self._quarantined.values())
 
     def may_wait(self, *, is_searching: bool = False) -> bool:
         """Whether an idle step may wait for the control thread; ``is_searching``: a request waits for its answer.
 
-        In push the control thread reports ended loads. In pull the workers do, with a step, so an engine with loads
+        The control thread reports ended pushes. The workers report ended reads, with a step, so an engine that reads
         must step; it may wait for a handshake, and between two polls of quarantined blocks.
         """
-        is_loading = any(remote_prefill.loading for remote_prefill in self._remote_prefills.values())
+        loading = [each.source for each in self._remote_prefills.values() if each.loading]
+        if any(isinstance(source, PullParams) for source in loading):
+            return False
         is_meeting = is_searching or any(not remote_prefill.is_met for remote_prefill in self._remote_prefills.values())
-        if self._push_decode is None:
-            return (self.awaits_quarantine or is_meeting) and not is_loading
-        return is_loading or is_meeting
+        return bool(loading) or is_meeting or self.awaits_quarantine
 
     @property
     def gauges(self) -> dict[str, float]:

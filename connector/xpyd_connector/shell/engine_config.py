@@ -114,22 +114,21 @@ def _check_stages(engine_config: EngineConfig) -> None:
 def _prefix_hash(config: VllmConfig, settings: Settings, groups: tuple[CacheGroup, ...]) -> str:
     """Return the hash of cached blocks if this engine can lend them (``return_kv``); raises ``SettingsError``.
 
-    Refused is what was not tried: groups that do not keep all tokens, drafts, host staging.
+    Refused is what was not tried, groups that do not keep all tokens and drafts among it. In push, workers stage what
+    they write, and nothing that is read.
     """
     if not settings.return_kv:
         return ""
     transfer = config.kv_transfer_config
     if not (transfer.is_kv_producer and transfer.is_kv_consumer):
         raise SettingsError(f"return_kv is on and kv_role is {transfer.kv_role}; it must be kv_both")
-    if settings.mode is not Mode.PULL:
-        raise SettingsError(f"return_kv is on and mode is {settings.mode.value}; it works in pull only")
     reasons = {
         "the model has several KV cache groups": len(groups) != 1,
         "its layers do not keep all tokens": any(group.state or group.frees_early for group in groups),
         "speculative decoding is on": config.speculative_config is not None,
         "prefix caching is off": not config.cache_config.enable_prefix_caching,
         "VLLM_NIXL_SIDE_CHANNEL_HOST is no address that others can dial": is_wildcard(settings.host),
-        "KV goes through host memory": _is_staged_here(config, settings),
+        "KV is pushed through host memory": settings.mode is Mode.PUSH and _is_staged_here(config, settings),
     }
     for reason, holds in reasons.items():
         if holds:

@@ -29,7 +29,7 @@ class PushProgress:
         self._groups = groups
         self._is_chunked = is_chunked
         self._prefills: dict[str, _PrefillProgress] = {}  # by vLLM's id of the request
-        self._names: set[RequestId] = set()  # of their transfers
+        self._names: set[RequestId] = set()  # of their transfers, and of those that are leased
         self._pending: list[ComputedBlocks | TransferOver] = []  # for the next step, even if the model computes nothing
 
     def __len__(self) -> int:
@@ -51,18 +51,18 @@ class PushProgress:
     def finish(self, request: Request, blocks: Sequence[Sequence[int]]) -> None:
         """End a prefill: ``blocks`` are all blocks of its prompt, for each KV cache group."""
         progress = self._prefills.pop(request.request_id)
-        self._names.discard(progress.name)
         self._pending.append(self._computed_blocks(progress, blocks, request.num_prompt_tokens, last=True))
 
     def abandon(self, request: Request) -> None:
         """End a prefill without KV."""
         if (progress := self._prefills.pop(request.request_id, None)) is not None:
-            self._names.discard(progress.name)
             self.forget(progress.name)
 
     def forget(self, name: RequestId) -> None:
-        """End a transfer: its blocks are free."""
-        self._pending.append(TransferOver(name))
+        """End a transfer: its blocks are free. A lease of cached blocks is no transfer."""
+        if name in self._names:
+            self._names.discard(name)
+            self._pending.append(TransferOver(name))
 
     def has_pending(self) -> bool:
         """Whether the next step's metadata must reach the workers, even if the model computes nothing."""

@@ -6,7 +6,7 @@ Everything here runs on the worker's main thread and only touches queues. The tr
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from xpyd_connector.core.push.part_writer import PartWriteId
 from xpyd_connector.core.push.prefill_worker import PushWriter
 from xpyd_connector.core.push.push_job import ComputedBlocks, TransferOver
 from xpyd_connector.core.results import BlocksReleased, LoadResult
+from xpyd_connector.core.returning_writer import ReturningWriter
 from xpyd_connector.core.session.handshake import ProcessRole, badge_of
 from xpyd_connector.core.session.peers import PeerTable
 from xpyd_connector.core.staging.host_buffer import HostBuffer
@@ -29,7 +30,7 @@ from xpyd_connector.core.staging.slots import Slots
 from xpyd_connector.core.staging.worker import StagingWorker
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.io.link import SocketLink
-from xpyd_connector.io.nixl import NixlTransferAgent, make_agent
+from xpyd_connector.io.nixl import NixlTransferAgent, RemoteAgents, make_agent
 from xpyd_connector.io.runner import Command, Runner
 from xpyd_connector.settings import Mode
 from xpyd_connector.shell.cache_regions import KernelLayout, own_caches
@@ -60,8 +61,8 @@ class XpydConnectorWorker:
         self._rank = rank
         self._handshake: RankHandshake | None = None  # absent before register()
         self._memory: RegisteredMemory | None = None  # likewise
-        self._runner: Runner[PullReader] | None = None  # only on a consumer in pull
-        self._push_writer: Runner[PushWriter] | None = None  # only on a producer in push
+        self._runner: Runner[PullReader] | Runner[ReturningWriter] | None = None  # reads; in push with return_kv only
+        self._push_writer: Runner[PushWriter] | Runner[ReturningWriter] | None = None  # writes; only in push
         self._others: list[Runner[Any] | ThreadCopier] = []  # stagers and copiers
         self._push_results: list[LoadResult] = []
         self._outbox: Outbox[LoadResult | BlocksReleased] = Outbox()
@@ -91,12 +92,15 @@ class XpydConnectorWorker:
             *self._rank, len(caches), producer.info.regions[0].blocks, memory.gigabytes, memory.kind,
             " (staging)" if self._engine_config.staging_blocks else "",
         )  # fmt: skip
-        mover = NixlTransferAgent(agent, memory.kind, memory.number)
+        remote_agents = RemoteAgents(agent)
+        movers = [NixlTransferAgent(agent, memory.kind, memory.number, remote_agents) for _ in range(2)]
         pulls = self._settings.mode is Mode.PULL
         if pulls and self._engine_config.is_consumer:
-            self._start_reader(mover, consumer, fingerprint)
+            self._start_reader(movers[0], consumer, fingerprint)
+        elif not pulls and self._engine_config.prefix_hash:
+            self._start_returning_writer(movers, memory, fingerprint, self._handshake.token)
         elif not pulls and self._engine_config.is_producer:
-            self._start_writer(mover, producer, self._handshake.token)
+            self._start_writer(movers[0], producer, self._handshake.token)
         if pulls and self._engine_config.is_producer and producer.buffer is not None:
             self._start_stager(producer.buffer, WorkerHello(producer.info.worker, self._handshake.token))
         elif not pulls and self._engine_config.is_consumer and consumer.buffer is not None:
@@ -175,28 +179,50 @@ class XpydConnectorWorker:
     def stop(self) -> None:
         """End the threads."""
         for runner in (self._runner, self._push_writer, *self._others):
-            if runner is not None:
+            if runner is not None:  # one that reads and writes is stopped twice
                 runner.stop()
 
     def _start_reader(self, mover: NixlTransferAgent, memory: RoleMemory, fingerprint: Fingerprint) -> None:
-        settings, link = self._settings, self._link()
+        link = self._link()
+        reader = self._reader(link, mover, memory, fingerprint)
+        self._runner = Runner("xpyd-transfer", reader, link, self._after_turn)
+        self._runner.start()
+
+    def _reader(
+        self, link: SocketLink, mover: NixlTransferAgent, memory: RoleMemory, fingerprint: Fingerprint
+    ) -> PullReader:
+        settings = self._settings
         peers = PeerTable(link, fingerprint, self._counters, retry_after=settings.retry_after)
         staging: HostBuffer[RequestId] | None = None
         if memory.buffer is not None:
             staging = HostBuffer(Slots[RequestId](memory.buffer.slots), self._copier(memory.buffer, link))
-        reader = PullReader(
+        return PullReader(
             link, mover, peers, self._counters, memory.info, timeout=settings.transfer_timeout, staging=staging
         )
-        self._runner = Runner("xpyd-transfer", reader, link, self._after_turn)
-        self._runner.start()
 
     def _start_writer(self, mover: NixlTransferAgent, memory: RoleMemory, token: bytes) -> None:
-        link, timeout = self._link(), self._settings.transfer_timeout
+        link = self._link()
+        self._push_writer = Runner("xpyd-transfer", self._writer(link, mover, memory, token), link)
+        self._push_writer.start()
+
+    def _start_returning_writer(
+        self, movers: Sequence[NixlTransferAgent], memory: RegisteredMemory, fingerprint: Fingerprint, token: bytes
+    ) -> None:
+        """Write what this engine computes, and read KV of earlier answers, on one thread."""
+        link = self._link()
+        writer = self._writer(link, movers[0], memory.producer, token)
+        reader = self._reader(link, movers[1], memory.consumer, fingerprint)
+        runner = Runner("xpyd-transfer", ReturningWriter(writer, reader), link, self._after_turn)
+        self._runner = self._push_writer = runner
+        runner.start()
+
+    def _writer(self, link: SocketLink, mover: NixlTransferAgent, memory: RoleMemory, token: bytes) -> PushWriter:
+        timeout = self._settings.transfer_timeout
         staging: HostBuffer[PartWriteId] | None = None
         if memory.buffer is not None:
             staging = HostBuffer(Slots[PartWriteId](memory.buffer.slots), self._copier(memory.buffer, link))
         counters = ForwardingCounters(self._forward)
-        push_writer = PushWriter(
+        return PushWriter(
             link,
             mover,
             counters,
@@ -206,8 +232,6 @@ class XpydConnectorWorker:
             timeout=timeout,
             staging=staging,
         )
-        self._push_writer = Runner("xpyd-transfer", push_writer, link)
-        self._push_writer.start()
 
     def _start_stager(self, buffer: StagingBuffer, hello: WorkerHello) -> None:
         link, counters = self._link(), ForwardingCounters(self._forward)
@@ -241,7 +265,7 @@ class XpydConnectorWorker:
         """On the thread of a writer or a stager: pass its numbers on, before its next message leaves."""
         self._outbox.put((), report)
 
-    def _after_turn(self, reader: PullReader) -> None:
+    def _after_turn(self, reader: PullReader | ReturningWriter) -> None:
         """On the transfer thread: pass the ended loads on."""
         results = reader.take_results()
         for result in results:
@@ -256,9 +280,9 @@ def _report(results: KVConnectorTransferResults, ended: LoadResult) -> None:
         results.failed_recving.add(str(ended.request))
 
 
-def _loading(order: LoadOrder) -> Command[PullReader]:
+def _loading(order: LoadOrder) -> Command[PullReader | ReturningWriter]:
     return lambda reader, now: reader.load(order, now=now)
 
 
-def _offering(piece: ComputedBlocks | TransferOver, ready: Ready | None) -> Command[PushWriter]:
+def _offering(piece: ComputedBlocks | TransferOver, ready: Ready | None) -> Command[PushWriter | ReturningWriter]:
     return lambda push_writer, now: push_writer.add_computed(piece, now=now, ready=ready)

@@ -66,6 +66,17 @@
 {{- fail "kvEvents.enabled is true, but router.settings has other policies than prefix on both sides: leave out prefill_policy or decode_policy" -}}
 {{- end -}}
 {{- $c := $v.connector -}}
+{{- if $v.returnKv.enabled -}}
+{{- if not (has $settings.decode_policy (list "prefix" "expected_ttft")) -}}
+{{- fail (printf "returnKv.enabled is true, but router.settings.decode_policy is %s, which forgets where conversations are: write prefix or expected_ttft, or leave it out" $settings.decode_policy) -}}
+{{- end -}}
+{{- if ne $c.loadFailurePolicy "recompute" -}}
+{{- fail (printf "returnKv.enabled is true, but connector.loadFailurePolicy is %s: prefill engines would ask no decode engine, for a read that fails would cost the request; write recompute" $c.loadFailurePolicy) -}}
+{{- end -}}
+{{- if and $c.bufferDevice (eq $c.mode "push") -}}
+{{- fail (printf "returnKv.enabled is true, connector.mode is push and connector.bufferDevice is %s: what is read does not go through host memory then, and engines would refuse to start; write pull, or leave bufferDevice empty" $c.bufferDevice) -}}
+{{- end -}}
+{{- end -}}
 {{- if not (or (include "xpyd.connector.secret" .) (get $c.extraConfig "allow_open_side_channel")) -}}
 {{- fail "connector.secret.name is empty and connector.secret.create is false: engines refuse a side channel without a secret, so write one of the two, or connector.extraConfig.allow_open_side_channel: true" -}}
 {{- end -}}

@@ -5,8 +5,13 @@
 {{- if eq $c.mode "push" -}}
 {{- $_ := set $extra "mode" "push" -}}
 {{- end -}}
+{{- $role := ternary "kv_producer" "kv_consumer" (eq .role "prefill") -}}
+{{- if .root.Values.returnKv.enabled -}}
+{{- $_ := set $extra "return_kv" true -}}
+{{- $role = "kv_both" -}}
+{{- end -}}
 {{- $config := dict "kv_connector" "XpydConnector" "kv_connector_module_path" "xpyd_connector" -}}
-{{- $_ := set $config "kv_role" (ternary "kv_producer" "kv_consumer" (eq .role "prefill")) -}}
+{{- $_ := set $config "kv_role" $role -}}
 {{- $_ := set $config "kv_load_failure_policy" $c.loadFailurePolicy -}}
 {{- $_ := set $config "kv_connector_extra_config" $extra -}}
 {{- with $c.bufferDevice -}}
@@ -58,8 +63,10 @@
 - /health,/metrics
 - --shutdown-timeout
 - {{ include "xpyd.argument" $p.drain.shutdownSeconds | quote }}
-{{- if $v.kvEvents.enabled }}
+{{- if or $v.kvEvents.enabled $v.returnKv.enabled }}
 - --enable-prefix-caching
+{{- end }}
+{{- if $v.kvEvents.enabled }}
 - --kv-events-config
 - {{ dict "enable_kv_cache_events" true "publisher" "zmq" "endpoint" "ipc:///run/xpyd/kv-events/inproc.ipc" "replay_endpoint" "ipc:///run/xpyd/kv-events/inproc-replay.ipc" | toJson | quote }}
 {{- else if $p.kvEvents.enabled }}

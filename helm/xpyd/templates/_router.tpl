@@ -93,12 +93,12 @@
 {{- end }}
 {{- end -}}
 
-{{/* Settings of the router, by name: with kvEvents.enabled or several routers those that make use of it, unless router.settings has others. */}}
+{{/* Settings of the router, by name: with kvEvents.enabled, returnKv.enabled or several routers those that make use of it, unless router.settings has others. */}}
 {{- define "xpyd.router.settings" -}}
 {{- $events := dict "kv_events" "auto" "prefill_policy" "prefix" "decode_policy" "prefix" -}}
+{{- $return := dict "return_kv" true "prefill_policy" "prefix" "decode_policy" "prefix" -}}
 {{- $peers := dict "prefill_policy" "least_loaded" "decode_policy" "least_loaded" -}}
-{{- $more := ternary $events (ternary $peers dict (eq (include "xpyd.router.peers" .) "true")) .Values.kvEvents.enabled -}}
-{{- merge (dict) .Values.router.settings $more | toYaml -}}
+{{- merge (dict) .Values.router.settings (ternary $events dict .Values.kvEvents.enabled) (ternary $return dict .Values.returnKv.enabled) (ternary $peers dict (eq (include "xpyd.router.peers" .) "true")) | toYaml -}}
 {{- end -}}
 
 {{/* Names that clients may call routers by: needed where neither keys nor TLS keep web pages of other names away. */}}

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.plan import EngineKind, LocalPlan
 from xpyd_proxy.local.recipe import HOST, Connector
@@ -50,11 +49,8 @@ def look(plan: LocalPlan) -> Machine:
 def check(plan: LocalPlan, machine: Machine) -> None:
     """Raise LocalError with everything that is wrong, so that nobody fixes one thing per attempt."""
     problems = [*_port_problems(plan, machine)]
-    if plan.return_kv and (plan.connector, plan.mode) != (Connector.XPYD, TransferMode.PULL):
-        problems.append(
-            "--return-kv works with our connector in pull: "
-            "leave it out, or write --connector xpyd --kv-transfer-mode pull"
-        )
+    if plan.return_kv and plan.connector is not Connector.XPYD:
+        problems.append("--return-kv works with our connector alone: leave it out, or write --connector xpyd")
     if plan.kind is EngineKind.VLLM:
         problems += [*_engine_problems(plan, machine)]
     elif plan.kv_events:

@@ -16,8 +16,9 @@ with warnings.catch_warnings():
     from xpyd_connector.shell.cached_prefixes import LEAST_IMPORTANT, CachedPrefixes
     from xpyd_connector.shell.decode_requests import DecodeRequests
     from xpyd_connector.shell.engine_config import EngineConfig
+    from xpyd_connector.shell.metadata import QuarantineMetadata
     from xpyd_connector.shell.prefill_requests import PrefillRequests
-    from xpyd_connector.shell.prefix_hashes import pack_tokens, prefix_hasher
+    from xpyd_connector.shell.prefix_hashes import PIECE, pack_tokens, prefix_hasher
     from xpyd_connector.shell.returned_prefixes import CACHED_ON, ReturnedPrefixes
 
 from xpyd_connector.core.cached_prefix.decode_scheduler import PrefixWanted, Question
@@ -61,7 +62,7 @@ class Recorder:
 class Side:
     """Both halves on one engine, with vLLM's block pool."""
 
-    def __init__(self, *, recomputes=True, **choices):
+    def __init__(self, *, recomputes=True, mode=Mode.PULL, **choices):
         init_none_hash(get_hash_fn_by_name(HASH))
         self.control, self.counters = Recorder(), Counters()
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=SIZE)
@@ -71,8 +72,8 @@ class Side:
         )  # fmt: skip
         parts = {"pool": lambda: self.pool, "counters": self.counters, "signatures": Signatures(lambda: ())}
         parts["wall_clock"] = lambda: 0.0
-        self.prefills = PrefillRequests(config, Settings(**choices), self.control.post, **parts)
-        self.decodes = DecodeRequests(config, Mode.PULL, self.control.post, **parts)
+        self.prefills = PrefillRequests(config, Settings(mode=mode, **choices), self.control.post, **parts)
+        self.decodes = DecodeRequests(config, mode, self.control.post, **parts)
         self.cached = CachedPrefixes(
             config, self.prefills, self.control.post, pool=lambda: self.pool, counters=self.counters
         )
@@ -86,7 +87,7 @@ class Side:
         return blocks
 
     def want(self, tokens=PROMPT, salt=None):
-        hashes = prefix_hasher(HASH, SIZE)(FindPrefix(RequestId("theirs"), pack_tokens(tokens), salt))
+        hashes = whole(prefix_hasher(HASH, SIZE)(FindPrefix(RequestId("theirs"), pack_tokens(tokens), salt)))
         self.cached.add(PrefixWanted(QUESTION, hashes))
 
     def answers(self):
@@ -97,7 +98,11 @@ class Side:
         return self.pool.get_num_free_blocks()
 
 
-def request(tokens=PROMPT, salt=None, name="ours", params=None, **options):
+def whole(pieces):
+    return [each for piece in pieces for each in piece]
+
+
+def request(tokens=PROMPT, salt=None, name="ours", params=None, hasher=None, **options):
     return Request(
         request_id=name,
         prompt_token_ids=list(tokens),
@@ -106,13 +111,14 @@ def request(tokens=PROMPT, salt=None, name="ours", params=None, **options):
         ),
         pooling_params=None,
         cache_salt=salt,
-        block_hasher=get_request_block_hasher(SIZE, get_hash_fn_by_name(HASH)),
+        block_hasher=hasher or get_request_block_hasher(SIZE, get_hash_fn_by_name(HASH)),
     )
 
 
-@pytest.fixture
-def side():
-    return Side()
+@pytest.fixture(params=Mode)
+def side(request):
+    """However prompts are handed over, what goes back is read."""
+    return Side(mode=request.param)
 
 
 @pytest.mark.parametrize("salt", [None, "a tenant"])
@@ -130,14 +136,28 @@ def test_hashes_are_vllms_own(algorithm, salt):
     )
     hashes = prefix_hasher(algorithm, SIZE)
 
-    assert list(hashes(FindPrefix(RequestId("r"), pack_tokens(PROMPT), salt))) == list(real.block_hashes)
-    others = hashes(FindPrefix(RequestId("r"), pack_tokens(PROMPT), "another"))
+    assert whole(hashes(FindPrefix(RequestId("r"), pack_tokens(PROMPT), salt))) == list(real.block_hashes)
+    others = whole(hashes(FindPrefix(RequestId("r"), pack_tokens(PROMPT), "another")))
     assert not set(others) & set(real.block_hashes)
 
 
 def test_tokens_that_are_cut_off_are_no_tokens():
     """A peer's bytes, whatever their number."""
-    assert prefix_hasher(HASH, SIZE)(FindPrefix(RequestId("r"), pack_tokens(PROMPT)[:7], None)) == []
+    assert whole(prefix_hasher(HASH, SIZE)(FindPrefix(RequestId("r"), pack_tokens(PROMPT)[:7], None))) == []
+
+
+@pytest.mark.parametrize("size", [16, 48, PIECE + 1])
+def test_a_long_prompt_is_hashed_in_pieces(size):
+    """The thread that hashes answers heartbeats, too. A block may end in another piece than it begins in."""
+    init_none_hash(get_hash_fn_by_name(HASH))
+    tokens = [number % 1000 for number in range(3 * PIECE + 77)]
+    asked = FindPrefix(RequestId("r"), pack_tokens(tokens), None)
+
+    pieces = list(prefix_hasher(HASH, size)(asked))
+
+    hash_of_request = get_request_block_hasher(size, get_hash_fn_by_name(HASH))
+    assert whole(pieces) == list(request(tokens, hasher=hash_of_request).block_hashes)
+    assert all(len(piece) <= PIECE // size + 1 for piece in pieces)
 
 
 def test_what_is_cached_is_pinned_and_leased(side):
@@ -332,3 +352,62 @@ def test_a_search_that_finds_nothing_lets_the_prefill_go_on(side):
 
     assert not side.returned.searches(prefill, 0)
     assert side.decodes.matched_tokens(prefill, 0) == (0, False)
+
+
+def reading(side):
+    """A prefill whose blocks are allocated, and which is read from D."""
+    prefill, _ = asking(side)
+    side.returned.ended(SearchEnded(RequestId("ours"), found()))
+    side.decodes.matched_tokens(prefill, 0)
+    ids = [block.block_id for block in side.pool.get_new_blocks(4)]
+    side.decodes.allocated(prefill, SimpleNamespace(get_block_ids=lambda: (ids,)), 12)
+    return prefill
+
+
+def test_a_read_is_ordered_and_announced_in_either_mode(side):
+    """D revokes leases that nobody reads first."""
+    reading(side)
+
+    assert side.control.names() == ["find", "start_renewing", "read_started"]
+    assert [order.request for order in side.decodes.metadata(IDLE).orders] == ["ours"]
+    assert side.decodes.metadata(IDLE).orders == []
+    side.decodes.loads_ended(["ours"])
+    assert side.control.names()[3:] == ["stop_renewing"]
+
+
+def test_an_engine_that_reads_steps_without_waiting(side):
+    """In push, too: the workers report the end of a read with a step, whoever hands prompts over."""
+    prefill, _ = asking(side)
+    assert side.decodes.may_wait(is_searching=side.returned.is_searching)
+    side.returned.ended(SearchEnded(RequestId("ours"), found()))
+    side.decodes.allocated(prefill, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 12)
+    assert not side.decodes.may_wait()
+
+    side.decodes.loads_ended(["ours"])
+    assert not side.decodes.awaits_quarantine
+
+
+def test_blocks_of_a_read_that_failed_are_kept_from_others(side):
+    """Until the workers report that nothing writes into them any more, with a step."""
+    reading(side)
+    free = side.free()
+    blocks = [side.pool.blocks[block] for block in side.decodes._remote_prefills["ours"].into]
+    side.decodes.update_quarantine(QuarantineMetadata(quarantined=[RequestId("ours")]))
+    side.decodes.loads_ended(["ours"])
+    side.pool.free_blocks(reversed(blocks))
+    assert (side.free(), side.decodes.awaits_quarantine) == (free, True)
+    assert side.decodes.may_wait()
+
+    side.decodes.update_quarantine(QuarantineMetadata(released=[RequestId("ours")]))
+    assert (side.free(), side.decodes.awaits_quarantine) == (free + len(blocks), False)
+
+
+def test_the_end_of_a_lease_of_cached_blocks_is_nothing_that_workers_must_hear(side):
+    """In push they hear of the end of transfers, with a step of their own."""
+    side.cache(request())
+    side.want()
+    side.cached.look_up()
+    (lease,) = side.prefills._held._held
+    side.prefills.lease_ended(lease, LeaseEvent.DONE)
+
+    assert not side.prefills.has_pending

@@ -139,8 +139,9 @@ def returning(**transfer):
 FULL = (CacheGroup(16),)
 
 
-def test_an_engine_that_returns_kv_knows_its_hash():
-    assert _prefix_hash(returning(), Settings(return_kv=True), FULL) == "sha256"
+@pytest.mark.parametrize("mode", Mode)
+def test_an_engine_that_returns_kv_knows_its_hash(mode):
+    assert _prefix_hash(returning(), Settings(return_kv=True, mode=mode), FULL) == "sha256"
     assert _prefix_hash(returning(), Settings(), FULL) == ""
 
 
@@ -148,11 +149,10 @@ def test_an_engine_that_returns_kv_knows_its_hash():
     ("transfer", "choices", "groups", "reason"),
     [
         ({"is_kv_producer": False, "kv_role": "kv_consumer"}, {}, FULL, "kv_role is kv_consumer; it must be kv_both"),
-        ({}, {"mode": Mode.PUSH}, FULL, "it works in pull only"),
         ({}, {}, (*FULL, *FULL), "the model has several KV cache groups"),
         ({}, {}, (CacheGroup(16, window=64),), "its layers do not keep all tokens"),
         ({}, {}, (CacheGroup(16, state="x"),), "its layers do not keep all tokens"),
-        ({}, {"host_staging": True}, FULL, "KV goes through host memory"),
+        ({}, {"host_staging": True, "mode": Mode.PUSH}, FULL, "KV is pushed through host memory"),
         ({}, {"host": "0.0.0.0"}, FULL, "no address that others can dial"),
     ],
 )

@@ -126,9 +126,11 @@ def test_simulated_engines_have_no_kv_events():
     ]
 
 
-@pytest.mark.parametrize("other", [{"connector": Connector.NIXL}, {"mode": TransferMode.PUSH}])
-def test_kv_goes_back_in_pull_with_our_connector_alone(other):
-    """vLLM's connector would ignore it without a word, and engines that push would refuse it one by one."""
-    assert complaints(LocalPlan(return_kv=True, **other)) == [
-        "--return-kv works with our connector in pull: leave it out, or write --connector xpyd --kv-transfer-mode pull"
+@pytest.mark.parametrize("mode", TransferMode)
+def test_kv_goes_back_with_our_connector_alone(mode):
+    """vLLM's connector would ignore it without a word."""
+    check(LocalPlan(return_kv=True, mode=mode, connector=Connector.XPYD), GOOD)
+
+    assert complaints(LocalPlan(return_kv=True, mode=mode, connector=Connector.NIXL)) == [
+        "--return-kv works with our connector alone: leave it out, or write --connector xpyd"
     ]

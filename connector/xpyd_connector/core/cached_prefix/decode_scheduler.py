@@ -2,9 +2,13 @@
 
 Nothing is kept for them in advance. D looks a prompt up when P asks, pins what is still there, and leases exactly that
 to the connection that has asked. The engine thread owns the prefix cache, so a question goes there and comes back.
+
+To hash a long prompt takes a tenth of a second. It is done piece by piece, so that heartbeats are answered in between.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from xpyd_connector.core.counters import Counters
@@ -14,7 +18,8 @@ from xpyd_connector.core.messages import FindPrefix, PrefixFound, Reachable
 from xpyd_connector.core.ports import Link
 
 MAX_OPEN: Final = 256  # questions that the engine thread has not answered; more are refused
-HashBlocks: TypeAlias = Callable[[FindPrefix], Sequence[bytes]]  # a hash for each full block, in this engine's own way
+# Hashes each full block, in this engine's own way, a few with each step.
+HashBlocks: TypeAlias = Callable[[FindPrefix], Iterator[Sequence[bytes]]]
 
 
 class Question(NamedTuple):
@@ -31,8 +36,17 @@ class PrefixWanted(NamedTuple):
     hashes: Sequence[bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class _Hashing:
+    """A question whose prompt is being hashed."""
+
+    question: Question
+    pieces: Iterator[Sequence[bytes]]
+    hashes: list[bytes] = field(default_factory=list[bytes])
+
+
 class PrefixLender:
-    """Runs on the control thread, where ``hash_blocks`` is called, too: long prompts take it milliseconds."""
+    """Runs on the control thread, where ``hash_blocks`` is called, too: one step of it in each turn."""
 
     def __init__(
         self, link: Link, lease_manager: LeaseManager, counters: Counters, own: Reachable, hash_blocks: HashBlocks
@@ -43,6 +57,7 @@ class PrefixLender:
         self._own = own
         self._hash_blocks = hash_blocks
         self._open: dict[Question, None] = {}
+        self._hashing: deque[_Hashing] = deque()  # the first to ask is the first
         self._wanted: list[PrefixWanted] = []
 
     def __len__(self) -> int:
@@ -53,7 +68,7 @@ class PrefixLender:
         self._link.send(conn, self._own)
 
     def asked(self, conn: ConnId, message: FindPrefix) -> None:
-        """Pass a question on to the engine thread."""
+        """Hash the prompt of a question, which then goes to the engine thread."""
         question = Question(conn, message.request)
         if question in self._open:
             self._counters.count("unknown_transfer_messages")
@@ -62,7 +77,20 @@ class PrefixLender:
             self._link.send(conn, PrefixFound(message.request))
         else:
             self._open[question] = None
-            self._wanted.append(PrefixWanted(question, self._hash_blocks(message)))
+            self._hashing.append(_Hashing(question, self._hash_blocks(message)))
+
+    def advance(self, *, now: float) -> float | None:
+        """Hash a piece; return when to be called again at the latest: at once as long as there is more."""
+        while self._hashing and self._hashing[0].question not in self._open:
+            self._hashing.popleft()  # its connection has closed
+        if self._hashing:
+            first = self._hashing[0]
+            if (piece := next(first.pieces, None)) is not None:
+                first.hashes.extend(piece)
+            else:
+                self._hashing.popleft()
+                self._wanted.append(PrefixWanted(first.question, first.hashes))
+        return now if self._hashing else None
 
     def lend(self, question: Question, lease: RequestId, *, now: float) -> None:
         """Lease pinned blocks to the connection that has asked, unless it has closed since.

@@ -92,6 +92,10 @@ class PushWriter:
         else:
             self._awaiting_device.append((event, ready or (lambda: True)))
 
+    def owns(self, conn: ConnId) -> bool:
+        """Whether a connection is the one to our scheduler: nobody else may have us write."""
+        return self._scheduler.owns(conn)
+
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of the connection to our scheduler."""
         match event:

@@ -15,7 +15,8 @@ class SchedulerLink:
         self._scheduler = scheduler_endpoint
         self._hello = hello
         self._connect_at: float | None = 0.0  # absent while we are connected, or connecting
-        self._conn: ConnId | None = None
+        self._opened: ConnId | None = None  # the connection, from when we begin to open it
+        self._conn: ConnId | None = None  # the same, once it is open
 
     def on(self, event: LinkEvent, *, now: float) -> bool:
         """Handle an event; true if the connection was lost."""
@@ -24,13 +25,17 @@ class SchedulerLink:
                 self._conn = conn
                 self._link.send(conn, self._hello)
             case ConnectFailed():
-                self._connect_at = now + RETRY
+                self._opened, self._connect_at = None, now + RETRY
             case ConnectionLost():
-                self._conn, self._connect_at = None, now + RETRY
+                self._opened, self._conn, self._connect_at = None, None, now + RETRY
                 return True
             case _:
                 pass
         return False
+
+    def owns(self, conn: ConnId) -> bool:
+        """Whether a connection is the one to the scheduler."""
+        return conn == self._opened
 
     @property
     def is_connected(self) -> bool:
@@ -46,5 +51,5 @@ class SchedulerLink:
         """Connect when it is time; return when that will be, None while connected or connecting."""
         if self._connect_at is not None and now >= self._connect_at:
             self._connect_at = None
-            self._link.connect(self._scheduler.address, self._scheduler.engine)
+            self._opened = self._link.connect(self._scheduler.address, self._scheduler.engine)
         return self._connect_at

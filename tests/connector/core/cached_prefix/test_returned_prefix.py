@@ -14,9 +14,10 @@ PROMPT = list(range(3 * BLOCK_SIZE))
 NAMES = chain(FindPrefix(RequestId(""), pack(PROMPT), None))
 
 
-@pytest.fixture
-def world():
-    world = ReturningWorld()
+@pytest.fixture(params=["pull", "push"])
+def world(request):
+    """Whoever moves prompts, what goes back is read."""
+    world = ReturningWorld(request.param)
     world.compute(PROMPT)
     return world
 
@@ -211,10 +212,39 @@ def test_more_questions_than_the_engine_answers_are_refused(world):
     for number in range(MAX_OPEN + 1):
         world.p.search(f"r{number}", [*PROMPT, 99], None, world.d, now=world.now)
     world.run()
+    while world.d.lender._hashing:
+        world.round()
 
     assert len(world.d.wanted) == MAX_OPEN
     assert world.p.found == {RequestId(f"r{MAX_OPEN}"): None}
     assert counted(world.d, "prefixes_refused") == 1
+
+
+def test_a_long_prompt_keeps_nobody_from_being_heard(world):
+    """D hashes it piece by piece, and renews the lease of another prompt meanwhile."""
+    world.search([*PROMPT, 99])
+    (lease,) = world.d.pinned
+    before = world.d.leases.next_expiry()
+    world.p.search("long", list(range(500 * BLOCK_SIZE)), None, world.d, now=world.now)
+    world.run()
+    world.now += LEASE / 2
+    world.round()
+    world.round()
+
+    assert not world.d.wanted
+    assert lease in world.d.pinned
+    assert world.d.leases.next_expiry() > before
+    assert world.d.control.advance(now=world.now) == world.now
+
+
+def test_a_prompt_is_hashed_no_further_once_its_connection_has_closed(world):
+    world.p.search("long", list(range(500 * BLOCK_SIZE)), None, world.d, now=world.now)
+    world.run()
+    world.p.die()
+    world.run()
+
+    assert not world.d.lender._hashing
+    assert not world.d.wanted
 
 
 @pytest.mark.parametrize(

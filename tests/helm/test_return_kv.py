@@ -1,0 +1,82 @@
+"""KV of answers goes back to prefill engines: one value switches on all that it takes (docs/kv-back.md)."""
+
+import itertools
+import json
+
+import pytest
+
+from support.helm_chart import Chart, default
+from support.helm_checks import complaints
+from support.helm_objects import container, engine_pods, env, flag, one, pool, router, templates
+
+ON = {"returnKv": {"enabled": True}}
+ROLES = ("prefill", "decode")
+LOCKED = {"networkPolicy": {"egress": {"enabled": True, "engineTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}}}
+
+
+def transfer(template):
+    return json.loads(flag(container(template)["args"], "--kv-transfer-config"))
+
+
+def engines_of(objects, policy):
+    """Return the roles of a policy's peers that are engines of the release."""
+    rules = policy["spec"]["ingress"] + policy["spec"].get("egress", [])
+    return [
+        {peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in peers}
+        for rule in rules
+        if "ports" not in rule and (peers := rule.get("from") or rule.get("to")) and "podSelector" in peers[0]
+    ]
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_one_value_has_kv_go_back(mode):
+    """Both roles lend and take, a read that fails costs no request, and routers know where conversations are."""
+    objects = Chart().objects(ON | {"connector": {"mode": mode}})
+    flags = dict(itertools.pairwise(container(templates(router(objects))[0])["args"]))
+
+    assert complaints(objects) == []
+    assert (flags["--return-kv"], flags["--prefill-policy"], flags["--decode-policy"]) == ("true", "prefix", "prefix")
+    for _, template in engine_pods(objects):
+        config = transfer(template)
+        assert (config["kv_role"], config["kv_load_failure_policy"]) == ("kv_both", "recompute")
+        assert config["kv_connector_extra_config"]["return_kv"] is True
+        assert config["kv_connector_extra_config"].get("mode", "pull") == mode
+        assert container(template)["args"].count("--enable-prefix-caching") == 1
+
+
+def test_without_it_engines_have_one_role_each():
+    for role, template in engine_pods(default()):
+        assert transfer(template)["kv_role"] == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+        assert "return_kv" not in transfer(template)["kv_connector_extra_config"]
+        assert "--enable-prefix-caching" not in container(template)["args"]
+    assert "--return-kv" not in container(templates(router(default()))[0])["args"]
+
+
+def test_the_side_channels_of_both_roles_can_be_reached_by_the_other():
+    """P asks D where D listens: at its pod's address, which the policies open to the engines of the release alone."""
+    objects = Chart().objects(ON | LOCKED)
+
+    for role in ROLES:
+        policy = one(objects, "NetworkPolicy", f"r-xpyd-{role}")
+        assert engines_of(objects, policy) == [set(ROLES), set(ROLES)]  # in and out
+        told = env(templates(pool(objects, role))[0])["VLLM_NIXL_SIDE_CHANNEL_HOST"]
+        assert told["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+
+
+def test_with_kv_events_both_are_on():
+    keyed = {"apiKey": {"secretName": "engines"}}
+    objects = Chart().objects(ON | {"kvEvents": {"enabled": True}, "prefill": keyed, "decode": keyed})
+    flags = dict(itertools.pairwise(container(templates(router(objects))[0])["args"]))
+
+    assert complaints(objects) == []
+    assert (flags["--return-kv"], flags["--kv-events"]) == ("true", "auto")
+    assert all(
+        container(template)["args"].count("--enable-prefix-caching") == 1 for _, template in engine_pods(objects)
+    )
+
+
+def test_settings_of_the_router_go_before_its_own():
+    """expected_ttft remembers conversations, too."""
+    objects = Chart().objects(ON | {"router": {"settings": {"decode_policy": "expected_ttft"}}})
+
+    assert flag(container(templates(router(objects))[0])["args"], "--decode-policy") == "expected_ttft"

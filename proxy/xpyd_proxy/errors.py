@@ -124,7 +124,12 @@ class ClosingDown(TurnedAway): ...
 class OutOfTime(ProxyError): ...
 
 
-class NoInstance(ProxyError): ...
+class NoInstance(ProxyError):
+    """After ``retry_after_s`` seconds an engine may be there; None: nobody can tell."""
+
+    def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class NoMatchingInstance(NoInstance):

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from support.raw_http import RawClient
+from support.raw_http import Over, RawClient
 from support.router_process import router_processes
 from support.sim import serving, sims
 
 SECONDS = float(os.environ.get("XPYD_FUZZ_SECONDS", "10"))
 SEED = os.environ.get("XPYD_FUZZ_SEED", "17")
+HEAD_S = 1
 HEALTH_MOST_S = 5.0  # this machine may have much else to do
 GROWTH_MOST = 16 * 1024 * 1024
 PATH = b"/v1/completions"
@@ -242,10 +243,15 @@ class Watched:
     def run(self, over):
         try:
             while not over.wait(0.01):
+                start = time.monotonic()
                 with RawClient(self.port, timeout=HEALTH_MOST_S) as client:
-                    start = time.monotonic()
                     client.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                    assert client.answer().status == 200
+                    try:
+                        assert client.answer().status == 200
+                    except Over:
+                        if time.monotonic() - start < HEAD_S:
+                            raise
+                        continue  # this process was too slow to send it in time
                     self.worst = max(self.worst, time.monotonic() - start)
         except Exception as exc:
             self.fault = exc
@@ -260,7 +266,7 @@ def test_nothing_but_requests_reaches_an_engine(tmp_path):
     engines, count, before, allowed = sims(), 0, None, deque(maxlen=30)
     with serving(engines["p0"]) as prefill, serving(engines["d0"]) as decode:
         flags = ("--prefill", prefill, "--decode", decode, "--health-check-interval", "0", "--log-level", "warning")
-        limits = ("--head-timeout", "1", "--body-timeout", "1")
+        limits = ("--head-timeout", str(HEAD_S), "--body-timeout", "1")
         with router_processes(tmp_path, 1, *flags[:-2], *limits) as (router,):
             port, pid = int(router.url.rpartition(":")[2]), router.child.pid
             watched, over = Watched(port), threading.Event()

@@ -91,14 +91,15 @@ async def test_readiness_waits_for_the_first_view(account, monkeypatch):
     """A router that has not read the pods yet would answer 503 to everybody."""
     async with cluster(account, monkeypatch) as (api, _, _, client):
         await until_rows(client, lambda rows: len(rows) == 2)
-        api.faults.slow_list_s = 1.0
+        api.faults.slow_list_s = 60.0
         url, stop = await asyncio.to_thread(_another)
         try:
             async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as second:
                 response = await second.get("/ready")
                 assert response.status_code == 503
                 assert "pods is silent" in response.text
-                async with asyncio.timeout(10):
+                api.faults.slow_list_s = 0.0
+                async with asyncio.timeout(30):
                     while (await second.get("/ready")).status_code != 200:
                         await asyncio.sleep(0.05)
         finally:

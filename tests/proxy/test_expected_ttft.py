@@ -8,7 +8,8 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from support.sim import router, sims
+from support.sim import InMemory, router, sims
+from xpyd_proxy.app import build
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.settings import PolicyName, Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
@@ -108,6 +109,30 @@ async def test_a_decode_engine_serves_what_it_has_alone_only_where_it_may(itl_s)
     assert alone[1:] == [itl_s > 0] * 3
     assert (told["rule"] == "single: faster_alone") is (itl_s > 0)
     assert set(told["expected_ms"]) == {"queue", "prefill", "transfer", "decode", "ttft"}
+
+
+async def test_a_turn_whose_engine_is_gone_is_routed_anew():
+    """Another decode engine has nothing of the conversation: what was expected of the first one says nothing of it."""
+    engines = sims(1, 2, prefill_s=0.05)
+    network = InMemory(engines)
+    settings = replace(
+        WEIGHING, max_decode_itl_s=10.0, prefill=("p0:80",), decode=("d0:80", "d1:80"), allowed_hosts=("*",)
+    )
+    app = build(settings, fabric=network.fabric).app
+    transport = httpx.ASGITransport(app)
+    async with network.running(app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        messages = [{"role": "user", "content": LONG}]
+        before = [await turn(client, messages) for _ in range(3)]
+        gone, other = ("d0", "d1") if engines["d0"].log else ("d1", "d0")
+        assert not engines[other].log
+        del engines[gone]
+        await network.close()
+        after = await turn(client, messages)
+
+    assert ['reason;desc="faster_alone"' in timing for timing in before[1:]] == [True, True]
+    assert "unreachable" in after
+    assert 'cached;desc="0 of ' in after or 'prefill;desc="prefill-0"' in after
+    assert [int(hit) for hit in EXPECTED.search(after).groups()[1:2]] == [0]
 
 
 async def test_a_request_that_one_engine_has_to_serve_shows_what_was_expected_of_it():

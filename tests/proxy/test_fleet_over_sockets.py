@@ -14,7 +14,8 @@ from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
 KEY = {"X-Api-Key": "sesame"}
-OPEN = Settings(admin_key="sesame", health_check_interval_s=0.5)
+# Engines are judged by what they answer, and not by how busy this machine is.
+OPEN = Settings(admin_key="sesame", health_check_interval_s=0.5, health_check_timeout_s=20.0, ejection_time_s=60.0)
 POLICIES = [replace(OPEN, prefill_policy=policy, decode_policy=policy) for policy in PolicyName]
 
 
@@ -125,7 +126,7 @@ async def test_an_engine_that_has_recovered_gets_requests_again(settings):
             assert await ask_many(client, 40) == []
             sick.inject(None)
             before = len(sick.log)
-            async with asyncio.timeout(15):  # the more trials have failed, the longer it rests
+            async with asyncio.timeout(50):  # the more trials have failed, the longer it rests
                 while len(sick.log) == before:
                     assert await ask_many(client, 1) == []
                     await asyncio.sleep(0.05)

@@ -73,13 +73,13 @@ def ready(process):
 def test_sigterm_flips_readiness_serves_a_grace_refuses_and_lets_streams_finish(start):
     """So a rolling update loses no request: those that come late are served or told, and exit code 0 ends it."""
     with fleet(token_s=0.1) as (_, _, flags):
-        process = start(*flags, "--drain-grace", "1", "--shutdown-timeout", "20")
+        process = start(*flags, "--drain-grace", "4", "--shutdown-timeout", "30")
         assert ready(process) == 200
-        with stream(process, 30) as (lines, first):
+        with stream(process, 80) as (lines, first):
             process.signal(signal.SIGTERM)
             told = time.monotonic()
             until(lambda: ready(process) == 503)
-            assert time.monotonic() - told < 0.8
+            assert time.monotonic() - told < 4
             late = process.post()
             until(lambda: process.post().status_code == 503)
             refused = process.post()
@@ -90,7 +90,7 @@ def test_sigterm_flips_readiness_serves_a_grace_refuses_and_lets_streams_finish(
     assert late.headers["connection"] == "close"
     assert (refused.headers["connection"], refused.headers["retry-after"]) == ("close", "1")
     assert refused.json()["error"]["type"] == "ServiceUnavailableError"
-    assert text == expected_text(BODY | {"max_tokens": 30})
+    assert text == expected_text(BODY | {"max_tokens": 80})
 
 
 def test_a_router_without_requests_ends_at_once(start):

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -175,7 +176,9 @@ class KubeApi:
         match verb:
             case "list":
                 found = copy.deepcopy(self._list(request, resource, namespace))
-                await asyncio.sleep(self.faults.slow_list_s)  # by then it may be old
+                end = time.monotonic() + self.faults.slow_list_s
+                while time.monotonic() < end and self.faults.slow_list_s:  # by then it may be old
+                    await asyncio.sleep(0.02)
                 _write(writer, 200, found)
             case "watch":
                 await self._watch(request, resource, namespace, writer)

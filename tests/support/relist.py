@@ -15,7 +15,7 @@ from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
 
-VIEWS, RELIST_S, PATIENCE_S = 3, 0.5, 30
+VIEWS, RELIST_S, PATIENCE_S = 3, 0.5, 150
 SHOWN = 5
 
 

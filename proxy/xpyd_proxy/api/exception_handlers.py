@@ -6,7 +6,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from xpyd_proxy.api.request_context import id_headers, note_fault
-from xpyd_proxy.errors import ProxyError, Refused, TurnedAway, Unauthorized
+from xpyd_proxy.errors import NoInstance, ProxyError, Refused, TurnedAway, Unauthorized
 from xpyd_proxy.requests.error_body import error_body, openai_error
 
 
@@ -24,7 +24,9 @@ def response_to(error: Exception, scope: Scope) -> Response:
     if isinstance(error, Refused):
         return Response(error.body, error.status, {"content-type": error.content_type})
     status, body = error_body(error)
-    headers = {"retry-after": str(error.retry_after_s)} if isinstance(error, TurnedAway) else {}
+    headers = dict[str, str]()
+    if isinstance(error, (TurnedAway, NoInstance)) and error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = error.asks
     return Response(body, status, headers, media_type="application/json")

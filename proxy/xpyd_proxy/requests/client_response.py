@@ -14,7 +14,7 @@ from xpyd_proxy.core.protocol.engine_errors import failure_of
 from xpyd_proxy.core.protocol.first_token import STREAM, FirstToken, Spliced
 from xpyd_proxy.core.protocol.replay import behind
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
-from xpyd_proxy.errors import EngineError, ProxyError, Refused, TurnedAway, Unauthorized
+from xpyd_proxy.errors import EngineError, NoInstance, ProxyError, Refused, TurnedAway, Unauthorized
 from xpyd_proxy.requests.attempt import Attempt
 from xpyd_proxy.requests.error_body import error_body
 from xpyd_proxy.requests.intake import JSON_TYPE
@@ -188,7 +188,7 @@ class ClientResponse:
         else:
             (status, body), content_type = error_body(error), JSON_TYPE
         lines = self._head_lines(content_type)
-        if isinstance(error, TurnedAway):
+        if isinstance(error, (TurnedAway, NoInstance)) and error.retry_after_s is not None:
             lines += b"retry-after: %d\r\n" % error.retry_after_s
         elif isinstance(error, Unauthorized):
             lines += b"www-authenticate: %b\r\n" % error.asks.encode("latin-1")

@@ -189,6 +189,19 @@ class EngineHealth:
             return self.since + self._rest_s
         return math.inf
 
+    def serves_in_s(self, *, now: float) -> float | None:
+        """Return after how many seconds it may serve again, as far as that can be told; None: it cannot.
+
+        A broken engine has its rest, one that misses probes is waited for until the next one, and a trial takes a
+        moment. What is drained comes back when an operator says so.
+        """
+        settings = self.settings
+        if self.state is _EJECTED and self._missed < settings.health_check_failures:
+            return self.since + self._rest_s - now
+        if self.is_away and settings.health_check_interval_s > 0:
+            return settings.health_check_interval_s
+        return 0.0 if self.state is _HALF_OPEN else None
+
     def may_serve(self, *, now: float) -> bool:
         """Tell whether it may get a request; a broken engine that has rested becomes one that is tried."""
         if (

@@ -198,7 +198,11 @@ class Registry:
             state = "being tried" if member.life.state is HealthState.HALF_OPEN else member.life.state.value
             why = f" ({member.life.why})" if member.life.state is HealthState.STARTING else ""
             states.append(f"{member.instance.id} is {state}{why}")
-        raise NoInstance(f"no {role} instance can take a request: {', '.join(states)}")
+        waits = [wait for member in members if (wait := member.life.serves_in_s(now=now)) is not None]
+        raise NoInstance(
+            f"no {role} instance can take a request: {', '.join(states)}",
+            retry_after_s=max(1, math.ceil(min(waits))) if waits else None,
+        )
 
     @property
     def calm_until(self) -> float:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, Protocol
 
 from xpyd_proxy.core.protocol.realtime import SessionEnd, SocketClosed, ended_by, idle, overdue
@@ -89,15 +90,17 @@ class Relay:
             return ended_by(closed)
 
     async def _close(self, end: SessionEnd) -> None:
-        """Tell both sides; one that does not take it is cut off."""
+        """Tell both sides; one that does not take it is cut off, at once if the server has no more time."""
         sides = self._engine, self._client
-        closings = [asyncio.ensure_future(side.close(end.code, end.reason)) for side in sides]
-        done, late = await asyncio.wait(closings, timeout=_CLOSE_S)
-        for side, closing in zip(sides, closings, strict=True):
+        closings = {asyncio.ensure_future(side.close(end.code, end.reason)): side for side in sides}
+        with suppress(asyncio.CancelledError):  # the session is over, and nothing else is waited for
+            await asyncio.wait(closings, timeout=_CLOSE_S)
+        late = [closing for closing in closings if not closing.done()]
+        for closing, side in closings.items():
             if closing in late:
                 closing.cancel()
                 side.abort()
-            elif closing in done and closing.exception() is not None:
+            elif closing.exception() is not None:
                 side.abort()
         if late:
             await asyncio.wait(late)

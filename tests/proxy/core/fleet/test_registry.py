@@ -13,8 +13,10 @@ from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import InstanceId, RequestId, Role
+from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
+from xpyd_proxy.settings import Settings
 
 A, B = Address("http", "a", 1), Address("http", "b", 1)
 
@@ -68,6 +70,41 @@ def test_when_none_can_serve_the_error_says_what_became_of_each():
 
     expected = "no decode instance can take a request: decode-0 is starting (cannot be reached), decode-1 is draining"
     assert str(caught.value) == expected
+
+
+def broken_at(member, now):
+    for number in range(3):
+        member.life.failed(RequestId(f"r{number}"), Failure.TIMEOUT, now=now)
+
+
+def tried(member):
+    broken_at(member, -60.0)
+    member.life.may_serve(now=0.0)
+    member.life.claimed(RequestId("trial"))
+
+
+@pytest.mark.parametrize(
+    ("happen", "interval_s", "seconds"),
+    [
+        ([lambda one: broken_at(one, 0.0)], 5.0, 30),
+        ([lambda one: broken_at(one, 0.0), lambda one: broken_at(one, -12.5)], 5.0, 18),
+        ([lambda one: broken_at(one, 0.0), lambda one: one.life.missed("away", now=0.0)], 5.0, 5),
+        ([lambda one: one.life.missed("away", now=0.0)], 0.0, None),
+        ([lambda one: one.life.drain(now=0.0)], 5.0, None),
+        ([lambda one: one.life.drain(now=0.0), tried], 5.0, 1),
+        ([], 5.0, None),
+    ],
+    ids=["rests", "two rest", "one is away", "no probes", "drained", "tried", "none"],
+)
+def test_the_error_says_when_one_may_serve_again(happen, interval_s, seconds):
+    """Retry-After: too short and clients come in vain, too long and they wait for nothing."""
+    registry = Registry(Settings(circuit_breaker_failures=3, ejection_time_s=30.0, health_check_interval_s=interval_s))
+    for port, each in enumerate(happen, 1):
+        each(registry.member(registry.add(Role.DECODE, Address("http", "d", port)).id))
+    with pytest.raises(NoInstance) as caught:
+        registry.usable(Role.DECODE, now=0.0)
+
+    assert caught.value.retry_after_s == seconds
 
 
 def test_a_list_that_was_handed_out_does_not_change():

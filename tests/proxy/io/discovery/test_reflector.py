@@ -1,6 +1,7 @@
 """A watch of pods, and every way it can fail: in the end the view is what there is, with nobody in it who is gone."""
 
 import asyncio
+import math
 import os
 import random
 import sys
@@ -276,14 +277,22 @@ async def test_what_comes_late_or_out_of_order_is_not_believed():
         assert [call.verb for call in api.calls] == ["list", "watch"]
 
 
+def tries_within(seconds):
+    """At 0, 0.05, 0.15, 0.35, 0.75 s, each pause up to a quarter shorter, and one more that may come at the end."""
+    return 2 + math.log2(1 + seconds / (0.75 * 0.05))
+
+
 async def test_an_api_that_refuses_everything_is_not_hammered():
     """Pauses grow, with some chance in them."""
     async with KubeApi() as api:
         api.faults.refusals = deque([Refusal(503, "X")] * 1000)
         rhythm = WatchTimes(pause_s=0.05, pause_most_s=10)
         async with reflecting(api, rhythm):
+            began = time.monotonic()
             await asyncio.sleep(1.0)
-        assert 2 <= len(api.calls) <= 7  # at 0, 0.05, 0.15, 0.35, 0.75 s, each pause somewhat shorter
+            await until_async(lambda: len(api.calls) >= 2)
+            most = tries_within(time.monotonic() - began)
+        assert len(api.calls) <= most
 
 
 async def test_a_watch_that_may_not_be_is_not_listed_for_without_end():
@@ -292,9 +301,11 @@ async def test_a_watch_that_may_not_be_is_not_listed_for_without_end():
         fill(api)
         api.faults.watch_refusals = deque([Refusal(403, "Forbidden")] * 1000)
         async with reflecting(api, WatchTimes(pause_s=0.05, pause_most_s=10)) as eye:
+            began = time.monotonic()
             await asyncio.sleep(1.0)
-            assert len(eye.pods) == 3
-        assert 2 <= len(api.calls) <= 14
+            await until_async(lambda: len(api.calls) >= 2 and len(eye.pods) == 3)
+            most = tries_within(time.monotonic() - began)
+        assert len(api.calls) <= 2 * most  # a LIST and a watch each
 
 
 async def test_a_pause_that_the_api_asks_for_is_kept():
@@ -317,6 +328,7 @@ def fat(number):
     return body
 
 
+@pytest.mark.timeout(180)  # three views of 4 MB, which a busy machine reads slowly
 async def test_a_relist_of_400_pods_does_not_block_the_router(capsys):
     """No request waits for as much as 50 ms: neither for the first LIST, which fills the registry, nor for the next.
 

@@ -85,7 +85,7 @@ async def test_a_worker_that_does_not_answer_costs_half_a_second_and_is_counted(
         await stack.enter_async_context(zero.reports.running())
         server = await asyncio.start_unix_server(hang, tmp_path / "1.report")
         stack.callback(server.close)
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(20.0):
             lines = await zero.lines()
         await asyncio.sleep(0)
 

@@ -38,11 +38,12 @@ _OK: Final = RequestOutcome.OK  # looking a member up takes as long as a call
 class LegRecord:
     """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
 
-    __slots__ = ("expected", "instance", "ms")
+    __slots__ = ("expected", "instance", "ms", "tokens")
 
     def __init__(self, instance: InstanceId, ms: float | None = None) -> None:
         self.instance = instance
         self.ms = ms
+        self.tokens: int | None = None  # of the prompt, as a prefill engine has counted
         self.expected: ExpectedTime | None = None  # of a decode leg: what its engines were chosen by, if by that
 
 
@@ -71,12 +72,10 @@ class RequestRecord:
         "duration_s",
         "end",
         "error",
-        "events",
         "last_token_at",
         "path",
         "prefill",
         "prefill_error",
-        "prompt_tokens",
         "push",
         "queue_s",
         "relayed",
@@ -119,8 +118,6 @@ class RequestRecord:
         self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
         self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
         self.relayed = 0  # bytes of the answer, if they are counted
-        self.events = 0  # of the answer's stream, if they are counted
-        self.prompt_tokens: int | None = None  # as the prefill engine has counted
         self.end = b"", b""  # the last two pieces of the answer's body, if they matter
 
     def over(self, status: int, duration_s: float) -> None:

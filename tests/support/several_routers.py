@@ -2,7 +2,7 @@
 
 Engines serve one prompt at a time, in the order of arrival. A request is for any of the routers by chance, as behind a
 load balancer. What a router sends takes ``delay_s`` to an engine, back, or to another router.
-``python -m support.several_routers`` (in tests/) prints the table of docs/scaling.md.
+``python -m support.several_routers`` (in tests/) prints the table of docs/several-routers.md.
 """
 
 import heapq

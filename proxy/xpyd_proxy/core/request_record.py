@@ -38,12 +38,13 @@ _OK: Final = RequestOutcome.OK  # looking a member up takes as long as a call
 class LegRecord:
     """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
 
-    __slots__ = ("expected", "instance", "ms", "sent_at")
+    __slots__ = ("expected", "instance", "ms", "sent_at", "tokens")
 
     def __init__(self, instance: InstanceId, ms: float | None = None, sent_at: float = 0.0) -> None:
         self.instance = instance
         self.sent_at = sent_at  # by the router's clock
         self.ms = ms
+        self.tokens: int | None = None  # of the prompt, as a prefill engine has counted
         self.expected: ExpectedTime | None = None  # of a decode leg: what its engines were chosen by, if by that
 
 
@@ -85,11 +86,9 @@ class RequestRecord(RequestTimes):
         "decode",
         "end",
         "error",
-        "events",
         "path",
         "prefill",
         "prefill_error",
-        "prompt_tokens",
         "push",
         "relayed",
         "request_id",
@@ -127,8 +126,6 @@ class RequestRecord(RequestTimes):
         self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
         self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
         self.relayed = 0  # bytes of the answer, if they are counted
-        self.events = 0  # of the answer's stream, if they are counted
-        self.prompt_tokens: int | None = None  # as the prefill engine has counted
         self.end = b"", b""  # the last two pieces of the answer's body, if they matter
 
     def over(self, status: int, duration_s: float) -> None:

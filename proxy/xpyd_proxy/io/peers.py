@@ -59,6 +59,7 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._clock = clock
         self._wall = wall
         self._transport: asyncio.DatagramTransport | None = None
+        self._places: dict[Address, Sequence[tuple[Any, ...]]] = {}  # of each name, as it was found last
         self._targets: Sequence[tuple[Any, ...]] = ()  # socket addresses
         self._unresolved: frozenset[str] = frozenset()  # names that were logged
         self._pace = SendPace()
@@ -134,9 +135,8 @@ class RouterPeers(asyncio.DatagramProtocol):
 
     def _send(self) -> None:
         self._timer, now = None, self._clock()
-        if self._targets:
-            self._pace.sent(len(self._targets), now=now)
-            self._send_all(self._exchange.datagrams(now=now, wall=self._wall()))
+        self._pace.sent(len(self._targets), now=now)
+        self._send_all(self._exchange.datagrams(now=now, wall=self._wall()))
 
     def _send_all(self, datagrams: Sequence[bytes]) -> None:
         transport = self._transport
@@ -156,8 +156,8 @@ class RouterPeers(asyncio.DatagramProtocol):
             await asyncio.sleep(_RESOLVE_S)
 
     async def _resolve(self, family: socket.AddressFamily) -> None:
-        """Look up where the others are; of a name that has no address the ones of before are not kept."""
-        loop, found, unresolved = asyncio.get_running_loop(), dict[tuple[Any, ...], None](), set[str]()
+        """Look up where the others are; while a name has no address, those of before are kept."""
+        loop, unresolved = asyncio.get_running_loop(), set[str]()
         for name in self._names:
             try:
                 places = await loop.getaddrinfo(name.host, name.port, family=family, type=socket.SOCK_DGRAM)
@@ -166,8 +166,9 @@ class RouterPeers(asyncio.DatagramProtocol):
                 if name.host not in self._unresolved:
                     logger.warning("%s, where other routers should be, has no address: %s", name.host, exc.strerror)
             else:
-                found.update(dict.fromkeys(place[4] for place in places))
+                self._places[name] = [place[4] for place in places]
         self._unresolved = frozenset(unresolved)
+        found = dict.fromkeys(place for places in self._places.values() for place in places)
         self._targets = list(found)[:MOST_PEERS]
 
     def _count(self, key: tuple[str]) -> None:

@@ -317,7 +317,7 @@ class Attempt(LegOwner):
         if self._span is not None and self.decode is None:
             self._span.handed_over()
         self.close(leg)
-        self.counted = self.record.prompt_tokens = handover.counted
+        self.counted = leg.record.tokens = handover.counted
         if self.decode is not None:
             self._compare()
         self._life.wake()

@@ -37,7 +37,7 @@ class ClientGone(Exception):
 class ClientResponse:
     """The response to one request."""
 
-    __slots__ = ("_keeps", "_life", "failure", "is_paused", "replay", "writer")
+    __slots__ = ("_keeps", "_life", "events", "failure", "is_paused", "replay", "writer")
 
     def __init__(self, life: RequestLife, writer: ResponseWriter) -> None:
         self._life = life
@@ -46,6 +46,7 @@ class ClientResponse:
         self.is_paused = False  # the client reads slowly: the engine has to wait
         self.replay: Continuation | None = None  # of a stream that another engine continues, or could continue
         self.failure: Exception | None = None  # the error that the client got
+        self.events = 0  # of its stream, if tokens are counted
 
     # ---- a stream from an engine
 
@@ -214,4 +215,4 @@ class ClientResponse:
             life = self._life
             life.record.wrote(piece)
             if life.of.gate.admission.counts_tokens:
-                life.record.events += piece.count(_EVENT)
+                self.events += piece.count(_EVENT)

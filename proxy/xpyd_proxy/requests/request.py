@@ -346,7 +346,9 @@ class Request:
             ticket, self._ticket = self._ticket, None
             if ticket is not None:
                 if of.gate.admission.counts_tokens:
-                    of.gate.leave(ticket, served_tokens(life.record, status, ticket.size // BYTES_PER_TOKEN))
+                    of.gate.leave(
+                        ticket, served_tokens(life.record, status, ticket.size // BYTES_PER_TOKEN, client.events)
+                    )
                 else:
                     of.gate.leave(ticket)
             if self._body:

@@ -4,19 +4,20 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.model import RequestId
-from xpyd_proxy.core.request_record import RequestRecord
+from xpyd_proxy.core.model import InstanceId, RequestId
+from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 from xpyd_proxy.core.served_tokens import served_tokens
 
 CHUNK = b'data: {"choices":[{"delta":{"content":" a"}}]}\n\n'
 
 
-def record(*pieces, events=0, prompt=None):
-    found = RequestRecord(RequestId("r"))
+def tokens(*pieces, status=200, events=0, prompt=None):
+    """Return what is charged where the prompt seems to have 1000 tokens; ``prompt``: as the prefill engine says."""
+    record = RequestRecord(RequestId("r"), prefill=LegRecord(InstanceId("p")))
     for piece in pieces:
-        found.wrote(piece)
-    found.events, found.prompt_tokens = events, prompt
-    return found
+        record.wrote(piece)
+    record.prefill.tokens = prompt
+    return served_tokens(record, status, 1000, events)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def record(*pieces, events=0, prompt=None):
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 def test_what_the_engine_has_counted_is_believed(body, separators):
     """In the words of each API; what was cached is part of the prompt there."""
-    assert served_tokens(record(json.dumps(body, separators=separators).encode()), 200, 1000) == 37
+    assert tokens(json.dumps(body, separators=separators).encode()) == 37
 
 
 def test_the_usage_at_the_end_of_a_stream_counts():
@@ -39,24 +40,24 @@ def test_the_usage_at_the_end_of_a_stream_counts():
     first = b'data: {"usage":{"prompt_tokens":30,"completion_tokens":6}}\n\n'
     last = b'data: {"usage":{"prompt_tokens":30,"completion_tokens":7}}\n\ndata: [DONE]\n\n'
 
-    assert served_tokens(record(CHUNK, first, last, events=9), 200, 1000) == 37
+    assert tokens(CHUNK, first, last, events=9) == 37
 
 
 def test_a_stream_without_usage_has_one_token_an_event():
     """And the prompt that the prefill engine has counted; if nobody has, the guess."""
-    assert served_tokens(record(CHUNK, events=12, prompt=30), 200, 1000) == 42
-    assert served_tokens(record(CHUNK, events=12), 200, 1000) == 1012
+    assert tokens(CHUNK, events=12, prompt=30) == 42
+    assert tokens(CHUNK, events=12) == 1012
 
 
 def test_text_that_looks_like_usage_is_text():
     """Else a model could be told to write that its answer was short."""
     text = json.dumps({"choices": [{"text": '"completion_tokens": 0, "prompt_tokens": 0'}]}).encode()
 
-    assert served_tokens(record(text, events=5, prompt=30), 200, 1000) == 35
+    assert tokens(text, events=5, prompt=30) == 35
 
 
 def test_what_has_failed_costs_nothing_and_what_a_client_left_costs_what_it_got():
     """499: the engines have worked for it."""
-    assert served_tokens(record(events=5, prompt=30), 503, 1000) == 0
-    assert served_tokens(record(events=5, prompt=30), 400, 1000) == 0
-    assert served_tokens(record(events=5, prompt=30), 499, 1000) == 35
+    assert tokens(events=5, prompt=30, status=503) == 0
+    assert tokens(events=5, prompt=30, status=400) == 0
+    assert tokens(events=5, prompt=30, status=499) == 35

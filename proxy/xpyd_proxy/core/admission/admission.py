@@ -41,7 +41,7 @@ class _Account:
 
 
 @dataclass(slots=True)
-class Usage:
+class KeyUsage:
     """What a key was let in with, since the router started."""
 
     requests: int = 0
@@ -64,7 +64,7 @@ class Admission:
         self.counts_tokens = _counts_tokens(limits)  # whether ``leave`` wants to know what a request has cost
         self.news: list[Ticket] = []  # what ``poll`` would return
         self.share = 1.0  # of the limits that are the fleet's: less while other routers are not heard
-        self.usage: dict[str, Usage] = {}  # by key; empty name: all together. Filled where limits are the fleet's
+        self.usage: dict[str, KeyUsage] = {}  # by key; empty name: all together. Filled where limits are the fleet's
 
     def arrive(self, key: str, priority: int, size: int, *, now: float) -> Ticket:
         """Admit a request, have it wait, or refuse it: its state says which."""
@@ -259,7 +259,7 @@ class Admission:
         for name in (key, ""):
             usage = self.usage.get(name)
             if usage is None:
-                usage = self.usage[name] = Usage()
+                usage = self.usage[name] = KeyUsage()
             usage.requests += requests
             usage.tokens += tokens
 

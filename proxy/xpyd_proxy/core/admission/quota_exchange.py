@@ -15,7 +15,7 @@ from hashlib import blake2b
 from struct import Struct
 from typing import Final
 
-from xpyd_proxy.core.admission.admission import Admission, Usage
+from xpyd_proxy.core.admission.admission import Admission, KeyUsage
 from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault, Envelope
 
 QUOTAS: Final = b"xpQ1"  # the kind of these datagrams
@@ -28,7 +28,7 @@ _LOOK_S: Final = 1.0  # between two looks for the name of a key that is not know
 
 
 @dataclass(slots=True)
-class _Peer:
+class _QuotaPeer:
     """One other router."""
 
     heard: float
@@ -37,7 +37,7 @@ class _Peer:
 
 
 @dataclass(slots=True)
-class _Told:
+class _ToldUsage:
     """What the others were told of a key last."""
 
     requests: int = 0
@@ -52,7 +52,7 @@ class _Told:
         new = min(self.new_requests, _MOST_NEW), max(-_MOST_NEW, min(self.new_tokens, _MOST_NEW))
         return self.requests, self.tokens, *new
 
-    def follow(self, usage: Usage) -> None:
+    def follow(self, usage: KeyUsage) -> None:
         """There is something new to tell."""
         self.new_requests, self.new_tokens = usage.requests - self.requests, usage.tokens - self.tokens
         self.requests, self.tokens, self.times = usage.requests, usage.tokens, 0
@@ -68,8 +68,8 @@ class QuotaExchange:
         self._names = names
         self._known: dict[bytes, str] = {}
         self._looked = -_LOOK_S
-        self._told: dict[str, _Told] = {}
-        self._peers: dict[bytes, _Peer] = {}
+        self._told: dict[str, _ToldUsage] = {}
+        self._peers: dict[bytes, _QuotaPeer] = {}
 
     def datagrams(self, *, wall: float) -> list[bytes]:
         """Return what the others have to be told; call it once a second."""
@@ -77,7 +77,7 @@ class QuotaExchange:
         for key, usage in self._admission.usage.items():
             told = self._told.get(key)
             if told is None:
-                told = self._told[key] = _Told()
+                told = self._told[key] = _ToldUsage()
             if (told.requests, told.tokens) != (usage.requests, usage.tokens):
                 told.follow(usage)
             if told.times < _REPEATS:
@@ -96,7 +96,7 @@ class QuotaExchange:
         if peer is None:
             if len(self._peers) >= MOST_PEERS:
                 return DatagramFault.TOO_MANY
-            peer = self._peers[opened.router] = _Peer(now, 0)
+            peer = self._peers[opened.router] = _QuotaPeer(now, 0)
         if opened.sequence <= peer.sequence:
             return DatagramFault.LATE
         peer.heard, peer.sequence = now, opened.sequence

@@ -28,7 +28,7 @@ _REORDERED: Final = 16  # datagrams that may overtake one
 
 
 @dataclass(slots=True)
-class _Count:
+class _LoadCount:
     """What one router has at one engine."""
 
     requests: int
@@ -37,12 +37,12 @@ class _Count:
 
 
 @dataclass(slots=True)
-class _Peer:
+class _LoadPeer:
     """One other router."""
 
     heard: float
     sequence: int = 0  # the highest
-    counts: dict[bytes, _Count] = field(default_factory=dict[bytes, _Count])
+    counts: dict[bytes, _LoadCount] = field(default_factory=dict[bytes, _LoadCount])
 
 
 class SendPace:
@@ -73,7 +73,7 @@ class LoadExchange:
         self._names: dict[InstanceId, bytes] = {}
         self._loads: dict[bytes, Load] = {}  # by the name of the engine
         self._seen = -1  # registry.changes of these
-        self._peers: dict[bytes, _Peer] = {}
+        self._peers: dict[bytes, _LoadPeer] = {}
 
     @property
     def peers(self) -> int:
@@ -117,7 +117,7 @@ class LoadExchange:
         if peer is None:
             if len(self._peers) >= MOST_PEERS:
                 return DatagramFault.TOO_MANY
-            peer = self._peers[router] = _Peer(now)
+            peer = self._peers[router] = _LoadPeer(now)
         elif sequence + _REORDERED < peer.sequence:
             return DatagramFault.LATE
         peer.heard, peer.sequence = now, max(peer.sequence, sequence)
@@ -139,14 +139,14 @@ class LoadExchange:
         self._follow()
         return len(silent)
 
-    def _count(self, peer: _Peer, engine: bytes, requests: int, sequence: int, now: float) -> bool:
+    def _count(self, peer: _LoadPeer, engine: bytes, requests: int, sequence: int, now: float) -> bool:
         """Take in one count; False: there are too many."""
         known, load = peer.counts.get(engine), self._loads.get(engine)
         before = 0
         if known is None:
             if len(peer.counts) >= _MOST_ENGINES:
                 return False
-            peer.counts[engine] = _Count(requests, sequence, now)
+            peer.counts[engine] = _LoadCount(requests, sequence, now)
         elif sequence <= known.sequence:
             return True
         else:

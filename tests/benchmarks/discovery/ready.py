@@ -24,7 +24,8 @@ from support.router_process import KEY, RouterProcess
 
 _CLIENTS = 8  # threads that send requests, each over one connection
 _LOOK_S = 0.02  # between two looks
-_START_S = 60.0  # for all engines to have been probed, at most
+_START_S = 60.0  # for nearly all engines to have been probed, at most
+_FOUND_S = 12.0  # until those that answer nothing have missed a probe, and get no requests
 
 
 def measure(count, *, lost, requests_s, lasts_s):
@@ -55,6 +56,7 @@ def _beside(folder, stack, cores, ports, plan):
         router.started()
         os.sched_setaffinity(router.child.pid, {cores.router})
         _wait_for_probes(router, sum(map(len, ports.values())))
+        time.sleep(_FOUND_S)
         return _looks(router, *plan)
 
 
@@ -76,7 +78,7 @@ class _Router(RouterProcess):
 
 
 def _wait_for_probes(router, count):
-    """Wait until nearly all engines have been probed once: the start is another measurement."""
+    """Wait until all that answer have been probed once: the start is another measurement."""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", router.port_of["admin"], timeout=60)) as one:
@@ -91,24 +93,29 @@ def _wait_for_probes(router, count):
 def _looks(router, requests_s, lasts_s):
     ends, served, failed, lock = time.monotonic() + lasts_s, [0], [0], threading.Lock()
 
+    def ask(client, turn):
+        body = b"".join(words.request(turn, host=b"bench", size=512, tokens=8, chat=False, stream=True))
+        headers = {"Content-Type": "application/json"}
+        client.request("POST", "/v1/completions", body.partition(b"\r\n\r\n")[2], headers)
+        answer = client.getresponse()
+        answer.read()
+        return answer.status == 200
+
     def send(number):
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", router.port_of["main"], timeout=30)) as client:
-            turn = number * 1_000_000
-            while time.monotonic() < ends:
-                began, turn = time.monotonic(), turn + 1
-                ask = b"".join(words.request(turn, host=b"bench", size=512, tokens=8, chat=False, stream=True))
-                client.request(
-                    "POST",
-                    "/v1/completions",
-                    ask.partition(b"\r\n\r\n")[2],
-                    {"Content-Type": "application/json"},
-                )
-                answer = client.getresponse()
-                answer.read()
-                with lock:
-                    served[0] += 1
-                    failed[0] += answer.status != 200
-                time.sleep(max(0.0, began + _CLIENTS / requests_s - time.monotonic()))
+        client = http.client.HTTPConnection("127.0.0.1", router.port_of["main"], timeout=30)
+        for turn in range(number * 1_000_000, (number + 1) * 1_000_000):
+            began, is_good = time.monotonic(), False
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                is_good = ask(client, turn)
+            if not is_good:
+                client.close()  # it is opened again with the next request
+            with lock:
+                served[0] += is_good
+                failed[0] += not is_good
+            if time.monotonic() >= ends:
+                break
+            time.sleep(max(0.0, began + _CLIENTS / requests_s - time.monotonic()))
+        client.close()
 
     def look(port, seen):
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as client:

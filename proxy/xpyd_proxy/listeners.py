@@ -46,6 +46,7 @@ def main_protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
 
 def main_config(router: Router, settings: Settings) -> uvicorn.Config:
     """Return what uvicorn serves the main port by."""
+    tls = router.tls
     return uvicorn.Config(
         router.app,
         host=settings.host,
@@ -54,7 +55,7 @@ def main_config(router: Router, settings: Settings) -> uvicorn.Config:
         ws=_websockets(settings),
         ws_max_size=settings.realtime_max_message_bytes,
         ws_per_message_deflate=False,  # a small message could become a large one
-        ssl_context_factory=None if router.tls is None else lambda _config, _default: router.tls,
+        ssl_context_factory=None if tls is None else lambda _config, _default: tls,
         **_common(settings),
     )
 
@@ -87,8 +88,8 @@ class AdminListener:
         """Begin; ``state`` is that of the main port's server, which ends the connections of both."""
         self._config.load()
         loop = asyncio.get_running_loop()
-        served = partial(self._config.http_protocol_class, config=self._config, server_state=state, app_state={})
-        made = cast("Callable[[], asyncio.Protocol]", served)
+        kind = cast("Any", self._config.http_protocol_class)
+        made: Callable[[], asyncio.Protocol] = partial(kind, config=self._config, server_state=state, app_state={})
         servers = [
             await loop.create_server(made, sock=one, ssl=self._tls, backlog=self._config.backlog)
             for one in self._sockets

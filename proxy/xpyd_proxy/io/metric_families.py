@@ -7,7 +7,7 @@ from typing import Final, TypeAlias, TypeVar, cast
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from xpyd_proxy.core.counters import Counters, Histogram, Histograms, Key
-from xpyd_proxy.core.workers.reports import Counts
+from xpyd_proxy.core.workers.reports import Counts, Places
 
 T = TypeVar("T")
 Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
@@ -44,8 +44,9 @@ class CountedFamilies:
         """Make one of a field of Counters that has histograms by key, or is one."""
         value: Histogram | Histograms = getattr(self._counters, field)
         bounds = [*map(str, value.bounds), "+Inf"]  # of each how many values are at or below it
-        own = {(): value} if isinstance(value, Histogram) else value.by_key
-        found: Mapping[Key, Histogram] = own if not self._others else (yield from self._added(own, field, value.bounds))
+        found: Mapping[Key, Histogram] = {(): value} if isinstance(value, Histogram) else value.by_key
+        if self._others:
+            found = yield from self._added(found, field, value.bounds)
         for some in self._parts(labels, found, _HISTOGRAMS_AT_ONCE):
             family = HistogramMetricFamily(name, text, labels=labels)
             for key, one in some:
@@ -75,8 +76,8 @@ class CountedFamilies:
     ) -> Generator[None, None, Mapping[Key, Histogram]]:
         """Add up; what has another shape is another version's, and is left out."""
         sums = dict[Key, Histogram]()
-        sources = [{key: (one.counts, one.total) for key, one in own.items()}]
-        sources += [dict(counts.histograms.get(field, {})) for counts in self._others]
+        sources: list[Mapping[Key, Places]] = [{key: (one.counts, one.total) for key, one in own.items()}]
+        sources += [counts.histograms.get(field, {}) for counts in self._others]
         for source in sources:
             for some in parts_of(list(source.items()), max(1, _SUMS_AT_ONCE // (len(bounds) + 1))):
                 for key, (counts, total) in some:

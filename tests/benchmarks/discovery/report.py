@@ -9,7 +9,7 @@ CONFIGMAP = 1024 * 1024  # bytes that Kubernetes allows
 
 def write(found, out):
     """Write the JSON file, and the page beside it."""
-    parts = (head, choosing, keeping, discovering, sending, probing)
+    parts = [head, choosing, keeping, discovering, sending, probing, *([readiness] if "ready" in found else [])]
     page.write(found, out, [part(found) + "\n" for part in parts])
 
 
@@ -179,3 +179,24 @@ def probing(found):
     title = ["", f"{routers} routers, {count:,} engines", "a router", "an engine"]
     heading = "## E. Probing them (*computed* from the defaults)"
     return f"{heading}\n\n{prose(what)}\n\n{table(title, rows)}\n\n{prose(then)}"
+
+
+def readiness(found):
+    seen = found["ready"]
+    rows = [
+        [what, port, f"{one['p50']:.1f} ms", f"{one['p99']:.1f} ms", f"{one['most']:.1f} ms", f"{one['looks']:,}"]
+        for what, case in (
+            ("all engines answer", seen["whole"]),
+            (f"{seen['lost']} of them answer nothing", seen["with_lost"]),
+        )
+        for port, one in ((name, case[name]) for name in ("main", "admin"))
+    ]
+    failed = seen["whole"]["failed"] + seen["with_lost"]["failed"]
+    what = f"""
+    Not simulated: a router process with its usual probes of {seen["engines"]:,} null engines, which cost next to
+    nothing and are ports of one process, beside {seen["requests_s"]} streams a second ({seen["whole"]["served_s"]:.0f}
+    and {seen["with_lost"]["served_s"]:.0f} were served, {failed} failed).
+    The router has one core; engines, clients and the clock share another. Wall time of `GET /ready` over a kept
+    connection."""
+    title = ["", "port", "median", "99 of 100 within", "longest", "looks"]
+    return f"## F. Asking whether it is ready\n\n{prose(what)}\n\n{table(title, rows)}"

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import msgspec
 
 from benchmarks import page
-from benchmarks.discovery import report
+from benchmarks.discovery import ready, report
 from benchmarks.discovery.pods import LIFE, line, pod
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.counters import Counters
@@ -79,6 +79,8 @@ def main():
         "beside": asyncio.run(beside_requests(LARGE if not args.quick else sizes[-1])),
         "bytes": wire(sizes[-1]),
     }
+    if not args.quick:
+        found["ready"] = ready.measure(LARGE, lost=LARGE // 10, requests_s=50, lasts_s=20.0)
     out = page.out_of(args, "fleet")
     report.write(found, out)
     print(out.with_suffix(".md").read_text())

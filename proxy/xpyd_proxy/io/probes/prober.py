@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 # Seconds between two glances at who is due: each wakes a process that may have nothing to do.
 _TICK_MOST_S: Final = 0.25
 _TICK_LEAST_S: Final = 0.1
+# Probes that begin in one turn of the event loop: with thousands of engines a hundred and more are due at a tick, and
+# to send all of them takes tens of milliseconds, in which no request and no /ready would be served.
+_BEGUN_AT_ONCE: Final = 4
 _TICKS: Final = 20  # glances in the time between two probes
 
 
@@ -68,8 +71,12 @@ class Prober:
                 for instance in self._registry.settle(patience_s=self._settings.drain_idle_time_s, now=self._clock()):
                     if self._registry.get(instance.id) is None:
                         logger.info("%s has nothing left, and is forgotten", instance.id)
-                for member in self._schedule.next(self._registry.members(), now=self._clock()):
+                for number, member in enumerate(
+                    self._schedule.next(self._registry.members(), now=self._clock()), start=1
+                ):
                     group.create_task(self._visit(member, group))
+                    if number % _BEGUN_AT_ONCE == 0:
+                        await asyncio.sleep(0)
                 await asyncio.sleep(tick_s)
 
     def _tell(self) -> None:

@@ -1,0 +1,58 @@
+"""Long answers in steps: who waits for whom, by a clock that moves with each step."""
+
+import asyncio
+import itertools
+
+from xpyd_proxy.api.stepped import in_steps
+
+
+class Steps:
+    """Pieces that take a time each."""
+
+    def __init__(self, count, each_s, size):
+        self.now, self.done, self.count, self.each_s, self.size = 0.0, 0, count, each_s, size
+
+    def __iter__(self):
+        for _ in range(self.count):
+            self.now += self.each_s
+            self.done += 1
+            yield b"x" * self.size
+
+
+async def turns_of(steps):
+    """Return after how many steps another task had its turn, each time, and what was yielded."""
+    seen, pieces = [], []
+
+    async def other():
+        while True:
+            seen.append(steps.done)
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    pieces = [piece async for piece in in_steps(steps, clock=lambda: steps.now)]
+    task.cancel()
+    return seen, pieces
+
+
+async def test_others_have_their_turn_after_a_millisecond_or_two():
+    """And not after each step: a busy loop's turns are long, and Prometheus waits for ten seconds."""
+    seen, pieces = await turns_of(Steps(100, 0.0005, 10))
+    between = [b - a for a, b in itertools.pairwise(seen)]
+
+    assert max(between) <= 4
+    assert len(seen) <= 40
+    assert b"".join(pieces) == b"x" * 1000
+
+
+async def test_steps_that_are_long_have_a_turn_behind_each():
+    """No two of them are done at once."""
+    seen, _ = await turns_of(Steps(50, 0.004, 10))
+
+    assert max(b - a for a, b in itertools.pairwise(seen)) == 1
+
+
+async def test_small_pieces_are_sent_together():
+    """Sending costs as much as several steps."""
+    _, pieces = await turns_of(Steps(100, 0.0, 2_000))
+
+    assert [len(piece) for piece in pieces] == [66_000, 66_000, 66_000, 2_000]

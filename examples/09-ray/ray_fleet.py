@@ -114,8 +114,8 @@ def watch(router, engines):
 
 def main():
     args = read_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # ray job stop
     ray.init(address=args.address)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # ray job stop; ray.init has a handler of its own
     router, url = (None, args.router) if args.router else start_router(args)
     engines = []
     try:

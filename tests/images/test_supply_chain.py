@@ -122,6 +122,21 @@ def test_every_locked_file_has_hashes_and_names_no_index(file):
     assert not re.search(r"://|index-url|find-links|@", "\n".join(lines))
 
 
+def test_a_package_has_the_same_hashes_in_every_file():
+    """One that was written into a file by hand is what the resolver writes into another, or it is seen here."""
+    found = {}
+    for file in LOCKED:
+        for line in logical(file.read_text()):
+            name, hashes = line.split()[0], frozenset(re.findall(r"sha256:[0-9a-f]{64}", line))
+            found.setdefault(name, {})[file.name] = hashes
+    # requirements-torch.txt is written by hand, and has the builds of another index, too.
+    unequal = {name: files for name, files in found.items() if len({*files.values()} - {frozenset()}) > 1}
+
+    assert {name.partition("==")[0] for name in unequal} <= {"torch"}, unequal
+    assert len(found["websockets==17.4"]) >= 3
+    assert sum(len(files) > 1 for files in found.values()) > 50
+
+
 def test_no_document_names_a_second_index():
     """pip would take the higher version of either, and a stranger can publish that."""
     told = [
@@ -208,7 +223,9 @@ def test_bases_are_pinned_once_and_built_from(docker, tmp_path):
     env, asked = docker
     pinned = script("pin-bases.sh", str(tmp_path / "bases.lock"), env=env)
     built = script(
-        "build.sh", "1.2.3", env=env | {"BASES": str(tmp_path / "bases.lock"), "REPOSITORY": "r.example/xpyd"}
+        "build.sh",
+        "1.2.3",
+        env=env | {"BASES": str(tmp_path / "bases.lock"), "REPOSITORY": "r.example/xpyd", "REVISION": "0a1b2c"},
     )
 
     assert (pinned.returncode, built.returncode) == (0, 0), pinned.stderr + built.stderr
@@ -221,6 +238,8 @@ def test_bases_are_pinned_once_and_built_from(docker, tmp_path):
         assert all(f"--build-arg {one}" in line for one in lock.splitlines())
         assert f"/{name}.Dockerfile " in line
         assert f"-t r.example/xpyd/{name}:1.2.3 " in line
+        assert "--label org.opencontainers.image.version=1.2.3" in line
+        assert "--label org.opencontainers.image.revision=0a1b2c" in line
 
 
 def test_an_answer_that_is_no_digest_is_not_written_down(docker, tmp_path):
@@ -242,6 +261,47 @@ def test_a_build_without_pinned_bases_says_what_to_do(docker, tmp_path):
     done = script("build.sh", env=env | {"BASES": str(tmp_path / "none")})
 
     assert (done.returncode, done.stderr) == (2, f"build.sh: there is no {tmp_path}/none: make images-pin writes it\n")
+    assert not asked.exists()
+
+
+@pytest.fixture
+def cosign(tmp_path):
+    """A command that stands for cosign, and a folder with a bill of materials for each image."""
+    command, asked = tmp_path / "cosign", tmp_path / "asked"
+    command.write_text(f'#!/bin/sh\necho "$@" >>{asked}\n')
+    command.chmod(0o755)
+    for name in ("router", "engine"):
+        (tmp_path / f"{name}.cdx.json").write_text("{}")
+    return {**os.environ, "COSIGN": str(command), "SBOM": str(tmp_path)}, asked
+
+
+def test_an_image_is_signed_by_its_digest_with_its_bill_of_materials(cosign, tmp_path):
+    """With the identity of who signs, or with a key."""
+    env, asked = cosign
+    images = [f"r.example:5000/xpyd/router:1@{DIGEST}", f"r.example/xpyd/engine@{DIGEST}"]
+    done = [script("sign.sh", *images, env=env | more) for more in ({}, {"KEY": "release.key"})]
+
+    assert [each.returncode for each in done] == [0, 0], done
+    lines = asked.read_text().splitlines()
+    assert lines[0] == f"sign --yes {images[0]}"
+    assert lines[3] == f"attest --yes --type cyclonedx --predicate {tmp_path}/engine.cdx.json {images[1]}"
+    assert lines[4] == f"sign --yes --key release.key {images[0]}"
+
+
+@pytest.mark.parametrize(
+    ("images", "said"),
+    [
+        ([], "give the images, each with its digest"),
+        (["r.example/xpyd/router:1"], "r.example/xpyd/router:1 has no digest"),
+        ([f"r.example/xpyd/other@{DIGEST}"], "make sbom writes it"),
+    ],
+)
+def test_what_cannot_be_signed_is_refused_in_a_sentence(cosign, images, said):
+    """Before anything is signed."""
+    env, asked = cosign
+    done = script("sign.sh", *images, env=env)
+
+    assert (done.returncode, done.stderr.count("\n"), said in done.stderr) == (2, 1, True), done.stderr
     assert not asked.exists()
 
 

@@ -53,6 +53,12 @@ def compiled():
     return folder
 
 
+def compiled_wheel():
+    """Return the wheel that the folder was unpacked from; raises NoCompiler as ``compiled`` does."""
+    (found,) = (compiled() / "wheels").glob("*.whl")
+    return found
+
+
 def main():
     """Make it now, if it can be made here: whoever asks later finds it."""
     try:
@@ -62,7 +68,7 @@ def main():
 
 
 def _fingerprint():
-    found = hashlib.sha256(f"{sys.version} {[version(name) for name in _TOOLS]}".encode())
+    found = hashlib.sha256(f"{sys.version} {[version(name) for name in _TOOLS]} with its wheel".encode())
     for path in (ROOT / "pyproject.toml", ROOT / "hatch_build.py", *sorted(ROOT.glob("proxy/xpyd_proxy/**/*.py"))):
         found.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return found.hexdigest()[:16]
@@ -82,7 +88,6 @@ def _make(folder):
     assert done.returncode == 0, f"the package could not be compiled:\n{done.stdout}{done.stderr}"
     with zipfile.ZipFile(next(wheels.glob("*.whl"))) as found:
         found.extractall(making)
-    shutil.rmtree(wheels)
     making.rename(folder)
 
 

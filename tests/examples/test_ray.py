@@ -1,0 +1,118 @@
+"""examples/09-ray: the driver runs here with simulated engines, on a Ray of one process, or on a real one.
+
+XPYD_RAY_PYTHON names a Python that has Ray; this project's own environment has none.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from support.bare_metal import EXAMPLES, new_site, secrets_in
+from support.cluster import ROOT, free_ports, wait_until
+
+SCRIPT = EXAMPLES / "09-ray" / "ray_fleet.py"
+REAL = os.environ.get("XPYD_RAY_PYTHON")
+pytestmark = pytest.mark.timeout(300)
+
+
+without_ray = pytest.mark.skipif(not REAL, reason="XPYD_RAY_PYTHON names no Python with Ray")
+
+
+@pytest.fixture(params=["pretended", pytest.param("real", marks=without_ray)])
+def python(request):
+    """A Python, and what it finds Ray by."""
+    if request.param == "real":
+        return REAL, {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    return sys.executable, {"PYTHONPATH": f"{ROOT}/tests/support/pretended_ray:{os.environ.get('PYTHONPATH', '')}"}
+
+
+@pytest.fixture
+def site(tmp_path):
+    return new_site(tmp_path)
+
+
+@contextmanager
+def driver(site, python, *arguments):
+    """Run the driver; yields its process and the file of its output."""
+    program, more = python
+    argv = [program, str(SCRIPT), "--model", "m", "--secrets", str(site.secrets), "--gpus", "0", "--cpus", "0"]
+    argv += [
+        "--host",
+        "0.0.0.0" if program == REAL else "127.0.0.1",
+        "--address",
+        "local",
+        "--xpyd",
+        f"{site.programs}/xpyd",
+    ]
+    argv += ["--router-args", "--allowed-instances 0.0.0.0/0"]  # whatever address Ray finds this machine by
+    argv += ["--vllm", f"{site.programs}/vllm", "--first-port", str(free_ports(1)[0]), *arguments]
+    log = site.folder / f"driver-{len(list(site.folder.iterdir()))}.log"
+    environment = site.environment | {"PRETENDED_TOKEN_S": "0.02", "DRAIN_S": "60"} | more
+    with log.open("w") as out:
+        process = subprocess.Popen(argv, env=environment, stdout=out, stderr=out, start_new_session=True)
+        try:
+            yield process, log
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def serves(process, log):
+    assert process.poll() is None, log.read_text()
+    return "clients ask" in log.read_text()
+
+
+def test_a_fleet_serves_and_ends_without_an_error(site, python):
+    """SIGTERM, as `ray job stop` sends it: a stream comes to its end first. Engines of another driver come and go."""
+    with driver(site, python, "--port", str(site.ports[0]), "--decode", "2") as (process, log):
+        wait_until(lambda: serves(process, log), seconds=150, what="the fleet serves")
+        url = log.read_text().split("clients ask ")[1].split()[0]
+        addresses = [
+            line.split()[1] for line in log.read_text().splitlines() if line.startswith(("prefill ", "decode "))
+        ]
+        assert sorted(site.instances()) == sorted(addresses)
+        assert site.ask().status_code == 200
+
+        with driver(site, python, "--router", url, "--prefill", "0") as (another, second):
+            wait_until(lambda: serves(another, second), seconds=150, what="one more engine has joined")
+            assert len(site.instances()) == 4
+            another.send_signal(signal.SIGTERM)
+            assert another.wait(60) == 0, second.read_text()
+        assert sorted(site.instances()) == sorted(addresses)
+
+        with site.streaming(60) as came:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+
+    assert [came[-2], sum(line.startswith("data: {") for line in came) >= 60] == ["data: [DONE]", True]
+    given = [json.loads(path.read_text()) for path in site.folder.glob("[0-9]*.json")]
+    assert len(given) == 4
+    assert [secrets_in(one["argv"]) for one in given] == [[]] * 4
+
+
+def pid_in(note):
+    text = note.read_text()
+    return json.loads(text)["pid"] if text.endswith("}") else None  # it is being written
+
+
+def test_an_engine_that_ends_begins_again(site, python):
+    """At its address, where the router knows it."""
+    with driver(site, python, "--port", str(site.ports[0])) as (process, log):
+        wait_until(lambda: serves(process, log), seconds=150, what="the fleet serves")
+        (note,) = [path for path in site.folder.glob("[0-9]*.json") if "kv_producer" in path.read_text()]
+        pid = json.loads(note.read_text())["pid"]
+        before = site.instances()
+        (address,) = [one for one in before if one.endswith(f":{note.stem}")]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: pid_in(note) != pid, seconds=60, what="it is started again")
+        wait_until(lambda: site.instances()[address] == "healthy", seconds=60, what="it serves")
+
+        assert site.instances().keys() == before.keys()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()

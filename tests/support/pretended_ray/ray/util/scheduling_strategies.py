@@ -1,0 +1,9 @@
+"""Where an actor runs."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class NodeAffinitySchedulingStrategy:
+    node_id: str
+    soft: bool

@@ -37,6 +37,7 @@ from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 _OK: Final = 200
+_SHORT: Final = SingleEngineReason.SHORT
 _FASTER: Final = SingleEngineReason.FASTER
 _BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)  # what the engine has decided
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
@@ -204,11 +205,15 @@ class Attempt(LegOwner):
         least, ask, fleet = self._settings.min_split_new_bytes, self._plan.ask, self._of.fleet
         if not (least or fleet.costs):
             return None
-        decodes = self.chances.among(fleet.usable(_DECODE))
-        reason, cached = fleet.small(decodes, ask, least)
-        if fleet.remembers and least and reason is not SingleEngineReason.SHORT:
+        if self.chances.avoided:
+            reason, cached = fleet.small(self.chances.among(fleet.usable(_DECODE)), ask, least)
+        else:
+            reason, cached = fleet.any_small(ask, least)
+        if fleet.remembers and least and reason is not _SHORT:
             self.record.cached = cached, ask.blocks.size
-        if fleet.costs is not None and reason is None and fleet.is_faster_alone(decodes, ask):
+        if fleet.costs is None or reason is not None:
+            return reason
+        if fleet.is_faster_alone(self.chances.among(fleet.usable(_DECODE)), ask):
             reason, self._expected = _FASTER, fleet.costs.take_expected(ask)
             if (expected := self._expected) is not None:
                 self.record.cached = ask.blocks.size * expected.decode_hit // expected.tokens, ask.blocks.size

@@ -62,9 +62,10 @@ class Load:
         Its own queue is added to our requests: it holds those of other routers too. The use of its cache, below 1,
         decides between equals.
         """
-        if self.report is None or now > self._reported + self.fresh_s:
-            return float(self.in_flight)
-        return self.in_flight + self.report.num_requests_waiting + min(self.report.kv_cache_usage_perc, 0.999)
+        report, in_flight = self.report, len(self._requests) + self.elsewhere  # as the property, which is a call
+        if report is None or now > self._reported + self.fresh_s:
+            return float(in_flight)
+        return in_flight + report.num_requests_waiting + min(report.kv_cache_usage_perc, 0.999)
 
 
 def read_report(header: bytes) -> NamedMetrics | None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from xpyd_proxy.io.request_path.engine_costs import EngineCosts
 
 _PREFILL: Final = Role.PREFILL
+_DECODE: Final = Role.DECODE
 _OURS: Final = "xpyd"  # an engine's metrics show which connector it has
 _FAR: Final = 0.5  # of what was expected in a cache: with less the engine has evicted it; blocks are whole ones
 _BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)
@@ -143,6 +144,11 @@ class LiveFleet:
     ) -> tuple[SingleEngineReason | None, int]:
         """Say why one engine serves a small prompt alone, and how many bytes of it that one has (PairSelector)."""
         return self._pairs.small(decode, ask, least)
+
+    def any_small(self, ask: RoutingHints, least: int, /) -> tuple[SingleEngineReason | None, int]:
+        """Say the same with all decode engines that are usable. Raises as ``usable`` and ``small`` do."""
+        alone = self._pairs.calm_alone(ask, now=self._clock())
+        return self._pairs.small(self.usable(_DECODE) if alone is None else alone, ask, least, alone=alone)
 
     def is_faster_alone(self, decode: Sequence[Instance], ask: RoutingHints, /) -> bool:
         """Tell whether the engine that ``one`` returns next is expected to serve a prompt faster than two engines."""

@@ -36,10 +36,11 @@ class ClientGone(Exception):
 class ClientResponse:
     """The response to one request."""
 
-    __slots__ = ("_life", "failure", "is_paused", "replay", "writer")
+    __slots__ = ("_keeps", "_life", "failure", "is_paused", "replay", "writer")
 
     def __init__(self, life: RequestLife, writer: ResponseWriter) -> None:
         self._life = life
+        self._keeps = False  # the end of the stream matters
         self.writer = writer
         self.is_paused = False  # the client reads slowly: the engine has to wait
         self.replay: Continuation | None = None  # of a stream that another engine continues, or could continue
@@ -62,6 +63,7 @@ class ClientResponse:
     def begin_stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
         """Write the head with the first event: the head's time is the first token's."""
         piece, replay, writer, keeps_end = leg.take_shown(), self.replay, self.writer, self._keeps_end()
+        self._keeps = keeps_end
         is_plain = replay is None and not keeps_end
         attempt.stream_to(leg, writer.write if is_plain else self._write_on, writer.relay if is_plain else None)
         if self.is_paused:
@@ -84,8 +86,8 @@ class ClientResponse:
         if replay is not None:
             piece = replay.feed(piece)
         if piece:
-            if self._keeps_end():
-                self._keep_end(piece)
+            if self._keeps:
+                self._life.record.wrote(piece)
             self.writer.write(piece)
         if replay is not None and replay.broken:
             self._life.wake()  # last: what goes on from here may end the response

@@ -94,8 +94,9 @@ class PromptMemory:
         self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float, is_there: bool = False
     ) -> int:
         """Return how many bytes of a prompt an engine has; ``is_there``: what is on its way does not count."""
-        entries, names = self._entries, blocks.names
-        oldest = max(since, now - self._lifetime_s)
+        entries, names, oldest = self._entries, blocks.names, now - self._lifetime_s
+        if since > oldest:  # a call of ``max`` takes as long as the rest of a step
+            oldest = since
         found: _Entry | None = None
         low, high = 0, len(names)  # it has the first ``low`` blocks, and not that with the index ``high``
         while low < high:

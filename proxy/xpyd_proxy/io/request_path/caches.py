@@ -107,8 +107,10 @@ class Caches:
             return self._memory.matched(instance.id, found.blocks, since=since, now=now, is_there=is_there), _SENT
         if is_there:
             return size, source
-        since = max(since, now - _ON_ITS_WAY_S)
-        return max(size, self._memory.matched(instance.id, found.blocks, since=since, now=now)), source
+        if now - _ON_ITS_WAY_S > since:
+            since = now - _ON_ITS_WAY_S
+        sent = self._memory.matched(instance.id, found.blocks, since=since, now=now)
+        return sent if sent > size else size, source
 
     def _ids(self, member: Member, ask: RoutingHints, prompt: TokenPrompt) -> int | None:
         """Return how many bytes of a prompt of token ids an engine has by its events; None: it or they are not known."""

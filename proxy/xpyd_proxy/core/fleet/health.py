@@ -216,7 +216,7 @@ class EngineHealth:
         if self._trial is not None and self._trial.request == request:
             self._trial = None
 
-    def succeeded(self, request: RequestId, *, now: float) -> None:
+    def succeeded(self, request: RequestId, now: float) -> None:
         """It has answered a request."""
         self._window.count(failed=False, now=now)
         self._in_a_row = 0

@@ -121,12 +121,12 @@ class PairSelector:
         default_factory=dict[str | None, tuple[int, float, _Seen]]
     )
 
-    def calm(self, ask: RoutingHints, *, now: float = 0.0, may_be_alone: bool = False) -> Chosen | None:
+    def calm(self, ask: RoutingHints, now: float = 0.0, *, may_be_alone: bool = False) -> Chosen | None:
         """Return what ``pair`` would with all usable engines, if nothing has changed; None: only ``pair`` can tell."""
         seen = self._calm_seen(ask, now)
         return None if seen is None else self._choose(seen, ask, may_be_alone=may_be_alone)
 
-    def calm_alone(self, ask: RoutingHints, *, now: float) -> Among | None:
+    def calm_alone(self, ask: RoutingHints, now: float) -> Among | None:
         """Return the engines of which one may serve a request alone; None: nothing is remembered, as for ``calm``."""
         seen = self._calm_seen(ask, now)
         return None if seen is None else seen.alone

@@ -126,7 +126,7 @@ class LiveFleet:
 
     def any_pair(self, ask: RoutingHints = ANY, /, *, may_be_alone: bool = False) -> Chosen:
         """Choose among all engines that are usable, as ``pair`` does. Raises as ``usable`` and ``pair`` do."""
-        pair = self._pairs.calm(ask, now=self._clock(), may_be_alone=may_be_alone)
+        pair = self._pairs.calm(ask, self._clock(), may_be_alone=may_be_alone)
         if pair is None:
             decodes = self.usable(Role.DECODE)
             pair = self.pair(self.usable(Role.PREFILL), decodes, ask, may_be_alone=may_be_alone)
@@ -147,7 +147,7 @@ class LiveFleet:
 
     def any_small(self, ask: RoutingHints, least: int, /) -> tuple[SingleEngineReason | None, int]:
         """Say the same with all decode engines that are usable. Raises as ``usable`` and ``small`` do."""
-        alone = self._pairs.calm_alone(ask, now=self._clock())
+        alone = self._pairs.calm_alone(ask, self._clock())
         return self._pairs.small(self.usable(_DECODE) if alone is None else alone, ask, least, alone=alone)
 
     def is_faster_alone(self, decode: Sequence[Instance], ask: RoutingHints, /) -> bool:
@@ -186,7 +186,7 @@ class LiveFleet:
     def answered(self, instance: Instance, request: RequestId, _seconds: float, /) -> None:
         """It has a good answer."""
         if (member := self.registry.get(instance.id)) is not None:
-            member.life.succeeded(request, now=self._clock())
+            member.life.succeeded(request, self._clock())
             mode = MODES.get(self._learned.state(instance.id)) if instance.role is _PREFILL else None
             if mode is not None and mode is not member.facts.mode:
                 self.registry.learn(instance.id, EngineCapabilities(mode=mode))

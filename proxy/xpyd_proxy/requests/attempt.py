@@ -370,7 +370,7 @@ class Attempt(LegOwner):
             if of.fleet.costs is not None:
                 of.fleet.costs.answered(leg.instance, self.id, self._plan.ask, None)
             self._time_tokens(leg, now)
-            of.telemetry.later.add(of.proved, leg.instance, self.id, leg.answered_s, now)  # its end may be far off
+            of.good_legs.answered(leg.instance, self.id, leg.answered_s, now)
             leg.answered_s = None
         if counted is not None:
             self.prompt_counted(leg, counted)
@@ -511,11 +511,14 @@ class Attempt(LegOwner):
                     of.telemetry.cache_missed(instance.id)
         seconds = now - leg.sent_at
         if failure is None and answered_s is not None:
-            of.telemetry.later.add(of.proved_and_over, instance, self.id, answered_s, seconds, now)
+            of.good_legs.over(instance, self.id, answered_s, seconds, now)
         else:
             if leg.record.ms is None:
                 leg.record.ms = seconds * 1000
-            of.telemetry.later.add(of.telemetry.leg_ended, instance, seconds, failure, self.id, now)
+            if failure is None:
+                of.good_legs.ended(instance, seconds, now)
+            else:
+                of.telemetry.later.add(of.telemetry.leg_ended, instance, seconds, failure, self.id, now)
         of.fleet.ended(instance, self.id, failure)
         if leg.span is not None:
             leg.span.end(None if leg.fault is None else leg.fault.error)

@@ -185,8 +185,12 @@ class LiveFleet:
 
     def answered(self, instance: Instance, request: RequestId, _seconds: float, /) -> None:
         """It has a good answer."""
+        self.all_answered(instance, (request,))
+
+    def all_answered(self, instance: Instance, requests: Sequence[RequestId], /) -> None:
+        """An engine has given some good answers."""
         if (member := self.registry.get(instance.id)) is not None:
-            member.life.succeeded(request, self._clock())
+            member.life.all_succeeded(requests, self._clock())
             mode = MODES.get(self._learned.state(instance.id)) if instance.role is _PREFILL else None
             if mode is not None and mode is not member.facts.mode:
                 self.registry.learn(instance.id, EngineCapabilities(mode=mode))

@@ -211,10 +211,18 @@ class Caches:
     def sent(self, instance: Instance, ask: RoutingHints, /) -> None:
         """The request goes to an engine."""
         if (member := self._registry.get(instance.id)) is not None:
-            now = self._clock()
-            self._memory.sent(instance.id, ask.blocks, since=member.life.cache_since, now=now)
-            if self._known is not None and (known := self._prefix(ask)) is not None:
-                self._known.used(known, now=now)
+            now, found, memory = self._clock(), ask.found, self._memory
+            if found is not None and found.told != memory.changes:
+                found = None  # it is out of date
+            memory.sent(instance.id, ask.blocks, since=member.life.cache_since, now=now)
+            if found is not None:  # what other engines have is as it was
+                found.told = memory.changes
+                found.there.pop(instance.id, None)
+                found.coming.pop(instance.id, None)
+            if self._known is not None:
+                known = self._prefix(ask) if found is None else found.known
+                if known is not None:
+                    self._known.used(known, now=now)
 
     def answered(self, instance: Instance, ask: RoutingHints, answer: int) -> None:
         """A decode engine has answered with so many bytes."""

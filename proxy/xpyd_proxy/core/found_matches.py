@@ -10,7 +10,7 @@ class FoundMatches:
 
     __slots__ = ("at", "blocks", "coming", "engines", "events", "known", "prompt", "there", "told", "told_tokens")
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (by name they cost several hundred instructions more)
         self,
         at: float,
         told: int,

@@ -138,7 +138,7 @@ class Dispatch:
             if reason is _SEVERAL and may_share(call.api, call.fields) and fleet.shares_loads():
                 reason = None
             record.single_reason = attempt.small_reason() if reason is None else reason
-            pair = self._choose_pair(attempt.chances) if record.single_reason is None else None
+            pair = self._choose_pair(attempt.retries) if record.single_reason is None else None
             if pair is not None and pair[0] is not None:
                 return pair
             attempt.body = single_body = [encode(call.fields)]
@@ -187,7 +187,7 @@ class Dispatch:
             life.on(_PULL)
             return attempt.send_prefill(call, prefill, reuses=self.settings.reuse_prompt_tokens)
         record = life.record
-        record.push, record.transfer, attempt.told = _CONCURRENT, attempt.transfer, coordinates
+        record.push, record.transfer, attempt.coordinates = _CONCURRENT, attempt.transfer, coordinates
         params = push.decode_params(coordinates, call.api, attempt.id, attempt.transfer)
         attempt.body = [request_bodies.decode_body(request_bodies.named(call.api, call.fields, attempt.id), params)]
         life.on(_PUSH)

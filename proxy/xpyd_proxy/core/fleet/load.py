@@ -56,7 +56,7 @@ class Load:
             return 0
         return int(self.report.num_requests_waiting)
 
-    def score(self, *, now: float) -> float:
+    def score(self, now: float) -> float:
         """Return a number that is higher the busier it is.
 
         Its own queue is added to our requests: it holds those of other routers too. The use of its cache, below 1,

@@ -25,6 +25,7 @@ _ASSISTANT: Final = raw("assistant")
 _NO_TEXT: Final = raw("")
 _HALF: Final = "\N{REPLACEMENT CHARACTER}"  # the token is a part of a character
 _MARKS: Final = frozenset("<[{|")  # they begin tool calls and the like, which a parser must see from their beginning on
+_TEXT: Final = ("role", "content")  # what a message has that is a text
 _EMPTY: Final = (b"null", b"[]", b"{}")
 _ZERO: Final = msgspec.Raw(b"0")
 _ONE: Final = msgspec.Raw(b"1")
@@ -163,8 +164,9 @@ def first_token(api: Api, fields: Fields, offer: FirstTokenOffer, answer: bytes)
 def _content(choice: FirstTokenChoice) -> str | None:
     """Return the text of a message that has nothing else."""
     message = choice.message or {}
-    if any(bytes(value) not in _EMPTY for name, value in message.items() if name not in ("role", "content")):
-        return None
+    for name, value in message.items():
+        if name not in _TEXT and bytes(value) not in _EMPTY:
+            return None
     return maybe(message.get("content", NULL), str)
 
 

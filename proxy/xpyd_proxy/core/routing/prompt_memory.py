@@ -12,6 +12,8 @@ from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.prompt_blocks import PromptBlocks
 
 ENTRIES_MOST: Final = 100_000  # of all prompts and engines: about 30 MB
+_IS_THERE: Final = True  # see _Entry
+_IS_COMING: Final = False
 _Key: TypeAlias = tuple[InstanceId, int]
 
 
@@ -34,7 +36,7 @@ class _Entry:
 
     def used(self, now: float) -> "_Entry":
         """Return the same for blocks that were sent again."""
-        return _Entry(now, True, self.answer, self.answered_at)
+        return _Entry(now, _IS_THERE, self.answer, self.answered_at)
 
 
 class PromptMemory:
@@ -64,13 +66,13 @@ class PromptMemory:
             old = entries.pop(key, None)
             if old is None or not old.is_there or old.at < oldest:
                 if new is None:
-                    new = _Entry(now, False)
+                    new = _Entry(now, _IS_COMING)
                 entries[key] = new
             elif old.answer:
                 entries[key] = old.used(now)
             else:
                 if there is None:
-                    there = _Entry(now, True)
+                    there = _Entry(now, _IS_THERE)
                 entries[key] = there
         if now >= self._shrinks_at or len(entries) > self._most:
             self._shrink(now)
@@ -81,9 +83,9 @@ class PromptMemory:
         if not blocks.names:
             return
         *earlier, last = blocks.names
-        entries, there = self._entries, _Entry(now, True)
+        entries, there = self._entries, _Entry(now, _IS_THERE)
         entries.pop((engine, last), None)
-        entries[engine, last] = _Entry(now, True, answer, now)
+        entries[engine, last] = _Entry(now, _IS_THERE, answer, now)
         for name in reversed(earlier):
             old = entries.pop((engine, name), None)
             entries[engine, name] = there if old is None or not old.answer else old.used(now)
@@ -95,7 +97,7 @@ class PromptMemory:
     ) -> int:
         """Return how many bytes of a prompt an engine has; ``is_there``: what is on its way does not count."""
         entries, names, oldest = self._entries, blocks.names, now - self._lifetime_s
-        if since > oldest:  # a call of ``max`` takes as long as the rest of a step
+        if since > oldest:  # noqa: PLR1730 (a call of ``max`` takes as long as a step of the search)
             oldest = since
         found: _Entry | None = None
         low, high = 0, len(names)  # it has the first ``low`` blocks, and not that with the index ``high``

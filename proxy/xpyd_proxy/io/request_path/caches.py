@@ -107,13 +107,13 @@ class Caches:
             return self._memory.matched(instance.id, found.blocks, since=since, now=now, is_there=is_there), _SENT
         if is_there:
             return size, source
-        if now - _ON_ITS_WAY_S > since:
+        if now - _ON_ITS_WAY_S > since:  # noqa: PLR1730 (a call of ``max`` takes as long as a lookup)
             since = now - _ON_ITS_WAY_S
         sent = self._memory.matched(instance.id, found.blocks, since=since, now=now)
         return sent if sent > size else size, source
 
     def _ids(self, member: Member, ask: RoutingHints, prompt: TokenPrompt) -> int | None:
-        """Return how many bytes of a prompt of token ids an engine has by its events; None: it or they are not known."""
+        """Return how many bytes of a prompt of token ids an engine has by its events; None: they are not known."""
         adapters = member.facts.adapters
         if self._index is None or adapters is None:  # until its first probe
             return None

@@ -50,7 +50,7 @@ class Loads:
     def of(self, instance: Instance) -> float:
         """Return a number that is higher the busier an engine is."""
         member = self._registry.get(instance.id)
-        return 0.0 if member is None else member.load.score(now=self._clock())
+        return 0.0 if member is None else member.load.score(self._clock())
 
 
 class LiveFleet:

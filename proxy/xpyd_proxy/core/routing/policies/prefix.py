@@ -38,10 +38,10 @@ class Prefix:
     def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine with the longest match that has room."""
         latest, self._latest = self._latest, None
+        best: Sequence[Instance] = ()
         if latest is not None and latest[0] is ask and latest[1] == among:
             best = latest[2]
-        else:
-            best = self._best(among, ask)
+        best = best or self._best(among, ask)
         chosen = best[0] if len(best) == 1 else self._otherwise.one(best, ask)
         if self._notes and ask.prompt:
             self._caches.sent(chosen, ask)

@@ -5,7 +5,7 @@ later the place, the longer the pieces, so a long conversation has few more bloc
 are of tokens, which the router does not have: what is found here is an estimate, and never decides what is right.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import msgspec
@@ -19,6 +19,7 @@ _CONTEXT: Final = (
     *("model", "cache_salt", "tools", "system", "instructions", "documents"),
     *("chat_template", "chat_template_kwargs", "reasoning_effort", "add_special_tokens"),
 )
+_CONTEXT_NAMES: Final = frozenset(_CONTEXT)
 _ARRAY: Final = 91
 _ENDS: Final = b' \t\r\n"]'  # of an array, or of a text
 _STYLE: Final = 64  # bytes from the beginning that show whether there are spaces behind colons
@@ -88,7 +89,10 @@ def _ends(text: bytes) -> list[int]:
     while start < size and len(ends) < BLOCKS_MOST:
         found = text.find(separator, start) if is_array else -1
         end = size if found < 0 else found + 1
-        while (most := max(BLOCK, start // _SHARE)) < end - start and len(ends) < BLOCKS_MOST:
+        while len(ends) < BLOCKS_MOST:
+            most = start // _SHARE if start > BLOCK * _SHARE else BLOCK
+            if most >= end - start:
+                break
             start += most
             ends.append(start)
         if len(ends) < BLOCKS_MOST:
@@ -98,7 +102,10 @@ def _ends(text: bytes) -> list[int]:
 
 
 def _names(text: bytes, ends: list[int], context: Mapping[str, msgspec.Raw]) -> list[int]:
-    name = hash(tuple([bytes(context[field]) for field in _CONTEXT if field in context]))
+    there: Collection[str] = _CONTEXT_NAMES.intersection(context)  # most often the model alone
+    if len(there) > 1:
+        there = [field for field in _CONTEXT if field in context]
+    name = hash(tuple([bytes(context[field]) for field in there]))
     names, start = list[int](), 0
     for end in ends:
         name = hash((name, text[start:end]))

@@ -18,6 +18,7 @@ ROOT: Final = bytes(16)  # the parent of a first block
 ITEM: Final = 4  # bytes of a token id
 PROMPT_MOST: Final = 1 << 23  # bytes of JSON; a longer prompt is not looked at
 _SIZE: Final = 16  # bytes of a key
+_NOTHING_HASHED: Final = blake2b(digest_size=_SIZE)  # a copy costs less than another one
 _EXTRAS: Final = b"xpyd extra keys"
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _BRACKET: Final = 91
@@ -98,7 +99,9 @@ class TokenPrompt:
         start = place * step
         tokens = self.tokens[start : start + step]
         if lora is None and (place or not self.salts):
-            key = blake2b((keys[-1] if place else ROOT) + tokens, digest_size=_SIZE).digest()  # as ``key_of`` does
+            hashed = _NOTHING_HASHED.copy()  # as ``key_of`` does
+            hashed.update((keys[-1] if place else ROOT) + tokens)
+            key = hashed.digest()
         else:
             name = () if lora is None else (msgspec.Raw(_ENCODER.encode(lora)),)
             extras = extras_of(lora, name if place else (*name, *self.salts))

@@ -37,6 +37,7 @@ from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 _OK: Final = 200
+_SHORT: Final = SingleEngineReason.SHORT
 _FASTER: Final = SingleEngineReason.FASTER
 _BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)  # what the engine has decided
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
@@ -53,18 +54,18 @@ class Attempt(LegOwner):
         "_of",
         "_plan",
         "_settings",
-        "_shows",
+        "_shows_token",
         "_slot",
         "_span",
         "body",
-        "chances",
+        "coordinates",
         "counted",
         "decode",
         "id",
         "is_streaming",
         "prefill",
         "record",
-        "told",
+        "retries",
         "transfer",
     )
 
@@ -73,27 +74,27 @@ class Attempt(LegOwner):
         life: RequestLife,
         plan: RequestPlan,
         settings: Settings,
-        chances: RetryAttempts,
-        shows: bool = False,  # noqa: FBT001, FBT002 (by name it costs 1,000 instructions more)
+        retries: RetryAttempts,
+        shows_token: bool = False,  # noqa: FBT001, FBT002 (by name it costs 1,000 instructions more)
     ) -> None:
-        """``shows``: the client may see the token of a prefill engine whose blocks are read."""
+        """``shows_token``: the client may see the token of a prefill engine whose blocks are read."""
         of, record = life.of, life.record
         self._of = of
         self._plan = plan
         self._settings = settings
-        self._shows = shows
+        self._shows_token = shows_token
         self._life = life
         self._span = life.span
         self._expected: ExpectedTime | None = None  # what its engines were chosen by, until the decode leg is sent
         self._slot: Instance | None = None  # a decode engine whose slot is held until its leg is sent
         self.record = record
-        self.chances = chances
+        self.retries = retries
         self.id = record.attempt_id if record.retries else record.request_id
         self.transfer = of.new_transfer()
         self.body: Pieces = []  # of the decode leg
         self.prefill: PrefillLeg | None = None
         self.decode: DecodeLeg | None = None
-        self.told: Coordinates | None = None  # what the decode engine was told of the prefill engine in advance
+        self.coordinates: Coordinates | None = None  # what the decode engine was told of the prefill engine in advance
         self.counted: int | None = None  # tokens of the prompt, as the prefill engine says
         self.is_streaming = False  # a stream is being shown
 
@@ -117,7 +118,7 @@ class Attempt(LegOwner):
     def send_prefill(self, call: GenerationRequest, prefill: Instance, *, reuses: bool) -> PrefillLeg:
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
         of, settings = self._of, self._settings
-        shows = self._shows and of.handovers.may_show(call, prefill.id)
+        shows = self._shows_token and of.handovers.may_show(call, prefill.id)
         learns = of.fleet.learner is not None and of.fleet.asks_for_ids(call, self._plan.ask)
         holder = None
         if settings.return_kv:
@@ -207,11 +208,15 @@ class Attempt(LegOwner):
         least, ask, fleet = self._settings.min_split_new_bytes, self._plan.ask, self._of.fleet
         if not (least or fleet.costs):
             return None
-        decodes = self.chances.among(fleet.usable(_DECODE))
-        reason, cached = fleet.small(decodes, ask, least)
-        if fleet.remembers and least and reason is not SingleEngineReason.SHORT:
+        if self.retries.avoided:
+            reason, cached = fleet.small(self.retries.among(fleet.usable(_DECODE)), ask, least)
+        else:
+            reason, cached = fleet.any_small(ask, least)
+        if fleet.remembers and least and reason is not _SHORT:
             self.record.cached = cached, ask.blocks.size
-        if fleet.costs is not None and reason is None and fleet.is_faster_alone(decodes, ask):
+        if fleet.costs is None or reason is not None:
+            return reason
+        if fleet.is_faster_alone(self.retries.among(fleet.usable(_DECODE)), ask):
             reason, self._expected = _FASTER, fleet.costs.take_expected(ask)
             if (expected := self._expected) is not None:
                 self.record.cached = ask.blocks.size * expected.decode_hit // expected.tokens, ask.blocks.size
@@ -219,10 +224,10 @@ class Attempt(LegOwner):
 
     def one(self, among: Sequence[Instance]) -> Instance:
         """Choose a decode engine."""
-        fleet, ask, chances = self._of.fleet, self._plan.ask, self.chances
-        if chances.avoided:
+        fleet, ask, retries = self._of.fleet, self._plan.ask, self.retries
+        if retries.avoided:
             ask = ask.once_more()
-        chosen = fleet.one(chances.among(among), ask)
+        chosen = fleet.one(retries.among(among), ask)
         if fleet.costs is not None and (expected := fleet.costs.take_expected(ask)) and self.prefill is None:
             self._expected = expected
         return chosen
@@ -240,17 +245,17 @@ class Attempt(LegOwner):
         if lent_by is not None and of.clock() >= lent_by.handed_over_at + self._settings.handoff_timeout_s:
             return ()
         fitting = of.fleet.fitting(self.prefill.instance, decodes)
-        fresh = [instance for instance in fitting if instance.id not in self.chances.avoided | {failed.id}]
+        fresh = [instance for instance in fitting if instance.id not in self.retries.avoided | {failed.id}]
         return of.fleet.nearest(self.prefill.instance, fresh if fresh or len(fitting) < len(decodes) else fitting)
 
     def may_repeat(self, failed: LegFailed, others: Sequence[Instance]) -> bool:
         """Tell whether a leg may be sent again, with so many engines of its role, and count it."""
-        return self.chances.take(failed, others) and self._of.budget.grants(now=self._of.clock())
+        return self.retries.take(failed, others) and self._of.budget.grants(now=self._of.clock())
 
     def failed(self) -> LegFailed | None:
         """Return why nothing will be shown, while nothing is: that a push has failed may be why the other leg will."""
         prefill, decode = self.prefill, self.decode
-        if self.told is not None and prefill is not None and prefill.fault is not None:
+        if self.coordinates is not None and prefill is not None and prefill.fault is not None:
             return prefill.fault
         return None if decode is None else decode.fault
 
@@ -274,7 +279,7 @@ class Attempt(LegOwner):
         prefill = leg.instance
         body = release_body(call.fields, handover.params)
         tried = None if decode is None else decode.instance  # it may be why the leg was not sent: it is asked last
-        fitting = self.chances.first(of.fleet.fitting(prefill, self.usable(Role.DECODE)))
+        fitting = self.retries.first(of.fleet.fitting(prefill, self.usable(Role.DECODE)))
         decodes = sorted(fitting, key=lambda instance: instance.id == tried)[:_RELEASES_MOST]
         abandoning = self._about_blocks(prefill, abandon_body(call.fields, self.transfer))
         of.releaser.release(prefill, [self._about_blocks(decode, body) for decode in decodes], abandoning)
@@ -306,12 +311,12 @@ class Attempt(LegOwner):
         handover = self._read_handover(leg, call, body)
         if handover is None:
             return
-        if self._shows:
+        if self._shows_token:
             leg.first = of.handovers.first_token(call, leg.instance.id, handover, body, shows=leg.shows)
         leg.answered_s = _note_time(leg, came)
         if of.fleet.costs is not None:
             of.fleet.costs.answered(leg.instance, self.id, self._plan.ask, handover.counted)
-        if self.chances.accused:
+        if self.retries.accused:
             self._blame(leg.instance)
         leg.handed_over_at, leg.handover = came, handover
         if self._span is not None and self.decode is None:
@@ -326,12 +331,12 @@ class Attempt(LegOwner):
 
     def _read_handover(self, leg: PrefillLeg, call: GenerationRequest, body: bytes) -> PrefillResult | None:
         """Return what the prefill engine's answer is good for; None: nothing, and the leg has failed."""
-        reuses = self._settings.reuse_prompt_tokens and self.told is None and not leg.shows
+        reuses = self._settings.reuse_prompt_tokens and self.coordinates is None and not leg.shows
         try:
             if leg.status != _OK:
                 check_prefill(leg.instance.id, leg.response(body))
             return self._of.handovers.take(
-                call, self.id, self.transfer, leg.instance, told=self.told, answer=body, reuses=reuses
+                call, self.id, self.transfer, leg.instance, told=self.coordinates, answer=body, reuses=reuses
             )
         except (EngineError, Refused) as error:
             self.leg_failed(leg, error)
@@ -363,19 +368,19 @@ class Attempt(LegOwner):
         if leg.follows:
             of.telemetry.transfer_expected(leg.instance.id)
         leg.answered_s = _note_time(leg, now)
-        if self.chances.accused:
+        if self.retries.accused:
             self._blame(leg.instance)
         if leg.lines is not None:
             if of.fleet.costs is not None:
                 of.fleet.costs.answered(leg.instance, self.id, self._plan.ask, None)
             self._time_tokens(leg, now)
-            of.telemetry.later.add(of.proved, leg.instance, self.id, leg.answered_s, now)  # its end may be far off
+            of.good_legs.answered(leg.instance, self.id, leg.answered_s, now)
             leg.answered_s = None
         if counted is not None:
             self.prompt_counted(leg, counted)
 
     def _blame(self, witness: Instance) -> None:
-        for guilty in self.chances.guilty(witness):
+        for guilty in self.retries.guilty(witness):
             self._of.fleet.blamed(guilty)
 
     def _time_tokens(self, leg: DecodeLeg, now: float) -> None:
@@ -510,16 +515,24 @@ class Attempt(LegOwner):
                     of.telemetry.cache_missed(instance.id)
         seconds = now - leg.sent_at
         if failure is None and answered_s is not None:
-            of.telemetry.later.add(of.proved_and_over, instance, self.id, answered_s, seconds, now)
+            of.good_legs.over(instance, self.id, answered_s, seconds, now)
         else:
-            if leg.record.ms is None:
-                leg.record.ms = seconds * 1000
-            of.telemetry.later.add(of.telemetry.leg_ended, instance, seconds, failure, self.id, now)
+            self._count_end(leg, seconds, now)
         of.fleet.ended(instance, self.id, failure)
         if leg.span is not None:
             leg.span.end(None if leg.fault is None else leg.fault.error)
         if not complete:
             leg.drop()
+
+    def _count_end(self, leg: EngineLeg, seconds: float, now: float) -> None:
+        """Count the end of a leg whose good answer was counted before, or that has none."""
+        of, failure = self._of, leg.failure
+        if leg.record.ms is None:
+            leg.record.ms = seconds * 1000
+        if failure is None:
+            of.good_legs.ended(leg.instance, seconds, now)
+        else:
+            of.telemetry.later.add(of.telemetry.leg_ended, leg.instance, seconds, failure, self.id, now)
 
     def close_all(self) -> None:
         """Drop what is still under way, the decode leg first."""

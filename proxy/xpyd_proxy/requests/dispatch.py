@@ -81,12 +81,13 @@ class Dispatch:
         retries: RetryAttempts,
         single_body: Pieces | None = None,
         *,
+        can_split: bool = False,
         shows_token: bool = False,
     ) -> None:
         """Try until an engine has given the whole answer.
 
-        ``single_body``: the body for one decode engine that serves the request alone; ``shows_token``: the client may
-        see the token of the prefill engine.
+        ``single_body``: the body for one decode engine that serves the request alone; ``can_split``: its fields were
+        looked at, and need no engine of their own; ``shows_token``: the client may see the token of the prefill engine.
 
         Raises:
             ProxyError: the error for the client.
@@ -96,7 +97,7 @@ class Dispatch:
         while True:
             attempt = self._attempt = Attempt(life, self._plan, self.settings, retries, shows_token)
             try:
-                prefill, decode = self._choose(attempt, call, single_body)
+                prefill, decode = self._choose(attempt, call, single_body, can_split=can_split)
                 lent_by = self._send_first(attempt, call, prefill, decode)
                 if lent_by is not None:
                     while lent_by.handover is None:
@@ -126,18 +127,18 @@ class Dispatch:
     # ---- ROUTING
 
     def _choose(
-        self, attempt: Attempt, call: GenerationRequest | None, single_body: Pieces | None
+        self, attempt: Attempt, call: GenerationRequest | None, single_body: Pieces | None, *, can_split: bool
     ) -> tuple[Instance | None, Instance]:
         """Choose the prefill engine and the decode engine; None: the latter serves the request alone."""
         fleet, record = self._life.of.fleet, self._life.record
         if call is None:
             record.single_reason, single_body = SingleEngineReason.ONE_LEG, self._plan.body
         elif single_body is None:
-            reason = solo_reason(call.api, call.fields)
+            reason = None if can_split else solo_reason(call.api, call.fields)
             if reason is _SEVERAL and may_share(call.api, call.fields) and fleet.shares_loads():
                 reason = None
             record.single_reason = attempt.small_reason() if reason is None else reason
-            pair = self._choose_pair(attempt.chances) if record.single_reason is None else None
+            pair = self._choose_pair(attempt.retries) if record.single_reason is None else None
             if pair is not None and pair[0] is not None:
                 return pair
             attempt.body = single_body = [encode(call.fields)]
@@ -186,7 +187,7 @@ class Dispatch:
             life.on(_PULL)
             return attempt.send_prefill(call, prefill, reuses=self.settings.reuse_prompt_tokens)
         record = life.record
-        record.push, record.transfer, attempt.told = _CONCURRENT, attempt.transfer, coordinates
+        record.push, record.transfer, attempt.coordinates = _CONCURRENT, attempt.transfer, coordinates
         params = push.decode_params(coordinates, call.api, attempt.id, attempt.transfer)
         attempt.body = [request_bodies.decode_body(request_bodies.named(call.api, call.fields, attempt.id), params)]
         life.on(_PUSH)

@@ -24,7 +24,7 @@ class Gate:
 
         ``size``: bytes of its body.
         """
-        ticket = self.admission.arrive(key, priority, size, now=self._clock())
+        ticket = self.admission.arrive(key, priority, size, self._clock())
         if self.admission.news:
             self._wake()
         return ticket

@@ -27,6 +27,7 @@ JSON_TYPE: Final = b"application/json"
 # X-Request-Id is missing on purpose: engines match the halves of a request by it, so it must be ours and unique.
 PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
 _WITHOUT_KEY: Final = PASSED_ON - {b"authorization"}
+_RANK: Final = b"x-data-parallel-rank"
 _FORM_TYPE: Final = b"multipart/form-data"
 _FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
 _NOTHING: Final[Mapping[bytes, bytes]] = {}
@@ -139,7 +140,7 @@ class Intake:
         if self.salts is not None and path not in UNCACHED and path not in _FORMS:
             asked = self.salts.salted(asked, caller)
         session = None if self.sessions is None else self.sessions.of(shown, fields)
-        rank = rank_of(shown.get(b"x-data-parallel-rank"))
+        rank = rank_of(shown[_RANK]) if _RANK in shown else None
         if api is not None:
             call = GenerationRequest(api, asked, passed_on, rank)
             return RequestPlan(path, passed_on, ask_of_call(call, session), priority, call)

@@ -259,7 +259,7 @@ class Request:
         if life.record.queue_s is None:
             life.record.queue_s = 0.0
         settings, now = of.settings, of.clock()
-        of.budget.came(now=now)
+        of.budget.came(now)
         seconds = settings.stream_timeout_s if plan.streams else settings.total_timeout_s
         if seconds is not None:
             self._total_s, self._ends_at = seconds, now + seconds
@@ -270,7 +270,7 @@ class Request:
         """Begin as a part of a request that is admitted, whose time is also that of its parts."""
         of, life = self._of, self._life
         life.on(_ADMITTED)
-        of.budget.came(now=of.clock())
+        of.budget.came(of.clock())
         dispatch = self._dispatch = Dispatch(life, plan, of.settings, self._client)
         return dispatch
 

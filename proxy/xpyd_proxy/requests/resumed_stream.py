@@ -49,7 +49,7 @@ class ResumedStream:
         single_body: Pieces | None = None
         while True:
             try:
-                await self._dispatch.answer(call, retries, single_body, shows_token=shows_token)
+                await self._dispatch.answer(call, retries, single_body, can_split=True, shows_token=shows_token)
                 return
             except ProxyError as error:
                 broken = self._broken = self._why_broken(error)

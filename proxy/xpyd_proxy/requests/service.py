@@ -11,6 +11,7 @@ from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, Tran
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.retries import RetryBudget
+from xpyd_proxy.io.request_path.good_legs import EngineLegs, GoodLegs
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.wire.response_handler import ResponseHandler
@@ -100,6 +101,10 @@ class Requests:
     spans: Spans | None = None
     _under_way: "dict[Request, None]" = field(default_factory=lambda: dict["Request", None]())
     _timer: asyncio.TimerHandle | None = None
+    good_legs: GoodLegs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.good_legs = GoodLegs(self.telemetry.later, self._count_legs)
 
     async def __aenter__(self) -> Self:
         return self
@@ -161,14 +166,8 @@ class Requests:
 
     # Told afterwards, for many requests at a time (io/request_path/deferred.py)
 
-    def proved_and_over(
-        self, instance: Instance, request: RequestId, answered_s: float, seconds: float, at: float
-    ) -> None:
-        """A leg is over whose engine has given a good answer so long after it was asked."""
-        self.fleet.answered(instance, request, answered_s)
-        self.telemetry.leg_over(instance, answered_s, seconds, at)
-
-    def proved(self, instance: Instance, request: RequestId, seconds: float, at: float) -> None:
-        """An engine has given a good answer, or its beginning."""
-        self.fleet.answered(instance, request, seconds)
-        self.telemetry.leg_answered(instance, seconds, at)
+    def _count_legs(self, legs: EngineLegs) -> None:
+        """Count good legs of one engine."""
+        if legs.answered:
+            self.fleet.all_answered(legs.instance, legs.answered)
+        self.telemetry.legs_over(legs.instance, legs.answered_s, legs.over_s, legs.at)

@@ -66,12 +66,12 @@ class Admission:
         self.share = 1.0  # of the limits that are the fleet's: less while other routers are not heard
         self.usage: dict[str, KeyUsage] = {}  # by key; empty name: all together. Filled where limits are the fleet's
 
-    def arrive(self, key: str, priority: int, size: int, *, now: float) -> Ticket:
+    def arrive(self, key: str, priority: int, size: int, now: float) -> Ticket:
         """Admit a request, have it wait, or refuse it: its state says which."""
         limits = self.limits
         ticket = Ticket(key, priority, size, now + limits.max_queue_wait_s)
         account = self._accounts.get(key) or self._new_account(key, now=now)
-        if (refusal := self._at_the_door(ticket, account, now=now)) is not None:
+        if (refusal := self._at_the_door(ticket, account, now)) is not None:
             self._turn_away(ticket, TicketEvent.REFUSE, refusal)
             return ticket
         account.held += 1
@@ -169,7 +169,7 @@ class Admission:
         changed, self.news = self.news, []
         return changed
 
-    def _at_the_door(self, ticket: Ticket, account: _Account, *, now: float) -> Refusal | None:
+    def _at_the_door(self, ticket: Ticket, account: _Account, now: float) -> Refusal | None:
         """Check the limits of the key first: it is their owner who can do something about it."""
         limits = self.limits
         share, rate = self.share, limits.max_key_rate

@@ -13,7 +13,7 @@ word counts for all of them. What it is based on (failures in a row, probes) is 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Final
@@ -115,13 +115,13 @@ class Window:
     _older: _Counts = field(default_factory=_Counts)
     _newer: _Counts = field(default_factory=_Counts)
 
-    def count(self, *, failed: bool, now: float) -> None:
-        """Take in how one leg ended."""
+    def count(self, *, failed: bool, now: float, legs: int = 1) -> None:
+        """Take in how one leg ended, or several alike."""
         if now - self._begun >= self.seconds / 2:
             self._turn(now)
         newer = self._newer
-        newer.legs += 1
-        newer.failed += failed
+        newer.legs += legs
+        newer.failed += failed * legs
 
     def totals(self, *, now: float) -> tuple[int, int]:
         """Return how many legs ended, and how many of them failed."""
@@ -231,10 +231,15 @@ class EngineHealth:
 
     def succeeded(self, request: RequestId, *, now: float) -> None:
         """It has answered a request."""
-        self._window.count(failed=False, now=now)
+        self.all_succeeded((request,), now)
+
+    def all_succeeded(self, requests: Sequence[RequestId], now: float) -> None:
+        """It has answered some requests, one or more."""
+        self._window.count(failed=False, now=now, legs=len(requests))
         self._in_a_row = 0
         if self.state is not _HEALTHY:
-            self._alive(request, now)
+            for request in requests:
+                self._alive(request, now)
 
     def failed(self, request: RequestId, failure: Failure, *, now: float) -> None:
         """A leg failed. What is not held against it (4xx, busy) shows that it is alive, and counts nothing."""

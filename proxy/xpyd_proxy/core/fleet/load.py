@@ -57,17 +57,18 @@ class Load:
             return 0
         return int(self.report.num_requests_waiting)
 
-    def score(self, *, now: float) -> float:
+    def score(self, now: float) -> float:
         """Return a number that is higher the busier it is.
 
         Requests of other routers are those that they tell of. Without that its own queue is added to our requests,
         which holds those of other routers too: several seconds old, if there are many routers. The use of its cache,
         below 1, decides between equals.
         """
-        requests = len(self._requests) + self.elsewhere + self.at_peers
-        if self.report is None or now > self._reported + self.fresh_s:
-            return float(requests)
-        return requests + self.report.num_requests_waiting + min(self.report.kv_cache_usage_perc, 0.999)
+        report = self.report
+        in_flight = len(self._requests) + self.elsewhere + self.at_peers  # not the property, which is a call
+        if report is None or now > self._reported + self.fresh_s:
+            return float(in_flight)
+        return in_flight + report.num_requests_waiting + min(report.kv_cache_usage_perc, 0.999)
 
 
 def read_report(header: bytes) -> NamedMetrics | None:

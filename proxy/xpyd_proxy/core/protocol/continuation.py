@@ -6,8 +6,9 @@ from typing import Final, Protocol
 import msgspec
 
 from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.raw_json import NULL, Fields, encode, maybe
+from xpyd_proxy.core.raw_json import Fields, encode, maybe
 
+_COMPLETIONS: Final = Api.COMPLETIONS  # looking a member up takes as long as a call
 _DEFAULT_LIMIT: Final = 16  # of completions that do not say
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 
@@ -36,23 +37,27 @@ class Continuation(Protocol):
 
 def limits(api: Api, fields: Fields) -> Mapping[str, int]:
     """Return how many tokens a client wants at most, by the names that it has used."""
-    said = {name: limit for name in _LIMITS if (limit := maybe(fields.get(name, NULL), int)) is not None}
-    if api is Api.COMPLETIONS and "max_tokens" not in fields:
+    said = dict[str, int]()
+    for name in _LIMITS:
+        if name in fields and (limit := maybe(fields[name], int)) is not None:
+            said[name] = limit
+    if api is _COMPLETIONS and "max_tokens" not in fields:
         said["max_tokens"] = _DEFAULT_LIMIT
     return said
 
 
 def least(fields: Fields) -> int:
     """Return how many tokens a client wants at least."""
-    return maybe(fields.get("min_tokens", NULL), int) or 0
+    return (maybe(fields["min_tokens"], int) or 0) if "min_tokens" in fields else 0
 
 
 def limits_behind(api: Api, fields: Fields, made: int) -> Fields | None:
     """Return the limits behind so many tokens; None: there is no room for another."""
-    said = limits(api, fields)
-    if any(limit <= made for limit in said.values()):
-        return None
-    behind = {name: raw(limit - made) for name, limit in said.items()}
+    behind: Fields = {}
+    for name, limit in limits(api, fields).items():
+        if limit <= made:
+            return None
+        behind[name] = raw(limit - made)
     if wanted := least(fields):
         behind["min_tokens"] = raw(max(0, wanted - made))
     return behind
@@ -60,7 +65,7 @@ def limits_behind(api: Api, fields: Fields, made: int) -> Fields | None:
 
 def prompt_of(api: Api, tokens: msgspec.Raw) -> Fields:
     """Return the fields that make tokens the prompt of a request."""
-    if api is Api.COMPLETIONS:
+    if api is _COMPLETIONS:
         return {"prompt": tokens}
     return {"kv_transfer_params": raw_fields({"prompt_token_ids": tokens})}  # they win over the messages
 

@@ -17,13 +17,23 @@ from xpyd_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, encode, maybe
 from xpyd_proxy.core.schemas import FirstTokenAnswer, FirstTokenChoice, FirstTokenOffer, FirstTokenParams
 
 STREAM: Final = b"text/event-stream; charset=utf-8"
-_NAMES: Final = {Api.COMPLETIONS: "completions", Api.CHAT: "chat"}  # in an engine's offer
-_CHUNKS: Final = {Api.COMPLETIONS: raw("text_completion"), Api.CHAT: raw("chat.completion.chunk")}
+_COMPLETIONS: Final = Api.COMPLETIONS  # looking a member up takes as long as a call
+_CHAT: Final = Api.CHAT
+_NAMES: Final = {_COMPLETIONS: "completions", _CHAT: "chat"}  # in an engine's offer
+_CHUNKS: Final = {_COMPLETIONS: raw("text_completion"), _CHAT: raw("chat.completion.chunk")}
+_ASSISTANT: Final = raw("assistant")
+_NO_TEXT: Final = raw("")
 _HALF: Final = "\N{REPLACEMENT CHARACTER}"  # the token is a part of a character
 _MARKS: Final = frozenset("<[{|")  # they begin tool calls and the like, which a parser must see from their beginning on
+_TEXT: Final = ("role", "content")  # what a message has that is a text
 _EMPTY: Final = (b"null", b"[]", b"{}")
+_ZERO: Final = msgspec.Raw(b"0")
+_ONE: Final = msgspec.Raw(b"1")
 _DATA: Final = b"data:"
 _DONE: Final = b"data: [DONE]\n\n"
+_IN_ALL: Final = {"id": b'"id":%b,', "created": b'"created":%b,'}  # what each event of a stream says, and how
+_ROLE: Final = b'"role"'
+_BACKSLASH: Final = 92
 _USAGE: Final = b'"usage":{'  # vLLM leaves the field out, or writes null, where there is none
 
 
@@ -31,11 +41,17 @@ def may_show(api: Api, fields: Fields, offer: FirstTokenOffer | None) -> bool:
     """Tell whether a prefill engine may be asked for the first token of a request that can be resumed."""
     if offer is None or _NAMES.get(api) not in offer.apis:
         return False
-    options = maybe(fields.get("stream_options", NULL), Fields) or {}
-    if options.get("continuous_usage_stats", FALSE) == TRUE or fields.get("skip_special_tokens", TRUE) == FALSE:
+    if "skip_special_tokens" in fields and fields["skip_special_tokens"] == FALSE:
         return False
+    if "stream_options" in fields:
+        options = maybe(fields["stream_options"], Fields) or {}
+        if options.get("continuous_usage_stats", FALSE) == TRUE:
+            return False
     wanted = least(fields)
-    return all(wanted <= limit for limit in limits(api, fields).values())  # else the decode engine refuses it
+    for limit in limits(api, fields).values():  # noqa: SIM110 (a generator takes twice as long)
+        if wanted > limit:
+            return False  # the decode engine refuses it
+    return True
 
 
 def asked_for_token(fields: Fields) -> Fields:
@@ -43,7 +59,7 @@ def asked_for_token(fields: Fields) -> Fields:
 
     It may be an end, unless the client rules that out; a token that cannot be the end is no answer.
     """
-    return {"return_token_ids": TRUE, "min_tokens": raw(min(1, least(fields)))}
+    return {"return_token_ids": TRUE, "min_tokens": _ONE if least(fields) > 0 else _ZERO}
 
 
 def offered(params: msgspec.Raw) -> FirstTokenOffer | None:
@@ -55,18 +71,15 @@ def offered(params: msgspec.Raw) -> FirstTokenOffer | None:
 class FirstToken:
     """The first token of an answer, which may be all of it. It does not change."""
 
-    __slots__ = ("_choice", "_fingerprint", "_text", "_usage", "api", "fields", "head", "is_all", "prompt", "token")
+    __slots__ = ("_choice", "_said", "_text", "api", "fields", "head", "is_all", "prompt", "token")
 
     def __init__(self, api: Api, fields: Fields, said: FirstTokenAnswer, text: str, prompt: msgspec.Raw) -> None:
         (choice,) = said.choices
         self.api = api
         self.fields = fields  # the client's
+        self._said = said
         self._choice = choice
-        self._fingerprint: Fields = {}
-        if said.system_fingerprint != NULL:
-            self._fingerprint["system_fingerprint"] = said.system_fingerprint
         self._text = text
-        self._usage = {name: value for name, value in said.usage.items() if value != NULL}
         self.head: Fields = {"id": said.id, "object": _CHUNKS[api], "created": said.created, "model": said.model}
         self.prompt = prompt  # its tokens
         self.token = choice.token_ids[0]
@@ -75,22 +88,30 @@ class FirstToken:
     def events(self) -> bytes:
         """Return the beginning of the client's stream, or all of it, as vLLM would have sent it."""
         shown = b""
-        if self.api is Api.CHAT:
+        if self.api is _CHAT:
             message = self._choice.message or {}
-            begun = {"role": message.get("role", raw("assistant")), "content": raw("")}
+            begun = {"role": message.get("role", _ASSISTANT), "content": _NO_TEXT}
             role: dict[str, object] = {"delta": begun, "logprobs": None, "finish_reason": None}
             shown = self._event(role, {"prompt_token_ids": NULL, "prompt_text": NULL})
         if not self.is_all:
             return shown + self._event(self._content(None), {})
+        return shown + self._end()
+
+    def _end(self) -> bytes:
+        """Return the events of a token that is all of the answer."""
+        said, fingerprint = self._said, dict[str, msgspec.Raw]()
+        if said.system_fingerprint != NULL:
+            fingerprint["system_fingerprint"] = said.system_fingerprint
         options = maybe(self.fields.get("stream_options", NULL), Fields) or {}
         if options.get("include_usage") != TRUE:
-            return shown + self._event(self._content("stop"), self._fingerprint) + _DONE
-        usage: Fields = {"choices": raw([]), "usage": raw_fields(self._usage)}
-        counted = _DATA + b" " + encode(self.head | usage | self._fingerprint) + b"\n\n"
-        return shown + self._event(self._content("stop"), {}) + counted + _DONE
+            return self._event(self._content("stop"), fingerprint) + _DONE
+        counts = {name: value for name, value in said.usage.items() if value != NULL}
+        usage: Fields = {"choices": raw([]), "usage": raw_fields(counts)}
+        counted = _DATA + b" " + encode(self.head | usage | fingerprint) + b"\n\n"
+        return self._event(self._content("stop"), {}) + counted + _DONE
 
     def _content(self, finish: str | None) -> dict[str, object]:
-        if self.api is Api.COMPLETIONS:
+        if self.api is _COMPLETIONS:
             ends: dict[str, object] = {"finish_reason": finish, "stop_reason": self._choice.stop_reason}
             return {"text": self._text, "logprobs": None} | ends | {"prompt_token_ids": None, "token_ids": None}
         said: dict[str, object] = {"delta": {"content": self._text}, "logprobs": None, "finish_reason": finish}
@@ -105,7 +126,7 @@ class FirstToken:
         behind = limits_behind(self.api, fields, 1)
         if behind is None:
             raise RuntimeError("there is no second token")  # such a request is not split
-        if self.api is Api.COMPLETIONS:
+        if self.api is _COMPLETIONS:
             return fields | behind | {"prompt": self._tokens(), "kv_transfer_params": params}
         told = bytes(params).rstrip()[:-1] + b',"prompt_token_ids":' + bytes(self._tokens()) + b"}"
         return fields | behind | {"kv_transfer_params": msgspec.Raw(told)}
@@ -125,11 +146,12 @@ def first_token(api: Api, fields: Fields, offer: FirstTokenOffer, answer: bytes)
     if said is None or len(said.choices) != 1:
         return None
     (choice,) = said.choices
-    prompt = choice.prompt_token_ids if api is Api.COMPLETIONS else said.prompt_token_ids
-    text = choice.text if api is Api.COMPLETIONS else _content(choice)
+    is_completion = api is _COMPLETIONS
+    text = choice.text if is_completion else _content(choice)
+    prompt = choice.prompt_token_ids if is_completion else said.prompt_token_ids
     if text is None or _HALF in text or len(choice.token_ids) != 1 or not bytes(prompt).startswith(b"["):
         return None
-    if api is Api.CHAT and not _MARKS.isdisjoint(text):
+    if api is _CHAT and not _MARKS.isdisjoint(text):
         return None
     if choice.finish_reason != "stop" and (choice.finish_reason != "length" or not text):
         return None
@@ -142,8 +164,9 @@ def first_token(api: Api, fields: Fields, offer: FirstTokenOffer, answer: bytes)
 def _content(choice: FirstTokenChoice) -> str | None:
     """Return the text of a message that has nothing else."""
     message = choice.message or {}
-    if any(bytes(value) not in _EMPTY for name, value in message.items() if name not in ("role", "content")):
-        return None
+    for name, value in message.items():
+        if name not in _TEXT and bytes(value) not in _EMPTY:
+            return None
     return maybe(message.get("content", NULL), str)
 
 
@@ -197,8 +220,10 @@ class Spliced:
                 self._ends_event = True
                 return b""
         self._is_read = True
-        chunk |= {name: self._first.head[name] for name in ("id", "created") if name in chunk}
-        if said := maybe(chunk.get("usage", NULL), Fields):
+        for name in _IN_ALL:
+            if name in chunk:
+                chunk[name] = self._first.head[name]
+        if "usage" in chunk and (said := maybe(chunk["usage"], Fields)):
             chunk["usage"] = _whole_usage(said)
         return _DATA + b" " + encode(chunk) + b"\n"
 
@@ -206,9 +231,9 @@ class Spliced:
         """See how the decode engine writes what all of its events have in common."""
         self._renamed.clear()
         self._passes = True
-        for name in ("id", "created"):
-            theirs = b'"%b":%b,' % (name.encode(), bytes(chunk.get(name, NULL)))
-            ours = b'"%b":%b,' % (name.encode(), bytes(self._first.head[name]))
+        for name, written in _IN_ALL.items():
+            theirs = written % bytes(chunk.get(name, NULL))
+            ours = written % bytes(self._first.head[name])
             self._passes = self._passes and line.find(theirs) >= 0
             if theirs != ours:
                 self._renamed.append((theirs, ours))
@@ -216,7 +241,10 @@ class Spliced:
 
 def _is_role(chunk: Fields) -> bool:
     """Tell the event that only says who speaks."""
-    choices = maybe(chunk.get("choices", NULL), list[Fields]) or []
+    written = bytes(chunk.get("choices", NULL))
+    if written.find(_ROLE) < 0 and _BACKSLASH not in written:  # a name may be written in escapes
+        return False
+    choices = maybe(written, list[Fields]) or []
     deltas = [maybe(choice.get("delta", NULL), Fields) or {} for choice in choices]
     return bool(deltas) and all("role" in delta and not maybe(delta.get("content", NULL), str) for delta in deltas)
 

@@ -244,7 +244,7 @@ def _is_empty(value: msgspec.Raw) -> bool:
 def _public(fields: Fields, *, strip_private: bool, inside: str) -> Fields:
     """Drop the private parameters; complain about those that say something unless told to strip them."""
     for name in _PRIVATE:
-        if fields.pop(name, NULL) != NULL and not strip_private:
+        if name in fields and fields.pop(name) != NULL and not strip_private:
             message = f"{inside}{name} is set by the router and must not be part of a request"
             raise BadRequest(message, param=f"{inside}{name}")
     return fields

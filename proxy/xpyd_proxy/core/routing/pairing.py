@@ -68,9 +68,13 @@ class PolicyPerLeg:
         """Return what each of them chooses."""
         if self.decode_first:
             first = self.decode.one(decode, ask)
-            return self.prefill.one([instance for instance in prefill if fits(instance, first)], ask), first
+            if fits is not compatibility.always:
+                prefill = [instance for instance in prefill if fits(instance, first)]
+            return self.prefill.one(prefill, ask), first
         chosen = self.prefill.one(prefill, ask)
-        return chosen, self.decode.one([instance for instance in decode if fits(chosen, instance)], ask)
+        if fits is not compatibility.always:
+            decode = [instance for instance in decode if fits(chosen, instance)]
+        return chosen, self.decode.one(decode, ask)
 
     def one(self, among: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return what the decode policy chooses."""
@@ -92,6 +96,7 @@ class _Seen:
     of: Sequence[object]
     prefill: Among
     decode: Among
+    alone: Among  # those of which one may serve a request alone
     all_fit: bool  # each prefill engine fits each decode engine
     shares: Shares | None  # None: there is one group, and nothing to divide
     shares_alone: Shares | None  # the same where decode engines may serve alone
@@ -121,15 +126,22 @@ class PairSelector:
         default_factory=dict[str | None, tuple[int, float, _Seen]]
     )
 
-    def calm(self, ask: RoutingHints, *, now: float = 0.0, may_be_alone: bool = False) -> Chosen | None:
+    def calm(self, ask: RoutingHints, now: float = 0.0, *, may_be_alone: bool = False) -> Chosen | None:
         """Return what ``pair`` would with all usable engines, if nothing has changed; None: only ``pair`` can tell."""
+        seen = self._calm_seen(ask, now)
+        return None if seen is None else self._choose(seen, ask, may_be_alone=may_be_alone)
+
+    def calm_alone(self, ask: RoutingHints, now: float) -> Among | None:
+        """Return the engines of which one may serve a request alone; None: nothing is remembered, as for ``calm``."""
+        seen = self._calm_seen(ask, now)
+        return None if seen is None else seen.alone
+
+    def _calm_seen(self, ask: RoutingHints, now: float) -> _Seen | None:
         remembered = self._calm.get(ask.model)
         if remembered is None or ask.rank is not None:
             return None
         version, until, seen = remembered
-        if version != self.registry.changes.count or now >= until:
-            return None
-        return self._choose(seen, ask, may_be_alone=may_be_alone)
+        return None if version != self.registry.changes.count or now >= until else seen
 
     def remember(self, ask: RoutingHints) -> None:
         """Remember what ``pair`` has just found among all usable engines, until time alone changes it."""
@@ -160,17 +172,20 @@ class PairSelector:
         """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
         return self.choice.one(self._alone(decode, ask), ask)
 
-    def small(self, decode: Among, ask: RoutingHints, least: int) -> tuple[SingleEngineReason | None, int]:
+    def small(
+        self, decode: Among, ask: RoutingHints, least: int, *, alone: Among | None = None
+    ) -> tuple[SingleEngineReason | None, int]:
         """Say why the engine that ``one`` would return serves a prompt alone, and how many bytes of it that engine has.
 
-        It does if it lacks fewer than ``least`` bytes. Raises what ``pair`` raises.
+        It does if it lacks fewer than ``least`` bytes. ``alone``: those that may serve it alone, if they are known.
+        Raises what ``pair`` raises.
         """
         if len(ask.prompt) < least:
             return SingleEngineReason.SHORT, 0
         cache = self.decode_cache if self.weighing is None else self.weighing.cached
         if not least or cache is None:
             return None, 0
-        cached = cache(self._alone(decode, ask), ask)
+        cached = cache(self._alone(decode, ask) if alone is None else alone, ask)
         return (SingleEngineReason.CACHED if ask.blocks.size - cached < least else None), cached
 
     def is_faster_alone(self, prefill: Among, decode: Among, ask: RoutingHints) -> bool:
@@ -233,14 +248,15 @@ class PairSelector:
         """Sort engines that serve the model into groups. Raises NoMatchingInstance: no two of them fit."""
         grouping = self._grouped(prefill, decode)
         pairs = grouping.pairs
-        prefill, decode = _paired(grouping, prefill, decode)
+        paired_prefill, paired_decode = _paired(grouping, prefill, decode)
         alone = self._shares(grouping, may_be_alone=True)
         # Where nothing is served alone although it may be, nothing changes if it may not.
         is_some_alone = True in [share.alone for share in alone.all]
         shares = self._shares(grouping, may_be_alone=False) if is_some_alone else alone
         return _Seen(
             of,
-            prefill,
+            paired_prefill,
+            paired_decode,
             decode,
             len(pairs) == 1 and pairs[0].all_fit,
             shares if len(shares.all) > 1 else None,

@@ -12,6 +12,8 @@ from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.prompt_blocks import PromptBlocks
 
 ENTRIES_MOST: Final = 100_000  # of all prompts and engines: about 30 MB
+_IS_THERE: Final = True  # see _Entry
+_IS_COMING: Final = False
 _Key: TypeAlias = tuple[InstanceId, int]
 
 
@@ -20,7 +22,13 @@ class _Entry:
 
     __slots__ = ("answer", "answered_at", "at", "is_there")
 
-    def __init__(self, at: float, *, is_there: bool, answer: int = 0, answered_at: float = 0.0) -> None:
+    def __init__(
+        self,
+        at: float,
+        is_there: bool,  # noqa: FBT001 (by name it costs 1,000 instructions more)
+        answer: int = 0,
+        answered_at: float = 0.0,
+    ) -> None:
         self.at = at  # when a prompt with it was sent there last
         self.is_there = is_there  # an answer has shown it; else it is on its way
         self.answer = answer  # bytes of the answer to the prompt that ends with it; 0: none does
@@ -28,7 +36,7 @@ class _Entry:
 
     def used(self, now: float) -> "_Entry":
         """Return the same for blocks that were sent again."""
-        return _Entry(now, is_there=True, answer=self.answer, answered_at=self.answered_at)
+        return _Entry(now, _IS_THERE, self.answer, self.answered_at)
 
 
 class PromptMemory:
@@ -41,6 +49,7 @@ class PromptMemory:
         self._lifetime_s = lifetime_s  # without use
         self._most = most
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
+        self._shrinks_at = 0.0  # before that nothing is too old
         self.changes = 0  # but for time, what was matched stays true while this is the same
 
     def __len__(self) -> int:
@@ -57,33 +66,39 @@ class PromptMemory:
             old = entries.pop(key, None)
             if old is None or not old.is_there or old.at < oldest:
                 if new is None:
-                    new = _Entry(now, is_there=False)
+                    new = _Entry(now, _IS_COMING)
                 entries[key] = new
             elif old.answer:
                 entries[key] = old.used(now)
             else:
                 if there is None:
-                    there = _Entry(now, is_there=True)
+                    there = _Entry(now, _IS_THERE)
                 entries[key] = there
-        self._shrink(now)
+        if now >= self._shrinks_at or len(entries) > self._most:
+            self._shrink(now)
 
     def answered(self, engine: InstanceId, blocks: PromptBlocks, answer: int, *, now: float) -> None:
         """An engine has decoded a prompt, and answered with so many bytes: both are in its cache."""
         self.changes += 1
-        there = _Entry(now, is_there=True)
-        for name in reversed(blocks.names):
-            old = self._entries.pop((engine, name), None)
-            self._entries[engine, name] = there if old is None or not old.answer else old.used(now)
-        if blocks.names:
-            self._entries[engine, blocks.names[-1]] = _Entry(now, is_there=True, answer=answer, answered_at=now)
-        self._shrink(now)
+        if not blocks.names:
+            return
+        *earlier, last = blocks.names
+        entries, there = self._entries, _Entry(now, _IS_THERE)
+        entries.pop((engine, last), None)
+        entries[engine, last] = _Entry(now, _IS_THERE, answer, now)
+        for name in reversed(earlier):
+            old = entries.pop((engine, name), None)
+            entries[engine, name] = there if old is None or not old.answer else old.used(now)
+        if now >= self._shrinks_at or len(entries) > self._most:
+            self._shrink(now)
 
     def matched(
         self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float, is_there: bool = False
     ) -> int:
         """Return how many bytes of a prompt an engine has; ``is_there``: what is on its way does not count."""
-        entries, names = self._entries, blocks.names
-        oldest = max(since, now - self._lifetime_s)
+        entries, names, oldest = self._entries, blocks.names, now - self._lifetime_s
+        if since > oldest:  # noqa: PLR1730 (a call of ``max`` takes as long as a step of the search)
+            oldest = since
         found: _Entry | None = None
         low, high = 0, len(names)  # it has the first ``low`` blocks, and not that with the index ``high``
         while low < high:
@@ -112,5 +127,6 @@ class PromptMemory:
         while entries:
             key, entry = next(iter(entries.items()))
             if len(entries) <= self._most and entry.at >= oldest:
+                self._shrinks_at = entry.at + self._lifetime_s
                 break
             del entries[key]

@@ -133,7 +133,7 @@ class RetryBudget:
     def __post_init__(self) -> None:
         self._tokens = self.most
 
-    def came(self, *, now: float) -> None:
+    def came(self, now: float) -> None:
         """A request has come."""
         if self._tokens >= self.most:
             self._at = now

@@ -9,11 +9,12 @@ from typing import Final
 
 from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.fleet.cache_index import CacheIndex
-from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.found_matches import FoundMatches
 from xpyd_proxy.core.known_prompts import HeldBeginning, KnownPrefix, KnownPrompts
 from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from xpyd_proxy.core.routing.prompt_memory import PromptMemory
+from xpyd_proxy.core.token_blocks import TokenPrompt
 
 _ON_ITS_WAY_S: Final = 5.0  # for so long a prompt that was sent counts before the engine's events tell of it
 _SAME_S: Final = 0.1  # for so long the passing of time changes nothing that matters
@@ -79,7 +80,12 @@ class Caches:
             or found.engines != engines
             or now > found.at + _SAME_S
         ):
-            found = ask.found = FoundMatches(now, told, events, engines)
+            prompt: TokenPrompt | None = None
+            known: KnownPrefix | None = None
+            if self._index is not None:
+                prompt = ask.token_prompt
+                known = self._prefix(ask) if prompt is None else None
+            found = ask.found = FoundMatches(now, told, events, engines, ask.blocks, prompt, known)
         return found
 
     def _found(
@@ -90,20 +96,29 @@ class Caches:
         if member is None:
             return 0, _SENT
         since, now = member.life.cache_since, found.at
-        if self._index is not None:
-            prompt = ask.token_prompt
-            if prompt is None:
-                size, source = self._by_events(instance, ask, found, since=since, is_there=is_there)
-            else:
-                tokens, source = self._tokens(instance, ask, found), _EVENTS
-                size = None if tokens is None else len(ask.prompt) * tokens // prompt.count
+        size, source = None, _SENT
+        if found.prompt is not None:
+            size, source = self._ids(member, ask, found.prompt), _EVENTS
             if size is not None:
-                if is_there:
-                    return size, source
-                since = max(since, now - _ON_ITS_WAY_S)
-                return max(size, self._memory.matched(instance.id, ask.blocks, since=since, now=now)), source
-        sent = self._memory.matched(instance.id, ask.blocks, since=since, now=now, is_there=is_there)
-        return sent, _SENT
+                found.there[instance.id] = size
+        elif found.known is not None:
+            size, source = self._by_events(instance, ask, found, found.known, since=since, is_there=is_there)
+        if size is None:
+            return self._memory.matched(instance.id, found.blocks, since=since, now=now, is_there=is_there), _SENT
+        if is_there:
+            return size, source
+        if now - _ON_ITS_WAY_S > since:  # noqa: PLR1730 (a call of ``max`` takes as long as a lookup)
+            since = now - _ON_ITS_WAY_S
+        sent = self._memory.matched(instance.id, found.blocks, since=since, now=now)
+        return sent if sent > size else size, source
+
+    def _ids(self, member: Member, ask: RoutingHints, prompt: TokenPrompt) -> int | None:
+        """Return how many bytes of a prompt of token ids an engine has by its events; None: they are not known."""
+        adapters = member.facts.adapters
+        if self._index is None or adapters is None:  # until its first probe
+            return None
+        tokens = self._index.cached(member.instance.id, prompt, ask.model if ask.model in adapters else None)
+        return None if tokens is None else len(ask.prompt) * tokens // prompt.count
 
     def _tokens(self, instance: Instance, ask: RoutingHints, found: FoundMatches) -> int | None:
         """Return how many tokens of the prompt an engine has by its own events, looked up once."""
@@ -157,7 +172,14 @@ class Caches:
         return known.held[instance.id]
 
     def _by_events(
-        self, instance: Instance, ask: RoutingHints, found: FoundMatches, *, since: float, is_there: bool
+        self,
+        instance: Instance,
+        ask: RoutingHints,
+        found: FoundMatches,
+        known: KnownPrefix,
+        *,
+        since: float,
+        is_there: bool,
     ) -> tuple[int | None, CacheSource]:
         """Return how many bytes of a text an engine has by its events; None: by what was sent alone.
 
@@ -167,9 +189,6 @@ class Caches:
         tokens = self._tokens(instance, ask, found)
         if tokens is None:
             return None, _SENT
-        known = self._prefix(ask)
-        if known is None:
-            return None, _SENT
         if known.is_all:
             return known.size * tokens // known.tokens.count, _EVENTS
         held = known.held.get(instance.id)
@@ -177,7 +196,7 @@ class Caches:
             return None, _SENT
         if not held.is_whole:
             return known.size * tokens // known.count, _EVENTS
-        sent = self._memory.matched(instance.id, ask.blocks, since=since, now=found.at, is_there=is_there)
+        sent = self._memory.matched(instance.id, found.blocks, since=since, now=found.at, is_there=is_there)
         if not known.has_media:
             behind = held.beyond + known.count - held.tokens
             sent = min(sent, known.size + int(behind * max(_TOKEN_BYTES, _SLACK * known.byte_share)))
@@ -192,10 +211,18 @@ class Caches:
     def sent(self, instance: Instance, ask: RoutingHints, /) -> None:
         """The request goes to an engine."""
         if (member := self._registry.get(instance.id)) is not None:
-            now = self._clock()
-            self._memory.sent(instance.id, ask.blocks, since=member.life.cache_since, now=now)
-            if self._known is not None and (known := self._prefix(ask)) is not None:
-                self._known.used(known, now=now)
+            now, found, memory = self._clock(), ask.found, self._memory
+            if found is not None and found.told != memory.changes:
+                found = None  # it is out of date
+            memory.sent(instance.id, ask.blocks, since=member.life.cache_since, now=now)
+            if found is not None:  # what other engines have is as it was
+                found.told = memory.changes
+                found.there.pop(instance.id, None)
+                found.coming.pop(instance.id, None)
+            if self._known is not None:
+                known = self._prefix(ask) if found is None else found.known
+                if known is not None:
+                    self._known.used(known, now=now)
 
     def answered(self, instance: Instance, ask: RoutingHints, answer: int) -> None:
         """A decode engine has answered with so many bytes."""

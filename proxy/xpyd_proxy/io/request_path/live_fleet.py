@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from xpyd_proxy.io.request_path.engine_costs import EngineCosts
 
 _PREFILL: Final = Role.PREFILL
+_DECODE: Final = Role.DECODE
 _OURS: Final = "xpyd"  # an engine's metrics show which connector it has
 _FAR: Final = 0.5  # of what was expected in a cache: with less the engine has evicted it; blocks are whole ones
 _BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)
@@ -51,7 +52,7 @@ class Loads:
     def of(self, instance: Instance) -> float:
         """Return a number that is higher the busier an engine is."""
         member = self._registry.get(instance.id)
-        return 0.0 if member is None else member.load.score(now=self._clock())
+        return 0.0 if member is None else member.load.score(self._clock())
 
 
 class LiveFleet:
@@ -143,7 +144,7 @@ class LiveFleet:
 
     def any_pair(self, ask: RoutingHints = ANY, /, *, may_be_alone: bool = False) -> Chosen:
         """Choose among all engines that are usable, as ``pair`` does. Raises as ``usable`` and ``pair`` do."""
-        pair = self._pairs.calm(ask, now=self._clock(), may_be_alone=may_be_alone)
+        pair = self._pairs.calm(ask, self._clock(), may_be_alone=may_be_alone)
         if pair is None:
             decodes = self.usable(Role.DECODE)
             pair = self.pair(self.usable(Role.PREFILL), decodes, ask, may_be_alone=may_be_alone)
@@ -163,6 +164,11 @@ class LiveFleet:
     ) -> tuple[SingleEngineReason | None, int]:
         """Say why one engine serves a small prompt alone, and how many bytes of it that one has (PairSelector)."""
         return self._pairs.small(decode, ask, least)
+
+    def any_small(self, ask: RoutingHints, least: int, /) -> tuple[SingleEngineReason | None, int]:
+        """Say the same with all decode engines that are usable. Raises as ``usable`` and ``small`` do."""
+        alone = self._pairs.calm_alone(ask, self._clock())
+        return self._pairs.small(self.usable(_DECODE) if alone is None else alone, ask, least, alone=alone)
 
     def is_faster_alone(self, decode: Sequence[Instance], ask: RoutingHints, /) -> bool:
         """Tell whether the engine that ``one`` returns next is expected to serve a prompt faster than two engines."""
@@ -199,8 +205,12 @@ class LiveFleet:
 
     def answered(self, instance: Instance, request: RequestId, _seconds: float, /) -> None:
         """It has a good answer."""
+        self.all_answered(instance, (request,))
+
+    def all_answered(self, instance: Instance, requests: Sequence[RequestId], /) -> None:
+        """An engine has given some good answers."""
         if (member := self.registry.get(instance.id)) is not None:
-            member.life.succeeded(request, now=self._clock())
+            member.life.all_succeeded(requests, self._clock())
             mode = MODES.get(self._learned.state(instance.id)) if instance.role is _PREFILL else None
             if mode is not None and mode is not member.facts.mode:
                 self.registry.learn(instance.id, EngineCapabilities(mode=mode))

@@ -199,11 +199,11 @@ class Telemetry:
         engine.answered.append(seconds)
         engine.at = at
 
-    def leg_over(self, instance: Instance, answered_s: float, seconds: float, at: float) -> None:
-        """A leg is over whose engine gave a good answer so long after it was asked."""
+    def legs_over(self, instance: Instance, answered_s: list[float], over_s: list[float], at: float) -> None:
+        """Good legs of an engine were answered, and were over, so long after they were sent."""
         engine = self._engine(instance)
-        engine.answered.append(answered_s)
-        engine.over.append(seconds)
+        engine.answered += answered_s
+        engine.over += over_s
         engine.at = at
 
     def leg_ended(

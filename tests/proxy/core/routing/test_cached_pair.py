@@ -166,7 +166,10 @@ class Calm(RuleBasedStateMachine):
 
     def one(self, side, ask, least, answered):
         decodes = side.fleet.usable(Role.DECODE)
-        reason, cached = side.fleet.small(decodes, ask, least)
+        if side is self.quick:
+            reason, cached = side.fleet.any_small(ask, least)
+        else:
+            reason, cached = side.fleet.small(decodes, ask, least)
         chosen = side.fleet.one(decodes, ask)
         assert chosen in decodes
         has = side.caches.matched(chosen, ask, is_there=True)
@@ -320,6 +323,22 @@ def test_no_look_is_needed_until_something_changes():
     side.fleet.any_pair()
     side.registry.learn(InstanceId("prefill-0"), EngineCapabilities(version="1"))  # nothing new
     assert side.pairs.calm(RoutingHints()) is not None
+
+
+def test_who_may_serve_alone_is_remembered_with_the_pairs():
+    """Each request is looked at before it is split; an engine that fits no other one may serve alone, too."""
+    side = fleet()
+    lonely = side.registry.add(Role.DECODE, Address("http", "h", 9), facts=EngineCapabilities(version="2"))
+    for member in side.registry.members()[:2]:
+        side.registry.learn(member.instance.id, EngineCapabilities(version="1"))
+    assert side.pairs.calm_alone(RoutingHints(), 0.0) is None
+
+    side.fleet.any_pair()
+
+    assert side.pairs.calm_alone(RoutingHints(), 0.0) == list(side.fleet.usable(Role.DECODE))
+    assert lonely in side.pairs.calm_alone(RoutingHints(), 0.0)
+    assert side.pairs.calm_alone(RoutingHints(rank=0), 0.0) is None
+    assert side.pairs.calm_alone(RoutingHints(model="a"), 0.0) is None
 
 
 def test_a_choice_is_remembered_until_time_changes_it():

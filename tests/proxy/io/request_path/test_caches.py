@@ -226,6 +226,21 @@ def test_what_was_found_for_a_request_holds_until_another_one_is_sent(role):
     assert ask.found is not found
 
 
+def test_what_other_engines_have_holds_when_a_request_is_sent_to_one():
+    """Its other engine is chosen next."""
+    world = World()
+    _, ask = world.request(chat(LONG))
+    one, other = world.fleet.known(Role.PREFILL)
+    caches = world.fleet.caches
+    assert caches.matches((one, other), ask) == [0, 0]
+    found = ask.found
+
+    caches.sent(one, ask)
+
+    assert caches.matches((one, other), ask) == [ask.blocks.ends[-1], 0]
+    assert ask.found is found
+
+
 def test_what_was_found_for_a_request_ends_with_an_event():
     """What an engine stores or evicts meanwhile counts at once."""
     world = World()

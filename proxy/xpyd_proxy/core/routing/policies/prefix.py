@@ -32,18 +32,26 @@ class Prefix:
         self._otherwise = otherwise
         self._caches = caches
         self._notes = notes
+        # Of the request that ``cached`` was asked for last: the engines it was to choose from, and the best of them.
+        self._latest: tuple[RoutingHints, Sequence[Instance], Sequence[Instance]] | None = None
 
     def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine with the longest match that has room."""
-        best = self._best(among, ask)
+        latest, self._latest = self._latest, None
+        best: Sequence[Instance] = ()
+        if latest is not None and latest[0] is ask and latest[1] == among:
+            best = latest[2]
+        best = best or self._best(among, ask)
         chosen = best[0] if len(best) == 1 else self._otherwise.one(best, ask)
         if self._notes and ask.prompt:
             self._caches.sent(chosen, ask)
         return chosen
 
     def cached(self, among: Sequence[Instance], ask: RoutingHints) -> int:
-        """Return how many bytes of the prompt the engine has that would be chosen, whichever of equals it is."""
-        return min(self._caches.matches(self._best(among, ask), ask, is_there=True))
+        """Return how many bytes of the prompt the engine has that ``one`` returns next, whichever of equals it is."""
+        best = self._best(among, ask)
+        self._latest = ask, among, best
+        return min(self._caches.matches(best, ask, is_there=True))
 
     def holders(self, among: Sequence[Instance], ask: RoutingHints) -> Sequence[Instance]:
         """List the engines that would be chosen for what they have in their cache; none, if that decides nothing."""

@@ -8,11 +8,12 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from support.clock import Clock
 from support.sim import InMemory, router, sims
 from xpyd_proxy.app import build
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
+from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
 WEIGHING = Settings(
@@ -43,6 +44,24 @@ async def metrics(client):
     return {
         line.split(" ")[0]: float(line.split(" ")[1]) for line in text.splitlines() if line.startswith("xpyd_instance_")
     }
+
+
+class TimedSim(Sim):
+    """An engine that takes so many seconds of the router's clock for each request, however busy the machine is."""
+
+    def __init__(self, role, clock, seconds):
+        super().__init__(role)
+        self._clock, self._seconds = clock, seconds
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http" and scope["method"] == "POST":
+            self._clock.now += self._seconds
+        await super().__call__(scope, receive, send)
+
+
+def timed(clock, **seconds):
+    """Engines by their names, and how long each takes."""
+    return {name: TimedSim("prefill" if name[0] == "p" else "decode", clock, took) for name, took in seconds.items()}
 
 
 def queued(found):
@@ -86,8 +105,9 @@ async def test_what_it_has_learned_is_in_the_metrics():
 
 async def test_a_slow_engine_gets_less():
     """By what its legs take."""
-    engines = {**sims(2, 1), "p0": sims(1, 1, prefill_s=0.05)["p0"], "p1": sims(1, 1, prefill_s=0.005)["p0"]}
-    async with router(engines, WEIGHING) as client:
+    clock = Clock()
+    engines = timed(clock, p0=0.05, p1=0.005, d0=0.001)
+    async with router(engines, WEIGHING, clock) as client:
         for number in range(40):
             await turn(client, [{"role": "user", "content": f"{number} {LONG}"}])
 
@@ -97,8 +117,8 @@ async def test_a_slow_engine_gets_less():
 @pytest.mark.parametrize("itl_s", [0.0, 10.0])
 async def test_a_decode_engine_serves_what_it_has_alone_only_where_it_may(itl_s):
     """The prefill engine takes 50 ms for anything, and the pause that streams may have decides."""
-    engines = sims(1, 1, prefill_s=0.05)
-    async with router(engines, replace(WEIGHING, max_decode_itl_s=itl_s)) as client:
+    clock = Clock()
+    async with router(timed(clock, p0=0.05, d0=0.001), replace(WEIGHING, max_decode_itl_s=itl_s), clock) as client:
         messages = [{"role": "user", "content": LONG}]
         timings = [await turn(client, messages) for _ in range(4)]
         question = {"path": Api.CHAT, "body": {"model": "sim", "messages": messages}}
@@ -113,8 +133,9 @@ async def test_a_decode_engine_serves_what_it_has_alone_only_where_it_may(itl_s)
 
 async def test_a_turn_whose_engine_is_gone_is_routed_anew():
     """Another decode engine has nothing of the conversation: what was expected of the first one says nothing of it."""
-    engines = sims(1, 2, prefill_s=0.05)
-    network = InMemory(engines)
+    clock = Clock()
+    engines = timed(clock, p0=0.05, d0=0.001, d1=0.001)
+    network = InMemory(engines, clock)
     settings = replace(
         WEIGHING, max_decode_itl_s=10.0, prefill=("p0:80",), decode=("d0:80", "d1:80"), allowed_hosts=("*",)
     )

@@ -121,7 +121,7 @@ def test_secrets_are_no_options():
     """They would stand in ps, or in a file that is shown around; and no settings object prints them."""
     fields = {field.name: field for field in dataclasses.fields(Settings)}
 
-    assert {*SECRETS} == {"admin_key", "prefill_api_key", "decode_api_key", "cache_salt_secret"}
+    assert {*SECRETS} == {"admin_key", "prefill_api_key", "decode_api_key", "cache_salt_secret", "peer_secret"}
     assert not SECRETS.keys() & OPTIONS.keys()
     assert not any(fields[name].repr for name in SECRETS)
 

@@ -20,9 +20,9 @@ def test_sixteen_routers_queue_as_one_with_power_of_two(delay_s):
 
 @pytest.mark.parametrize("routers", [2, 16])
 def test_several_routers_come_close_to_one_queue_for_all_engines(routers):
-    """Least loaded: one router waits 2 % of a prefill, several less than 5 %."""
+    """Least loaded: one router waits 2 % of a prefill, several less than 10 %; without the exchange, over 40 %."""
     assert mean(1, "least_loaded") < 0.04 * SERVICE_S * 1e3
-    assert mean(routers, "least_loaded", delay_s=0.0005, exchanges=True) < 0.05 * SERVICE_S * 1e3
+    assert mean(routers, "least_loaded", delay_s=0.0005, exchanges=True) < 0.1 * SERVICE_S * 1e3
 
 
 def test_without_the_exchange_reports_of_engines_do_not_help():

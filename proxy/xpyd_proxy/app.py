@@ -412,6 +412,7 @@ def _discovery(
     if pods:
         cluster, seen = Cluster.around(settings.kubernetes_namespace), Pods(reconciler)
         if pool is not None:
+            cluster.tls()  # raises ConfigError now: the clients are made later
             label = settings.slice_label
             source = PoolSource(
                 lambda: Kubernetes(cluster), pool, seen, slice_label=label, clock=clock, chance=random.random

@@ -23,6 +23,7 @@ from xpyd_proxy.core.routing.group_weights import BOUND, GroupShare, Shares
 
 SliceOf: TypeAlias = Callable[[Instance], str | None]
 _LEAST: Final = 1e-9
+_WITHOUT: Final = "-"  # the name of those without a slice: no label is like that
 _MOST_REASONS: Final = 4096
 _LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED})
 _WELL: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
@@ -57,7 +58,10 @@ class _Room:
 
 
 def divide_by_slice(shares: Shares, slice_of: SliceOf) -> Shares:
-    """Divide the shares of pairs once more, so that both engines are of one slice as far as that is fair."""
+    """Divide the shares of pairs once more, so that both engines are of one slice as far as that is fair.
+
+    A group in which not all engines fit stays whole: in it each pair is looked at.
+    """
     found = list[GroupShare]()
     for share in shares.all:
         found.extend([share] if share.alone or not share.group.all_fit else _divided(share, slice_of))
@@ -108,7 +112,7 @@ def _slices(group: CompatibleGroup, slice_of: SliceOf) -> Sequence[_Slice]:
             name = slice_of(instance)
             part = found.get(name)
             if part is None:
-                part = found[name] = _Slice(name or "none")
+                part = found[name] = _Slice(name or _WITHOUT)
             (part.prefill if is_prefill else part.decode).append(instance)
     return list(found.values())
 

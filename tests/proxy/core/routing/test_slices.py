@@ -359,6 +359,19 @@ def test_the_status_page_shows_what_crosses():
     }
 
 
+def test_engines_without_a_slice_are_one_of_their_own():
+    """Also beside a slice that an operator calls none: sessions go to both in proportion."""
+    world = World(PREFER, PolicyName.SESSION).fill(none=(1, 1))
+    for role in Role:
+        world.add(role)
+    chosen = Counter()
+    for number in range(200):
+        chosen += world.chosen(1, RoutingHints(session=f"session {number}"))
+
+    assert set(chosen) == {("none", "none"), (None, None)}
+    assert 60 < chosen["none", "none"] < 140
+
+
 def test_an_engine_on_trial_without_a_partner_lets_no_revisions_meet():
     """It waits for its trial, and no engine fits it: the others choose as if it were not there."""
     world = World(SlicePairing.OFF)

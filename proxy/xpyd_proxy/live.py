@@ -91,8 +91,11 @@ def check(settings: Settings) -> None:
             "kv_events is auto, and no policy asks for it: write prefill_policy or decode_policy prefix, "
             "or both expected_ttft"
         )
-    if settings.max_decode_itl_s and PolicyName.EXPECTED_TTFT not in policies:
-        raise ConfigError("max_decode_itl_s needs the policy expected_ttft: no other knows what a prompt costs")
+    if settings.max_decode_itl_s and settings.decode_policy not in _BY_CACHE:
+        raise ConfigError(
+            "max_decode_itl_s needs decode_policy expected_ttft or prefix: no other knows what decode engines have to "
+            "compute of a prompt"
+        )
 
 
 def addresses_of(settings: Settings) -> _Addresses:

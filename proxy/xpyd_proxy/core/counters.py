@@ -88,6 +88,7 @@ class Counters:
     transfers: Counter[Key] = field(default_factory=Counter)  # decode instance, Arrival
     transfers_missing: Counter[Key] = field(default_factory=Counter)  # decode instance
     cache_misses: Counter[Key] = field(default_factory=Counter)  # decode instance
+    lone_prompts_bound: Counter[Key] = field(default_factory=Counter)  # BoundOutcome of core/routing/alone_bound.py
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
     # by result, of files that have changed

@@ -161,6 +161,8 @@ class _Collector:
         yield from _counter("xpyd_kv_transfers_missing", text, ("instance",), seen.transfers_missing)
         text = "Prompts that a decode engine computed alone, because most of them had been in its cache before."
         yield from _counter("xpyd_prompt_cache_misses", text, ("instance",), seen.cache_misses)
+        text = "Prompts that a decode engine has nearly all of, and left to others for the sake of its streams."
+        yield from _counter("xpyd_lone_prompts_bound", text, ("outcome",), seen.lone_prompts_bound)
         text = "Requests of which the two engines made different prompts: their answers are not to be trusted."
         yield from _counter("xpyd_prompt_mismatches", text, ("prefill", "decode"), seen.mismatches)
 

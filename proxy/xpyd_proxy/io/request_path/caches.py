@@ -101,7 +101,7 @@ class Caches:
                 if is_there:
                     return size, source
                 since = max(since, now - _ON_ITS_WAY_S)
-                return max(size, self._memory.matched(instance.id, ask.blocks, since=since, now=now)), source
+                return max(size, self._memory.on_its_way(instance.id, ask.blocks, since=since, now=now)), source
         sent = self._memory.matched(instance.id, ask.blocks, since=since, now=now, is_there=is_there)
         return sent, _SENT
 
@@ -196,6 +196,11 @@ class Caches:
             self._memory.sent(instance.id, ask.blocks, since=member.life.cache_since, now=now)
             if self._known is not None and (known := self._prefix(ask)) is not None:
                 self._known.used(known, now=now)
+
+    def arrived(self, instance: Instance, ask: RoutingHints) -> None:
+        """A prefill engine has answered: it has the prompt, and its events tell for how long."""
+        if ask.prompt and self._registry.get(instance.id) is not None:
+            self._memory.arrived(instance.id, ask.blocks, now=self._clock())
 
     def answered(self, instance: Instance, ask: RoutingHints, answer: int) -> None:
         """A decode engine has answered with so many bytes."""

@@ -12,6 +12,7 @@ from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.prompt_blocks import PromptBlocks
 
 ENTRIES_MOST: Final = 100_000  # of all prompts and engines: about 30 MB
+_EVENTS_S: Final = 0.25  # for so long an engine's events may come later than its answer
 _Key: TypeAlias = tuple[InstanceId, int]
 
 
@@ -90,10 +91,10 @@ class PromptMemory:
     def on_its_way(self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float) -> int:
         """Return how many bytes of a prompt an engine will have once it has computed what it was sent; 0: nothing new.
 
-        What has arrived does not count: it may be gone again.
+        What has arrived counts for a moment, until the engine's events tell of it; later it may be gone again.
         """
         low, found = self._deepest(engine, blocks, max(since, now - self._lifetime_s), is_there=False)
-        return 0 if found is None or found.is_there else blocks.ends[low - 1]
+        return 0 if found is None or (found.is_there and now > found.at + _EVENTS_S) else blocks.ends[low - 1]
 
     def matched(
         self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float, is_there: bool = False

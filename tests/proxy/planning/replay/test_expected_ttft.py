@@ -135,8 +135,9 @@ def test_conversations_are_served_where_they_are_cached_while_caches_evict_and_t
 
 
 def test_what_a_prefill_engine_has_evicted_is_not_believed_to_be_there():
-    """Its events tell, from its answer on; before that its prompt is on its way, and counts."""
-    router = ReplayRouter("expected_ttft", (1, 1), Trace(32, short_chats(1, 1.0).turns), lambda: 0.0, 0, kv_events=True)
+    """Its events tell, from a moment behind its answer on; before that its prompt is on its way, and counts."""
+    now = [0.0]
+    router = ReplayRouter("expected_ttft", (1, 1), short_chats(1, 1.0), lambda: now[0], 0, kv_events=True)
     events = router.events("prefill-0")
     prefill, _ = router.choose(0)
     ask = RoutingHints(prompt=router._trace.ids(1))
@@ -149,4 +150,5 @@ def test_what_a_prefill_engine_has_evicted_is_not_believed_to_be_there():
     assert caches.matched(prefill, ask) > 900
     for name in reversed(range(8)):
         events.removed(name)
+    now[0] = 1.0
     assert caches.matched(prefill, ask) == 0

@@ -186,7 +186,10 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
         spans=traces,
     )
-    fleet.later, telemetry.legs_under_way, telemetry.stepped = telemetry.later, requests.engines_of_legs, fleet.stepped
+    (fleet.later, fleet.bounds), (telemetry.legs_under_way, telemetry.stepped) = (
+        (telemetry.later, telemetry.counters.lone_prompts_bound),
+        (requests.engines_of_legs, fleet.stepped),
+    )
     checks = HttpChecks(
         timeout_s=settings.health_check_timeout_s,
         headers=lambda role: outbound.headers(role, ()),

@@ -104,8 +104,11 @@ def check(settings: Settings) -> None:
         )
     if settings.kubernetes_selector is not None and settings.kubernetes_inference_pool is not None:
         raise ConfigError("kubernetes_inference_pool has a selector of its own: leave out kubernetes_selector")
-    if settings.max_decode_itl_s and PolicyName.EXPECTED_TTFT not in policies:
-        raise ConfigError("max_decode_itl_s needs the policy expected_ttft: no other knows what a prompt costs")
+    if settings.max_decode_itl_s and settings.decode_policy not in _BY_CACHE:
+        raise ConfigError(
+            "max_decode_itl_s needs decode_policy expected_ttft or prefix: no other knows what decode engines have to "
+            "compute of a prompt"
+        )
 
 
 def check_admin_port(settings: Settings) -> None:

@@ -212,9 +212,11 @@ class Settings:
     slice_pairing: SlicePairing = ENGINES.option(SlicePairing.OFF,
         "whether both engines of a request must have the same xpyd.io/slice")
     min_split_new_bytes: SomeBytes = ENGINES.option(0,
-        "a prompt of whose JSON the decode engine lacks fewer bytes is served by it alone", live=True)
+        "a prompt of whose JSON the decode engine lacks fewer bytes is served by it alone, up to so many at a time",
+        live=True)
     max_decode_itl_s: SomeSeconds = ENGINES.option(0.0,
-        "expected_ttft: longest pause in its streams for which a decode engine serves a prompt alone; 0: it never does")
+        "longest pause in its streams for which a decode engine serves a prompt alone; 0: expected_ttft never does, "
+        "unless it is a short one")
     prefix_lifetime_s: Seconds = ENGINES.option(1800.0,
         "time without use after which the policies prefix and expected_ttft forget what an engine has cached")
     kv_events: KvEvents = ENGINES.option(KvEvents.OFF,

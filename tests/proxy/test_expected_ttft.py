@@ -176,6 +176,35 @@ async def test_a_short_new_part_goes_to_the_decode_engine_by_the_plain_threshold
         timings = [await turn(client, messages) for _ in range(4)]
 
     assert ['reason;desc="cached_prompt"' in timing for timing in timings] == [False, True, True, True]
+    assert all(map(EXPECTED.search, timings)), timings
+
+
+async def test_a_request_that_is_sent_again_shows_what_was_expected_of_its_last_engines():
+    """Both legs went out once more."""
+    engines = sims(2, 1)
+    async with router(engines, WEIGHING) as client:
+        for name in ("p0", "p1"):
+            engines[name].inject(SimulatedFault(FaultKind.STATUS, status=500, times=1))
+        timings = [await turn(client, [{"role": "user", "content": f"{number} {LONG}"}]) for number in range(4)]
+
+    assert sum("retry;" in timing for timing in timings) in (1, 2)
+    assert all(map(EXPECTED.search, timings)), timings
+
+
+async def test_a_decode_engine_whose_turn_it_is_alone_in_a_rollout_shows_what_was_expected():
+    """Four old ones have one prefill engine left, and the other three are new, with one decode engine."""
+    names = {"p0": 1, "p1": 2, "p2": 2, "p3": 2, "d0": 2, "d1": 1, "d2": 1, "d3": 1, "d4": 1}
+    async with router(sims(4, 5), WEIGHING) as client:
+        for row in (await client.get("/instances", headers=KEY)).json()["instances"]:
+            await client.post("/instances/remove", json={"id": row["id"]}, headers=KEY)
+        for name, revision in names.items():
+            role = "prefill" if name[0] == "p" else "decode"
+            told = {"type": role, "instance": f"{name}:80#revision={revision}"}
+            assert (await client.post("/instances/add", json=told, headers=KEY)).status_code == 200
+        timings = [await turn(client, [{"role": "user", "content": f"{number} {LONG}"}]) for number in range(12)]
+
+    assert any('reason;desc="few_matching_engines"' in timing for timing in timings)
+    assert all(map(EXPECTED.search, timings)), timings
 
 
 async def ask(client, number):

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from support.clock import Clock
-from support.sim import InMemory, router, sims
+from support.sim import InMemory, Sim, router, sims
 from xpyd_proxy.app import build
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.settings import PolicyName, Settings
@@ -228,3 +228,95 @@ async def test_explain_shows_what_is_cached_and_leaves_no_trace():
     assert found["min_split_new_bytes"] == 400
     assert [said["cached_bytes"] for said in unknown] == [{}, {}]
     assert unknown[0]["rule"] == "prefill first, then decode"
+
+
+QUESTION = "a question of a part of the bytes " * 7
+
+
+class Gated(Sim):
+    """A decode engine before which requests wait while its gate is closed."""
+
+    def __init__(self):
+        super().__init__("decode")
+        self.gate, self.came = asyncio.Event(), 0
+        self.gate.set()
+
+    async def __call__(self, scope, receive, send):
+        self.came += 1
+        await self.gate.wait()
+        await super().__call__(scope, receive, send)
+
+    async def until_come(self, count):
+        """Wait until so many more requests have come."""
+        count += self.came
+        async with asyncio.timeout(30):
+            while self.came < count:
+                await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("policy", [PolicyName.PREFIX, PolicyName.EXPECTED_TTFT])
+async def test_a_decode_engine_computes_no_more_than_the_threshold_at_a_time(policy):
+    """Its streams wait for all prompts of a step: the second one is split, and an operator sees how often."""
+    gated = Gated()
+    engines = sims(1, 0) | {"d0": gated}
+    settings = replace(STICKY, prefill_policy=policy, decode_policy=policy)
+    async with router(engines, settings) as client:
+        chats = [Chat(client, f"{number} {LONG}", streams=True) for number in range(2)]
+        for chat in chats:
+            await chat.turn()
+        gated.gate.clear()
+        turns = asyncio.gather(*(chat.turn(QUESTION) for chat in chats))
+        await gated.until_come(2)
+        gated.gate.set()
+        timings = await turns
+        metrics = (await client.get("/metrics")).text
+
+    assert sorted(map(is_alone, timings)) == [False, True]
+    assert 'xpyd_lone_prompts_bound_total{outcome="split"} 1.0' in metrics
+
+
+async def test_one_after_the_other_is_no_more_than_the_threshold():
+    """What has its first token is computed."""
+    async with router(sims(), STICKY) as client:
+        chat = Chat(client, streams=True)
+        await chat.turn()
+        timings = [await chat.turn(QUESTION) for _ in range(3)]
+
+    assert all(map(is_alone, timings))
+
+
+async def test_explain_shows_what_a_decode_engine_computes_alone_and_what_follows():
+    """While it does."""
+    gated = Gated()
+    engines = sims(1, 0) | {"d0": gated}
+    async with router(engines, STICKY) as client:
+        chat = Chat(client, streams=True)
+        await chat.turn()
+        more = [*chat.messages, {"role": "user", "content": QUESTION}]
+        question = {"path": Api.CHAT.value, "body": {"model": "sim", "messages": more}}
+        quiet = (await client.post("/instances/explain", json=question, headers=KEY)).json()
+        gated.gate.clear()
+        turn = asyncio.create_task(chat.turn(QUESTION))
+        await gated.until_come(1)
+        busy = (await client.post("/instances/explain", json=question, headers=KEY)).json()
+        gated.gate.set()
+        await turn
+
+    assert (quiet["rule"], quiet["lone_prompt_bound"], quiet["lone_prompt_bytes"]) == (
+        "single: cached_prompt",
+        None,
+        {},
+    )
+    assert (busy["rule"], busy["lone_prompt_bound"]) == ("prefill first, then decode", "split")
+    assert 200 < busy["lone_prompt_bytes"]["decode-0"] < 400
+
+
+@pytest.mark.parametrize(("itl_s", "alone"), [(10.0, [True] * 3), (1e-9, [False] * 3)])
+async def test_measured_times_bound_what_decode_engines_serve_alone_with_prefix_too(itl_s, alone):
+    """However few bytes are new."""
+    async with router(sims(1, 1, prefill_s=0.01), replace(STICKY, max_decode_itl_s=itl_s)) as client:
+        chat = Chat(client, streams=True)
+        await chat.turn()
+        timings = [await chat.turn() for _ in alone]
+
+    assert [is_alone(timing) for timing in timings] == alone

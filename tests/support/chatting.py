@@ -14,6 +14,7 @@ from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import Api, GenerationRequest, Role
 from xpyd_proxy.core.protocol.kv_event_stream import read_batch
 from xpyd_proxy.core.raw_json import Fields, decode
+from xpyd_proxy.core.routing.alone_bound import AloneBound
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.prefix import Prefix
@@ -102,7 +103,8 @@ class World:
         else:
             load = Loads(registry, self._time).of
             prefill, decode = (Prefix(load, LeastLoaded(load), Omniscient(self)) for _ in Role)
-            pairs = PairSelector(registry, PolicyPerLeg(prefill, decode, decode_first=True), decode.cached)
+            choice = PolicyPerLeg(prefill, decode, decode_first=True)
+            pairs = PairSelector(registry, choice, decode, AloneBound(registry, self._time))
             self.fleet = LiveFleet(registry, pairs, learned, self._time)
         self.told()
 

@@ -151,6 +151,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
             "prefill_body": None if found.prefill_body is None else msgspec.Raw(found.prefill_body),
             "decode_body": msgspec.Raw(found.decode_body),
             **admin.explainer.terms(call),
+            "lone_prompt_bound": found.bound,
             "expected_ms": None if found.expected is None else found.expected.milliseconds,
         }  # the bodies in it are the bytes that engines would get
         return Response(msgspec.json.encode(answer), media_type="application/json")

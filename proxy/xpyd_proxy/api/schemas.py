@@ -171,6 +171,13 @@ class ExplainResponse(BaseModel):
         "what was sent to it), sent"
     )
     min_split_new_bytes: int
+    lone_prompt_bytes: dict[str, int] = Field(
+        description="New bytes of prompts that decode engines compute alone now, of those that do"
+    )
+    lone_prompt_bound: Literal["moved", "split"] | None = Field(
+        description="Whether a decode engine that has nearly all of the prompt leaves it to another one (moved) or to "
+        "a prefill engine (split), because its streams would wait for too long"
+    )
     expected_ms: dict[str, float] | None = Field(
         description="Milliseconds that the request is expected to wait for its first token, by term (expected_ttft)"
     )

@@ -119,6 +119,9 @@ def _explain(router: RouterClient, args: argparse.Namespace) -> str:
         crossing = f" ({found['slice_crossing']})" if found.get("slice_crossing") else ""
         lines.append(f"slices:   {found['prefill_slice'] or '-'} and {found['decode_slice'] or '-'}{crossing}")
     lines.append(f"prompt:   {found['prompt_bytes']} B; alone if D lacks less than {found['min_split_new_bytes']} B")
+    lines += [f"alone:    {name} computes {size} B now" for name, size in found.get("lone_prompt_bytes", {}).items()]
+    if bound := found.get("lone_prompt_bound"):
+        lines.append(f"bound:    {bound}: streams of the decode engine that has most of it would wait for too long")
     by = found.get("cached_known_by", {})
     lines += [
         f"cached:   {size} B at {name}{f', known by {by[name]}' if name in by else ''}"

@@ -90,6 +90,7 @@ class Counters:
     transfers_missing: Counter[Key] = field(default_factory=Counter)  # decode instance
     cache_misses: Counter[Key] = field(default_factory=Counter)  # decode instance
     slice_crossings: Counter[Key] = field(default_factory=Counter)  # CrossingReason
+    lone_prompts_bound: Counter[Key] = field(default_factory=Counter)  # BoundOutcome of core/routing/alone_bound.py
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
     return_kv_legs: Counter[Key] = field(default_factory=Counter)  # named, unknown
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome

@@ -169,6 +169,8 @@ class _Collector:
         yield from self._counted.counter("xpyd_prompt_cache_misses", text, ("instance",), "cache_misses")
         text = "Prefill legs with return_kv, by whether they name a decode engine that has KV of earlier answers."
         yield from self._counted.counter("xpyd_return_kv_legs", text, ("result",), "return_kv_legs")
+        text = "Prompts that a decode engine has nearly all of, and left to others for the sake of its streams."
+        yield from self._counted.counter("xpyd_lone_prompts_bound", text, ("outcome",), "lone_prompts_bound")
         text = "Requests of which the two engines made different prompts: their answers are not to be trusted."
         yield from self._counted.counter("xpyd_prompt_mismatches", text, ("prefill", "decode"), "mismatches")
 

@@ -160,6 +160,8 @@ class Attempt(LegOwner):
             self._slot = None
         else:
             of.fleet.enter(instance, self.id)
+        if of.fleet.remembers and self.prefill is None:
+            of.fleet.computes(instance, self.id, plan.ask)
         if of.fleet.costs is not None:
             self._note_sent(of.fleet.costs, leg)
         try:
@@ -228,9 +230,14 @@ class Attempt(LegOwner):
         if retries.avoided:
             ask = ask.once_more()
         chosen = fleet.one(retries.among(among), ask)
-        if fleet.costs is not None and (expected := fleet.costs.take_expected(ask)) and self.prefill is None:
-            self._expected = expected
+        self.take_expected()
         return chosen
+
+    def take_expected(self) -> None:
+        """Keep what was expected of the engine that was just chosen to serve the request alone."""
+        costs = self._of.fleet.costs
+        if costs is not None and (expected := costs.take_expected(self._plan.ask)) and self.prefill is None:
+            self._expected = expected
 
     def others(self, failed: Instance, lent_by: PrefillLeg | None) -> Sequence[Instance]:
         """List the engines that may get the decode leg of one that could not be reached.
@@ -314,8 +321,8 @@ class Attempt(LegOwner):
         if self._shows_token:
             leg.first = of.handovers.first_token(call, leg.instance.id, handover, body, shows=leg.shows)
         leg.answered_s = _note_time(leg, came)
-        if of.fleet.costs is not None:
-            of.fleet.costs.answered(leg.instance, self.id, self._plan.ask, handover.counted)
+        if of.fleet.caches is not None:
+            of.fleet.prefilled(leg.instance, self.id, self._plan.ask, handover.counted)
         if self.retries.accused:
             self._blame(leg.instance)
         leg.handed_over_at, leg.handover = came, handover
@@ -371,6 +378,8 @@ class Attempt(LegOwner):
         if self.retries.accused:
             self._blame(leg.instance)
         if leg.lines is not None:
+            if of.fleet.remembers:
+                of.fleet.computed(leg.instance, self.id)
             if of.fleet.costs is not None:
                 of.fleet.costs.answered(leg.instance, self.id, self._plan.ask, None)
             self._time_tokens(leg, now)

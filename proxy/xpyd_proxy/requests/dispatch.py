@@ -144,6 +144,7 @@ class Dispatch:
             attempt.body = single_body = [encode(call.fields)]
             if pair is not None:
                 record.single_reason = SingleEngineReason.FEW_MATCH
+                attempt.take_expected()
                 return pair
         attempt.body = single_body
         return None, attempt.one(fleet.usable(_DECODE))

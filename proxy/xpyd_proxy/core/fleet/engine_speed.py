@@ -3,6 +3,7 @@
 Tokens are estimates: those of a prompt that an engine has not cached. Times are seconds of a clock that only rises.
 """
 
+from math import log
 from typing import Final
 
 from xpyd_proxy.core.model import RequestId
@@ -11,6 +12,10 @@ _KEPT: Final = 0.97  # of the weight of what was measured before, with each meas
 _HALF_LIFE_S: Final = 60.0  # an engine that gets nothing is believed to be like the others again
 _RECENT_S: Final = 30.0  # half-life of what was sent lately
 _PER_S: Final = 0.6931 / _RECENT_S  # of that, what was sent in a second
+_ALIKE: Final = (
+    0.4  # engines of a role are taken to differ by about this part: what is noisier does not tell them apart
+)
+_USUAL: Final = 0.02  # mean square of relative errors, before there are enough of them
 _FAR: Final = 4.0  # a measurement counts as at most so many times what was expected, and at least that part of it
 _SURE: Final = 3.0  # measurements from which on one is called far off
 _SMALL: Final = 200.0  # tokens, or streams, that take about as long as a step without any
@@ -41,12 +46,14 @@ class LineFit:
     lasting change does within a few.
     """
 
-    __slots__ = ("_at", "_squares", "_sum", "_sum_x", "_sum_xy", "_sum_y", "count", "line")
+    __slots__ = ("_at", "_error", "_errors", "_squares", "_sum", "_sum_x", "_sum_xy", "_sum_y", "count", "line")
 
     def __init__(self) -> None:
         self.line: Line | None = None  # None: nothing was measured
         self.count = 0.0  # measurements, faded
         self._at = 0.0
+        self._error = 0.0  # mean of the logarithm of what was measured over what was expected
+        self._errors = _USUAL  # mean square of that
         self._sum = self._sum_x = self._sum_y = self._squares = self._sum_xy = 0.0
 
     def add(self, number: float, seconds: float, prior: Line, now: float) -> None:
@@ -55,6 +62,9 @@ class LineFit:
         expected = max(before.at(number), _LEAST_S)
         if self.count >= _SURE:
             seconds = min(max(seconds, expected / _FAR), expected * _FAR)
+            error = log(max(seconds, _LEAST_S) / expected)
+            self._error += (1.0 - _KEPT) * (error - self._error)
+            self._errors += (1.0 - _KEPT) * (error * error - self._errors)
         kept = _KEPT * self._fading(now)
         weight = 1.0 / ((_SMALL + number) * (_SMALL + number))
         self.count = self.count * kept + 1.0
@@ -67,12 +77,17 @@ class LineFit:
         self.line = self._solved(prior)
 
     def among(self, prior: Line, now: float) -> Line:
-        """Return the line as it is believed now: the older and the fewer the measurements, the more like the prior."""
+        """Return the line as it is believed now: like the prior, if measurements are old, few or noisy.
+
+        Else a conversation would follow chance from engine to engine: the mean of n measurements whose errors are of
+        size r is off by r / sqrt(n), which says little if equal engines differ less than that.
+        """
         own = self.line
         if own is None:
             return prior
         share = self.count * self._fading(now)
-        share = share / (share + 0.5)
+        noise = max(0.0, self._errors - self._error * self._error)  # errors of one sign tell of a lasting change
+        share = share / (share + noise / (_ALIKE * _ALIKE))
         return Line(
             share * own.base_s + (1.0 - share) * prior.base_s, share * own.slope_s + (1.0 - share) * prior.slope_s
         )

@@ -11,6 +11,7 @@ from xpyd_proxy.core.fleet.engine_metrics import ShownLoad
 from xpyd_proxy.core.fleet.engine_speed import EngineSpeed
 from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
 from xpyd_proxy.core.fleet.load import Load
+from xpyd_proxy.core.fleet.lone_prompts import LonePrompts
 from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
@@ -58,7 +59,8 @@ class Member:
     instance: Instance
     life: EngineHealth
     load: Load = field(default_factory=Load)
-    speed: EngineSpeed = field(default_factory=EngineSpeed)  # filled in for the policy expected_ttft alone
+    speed: EngineSpeed = field(default_factory=EngineSpeed)  # filled in for the policies that ask for times
+    lone: LonePrompts = field(default_factory=LonePrompts)  # filled in if the decode policy remembers prompts
     facts: EngineCapabilities = field(default_factory=EngineCapabilities)
     drain: Drain | None = None  # while it is drained
     retires: bool = False  # it is forgotten once it is drained

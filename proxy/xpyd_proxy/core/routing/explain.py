@@ -44,6 +44,7 @@ class Explanation:
     prefill_body: bytes | None
     decode_body: bytes  # while the prefill engine has not answered, with words in place of its kv_transfer_params
     expected: ExpectedTime | None = None  # what its engines were chosen by; None: no policy asks for it
+    bound: str | None = None  # what became of it, as a decode engine leaves it to others that has nearly all of it
 
 
 class KnownCaches(Protocol):
@@ -78,7 +79,12 @@ class Explainer:
         """Say what would become of a request now. Raises NoInstance, UnknownModel, BadRequest: it would be refused."""
         if prompts := prompts_of(call.api, call.fields):
             return self._explain_first(call, prompts)
-        decode, pairing, settings = self.usable(Role.DECODE), self.rehearsal(), self.settings()
+        pairing = self.rehearsal()
+        found = self._explain_one(call, pairing)
+        return found if pairing.bound is None else replace(found, bound=pairing.bound.outcome)
+
+    def _explain_one(self, call: GenerationRequest, pairing: PairSelector) -> Explanation:
+        decode, settings = self.usable(Role.DECODE), self.settings()
         ask = ask_of_call(call, self.sessions.of(dict(reversed(call.headers)), call.fields))
         why: str | None = solo_reason(call.api, call.fields)
         if why == SingleEngineReason.N and may_share(call.api, call.fields) and self.shares_loads():
@@ -127,7 +133,7 @@ class Explainer:
     def terms(self, call: GenerationRequest) -> Terms:
         """Return the numbers that decide whether the request is split."""
         least, ask = self.settings().min_split_new_bytes, ask_of_call(call)
-        nothing: Mapping[InstanceId, int] = {}
+        bound, nothing = self.rehearsal().bound, dict[InstanceId, int]()
         unknown: Mapping[InstanceId, str] = {}
         return {
             "prompt_bytes": len(ask.prompt),
@@ -135,6 +141,7 @@ class Explainer:
             "cached_tokens": nothing if self.caches is None else self.caches.tokens_by_engine(ask),
             "cached_known_by": unknown if self.caches is None else self.caches.sources_by_engine(ask),
             "min_split_new_bytes": least,
+            "lone_prompt_bytes": nothing if bound is None else bound.lone_bytes(),
         }
 
     def _split(self, call: GenerationRequest, prefill: Instance, decode: Instance) -> Explanation:

@@ -10,6 +10,7 @@ from xpyd_proxy.core.fleet import compatibility
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import ANY, Instance, Role, RoutingHints, SingleEngineReason
+from xpyd_proxy.core.routing.alone_bound import AloneBound, Holding
 from xpyd_proxy.core.routing.compatible_groups import Grouping, group_engines
 from xpyd_proxy.core.routing.group_weights import GroupShare, GroupTurns, Shares, shares_of
 from xpyd_proxy.core.routing.slices import divide_by_slice, nearest
@@ -42,14 +43,22 @@ class PairPolicy(Policy, Protocol):
         ...
 
 
+class HolderPolicy(Protocol):
+    """A policy for decode engines that knows what these have in their caches. Asking it leaves no trace."""
+
+    def holding(self, among: Among, ask: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
+        """Return the engines that lack fewer than ``least`` bytes of a prompt, and may compute these beside others."""
+        ...
+
+    def holders(self, among: Among, ask: RoutingHints, /) -> Among:
+        """List the engines that would be chosen for what they have in their cache; none, if that decides nothing."""
+        ...
+
+
 class WeighingPolicy(PairPolicy, Protocol):
     """A choice that knows what each engine would take for a request, and so whether it is worth two of them."""
 
     latest: ExpectedTime | None  # what is expected of the latest choice
-
-    def cached(self, among: Among, ask: RoutingHints, /) -> int:
-        """Return how many bytes of the prompt the decode engine has that ``one`` returns next for this request."""
-        ...
 
     def alone(self, prefill: Among, decode: Among, ask: RoutingHints, /) -> bool:
         """Tell whether the decode engine that ``one`` returns next is expected to be faster than any pair."""
@@ -102,6 +111,27 @@ class _Seen:
     shares_alone: Shares | None  # the same where decode engines may serve alone
 
 
+class _FoundHolders:
+    """The engines of which one serves a prompt alone, as was found a moment ago."""
+
+    __slots__ = ("_engines", "_prompt")
+
+    def __init__(self) -> None:
+        self._engines: Among = ()
+        self._prompt: bytes | memoryview | None = None
+
+    def keep(self, engines: Among, ask: RoutingHints) -> None:
+        """Remember them until they are taken."""
+        self._engines, self._prompt = engines, ask.prompt
+
+    def take(self, among: Among, ask: RoutingHints) -> Among:
+        """Return those of some engines, once, if it was this prompt (or the request is sent again)."""
+        if self._prompt is not ask.prompt:
+            return ()
+        engines, self._engines, self._prompt = self._engines, (), None
+        return [instance for instance in engines if instance in among]
+
+
 @dataclass(frozen=True, slots=True)
 class PairSelector:
     """Narrows the engines down to those that serve the model and fit together, and lets a choice choose.
@@ -112,8 +142,8 @@ class PairSelector:
 
     registry: Registry
     choice: PairPolicy
-    decode_cache: Callable[[Among, RoutingHints], int] | None = None  # None: the decode policy remembers nothing
-    cache_holders: Callable[[Among, RoutingHints], Among] | None = None  # decode engines that its cache prefers, if any
+    holder: HolderPolicy | None = None  # the policy of decode engines; None: it remembers nothing
+    bound: AloneBound | None = None  # for what decode engines compute alone; None: likewise
     turns: GroupTurns = field(default_factory=GroupTurns)
     weighing: WeighingPolicy | None = None  # the choice, if it also decides whether a decode engine serves alone
     # Prefill engines that the cache of their policy prefers, where that of decode engines does not decide.
@@ -121,6 +151,7 @@ class PairSelector:
     _seen: dict[tuple[str | None, int | None], _Seen] = field(
         default_factory=dict[tuple[str | None, int | None], _Seen]
     )
+    _found: _FoundHolders = field(default_factory=_FoundHolders)
     # By model: the changes counted so far, when time may change the choice, and what was seen.
     _calm: dict[str | None, tuple[int, float, _Seen]] = field(
         default_factory=dict[str | None, tuple[int, float, _Seen]]
@@ -170,27 +201,34 @@ class PairSelector:
 
     def one(self, decode: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
-        return self.choice.one(self._alone(decode, ask), ask)
+        among = self._alone(decode, ask)
+        return self.choice.one(self._found.take(among, ask) or among, ask)
 
     def small(
         self, decode: Among, ask: RoutingHints, least: int, *, alone: Among | None = None
     ) -> tuple[SingleEngineReason | None, int]:
-        """Say why the engine that ``one`` would return serves a prompt alone, and how many bytes of it that engine has.
+        """Say why the engine that ``one`` returns next serves a prompt alone, and how many bytes of it that engine has.
 
-        It does if it lacks fewer than ``least`` bytes. ``alone``: those that may serve it alone, if they are known.
-        Raises what ``pair`` raises.
+        It does if it lacks fewer than ``least`` bytes, those of others included that it computes alone now. ``alone``:
+        those that may serve it alone, if they are known. Raises what ``pair`` raises.
         """
         if len(ask.prompt) < least:
             return SingleEngineReason.SHORT, 0
-        cache = self.decode_cache if self.weighing is None else self.weighing.cached
-        if not least or cache is None:
+        if not least or self.holder is None or self.bound is None:
             return None, 0
-        cached = cache(self._alone(decode, ask) if alone is None else alone, ask)
-        return (SingleEngineReason.CACHED if ask.blocks.size - cached < least else None), cached
+        found = self.holder.holding(self._alone(decode, ask) if alone is None else alone, ask, least, self.bound)
+        self.bound.count(found)
+        if not found.engines:
+            return None, found.cached
+        self._found.keep(found.engines, ask)
+        return SingleEngineReason.CACHED, found.cached
 
     def is_faster_alone(self, prefill: Among, decode: Among, ask: RoutingHints) -> bool:
         """Tell whether the engine that ``one`` returns next is faster than any pair; raises what ``pair`` raises."""
-        return self.weighing is not None and self.weighing.alone(*self._serving_both(prefill, decode, ask), ask)
+        if self.weighing is None:
+            return False
+        serving = self._serving(Role.PREFILL, prefill, ask)
+        return self.weighing.alone(serving, self._alone(decode, ask), ask)  # the engines that ``one`` looks at
 
     @property
     def expected(self) -> ExpectedTime | None:
@@ -203,8 +241,8 @@ class PairSelector:
         return PairSelector(
             self.registry,
             self.choice.copy() if weighing is None else weighing,
-            self.decode_cache,
-            self.cache_holders,
+            self.holder,
+            None if self.bound is None else self.bound.copy(),
             self.turns.copy(),
             weighing,
             self.prefill_holders,
@@ -236,8 +274,8 @@ class PairSelector:
     def _cached(self, shares: Shares, ask: RoutingHints) -> GroupShare | None:
         """Return the share of an engine that has the prompt in its cache; None: a cache decides nothing."""
         share = None
-        if self.cache_holders is not None:
-            holders = self.cache_holders(shares.decode, ask)
+        if self.holder is not None:
+            holders = self.holder.holders(shares.decode, ask)
             share = self.turns.cached(shares, [instance.id for instance in holders])
         if share is None and self.prefill_holders is not None and shares.prefill:
             holders = self.prefill_holders(shares.prefill, ask)

@@ -12,6 +12,7 @@ from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.prompt_blocks import PromptBlocks
 
 ENTRIES_MOST: Final = 100_000  # of all prompts and engines: about 30 MB
+_EVENTS_S: Final = 0.25  # for so long an engine's events may come later than its answer
 _IS_THERE: Final = True  # see _Entry
 _IS_COMING: Final = False
 _Key: TypeAlias = tuple[InstanceId, int]
@@ -92,13 +93,43 @@ class PromptMemory:
         if now >= self._shrinks_at or len(entries) > self._most:
             self._shrink(now)
 
+    def arrived(self, engine: InstanceId, blocks: PromptBlocks, *, now: float) -> None:
+        """An engine has computed a prompt: it is there, and no longer on its way."""
+        self.changes += 1
+        entries, there = self._entries, _Entry(now, _IS_THERE)
+        for name in blocks.names:
+            old = entries.get((engine, name))
+            if old is not None and not old.is_there:
+                entries[engine, name] = there
+
+    def on_its_way(self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float) -> int:
+        """Return how many bytes of a prompt an engine will have once it has computed what it was sent; 0: nothing new.
+
+        What has arrived counts for a moment, until the engine's events tell of it; later it may be gone again.
+        """
+        low, found = self._deepest(engine, blocks, max(since, now - self._lifetime_s), is_there=False)
+        return 0 if found is None or (found.is_there and now > found.at + _EVENTS_S) else blocks.ends[low - 1]
+
     def matched(
         self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float, is_there: bool = False
     ) -> int:
         """Return how many bytes of a prompt an engine has; ``is_there``: what is on its way does not count."""
-        entries, names, oldest = self._entries, blocks.names, now - self._lifetime_s
+        oldest = now - self._lifetime_s
         if since > oldest:  # noqa: PLR1730 (a call of ``max`` takes as long as a step of the search)
             oldest = since
+        low, found = self._deepest(engine, blocks, oldest, is_there=is_there)
+        if found is None:
+            return 0
+        end = blocks.ends[low - 1]
+        if not found.answer or found.answered_at < oldest:
+            return end
+        return end + min(found.answer, blocks.generated(low - 1))
+
+    def _deepest(
+        self, engine: InstanceId, blocks: PromptBlocks, oldest: float, *, is_there: bool
+    ) -> tuple[int, _Entry | None]:
+        """Return how many blocks an engine has, and what is remembered of the last one."""
+        entries, names = self._entries, blocks.names
         found: _Entry | None = None
         low, high = 0, len(names)  # it has the first ``low`` blocks, and not that with the index ``high``
         while low < high:
@@ -108,12 +139,7 @@ class PromptMemory:
                 high = middle
             else:
                 low, found = middle + 1, entry
-        if found is None:
-            return 0
-        end = blocks.ends[low - 1]
-        if not found.answer or found.answered_at < oldest:
-            return end
-        return end + min(found.answer, blocks.generated(low - 1))
+        return low, found
 
     def forget(self, engine: InstanceId, blocks: PromptBlocks, cached: int) -> None:
         """An engine has no more than the first ``cached`` bytes of a prompt."""

@@ -109,7 +109,7 @@ class Caches:
             return size, source
         if now - _ON_ITS_WAY_S > since:  # noqa: PLR1730 (a call of ``max`` takes as long as a lookup)
             since = now - _ON_ITS_WAY_S
-        sent = self._memory.matched(instance.id, found.blocks, since=since, now=now)
+        sent = self._memory.on_its_way(instance.id, found.blocks, since=since, now=now)
         return sent if sent > size else size, source
 
     def _ids(self, member: Member, ask: RoutingHints, prompt: TokenPrompt) -> int | None:
@@ -223,6 +223,11 @@ class Caches:
                 known = self._prefix(ask) if found is None else found.known
                 if known is not None:
                     self._known.used(known, now=now)
+
+    def arrived(self, instance: Instance, ask: RoutingHints) -> None:
+        """A prefill engine has answered: it has the prompt, and its events tell for how long."""
+        if ask.prompt and self._registry.get(instance.id) is not None:
+            self._memory.arrived(instance.id, ask.blocks, now=self._clock())
 
     def answered(self, instance: Instance, ask: RoutingHints, answer: int) -> None:
         """A decode engine has answered with so many bytes."""

@@ -84,6 +84,10 @@ class EngineCosts:
         most = self._itl_most_s
         return most is not None and alone.pause_s <= most
 
+    def spares_alone(self, instance: Instance, ask: RoutingHints) -> bool:
+        """Tell the same of an engine and a prompt."""
+        return self.spares(self.alone(instance, ask))
+
     @property
     def may_be_alone(self) -> bool:
         """Whether a decode engine ever computes a prompt alone because that is faster."""
@@ -109,7 +113,7 @@ class EngineCosts:
     def take_expected(self, ask: RoutingHints) -> ExpectedTime | None:
         """Return what was expected of the latest choice, once, if it was this request's."""
         latest, self._expected = self._expected, None
-        return None if latest is None or latest[0] is not ask else latest[1]
+        return None if latest is None or latest[0].prompt is not ask.prompt else latest[1]  # also of one sent again
 
     def _computing(
         self, member: Member | None, instance: Instance, ask: RoutingHints, *, is_there: bool

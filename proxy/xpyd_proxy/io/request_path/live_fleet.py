@@ -1,9 +1,11 @@
 """The engines as the relay meets them: reads the clock, and asks and tells the cores."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.counters import Key
 from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.load import read_report
@@ -87,6 +89,16 @@ class LiveFleet:
     def stepped(self) -> Callable[[InstanceId, list[float]], None] | None:
         """What learns from the seconds between tokens; None: no policy asks for them."""
         return None if self.costs is None else self.costs.stepped
+
+    @property
+    def bounds(self) -> Counter[Key]:
+        """The counter of prompts that decode engines leave to others for the sake of their streams."""
+        return Counter() if self._pairs.bound is None else self._pairs.bound.counts
+
+    @bounds.setter
+    def bounds(self, counts: Counter[Key]) -> None:
+        if self._pairs.bound is not None:
+            self._pairs.bound.counts = counts
 
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List all engines of a role."""
@@ -203,6 +215,25 @@ class LiveFleet:
         """Return what would choose now, to be asked without consequences."""
         return self._pairs.copy()
 
+    def prefilled(self, prefill: Instance, request: RequestId, ask: RoutingHints, counted: int | None) -> None:
+        """A prefill engine has computed a prompt, and counted its tokens."""
+        if self.caches is not None:
+            self.caches.arrived(prefill, ask)
+        if self.costs is not None:
+            self.costs.answered(prefill, request, ask, counted)
+
+    def computes(self, instance: Instance, request: RequestId, ask: RoutingHints) -> None:
+        """A decode engine gets a prompt that it computes alone."""
+        caches, member = self.caches, self.registry.get(instance.id)
+        if caches is not None and member is not None and ask.prompt:
+            new = ask.blocks.size - caches.matched(instance, ask, is_there=True)
+            member.lone.enter(request, max(0, new), self._clock())
+
+    def computed(self, instance: Instance, request: RequestId) -> None:
+        """A decode engine has the first token of a prompt that it computes alone."""
+        if (member := self.registry.get(instance.id)) is not None:
+            member.lone.leave(request)
+
     def answered(self, instance: Instance, request: RequestId, _seconds: float, /) -> None:
         """It has a good answer."""
         self.all_answered(instance, (request,))
@@ -250,6 +281,7 @@ class LiveFleet:
     def leave(self, instance: Instance, request: RequestId) -> None:
         """Stop to count it when it has left as often."""
         if (member := self.registry.get(instance.id)) is not None and member.load.leave(request):
+            member.lone.leave(request)
             if self.changed is not None:
                 self.changed(instance.id)
             if self.costs is not None:

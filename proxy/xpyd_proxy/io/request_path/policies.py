@@ -7,6 +7,7 @@ from xpyd_proxy.core.fleet.cache_index import CacheIndex
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.known_prompts import KnownPrompts
+from xpyd_proxy.core.routing.alone_bound import AloneBound
 from xpyd_proxy.core.routing.pairing import PairPolicy, PairSelector, Policy, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.expected_ttft import ExpectedTtft
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
@@ -69,13 +70,14 @@ def fleet_of(
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
         return LiveFleet(registry, PairSelector(registry, choice), learned, clock)
     caches = Caches(PromptMemory(settings.prefix_lifetime_s), registry, clock, index, known)
-    learner = None if known is None else PromptLearner(known, clock)
+    learner, itl_s = None if known is None else PromptLearner(known, clock), settings.max_decode_itl_s or None
     if PolicyName.EXPECTED_TTFT in names:
         if len(set(names)) > 1:
             raise ConfigError("expected_ttft chooses both engines: write it as prefill_policy and as decode_policy")
-        costs = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=settings.max_decode_itl_s or None)
+        costs = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=itl_s)
         weighing = ExpectedTtft(costs, dice)
-        pairs = PairSelector(registry, weighing, cache_holders=weighing.holders, weighing=weighing)
+        bound = AloneBound(registry, clock, costs.spares_alone if costs.may_be_alone else None)
+        pairs = PairSelector(registry, weighing, weighing, bound, weighing=weighing)
         return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=costs)
     parts = PolicyParts(Loads(registry, clock).of, dice, turn, caches)
     prefill, decode = (policy_of(name, parts) for name in names)
@@ -83,7 +85,11 @@ def fleet_of(
         holders = prefill.holders if isinstance(prefill, Prefix) else None
         pairs = PairSelector(registry, PolicyPerLeg(prefill, decode), prefill_holders=holders)
         return LiveFleet(registry, pairs, learned, clock, caches, learner=learner)
-    prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches)
+    timing = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=itl_s) if itl_s else None
+    prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches, notes=timing is None)
+    if timing is not None and settings.prefill_policy == PolicyName.PREFIX:
+        prefill = prefix.copy()  # the costs note what engines are sent, once they have looked at what these have
     choice = PolicyPerLeg(prefill, prefix, decode_first=True)
-    pairs = PairSelector(registry, choice, prefix.cached, prefix.holders)
-    return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner)
+    bound = AloneBound(registry, clock, None if timing is None else timing.spares_alone)
+    pairs = PairSelector(registry, choice, prefix, bound)
+    return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=timing)

@@ -25,7 +25,7 @@ _MOST_TURNS: Final = 1_000_000
 _DEFAULT_POLICIES: Final = ("round_robin", "prefix")
 _HEAD: Final = (
     *("", "TTFT p50", "p95", "p99", "later p50", "ITL p50", "p99"),
-    *("hits P", "D", "computed/new", "good", "uneven P", "D"),
+    *("hits P", "D", "of best", "computed/new", "good", "uneven P", "D"),
 )
 
 
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--odd-engine", type=Path, metavar="FILE", help="the same of the last prefill engine, if that is another")
     said = "tokens of a block, except with Mooncake's traces (%(default)s)"
     option("--block-size", type=_count, default=16, metavar="N", help=said)
+    option("--kv-events", action="store_true", help="they tell what they have cached, and prompts are token ids")
     option = parser.add_argument_group("output").add_argument
     said = "seconds to the first token that a request served well takes, at most"
     option("--ttft", type=_positive, default=inf, metavar="S", help=said)
@@ -70,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
         trace = _trace(args)
         decode_model = None if args.decode_engine is None else _engine_model(args.decode_engine)
         odd_model = None if args.odd_engine is None else _engine_model(args.odd_engine)
-        fleet = SimulatedFleet(args.prefill, args.decode, _engine_model(args.engine), decode_model, odd_model)
+        fleet = SimulatedFleet(
+            args.prefill, args.decode, _engine_model(args.engine), decode_model, odd_model, kv_events=args.kv_events
+        )
         policies: Sequence[str] = args.policy or _DEFAULT_POLICIES
         targets = Targets(args.ttft, args.itl)
         rows = [summarise(replay(trace, policy, fleet, seed=args.seed), targets) for policy in policies]
@@ -126,7 +129,7 @@ def _cells(row: Summary) -> tuple[str, ...]:
     return (
         row.policy,
         *map(_ms, (row.ttft_p50, row.ttft_p95, row.ttft_p99, row.later_ttft_p50, row.itl_p50, row.itl_p99)),
-        *("-" if share is None else f"{share:.0%}" for share in (row.prefill_hits, row.decode_hits)),
+        *("-" if share is None else f"{share:.0%}" for share in (row.prefill_hits, row.decode_hits, row.best_hits)),
         f"{row.computed_per_new:.2f}",
         f"{row.good:.1%}",
         *("-" if more is None else f"{more:.2f}" for more in (row.prefill_unevenness, row.decode_unevenness)),

@@ -5,13 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
+from math import exp
+from random import Random
 from typing import Annotated, Final
 
 import msgspec
 
-from xpyd_proxy.planning.replay.kv_cache import KvCache
+from xpyd_proxy.planning.replay.kv_cache import CacheEvents, KvCache
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=2)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 
@@ -29,6 +32,12 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_request_s: Seconds = 5e-5  # of a request that gets a token
     decode_context_s: Seconds = 5e-8  # of a request that gets a token, for each token before it: reading KV
     leg_s: Seconds = 0.003  # of a request, outside of steps: HTTP, tokenizer, queues between processes
+    # The API server does one thing after the other: what it does for one request, others wait for.
+    api_request_s: Seconds = 0.0  # of a request, before the engine has it: HTTP, JSON
+    api_prompt_token_s: Seconds = 0.0  # of a request, for each token of its prompt: the tokenizer
+    api_token_s: Seconds = 0.0  # of a token that is sent to a client: the detokenizer, JSON, HTTP
+    prefill_request_s: Seconds = 0.0  # of a step, for each prompt of which it computes a part
+    jitter: Share = 0.0  # of a step's time: the standard deviation of its logarithm
     max_num_batched_tokens: Count = 8192  # of a step
     max_num_seqs: Count = 256
     kv_tokens: Count = 400_000
@@ -43,7 +52,7 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def chunk_s(self, tokens: int, before: int) -> float:
         """Return the seconds that a step takes longer for this part of a prompt."""
-        return tokens * (self.prefill_token_s + self.prefill_context_s * (before + tokens / 2))
+        return self.prefill_request_s + tokens * (self.prefill_token_s + self.prefill_context_s * (before + tokens / 2))
 
     def batch_s(self, requests: int, context: int) -> float:
         """Return the seconds that a step takes longer for requests that get a token; ``context``: of all of them."""
@@ -100,14 +109,25 @@ class VirtualEngine:
     """Runs legs: in each step a token for every answer, and as much of the prompts as max_num_batched_tokens allow."""
 
     def __init__(
-        self, model: EngineModel, block_tokens: int, loop: EventLoop, stepped: Callable[[float], None] = lambda _: None
+        self,
+        model: EngineModel,
+        block_tokens: int,
+        loop: EventLoop,
+        stepped: Callable[[float], None] = lambda _: None,
+        *,
+        seed: int = 0,
+        events: CacheEvents | None = None,
     ) -> None:
-        """``stepped``: its answers have got their next tokens so many seconds after the ones before."""
+        """``stepped``: its answers have got their next tokens so many seconds after the ones before.
+
+        ``seed``: of the jitter; ``events``: where its cache publishes what changes (None: nowhere).
+        """
         self.log: Final = EngineLog()
         self.waiting: Final = deque[VirtualLeg]()
         self.model: Final = model
         self._block_tokens, self._loop, self._told = block_tokens, loop, stepped
-        self._cache = KvCache(model.kv_tokens // block_tokens)
+        self._chance = Random(seed)
+        self._cache = KvCache(model.kv_tokens // block_tokens, events)
         self._loaded = deque[VirtualLeg]()  # their KV has arrived
         self._prefilling = list[VirtualLeg]()
         self._ends = list[tuple[int, int, VirtualLeg]]()  # answers by the step of their last token
@@ -116,6 +136,8 @@ class VirtualEngine:
         self._steps = 0
         self._stepping = False
         self.link_free = 0.0  # the time at which its link has carried all that was asked of it
+        self._api_free = 0.0  # the time at which its API server has done all that was asked of it
+        self._sent_at = 0.0  # when clients got the latest tokens
 
     @property
     def kv_use(self) -> float:
@@ -126,10 +148,26 @@ class VirtualEngine:
         """Tell whether an empty engine has room for a request."""
         return -(-(prompt_tokens + output_tokens) // self._block_tokens) <= self._cache.blocks
 
+    def cached(self, names: Sequence[int]) -> int:
+        """Return how many of the first of these blocks its cache has."""
+        return self._cache.found(names)
+
+    def send(self, leg: VirtualLeg) -> None:
+        """Have its API server take a leg, which it queues."""
+        model = self.model
+        took = self._api(model.api_request_s + leg.prompt_tokens * model.api_prompt_token_s)
+        self._loop.after(took + model.leg_s, lambda: self.add(leg))
+
     def add(self, leg: VirtualLeg) -> None:
         """Queue a leg."""
         self.waiting.append(leg)
         self._wake()
+
+    def _api(self, seconds: float) -> float:
+        """Have the API server do something behind what it has to do already; return in how many seconds it is done."""
+        now = self._loop.now
+        self._api_free = max(now, self._api_free) + seconds
+        return self._api_free - now
 
     def release(self, leg: VirtualLeg) -> None:
         """Give its blocks back; their content stays until the room is needed."""
@@ -157,6 +195,8 @@ class VirtualEngine:
         self._stepping = bool(chunks or self._ends)
         if self._stepping:
             seconds += self.model.step_s + self.model.batch_s(len(self._ends), self._context)
+            if self.model.jitter:  # the mean stays what it is
+                seconds *= exp(self._chance.gauss(0.0, self.model.jitter) - self.model.jitter**2 / 2)
             self.log.busy_s += seconds
             self._loop.after(seconds, lambda: self._stepped(chunks, seconds))
 
@@ -206,32 +246,54 @@ class VirtualEngine:
         self._loop.after(ends - self._loop.now, arrived)
 
     def _stepped(self, chunks: list[tuple[VirtualLeg, int]], seconds: float) -> None:
+        """Hand a token to each answer; the API server has sent all of them at the same time."""
         self._steps += 1
-        self._context += len(self._ends)
-        if self._ends:
-            self.log.gaps.append((seconds, len(self._ends)))
-            self._told(seconds)
+        running = len(self._ends)
+        self._context += running
+        ended, begun = list[VirtualLeg](), list[VirtualLeg]()
         while self._ends and self._ends[0][0] == self._steps:
-            self._end(heappop(self._ends)[2], answered=True)
+            ended.append(heappop(self._ends)[2])
         for leg, tokens in chunks:
             leg.left -= tokens
             if not leg.left:
                 self._prefilling.remove(leg)
-                self._answer(leg)
+                begun.append(leg)
+        for leg in ended:
+            self._context -= leg.prompt_tokens + leg.output_tokens
+            self._free(leg)
+        for leg in begun:
+            if leg.output_tokens == 1:
+                self._free(leg)
+            else:
+                self._context += leg.prompt_tokens + 1
+                heappush(self._ends, (self._steps + leg.output_tokens - 1, next(self._order), leg))
+        self._send_tokens(running, ended, begun, seconds)
         self._step()
 
-    def _answer(self, leg: VirtualLeg) -> None:
-        """It has its first token."""
-        leg.first()
-        if leg.output_tokens == 1:
-            self._end(leg, answered=False)
-        else:
-            self._context += leg.prompt_tokens + 1
-            heappush(self._ends, (self._steps + leg.output_tokens - 1, next(self._order), leg))
+    def _send_tokens(self, running: int, ended: list[VirtualLeg], begun: list[VirtualLeg], seconds: float) -> None:
+        """Have clients get the tokens of a step that took so many seconds."""
+        took = self._api((running + len(begun)) * self.model.api_token_s)
 
-    def _end(self, leg: VirtualLeg, *, answered: bool) -> None:
-        if answered:
-            self._context -= leg.prompt_tokens + leg.output_tokens
+        def sent() -> None:
+            now = self._loop.now
+            if running:
+                gap = now - self._sent_at if self.model.api_token_s else seconds
+                self.log.gaps.append((gap, running))
+                self._told(gap)
+            self._sent_at = now
+            for leg in ended:
+                leg.ended()
+            for leg in begun:
+                leg.first()
+                if leg.output_tokens == 1:
+                    leg.ended()
+
+        if took:
+            self._loop.after(took, sent)
+        else:
+            sent()
+
+    def _free(self, leg: VirtualLeg) -> None:
+        """Give the blocks of a leg back that has all its tokens."""
         if not leg.kept:
             self._cache.give(leg.blocks, self._unnamed(leg), leg.answer)
-        leg.ended()

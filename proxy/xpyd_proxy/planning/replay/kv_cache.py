@@ -6,13 +6,28 @@ the last block first, so that the beginning of a prompt outlives its end.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+
+class CacheEvents(Protocol):
+    """Where a cache publishes what changes in it, as vLLM's KV events."""
+
+    def stored(self, name: int, before: int | None, /) -> None:
+        """A block is in the cache from now on; ``before``: the one before it in its prompt (None: it is the first)."""
+        ...
+
+    def removed(self, name: int, /) -> None:
+        """A block is gone."""
+        ...
 
 
 class KvCache:
     """Counts blocks; equal names are one block."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, events: CacheEvents | None = None) -> None:
         self.blocks = blocks  # how many there are
+        self._events = events  # None: it publishes nothing
         self._users = dict[int, int]()  # of each named block in use
         self._unnamed = 0  # in use, and not full yet
         self._free = OrderedDict[int, None]()  # whose content is still there, the oldest first
@@ -34,21 +49,32 @@ class KvCache:
         users, free = self._users, self._free
         if self.used + unnamed + len(names) - sum(map(users.__contains__, names)) > self.blocks:
             return False
+        before: int | None = None
         for name in names:
             if name in users:
                 users[name] += 1
             else:
-                free.pop(name, None)
+                if name in free:
+                    del free[name]
+                elif self._events is not None:
+                    self._events.stored(name, before)
                 users[name] = 1
+            before = name
         self._unnamed += unnamed
         while self.used + len(free) > self.blocks:
-            free.popitem(last=False)
+            gone, _ = free.popitem(last=False)
+            if self._events is not None:
+                self._events.removed(gone)
         return True
 
     def give(self, names: Sequence[int], unnamed: int, filled: Sequence[int] = ()) -> None:
         """Give back what was taken; ``filled``: the unnamed blocks that have become these."""
         users, free = self._users, self._free
         self._unnamed -= unnamed
+        if self._events is not None:
+            for before, name in pairwise([names[-1] if names else None, *filled]):
+                if name is not None and name not in users and name not in free:
+                    self._events.stored(name, before)
         for name in reversed(filled):
             if name not in users:
                 free[name] = None

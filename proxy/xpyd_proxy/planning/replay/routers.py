@@ -6,18 +6,24 @@ from hashlib import blake2b
 from random import Random
 from typing import Final, TypeAlias
 
+import msgspec
+
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.cache_index import CacheIndex
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import ANY, Api, Instance, InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.schemas import NamedMetrics
+from xpyd_proxy.core.schemas.kv_events import BlockRemoved, BlockStored, KvEventBatch
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.request_path.policies import fleet_of
 from xpyd_proxy.io.routing_plugins import installed_policies
-from xpyd_proxy.planning.replay.traces import BYTES_PER_TOKEN, NoReplay, Trace
+from xpyd_proxy.planning.replay.kv_cache import CacheEvents
+from xpyd_proxy.planning.replay.traces import BYTES_PER_TOKEN, IDS_LEAST, NoReplay, Trace, token_ids
 from xpyd_proxy.settings import PolicyName, Settings
 
 Load: TypeAlias = Callable[[Instance], float]
@@ -65,26 +71,65 @@ def _chain(text: bytes, size: int = 512) -> Sequence[bytes]:
     return names
 
 
+class FollowedCache:
+    """The KV events of one engine: writes them as vLLM does, and has the router's index read them."""
+
+    def __init__(self, index: CacheIndex, engine: InstanceId, block_tokens: int) -> None:
+        """Raises NoReplay: so small blocks cannot be told apart by their token ids."""
+        if block_tokens < IDS_LEAST:
+            raise NoReplay(f"blocks of {block_tokens} tokens are too small for KV events: {IDS_LEAST} tell them apart")
+        self._index, self._engine, self._block_tokens = index, engine, block_tokens
+        index.open(engine, {engine: None})
+        self._apply()
+
+    def stored(self, name: int, before: int | None) -> None:
+        """A block is in the cache from now on."""
+        self._apply(BlockStored([name], [*token_ids(name, self._block_tokens)], self._block_tokens, before))
+
+    def removed(self, name: int) -> None:
+        """A block is gone."""
+        self._apply(BlockRemoved([name]))
+
+    def _apply(self, *events: BlockStored | BlockRemoved) -> None:
+        batch = KvEventBatch(0.0, [msgspec.Raw(msgspec.msgpack.encode(event)) for event in events])
+        for _ in self._index.apply(self._engine, batch):
+            pass
+
+
 class ReplayRouter:
     """Chooses engines for the turns of a trace, and keeps count of what they have, as the router does."""
 
     def __init__(
-        self, choice: str, engines: tuple[int, int], trace: Trace, clock: Callable[[], float], seed: int
+        self,
+        choice: str,
+        engines: tuple[int, int],
+        trace: Trace,
+        clock: Callable[[], float],
+        seed: int,
+        *,
+        kv_events: bool = False,
     ) -> None:
         """``choice``: a policy, or one for each leg (``prefix/session``), and perhaps when an engine serves alone.
 
-        That is ``:2048``, so many new bytes, or ``:20ms``, the longest pause in its streams. Raises NoReplay: there is
-        no such policy. ``engines``: how many prefill and decode engines.
+        That is ``:2048``, so many new bytes, and ``:20ms``, the longest pause in its streams. Raises NoReplay: there is
+        no such policy. ``engines``: how many prefill and decode engines. ``kv_events``: these tell what they have
+        cached, and prompts are token ids, as a router can look them up there.
         """
         names, self._least, itl_s = _parsed(choice)
-        self.fleet = _fleet(names, clock, Random(seed).randrange, itl_s)
+        self._index = CacheIndex() if kv_events else None
+        self.fleet = _fleet(names, clock, Random(seed).randrange, itl_s, self._index)
+        facts = EngineCapabilities(adapters=frozenset())
         for role, number in zip((Role.PREFILL, Role.DECODE), engines, strict=True):
             for engine in range(number):
-                self.fleet.registry.add(role, Address("http", f"{role}-{engine}", 8000))
+                self.fleet.registry.add(role, Address("http", f"{role}-{engine}", 8000), facts=facts)
         self._trace, self._clock = trace, clock
         self._asked = dict[int, tuple[RoutingHints, RequestRecord]]()
         self._gaps = dict[InstanceId, list[float]]()  # between the tokens of streams, since they were looked at
         self._looked = 0.0
+
+    def events(self, engine: InstanceId) -> CacheEvents | None:
+        """Return where an engine publishes what is in its cache; None: nobody follows it."""
+        return None if self._index is None else FollowedCache(self._index, engine, self._trace.block_tokens)
 
     def choose(self, number: int) -> tuple[Instance | None, Instance]:
         """Return the engines of a turn's legs; no prefill engine: the decode engine serves it alone.
@@ -92,7 +137,8 @@ class ReplayRouter:
         This is the one place that decides between one engine and two.
         """
         fleet, request = self.fleet, RequestId(str(number))
-        ask = RoutingHints(session=self._trace.turns[number].session, prompt=self._trace.text(number))
+        prompt = self._trace.text(number) if self._index is None else self._trace.ids(number)
+        ask = RoutingHints(session=self._trace.turns[number].session, prompt=prompt)
         self._look()
         reason, cached = fleet.small(fleet.usable(Role.DECODE), ask, self._least)
         if reason is None and fleet.is_faster_alone(fleet.usable(Role.DECODE), ask):
@@ -108,6 +154,8 @@ class ReplayRouter:
             fleet.enter(prefill, request)
             self._sent(prefill, number, computes=True)
         else:
+            if fleet.remembers:
+                fleet.computes(decode, request, ask)
             self._sent(decode, number, computes=True)
         return prefill, decode
 
@@ -117,6 +165,7 @@ class ReplayRouter:
 
     def first_token(self, decode: Instance, number: int) -> None:
         """A decode engine has sent the first token."""
+        self.fleet.computed(decode, RequestId(str(number)))
         if self.fleet.costs is not None:
             self.fleet.costs.answered(decode, RequestId(str(number)), self._asked[number][0], None)
 
@@ -141,9 +190,9 @@ class ReplayRouter:
     def prefilled(self, prefill: Instance, number: int, waiting: int, kv_use: float) -> None:
         """A prefill engine has answered, and reports its load with the answer."""
         self.fleet.registry.member(prefill.id).load.reported(NamedMetrics(waiting, kv_use), now=self._clock())
-        if self.fleet.costs is not None:
-            ask, tokens = self._asked[number][0], self._trace.turns[number].prompt_tokens
-            self.fleet.costs.answered(prefill, RequestId(str(number)), ask, tokens)
+        ask, tokens = self._asked[number][0], self._trace.turns[number].prompt_tokens
+        if self.fleet.caches is not None:
+            self.fleet.prefilled(prefill, RequestId(str(number)), ask, tokens)
         self._left(prefill, number)
 
     def answered(self, decode: Instance, number: int, cached_tokens: int) -> None:
@@ -161,19 +210,25 @@ class ReplayRouter:
 
 def _parsed(choice: str) -> tuple[str, int, float]:
     """Return the policies, the bytes below which one engine serves alone, and the seconds its streams may wait."""
-    names, colon, alone = choice.partition(":")
-    number = alone.removesuffix("ms")
-    if not colon:
-        return names, 0, 0.0
-    if not (number.isascii() and number.isdigit() and len(number) < 10):
-        raise NoReplay(
-            f"{alone!r} in the policy {choice!r} is neither a number of bytes (--min-split-new-bytes) "
-            "nor of milliseconds, as 20ms (--max-decode-itl)"
-        )
-    return (names, int(number), 0.0) if number == alone else (names, 0, int(number) / 1e3)
+    names, *bounds = choice.split(":")
+    least, itl_s = 0, 0.0
+    for alone in bounds:
+        number = alone.removesuffix("ms")
+        if not (number.isascii() and number.isdigit() and len(number) < 10):
+            raise NoReplay(
+                f"{alone!r} in the policy {choice!r} is neither a number of bytes (--min-split-new-bytes) "
+                "nor of milliseconds, as 20ms (--max-decode-itl)"
+            )
+        if number == alone:
+            least = int(number)
+        else:
+            itl_s = int(number) / 1e3
+    return names, least, itl_s
 
 
-def _fleet(choice: str, clock: Callable[[], float], dice: Callable[[int], int], itl_s: float) -> LiveFleet:
+def _fleet(
+    choice: str, clock: Callable[[], float], dice: Callable[[int], int], itl_s: float, index: CacheIndex | None
+) -> LiveFleet:
     """Return an empty fleet with its policies."""
     names = choice.split("/") if "/" in choice else [choice, choice]
     if len(names) != 2 or not set(names) <= {*CHOICES, *installed_policies()}:
@@ -182,7 +237,7 @@ def _fleet(choice: str, clock: Callable[[], float], dice: Callable[[int], int], 
     if VLLM_ROUTER not in names:
         settings = Settings(prefill_policy=names[0], decode_policy=names[1], max_decode_itl_s=itl_s)
         try:
-            return fleet_of(settings, Registry(settings), learned, clock, dice)
+            return fleet_of(settings, Registry(settings), learned, clock, dice, index=index)
         except ConfigError as exc:
             raise NoReplay(str(exc)) from exc
     if names[0] != names[1]:

@@ -19,6 +19,7 @@ class SimulatedFleet:
     model: EngineModel = field(default_factory=EngineModel)
     decode_model: EngineModel | None = None  # None: the same
     odd_model: EngineModel | None = None  # of the last prefill engine, if that is another
+    kv_events: bool = False  # engines publish what is in their caches, and the router follows it
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class Served:
     turn: Turn
     came: float
     new_tokens: int  # of the prompt that no prompt and no answer had before
+    best_hit: int  # tokens of the prompt that the best of all caches had when it came
     first: float = 0.0  # when its first token came
     ended: float = 0.0  # when its last one did
     legs: list[tuple[Role, VirtualLeg]] = field(default_factory=list[tuple[Role, VirtualLeg]])
@@ -41,6 +43,11 @@ class Served:
     def itl_s(self) -> float:
         """Return the mean time between two of its tokens."""
         return (self.ended - self.first) / max(1, self.turn.output_tokens - 1)
+
+    @property
+    def hit(self) -> int:
+        """Return the tokens of the prompt that the engine that computed it had."""
+        return self.legs[0][1].cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +69,23 @@ class _Replay:
         self._trace, self._policy = trace, policy
         models = {Role.PREFILL: fleet.model, Role.DECODE: fleet.decode_model or fleet.model}
         self._loop = EventLoop()
-        self._router = ReplayRouter(policy, (fleet.prefill, fleet.decode), trace, lambda: self._loop.now, seed)
+        self._router = ReplayRouter(
+            policy, (fleet.prefill, fleet.decode), trace, lambda: self._loop.now, seed, kv_events=fleet.kv_events
+        )
         instances = (*self._router.fleet.known(Role.PREFILL), *self._router.fleet.known(Role.DECODE))
         by_id = {one.id: models[one.role] for one in instances}
         if fleet.odd_model is not None:
             by_id[instances[fleet.prefill - 1].id] = fleet.odd_model
         self._engines = {
-            name: VirtualEngine(model, trace.block_tokens, self._loop, partial(self._router.stepped, name))
-            for name, model in by_id.items()
+            name: VirtualEngine(
+                model,
+                trace.block_tokens,
+                self._loop,
+                partial(self._router.stepped, name),
+                seed=seed * len(by_id) + number,
+                events=self._router.events(name),
+            )
+            for number, (name, model) in enumerate(by_id.items())
         }
         self._roles = {one.id: one.role for one in instances}
         self._served = list[Served]()
@@ -91,7 +107,7 @@ class _Replay:
 
     def _come(self, number: int) -> None:
         turn = self._trace.turns[number]
-        one = Served(turn, self._loop.now, self._new_tokens(turn))
+        one = Served(turn, self._loop.now, self._new_tokens(turn), self._best_hit(turn))
         self._served.append(one)
         prefill, decode = self._router.choose(number)
         if prefill is None:
@@ -118,8 +134,7 @@ class _Replay:
 
     def _send(self, one: Served, instance: Instance, leg: VirtualLeg) -> None:
         one.legs.append((instance.role, leg))
-        engine = self._engines[instance.id]
-        self._loop.after(engine.model.leg_s, partial(engine.add, leg))
+        self._engines[instance.id].send(leg)
 
     def _first(self, number: int, one: Served, decode: Instance) -> None:
         one.first = self._loop.now
@@ -131,6 +146,13 @@ class _Replay:
         self._router.answered(decode, number, leg.cached_tokens)
         for waiting in self._next.get(number, ()):
             self._loop.after(self._trace.turns[waiting].at_s, partial(self._come, waiting))
+
+    def _best_hit(self, turn: Turn) -> int:
+        """Return how many tokens of a prompt some engine need not compute; the last one is always computed."""
+        size = self._trace.block_tokens
+        blocks = self._trace.full_blocks(turn)
+        most = max(engine.cached(blocks) for engine in self._engines.values())
+        return size * min(most, (turn.prompt_tokens - 1) // size)
 
     def _new_tokens(self, turn: Turn) -> int:
         blocks = self._trace.full_blocks(turn)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf
 
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.planning.replay.simulation import Replayed
+from xpyd_proxy.planning.replay.simulation import Replayed, Served
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Summary:
     itl_p99: float | None
     prefill_hits: float | None  # share of prompt tokens that prefill engines had in their caches
     decode_hits: float | None  # the same of decode engines, before they read anything
+    best_hits: float | None  # of the tokens that the best of all caches had, those that the computing engine hit
     computed_per_new: float  # prompt tokens that engines computed, for each that no prompt or answer had before
     good: float  # share of requests within the targets
     good_per_s: float
@@ -59,6 +60,7 @@ def summarise(replayed: Replayed, targets: Targets) -> Summary:
         itl_p99=_weighted_quantile(gaps, 0.99) if gaps else None,
         prefill_hits=_hits(replayed, Role.PREFILL),
         decode_hits=_hits(replayed, Role.DECODE),
+        best_hits=_of_the_best(served),
         computed_per_new=computed / sum(one.new_tokens for one in served),
         good=good / len(served),
         good_per_s=good / seconds,
@@ -84,6 +86,13 @@ def _weighted_quantile(values: Sequence[tuple[float, int]], share: float) -> flo
 def _hits(replayed: Replayed, role: Role) -> float | None:
     legs = [leg for one in replayed.served for its_role, leg in one.legs if its_role is role]
     return sum(leg.cached_tokens for leg in legs) / sum(leg.prompt_tokens for leg in legs) if legs else None
+
+
+def _of_the_best(served: Iterable[Served]) -> float | None:
+    """Return the hits of later turns beside those of an oracle that sees all caches; None: there was nothing to hit."""
+    later = [one for one in served if one.turn.goes_on is not None]
+    best = sum(one.best_hit for one in later)
+    return sum(min(one.hit, one.best_hit) for one in later) / best if best else None
 
 
 def _unevenness(busy: Iterable[float]) -> float | None:

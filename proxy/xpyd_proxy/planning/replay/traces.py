@@ -7,9 +7,16 @@ from typing import Final
 
 BYTES_PER_TOKEN: Final = 4  # of the text that stands for a prompt before the router: about that of English
 
+IDS_LEAST: Final = 3  # token ids that tell blocks apart
+
 
 class NoReplay(Exception):
     """This trace cannot be replayed with these engines; the message says why, in one sentence."""
+
+
+def token_ids(name: int, size: int) -> Sequence[int]:
+    """Return the token ids of a block: three digits each, and others for each of 900**3 blocks (IDS_LEAST ids tell)."""
+    return [100 + name // 900 ** (place % IDS_LEAST) % 900 for place in range(size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,13 @@ class Trace:
             messages.append(b'{"role":"%s","content":"%s"}' % (role, content))
             first = end
         return b"[" + b",".join(messages) + b"]"
+
+    def ids(self, number: int) -> bytes:
+        """Return the prompt of a turn as JSON of token ids, of BYTES_PER_TOKEN bytes each."""
+        turn, size = self.turns[number], self.block_tokens
+        names = turn.blocks[: -(-turn.prompt_tokens // size)]
+        ids = [token for name in names for token in token_ids(name, size)][: turn.prompt_tokens]
+        return b"[%s]" % ",".join(map(str, ids)).encode()
 
     def _message_ends(self, number: int) -> Sequence[int]:
         """Return where the prompt's messages end, in tokens."""

@@ -1,5 +1,9 @@
 """What is learned of an engine's speed, and what it still has to do."""
 
+import math
+import random
+import statistics
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +58,24 @@ def test_a_lasting_change_is_learned():
         fit.add(number, slow.at(number), PRIOR, 3.0 + place * 0.1)
 
     assert fit.among(PRIOR, 7.0).at(1000) > 0.6 * slow.at(1000)
+
+
+def test_noise_does_not_tell_equal_engines_apart():
+    """Or conversations would follow chance from engine to engine. One twice as slow is still told from the others."""
+    chance = random.Random(0)
+
+    def believed(scale):
+        fit = LineFit()
+        for place, number in enumerate((100, 900, 400, 2000, 50, 700) * 6):
+            seconds = scale * PRIOR.at(number) * math.exp(chance.gauss(0.0, 1.0) - 0.5)
+            fit.add(number, seconds, PRIOR, place * 0.1)
+        return fit.line.at(500) / PRIOR.at(500), fit.among(PRIOR, 3.6).at(500) / PRIOR.at(500)
+
+    equal = [believed(1.0) for _ in range(40)]
+    slow = [believed(2.0) for _ in range(40)]
+
+    assert statistics.stdev(fair for _, fair in equal) < 0.9 * statistics.stdev(own for own, _ in equal)
+    assert statistics.mean(fair for _, fair in slow) > 1.4
 
 
 def test_what_was_measured_long_ago_counts_less_than_what_is_likely():

@@ -16,6 +16,7 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.routing.alone_bound import AloneBound
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
@@ -89,7 +90,8 @@ class Side:
         load = Loads(self.registry, self.clock).of
         self.caches = Caches(PromptMemory(60.0, most=30), self.registry, self.clock)
         choice = policy(load, self.caches)
-        self.pairs = PairSelector(self.registry, choice, choice.decode.cached if policy is _prefix else None)
+        holder = choice.decode if policy is _prefix else None
+        self.pairs = PairSelector(self.registry, choice, holder, AloneBound(self.registry, self.clock))
         self.fleet = LiveFleet(self.registry, self.pairs, self.learned, self.clock)
 
     def clock(self):
@@ -173,7 +175,7 @@ class Calm(RuleBasedStateMachine):
         chosen = side.fleet.one(decodes, ask)
         assert chosen in decodes
         has = side.caches.matched(chosen, ask, is_there=True)
-        assert has >= cached
+        assert has >= cached or reason is None
         if answered:
             side.caches.answered(chosen, ask, 100)
         assert reason is not SingleEngineReason.CACHED or ask.blocks.size - cached < least

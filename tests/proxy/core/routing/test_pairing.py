@@ -218,3 +218,25 @@ def test_what_is_remembered_is_bounded():
         choose(registry, pairs, RoutingHints(model=str(number)))
 
     assert len(pairs._seen) <= 64
+
+
+def test_the_engine_that_is_on_trial_is_the_one_whose_time_alone_counts():
+    """It gets the request if one engine is faster, so another one's time would decide about it."""
+    registry, _ = fleet([serving("m")], [serving("m"), serving("m")], limits=BRITTLE)
+    tried, well = registry.known(Role.DECODE)
+    registry.member(tried.id).life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0.0)
+    asked = []
+
+    class Weighing(RoundRobin):
+        def alone(self, _prefill, decode, _ask):
+            asked.append(list(decode))
+            return True
+
+    choice = Weighing()
+    pairs = PairSelector(registry, choice, weighing=choice)
+    usable = [registry.usable(role, now=6.0) for role in Role]
+    assert registry.member(tried.id).life.state is HealthState.HALF_OPEN
+    assert pairs.is_faster_alone(*usable, RoutingHints())
+    assert pairs.is_faster_alone(*usable, RoutingHints(again=True))
+
+    assert asked == [[tried], [well]]

@@ -32,6 +32,23 @@ def test_the_next_turn_finds_prompt_and_answer():
     assert memory.matched(D1, second, since=0.0, now=2.0) == 0
 
 
+def test_a_prompt_is_on_its_way_until_the_engine_has_computed_it():
+    """A moment later its events tell, and what it has evicted since does not count."""
+    memory, first = PromptMemory(10.0), prompt("a question")
+    second = prompt("a question", "an answer", "a new one")
+    memory.sent(D0, first, since=0.0, now=0.0)
+    assert memory.on_its_way(D0, second, since=0.0, now=1.0) == first.size
+
+    memory.arrived(D0, first, now=1.0)
+    assert [memory.on_its_way(D0, second, since=0.0, now=now) for now in (1.2, 1.3)] == [first.size, 0]
+    assert memory.matched(D0, second, since=0.0, now=1.3) == first.size
+
+    memory.sent(D0, second, since=0.0, now=2.0)
+    assert memory.on_its_way(D0, second, since=0.0, now=2.0) == second.size
+    assert memory.on_its_way(D0, second, since=2.1, now=2.2) == 0
+    assert memory.on_its_way(D1, second, since=0.0, now=2.0) == 0
+
+
 def test_an_answer_counts_for_no_more_than_was_relayed():
     """A client may put a document where the answer was; nobody has that."""
     memory, first = PromptMemory(10.0), prompt("q")

@@ -1,6 +1,7 @@
 """Rolling updates of pools of unequal sizes, whose pods take unequally long to start: no engine gets far too much."""
 
 import itertools
+import random
 from collections import Counter, deque
 
 import pytest
@@ -11,11 +12,13 @@ from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role, RoutingHints
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from xpyd_proxy.core.routing.policies.expected_ttft import ExpectedTtft
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.prefix import Prefix
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
 from xpyd_proxy.core.routing.prompt_memory import PromptMemory
+from xpyd_proxy.io.request_path.engine_costs import EngineCosts
 from xpyd_proxy.io.request_path.live_fleet import Caches, LiveFleet, Loads
 
 POOLS = [(4, 16), (16, 4)]
@@ -41,15 +44,19 @@ class Rollout:
         load = Loads(self.registry, lambda: 0.0).of
         self.caches = Caches(PromptMemory(1e9), self.registry, lambda: 0.0)
         prefix = Prefix(load, LeastLoaded(load), self.caches)
+        costs = EngineCosts(self.registry, self.caches, lambda: 0.0, weight=4.0, itl_most_s=None)
+        expected = ExpectedTtft(costs, random.Random(0).randrange)
         self.choice = {
             "round_robin": RoundRobin(),
             "least_loaded": PolicyPerLeg(LeastLoaded(load), LeastLoaded(load)),
             "session": PolicyPerLeg(LeastLoaded(load), Session(LeastLoaded(load))),
             "prefix": PolicyPerLeg(LeastLoaded(load), prefix, decode_first=True),
+            "expected_ttft": expected,
         }[policy]
-        holders = prefix.holders if policy == "prefix" else None
-        self.pairs = PairSelector(self.registry, self.choice, cache_holders=holders)
-        self.fleet = LiveFleet(self.registry, self.pairs, PushCoordinates(at_once=True), lambda: 0.0)
+        holder = {"prefix": prefix, "expected_ttft": expected}.get(policy)
+        self.costs = costs if policy == "expected_ttft" else None
+        self.pairs = PairSelector(self.registry, self.choice, holder)
+        self.fleet = LiveFleet(self.registry, self.pairs, PushCoordinates(at_once=True), lambda: 0.0, costs=self.costs)
         self.sizes, self.ports, self.requests = sizes, itertools.count(1), itertools.count()
         self.old = {role: [self._add(role, "v1") for _ in range(n)] for role, n in zip(Role, sizes, strict=True)}
         self.events = sorted(
@@ -75,9 +82,12 @@ class Rollout:
         session = f"session {number}" if self.policy == "session" else None  # else no policy asks for it
         return RoutingHints("m", session, b"%d " % number + b"x" * 400)
 
-    def serve(self, chosen):
+    def serve(self, chosen, ask):
         """Have the engines serve a request; the oldest one ends."""
         request = RequestId(str(next(self.requests)))
+        for instance in chosen if self.costs is not None else ():
+            if instance is not None:
+                self.costs.sent(instance, request, ask, computes=chosen[0] in (instance, None))
         engines = [instance for instance in chosen if instance is not None]
         self.open.append((engines, request))
         for instance in engines:
@@ -111,8 +121,9 @@ def run(rollout, choose, requests, *, mean=False):
     for _ in rollout.steps():
         counts, choose_now = Counter(), choose(rollout)
         for _ in range(requests):
-            chosen = choose_now(rollout.ask())
-            rollout.serve(chosen)
+            ask = rollout.ask()
+            chosen = choose_now(ask)
+            rollout.serve(chosen, ask)
             engines = [instance for instance in chosen if instance is not None]
             counts.update(instance.id for instance in engines)
             alone += len(engines) == 1
@@ -155,7 +166,7 @@ def test_no_engine_gets_far_more_than_its_share(policy, requests, sizes, startup
 
 
 @pytest.mark.parametrize("sizes", POOLS, ids=named)
-@pytest.mark.parametrize(("policy", "requests"), [("session", 800), ("prefix", 400)])
+@pytest.mark.parametrize(("policy", "requests"), [("session", 800), ("prefix", 400), ("expected_ttft", 400)])
 def test_caches_and_sessions_do_not_overload_a_revision(policy, requests, sizes):
     """Within a revision the policy decides, and its own bounds hold: hashes are uneven, and a cache has slack."""
     found, _ = run(Rollout(policy, sizes, STARTUPS[0]), by_weight, requests, mean=True)
@@ -188,14 +199,18 @@ def test_sessions_move_only_as_the_weights_do():
     assert {rollout.registry.facts(instance).revision for instance in moved} == {"v2"}
 
 
-def test_a_cached_prompt_stays_at_its_revision():
+@pytest.mark.parametrize("policy", ["prefix", "expected_ttft"])
+def test_a_cached_prompt_stays_at_its_revision(policy):
     """A rollout does not empty the caches of the engines that are still there."""
-    rollout = Rollout("prefix", (2, 2), STARTUPS[0])
+    rollout = Rollout(policy, (2, 2), STARTUPS[0])
     steps = rollout.steps()
     next(steps)
     ask = RoutingHints("m", prompt=b"y" * 4000)
-    _, first = rollout.fleet.any_pair(ask)
+    chosen = rollout.fleet.any_pair(ask)
+    rollout.serve(chosen, ask)
     for role in Role:
         rollout._add(role, "v2")
 
-    assert {rollout.fleet.any_pair(ask)[1].id for _ in range(4)} == {first.id}
+    found = [rollout.fleet.any_pair(ask)[1] for _ in range(4)]
+    assert {rollout.registry.facts(one).revision for one in found} == {"v1"}
+    assert policy == "expected_ttft" or {one.id for one in found} == {chosen[1].id}  # else loads count, too

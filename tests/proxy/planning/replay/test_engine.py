@@ -1,5 +1,6 @@
 """The simulated engine, against sums done by hand and rules that any engine keeps."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -156,6 +157,81 @@ def test_a_link_carries_one_transfer_after_the_other():
     bench.loop.run()
 
     assert (bench.first["d"] - began, bench.first["e"] - began) == (pytest.approx(2.01), pytest.approx(3.01))
+
+
+def test_an_api_server_does_one_thing_after_the_other():
+    """Two requests of 2 s each, before the engine has them; and 0.1 s for each token that clients get."""
+    bench = Bench(msgspec.structs.replace(MODEL, api_request_s=2.0, api_prompt_token_s=0.01, api_token_s=0.1))
+    for name in "ab":
+        bench.engine.send(bench.leg(name, (), 10, 2))
+    bench.loop.run()
+
+    assert bench.first["a"] == pytest.approx(4.2 + 0.1)  # its step is over at 3.2, and b's request is worked on
+    assert bench.first["b"] == pytest.approx(4.311 + 1.1 + 0.1)  # behind the step of a's second token
+    assert [gap for gap, _ in bench.engine.log.gaps] == pytest.approx([4.311 + 0.1 - 4.3, 1.111])
+
+
+def test_each_prompt_of_a_step_has_a_price_of_its_own():
+    """Two of 10 tokens take 0.5 s more than one of 20."""
+    model = msgspec.structs.replace(MODEL, prefill_request_s=0.5)
+    one, two = Bench(model), Bench(model)
+    one.engine.add(one.leg("a", (), 20, 1))
+    for name in "ab":
+        two.loop.after(0.0, lambda name=name: two.engine.waiting.append(two.leg(name, (), 10, 1)))
+    two.loop.after(0.0, two.engine._wake)
+    one.loop.run()
+    two.loop.run()
+
+    assert two.ended["b"] - one.ended["a"] == pytest.approx(0.5)
+
+
+def test_jitter_spreads_steps_around_the_same_mean_and_is_the_same_each_time():
+    """Or a fit could not tell a slow engine from an uneven one."""
+    lengths = []
+    for _ in range(2):
+        bench = Bench(msgspec.structs.replace(MODEL, jitter=0.5, decode_context_s=0.0))
+        bench.engine.add(bench.leg("a", (), 5, 900))
+        bench.loop.run()
+        lengths.append([gap for gap, _ in bench.engine.log.gaps])
+
+    assert lengths[0] == lengths[1]
+    assert sum(lengths[0]) / len(lengths[0]) == pytest.approx(1.1, rel=0.06)
+    assert max(lengths[0]) > 2.2
+
+
+class Published:
+    """The events of a cache."""
+
+    def __init__(self):
+        self.there, self.chain = set(), {}
+
+    def stored(self, name, before):
+        assert name not in self.there
+        assert before is None or before in self.chain
+        self.there.add(name)
+        self.chain[name] = before
+
+    def removed(self, name):
+        self.there.remove(name)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=30
+    )
+)
+def test_events_tell_all_that_is_in_a_cache(requests):
+    """Whatever is taken and given back: a name is there if it was stored and not removed."""
+    events, running = Published(), []
+    cache = KvCache(12, events)
+    for chat, size, answer, ends in requests:
+        names = range(100 * chat, 100 * chat + size)
+        if cache.take(names, answer):
+            running.append((names, answer, range(100 * chat + size, 100 * chat + size + answer)))
+        for _ in range(min(ends, len(running))):
+            cache.give(*running.pop(0))
+        for name in (100 * each + place for each in range(3) for place in range(9)):
+            assert (cache.found([name]) == 1) == (name in events.there)
 
 
 def test_the_oldest_content_goes_first_and_ends_before_beginnings():

@@ -1,12 +1,14 @@
 """The router's own policy expected_ttft beside the others, in virtual time: what it is for."""
 
+import random
 from functools import cache
 
 import msgspec
 import pytest
 
-from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.model import Role, RoutingHints
 from xpyd_proxy.planning.replay.engine import EngineModel
+from xpyd_proxy.planning.replay.routers import ReplayRouter
 from xpyd_proxy.planning.replay.simulation import SimulatedFleet, replay
 from xpyd_proxy.planning.replay.summary import Targets, summarise
 from xpyd_proxy.planning.replay.traces import BlockNames, Conversations, Trace, Turn, poisson
@@ -92,3 +94,61 @@ def test_decode_engines_serve_alone_only_with_a_bound_for_their_streams():
 
     assert alone[0] == 0
     assert 0 < alone[1] < alone[2]
+
+
+# An engine of a small machine: prompts take longer than it takes to decide, steps of a size differ, and its cache holds
+# a tenth of all conversations.
+SMALL = EngineModel(
+    step_s=0.003, prefill_token_s=8e-5, prefill_context_s=2e-8, decode_request_s=4e-4, decode_context_s=1e-7,
+    leg_s=0.012, api_request_s=0.002, api_token_s=3e-4, jitter=1.3, max_num_batched_tokens=2048,
+    kv_tokens=223 * 32, kv_bytes_per_token=2048, link_bytes_per_s=5e8, link_s=0.01,
+)  # fmt: skip
+
+
+def short_chats(count, per_s, first_name=0, seed=0):
+    """Chats of 8 turns: a question of 260 tokens, then of 60, answers of 24."""
+    chance, names, turns, at_s = random.Random(seed), BlockNames(first_name), [], 0.0
+    for chat in range(count):
+        at_s += chance.expovariate(per_s)
+        sizes = [260 + 84 * turn for turn in range(8)]
+        blocks = names.take(-(-(sizes[-1] + 24) // 32))
+        for turn, size in enumerate(sizes):
+            waits = chance.expovariate(1.0) if turn else at_s
+            turns.append(Turn(f"c{chat}", blocks, size, 24, waits, len(turns) - 1 if turn else None, waits=turn > 0))
+    return Trace(32, turns)
+
+
+@cache
+def evicting(policy):
+    fleet = SimulatedFleet(2, 2, SMALL, kv_events=True)
+    return [summarise(replay(short_chats(60, 3.0, seed=seed), policy, fleet, seed=seed), Targets()) for seed in (0, 1)]
+
+
+@pytest.mark.parametrize("policy", ["expected_ttft:800", "prefix:800"])
+def test_conversations_are_served_where_they_are_cached_while_caches_evict_and_times_are_noisy(policy):
+    """Of what the best of all caches had, nearly all is hit; a P that has evicted a prompt is not asked for it."""
+    found, in_turn = evicting(policy), evicting("round_robin")
+
+    assert all(one.best_hits > 0.95 for one in found)
+    assert all(one.later_ttft_p50 < 0.6 * other.later_ttft_p50 for one, other in zip(found, in_turn, strict=True))
+    assert all(one.computed_per_new < other.computed_per_new for one, other in zip(found, in_turn, strict=True))
+
+
+def test_what_a_prefill_engine_has_evicted_is_not_believed_to_be_there():
+    """Its events tell, from a moment behind its answer on; before that its prompt is on its way, and counts."""
+    now = [0.0]
+    router = ReplayRouter("expected_ttft", (1, 1), short_chats(1, 1.0), lambda: now[0], 0, kv_events=True)
+    events = router.events("prefill-0")
+    prefill, _ = router.choose(0)
+    ask = RoutingHints(prompt=router._trace.ids(1))
+    caches = router.fleet.caches
+    assert caches.matched(prefill, ask) > 900
+
+    for name in range(8):
+        events.stored(name, name - 1 if name else None)
+    router.prefilled(prefill, 0, 0, 0.0)
+    assert caches.matched(prefill, ask) > 900
+    for name in reversed(range(8)):
+        events.removed(name)
+    now[0] = 1.0
+    assert caches.matched(prefill, ask) == 0

@@ -5,8 +5,10 @@ from typing import Final, Protocol, TypeVar
 
 from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.model import ANY, Instance, RoutingHints
+from xpyd_proxy.core.routing.alone_bound import AloneBound, Holding
 from xpyd_proxy.core.routing.pairing import Among, Fits, Pair
 
+LOYALTY: Final = 2.0  # times as long as the fastest one an engine may take for a prompt that it has nearly all of
 NEAR: Final = 0.05  # choices that cost at most this part more than the best one are as good: chance picks one
 MOST: Final = 8  # of a role that are paired with each other
 LOOKED_AT: Final = 64  # of a role whose cost is computed
@@ -75,7 +77,7 @@ class ExpectedTtft:
         self._dice = dice  # dice(n): 0 to n-1
         self._notes = notes
         self.latest: ExpectedTime | None = None  # what is expected of the latest choice
-        self._alone: tuple[RoutingHints, Instance] | None = None  # who serves it alone, as was found a moment ago
+        self._alone: tuple[RoutingHints, _Priced] | None = None  # the engine that serves a prompt alone, found just now
 
     def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
         """Return the two engines that cost least, or nearly so."""
@@ -95,9 +97,7 @@ class ExpectedTtft:
     def one(self, among: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return the decode engine that serves a request alone in the least time, or nearly so."""
         known, self._alone = self._alone, None
-        if known is not None and known[0] is ask and known[1] in among:
-            return known[1]
-        best = self._best_alone(among, ask)
+        best = self._best_alone(among, ask) if known is None or known[0] is not ask else known[1]
         self._tell(ask, best.expected)
         return best.instance
 
@@ -111,23 +111,36 @@ class ExpectedTtft:
         parts = min([self._costs.prefill(each, ask).cost_s for each in self._few(prefill, ask)])
         if best.cost_s > parts + min([self._costs.decode(each, ask).cost_s for each in self._few(decode, ask)]):
             return False
-        self._alone = ask, best.instance
+        self._alone = ask, best
         self._tell(ask, best.expected)
         return True
 
-    def cached(self, among: Among, ask: RoutingHints) -> int:
-        """Return how many bytes of the prompt the decode engine has that ``one`` returns next."""
-        if self._alone is None or self._alone[0] is not ask:
-            self._alone = ask, self._best_alone(among, ask).instance
-        return self._costs.cached(self._alone[1], ask)
+    def holding(self, among: Among, ask: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
+        """Return the engines with the most of a prompt, of those that lack fewer bytes and may compute these.
 
-    def holders(self, among: Among, ask: RoutingHints) -> Among:
-        """List the decode engines that have most of the prompt; none, if all have as much."""
-        matches = [self._costs.matched(each, ask) for each in among]
-        most = max(matches)
-        if most == 0 or (most == min(matches) and len(among) > 1):
-            return ()
-        return [each for each, match in zip(among, matches, strict=True) if match == most]
+        One is left only where another engine would serve it alone in less than half of the time.
+        """
+        looked, size = self._few(among, ask), ask.blocks.size
+        sizes = [self._costs.cached(each, ask) for each in looked]
+        few = [(each, one) for each, one in zip(sizes, looked, strict=True) if size - each < least]
+        if not few:
+            return Holding((), max(sizes), is_bound=False)
+        loyal = LOYALTY * min([self._costs.alone(each, ask).cost_s for each in looked])
+        near = [(each, one) for each, one in few if self._costs.alone(one, ask).cost_s <= loyal]
+        free = [(each, one) for each, one in near if bound.has_room(one, ask, size - each, least)]
+        if not free:
+            return Holding((), max(sizes), is_bound=bool(near))
+        most = max([each for each, _ in free])
+        is_bound = most < max([each for each, _ in near])
+        return Holding([one for each, one in free if each == most], most, is_bound=is_bound)
+
+    def holders(self, among: Among, ask: RoutingHints, /) -> Among:
+        """List the decode engines that have the most of a prompt, if that is most of it; none, if all have as much."""
+        sizes = [self._costs.matched(each, ask) for each in among]
+        most = max(sizes)
+        best = [one for one, each in zip(among, sizes, strict=True) if each == most]
+        decides = most * 2 > len(ask.prompt) and (len(best) < len(among) or len(among) == 1)
+        return best if decides else ()
 
     def copy(self) -> "ExpectedTtft":
         """Return one that chooses alike, and whose choices leave no trace here."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from xpyd_proxy.core.model import ANY, Instance, RoutingHints
+from xpyd_proxy.core.routing.alone_bound import AloneBound, Holding
 from xpyd_proxy.core.routing.pairing import Policy
 
 LEAST: Final = 256  # bytes: a shorter match counts if it is half of the prompt
@@ -32,26 +33,28 @@ class Prefix:
         self._otherwise = otherwise
         self._caches = caches
         self._notes = notes
-        # Of the request that ``cached`` was asked for last: the engines it was to choose from, and the best of them.
-        self._latest: tuple[RoutingHints, Sequence[Instance], Sequence[Instance]] | None = None
 
     def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine with the longest match that has room."""
-        latest, self._latest = self._latest, None
-        best: Sequence[Instance] = ()
-        if latest is not None and latest[0] is ask and latest[1] == among:
-            best = latest[2]
-        best = best or self._best(among, ask)
+        best = self._best(among, ask)
         chosen = best[0] if len(best) == 1 else self._otherwise.one(best, ask)
         if self._notes and ask.prompt:
             self._caches.sent(chosen, ask)
         return chosen
 
-    def cached(self, among: Sequence[Instance], ask: RoutingHints) -> int:
-        """Return how many bytes of the prompt the engine has that ``one`` returns next, whichever of equals it is."""
-        best = self._best(among, ask)
-        self._latest = ask, among, best
-        return min(self._caches.matches(best, ask, is_there=True))
+    def holding(self, among: Sequence[Instance], ask: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
+        """Return the engines with the most of a prompt, of those that lack fewer bytes and may compute these."""
+        near, size = self._not_overloaded(among), ask.blocks.size
+        sizes = self._caches.matches(near, ask, is_there=True)
+        lowest = min(sizes)
+        sizes = [lowest if _is_short(each, ask) else each for each in sizes]
+        few = [(each, instance) for each, instance in zip(sizes, near, strict=True) if size - each < least]
+        free = [one for one in few if bound.has_room(one[1], ask, size - one[0], least)]
+        if not free:
+            return Holding((), max(sizes), is_bound=bool(few))
+        most = max([each for each, _ in free])
+        is_bound = most < max([each for each, _ in few])
+        return Holding([instance for each, instance in free if each == most], most, is_bound=is_bound)
 
     def holders(self, among: Sequence[Instance], ask: RoutingHints) -> Sequence[Instance]:
         """List the engines that would be chosen for what they have in their cache; none, if that decides nothing."""
@@ -66,12 +69,21 @@ class Prefix:
     def _best(self, among: Sequence[Instance], ask: RoutingHints) -> Sequence[Instance]:
         if len(among) == 1 or not ask.prompt:
             return among
-        loads = [self._load(instance) for instance in among]
-        most = min(loads) + SLACK
-        if max(loads) > most:
-            among = [instance for instance, load in zip(among, loads, strict=True) if load <= most]
+        among = self._not_overloaded(among)
         matches = self._caches.matches(among, ask)
         longest = max(matches)
-        if (longest < LEAST and longest * 2 < len(ask.prompt)) or longest == min(matches):
+        if _is_short(longest, ask) or longest == min(matches):
             return among
         return [instance for instance, match in zip(among, matches, strict=True) if match == longest]
+
+    def _not_overloaded(self, among: Sequence[Instance]) -> Sequence[Instance]:
+        loads = [self._load(instance) for instance in among]
+        most = min(loads) + SLACK
+        if max(loads) <= most:
+            return among
+        return [instance for instance, load in zip(among, loads, strict=True) if load <= most]
+
+
+def _is_short(match: int, ask: RoutingHints) -> bool:
+    """Tell whether so few bytes are in common that they are no reason to go somewhere."""
+    return match < LEAST and match * 2 < len(ask.prompt)

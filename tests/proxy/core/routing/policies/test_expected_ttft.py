@@ -136,13 +136,57 @@ def test_one_engine_serves_it_if_that_is_faster_and_its_streams_can_bear_it(alon
         assert costs.chosen[-1][1].prefill_s == alone
 
 
-def test_the_engine_whose_cache_was_looked_at_is_the_one_that_serves():
-    """Or another one would be expected to have the prompt."""
-    one = policy(Costs(by_id(*[1.0] * 8), alone=by_id(*[1.0] * 8)))
+class Room:
+    """A bound that keeps prompts from some engines."""
 
-    for _ in range(20):
-        cached = one.cached(D, ASK)
-        assert one.one(D, ASK) == D[cached // 100]
+    def __init__(self, *busy):
+        self.busy = busy
+
+    def has_room(self, instance, _ask, _new, _least):
+        return instance not in self.busy
+
+
+def holding(alone, *busy, has=(0, 0, 900, 950)):
+    """Return what is found for a prompt of 1,000 bytes of which 200 may be new."""
+    costs = Costs(by_id(*[1.0] * 8), alone=by_id(0, 0, 0, 0, *alone))
+    costs.cached = lambda instance, _ask: has[int(instance.id[-1])]
+    return policy(costs).holding(D, RoutingHints(prompt=b"x" * 1000), 200, Room(*busy))
+
+
+def test_an_engine_that_has_a_prompt_serves_it_alone_although_another_one_is_a_little_faster():
+    """What rates are believed to be is noisy, and to compute a prompt again pushes others out of a cache."""
+    found = holding((1.0, 1.0, 1.9, 1.9))
+
+    assert (found.engines, found.cached, found.is_bound) == ([D[3]], 950, False)
+
+
+def test_an_engine_that_has_a_prompt_is_left_for_one_that_takes_less_than_half_as_long():
+    """Its queue is long, or it is slow."""
+    found = holding((1.0, 1.0, 2.1, 2.1))
+
+    assert (found.engines, found.cached, found.is_bound) == ((), 950, False)
+
+
+def test_where_streams_cannot_bear_it_another_engine_serves_it_or_it_is_split():
+    """In the order of what they have."""
+    alone = (1.0, 1.0, 1.0, 1.0)
+
+    assert holding(alone, D[3]).engines == [D[2]]
+    assert holding(alone, D[3]).is_bound
+    assert holding(alone, D[2], D[3]).engines == ()
+    assert holding(alone, D[2], D[3]).is_bound
+
+
+def test_a_rollout_keeps_a_conversation_where_it_is():
+    """Its decode engine has most of it; where none or all have it, that decides nothing."""
+    costs = Costs(by_id(*[1.0] * 8))
+    ask = RoutingHints(prompt=b"x" * 1000)
+    costs.matches = {D[2].id: 600}
+    assert policy(costs).holders(D, ask) == [D[2]]
+    costs.matches = {D[2].id: 400}
+    assert policy(costs).holders(D, ask) == ()
+    costs.matches = dict.fromkeys([one.id for one in D], 900)
+    assert policy(costs).holders(D, ask) == ()
 
 
 def test_a_copy_leaves_no_trace():

@@ -146,11 +146,59 @@ def test_what_leaves_no_trace_chooses_alike():
     assert len(policy._caches.memory) == known
 
 
+class Room:
+    """A bound that keeps prompts from some engines."""
+
+    def __init__(self, *busy):
+        self.busy = busy
+
+    def has_room(self, instance, _ask, _new, _least):
+        return instance not in self.busy
+
+
+def answered(policy, prompt, *engines):
+    """Have engines keep a prompt and its answer."""
+    for one in engines:
+        policy._caches.memory.answered(one.id, prompt.blocks, 10, now=0.0)
+
+
 def test_only_what_has_been_answered_counts_as_cached():
     """Eight equal prompts at once must not all be computed by one decode engine, for the KV cache that is to come."""
     policy = prefix()
     home, prompt = policy.one(ENGINES, ask(*"abc")), ask(*"abc")
-    assert policy.cached(ENGINES, prompt) == 0
+    found = policy.holding(ENGINES, prompt, 100, Room())
+    assert (found.engines, found.cached) == ((), 0)
 
-    policy._caches.memory.answered(home.id, prompt.blocks, 10, now=0.0)
-    assert policy.cached(ENGINES, prompt) == 3 * BLOCK
+    answered(policy, prompt, home)
+    found = policy.holding(ENGINES, prompt, 100, Room())
+    assert (found.engines, found.cached, found.is_bound) == ([home], 3 * BLOCK, False)
+
+
+def test_an_engine_whose_streams_cannot_bear_it_leaves_a_prompt_to_another_one_that_has_it():
+    """Or to a prefill engine, if there is none."""
+    policy, prompt = prefix(), ask(*"abcd")
+    answered(policy, prompt, ENGINES[1])
+    answered(policy, ask(*"abc"), ENGINES[2])
+    found = [policy.holding(ENGINES, prompt, 2 * BLOCK, Room(*ENGINES[1:last])) for last in (1, 2, 3)]
+
+    assert [list(one.engines) for one in found] == [[ENGINES[1]], [ENGINES[2]], []]
+    assert [one.cached for one in found] == [4 * BLOCK, 3 * BLOCK, 4 * BLOCK]
+    assert [one.is_bound for one in found] == [False, True, True]
+
+
+def test_an_engine_that_is_too_busy_serves_nothing_alone():
+    """Its cache is no reason to overload it."""
+    load = dict.fromkeys([one.id for one in ENGINES], 0.0)
+    policy, prompt = prefix(lambda one: load[one.id]), ask(*"abcd")
+    answered(policy, prompt, ENGINES[1])
+    load[ENGINES[1].id] = SLACK + 1
+
+    assert not policy.holding(ENGINES, prompt, 100, Room()).engines
+
+
+def test_a_few_words_in_common_are_not_what_a_prompt_is_served_alone_for():
+    """A short system prompt would gather all short prompts."""
+    policy, prompt = prefix(), ask(*"abcd")
+    policy._caches.memory.answered(ENGINES[1].id, RoutingHints(prompt=prompt.prompt[:100]).blocks, 10, now=0.0)
+
+    assert not policy.holding(ENGINES, prompt, 4 * BLOCK, Room()).engines

@@ -13,7 +13,8 @@ from xpyd_proxy.local.processes import Command, open_fleet
 
 FILE = EXAMPLES / "07-compose" / "compose.yaml"
 ENGINES = ("prefill", "decode")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
+with_processes = pytest.mark.slow  # a router and engines start, each a Python of its own
 
 
 def interpolated(value):
@@ -71,10 +72,11 @@ def children(site, placed, tmp_path):
             argv = [placed(word) for word in (*entrypoint_of(service), *SERVICES[service]["command"])]
             given = {k: placed(v) for k, v in SERVICES[service].get("environment", {}).items() if k != "HOME"}
             found[service] = fleet.start(Command(service, argv, site.environment | given, url))
-        fleet.wait_ready(found.values(), timeout_s=60)
+        fleet.wait_ready(found.values(), timeout_s=200)
         yield found
 
 
+@with_processes
 def test_the_services_serve_together_and_their_health_checks_pass(site, placed, children):
     """A request goes over both legs, an engine is drained by its name, and no argument shows a secret."""
     answer = site.ask(model=SERVICES["prefill"]["command"][3])

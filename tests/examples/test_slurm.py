@@ -14,7 +14,8 @@ from support.cluster import free_ports, wait_until
 
 FOLDER = EXAMPLES / "08-slurm"
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")  # each is a host: engines listen on their own address
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(sys.platform != "linux", reason="all of 127/8 is this host")]
+pytestmark = [pytest.mark.timeout(500), pytest.mark.skipif(sys.platform != "linux", reason="all of 127/8 is this host")]
+with_processes = pytest.mark.slow  # a router and engines start, each a Python of its own
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def job(site, script, nodes, **more):
     """Run a batch script as slurmd does; yields the process of the script."""
     environment = {
         **site.environment, "SLURM_JOB_NODELIST": ",".join(nodes), "SLURM_SUBMIT_DIR": str(EXAMPLES), "MODEL": "m",
-        "SECRETS": str(site.secrets), "DRAIN_S": "30", **more,
+        "SECRETS": str(site.secrets), "DRAIN_S": "120", **more,
     }  # fmt: skip
     log = site.folder / f"{script}.log"
     with log.open("w") as out:
@@ -64,12 +65,13 @@ def _ready(site, count):
     return len(states) == count and site.ask().status_code == 200
 
 
+@with_processes
 def test_a_job_serves_and_ends_without_an_error(site, fleet):
     """Slurm's signal before the time limit: a stream that runs comes to its end, then everything goes."""
     asked = (site.folder / "srun.log").read_text().splitlines()
     with site.streaming(60) as came:
         fleet.send_signal(signal.SIGUSR1)
-    assert fleet.wait(60) == 0
+    assert fleet.wait(120) == 0
 
     assert came[-2] == "data: [DONE]"
     assert sum(line.startswith("data: {") for line in came) >= 60
@@ -77,20 +79,22 @@ def test_a_job_serves_and_ends_without_an_error(site, fleet):
     assert (site.folder / "fleet.sbatch.log").read_text().splitlines()[-1] == "fleet.sbatch: over"
 
 
+@with_processes
 def test_an_engine_of_another_job_joins_and_leaves(site, fleet):
     """It serves as one of the fleet meanwhile, and goes without an error for a client."""
     port = free_ports(1)[0]
     more = {"ROLE": "decode", "XPYD_ROUTER": site.router, "PORT": str(port)}
     with job(site, "add-engine.sbatch", ["127.0.0.4"], **more) as process:
-        wait_until(lambda: f"127.0.0.4:{port}" in site.instances(), seconds=60, what="the engine has joined")
+        wait_until(lambda: f"127.0.0.4:{port}" in site.instances(), seconds=150, what="the engine has joined")
         assert site.given(port)["env"]["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.4"
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
 
     assert len(site.instances()) == 3
     assert site.ask().status_code == 200
 
 
+@with_processes
 def test_a_fleet_whose_router_ends_does_not_stay(site, fleet):
     """It would hold the nodes until its time is over. No argument shows a secret: every user of a node sees those."""
     pids = [pid.name for pid in Path("/proc").iterdir() if pid.name.isdigit() and _group(pid) == fleet.pid]
@@ -98,7 +102,7 @@ def test_a_fleet_whose_router_ends_does_not_stay(site, fleet):
     (router,) = [pid for pid, words in lines.items() if "--api-keys-file" in words]
     os.kill(int(router), signal.SIGKILL)
 
-    assert fleet.wait(60) == 1
+    assert fleet.wait(120) == 1
     assert "the router has ended" in (site.folder / "fleet.sbatch.log").read_text()
     assert len(lines) >= 5
     assert [secrets_in(words) for words in lines.values()] == [[]] * len(lines)
@@ -123,7 +127,7 @@ def _group(process):
 def test_a_job_that_cannot_serve_ends_at_once(site, script, nodes, more, said):
     """With a sentence in its log, and before anything is started."""
     with job(site, script, nodes, **more) as process:
-        assert process.wait(30) != 0
+        assert process.wait(120) != 0
 
     assert said in (site.folder / f"{script}.log").read_text()
     assert not (site.folder / "srun.log").exists()

@@ -13,7 +13,8 @@ from xpyd_proxy.local.processes import Command, open_fleet
 
 FOLDER = EXAMPLES / "06-systemd"
 UNITS = sorted(FOLDER.glob("*.service"))
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
+with_processes = pytest.mark.slow  # a router and engines start, each a Python of its own
 
 
 def directives(unit):
@@ -85,7 +86,7 @@ def fleet(tmp_path):
 def units(site):
     """The router, and an engine of each role."""
     _, prefill, decode = site.ports
-    here = {"ADDRESS": "127.0.0.1", "XPYD_ROUTER": site.router, "MODEL": "m", "SERVED_NAME": "m", "DRAIN_S": "30"}
+    here = {"ADDRESS": "127.0.0.1", "XPYD_ROUTER": site.router, "MODEL": "m", "SERVED_NAME": "m", "DRAIN_S": "120"}
     engine = "xpyd-engine@.service"
     return {
         "router": Unit(site, "xpyd-router.service"),
@@ -104,7 +105,7 @@ def start(fleet, site, units, *, which=("router", "prefill", "decode")):
         children[name] = fleet.start(
             Command(name, argv, units[name].environment, f"http://127.0.0.1:{ports[name]}{path}")
         )
-    fleet.wait_ready(children.values(), timeout_s=60)
+    fleet.wait_ready(children.values(), timeout_s=200)
     return children
 
 
@@ -114,6 +115,7 @@ def joined(units):
         assert done.returncode == 0, done.stderr
 
 
+@with_processes
 def test_engines_join_serve_and_leave_without_an_error(fleet, site, units):
     """A stream that runs when a decode engine is stopped comes to its end first."""
     start(fleet, site, units)
@@ -132,6 +134,7 @@ def test_engines_join_serve_and_leave_without_an_error(fleet, site, units):
     assert site.instances() == {}
 
 
+@with_processes
 def test_a_router_that_starts_again_knows_its_engines(fleet, site, units):
     """They joined once, and its state directory remembers them."""
     children = start(fleet, site, units)
@@ -143,6 +146,7 @@ def test_a_router_that_starts_again_knows_its_engines(fleet, site, units):
     assert site.ask().status_code == 200
 
 
+@with_processes
 def test_secrets_are_in_files_and_never_in_arguments(fleet, site, units):
     """Of the router, of engines, and of what the units run beside them; an engine gets no client's key."""
     children = start(fleet, site, units)

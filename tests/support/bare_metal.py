@@ -73,7 +73,7 @@ class Site:
         came, begun = [], threading.Event()
         body = {"model": "m", "prompt": "x", "max_tokens": tokens, "stream": True}
         headers = {"Authorization": f"Bearer {CLIENT}"}
-        more = {"json": body, "headers": headers, "timeout": 60}
+        more = {"json": body, "headers": headers, "timeout": 120}
 
         def read():
             url = f"{self.router}/v1/completions"
@@ -85,7 +85,7 @@ class Site:
 
         thread = threading.Thread(target=read)
         thread.start()
-        assert begun.wait(30)
+        assert begun.wait(120)
         try:
             yield came
         finally:
@@ -111,7 +111,7 @@ def program(site, name, text):
     path.chmod(0o755)
 
 
-def run(argv, environment, *, timeout=100):
+def run(argv, environment, *, timeout=200):
     return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 
 

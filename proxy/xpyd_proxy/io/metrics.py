@@ -72,7 +72,7 @@ class _Single:
     def __init__(self, family: Family) -> None:
         self._family = family
 
-    def collect(self) -> Iterator[Family | None]:
+    def collect(self) -> Iterator[Family]:
         """Return it."""
         yield self._family
 
@@ -297,7 +297,7 @@ _SPEEDS: Final[Sequence[tuple[str, str, Callable[[EngineSpeed], float | None]]]]
 )
 
 
-def _discovery(sources: Sequence[Freshness]) -> Iterator[Family | None]:
+def _discovery(sources: Sequence[Freshness]) -> Iterator[Family]:
     synced = GaugeMetricFamily(
         "xpyd_discovery_synced", "1 if a source of engines has been read since the start.", labels=("source",)
     )

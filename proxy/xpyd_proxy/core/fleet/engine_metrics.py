@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from math import fsum  # sum() of floats fails where this is compiled: mypyc takes its result for an int
 from typing import Final
 
 _LINE: Final = re.compile(
@@ -93,7 +94,7 @@ def shown_load(text: bytes, rank: int | None = None, *, now: float) -> ShownLoad
     if not running:
         return None
     usage = _gauge(text, _USAGE, rank)
-    requests = int(min(1e9, max(0.0, sum(running) + sum(waiting))))
+    requests = int(min(1e9, fsum([*running, *waiting])))
     return ShownLoad(now, requests, min(1.0, max(0.0, max(usage))) if usage else None)
 
 

@@ -63,24 +63,6 @@ def test_a_block_is_known_by_all_that_came_before_it():
     assert others == [ENGINES[1]] * 2
 
 
-def test_the_engine_whose_cache_was_asked_for_is_the_next_one():
-    """It is not looked for again; among other engines, or for another request, it is."""
-    load = dict.fromkeys([one.id for one in ENGINES], 0.0)
-    policy = prefix(lambda one: load[one.id])
-    home = policy.one(ENGINES, ask("a"))
-    asked, other = ask("a"), ask("a")
-    for later, engines in ((asked, ENGINES), (other, ENGINES), (asked, ENGINES[1:])):
-        load[home.id] = 0.0
-        policy.cached(ENGINES, asked)
-        load[home.id] = SLACK + 1
-
-        chosen = policy.copy().one(engines, later), policy.one(engines, later)
-
-        assert chosen[0] != home
-        assert (chosen[1] == home) is (later is asked and engines is ENGINES)
-        assert policy.one(ENGINES, asked) != home  # once
-
-
 def test_an_engine_that_is_too_busy_is_passed_over():
     """Or one popular beginning would make one engine do everything."""
     load = dict.fromkeys([one.id for one in ENGINES], 0.0)

@@ -20,10 +20,14 @@ class RequestHistory:
         return len(self._over)
 
     def add(self, records: Sequence[RequestRecord]) -> None:
-        """Keep records, without what they hold of answers, and forget the oldest."""
+        """Keep records, without what they hold of answers, and forget the oldest.
+
+        Requests that were not admitted are not kept: strangers could send so many that no other is left.
+        """
         for record in records:
-            record.take_end()
-        self._over.extend(records)
+            if record.queue_s is not None:
+                record.take_end()
+                self._over.append(record)
 
     def find(self, name: str) -> Sequence[RequestRecord]:
         """Return the records with this name, the latest first."""

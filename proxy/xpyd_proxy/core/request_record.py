@@ -38,10 +38,11 @@ _OK: Final = RequestOutcome.OK  # looking a member up takes as long as a call
 class LegRecord:
     """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
 
-    __slots__ = ("expected", "instance", "ms", "sent_at", "tokens")
+    __slots__ = ("expected", "instance", "ms", "name", "sent_at", "tokens")
 
     def __init__(self, instance: InstanceId, ms: float | None = None, sent_at: float = 0.0) -> None:
         self.instance = instance
+        self.name = ""  # of the request at this engine, once it was sent
         self.sent_at = sent_at  # by the router's clock
         self.ms = ms
         self.tokens: int | None = None  # of the prompt, as a prefill engine has counted
@@ -86,6 +87,7 @@ class RequestRecord(RequestTimes):
         "decode",
         "end",
         "error",
+        "past",
         "path",
         "prefill",
         "prefill_error",
@@ -120,6 +122,7 @@ class RequestRecord(RequestTimes):
         self.prefill = prefill
         self.decode = decode
         self.retries: list[Retry] = []
+        self.past: tuple[tuple[LegRecord, Role], ...] = ()  # good legs of tries that failed
         self.status = 0  # once it is over
         self.answered = False  # all of it is with the client; what still happens is tidying up
         self.error = error  # what went wrong, for the log
@@ -189,7 +192,11 @@ class RequestRecord(RequestTimes):
             self.retries.append(Retry(leg, reason, role))
 
     def start_over(self) -> None:
-        """Forget the rest of a try that failed."""
+        """Put the rest of a try that failed aside."""
+        failed = [retry.leg for retry in self.retries]
+        for leg, role in ((self.prefill, Role.PREFILL), (self.decode, Role.DECODE)):
+            if leg is not None and leg not in failed:
+                self.past = (*self.past, (leg, role))
         self.push = self.transfer = self.prefill = self.decode = self.cached = None
 
     def server_timing(self) -> str:

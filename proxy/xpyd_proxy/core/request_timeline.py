@@ -22,6 +22,7 @@ class EngineEvent(NamedTuple):
     step: str
     at: float  # s since the epoch, by the engine's clock
     number: int = 0  # of tokens, or blocks
+    request: str = ""  # as the engine calls it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +61,18 @@ class Timeline:
 
 def legs_of(record: RequestRecord) -> list[Leg]:
     """List the legs in the order in which they were sent."""
-    legs: list[Leg] = []
-    for number, retry in enumerate(record.retries):
-        name = record.request_id if number == 0 else f"{record.request_id}-r{number}"
-        legs.append(_leg(record, retry.leg, retry.role, name, failure=str(retry.reason)))
+    legs = [_leg(record, retry.leg, retry.role, failure=str(retry.reason)) for retry in record.retries]
+    legs += [_leg(record, leg, role) for leg, role in record.past]
     for leg, role in ((record.prefill, Role.PREFILL), (record.decode, Role.DECODE)):
         if leg is not None:
-            legs.append(_leg(record, leg, role, record.attempt_id, transfer=record.transfer or ""))
+            legs.append(_leg(record, leg, role, transfer=record.transfer or ""))
     return sorted(legs, key=lambda leg: leg.sent_ms)
 
 
-def _leg(record: RequestRecord, leg: LegRecord, role: Role, name: str, *, failure: str = "", transfer: str = "") -> Leg:
+def _leg(record: RequestRecord, leg: LegRecord, role: Role, *, failure: str = "", transfer: str = "") -> Leg:
     sent = (leg.sent_at - record.began_at) * 1e3
-    return Leg(leg, role, name, sent, None if leg.ms is None else sent + leg.ms, failure, transfer)
+    answered = None if leg.ms is None else sent + leg.ms
+    return Leg(leg, role, leg.name or record.request_id, sent, answered, failure, transfer)
 
 
 def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
@@ -147,22 +147,31 @@ def engine_rows(leg: Leg, events: Sequence[EngineEvent], timeline: Timeline, beg
     rows: list[Row] = []
     if own and own[0].at > leg.sent_ms:
         rows.append(Row("reach the engine", where, leg.sent_ms, own[0].at - leg.sent_ms, where))
-    for before, after in pairwise(own):
-        what, note = _label(before, after)
-        duration = after.at - before.at
-        if rows and rows[-1].what == what:
-            last = rows.pop()
-            rows.append(Row(what, where, last.begin_ms, last.duration_ms + duration, where, _joined(last.note, note)))
-        else:
-            rows.append(Row(what, where, before.at, duration, where, note))
-    if own and leg.answered_ms is not None and leg.role is Role.PREFILL and end > own[-1].at:
-        rows.append(Row("answer", where, own[-1].at, end - own[-1].at, where))
+    # An engine may know several by this name: other answers or inputs, and what has told it to free the blocks.
+    for request in dict.fromkeys(event.request for event in own):
+        _add_rows(rows, where, [event for event in own if event.request == request])
+    before = [event.at for event in own if event.at < end]
+    if before and leg.answered_ms is not None and leg.role is Role.PREFILL:
+        rows.append(Row("answer", where, before[-1], end - before[-1], where))
     timeline.rows += rows
     for what, first, lasts in (
         ("write KV", "writing", ("written",)),
         ("lease", "lease_granted", tuple(event.step for event in placed if event.step in _LEASE_ENDS)),
     ):
         timeline.rows += _span(what, where, placed, first, lasts)
+
+
+def _add_rows(rows: list[Row], where: str, events: Sequence[EngineEvent]) -> None:
+    """Add the rows of one request of an engine; steps of one kind that follow each other are one."""
+    begins = True
+    for before, after in pairwise(events):
+        what, note = _label(before, after)
+        begin, duration = before.at, after.at - before.at
+        if rows and rows[-1].what == what and not begins:
+            last = rows.pop()
+            begin, duration, note = last.begin_ms, last.duration_ms + duration, _joined(last.note, note)
+        rows.append(Row(what, where, begin, duration, where, note))
+        begins = False
 
 
 _LEASE_ENDS: Final = frozenset({"lease_done", "lease_dropped", "lease_peer_lost", "lease_expired", "lease_revoked"})

@@ -27,6 +27,7 @@ class _NotedEvent(msgspec.Struct):
 
 
 class _NotedRequest(msgspec.Struct):
+    id: str
     events: list[_NotedEvent]
 
 
@@ -67,8 +68,9 @@ class Timelines:
                 body = await self.checks.timeline(instance, name)
                 if body is None:
                     return (), _NONE
-                found = [event for request in decode(body, _NotedTimelines).requests for event in request.events]
-                events += [EngineEvent(event.step, event.at, event.count) for event in found[:MOST_EVENTS]]
+                requests = decode(body, _NotedTimelines).requests
+                found = [EngineEvent(one.step, one.at, one.count, each.id) for each in requests for one in each.events]
+                events += found[:MOST_EVENTS]
         except ProbeFailed as exc:
             return (), f"it {exc}"
         except NotJson:

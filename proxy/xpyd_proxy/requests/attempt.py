@@ -149,7 +149,7 @@ class Attempt(LegOwner):
     def _send(self, leg: EngineLeg, body: Pieces, *, asks_for_report: bool = False) -> None:
         """Send a leg; one that cannot be sent has failed."""
         of, plan, instance = self._of, self._plan, leg.instance
-        headers = plan.headers
+        headers, leg.record.name = plan.headers, self.id
         if instance.rank is not None or plan.ask.rank is not None:
             headers = self._ranked(headers, instance)
         if asks_for_report:

@@ -89,7 +89,7 @@ class ClientResponse:
             piece = replay.feed(piece)
         if piece:
             if self._keeps:
-                self._life.record.wrote(piece)
+                self._keep_end(piece)
             self.writer.write(piece)
         if replay is not None and replay.broken:
             self._life.wake()  # last: what goes on from here may end the response

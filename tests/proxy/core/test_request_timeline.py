@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.request_history import RequestHistory
-from xpyd_proxy.core.request_record import LegRecord, RequestRecord, Retry
+from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 from xpyd_proxy.core.request_timeline import EngineEvent, engine_rows, legs_of, router_timeline
 
 BEGAN = 1000.0
@@ -66,10 +66,14 @@ def test_legs_that_are_sent_at_once_follow_each_other_in_the_rows():
     assert timeline.rows[2].note == "sent at 1.0 ms, beside the other leg"
 
 
-def test_a_leg_that_failed_is_a_row_and_each_try_has_a_name_of_its_own():
-    """Under which its engines know it."""
-    found = record(prefill=leg("prefill-1", 60, 40.0), decode=leg("decode-0", 100, 10.0))
-    found.retries.append(Retry(leg("prefill-0", 1, 50.0), Failure.HTTP_5XX, Role.PREFILL))
+def test_a_leg_that_failed_is_a_row_and_has_the_name_that_its_engine_knows():
+    """Each try has one of its own."""
+    found = record(prefill=leg("prefill-0", 1, 50.0))
+    found.prefill.name = "xpyd-a"
+    found.set_aside(Role.PREFILL, Failure.HTTP_5XX)
+    found.start_over()
+    found.prefill, found.decode = leg("prefill-1", 60, 40.0), leg("decode-0", 100, 10.0)
+    found.prefill.name = found.decode.name = "xpyd-a-r1"
     timeline = router_timeline(found, 0.11)
 
     assert [(row.what, row.where, row.note) for row in timeline.rows] == [
@@ -80,6 +84,23 @@ def test_a_leg_that_failed_is_a_row_and_each_try_has_a_name_of_its_own():
         ("decode leg", "decode-0", ""),
     ]
     assert [each.name for each in legs_of(found)] == ["xpyd-a", "xpyd-a-r1", "xpyd-a-r1"]
+
+
+def test_a_good_leg_of_a_try_that_failed_keeps_its_row():
+    """Its time was spent."""
+    found = record(prefill=leg("prefill-0", 10, 2000.0), decode=leg("decode-0", 2011, 5.0), queue_s=0.01)
+    found.set_aside(Role.DECODE, Failure.UNREACHABLE)
+    found.start_over()
+    found.decode = leg("decode-1", 2020, 80.0)
+
+    assert rows(router_timeline(found, 2.1)) == [
+        ("queue", "router", 0.0, 10.0),
+        ("prefill leg", "prefill-0", 10.0, 2000.0),
+        ("hand over", "router", 2010.0, 1.0),
+        ("decode leg", "decode-0", 2011.0, 5.0),
+        ("begin again", "router", 2016.0, 4.0),
+        ("decode leg", "decode-1", 2020.0, 80.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +210,19 @@ def test_an_engine_whose_clock_is_wrong_is_named_and_its_rows_are_moved_into_the
     assert notes == ["the clock of prefill-0 differs by about -1000 ms; its rows are moved"]
 
 
+def test_several_requests_of_one_name_at_an_engine_have_rows_of_their_own():
+    """Several answers or inputs have one, and so has what tells the engine to free the blocks."""
+    first = [("arrived", 101, 0, "a"), ("queued", 102, 0, "a"), ("finished", 110, 1, "a")]
+    later = [("arrived", 103, 0, "b"), ("queued", 108, 0, "b"), ("finished", 600, 1, "b")]
+    found, notes = noted("prefill", first + later)
+
+    assert [(what, begin, ms) for what, begin, ms, _ in found] == [
+        ("reach the engine", 100, 1), ("API server", 101, 1), ("finish", 102, 8),
+        ("API server", 103, 5), ("finish", 108, 492), ("answer", 110, 390),
+    ]  # fmt: skip
+    assert notes == []
+
+
 def test_steps_that_this_router_does_not_know_are_left_out():
     """Those of a later connector."""
     found, _ = noted("prefill", [("arrived", 101), ("something", 110), ("queued", 120)])
@@ -202,6 +236,7 @@ def test_the_history_is_a_ring_that_is_asked_by_the_routers_name_or_the_clients(
     made = [RequestRecord(RequestId(name), client_id=client) for name, client in
             (("xpyd-0", None), ("xpyd-1", "mine"), ("xpyd-1-p0", None), ("xpyd-12", "mine"))]  # fmt: skip
     for each in made:
+        each.queue_s = 0.0
         each.wrote(b"an answer")
         history.add([each])
 
@@ -210,3 +245,13 @@ def test_the_history_is_a_ring_that_is_asked_by_the_routers_name_or_the_clients(
     assert history.find("xpyd-1") == [made[2], made[1]]
     assert history.find("mine") == [made[3], made[1]]
     assert made[3].end == (b"", b"")  # what clients got is not kept
+
+
+def test_requests_that_were_not_admitted_push_nothing_out():
+    """Strangers could send any number of them."""
+    history = RequestHistory(1)
+    admitted, refused = RequestRecord(RequestId("xpyd-0")), RequestRecord(RequestId("xpyd-1"))
+    admitted.queue_s = 0.0
+    history.add([admitted, refused])
+
+    assert (history.find("xpyd-0"), history.find("xpyd-1")) == ([admitted], [])

@@ -58,6 +58,17 @@ async def test_generated_tokens_count_as_many_as_there_were(kind, settings):
         assert second.status_code == status
 
 
+@pytest.mark.parametrize(("quota", "status"), [(35, 429), (200, 200)])
+async def test_each_event_of_a_stream_counts_however_many_reads_it_takes(quota, status, settings):
+    """Without usage it has nothing else."""
+    path, body = ASKED["stream"]
+    async with router(sims(1, 1, token_s=0.002), replace(settings, max_key_tokens_per_minute=quota)) as client:
+        await client.post(path, json=body, headers=key("a"))
+        second = await client.post(path, json=body, headers=key("a"))
+
+    assert second.status_code == status
+
+
 async def test_a_request_that_engines_refuse_costs_nothing(settings):
     """Its tokens were never served."""
     async with router(sims(1, 1), replace(settings, max_key_tokens_per_minute=30)) as client:

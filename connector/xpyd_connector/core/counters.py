@@ -33,8 +33,12 @@ class StatsReport(msgspec.Struct):
 
 @dataclass(slots=True)
 class Counters:
-    """Filled and emptied by one thread."""
+    """Filled and emptied by one thread.
 
+    ``keeps_events``: somebody can read the timelines of requests.
+    """
+
+    keeps_events: bool = False
     _counts: Counter[str] = field(default_factory=Counter[str])
     _transfers: list[TransferSample] = field(default_factory=list[TransferSample])
     _events: list[TimelineEvent] = field(default_factory=list[TimelineEvent])
@@ -49,8 +53,9 @@ class Counters:
         self._transfers.append(sample)
 
     def note(self, request: str, step: TimelineStep, at: float, count: int = 0) -> None:
-        """Note an event of a request's timeline; ``at``: s, monotonic."""
-        self._events.append(TimelineEvent(request, step, at, count))
+        """Note an event of a request's timeline, if those are kept; ``at``: s, monotonic."""
+        if self.keeps_events:
+            self._events.append(TimelineEvent(request, step, at, count))
 
     def take(self) -> StatsReport:
         """Return what was counted and noted since the last call, and start again at zero."""
@@ -66,8 +71,8 @@ class ForwardingCounters(Counters):
     while: what is counted after that step would wait for the next request.
     """
 
-    def __init__(self, tell: Callable[[StatsReport], None]) -> None:
-        super().__init__()
+    def __init__(self, tell: Callable[[StatsReport], None], *, keeps_events: bool = False) -> None:
+        super().__init__(keeps_events)
         self._tell = tell
 
     def count(self, name: str, by: int = 1) -> None:
@@ -82,8 +87,9 @@ class ForwardingCounters(Counters):
 
     def note(self, request: str, step: TimelineStep, at: float, count: int = 0) -> None:
         """Note an event."""
-        super().note(request, step, at, count)
-        self._tell(self.take())
+        if self.keeps_events:
+            super().note(request, step, at, count)
+            self._tell(self.take())
 
 
 EVENTS_DROPPED = "timeline_events_dropped"

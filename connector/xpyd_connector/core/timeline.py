@@ -29,7 +29,7 @@ class TimelineStep(StrEnum):
     COMPUTING = auto()  # a step has begun that computes some of its prompt; count: tokens
     FIRST_TOKEN = auto()
     FINISHED = auto()  # count: tokens of its answer
-    LEASE_GRANTED = auto()  # count: blocks
+    LEASE_GRANTED = auto()
     LEASE_RENEWED = auto()
     LEASE_DONE = auto()  # the decode engine has read all blocks
     LEASE_DROPPED = auto()
@@ -70,8 +70,9 @@ class TimelineStore:
                 kept = self._kept[event.request] = []
                 if len(self._kept) > self._most:
                     self._kept.popitem(last=False)
-            if len(kept) < self._most_events:
-                kept.append((engine, event))
+            if len(kept) == self._most_events:  # of many parts those in the middle say least
+                del kept[self._most_events // 2]
+            kept.append((engine, event))
 
     def find(self, name: str) -> dict[str, list[tuple[int, TimelineEvent]]]:
         """Return the events of requests with this name, in order, by the id that the engine gave them.

@@ -76,8 +76,11 @@ class XpydConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> XpydStats:
-        """Rebuild stats from the data of another process."""
-        return XpydStats(data=data) if data else XpydStats.of(StatsReport())
+        """Rebuild stats from the data of another process, for vLLM's log line: without the events of timelines.
+
+        The log line adds up all reports of its interval, and would copy all events with each step.
+        """
+        return XpydStats(data={**data, "events": []}) if data else XpydStats.of(StatsReport())
 
     @classmethod
     def build_prom_metrics(

@@ -33,6 +33,7 @@ from xpyd_connector.shell.metadata import RankHandshake
 from xpyd_connector.shell.network import open_link, reach_remarks
 from xpyd_connector.shell.outbox import Outbox
 from xpyd_connector.shell.prefix_hashes import prefix_hasher
+from xpyd_connector.shell.timeline_notes import are_wanted
 
 if TYPE_CHECKING:
     from xpyd_connector.settings import Settings
@@ -71,7 +72,7 @@ class ControlThread:
         settings, engine_config = self._settings, self._engine_config
         ranks = tuple(each.rank for each in _ordered(handshakes))
         welcome = Welcome(PROTOCOL, engine_config.engine, _fingerprint(handshakes), ranks)
-        counters = Counters()
+        counters = Counters(are_wanted())
         workers = tuple(hash_of(badge_of(handshake.token)) for handshake in handshakes.values())
         link = open_link(
             settings, engine_config.engine, counters, role=ProcessRole.SCHEDULER, workers=workers, secrets=self._secrets

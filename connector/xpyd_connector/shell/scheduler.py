@@ -55,7 +55,7 @@ class XpydConnectorScheduler:
         self._waker = waker
         self._clock = monotonic
         self._pool: BlockPool | None = None  # vLLM binds it after it has built the connector
-        self._counters = Counters()  # of the engine thread
+        self._counters = Counters(are_wanted())  # of the engine thread
         self._gauges: dict[str, float] = {}  # as last reported
         self._live: dict[str, Request] = {}
         self._notes = TimelineNotes(self._counters, monotonic, clock, wanted=are_wanted())

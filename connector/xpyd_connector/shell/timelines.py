@@ -32,7 +32,7 @@ class TimelinesPlugin:
         """Do nothing: the events come with the engine's statistics."""
 
 
-async def show_timeline(name: str = Path(min_length=8, max_length=128, pattern=r"^[!-~]+$")) -> Response:
+async def show_timeline(name: str = Path(min_length=20, max_length=128, pattern=r"^[!-~]+$")) -> Response:
     """Return the events of the requests with this name; none is an empty list."""
     found = [{"id": key, "events": [_shown(*each) for each in kept]} for key, kept in TIMELINES.find(name).items()]
     return JSONResponse({"requests": found}, headers={"cache-control": "no-store"})

@@ -67,8 +67,8 @@ class XpydConnectorWorker:
         self._push_results: list[LoadResult] = []
         self._outbox: Outbox[LoadResult | BlocksReleased] = Outbox()
         self._quarantined = QuarantineMetadata()  # news for the scheduler
-        self._counters = Counters()
         self._has_timelines = are_wanted()
+        self._counters = Counters(self._has_timelines)
         self._loading: set[RequestId] = set()
         self._idle = False
 
@@ -221,7 +221,7 @@ class XpydConnectorWorker:
         staging: HostBuffer[PartWriteId] | None = None
         if memory.buffer is not None:
             staging = HostBuffer(Slots[PartWriteId](memory.buffer.slots), self._copier(memory.buffer, link))
-        counters = ForwardingCounters(self._forward)
+        counters = ForwardingCounters(self._forward, keeps_events=self._has_timelines)
         return PushWriter(
             link,
             mover,
@@ -234,7 +234,7 @@ class XpydConnectorWorker:
         )
 
     def _start_stager(self, buffer: StagingBuffer, hello: WorkerHello) -> None:
-        link, counters = self._link(), ForwardingCounters(self._forward)
+        link, counters = self._link(), ForwardingCounters(self._forward, keeps_events=self._has_timelines)
         stager = StagingWorker(
             link, self._copier(buffer, link), counters, scheduler_endpoint=self._scheduler, hello=hello
         )

@@ -25,7 +25,7 @@ class RequestHistory:
         Requests that were not admitted are not kept: strangers could send so many that no other is left.
         """
         for record in records:
-            if record.queue_s is not None:
+            if record.queue_s is not None or record.decode is not None:  # the latter of one of several prompts
                 record.take_end()
                 self._over.append(record)
 

@@ -12,13 +12,21 @@ def event(request, at=0.0, step=TimelineStep.QUEUED):
 
 def test_what_was_noted_is_reported_once():
     """With what was counted."""
-    counters = Counters()
+    counters = Counters(keeps_events=True)
     counters.note("a", TimelineStep.READ, 2.0, 7)
     counters.count("loads")
     first, second = counters.take(), counters.take()
 
     assert first == StatsReport(counters={"loads": 1}, events=[TimelineEvent("a", TimelineStep.READ, 2.0, 7)])
     assert not second
+
+
+def test_nothing_is_noted_where_nobody_can_read_it():
+    """It would be counted as dropped, and cost each lease a report."""
+    counters = Counters()
+    counters.note("a", TimelineStep.READ, 2.0)
+
+    assert not counters.take()
 
 
 def test_events_keep_their_order_when_reports_are_merged():
@@ -75,9 +83,9 @@ def test_events_of_one_request_are_in_the_order_of_time():
 
 def test_the_store_is_bounded():
     """In requests, of which the oldest go, and in events of one."""
-    store = TimelineStore(requests=2, events=3)
+    store = TimelineStore(requests=2, events=4)
     store.add(0, [event(f"xpyd-{name}") for name in "abc"])
-    store.add(0, [event("xpyd-c")] * 5)
+    store.add(0, [event("xpyd-c", float(at)) for at in range(1, 9)])
 
     assert (len(store), store.find("xpyd-a")) == (2, {})
-    assert len(store.find("xpyd-c")["xpyd-c"]) == 3
+    assert [each.at for _, each in store.find("xpyd-c")["xpyd-c"]] == [0.0, 1.0, 7.0, 8.0]  # how it began and ended

@@ -12,6 +12,7 @@ with warnings.catch_warnings():
     from xpyd_connector.shell.vllm_stats import PEERS_MOST, XpydPromMetrics, XpydStats
 
 from xpyd_connector.core.counters import COUNTERS, GAUGES, StatsReport, TransferSample
+from xpyd_connector.core.timeline import TimelineEvent, TimelineStep
 
 INFO = {"protocol": "3", "fingerprint": "0123456789abcdef", "mode": "pull"}
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
@@ -108,3 +109,15 @@ def test_everything_that_can_be_reported_is_registered(metrics):
 
     assert all(value(f"vllm:xpyd_{name}_total", "0") == 1 for name in COUNTERS)
     assert all(value(f"vllm:xpyd_{name}", "0") == 1 for name in GAUGES)
+
+
+def test_the_log_line_leaves_the_events_of_timelines_alone():
+    """It adds up the reports of ten seconds, with each step; only the route of timelines wants them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+        from xpyd_connector.shell.connector import XpydConnector
+    event = TimelineEvent("a", TimelineStep.READ, 1.0)
+    report = StatsReport({"loads": 2}, events=[event])
+    logged = XpydConnector.build_kv_connector_stats(XpydStats.of(report).data)
+
+    assert (logged.reduce(), logged.data["events"]) == ({"loads": 2}, [])

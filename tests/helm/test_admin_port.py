@@ -20,7 +20,8 @@ PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name
 def rules(objects):
     """Return the peers that may reach each port of the routers; None: everybody."""
     policy = one(objects, "NetworkPolicy", "r-xpyd-router")
-    return {rule["ports"][0]["port"]: rule.get("from") for rule in policy["spec"]["ingress"]}
+    found = {rule["ports"][0]["port"]: rule.get("from") for rule in policy["spec"]["ingress"]}
+    return {port: peers for port, peers in found.items() if port != "peers"}  # that is where routers hear each other
 
 
 @pytest.mark.parametrize("helm", HELMS)
@@ -82,7 +83,7 @@ def test_prometheus_scrapes_the_admin_port_under_the_same_job(helm):
 def test_without_an_admin_port_everything_is_at_the_clients_port(helm):
     """As before, for who has a proxy with rules of its own."""
     values = {
-        "router": {"adminPort": 0},
+        "router": {"adminPort": 0, "peers": {"enabled": False}},
         "monitoring": {"serviceMonitor": {"enabled": True}},
         "tests": {"enabled": False},
     }
@@ -120,7 +121,8 @@ def probe(port, asked, values):
 @pytest.mark.parametrize("values", [{}, MTLS], ids=["http", "client certificates"])
 def test_what_the_chart_probes_is_what_a_router_answers(tmp_path, values):
     """By its own arguments, but for the cluster: ready when it knows its engines, alive before and after that."""
-    c = container(templates(router(Chart().objects({"router": values})))[0])
+    alone = {"peers": {"enabled": False}}  # their port may be taken here
+    c = container(templates(router(Chart().objects({"router": values | alone})))[0])
     authority = Authority(tmp_path, "ca")
     pair = authority.sign("router")
     files = {"/etc/xpyd/tls/tls.crt": pair.cert, "/etc/xpyd/tls/tls.key": pair.key}

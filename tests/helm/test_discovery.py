@@ -96,9 +96,11 @@ async def test_a_router_of_the_chart_finds_the_engines_of_the_chart_with_the_cal
             api.put(
                 "pods", f"pod-{number}", {"metadata": dict(meta), "spec": spec, "status": READY | {"podIP": ip}}, "ns"
             )
-        app = build(serve_settings(build_parser(args).parse_args(args)), fabric=InMemory(engines).fabric).app
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router", headers=KEY)
-        async with app.router.lifespan_context(app), client:
+        built = build(serve_settings(build_parser(args).parse_args(args)), fabric=InMemory(engines).fabric)
+        client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(built.admin_app), base_url="http://router", headers=KEY
+        )
+        async with built.app.router.lifespan_context(built.app), client:
             await _ready(client)
             rows = (await client.get("/instances")).json()["instances"]
             added = await client.post("/instances/add", json={"type": "decode", "instance": "new:80"})
@@ -132,9 +134,11 @@ async def test_a_router_of_the_chart_follows_an_inference_pool_with_the_calls_of
             body = pod(ip, part, port=None)
             body["metadata"]["labels"]["app"] = "llm"
             api.put("pods", part, body, "ns")
-        app = build(serve_settings(build_parser(args).parse_args(args)), fabric=InMemory(engines).fabric).app
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router", headers=KEY)
-        async with app.router.lifespan_context(app), client:
+        built = build(serve_settings(build_parser(args).parse_args(args)), fabric=InMemory(engines).fabric)
+        client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(built.admin_app), base_url="http://router", headers=KEY
+        )
+        async with built.app.router.lifespan_context(built.app), client:
             await _ready(client)
             rows = (await client.get("/instances")).json()["instances"]
 

@@ -153,6 +153,7 @@ ACCEPTED = {"connector": {"acceptOpenDataPlane": True}}
 OUTSIDE = {"enabled": True, "routerTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}
 KEYED = {"apiKey": {"secretName": "engines"}}
 RETURNING = {"returnKv": {"enabled": True}}
+SHARING = {"settings": {"share_limits": True}}
 TELLING = {"kvEvents": {"enabled": True}, "prefill": KEYED, "decode": KEYED}
 CONTRADICTIONS = [
     ({"router": {"store": {"type": "memory"}}}, "one router's own"),
@@ -194,6 +195,11 @@ CONTRADICTIONS = [
     (RETURNING | {"connector": {"bufferDevice": "cpu", "mode": "push"}}, "does not go through host memory"),
     ({"kvEvents": {"enabled": True}}, "name a secret in prefill.apiKey.secretName"),
     ({"kvEvents": {"enabled": True}, "prefill": {"enabled": False}}, "name a secret in decode.apiKey.secretName"),
+    ({"router": SHARING | {"replicas": 1}}, "router.settings.share_limits is true"),
+    ({"router": SHARING | {"peers": {"enabled": False}}}, "router.settings.share_limits is true"),
+    (RETURNING | {"connector": {"mode": "push", "extraConfig": {"host_staging": True}}}, "KV goes through host memory"),
+    (RETURNING | {"decode": {"extraArgs": ["--no-enable-prefix-caching"]}}, "has --no-enable-prefix-caching"),
+    (RETURNING | {"router": {"settings": {"return_kv": False}}}, "router.settings.return_kv is false"),
     (TELLING | {"prefill": {**KEYED, "kvEvents": {"enabled": True}}}, "are both true"),
     (
         TELLING | {"decode": {**KEYED, "extraEnv": [{"name": "VLLM_PLUGINS", "value": "xpyd"}]}},

@@ -119,6 +119,8 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
         "tls_client_ca",
         "max_body_bytes",
         "peers",
+        "kubernetes_selector",
+        *("admin_port", "admin_host", "admin_tls_cert", "admin_tls_key"),
         *SECRETS,
     }  # to refuse what is wrong
 

@@ -237,7 +237,7 @@ def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(options,
     slow = Act(((0.0, BEGUN + chunk(EVENT)), (0.3, DONE)) if stream else ((0.3, good("decode", b"")),))
 
     async def scene():
-        async with staged(**options) as stage:
+        async with staged(**options, request_history=0) as stage:  # else records are kept on purpose
             await stage.ask(asks(stream=stream))
             await stage.settled()
             with no_collector():

@@ -116,8 +116,11 @@ def run(argv, environment, *, timeout=200):
 
 
 def command_lines(pid):
-    """Return the arguments of a process: every user of the machine can read them."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    """Return the arguments of a process, which every user of the machine can read; of one that has ended none."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def secrets_in(words):

@@ -73,9 +73,20 @@
 {{- if ne $c.loadFailurePolicy "recompute" -}}
 {{- fail (printf "returnKv.enabled is true, but connector.loadFailurePolicy is %s: prefill engines would ask no decode engine, for a read that fails would cost the request; write recompute" $c.loadFailurePolicy) -}}
 {{- end -}}
-{{- if and $c.bufferDevice (eq $c.mode "push") -}}
-{{- fail (printf "returnKv.enabled is true, connector.mode is push and connector.bufferDevice is %s: what is read does not go through host memory then, and engines would refuse to start; write pull, or leave bufferDevice empty" $c.bufferDevice) -}}
+{{- if and (or $c.bufferDevice (get $c.extraConfig "host_staging")) (eq $c.mode "push") -}}
+{{- fail (printf "returnKv.enabled is true, connector.mode is push and KV goes through host memory (connector.bufferDevice is %q): what is read does not go through host memory, and engines would refuse to start; write pull, or leave bufferDevice and extraConfig.host_staging out" $c.bufferDevice) -}}
 {{- end -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- if has "--no-enable-prefix-caching" (get $v $role).extraArgs -}}
+{{- fail (printf "returnKv.enabled is true, and %s.extraArgs has --no-enable-prefix-caching: what is read comes from the prefix cache, so leave it out" $role) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (hasKey $v.router.settings "return_kv") (not $v.router.settings.return_kv) -}}
+{{- fail "returnKv.enabled is true, and router.settings.return_kv is false: leave one of them out" -}}
+{{- end -}}
+{{- end -}}
+{{- if and (get $v.router.settings "share_limits") (not (include "xpyd.router.peers" .)) -}}
+{{- fail "router.settings.share_limits is true: routers tell each other what keys were served, so it needs router.peers.enabled: true, more than one router and router.workers: 1" -}}
 {{- end -}}
 {{- if not (or (include "xpyd.connector.secret" .) (get $c.extraConfig "allow_open_side_channel")) -}}
 {{- fail "connector.secret.name is empty and connector.secret.create is false: engines refuse a side channel without a secret, so write one of the two, or connector.extraConfig.allow_open_side_channel: true" -}}

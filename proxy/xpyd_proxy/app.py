@@ -31,6 +31,7 @@ from xpyd_proxy.api.ready import liveness_routes, probe_routes
 from xpyd_proxy.api.realtime import realtime_routes
 from xpyd_proxy.api.request_context import RequestContextMiddleware
 from xpyd_proxy.api.requests import request_routes
+from xpyd_proxy.core.admission.admin_key import AdminKey
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.cache_salts import Salts
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
@@ -205,12 +206,14 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     )
     discovery = _discovery(crew.stored(settings), registry, clock, crew.tell)
     status = Status(telemetry, registry, clock, lambda: requests.settings.decode_only_fallback)
+    admin_key = AdminKey(operator_key(settings))
     reloads = FileReloads(
         lambda: requests.settings,
         server_tls(settings),
         tls,
         keyring,
         outbound,
+        admin_key,
         telemetry.counters,
         admin_tls(settings),
     )
@@ -231,13 +234,13 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         fleet.shares_loads,
         fleet.caches,
     )
-    access = OperatorAccess(operator_key(settings), Audit(telemetry.admin_action, clock), settings.max_body_bytes)
+    access = OperatorAccess(admin_key, Audit(telemetry.admin_action, clock), settings.max_body_bytes)
     keys, browsers = (
         CLIENT_KEYS if keyring.keys is not None else (),
-        require_any_key(access.admin_key, keyring, by_browsers=True),
+        require_any_key(admin_key, keyring, by_browsers=True),
     )
     onlookers, everybody = (
-        Onlookers(require_any_key(access.admin_key, keyring), browsers, keys),
+        Onlookers(require_any_key(admin_key, keyring), browsers, keys),
         crew.everybody(telemetry, queue, status.part),
     )
     scrapers = Onlookers() if settings.public_metrics else onlookers
@@ -266,7 +269,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             ),
         ),
         endpoints=[*endpoint_routes(Endpoints(requests), keys=keys), *_realtime(requests, outbound, tls, guard)],
-        admin_key=access.admin_key,
+        admin_key=admin_key,
         browsers=browsers,
     )
     lifespan = _lifespan(registry, running, traces)
@@ -278,7 +281,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         spans=traces,
         request_over=telemetry.request_over,
     )
-    live = Live(registry, requests, gate, keyring, outbound, clock)
+    live = Live(registry, requests, gate, keyring, outbound, admin_key, clock)
     return Router(apps.main, apps.admin, requests, lifetime, live, telemetry, reloads.server_tls, reloads.admin_tls)
 
 

@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from xpyd_proxy.core.admission.admin_key import AdminKey
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
-from xpyd_proxy.io.files import client_keys, engine_keys
+from xpyd_proxy.io.files import client_keys, engine_keys, operator_key
 from xpyd_proxy.io.peers import check_peers
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.service import Requests
@@ -31,6 +32,7 @@ class Live:
     gate: Gate
     keyring: Keyring
     outbound: Outbound
+    admin_key: AdminKey
     clock: Callable[[], float]  # seconds; only differences count
 
     def prepared(self, old: Settings, new: Settings) -> Callable[[], None]:
@@ -43,13 +45,14 @@ class Live:
             ConfigError: something is wrong with the new settings.
             AddressError: an address cannot be one.
         """
-        keys, shown = client_keys(new), engine_keys(new)
+        keys, shown, admin_key = client_keys(new), engine_keys(new), operator_key(new)
         check(new)
         before, after = addresses_of(old), addresses_of(new)
 
         def change() -> None:
             self.keyring.keys, self.keyring.least = keys, new.min_priority
             self.outbound.change(shown)
+            self.admin_key.change(admin_key)
             self.gate.change(new)
             self.requests.settings = new
             self._exchange(before, after)

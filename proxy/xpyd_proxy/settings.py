@@ -329,7 +329,7 @@ class Settings:
         "the same, where no file is named", unset="no key is shown", chart="prefill.apiKey.secretName")
     decode_api_key: str | None = SECURITY.secret("XPYD_DECODE_API_KEY",
         "the same, where no file is named", unset="no key is shown", chart="decode.apiKey.secretName")
-    admin_key_file: File | None = SECURITY.option(None, "X-Api-Key of /instances")
+    admin_key_file: File | None = SECURITY.option(None, "X-Api-Key of /instances", live=True)
     admin_key: str | None = SECURITY.secret("ADMIN_API_KEY",
         "the same, where no file is named", unset="engines cannot be added", chart="router.adminKey.secretName")
     forward_client_key: bool = SECURITY.option(False,

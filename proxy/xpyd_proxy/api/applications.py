@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute
 
 from xpyd_proxy.api.auth import AuthMiddleware
 from xpyd_proxy.api.document import document_routes, new_application
+from xpyd_proxy.core.admission.admin_key import AdminKey
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.http.origins import Sites
@@ -27,7 +28,7 @@ class Routes:
     probes: Sequence[APIRouter]  # at both ports
     operators: Sequence[APIRouter]  # and Prometheus, the status page, and the kubelet
     endpoints: Sequence[BaseRoute]
-    admin_key: str | None
+    admin_key: AdminKey
     browsers: Callable[[Request], None]  # raises Unauthorized for who may not see the document
 
 

@@ -1,6 +1,5 @@
 """What operators have done, and what others have tried: one line each in the log ``xpyd.audit``, and a counter."""
 
-import hashlib
 import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -77,11 +76,6 @@ class Audit:
         self.count(action, result)
         if action not in _READS:
             note(LOG, _facts(request, action, result, why), dict, _text)
-
-
-def fingerprint(key: str) -> str:
-    """Return what tells keys apart in a log, and says nothing of a key that cannot be guessed."""
-    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
 
 def _action(request: Request) -> str:

@@ -18,6 +18,7 @@ from xpyd_proxy.api import exception_handlers
 from xpyd_proxy.api.endpoint_routes import operation_id
 from xpyd_proxy.api.operator_route import OPERATORS, is_admin
 from xpyd_proxy.api.page import PAGE_HEADERS, anybody, content_policy
+from xpyd_proxy.core.admission.admin_key import AdminKey
 
 OTHER_PORT: Final = "x-xpyd-main-port"  # marks a path of the document that is at the main port alone
 _ABOUT: Final = (
@@ -45,7 +46,7 @@ def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
 
 def document_routes(
     app: FastAPI,
-    admin_key: str | None,
+    admin_key: AdminKey,
     browsers: Callable[[Request], None] = anybody,
     *,
     elsewhere: Sequence[BaseRoute] = (),

@@ -6,7 +6,6 @@ one no more than the route takes. Each call ends in a line of the audit log.
 
 import base64
 import binascii
-import hmac
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,8 +16,9 @@ from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader
 from starlette.types import Scope
 
-from xpyd_proxy.api.audit import Audit, fingerprint
+from xpyd_proxy.api.audit import Audit
 from xpyd_proxy.api.schemas import OperatorError
+from xpyd_proxy.core.admission.admin_key import AdminKey
 from xpyd_proxy.core.admission.keys import Keyring, shown_key
 from xpyd_proxy.core.http.bounded_body import whole
 from xpyd_proxy.core.http.json_bounds import check_names
@@ -65,23 +65,23 @@ def _worded(field: str, fault: str) -> str:
 class OperatorAccess:
     """Who may call the routes, and what is written about it."""
 
-    admin_key: str | None
+    admin_key: AdminKey
     audit: Audit
     max_body_bytes: int
 
     def authenticate(self, request: Request) -> None:
         """Let only those pass who show the key; keys are compared in constant time."""
         shown = request.headers.get("x-api-key")
-        if not self.admin_key:
+        if not self.admin_key.exists:
             self.audit.refused(request, "the router has no admin key")
             raise HTTPException(404, _UNCONFIGURED)
         if shown is None:
             self.audit.refused(request, "no X-Api-Key")
             raise HTTPException(401, _MISSING, _ASKS)
-        if not _is_it(shown.encode("latin-1"), self.admin_key):
+        if not self.admin_key.matches(shown.encode("latin-1")):
             self.audit.refused(request, "a wrong X-Api-Key")
             raise HTTPException(401, "Forbidden: Invalid API Key.", _ASKS)  # vLLM's demo says so, with 403
-        request.state.admin = fingerprint(self.admin_key)
+        request.state.admin = self.admin_key.fingerprint
 
     async def require(self, request: Request) -> None:
         """Do the same, as a dependency of a route that has no body."""
@@ -164,12 +164,12 @@ def _parsed(body: bytes) -> Mapping[str, object]:
     return found
 
 
-def is_admin(request: Request, admin_key: str | None) -> bool:
+def is_admin(request: Request, admin_key: AdminKey) -> bool:
     """Tell whether a request shows the operator's key."""
-    return bool(admin_key) and _is_it(request.headers.get("x-api-key", "").encode("latin-1"), admin_key or "")
+    return admin_key.matches(request.headers.get("x-api-key", "").encode("latin-1"))
 
 
-def require_any_key(admin_key: str | None, keyring: Keyring, *, by_browsers: bool = False) -> Callable[[Request], None]:
+def require_any_key(admin_key: AdminKey, keyring: Keyring, *, by_browsers: bool = False) -> Callable[[Request], None]:
     """Return a dependency for what shows the fleet: where clients need a key, one of theirs or the operator's.
 
     ``by_browsers``: also as the password of Basic (RFC 7617), for which browsers ask; the name plays no part.
@@ -186,7 +186,7 @@ def require_any_key(admin_key: str | None, keyring: Keyring, *, by_browsers: boo
         if shown is None:
             sentence = "this shows the fleet: send an API key of this router, or its admin key as X-Api-Key"
             raise Unauthorized(sentence, asks=asks)
-        if keyring.keys.owner(shown) is None and not (admin_key and _is_it(shown, admin_key)):
+        if keyring.keys.owner(shown) is None and not admin_key.matches(shown):
             raise Unauthorized("the API key is not one that this router knows", asks=asks)
 
     return authenticate
@@ -201,10 +201,6 @@ def _password(headers: Headers) -> bytes | None:
         return base64.b64decode(value[6:].strip(), validate=True).partition(b":")[2]
     except binascii.Error:
         return None
-
-
-def _is_it(shown: bytes, key: str) -> bool:
-    return hmac.compare_digest(shown, key.encode())
 
 
 def passed_on(scope: Scope) -> Headers:

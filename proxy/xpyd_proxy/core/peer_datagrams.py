@@ -18,7 +18,7 @@ NAME_BYTES: Final = 8  # of a router, and of what it tells of
 _HEAD: Final = Struct(">4s8sQd")
 _TAG: Final = 16  # bytes
 MOST_BODY: Final = MOST_BYTES - _HEAD.size - _TAG
-_SKEW_S: Final = 30.0  # how far the clocks of two hosts may differ
+SKEW_S: Final = 30.0  # how far the clocks of two hosts may differ
 
 
 class DatagramFault(StrEnum):
@@ -72,7 +72,7 @@ class Envelope:
         if not compare_digest(self._tag(data[:-_TAG]), data[-_TAG:]):
             return DatagramFault.TAG
         _, router, sequence, sent = _HEAD.unpack_from(data)
-        if not abs(wall - sent) <= _SKEW_S:
+        if not abs(wall - sent) <= SKEW_S:
             return DatagramFault.CLOCK
         return Opened(router, sequence, data[_HEAD.size : -_TAG])
 

@@ -76,6 +76,7 @@ class RouterPeers(asyncio.DatagramProtocol):
             raise ConfigError(f"the UDP port {port} of {host} (peer_port) cannot be opened: {exc.strerror}") from exc
         self._transport = transport
         try:
+            self._set_share()  # the small one: nobody is heard yet
             async with (
                 meanwhile(self._resolve_for_ever(transport.get_extra_info("socket").family)),
                 meanwhile(repeatedly(_REPEAT_S, self._repeat, logger, "the other routers could not be told")),
@@ -121,8 +122,9 @@ class RouterPeers(asyncio.DatagramProtocol):
 
     @property
     def _known(self) -> int:
-        """Return how many other routers there should be, by their names."""
-        return max(0, len(self._targets) - self._exchange.hears_itself)
+        """Return how many other routers there should be: a name that has led nowhere yet counts as one."""
+        places = len(self._targets) + len({*self._names} - self._places.keys())
+        return max(0, min(places, MOST_PEERS) - self._exchange.hears_itself)
 
     def _set_share(self) -> None:
         """Have this router keep to its share of limits while it does not hear some of the others."""
@@ -169,7 +171,10 @@ class RouterPeers(asyncio.DatagramProtocol):
                 self._places[name] = [place[4] for place in places]
         self._unresolved = frozenset(unresolved)
         found = dict.fromkeys(place for places in self._places.values() for place in places)
-        self._targets = list(found)[:MOST_PEERS]
+        targets = list(found)[:MOST_PEERS]
+        if set(targets) != set(self._targets):
+            self._exchange.hears_itself = False  # within a second it does, if it is still among them
+        self._targets = targets
 
     def _count(self, key: tuple[str]) -> None:
         self._counters.peer_datagrams[key] += 1

@@ -9,11 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from xpyd_proxy.core.admission.admin_key import AdminKey
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.background import meanwhile, repeatedly
-from xpyd_proxy.io.files import client_keys, engine_keys, renew_admin_tls, renew_engine_tls, renew_server_tls
+from xpyd_proxy.io.files import (
+    client_keys,
+    engine_keys,
+    operator_key,
+    renew_admin_tls,
+    renew_engine_tls,
+    renew_server_tls,
+)
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -23,6 +31,7 @@ _SERVER: Final = ("tls_cert", "tls_key", "tls_client_ca")
 _ADMIN: Final = ("admin_tls_cert", "admin_tls_key")
 _ENGINES: Final = ("engine_ca", "engine_cert", "engine_key")
 _KEYS: Final = ("api_keys_file", "prefill_api_key_file", "decode_api_key_file")
+_OPERATORS: Final = ("admin_key_file",)
 
 
 @dataclass(slots=True)
@@ -34,6 +43,7 @@ class FileReloads:
     engine_tls: ssl.SSLContext
     keyring: Keyring
     outbound: Outbound
+    admin_key: AdminKey
     counters: Counters
     admin_tls: ssl.SSLContext | None = None
     _seen: Mapping[str, tuple[str, _Stamp]] = field(default_factory=dict[str, tuple[str, _Stamp]])  # by setting
@@ -58,6 +68,7 @@ class FileReloads:
             (_ADMIN, self._renew_admin),
             (_ENGINES, self._renew_engines),
             (_KEYS, self._renew_keys),
+            (_OPERATORS, self._renew_admin_key),
         ):
             if concerned := [name for name in names if name in group]:
                 self._reload(concerned, renew, settings)
@@ -88,10 +99,14 @@ class FileReloads:
         self.keyring.keys = known
         self.outbound.change(shown)
 
+    def _renew_admin_key(self, settings: Settings) -> None:
+        self.admin_key.change(operator_key(settings))
+
 
 def stamps_of(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
     """Return of each file that settings name what changes when it is replaced, also behind a symbolic link."""
-    paths: dict[str, str | None] = {name: getattr(settings, name) for name in (*_SERVER, *_ADMIN, *_ENGINES, *_KEYS)}
+    names = (*_SERVER, *_ADMIN, *_ENGINES, *_KEYS, *_OPERATORS)
+    paths: dict[str, str | None] = {name: getattr(settings, name) for name in names}
     return {name: (path, _stamp(path)) for name, path in paths.items() if path is not None}
 
 

@@ -3,11 +3,14 @@
 import json
 import logging
 
+import httpx
 import pytest
 
-from support.sim import router, sims
+from support.sim import InMemory, router, sims, until_async
 from xpyd_proxy.api.operator_route import SMALL_BODY
 from xpyd_proxy.app import build
+from xpyd_proxy.core.admission.admin_key import AdminKey
+from xpyd_proxy.options import needs_restart
 from xpyd_proxy.settings import Settings
 
 KEY = {"X-Api-Key": "sesame", "content-type": "application/json"}
@@ -31,6 +34,62 @@ async def test_of_a_caller_without_the_key_nothing_is_read(path):
     await build(OPEN).app(scope | {"server": ("localhost", 80), "client": ("::1", 1)}, receive, send)
 
     assert sent[0]["status"] == 401
+
+
+async def opened_by(client, key):
+    """Return the answers of what wants an operator's key, and of what takes it; and the lines of the document."""
+    headers = {"X-Api-Key": key}
+    statuses = [(await client.get(path, headers=headers)).status_code for path in ("/instances", "/status", "/metrics")]
+    document = await client.get("/openapi.json", headers=headers)
+    return [*statuses, document.status_code, "/instances" in document.text]
+
+
+CLOSED, OPENED = [401, 401, 401, 401, False], [200, 200, 200, 200, True]
+
+
+@pytest.fixture
+def key_files(tmp_path):
+    (tmp_path / "keys").write_text("me:sk-1\n")
+    (tmp_path / "admin").write_text("sesame-1")
+    return tmp_path
+
+
+def settings_of(folder, admin="admin"):
+    return Settings(api_keys_file=str(folder / "keys"), admin_key_file=str(folder / admin), allowed_hosts=("*",))
+
+
+async def test_a_key_that_was_rotated_opens_nothing_and_the_new_one_everything(key_files, monkeypatch, caplog):
+    """Seconds after its file has changed; the audit log shows who acts by the new one."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("xpyd_proxy.io.reloads._EVERY_S", 0.01)
+    async with router(sims(), settings_of(key_files)) as client:
+        before = [await opened_by(client, key) for key in ("sesame-1", "sesame-22")]
+        (key_files / "admin").write_text("sesame-22")
+        await until_async(lambda: "admin_key_file changed and was read again" in caplog.text, seconds=30)
+        after = [await opened_by(client, key) for key in ("sesame-1", "sesame-22")]
+        await client.post("/instances/drain", json={"id": "d0"}, headers={"X-Api-Key": "sesame-22"})
+
+    assert (before, after) == ([OPENED, CLOSED], [CLOSED, OPENED])
+    assert AdminKey("sesame-22").fingerprint in caplog.text
+    assert "sesame" not in caplog.text
+
+
+async def test_sighup_reads_the_key_too_and_another_file(key_files):
+    """As it does with the keys of clients and of engines."""
+    first, second = settings_of(key_files), settings_of(key_files, "other")
+    (key_files / "other").write_text("sesame-3")
+    network = InMemory(sims())
+    built = build(first, fabric=network.fabric)
+    transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
+    async with network.running(built.app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        (key_files / "admin").write_text("sesame-2")
+        built.live.prepared(first, first)()
+        renewed = [await opened_by(client, key) for key in ("sesame-1", "sesame-2")]
+        built.live.prepared(first, second)()
+        other = [await opened_by(client, key) for key in ("sesame-2", "sesame-3")]
+
+    assert (renewed, other) == ([CLOSED, OPENED], [CLOSED, OPENED])
+    assert needs_restart(first, second) == []
 
 
 @pytest.mark.parametrize("path", PATHS[:-1])

@@ -7,11 +7,12 @@ import ssl
 import pytest
 
 from support.certificates import Authority
+from xpyd_proxy.core.admission.admin_key import AdminKey
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import Unauthorized
-from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
+from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, operator_key, server_tls
 from xpyd_proxy.io.reloads import FileReloads
 from xpyd_proxy.settings import Settings
 
@@ -23,9 +24,16 @@ class Router:
         self.settings = settings
         self.server, self.engines = server_tls(settings), engine_tls(settings)
         self.keyring, self.outbound = Keyring(client_keys(settings)), Outbound(engine_keys(settings))
+        self.admin_key = AdminKey(operator_key(settings))
         self.counters = Counters(frozenset())
         self.reloads = FileReloads(
-            lambda: self.settings, self.server, self.engines, self.keyring, self.outbound, self.counters
+            lambda: self.settings,
+            self.server,
+            self.engines,
+            self.keyring,
+            self.outbound,
+            self.admin_key,
+            self.counters,
         )
 
 
@@ -118,6 +126,24 @@ async def test_keys_are_good_and_shown_as_they_stand_in_their_files(tmp_path):
     await router.reloads.look()
     assert router.keyring.caller(((b"authorization", b"Bearer sk-a"),)) == "a"
     assert router.counters.file_reloads["failed",] == 1
+
+
+async def test_the_key_of_operators_is_what_stands_in_its_file(tmp_path, caplog):
+    """One that was rotated opens nothing any more; a file that is no key takes nobody's away. The log shows none."""
+    caplog.set_level("INFO")
+    path = tmp_path / "admin"
+    path.write_text("sesame-1")
+    router = Router(Settings(admin_key_file=str(path)))
+    path.write_text("sesame-2, longer")
+    await router.reloads.look()
+    assert [router.admin_key.matches(key) for key in (b"sesame-1", b"sesame-2, longer")] == [True, False]
+
+    path.write_text("sesame-33\n")
+    await router.reloads.look()
+
+    assert [router.admin_key.matches(key) for key in (b"sesame-1", b"sesame-33")] == [False, True]
+    assert router.counters.file_reloads == {("ok",): 1, ("failed",): 1}
+    assert "sesame" not in caplog.text + repr(router.admin_key)
 
 
 async def test_a_setting_that_names_another_file_is_not_a_change_of_that_file(tmp_path):

@@ -16,6 +16,7 @@ from struct import Struct
 from typing import Final
 
 from xpyd_proxy.core.admission.admission import Admission, KeyUsage
+from xpyd_proxy.core.departed_routers import DepartedRouters
 from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault, Envelope
 
 QUOTAS: Final = b"xpQ1"  # the kind of these datagrams
@@ -70,6 +71,7 @@ class QuotaExchange:
         self._looked = -_LOOK_S
         self._told: dict[str, _ToldUsage] = {}
         self._peers: dict[bytes, _QuotaPeer] = {}
+        self._departed = DepartedRouters()
 
     def datagrams(self, *, wall: float) -> list[bytes]:
         """Return what the others have to be told; call it once a second."""
@@ -92,13 +94,9 @@ class QuotaExchange:
             return opened
         if opened.router == self._envelope.me:
             return None
-        peer = self._peers.get(opened.router)
-        if peer is None:
-            if len(self._peers) >= MOST_PEERS:
-                return DatagramFault.TOO_MANY
-            peer = self._peers[opened.router] = _QuotaPeer(now, 0)
-        if opened.sequence <= peer.sequence:
-            return DatagramFault.LATE
+        peer = self._peer(opened.router, opened.sequence, now)
+        if isinstance(peer, DatagramFault):
+            return peer
         peer.heard, peer.sequence = now, opened.sequence
         for key, requests, tokens, new_requests, new_tokens in _ENTRY.iter_unpack(opened.body):
             before = peer.counts.get(key, (requests - new_requests, tokens - new_tokens))
@@ -110,9 +108,22 @@ class QuotaExchange:
         return None
 
     def expire(self, *, now: float) -> None:
-        """Forget routers that are silent: one that comes back begins anew."""
+        """Forget what routers that are silent have counted: one that comes back begins anew."""
         for router in [router for router, peer in self._peers.items() if now > peer.heard + _PATIENCE_S]:
-            del self._peers[router]
+            self._departed.add(router, self._peers.pop(router).sequence, now=now)
+        self._departed.expire(now=now)
+
+    def _peer(self, router: bytes, sequence: int, now: float) -> _QuotaPeer | DatagramFault:
+        """Return who sent a datagram, or why it is dropped: newer ones came first, or there are too many routers."""
+        peer = self._peers.get(router)
+        if sequence <= (self._departed.sequence(router) if peer is None else peer.sequence):
+            return DatagramFault.LATE
+        if peer is None:
+            if len(self._peers) >= MOST_PEERS:
+                return DatagramFault.TOO_MANY
+            self._departed.remove(router)
+            peer = self._peers[router] = _QuotaPeer(now, 0)
+        return peer
 
     def _name(self, key: bytes, now: float) -> str | None:
         """Return the name of a key; None: there is no such key here."""

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from struct import Struct
 from typing import Final
 
+from xpyd_proxy.core.departed_routers import DepartedRouters
 from xpyd_proxy.core.fleet.load import Load
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import InstanceId
@@ -42,6 +43,7 @@ class _LoadPeer:
 
     heard: float
     sequence: int = 0  # the highest
+    expired: int = 0  # the highest of what is too old to count: nothing up to it is taken in again
     counts: dict[bytes, _LoadCount] = field(default_factory=dict[bytes, _LoadCount])
 
 
@@ -74,6 +76,7 @@ class LoadExchange:
         self._loads: dict[bytes, Load] = {}  # by the name of the engine
         self._seen = -1  # registry.changes of these
         self._peers: dict[bytes, _LoadPeer] = {}
+        self._departed = DepartedRouters()
 
     @property
     def peers(self) -> int:
@@ -113,13 +116,9 @@ class LoadExchange:
         if router == self._envelope.me:
             self.hears_itself = True
             return None
-        peer = self._peers.get(router)
-        if peer is None:
-            if len(self._peers) >= MOST_PEERS:
-                return DatagramFault.TOO_MANY
-            peer = self._peers[router] = _LoadPeer(now)
-        elif sequence + _REORDERED < peer.sequence:
-            return DatagramFault.LATE
+        peer = self._peer(router, sequence, now)
+        if isinstance(peer, DatagramFault):
+            return peer
         peer.heard, peer.sequence = now, max(peer.sequence, sequence)
         self._follow()
         for engine, requests in _ENTRY.iter_unpack(opened.body):
@@ -131,13 +130,29 @@ class LoadExchange:
         """Drop what was not repeated, and return how many routers are silent since the last time."""
         silent = [router for router, peer in self._peers.items() if now > peer.heard + _PATIENCE_S]
         for router in silent:
-            del self._peers[router]
+            self._departed.add(router, self._peers.pop(router).sequence, now=now)
+        self._departed.expire(now=now)
         for peer in self._peers.values():
             for engine in [one for one, count in peer.counts.items() if now > count.at + _PATIENCE_S]:
-                del peer.counts[engine]
+                peer.expired = max(peer.expired, peer.counts.pop(engine).sequence)
         self._seen = -1
         self._follow()
         return len(silent)
+
+    def _peer(self, router: bytes, sequence: int, now: float) -> _LoadPeer | DatagramFault:
+        """Return who sent a datagram, or why it is dropped: somebody repeats it, or there are too many routers."""
+        peer = self._peers.get(router)
+        if peer is not None:
+            is_late = sequence <= peer.expired or sequence + _REORDERED < peer.sequence
+            return DatagramFault.LATE if is_late else peer
+        before = self._departed.sequence(router)
+        if sequence <= before:
+            return DatagramFault.LATE
+        if len(self._peers) >= MOST_PEERS:
+            return DatagramFault.TOO_MANY
+        self._departed.remove(router)
+        peer = self._peers[router] = _LoadPeer(now, before, before)
+        return peer
 
     def _count(self, peer: _LoadPeer, engine: bytes, requests: int, sequence: int, now: float) -> bool:
         """Take in one count; False: there are too many."""

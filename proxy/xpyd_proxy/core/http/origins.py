@@ -65,15 +65,20 @@ class Sites:
 def check_open(settings: Settings) -> None:
     """Accept a router that nobody can reach from elsewhere, that knows its clients, or that is open on purpose.
 
+    The same goes for its admin port, which shows engines and metrics.
+
     Raises:
         ConfigError: it is none of these.
     """
     knows_clients = settings.api_keys_file is not None or settings.tls_client_ca is not None
-    if not (knows_clients or settings.allow_unauthenticated or is_loopback(settings.host)):
-        raise ConfigError(
-            f"host is {settings.host}, so others could use the engines without a key: set api_keys_file "
-            "(or tls_client_ca), or allow_unauthenticated to true if they may"
-        )
+    if knows_clients or settings.allow_unauthenticated:
+        return
+    remedy = "set api_keys_file (or tls_client_ca), or allow_unauthenticated to true if they may"
+    if not is_loopback(settings.host):
+        raise ConfigError(f"host is {settings.host}, so others could use the engines without a key: {remedy}")
+    admin_host = settings.admin_host or settings.host
+    if settings.admin_port is not None and not is_loopback(admin_host):
+        raise ConfigError(f"admin_host is {admin_host}, so others could see the engines without a key: {remedy}")
 
 
 def is_loopback(host: str) -> bool:

@@ -133,6 +133,20 @@ def test_what_is_repeated_or_forged_charges_nothing():
     assert "nobody" not in other.admission._accounts
 
 
+def test_what_a_router_that_has_gone_has_sent_charges_nothing_again():
+    """Whatever the wall clock of this host does; if the router comes back, it goes on where it ended."""
+    one, other = fleet(2, max_key_tokens_per_minute=600)
+    one.serve("a", tokens=600)
+    old = one.exchange.datagrams(wall=WALL)
+    other.hears(old)
+    other.exchange.expire(now=60.1)
+
+    assert other.hears(old, now=60.2) == [DatagramFault.LATE]
+    assert other.serve("a", now=61.0)
+    assert other.hears(one.exchange.datagrams(wall=WALL), now=61.0) == [None]
+    assert other.hears(old, now=61.1) == [DatagramFault.LATE]
+
+
 @pytest.mark.parametrize("setting", [{"share_limits": False}, {}])
 def test_limits_of_ones_own_are_not_charged_what_others_serve(setting):
     """After a reload that says so."""

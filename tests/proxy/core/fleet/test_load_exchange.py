@@ -192,6 +192,38 @@ def test_a_stranger_and_an_old_datagram_are_dropped():
     assert (other.load(0).at_peers, other.exchange.peers) == (0, 0)
 
 
+def test_what_a_router_has_sent_before_it_fell_silent_is_not_taken_in_again():
+    """For as long as its time is good, somebody could repeat it; the router itself goes on where it ended."""
+    one, other = OneRouter(1), OneRouter(2)
+    one.send(0)
+    old = [*one.says(), *one.says(now=1.0)]
+    other.hears(old)
+    assert other.exchange.expire(now=3.1) == 1
+
+    assert other.hears(old, now=3.2, wall=1003.2) == [DatagramFault.LATE] * 2
+    assert (other.load(0).at_peers, other.exchange.peers) == (0, 0)
+
+    one.end(0)
+    assert other.hears(one.says(now=4.0), now=4.0) == [None]
+    assert other.hears(old, now=4.1, wall=1004.1) == [DatagramFault.LATE] * 2
+    assert (other.load(0).at_peers, other.exchange.peers) == (0, 1)
+
+
+def test_a_count_that_is_too_old_is_not_taken_in_again():
+    """Of a router that says so little that sixteen datagrams are sixteen seconds."""
+    one, other = OneRouter(1), OneRouter(2)
+    one.send(0)
+    old = one.says()
+    other.hears(old)
+    one.end(0)
+    for second in (1.0, 2.0, 3.0, 4.0, 5.0):
+        other.hears(one.says(now=second), now=second)
+        other.exchange.expire(now=second)
+
+    assert other.hears(old, now=5.1, wall=1005.1) == [DatagramFault.LATE]
+    assert other.load(0).at_peers == 0
+
+
 def test_what_was_overtaken_by_many_is_dropped():
     """Else one could repeat what was said half a minute ago."""
     one, other = OneRouter(1), OneRouter(2)

@@ -113,3 +113,14 @@ def test_who_serves_others_must_know_them_or_say_so(host):
 
     for more in ({"api_keys_file": "k"}, {"tls_client_ca": "c"}, {"allow_unauthenticated": True}):
         check_open(Settings(host=host, **more))
+
+
+def test_who_shows_engines_to_others_must_know_them_or_say_so():
+    """The admin port has addresses of engines and metrics, whatever host the main one listens at."""
+    with pytest.raises(ConfigError, match=r"^admin_host is 0\.0\.0\.0, so others .* api_keys_file .* allow_unauth"):
+        check_open(Settings(host="127.0.0.1", admin_port=8081, admin_host="0.0.0.0"))
+
+    for more in ({"api_keys_file": "k"}, {"tls_client_ca": "c"}, {"allow_unauthenticated": True}):
+        check_open(Settings(host="127.0.0.1", admin_port=8081, admin_host="0.0.0.0", **more))
+    for admin_host in (None, "::1"):
+        check_open(Settings(host="127.0.0.1", admin_port=8081, admin_host=admin_host))

@@ -1,0 +1,120 @@
+"""Which other routers there should be, and what share of the fleet's limits a router takes while it hears few."""
+
+import socket
+
+import pytest
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.admission.admission import Admission
+from xpyd_proxy.core.admission.quota_exchange import QuotaExchange
+from xpyd_proxy.core.counters import Counters
+from xpyd_proxy.core.fleet.load_exchange import LoadExchange
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.io.peers import RouterPeers
+from xpyd_proxy.settings import Settings
+
+SECRET, WALL = b"of this fleet", 1000.0
+
+
+class Names:
+    """Name service, in place of the system's."""
+
+    def __init__(self):
+        self.places = {}
+
+    def getaddrinfo(self, host, port, *_):
+        if host not in self.places:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (place, port)) for place in self.places[host]]
+
+
+@pytest.fixture
+def dns(monkeypatch):
+    names = Names()
+    monkeypatch.setattr(socket, "getaddrinfo", names.getaddrinfo)
+    return names
+
+
+class OneRouter:
+    """A router with peers; its time stands still."""
+
+    def __init__(self, *names):
+        self.admission = Admission(Settings(share_limits=True))
+        self.counters = Counters(frozenset())
+        self.exchange = LoadExchange(Registry(), b"me" * 4, SECRET)
+        self.peers = RouterPeers(
+            self.exchange,
+            QuotaExchange(self.admission, b"me" * 4, SECRET, tuple),
+            self.admission,
+            [Address("http", name, 8001) for name in names],
+            self.counters,
+            listen=("127.0.0.1", 0),
+            clock=lambda: 0.0,
+            wall=lambda: WALL,
+        )
+
+    def hears(self, router):
+        self.peers.datagram_received(said_by(router), ("10.0.0.1", 8001))
+
+    async def look_up(self):
+        """Do what the router does every few seconds, at once."""
+        await self.peers._resolve(socket.AF_INET)
+        await self.peers._repeat()
+
+    @property
+    def known(self):
+        return self.counters.peers["known",]
+
+
+def said_by(router):
+    (data,) = LoadExchange(Registry(), router * 4, SECRET).datagrams(now=0.0, wall=WALL)
+    return data
+
+
+async def test_a_name_that_leads_nowhere_is_a_router_that_is_not_heard(dns, caplog):
+    """While the name service is down, N routers must not let in N times what the limits say."""
+    router = OneRouter("a", "b", "c")
+    async with router.peers.running():
+        assert router.admission.share == 1 / 4
+        assert "0 of 3 other routers are heard: limits of the fleet are 25 % here" in caplog.text
+
+    await router.look_up()
+    assert (router.known, router.admission.share) == (3, 1 / 4)
+
+
+async def test_a_name_counts_as_what_it_leads_to_once_it_does(dns):
+    """One name may have all routers, this one among them."""
+    router = OneRouter("all", "more")
+    dns.places["all"] = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    await router.look_up()
+    assert (router.known, router.admission.share) == (4, 1 / 5)
+
+    dns.places["more"] = ["10.0.0.3"]
+    router.hears(b"me")
+    router.hears(b"a.")
+    router.hears(b"b.")
+    await router.look_up()
+    assert (router.known, router.admission.share) == (2, 1.0)
+
+    dns.places.clear()  # what was found before stays
+    await router.look_up()
+    assert (router.known, router.admission.share) == (2, 1.0)
+
+
+async def test_a_router_that_is_no_longer_among_its_peers_expects_one_more(dns):
+    """A list of names that all lead elsewhere: none of them is this router, as one was before."""
+    router = OneRouter("all")
+    dns.places["all"] = ["10.0.0.1", "10.0.0.2"]
+    await router.look_up()
+    router.hears(b"me")
+    await router.look_up()
+    assert router.known == 1
+
+    dns.places["all"] = ["10.0.0.3", "10.0.0.2"]
+    await router.look_up()
+    assert (router.known, router.admission.share) == (2, 1 / 3)
+
+    router.hears(b"me")
+    dns.places["all"] = ["10.0.0.2", "10.0.0.3"]  # the same in another order
+    await router.look_up()
+    assert router.known == 1

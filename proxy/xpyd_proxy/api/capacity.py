@@ -49,11 +49,15 @@ class CapacityMeter:
             if found is not None and self._clock() < found[0] and found[1] == is_ready:
                 return found[2]
             whole, settings = await self._everybody(), self._settings()
-            running, waiting = sum(one.admitted for one in whole.all), sum(one.waiting for one in whole.all)
+            admitted = Admitted(
+                sum(one.admitted for one in whole.all),
+                sum(one.waiting for one in whole.all),
+                sum(one.max_concurrency for one in whole.all),  # the settings have the share of this worker alone
+            )
             now = self._clock()
             capacity = capacity_of(
                 self._registry,
-                Admitted(running, waiting, settings.max_concurrency),
+                admitted,
                 slots=settings.decode_slots,
                 is_ready=is_ready,
                 decode_alone=settings.decode_only_fallback,

@@ -212,7 +212,7 @@ class CapacityReport(BaseModel):
     kv_room: float | None = Field(description="free part of the KV cache of decode engines; null: none has shown it")
     requests_running: int = Field(description="in this router")
     requests_waiting: int = Field(description="in this router's queue")
-    max_concurrency: int
+    max_concurrency: int = Field(description="of this router, without workers that do not answer")
     models: list[str] = Field(description="of decode engines that serve, at most 1000")
 
 

@@ -34,7 +34,7 @@ class Admitted:
 
     running: int
     waiting: int
-    most: int  # max_concurrency
+    most: int  # max_concurrency of the workers that answer, at least 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,30 @@
 """``GET /capacity``, as gateways and DNS health checks ask for it."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
 
 from support.sim import router, sims
 from xpyd_proxy.api.capacity import CapacityMeter
+from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.lifetime import Lifetime, Step
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.workers.limit_shares import share_of
 from xpyd_proxy.core.workers.reports import EMPTY, Counts, Whole, WorkerReport
+from xpyd_proxy.io.request_path.telemetry import Telemetry
+from xpyd_proxy.io.workers.context import WorkerContext
+from xpyd_proxy.io.workers.group import SingleWorker
+from xpyd_proxy.io.workers.reports import WorkerReports
 from xpyd_proxy.settings import Settings
 
 
-def report(admitted, waiting):
-    return WorkerReport(0, 1, Counts(), EMPTY, {}, waiting, admitted, {}, {})
+def report(admitted, waiting, most):
+    return WorkerReport(0, 1, Counts(), EMPTY, {}, waiting, admitted, most, {}, {})
 
 
 class World:
@@ -24,9 +32,9 @@ class World:
 
     missing = ()
 
-    def __init__(self):
-        self.clock, self.asked, self.admitted = 0.0, 0, 10
-        self.settings = Settings(max_concurrency=100)
+    def __init__(self, everybody=None):
+        self.clock, self.asked, self.admitted, self.everybody = 0.0, 0, 10, everybody or self.two
+        self.settings = Settings(max_concurrency=50)  # the share of one of two workers
         self.registry, self.lifetime = Registry(), Lifetime()
         for number, role in enumerate(Role):
             self.registry.add_target(role, Target.parse(f"h:{number + 1}"), now=0.0)
@@ -35,14 +43,14 @@ class World:
             self,
             self.lifetime,
             lambda: self.settings,
-            everybody=self.everybody,
+            everybody=lambda: self.everybody(),
             clock=lambda: self.clock,
         )
 
-    async def everybody(self):
+    async def two(self):
         self.asked += 1
         await asyncio.sleep(0)
-        return Whole(report(self.admitted, 0), [report(20, 3)], 2)
+        return Whole(report(self.admitted, 0, 50), [report(20, 3, 50)], 2)
 
 
 async def test_all_workers_count_and_are_asked_once_a_second_at_most():
@@ -56,6 +64,47 @@ async def test_all_workers_count_and_are_asked_once_a_second_at_most():
     assert {found.weight for found in (*first, same)} == {67}
     assert world.asked == 1
     assert (await world.meter.now()).weight == 27
+
+
+class Worker:
+    """One of several, which has its share of a router's limit."""
+
+    def __init__(self, folder, number, of, settings):
+        telemetry, queue = Telemetry(Counters(frozenset()), lambda: 1.0), Admission(share_of(settings, number, of))
+        place = WorkerContext(number, of, str(folder), port=0, line=0, starts=1)
+        self.queue, self.settings = queue, queue.limits
+        self.reports = WorkerReports(place, telemetry, queue, lambda: EMPTY)
+
+    def serves(self, count):
+        for _ in range(count):
+            self.queue.arrive("k", 0, 1, now=0.0)
+
+
+async def test_several_workers_have_the_limit_of_all_of_them(tmp_path):
+    """Each has a share of it: 1,100 requests of four workers are 27 % of 4,096, and not all that one may have."""
+    workers = [Worker(tmp_path, number, 4, Settings(max_concurrency=4096)) for number in range(4)]
+    for number, worker in enumerate(workers):
+        worker.serves(100 + 117 * number + 1)
+    async with AsyncExitStack() as stack:
+        for worker in workers[:3]:
+            await stack.enter_async_context(worker.reports.running())
+        async with workers[3].reports.running():
+            found = await World(workers[0].reports.whole).meter.now()
+        without = await World(workers[0].reports.whole).meter.now()
+
+    assert (found.admitted.running, found.admitted.most) == (1106, 4096)
+    assert (found.utilization, found.weight) == (1106 / 4096, 73)
+    # What a worker that has ended cannot take is not there.
+    assert (without.admitted.running, without.admitted.most) == (654, 3072)
+
+
+async def test_a_limit_that_changes_counts_at_once():
+    """As each worker's settings are read again (SIGHUP)."""
+    queue = Admission(Settings(max_concurrency=100))
+    everybody = SingleWorker(Settings()).everybody(Telemetry(Counters(frozenset()), lambda: 1.0), queue, lambda: EMPTY)
+    queue.change(Settings(max_concurrency=200))
+
+    assert (await World(everybody).meter.now()).admitted.most == 200
 
 
 async def test_a_router_that_ends_says_so_at_once():

@@ -9,9 +9,9 @@ from xpyd_proxy.core.fleet.compatibility import NO_SLICE, compared, fit
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, Role
-from xpyd_proxy.core.routing.compatible_groups import Grouping, group_engines
+from xpyd_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping, group_engines
 from xpyd_proxy.core.routing.group_weights import GroupShare, shares_of
-from xpyd_proxy.core.routing.slices import divide_by_slice
+from xpyd_proxy.core.routing.slices import SliceOf, divide_by_slice, left_out
 from xpyd_proxy.settings import SlicePairing
 
 _AT_ONCE: Final = 500  # engines
@@ -92,19 +92,21 @@ def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, in
 
 
 def fleet_groups(registry: Registry, *, may_be_alone: bool) -> Sequence[EngineGroup]:
-    """List the groups, if there are several or engines without a partner; empty: all engines fit each other."""
+    """List the groups, if there are several or engines without a partner; empty: one group has all engines."""
     found = grouping_now(registry)
     shares = _shares(registry, found, may_be_alone=may_be_alone)
     pairs = {share.group.name: share.weight for share in shares if not share.alone}
     alone = {share.group.name: share.weight for share in shares if share.alone}
     groups = {share.group.name: share.group for share in shares}
     groups.update({group.name: group for group in found.groups if not group.prefill})
+    groups.update({group.name: group for group in _left_out(registry, found, shares)})
     rows = [
         EngineGroup(name, len(group.prefill), len(group.decode), pairs.get(name, 0.0), alone.get(name, 0.0))
         for name, group in groups.items()
     ]
     rows += _without_decode(registry, found.unpaired_prefill)
-    return rows if len(rows) > 1 else ()
+    is_divided = not pairs.keys() <= {group.name for group in found.groups}  # by slice, also if all pairs cross
+    return rows if len(rows) > 1 or is_divided else ()
 
 
 def _shares(registry: Registry, found: Grouping, *, may_be_alone: bool) -> Sequence[GroupShare]:
@@ -113,8 +115,20 @@ def _shares(registry: Registry, found: Grouping, *, may_be_alone: bool) -> Seque
         return ()
     shares = shares_of(found, may_be_alone=may_be_alone)
     if registry.slice_pairing is SlicePairing.PREFER:
-        shares = divide_by_slice(shares, lambda instance: registry.facts(instance).slice)
+        shares = divide_by_slice(shares, _slice_of(registry))
     return shares.all
+
+
+def _left_out(registry: Registry, found: Grouping, shares: Sequence[GroupShare]) -> Sequence[CompatibleGroup]:
+    """List the engines that have a partner in other slices alone, and get no traffic, by slice."""
+    if registry.slice_pairing is not SlicePairing.PREFER or not shares:
+        return ()
+    names = {one.id for share in shares for side in (share.group.prefill, share.group.decode) for one in side}
+    return [part for group in found.pairs for part in left_out(group, names, _slice_of(registry))]
+
+
+def _slice_of(registry: Registry) -> SliceOf:
+    return lambda instance: registry.facts(instance).slice
 
 
 def _without_decode(registry: Registry, prefill: Sequence[Instance]) -> Sequence[EngineGroup]:

@@ -107,7 +107,7 @@ class _Seen:
     decode: Among
     alone: Among  # those of which one may serve a request alone
     all_fit: bool  # each prefill engine fits each decode engine
-    shares: Shares | None  # None: there is one group, and nothing to divide
+    shares: Shares | None  # None: there is one group of all of them, and nothing to divide
     shares_alone: Shares | None  # the same where decode engines may serve alone
 
 
@@ -297,8 +297,8 @@ class PairSelector:
             paired_decode,
             decode,
             len(pairs) == 1 and pairs[0].all_fit,
-            shares if len(shares.all) > 1 else None,
-            alone if len(alone.all) > 1 else None,
+            None if _is_whole(shares, paired_prefill, paired_decode) else shares,
+            None if _is_whole(alone, paired_prefill, paired_decode) else alone,
         )
 
     def _shares(self, grouping: Grouping, *, may_be_alone: bool) -> Shares:
@@ -394,6 +394,14 @@ def _paired(grouping: Grouping, prefill: Among, decode: Among) -> tuple[Among, A
     if not lonely:
         return prefill, decode
     return [p for p in prefill if p.id not in lonely], [d for d in decode if d.id not in lonely]
+
+
+def _is_whole(shares: Shares, prefill: Among, decode: Among) -> bool:
+    """Tell whether there is one share, of all these engines: that of a slice may leave some of other slices out."""
+    if len(shares.all) > 1:
+        return False
+    group = shares.all[0].group
+    return len(group.prefill) == len(prefill) and len(group.decode) == len(decode)
 
 
 def _has_rank(instance: Instance, ask: RoutingHints) -> bool:

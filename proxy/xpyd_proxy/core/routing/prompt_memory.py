@@ -13,31 +13,34 @@ from xpyd_proxy.core.prompt_blocks import PromptBlocks
 
 ENTRIES_MOST: Final = 100_000  # of all prompts and engines: about 30 MB
 _EVENTS_S: Final = 0.25  # for so long an engine's events may come later than its answer
-_IS_THERE: Final = True  # see _Entry
-_IS_COMING: Final = False
+_IS_THERE: Final = True  # see _Entry, whose arguments cost 1,000 instructions more by name
+_IS_NEW: Final = False  # likewise, not there yet
+_IS_COMING: Final = True
+_HAS_COME: Final = False
 _Key: TypeAlias = tuple[InstanceId, int]
 
 
 class _Entry:
-    """What is remembered of some blocks; those that were sent together share it. It does not change."""
+    """What is remembered of some blocks; those that were sent together share it. It does not change.
 
-    __slots__ = ("answer", "answered_at", "at", "is_there")
+    Blocks that are there are coming as well when a prompt with them is sent again: the engine may have evicted them.
+    """
+
+    __slots__ = ("answer", "answered_at", "at", "is_coming", "is_there")
 
     def __init__(
         self,
         at: float,
-        is_there: bool,  # noqa: FBT001 (by name it costs 1,000 instructions more)
+        is_there: bool,  # noqa: FBT001
+        is_coming: bool,  # noqa: FBT001
         answer: int = 0,
         answered_at: float = 0.0,
     ) -> None:
-        self.at = at  # when a prompt with it was sent there last
-        self.is_there = is_there  # an answer has shown it; else it is on its way
+        self.at = at  # when a prompt with it was sent there last, or came from there
+        self.is_there = is_there  # an answer has shown it
+        self.is_coming = is_coming  # it was sent since it arrived last
         self.answer = answer  # bytes of the answer to the prompt that ends with it; 0: none does
         self.answered_at = answered_at  # when it came: that the prompt is sent again does not use the answer
-
-    def used(self, now: float) -> "_Entry":
-        """Return the same for blocks that were sent again."""
-        return _Entry(now, _IS_THERE, self.answer, self.answered_at)
 
 
 class PromptMemory:
@@ -67,13 +70,13 @@ class PromptMemory:
             old = entries.pop(key, None)
             if old is None or not old.is_there or old.at < oldest:
                 if new is None:
-                    new = _Entry(now, _IS_COMING)
+                    new = _Entry(now, _IS_NEW, _IS_COMING)
                 entries[key] = new
             elif old.answer:
-                entries[key] = old.used(now)
+                entries[key] = _Entry(now, _IS_THERE, _IS_COMING, old.answer, old.answered_at)
             else:
                 if there is None:
-                    there = _Entry(now, _IS_THERE)
+                    there = _Entry(now, _IS_THERE, _IS_COMING)
                 entries[key] = there
         if now >= self._shrinks_at or len(entries) > self._most:
             self._shrink(now)
@@ -84,23 +87,24 @@ class PromptMemory:
         if not blocks.names:
             return
         *earlier, last = blocks.names
-        entries, there = self._entries, _Entry(now, _IS_THERE)
+        entries, there = self._entries, _Entry(now, _IS_THERE, _HAS_COME)
         entries.pop((engine, last), None)
-        entries[engine, last] = _Entry(now, _IS_THERE, answer, now)
+        entries[engine, last] = _Entry(now, _IS_THERE, _HAS_COME, answer, now)
         for name in reversed(earlier):
             old = entries.pop((engine, name), None)
-            entries[engine, name] = there if old is None or not old.answer else old.used(now)
+            entries[engine, name] = there if old is None or not old.answer else _arrived(old, now)
         if now >= self._shrinks_at or len(entries) > self._most:
             self._shrink(now)
 
     def arrived(self, engine: InstanceId, blocks: PromptBlocks, *, now: float) -> None:
         """An engine has computed a prompt: it is there, and no longer on its way."""
         self.changes += 1
-        entries, there = self._entries, _Entry(now, _IS_THERE)
+        entries, there = self._entries, _Entry(now, _IS_THERE, _HAS_COME)
         for name in blocks.names:
-            old = entries.get((engine, name))
-            if old is not None and not old.is_there:
-                entries[engine, name] = there
+            key = engine, name
+            old = entries.get(key)
+            if old is not None and old.is_coming:
+                entries[key] = _arrived(old, now) if old.answer else there
 
     def on_its_way(self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float) -> int:
         """Return how many bytes of a prompt an engine will have once it has computed what it was sent; 0: nothing new.
@@ -108,7 +112,7 @@ class PromptMemory:
         What has arrived counts for a moment, until the engine's events tell of it; later it may be gone again.
         """
         low, found = self._deepest(engine, blocks, max(since, now - self._lifetime_s), is_there=False)
-        return 0 if found is None or (found.is_there and now > found.at + _EVENTS_S) else blocks.ends[low - 1]
+        return 0 if found is None or (not found.is_coming and now > found.at + _EVENTS_S) else blocks.ends[low - 1]
 
     def matched(
         self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float, is_there: bool = False
@@ -156,3 +160,8 @@ class PromptMemory:
                 self._shrinks_at = entry.at + self._lifetime_s
                 break
             del entries[key]
+
+
+def _arrived(old: _Entry, now: float) -> _Entry:
+    """Return the entry of a block that has arrived, with what is known of the answer behind it."""
+    return _Entry(now, _IS_THERE, _HAS_COME, old.answer, old.answered_at)

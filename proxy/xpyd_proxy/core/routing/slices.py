@@ -8,7 +8,7 @@ slices that lack prefill engines. So no engine gets more than ``BOUND`` times th
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import fsum
@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 from xpyd_proxy.core.counters import Key
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Instance, Role, RoutingHints
+from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from xpyd_proxy.core.routing.compatible_groups import CompatibleGroup
 from xpyd_proxy.core.routing.group_weights import BOUND, GroupShare, Shares
 
@@ -68,6 +68,17 @@ def divide_by_slice(shares: Shares, slice_of: SliceOf) -> Shares:
     return Shares(found)
 
 
+def left_out(group: CompatibleGroup, served: Set[InstanceId], slice_of: SliceOf) -> Sequence[CompatibleGroup]:
+    """List the engines of a group that get no traffic, by slice: they have no partner there, and no pair crosses."""
+    found = list[CompatibleGroup]()
+    for each in _slices(group, slice_of):
+        prefill = [instance for instance in each.prefill if instance.id not in served]
+        decode = [instance for instance in each.decode if instance.id not in served]
+        if prefill or decode:
+            found.append(CompatibleGroup(_name(group, each), prefill, decode, 0.0))
+    return found
+
+
 def nearest(engine: Instance, others: Sequence[Instance], slice_of: SliceOf) -> Sequence[Instance]:
     """List those of some engines that are in the slice of another one; all of them, if none is."""
     wanted = slice_of(engine)
@@ -89,7 +100,7 @@ def _divided(share: GroupShare, slice_of: SliceOf) -> Sequence[GroupShare]:
         used = least * stretch
         if least > 0:
             part = CompatibleGroup(
-                f"{group.name}, slice {each.name}",
+                _name(group, each),
                 each.prefill,
                 each.decode,
                 group.prefill_count * len(each.prefill) / p,
@@ -102,6 +113,10 @@ def _divided(share: GroupShare, slice_of: SliceOf) -> Sequence[GroupShare]:
     if left > _LEAST:
         found.extend(_crossing(share, _scaled(givers, left), _scaled(takers, left)))
     return found
+
+
+def _name(group: CompatibleGroup, part: _Slice) -> str:
+    return f"{group.name}, slice {part.name}"
 
 
 def _slices(group: CompatibleGroup, slice_of: SliceOf) -> Sequence[_Slice]:

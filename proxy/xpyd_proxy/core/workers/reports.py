@@ -42,6 +42,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
     legs: Mapping[InstanceId, int]  # in flight, by engine
     waiting: int
     admitted: int
+    max_concurrency: int  # its share of the router's; 0: it has ended, or does not answer
     refused: Mapping[str, int]
     process: Mapping[str, float]  # Prometheus' process metrics, by name
     unread: int = 0  # reports of peers that this worker could not read

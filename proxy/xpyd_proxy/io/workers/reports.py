@@ -43,6 +43,7 @@ def report_of(
         legs=telemetry.in_flight,
         waiting=queue.waiting,
         admitted=queue.admitted,
+        max_concurrency=queue.limits.max_concurrency,
         refused={limit.value: count for limit, count in queue.refused.items()},
         process=processes(),
         unread=unread,
@@ -138,7 +139,8 @@ class WorkerReports:
         if counts == self._kept:
             return
         report, self._kept = self._report(), counts
-        data = msgspec.msgpack.encode(msgspec.structs.replace(report, legs={}, waiting=0, admitted=0))
+        ended = msgspec.structs.replace(report, legs={}, waiting=0, admitted=0, max_concurrency=0)
+        data = msgspec.msgpack.encode(ended)
         path = self._path(self._place.number, "counts")
         try:
             path.with_suffix(".new").write_bytes(data)

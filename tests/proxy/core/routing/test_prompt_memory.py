@@ -3,7 +3,7 @@
 import json
 import random
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -47,6 +47,53 @@ def test_a_prompt_is_on_its_way_until_the_engine_has_computed_it():
     assert memory.on_its_way(D0, second, since=0.0, now=2.0) == second.size
     assert memory.on_its_way(D0, second, since=2.1, now=2.2) == 0
     assert memory.on_its_way(D1, second, since=0.0, now=2.0) == 0
+
+
+def test_a_known_prompt_that_is_sent_again_is_on_its_way_until_it_arrives_again():
+    """The engine may have evicted it meanwhile; then it computes it once more, and no other engine should do so."""
+    memory, first = PromptMemory(1000.0), prompt("a question")
+    memory.sent(D0, first, since=0.0, now=0.0)
+    memory.arrived(D0, first, now=1.0)
+    memory.sent(D0, first, since=0.0, now=100.0)
+    coming = [memory.on_its_way(D0, first, since=now - 5.0, now=now) for now in (100.0, 100.5, 103.0)]
+    memory.arrived(D0, first, now=103.0)
+
+    assert coming == [first.size] * 3
+    assert [memory.on_its_way(D0, first, since=98.0, now=now) for now in (103.2, 103.3)] == [first.size, 0]
+    assert memory.matched(D0, first, since=0.0, now=103.3, is_there=True) == first.size
+
+
+def test_a_decode_engine_has_a_prompt_and_its_answer_while_the_prompt_comes_again():
+    """That it is on its way once more takes away nothing of what an answer has shown."""
+    memory, first, second = PromptMemory(1000.0), prompt("a question"), prompt("a question", "an answer", "a new one")
+    memory.answered(D0, first, 500, now=0.0)
+    memory.sent(D0, first, since=0.0, now=100.0)
+    while_it_comes = memory.matched(D0, second, since=0.0, now=100.5, is_there=True)
+    coming = memory.on_its_way(D0, first, since=0.0, now=100.5)
+    memory.arrived(D0, first, now=101.0)
+
+    assert (while_it_comes, coming) == (second.ends[1], first.size)
+    assert memory.matched(D0, second, since=0.0, now=101.5, is_there=True) == second.ends[1]
+    assert memory.on_its_way(D0, first, since=0.0, now=101.5) == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["sent", "arrived"]), st.floats(0.01, 3.0)), min_size=1, max_size=12))
+def test_a_prompt_is_on_its_way_as_long_as_it_was_sent_after_it_arrived_last(events):
+    """However often it is sent; and what has arrived counts for a quarter of a second more."""
+    memory, first, now = PromptMemory(1000.0), prompt("a question"), 0.0
+    sent_at, arrived_at = None, None
+    for event, seconds in events:
+        if event == "sent":
+            memory.sent(D0, first, since=0.0, now=now)
+            sent_at = now
+        elif sent_at is not None:
+            memory.arrived(D0, first, now=now)
+            if arrived_at is None or arrived_at < sent_at:
+                arrived_at = now
+        now += seconds
+        comes = sent_at is not None and (arrived_at is None or arrived_at < sent_at or now <= arrived_at + 0.25)
+
+        assert memory.on_its_way(D0, first, since=0.0, now=now) == (first.size if comes else 0)
 
 
 def test_an_answer_counts_for_no_more_than_was_relayed():

@@ -257,6 +257,44 @@ def test_pairs_cross_when_the_engines_of_a_slice_are_full():
     assert world.fleet.crossings.counted == {(CrossingReason.FULL,): pytest.approx(300, abs=5)}
 
 
+def rehearsed(world):
+    """Choose as an explanation does."""
+    return world.fleet.rehearsal().pair(world.fleet.usable(Role.PREFILL), world.fleet.usable(Role.DECODE))
+
+
+def test_an_engine_without_a_partner_in_its_slice_gets_nothing_while_the_other_slices_can_take_all():
+    """3P3D beside 1P: three prefill engines have 1.33 times the mean of four, and no KV crosses."""
+    world = World(PREFER).fill(a=(3, 3), b=(1, 0))
+
+    assert world.chosen(300) == {("a", "a"): 300}
+    assert not world.fleet.crossings.counted
+    assert {world.slice(rehearsed(world)[0]) for _ in range(8)} == {"a"}
+    for one in world.of(Role.PREFILL, "a")[1:]:
+        world.eject(one)  # now the mean is of two, and the one that is left gets no more than 1.4 times that
+    assert world.chosen(300) == {("a", "a"): pytest.approx(210, abs=3), ("b", "a"): pytest.approx(90, abs=3)}
+
+
+@given(SIZES, st.sampled_from([PolicyName.ROUND_ROBIN, PolicyName.LEAST_LOADED]))
+def test_pairs_are_chosen_as_the_slices_are_divided_and_as_the_status_page_shows(sizes, policy):
+    """However many slices can take part: also if it is one, beside engines without a partner."""
+    world = World(PREFER, policy).fill(**{f"s{n}": size for n, size in enumerate(sizes)})
+    p, d = (len(world.registry.known(role)) for role in Role)
+    if not p or not d:
+        return
+    fair = sum(min(ps / p, ds / d) for ps, ds in sizes)
+    chosen = world.chosen(200)
+    crossing = sum(count for (one, other), count in chosen.items() if one != other)
+    groups = fleet_groups(world.registry, may_be_alone=True)
+
+    expected = max(0.0, 1 - fair * BOUND)
+    assert crossing == (0 if expected < 1e-9 else pytest.approx(200 * expected, abs=4 * len(sizes)))
+    if len([size for size in sizes if any(size)]) > 1:
+        assert sum(group.pairs for group in groups) == pytest.approx(1)
+        assert sum(group.pairs for group in groups if " to " in group.name) == pytest.approx(expected, abs=1e-6)
+        shown = {name for group in groups for name in group.name.rpartition("slice ")[2].split(" to ")}
+        assert shown == {f"s{number}" for number, size in enumerate(sizes) if any(size)}
+
+
 def test_pairs_cross_when_the_engines_of_a_slice_have_failed_the_request():
     world = World(PREFER).fill(a=(1, 1), b=(0, 1))
     decode = world.of(Role.DECODE, "b")
@@ -268,7 +306,7 @@ def test_pairs_cross_when_the_engines_of_a_slice_have_failed_the_request():
 
 def test_what_is_only_explained_is_not_counted():
     world = World(PREFER).fill(a=(1, 0), b=(0, 1))
-    world.fleet.rehearsal().pair(world.fleet.usable(Role.PREFILL), world.fleet.usable(Role.DECODE))
+    rehearsed(world)
 
     assert not world.fleet.crossings.counted
 
@@ -357,6 +395,14 @@ def test_the_status_page_shows_what_crosses():
         "unknown facts, slice b": pytest.approx(0.35),
         "unknown facts, slice a to b": pytest.approx(0.3),
     }
+
+
+def test_the_status_page_shows_engines_that_get_nothing():
+    """Their slice has no partner for them, and the other slice can take all."""
+    world = World(PREFER).fill(a=(3, 3), b=(1, 0))
+    groups = [(row.name, row.prefill, row.decode, row.pairs) for row in fleet_groups(world.registry, may_be_alone=True)]
+
+    assert groups == [("unknown facts, slice a", 3, 3, pytest.approx(1)), ("unknown facts, slice b", 1, 0, 0.0)]
 
 
 def test_engines_without_a_slice_are_one_of_their_own():

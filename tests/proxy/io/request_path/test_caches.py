@@ -152,6 +152,29 @@ def test_a_prompt_on_its_way_to_a_prefill_engine_counts():
     assert world.fleet.caches.matched(other, world.request(body)[1]) < SIZE + 200
 
 
+def test_a_prompt_that_a_prefill_engine_has_evicted_counts_while_it_computes_it_again():
+    """It takes longer than its events do: an equal prompt meanwhile would be computed by another engine, too."""
+    world = World()
+    world.serve(chat(LONG), "yes")
+    world.told()
+    body = chat(LONG)
+    engine = next(one for one in world.fleet.known(Role.PREFILL) if world.truth(one.id, body))
+    world.fleet.caches.arrived(engine, world.request(body)[1])
+    world.caches[engine.id].clear()
+    world.told()
+    world.now += 100
+    ask = world.request(body)[1]
+    evicted = world.fleet.caches.matched(engine, ask)
+    world.fleet.caches.sent(engine, ask)
+    world.now += 0.5
+
+    assert evicted == 0
+    assert world.fleet.caches.matched(engine, world.request(body)[1]) > SIZE - LEAST
+    world.fleet.caches.arrived(engine, ask)
+    world.now += 0.5
+    assert world.fleet.caches.matched(engine, world.request(body)[1]) == 0
+
+
 def test_an_adapter_has_blocks_of_its_own():
     """Those of the base model do not count for it; which one a model is, its engine's probe has shown."""
     world = World()

@@ -4,8 +4,8 @@ These are the virtual token counters of Sheng et al., "Fairness in Serving Large
 2): a key's counter grows by the tokens of its requests, and the waiting key with the smallest counter is next. A key
 that comes to the queue is lifted to the smallest counter there, so nobody saves up while away.
 
-A request is charged what its prompt seems to have when it is admitted, and the difference to what it has cost when it is over:
-nobody knows before how long an answer gets.
+A request is charged what its prompt seems to have when it is admitted, and the difference to what it has cost when it
+is over: nobody knows before how long an answer gets.
 """
 
 from collections.abc import Set

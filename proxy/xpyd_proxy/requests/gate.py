@@ -19,12 +19,12 @@ class Gate:
         self._clock = clock
         self._watching: dict[Ticket, Callable[[], None]] = {}  # of those that wait
 
-    def arrive(self, key: str, priority: int, size: int) -> Ticket:
+    def arrive(self, key: str, priority: int, size: int, tokens: int | None = None) -> Ticket:
         """Return the ticket of a request: admitted, waiting or refused. It has to ``leave`` in any case.
 
-        ``size``: bytes of its body.
+        ``size``: bytes of its body; ``tokens``: about how many its prompt has; None: as many as its bytes suggest.
         """
-        ticket = self.admission.arrive(key, priority, size, self._clock())
+        ticket = self.admission.arrive(key, priority, size, self._clock(), tokens)
         if self.admission.news:
             self._wake()
         return ticket
@@ -79,7 +79,7 @@ class Gate:
 
     def change(self, limits: Settings) -> None:
         """Go by other limits from now on."""
-        self.admission.change(limits)
+        self.admission.change(limits, now=self._clock())
         self._wake()
 
     def _wake(self) -> None:

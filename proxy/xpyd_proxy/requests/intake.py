@@ -11,6 +11,7 @@ from xpyd_proxy.core.admission.cache_salts import Salts
 from xpyd_proxy.core.admission.keys import ANYBODY, Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.admission.priority import limited
+from xpyd_proxy.core.admission.prompt_estimate import MEDIUM_TOKENS, prompt_tokens
 from xpyd_proxy.core.http.multipart import boundary_of, check_form, content_type
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.model import Api, GenerationRequest, Headers, PassthroughRequest, RoutingHints
@@ -67,6 +68,7 @@ class RequestPlan:
     body: Pieces
     content_type: bytes
     priority: int
+    tokens: int | None  # about how many its prompt has; None: not looked at
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class RequestPlan:
         *,
         body: Pieces | None = None,
         content_type: bytes = JSON_TYPE,
+        tokens: int | None = None,
     ) -> None:
         self.path = path
         self.headers = headers
@@ -87,6 +90,7 @@ class RequestPlan:
         self.body = [] if body is None else body
         self.content_type = content_type
         self.priority = priority
+        self.tokens = tokens
 
 
 @dataclass(slots=True)
@@ -128,8 +132,15 @@ class Intake:
             return {}
         return parse(body, strip_private=self.settings.client_kv_params is _STRIP)
 
-    def plan(self, head: RequestHead, body: bytes, fields: Fields) -> RequestPlan:
-        """Say what the engines are asked; raises BadRequest."""
+    def examine(self, head: RequestHead, body: bytes, *, counts_tokens: bool) -> tuple[Fields, int | None]:
+        """Read a body; tell also about how many tokens its prompt has: of a form, or where they count."""
+        fields = self.read(head, body)
+        if head.path in _FORMS:
+            return fields, MEDIUM_TOKENS
+        return fields, prompt_tokens(fields, len(body)) if counts_tokens else None
+
+    def plan(self, head: RequestHead, body: bytes, fields: Fields, tokens: int | None = None) -> RequestPlan:
+        """Say what the engines are asked; raises BadRequest. ``tokens``: about how many the prompt has."""
         path, headers, shown, caller = head.path, head.headers, head.shown, head.caller
         api = _APIS.get(path)
         if api is not None:
@@ -143,7 +154,7 @@ class Intake:
         rank = rank_of(shown[_RANK]) if _RANK in shown else None
         if api is not None:
             call = GenerationRequest(api, asked, passed_on, rank)
-            return RequestPlan(path, passed_on, ask_of_call(call, session), priority, call)
+            return RequestPlan(path, passed_on, ask_of_call(call, session), priority, call, tokens=tokens)
         if path in _FORMS:  # its values are not read: its model plays no part in the choice of engine
             declared = content_type(boundary_of(shown.get(b"content-type", b"")))
             errand = PassthroughRequest(path, body, passed_on, declared, rank=rank)
@@ -152,7 +163,8 @@ class Intake:
             clean = encode(asked) if strips or asked is not fields else body
             errand = PassthroughRequest(path, clean, passed_on, model=model_of(fields), rank=rank)
         ask = ask_of_errand(errand, session)
-        return RequestPlan(path, passed_on, ask, priority, body=[errand.body], content_type=errand.content_type)
+        declared = errand.content_type
+        return RequestPlan(path, passed_on, ask, priority, body=[errand.body], content_type=declared, tokens=tokens)
 
 
 def _check_media(path: str, declared: bytes) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from xpyd_proxy.core.admission.fair_shares import BYTES_PER_TOKEN
 from xpyd_proxy.core.admission.ticket import Ticket, TicketState
 from xpyd_proxy.core.model import InstanceId, RequestId
 from xpyd_proxy.core.protocol.prompt_arrays import prompts_of
@@ -299,22 +298,25 @@ class Request:
     def _read(self) -> RequestPlan:
         """Return what the engines will get."""
         intake, head, body = self._of.intake, self._head, self._take_body()
-        return intake.plan(head, body, intake.read(head, body))
+        fields, tokens = intake.examine(head, body, counts_tokens=self._of.gate.admission.counts_tokens)
+        return intake.plan(head, body, fields, tokens)
 
     async def _read_long(self) -> RequestPlan:
         """Read a long body in a thread, so that other requests do not wait for it."""
         intake, head, body = self._of.intake, self._head, self._take_body()
-        future = self._of.examiner.submit(partial(intake.read, head, body))
+        counts_tokens = self._of.gate.admission.counts_tokens
+        future = self._of.examiner.submit(partial(intake.examine, head, body, counts_tokens=counts_tokens))
         future.add_done_callback(lambda _: self._life.wake())
         while not future.done():
             await self._life
-        return intake.plan(head, body, future.result())
+        fields, tokens = future.result()
+        return intake.plan(head, body, fields, tokens)
 
     def _take_ticket(self, plan: RequestPlan, size: int) -> Ticket:
         """Return the ticket of a request whose body has so many bytes: admitted, waiting or refused."""
         if self._body:
             self._free_body()  # its bytes are charged with the ticket from now on
-        ticket = self._ticket = self._of.gate.arrive(self._head.caller, plan.priority, size)
+        ticket = self._ticket = self._of.gate.arrive(self._head.caller, plan.priority, size, plan.tokens)
         self._head.forget()  # the connection keeps us until its next request
         return ticket
 
@@ -346,9 +348,7 @@ class Request:
             ticket, self._ticket = self._ticket, None
             if ticket is not None:
                 if of.gate.admission.counts_tokens:
-                    of.gate.leave(
-                        ticket, served_tokens(life.record, status, ticket.size // BYTES_PER_TOKEN, client.events)
-                    )
+                    of.gate.leave(ticket, served_tokens(life.record, status, ticket.tokens, client.events))
                 else:
                     of.gate.leave(ticket)
             if self._body:

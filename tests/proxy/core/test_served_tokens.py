@@ -11,9 +11,9 @@ from xpyd_proxy.core.served_tokens import served_tokens
 CHUNK = b'data: {"choices":[{"delta":{"content":" a"}}]}\n\n'
 
 
-def tokens(*pieces, status=200, events=0, prompt=None):
+def tokens(*pieces, path="/v1/completions", status=200, events=0, prompt=None):
     """Return what is charged where the prompt seems to have 1000 tokens; ``prompt``: as the prefill engine says."""
-    record = RequestRecord(RequestId("r"), prefill=LegRecord(InstanceId("p")))
+    record = RequestRecord(RequestId("r"), path, prefill=LegRecord(InstanceId("p")))
     for piece in pieces:
         record.wrote(piece)
     record.prefill.tokens = prompt
@@ -21,18 +21,70 @@ def tokens(*pieces, status=200, events=0, prompt=None):
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("path", "body"),
     [
-        {"choices": [], "usage": {"prompt_tokens": 30, "total_tokens": 37, "completion_tokens": 7}},
-        {"type": "message", "usage": {"input_tokens": 30, "output_tokens": 7, "cache_read_input_tokens": 900}},
-        {"usage": {"input_tokens": 30, "input_tokens_details": {"cached_tokens": 9}, "output_tokens": 7}},
+        (
+            "/v1/completions",
+            {"choices": [], "usage": {"prompt_tokens": 30, "total_tokens": 37, "completion_tokens": 7}},
+        ),
+        ("/v1/embeddings", {"data": [], "usage": {"prompt_tokens": 37, "total_tokens": 37, "completion_tokens": None}}),
+        (
+            "/v1/responses",
+            {"usage": {"input_tokens": 30, "input_tokens_details": {"cached_tokens": 9}, "output_tokens": 7}},
+        ),
+        (
+            "/v1/messages",
+            {"type": "message", "usage": {"input_tokens": 21, "output_tokens": 7, "cache_read_input_tokens": 9}},
+        ),
+        ("/v1/systemone", {"answers": {}, "usage": {"input_tokens": 30, "output_tokens": 7}}),
+        ("/v2/embed", {"embeddings": {}, "meta": {"billed_units": {"input_tokens": 30, "image_tokens": 7}}}),
     ],
-    ids=["completions", "messages", "responses"],
 )
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-def test_what_the_engine_has_counted_is_believed(body, separators):
-    """In the words of each API; what was cached is part of the prompt there."""
-    assert tokens(json.dumps(body, separators=separators).encode()) == 37
+def test_what_the_engine_has_counted_is_believed(path, body, separators):
+    """In the words of each API; what was cached is part of the prompt, and messages tell it apart from their input."""
+    assert tokens(json.dumps(body, separators=separators).encode(), path=path) == 37
+
+
+SCHEMA = {"usage": {"input_tokens": 0, "output_tokens": 0}, "prompt_tokens": 0, "completion_tokens": 0}
+RESPONSE = {
+    "object": "response",
+    "usage": {"input_tokens": 30, "output_tokens": 7},
+    "tools": [{"type": "function", "name": "f", "parameters": {"properties": SCHEMA} | SCHEMA}],
+    "metadata": SCHEMA,
+}
+
+
+def test_what_an_answer_repeats_of_its_request_is_not_its_usage():
+    """A response has the tools of its request in it, whose schema is any JSON."""
+    whole = json.dumps(RESPONSE).encode()
+    event = json.dumps({"type": "response.completed", "response": RESPONSE, "tools": SCHEMA}).encode()
+    stream = b"event: response.completed\ndata: " + event + b"\n\n"
+
+    assert tokens(whole, path="/v1/responses") == 37
+    assert tokens(b"event: response.output_text.delta\ndata: {}\n\n", stream, path="/v1/responses", events=3) == 37
+
+
+def test_a_stream_of_messages_ends_with_its_usage():
+    """Two events before the last one."""
+    delta = {"type": "message_delta", "delta": {}, "usage": {"input_tokens": 30, "output_tokens": 7}}
+    event = b"event: message_delta\ndata: " + json.dumps(delta).encode() + b"\n\n"
+    stop = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+    assert tokens(event + stop, path="/v1/messages", events=9) == 37
+    assert tokens(event, stop, path="/v1/messages", events=9) == 37
+
+
+@pytest.mark.parametrize("usage", [None, {"type": "duration", "seconds": 60}, {"prompt_tokens": "many"}, 7, []])
+def test_an_answer_without_tokens_costs_what_the_prompt_seems_to_have(usage):
+    """A transcription tells seconds."""
+    assert tokens(json.dumps({"text": "a", "usage": usage}).encode()) == 1000
+
+
+@pytest.mark.parametrize("answer", [b"1\n00:00:00,000 --> 00:00:01,000\na\n", b"{", b'"usage"', b"data: {\n\n"])
+def test_an_answer_that_is_no_json_costs_the_same(answer):
+    """Subtitles, or the half of something."""
+    assert tokens(answer) == 1000
 
 
 def test_the_usage_at_the_end_of_a_stream_counts():

@@ -1,10 +1,12 @@
 """What a key's requests have cost, in tokens, counts against its quota."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
 from support.sim import router, sims
+from xpyd_proxy.core.admission.prompt_estimate import MEDIUM_TOKENS
 from xpyd_proxy.settings import Settings
 
 PROMPT = "once upon a time"
@@ -80,3 +82,36 @@ async def test_a_request_that_engines_refuse_costs_nothing(settings):
         served = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=key("a"))
 
     assert served.status_code == 200
+
+
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n' + b"a" * 400_000 + b"\r\n--b--\r\n"
+)
+FORM_TYPE = {"Content-Type": "multipart/form-data; boundary=b"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "QUJD" * 100_000}}
+
+
+async def transcribe(client):
+    return await client.post("/v1/audio/transcriptions", content=FORM, headers=key("a") | FORM_TYPE)
+
+
+async def look(client):
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": PROMPT}, IMAGE]}], "max_tokens": 2}
+    return await client.post("/v1/chat/completions", json=body, headers=key("a"))
+
+
+@pytest.mark.parametrize("ask", [transcribe, look])
+async def test_the_bytes_of_media_are_not_charged_as_text(ask, settings):
+    """Neither while a request is under way nor, where the answer tells no tokens, for good."""
+    async with router(sims(1, 1), replace(settings, max_key_tokens_per_minute=5000)) as client:
+        together = await asyncio.gather(*(ask(client) for _ in range(3)))
+
+    assert [answer.status_code for answer in together] == [200] * 3
+
+
+async def test_a_transcription_is_charged_a_flat_amount(settings):
+    """Nobody has counted its tokens. All but one are free again after a minute."""
+    async with router(sims(1, 1), replace(settings, max_key_tokens_per_minute=MEDIUM_TOKENS + 1)) as client:
+        answers = [(await transcribe(client)).status_code for _ in range(3)]
+
+    assert answers == [200, 200, 429]

@@ -14,6 +14,7 @@ from math import ceil
 from typing import Final
 
 from xpyd_proxy.core.admission.fair_shares import BYTES_PER_TOKEN, FairShares
+from xpyd_proxy.core.admission.key_usage import KeyUsage, note_usage
 from xpyd_proxy.core.admission.limits import Limit, Refusal, TokenBucket, TokenQuota
 from xpyd_proxy.core.admission.ticket import Ticket, TicketEvent, TicketState
 from xpyd_proxy.settings import QueueOrder, Settings
@@ -40,14 +41,6 @@ class _Account:
         return self.bucket.is_full(now=now) and self.quota.is_full(now=now)
 
 
-@dataclass(slots=True)
-class KeyUsage:
-    """What a key was let in with, since the router started."""
-
-    requests: int = 0
-    tokens: int = 0
-
-
 class Admission:
     """Hands out places. Whatever a call does to other tickets than its own comes back, once, from ``poll``."""
 
@@ -66,10 +59,14 @@ class Admission:
         self.share = 1.0  # of the limits that are the fleet's: less while other routers are not heard
         self.usage: dict[str, KeyUsage] = {}  # by key; empty name: all together. Filled where limits are the fleet's
 
-    def arrive(self, key: str, priority: int, size: int, now: float) -> Ticket:
-        """Admit a request, have it wait, or refuse it: its state says which."""
+    def arrive(self, key: str, priority: int, size: int, now: float, tokens: int | None = None) -> Ticket:
+        """Admit a request, have it wait, or refuse it: its state says which.
+
+        ``size``: bytes of its body; ``tokens``: about how many its prompt has; None: as many as its bytes suggest.
+        """
         limits = self.limits
-        ticket = Ticket(key, priority, size, now + limits.max_queue_wait_s)
+        guess = size // BYTES_PER_TOKEN if tokens is None else tokens
+        ticket = Ticket(key, priority, size, now + limits.max_queue_wait_s, tokens=guess)
         account = self._accounts.get(key) or self._new_account(key, now=now)
         if (refusal := self._at_the_door(ticket, account, now)) is not None:
             self._turn_away(ticket, TicketEvent.REFUSE, refusal)
@@ -81,13 +78,15 @@ class Admission:
         if limits.max_rate is not None:
             self._bucket.take(limits.max_rate * self.share, now=now)
         if limits.max_key_tokens_per_minute is not None:
-            account.quota.take(limits.max_key_tokens_per_minute * self.share, _estimate(ticket), now=now)
+            account.quota.take(limits.max_key_tokens_per_minute * self.share, guess, now=now)
+            ticket.charged = guess
         if limits.share_limits:
-            self._use(key, 1, _estimate(ticket))
+            note_usage(self.usage, key, 1, guess)
+            ticket.reported = guess
         if self.admitted < limits.max_concurrency:
             self._admit(ticket)
         else:
-            self._queue(ticket)
+            self._queue(ticket, now)
         return ticket
 
     def hold(self, size: int) -> bool:
@@ -111,11 +110,14 @@ class Admission:
 
         ``tokens``: of prompt and answer, where ``counts_tokens``; None: nobody has counted them. ``now``: the same.
         """
-        was = ticket.state
-        if self.counts_tokens:
-            self._correct(ticket, tokens, now=now)
+        is_served = ticket.state is _ADMITTED
+        if self.counts_tokens or self.limits.share_limits:
+            cost = (ticket.tokens if tokens is None else tokens) if is_served else 0
+            self._correct(ticket, cost, now=now)
+            if self._shares is not None and is_served:
+                self._shares.settle(ticket, cost)
         ticket.on(_LEAVE)
-        if was is _ADMITTED:
+        if is_served:
             self.admitted -= 1
         else:
             self._unqueue(ticket)
@@ -126,10 +128,7 @@ class Admission:
     def expire(self, *, now: float) -> None:
         """Send away those that have waited too long."""
         for ticket in [ticket for lane in self._lanes.values() for ticket in lane if now >= ticket.due]:
-            self._unqueue(ticket)
-            self._release(ticket)
-            self._turn_away(ticket, TicketEvent.EXPIRE, Refusal(Limit.CONCURRENCY, _LATER))
-            self.news.append(ticket)
+            self._send_away(ticket, TicketEvent.EXPIRE, Limit.CONCURRENCY, now)
 
     def charge_elsewhere(self, key: str, requests: int, tokens: int, *, now: float) -> None:
         """Charge what another router of the fleet has let in; an empty key: of all clients."""
@@ -148,8 +147,11 @@ class Admission:
         if self._shares is not None:
             self._shares.charge(key, tokens)
 
-    def change(self, limits: Settings) -> None:
-        """Go by other limits from now on; nobody who was admitted is sent away."""
+    def change(self, limits: Settings, *, now: float) -> None:
+        """Go by other limits from now on; nobody who was admitted is sent away.
+
+        Limits in tokens that are new charge those who came before when they leave.
+        """
         self.limits = limits
         self.counts_tokens = _counts_tokens(limits)
         is_fair = limits.queue_order is _FAIR
@@ -160,7 +162,8 @@ class Admission:
                     self._shares.join(ticket)
         self._fill()
         while self.waiting > limits.max_queue:
-            self._displace(next(reversed(self._lanes[max(self._lanes)])))
+            last = next(reversed(self._lanes[max(self._lanes)]))
+            self._send_away(last, TicketEvent.REFUSE, Limit.QUEUE, now)
 
     def poll(self) -> Sequence[Ticket]:
         """Return the tickets that were admitted, refused or expired while they waited, in that order."""
@@ -216,11 +219,11 @@ class Admission:
         ticket.on(_ADMIT)
         self.admitted += 1
         if self._shares is not None:
-            self._shares.charge(ticket.key, _estimate(ticket))
+            self._shares.admit(ticket)
 
-    def _queue(self, ticket: Ticket) -> None:
+    def _queue(self, ticket: Ticket, now: float) -> None:
         if self.waiting >= self.limits.max_queue and (weakest := self._weakest(ticket)) is not None:
-            self._displace(weakest)
+            self._send_away(weakest, TicketEvent.REFUSE, Limit.QUEUE, now)
         ticket.on(TicketEvent.WAIT)
         self._lanes.setdefault(ticket.priority, {})[ticket] = None
         self.waiting += 1
@@ -238,11 +241,12 @@ class Admission:
         if self._shares is not None:
             self._shares.leave(ticket)
 
-    def _displace(self, ticket: Ticket) -> None:
-        """Refuse one that waits."""
+    def _send_away(self, ticket: Ticket, event: TicketEvent, limit: Limit, now: float) -> None:
+        """Refuse one that waits: it has cost nothing, and is not going to leave."""
         self._unqueue(ticket)
+        self._correct(ticket, 0, now=now)
         self._release(ticket)
-        self._turn_away(ticket, TicketEvent.REFUSE, Refusal(Limit.QUEUE, _LATER))
+        self._turn_away(ticket, event, Refusal(limit, _LATER))
         self.news.append(ticket)
 
     def _fill(self) -> None:
@@ -254,25 +258,16 @@ class Admission:
             self._admit(ticket)
             self.news.append(ticket)
 
-    def _use(self, key: str, requests: int, tokens: int) -> None:
-        """Note what was let in, for the other routers. There are as many keys as the file of keys names."""
-        for name in (key, ""):
-            usage = self.usage.get(name)
-            if usage is None:
-                usage = self.usage[name] = KeyUsage()
-            usage.requests += requests
-            usage.tokens += tokens
+    def _correct(self, ticket: Ticket, cost: int, *, now: float) -> None:
+        """Charge the tokens that a request has cost, in place of what it was charged when it came.
 
-    def _correct(self, ticket: Ticket, tokens: int | None, *, now: float) -> None:
-        """Charge what a request has cost, in place of what it seemed to; one that was not served has cost nothing."""
-        is_served, guess = ticket.state is _ADMITTED, _estimate(ticket)
-        error = ((guess if tokens is None else tokens) if is_served else 0) - guess
-        if (per_minute := self.limits.max_key_tokens_per_minute) is not None:
-            self._accounts[ticket.key].quota.take(per_minute * self.share, error, now=now)
-        if self.limits.share_limits:
-            self._use(ticket.key, 0, error)
-        if self._shares is not None and is_served:
-            self._shares.charge(ticket.key, error)
+        That is nothing where the limit is younger than the request.
+        """
+        limits = self.limits
+        if (per_minute := limits.max_key_tokens_per_minute) is not None:
+            self._accounts[ticket.key].quota.take(per_minute * self.share, cost - ticket.charged, now=now)
+        if limits.share_limits:
+            note_usage(self.usage, ticket.key, 0, cost - ticket.reported)
 
     def _turn_away(self, ticket: Ticket, event: TicketEvent, refusal: Refusal) -> None:
         ticket.on(event)
@@ -293,8 +288,3 @@ class Admission:
 
 def _counts_tokens(limits: Settings) -> bool:
     return limits.queue_order is _FAIR or limits.max_key_tokens_per_minute is not None
-
-
-def _estimate(ticket: Ticket) -> int:
-    """Return about how many tokens the prompt of a request has, before anybody has counted them."""
-    return ticket.size // BYTES_PER_TOKEN

@@ -4,8 +4,8 @@ These are the virtual token counters of Sheng et al., "Fairness in Serving Large
 2): a key's counter grows by the tokens of its requests, and the waiting key with the smallest counter is next. A key
 that comes to the queue is lifted to the smallest counter there, so nobody saves up while away.
 
-A request is charged what its body suggests when it is admitted, and the difference to what it has cost when it is over:
-nobody knows before how long an answer gets.
+A request is charged what its prompt seems to have when it is admitted, and the difference to what it has cost when it
+is over: nobody knows before how long an answer gets.
 """
 
 from collections.abc import Set
@@ -24,6 +24,7 @@ class FairShares:
         self._served: dict[str, float] = {}  # tokens, since everybody began at 0
         self._waiting: dict[int, dict[str, dict[Ticket, None]]] = {}  # by priority and key; none is empty
         self._queued: dict[str, int] = {}  # by key, of all priorities; none is 0
+        self._charged: dict[Ticket, int] = {}  # tokens, of those that were admitted and are not over
         self._last = 0.0  # the counter of the key that left the queue last
 
     def __len__(self) -> int:
@@ -37,6 +38,17 @@ class FairShares:
     def charge(self, key: str, tokens: float) -> None:
         """Count tokens of a key's requests; fewer than 0: it was charged too many."""
         self._served[key] = self.served(key) + tokens
+
+    def admit(self, ticket: Ticket) -> None:
+        """Charge a request what its prompt seems to have."""
+        self._charged[ticket] = ticket.tokens
+        self.charge(ticket.key, ticket.tokens)
+
+    def settle(self, ticket: Ticket, tokens: int) -> None:
+        """A request is over: charge what it has cost in place of that; one that came before these counters was charged
+        nothing.
+        """
+        self.charge(ticket.key, tokens - self._charged.pop(ticket, 0))
 
     def join(self, ticket: Ticket) -> None:
         """A request waits, behind those of its key and priority."""

@@ -15,7 +15,8 @@ from hashlib import blake2b
 from struct import Struct
 from typing import Final
 
-from xpyd_proxy.core.admission.admission import Admission, KeyUsage
+from xpyd_proxy.core.admission.admission import Admission
+from xpyd_proxy.core.admission.key_usage import KeyUsage
 from xpyd_proxy.core.departed_routers import DepartedRouters
 from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault, Envelope
 

@@ -54,12 +54,17 @@ TRANSITIONS: Final[Mapping[TicketState, Mapping[TicketEvent, TicketState]]] = {
 class Ticket:
     """One request; only :class:`Admission` changes it."""
 
-    __slots__ = ("due", "key", "priority", "refusal", "size", "state")
+    __slots__ = ("charged", "due", "key", "priority", "refusal", "reported", "size", "state", "tokens")
 
-    def __init__(self, key: str, priority: int, size: int, due: float, state: TicketState = _ARRIVING) -> None:
+    def __init__(
+        self, key: str, priority: int, size: int, due: float, state: TicketState = _ARRIVING, *, tokens: int = 0
+    ) -> None:
         self.key = key
         self.priority = priority  # lower is earlier
         self.size = size  # bytes of its body
+        self.tokens = tokens  # about how many its prompt has, before anybody has counted them
+        self.charged = 0  # tokens that the quota of its key was charged for it
+        self.reported = 0  # tokens that the other routers of the fleet were told of it
         self.due = due  # when it has waited long enough
         self.state = state
         self.refusal: Refusal | None = None  # of one that was refused or has expired

@@ -130,6 +130,45 @@ class UsageAnswer(msgspec.Struct):
     response: UsageInside | None = None
 
 
+class ServedUsage(Usage):
+    """The same, and the tokens of the answer."""
+
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+class ServedInside(msgspec.Struct):
+    """The answer inside the last event of /v1/responses."""
+
+    usage: ServedUsage | None = None
+
+
+class ServedAnswer(msgspec.Struct):
+    """An answer, or one event of it, that may say how many tokens were served."""
+
+    usage: ServedUsage | None = None
+    response: ServedInside | None = None
+
+
+class BilledUnits(msgspec.Struct):
+    """What /v2/embed counts; of a request with an image, all of it is the image's (vLLM 0.32)."""
+
+    input_tokens: int | None = None
+    image_tokens: int | None = None
+
+
+class BilledMeta(msgspec.Struct):
+    """Where it says so."""
+
+    billed_units: BilledUnits | None = None
+
+
+class BilledAnswer(msgspec.Struct):
+    """An answer of /v2/embed."""
+
+    meta: BilledMeta | None = None
+
+
 class PromptTokensDetails(msgspec.Struct):
     """How much of a prompt an engine did not compute."""
 

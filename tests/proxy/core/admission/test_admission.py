@@ -200,7 +200,7 @@ class AgainstAModel(RuleBasedStateMachine):
     @rule(concurrency=st.sampled_from([4096, 1, 2]), queue=st.integers(0, 4))
     def change(self, concurrency, queue):
         self.limits = replace(self.limits, max_concurrency=concurrency, max_queue=queue)
-        self.admission.change(self.limits)
+        self.admission.change(self.limits, now=self.now)
         changed = self.admit_next()
         self.queue.sort(key=lambda ticket: ticket.priority)
         while len(self.queue) > queue:

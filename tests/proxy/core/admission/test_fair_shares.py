@@ -1,6 +1,7 @@
 """Who is next while requests wait: the key that was served the fewest tokens."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -195,14 +196,29 @@ def test_the_order_can_be_changed_while_requests_wait():
     """By SIGHUP; those that wait keep their places within their key."""
     admission = Admission(Settings(max_concurrency=1))
     running, *waiting = (admission.arrive(key, 0, 0, now=0.0) for key in "aaab")
-    admission.change(Settings(max_concurrency=1, queue_order=QueueOrder.FAIR))
+    admission.change(Settings(max_concurrency=1, queue_order=QueueOrder.FAIR), now=0.0)
     admission.leave(running, 0)
     admission.leave(waiting[0], 100)
 
     assert waiting[2].state is TicketState.ADMITTED
-    admission.change(Settings(max_concurrency=1))
+    admission.change(Settings(max_concurrency=1), now=0.0)
     admission.leave(waiting[2], 1)
     assert waiting[1].state is TicketState.ADMITTED
+
+
+@pytest.mark.parametrize("was_fair", [False, True])
+def test_a_request_that_came_before_the_order_is_charged_when_it_ends(was_fair):
+    """All of its cost: a counter that is new has charged it nothing yet."""
+    order = QueueOrder.FAIR if was_fair else QueueOrder.ARRIVAL
+    admission = Admission(Settings(max_concurrency=2, queue_order=order))
+    early = ask(admission, "a", prompt=1000)
+    if was_fair:
+        admission.change(Settings(max_concurrency=2), now=0.0)
+    admission.change(Settings(max_concurrency=2, queue_order=QueueOrder.FAIR), now=0.0)
+    ask(admission, "b", prompt=5)
+    admission.leave(early, 30, now=0.0)
+
+    assert [admission._shares.served(key) for key in "ab"] == [30, 5]
 
 
 # ---- tokens a minute
@@ -242,3 +258,49 @@ def test_a_request_that_was_not_served_costs_no_tokens(tokens):
         admission.leave(ask(admission, "a", prompt=90), tokens, now=0.0)
 
     assert ask(admission, "a").refusal is None
+
+
+def test_a_request_that_came_before_the_quota_is_charged_when_it_ends():
+    """It was charged nothing when it came, so its end gives nothing back."""
+    admission = Admission(Settings())
+    early = [ask(admission, "a", prompt=5000) for _ in range(2)]
+    admission.change(Settings(max_key_tokens_per_minute=100), now=0.0)
+    admission.leave(early[0], 60, now=0.0)
+    assert ask(admission, "a").refusal is None
+
+    admission.leave(early[1], 60, now=0.0)
+    assert ask(admission, "a").refusal is not None
+
+
+def expired(admission):
+    admission.expire(now=10.0)
+
+
+def displaced(admission):
+    ask(admission, "a", priority=-1, now=10.0)
+
+
+def without_a_queue(admission):
+    admission.change(replace(admission.limits, max_queue=0), now=10.0)
+
+
+@pytest.mark.parametrize("sent_away", [expired, displaced, without_a_queue])
+def test_a_request_that_is_sent_away_while_it_waits_costs_no_tokens(sent_away):
+    """Neither here nor at the other routers of the fleet."""
+    admission = Admission(
+        Settings(
+            max_concurrency=1,
+            max_queue=1,
+            max_queue_wait_s=10.0,
+            max_key_tokens_per_minute=1000,
+            share_limits=True,
+        )
+    )
+    ask(admission, "z")
+    waiting = ask(admission, "a", prompt=990)
+    sent_away(admission)
+    admission.change(Settings(max_key_tokens_per_minute=1000), now=10.0)
+
+    assert waiting.refusal is not None
+    assert admission.usage["a"].tokens == 0
+    assert [ask(admission, "a", prompt=200, now=10.0).refusal for _ in range(2)] == [None, None]

@@ -151,8 +151,19 @@ def test_what_a_router_that_has_gone_has_sent_charges_nothing_again():
 def test_limits_of_ones_own_are_not_charged_what_others_serve(setting):
     """After a reload that says so."""
     one, other = fleet(2, max_key_tokens_per_minute=600)
-    other.admission.change(Settings(max_key_tokens_per_minute=600, **setting))
+    other.admission.change(Settings(max_key_tokens_per_minute=600, **setting), now=0.0)
     one.serve("a", tokens=10_000)
     tell([one, other])
 
     assert other.serve("a", now=0.0)
+
+
+def test_a_request_that_came_before_the_limits_were_shared_gives_nothing_back():
+    """Its estimate was never told, so the others are told of all it has cost."""
+    one = OneRouter(1, max_key_tokens_per_minute=600)
+    one.admission.change(Settings(max_key_tokens_per_minute=600), now=0.0)
+    early = one.admission.arrive("a", 0, 500 * BYTES_PER_TOKEN, now=0.0)
+    one.admission.change(Settings(max_key_tokens_per_minute=600, share_limits=True), now=0.0)
+    one.admission.leave(early, 30, now=0.0)
+
+    assert one.admission.usage["a"].tokens == 30

@@ -7,7 +7,8 @@
 # ADDRESS          of this machine in the engines' network, a name or an IP
 # MODEL            what `vllm serve` is given
 # SECRETS          directory with the files connector-secret, engine-key and admin-key (systemd's CREDENTIALS_DIRECTORY)
-# XPYD_ROUTER      URL of the router, for join and leave
+# XPYD_ROUTER      URL of the router, for join and leave; XPYD_ROUTER_PIN is its certificate, if it is https
+# MAINPID          process id of the engine, for join, which gives up when it has ended (systemd sets it)
 # optional:        PORT SIDE_PORT SERVED_NAME TENSOR_PARALLEL ENGINE_ARGS JOIN_S DRAIN_S VLLM XPYD
 set -eu
 if [ $# -ne 1 ]; then
@@ -31,6 +32,8 @@ run() {
     : "${MODEL:?engine.sh: MODEL is what vllm serve is given}"
     # Files for what reads files, and the environment for the rest: arguments are seen by every user of the machine.
     VLLM_API_KEY=$(cat "$secrets/engine-key")
+    # vLLM takes an empty key for none, and serves everybody.
+    [ -n "$VLLM_API_KEY" ] || { echo "engine.sh: $secrets/engine-key is empty" >&2 && return 1; }
     XPYD_CONNECTOR_SECRET_FILE=$secrets/connector-secret
     VLLM_NIXL_SIDE_CHANNEL_HOST=$ADDRESS VLLM_NIXL_SIDE_CHANNEL_PORT=$side_port
     export VLLM_API_KEY XPYD_CONNECTOR_SECRET_FILE VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT
@@ -41,14 +44,22 @@ run() {
         ${ENGINE_ARGS:-}
 }
 
+# Fails when the engine has ended, so that what runs this script can start it again.
+runs() {
+    [ -z "${MAINPID:-}" ] || kill -0 "$MAINPID" 2>/dev/null ||
+        { echo "engine.sh: the engine has ended" >&2 && return 1; }
+}
+
 join() {
     end=$(($(date +%s) + ${JOIN_S:-1800}))
     until curl --silent --fail --max-time 5 --noproxy '*' --output /dev/null "http://$ADDRESS:$port/health"; do
+        runs || return 1
         [ "$(date +%s)" -lt "$end" ] || { echo "engine.sh: $ADDRESS:$port does not answer" >&2 && return 1; }
         sleep 1
     done
     # One that is known already came back after a crash, or is drained.
     until said=$(instances add "$ROLE" "$ADDRESS:$port" 2>&1) || said="$said; $(instances undrain "$ADDRESS:$port" 2>&1)"; do
+        runs || return 1
         [ "$(date +%s)" -lt "$end" ] || { echo "engine.sh: the router does not take $ADDRESS:$port: $said" >&2 && return 1; }
         sleep 1
     done

@@ -26,7 +26,7 @@ END = {"|", "&&", "||", "&", ";", ">"}  # of a command in a line
 COMMANDS = ("serve", "up", "plan", "replay", "instances", "why")
 FOREIGN = {  # flags of kubectl, helm and other programs, and words of other projects, that stand alone in backquotes
     "--previous", "--force", "--exclusive", "--grace-period", "device_ownership_from_security_context", "ibv_devices",
-    "container_cpu_cfs_throttled_periods_total", "max_new_tokens",
+    "container_cpu_cfs_throttled_periods_total", "max_new_tokens", "--key",
 }  # fmt: skip
 
 

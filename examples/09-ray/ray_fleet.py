@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 ENGINE_SH = Path(__file__).resolve().parent.parent / "engine.sh"
 LEAVE_S = 630  # engine.sh waits 600 s for requests and KV
 END_S = 60  # vLLM gets 20 s after SIGTERM
+REACH_S = 10  # an actor that does not answer within these waits for a node, or its node is lost
 
 
 class Process:
@@ -52,11 +53,20 @@ class Process:
 class Engine(Process):
     """vLLM, by the verbs of engine.sh."""
 
+    def __init__(self):
+        super().__init__()
+        self._join = None
+
     def serve(self, env):
-        """Start it and wait until the router sends it requests; returns HOST:PORT."""
+        """Start it, wait until the router sends it requests, return HOST:PORT. Raises RuntimeError: it did not join."""
         self._env = env | {"ADDRESS": self.address()}
-        self.start([str(ENGINE_SH), "run"], self._env)
-        subprocess.run([str(ENGINE_SH), "join"], env=os.environ | self._env, check=True)
+        pid = self.start([str(ENGINE_SH), "run"], self._env)
+        self._join = subprocess.Popen([str(ENGINE_SH), "join"], env=os.environ | self._env | {"MAINPID": str(pid)})
+        while self._join.poll() is None:
+            self._process.poll()  # a process that has ended stays, for engine.sh, until its exit code is read
+            time.sleep(1)
+        if self._join.returncode:
+            raise RuntimeError(f"the engine at {self.address()}:{env['PORT']} has not joined")
         return f"{self.address()}:{env['PORT']}"
 
     def again(self):
@@ -64,10 +74,16 @@ class Engine(Process):
         return self.start([str(ENGINE_SH), "run"], self._env)
 
     def leave(self):
-        """Have the router drain and forget it, then end it."""
-        done = subprocess.run([str(ENGINE_SH), "leave"], env=os.environ | self._env, check=False, timeout=LEAVE_S)
-        self.end(END_S)
-        return done.returncode
+        """Have the router drain and forget it, then end it; nothing is drained that has not joined."""
+        if self._join is not None and self._join.poll() == 0:
+            subprocess.run([str(ENGINE_SH), "leave"], env=os.environ | self._env, check=False, timeout=LEAVE_S)
+        return self.end(END_S)
+
+    def end(self, seconds):
+        """Like that of a process; an engine that has not joined does not join any more."""
+        if self._join is not None and self._join.poll() is None:
+            self._join.terminate()
+        return super().end(seconds)
 
 
 def here():
@@ -78,37 +94,47 @@ def here():
 def start_router(args):
     secrets = args.secrets
     router = ray.remote(Process).options(num_cpus=1, scheduling_strategy=here()).remote()
-    url = f"http://{ray.get(router.address.remote())}:{args.port}"
+    tls = (secrets / "tls.crt").exists()
+    url = f"{'https' if tls else 'http'}://{ray.get(router.address.remote())}:{args.port}"
     argv = [args.xpyd, "serve", "--host", args.host, "--port", str(args.port), "--shutdown-timeout", "600"]
     argv += ["--api-keys-file", f"{secrets}/client-keys", "--admin-key-file", f"{secrets}/admin-key"]
     argv += ["--prefill-api-key-file", f"{secrets}/engine-key", "--decode-api-key-file", f"{secrets}/engine-key"]
+    argv += ["--tls-cert", f"{secrets}/tls.crt", "--tls-key", f"{secrets}/tls.key"] if tls else []
     ray.get(router.start.remote([*argv, *args.router_args.split()], {}))
     return router, url
 
 
-def start_engines(args, url):
+def start_engines(args, url, engines):
+    """Start them and wait until all serve. Each is put into the list first: it has to be ended even if others fail."""
     env = {"MODEL": args.model, "SERVED_NAME": args.served_name or args.model, "SECRETS": str(args.secrets)}
     env |= {"XPYD_ROUTER": url, "TENSOR_PARALLEL": str(max(1, args.gpus)), "ENGINE_ARGS": args.engine_args}
     env |= {"XPYD": args.xpyd, "VLLM": args.vllm}
+    env |= {"XPYD_ROUTER_PIN": f"{args.secrets}/tls.crt"} if url.startswith("https:") else {}
     kind = ray.remote(Engine).options(num_gpus=args.gpus, num_cpus=args.cpus, max_concurrency=2)
     roles = ["prefill"] * args.prefill + ["decode"] * args.decode
-    engines = [kind.remote() for _ in roles]
     served = []
-    for i, (engine, role) in enumerate(zip(engines, roles, strict=True)):  # no two share a port, whatever node has them
+    for i, role in enumerate(roles):  # no two share a port, whatever node has them
         ports = {"PORT": str(args.first_port + i), "SIDE_PORT": str(args.first_port + 500 + i)}
-        served.append(engine.serve.remote(env | {"ROLE": role} | ports))
+        engines.append(kind.remote())
+        served.append(engines[i].serve.remote(env | {"ROLE": role} | ports))
     for role, address in zip(roles, ray.get(served), strict=True):
         print(f"{role} {address}", flush=True)
-    return engines
 
 
 def watch(router, engines):
-    """Return when the router has ended; an engine that has ended begins again."""
+    """Return when the router has ended. An engine that has ended begins again; the router ejects one that is lost."""
+    lost = set()
     while router is None or ray.get(router.exit_code.remote()) is None:
-        for engine in engines:
-            if (code := ray.get(engine.exit_code.remote())) is not None:
-                print(f"an engine has ended with {code} and begins again", flush=True)
-                ray.get(engine.again.remote())
+        for i, engine in enumerate(engines):
+            try:
+                if (code := ray.get(engine.exit_code.remote())) is not None:
+                    print(f"engine {i} has ended with {code} and begins again", flush=True)
+                    ray.get(engine.again.remote())
+                lost.discard(i)
+            except ray.exceptions.RayActorError as error:
+                if i not in lost:
+                    print(f"engine {i} cannot be reached, the others go on: {error}", flush=True)
+                lost.add(i)
         time.sleep(5)
 
 
@@ -119,7 +145,7 @@ def main():
     router, url = (None, args.router) if args.router else start_router(args)
     engines = []
     try:
-        engines = start_engines(args, url)
+        start_engines(args, url, engines)
         print(f"clients ask {url}", flush=True)
         if not args.once:
             watch(router, engines)
@@ -130,14 +156,24 @@ def main():
 
 def end(router, engines):
     """Requests first: the router serves what it has, and takes nothing new; one of others drains these engines."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if router is not None:
-        ray.get(router.end.remote(610))
-        ray.kill(router)
+        finish("the router", router, router.end.remote(610), 620)
+    reached = [engine.exit_code.remote() for engine in engines]
+    present = ray.wait(reached, num_returns=len(reached), timeout=REACH_S)[0] if engines else []
     ended = [engine.leave.remote() if router is None else engine.end.remote(END_S) for engine in engines]
-    ray.get(ended)
-    for engine in engines:
-        ray.kill(engine)
+    for i, engine in enumerate(engines):
+        finish(f"engine {i}", engine, ended[i], LEAVE_S + END_S + 10 if reached[i] in present else 0)
     print("over", flush=True)
+
+
+def finish(name, actor, ended, seconds):
+    """Wait at most so long for what an actor started, then end the actor. One that is lost keeps no other."""
+    try:
+        ray.get(ended, timeout=seconds)
+    except ray.exceptions.RayError as error:
+        print(f"{name} has not ended by itself: {error!r}", flush=True)
+    ray.kill(actor)
 
 
 def read_arguments():

@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from support.bare_metal import EXAMPLES, command_lines, new_site, run, secrets_in
+from support.bare_metal import EXAMPLES, command_lines, new_site, program, run, secrets_in
 from support.dockerfiles import stages
 from support.helm_chart import ROOT
 from xpyd_proxy.local.processes import Command, open_fleet
@@ -90,6 +90,21 @@ def test_the_services_serve_together_and_their_health_checks_pass(site, placed, 
     done = run([site.programs / "xpyd", "instances", *key, "drain", "--wait", "20", f"127.0.0.1:{site.ports[2]}"],
                site.environment)  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("text", ["", "\n", None], ids=["empty", "blank", "unreadable"])
+@pytest.mark.parametrize("service", ENGINES)
+def test_an_engine_without_a_key_does_not_start(site, placed, service, text):
+    """vLLM with an empty VLLM_API_KEY serves everybody who reaches its port."""
+    key = site.secrets / "engine-key"
+    key.unlink()
+    if text is not None:
+        key.write_text(text)
+    program(site, "vllm", "echo it has started")
+    done = run([placed(word) for word in (*entrypoint_of(service), *SERVICES[service]["command"])], site.environment)
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "engine-key" in done.stderr
 
 
 def test_a_health_check_fails_where_nobody_listens(site, placed):

@@ -5,14 +5,17 @@ XPYD_RAY_PYTHON names a Python that has Ray; this project's own environment has 
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from support.bare_metal import EXAMPLES, new_site, secrets_in
+from support.bare_metal import EXAMPLES, new_site, program, secrets_in
+from support.certificates import Authority
 from support.cluster import ROOT, free_ports, wait_until
 
 SCRIPT = EXAMPLES / "09-ray" / "ray_fleet.py"
@@ -119,3 +122,91 @@ def test_an_engine_that_ends_begins_again(site, python):
         assert site.instances().keys() == before.keys()
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0, log.read_text()
+
+
+def started(site):
+    """Return the pids of the engines that a program of `loading` has begun."""
+    note = site.folder / "started"
+    return [int(word) for word in note.read_text().split()] if note.exists() else []
+
+
+def loading(site, *, prefill):
+    """Engines that load for ever, and prefill engines that do something else."""
+    text = f'case "$*" in *kv_producer*) {prefill};; esac\necho $$ >>{site.folder}/started\nexec sleep 1000'
+    program(site, "vllm", text)
+
+
+def have_ended(pids):
+    for pid in pids:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            continue
+        return False
+    return True
+
+
+@with_processes
+def test_a_start_that_is_stopped_leaves_no_engine(site, python):
+    """An engine that loads holds its GPUs, and nobody knows it once the driver has gone."""
+    loading(site, prefill=":")
+    with driver(site, python, "--port", str(site.ports[0])) as (process, log):
+        wait_until(lambda: len(started(site)) == 2, seconds=150, what="both engines load")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0, log.read_text()
+
+    wait_until(lambda: have_ended(started(site)), seconds=30, what="both engines have ended")
+
+
+@with_processes
+@pytest.mark.parametrize("others", [False, True], ids=["with a router", "for another's router"])
+def test_a_start_that_fails_ends_the_other_engines(site, python, others):
+    """At once, and not when `join` gives up after half an hour."""
+    begun = f"until [ -s {site.folder}/started ]; do sleep 0.1; done"  # the other one is there to be ended
+    loading(site, prefill=f"{begun}; exit 3")
+    more = ("--router", site.router) if others else ("--port", str(site.ports[0]))
+    with driver(site, python, *more) as (process, log):
+        assert process.wait(150) == 1, log.read_text()
+
+    assert "the engine has ended" in log.read_text()
+    wait_until(lambda: have_ended(started(site)), seconds=30, what="the other engine has ended")
+
+
+def lose(site, pid, python):
+    """End an actor as the loss of its node does: the engine with it, and nobody says so."""
+    if python[0] == REAL:
+        os.kill(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    else:
+        (site.folder / f"lost-{pid}").touch()
+    os.kill(pid, signal.SIGKILL)
+
+
+@with_processes
+def test_a_fleet_outlives_a_node_that_is_lost(site, python):
+    """The others serve, and the end does not wait for the one that has gone."""
+    with driver(site, python, "--port", str(site.ports[0]), "--decode", "2") as (process, log):
+        wait_until(lambda: serves(process, log), seconds=150, what="the fleet serves")
+        note = next(path for path in site.folder.glob("[0-9]*.json") if "kv_consumer" in path.read_text())
+        lose(site, pid_in(note), python)
+        wait_until(lambda: "cannot be reached" in log.read_text(), seconds=100, what="the driver has seen it")
+        wait_until(lambda: site.ask().status_code == 200, seconds=100, what="the others serve")
+
+        assert process.poll() is None, log.read_text()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0, log.read_text()
+    assert log.read_text().count("cannot be reached") == 1
+    assert log.read_text().count("has not ended by itself") == 1
+    notes = [json.loads(path.read_text())["pid"] for path in site.folder.glob("[0-9]*.json")]
+    wait_until(lambda: have_ended(notes), seconds=30, what="all engines have ended")
+
+
+@with_processes
+def test_a_router_with_a_certificate_is_joined_over_https(site, python):
+    """Engines trust this certificate, whatever name is in it."""
+    pair = Authority(site.folder, "authority").sign("router", host="DNS:elsewhere.example")
+    shutil.copy(pair.cert, site.secrets / "tls.crt")
+    shutil.copy(pair.key, site.secrets / "tls.key")
+    with driver(site, python, "--port", str(site.ports[0]), "--once") as (process, log):
+        assert process.wait(150) == 0, log.read_text()
+
+    assert "clients ask https://" in log.read_text()

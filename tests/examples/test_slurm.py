@@ -1,15 +1,16 @@
 """examples/08-slurm: the batch scripts run here, with an srun and an scontrol that start simulated engines."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from support.bare_metal import EXAMPLES, command_lines, new_site, program, secrets_in
+from support.bare_metal import EXAMPLES, command_lines, new_site, processes_of, program, secrets_in
+from support.certificates import Authority
 from support.cluster import free_ports, wait_until
 
 FOLDER = EXAMPLES / "08-slurm"
@@ -97,10 +98,9 @@ def test_an_engine_of_another_job_joins_and_leaves(site, fleet):
 @with_processes
 def test_a_fleet_whose_router_ends_does_not_stay(site, fleet):
     """It would hold the nodes until its time is over. No argument shows a secret: every user of a node sees those."""
-    pids = [pid.name for pid in Path("/proc").iterdir() if pid.name.isdigit() and _group(pid) == fleet.pid]
-    lines = {pid: command_lines(pid) for pid in pids}
+    lines = {pid: command_lines(pid) for pid in processes_of(fleet.pid)}
     (router,) = [pid for pid, words in lines.items() if "--api-keys-file" in words]
-    os.kill(int(router), signal.SIGKILL)
+    os.kill(router, signal.SIGKILL)
 
     assert fleet.wait(120) == 1
     assert "the router has ended" in (site.folder / "fleet.sbatch.log").read_text()
@@ -108,11 +108,57 @@ def test_a_fleet_whose_router_ends_does_not_stay(site, fleet):
     assert [secrets_in(words) for words in lines.values()] == [[]] * len(lines)
 
 
-def _group(process):
-    try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[2])
-    except OSError:  # it has ended
-        return None
+def _engine_at(job, address):
+    (pid,) = [pid for pid in processes_of(job.pid) if {"--kv-transfer-config", address} <= set(command_lines(pid))]
+    return pid
+
+
+@with_processes
+def test_a_fleet_outlives_an_engine_but_not_the_last_of_a_role(site, fleet):
+    """The router ejects the first; without the second the job would hold its nodes until its time is over."""
+    address = f"{NODES[0]}:{site.ports[1]}"
+    os.kill(_engine_at(fleet, NODES[0]), signal.SIGKILL)
+    wait_until(lambda: site.instances()[address] != "healthy", seconds=100, what="the router has seen it")
+    wait_until(lambda: site.ask().status_code == 200, seconds=100, what="the other serves")
+    assert fleet.poll() is None
+    os.kill(_engine_at(fleet, NODES[1]), signal.SIGKILL)
+
+    assert fleet.wait(120) == 1
+    assert "no prefill engine is left" in (site.folder / "fleet.sbatch.log").read_text()
+    wait_until(lambda: processes_of(fleet.pid) == [], seconds=60, what="all its processes have ended")
+
+
+@with_processes
+@pytest.mark.parametrize(
+    ("script", "nodes", "said"),
+    [("fleet.sbatch", NODES, "engine is left"), ("add-engine.sbatch", NODES[:1], "the engine has ended")],
+)
+def test_a_job_whose_engines_cannot_start_ends(site, script, nodes, said):
+    """At once, and not when a join gives up after half an hour; nothing of it stays on the node."""
+    program(site, "vllm", "exit 3")
+    router, prefill, _ = site.ports
+    more = {"ROUTER_PORT": str(router), "PORT": str(prefill), "XPYD_ROUTER": site.router}
+    with job(site, script, nodes, **more) as process:
+        assert process.wait(120) == 1
+
+    assert said in (site.folder / f"{script}.log").read_text()
+    wait_until(lambda: processes_of(process.pid) == [], seconds=60, what="all its processes have ended")
+
+
+@with_processes
+def test_a_router_with_a_certificate_is_joined_over_https(site):
+    """The node that it gets is not known before: engines trust this certificate, whatever name is in it."""
+    pair = Authority(site.folder, "authority").sign("router", host="DNS:elsewhere.example")
+    shutil.copy(pair.cert, site.secrets / "tls.crt")
+    shutil.copy(pair.key, site.secrets / "tls.key")
+    router, prefill, _ = site.ports
+    log = site.folder / "fleet.sbatch.log"
+    with job(site, "fleet.sbatch", NODES[:2], ROUTER_PORT=str(router), PORT=str(prefill)) as process:
+        wait_until(lambda: log.read_text().count("the router sends requests to") == 2, seconds=150, what="both join")
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(120) == 0
+
+    assert f"clients ask https://{NODES[0]}:{router}" in log.read_text()
 
 
 @pytest.mark.parametrize(

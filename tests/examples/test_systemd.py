@@ -5,10 +5,13 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
+from dataclasses import replace
 
 import pytest
 
 from support.bare_metal import EXAMPLES, command_lines, new_site, run, secrets_in
+from support.cluster import free_ports
 from xpyd_proxy.local.processes import Command, open_fleet
 
 FOLDER = EXAMPLES / "06-systemd"
@@ -28,7 +31,7 @@ def directives(unit):
 
 @pytest.fixture
 def site(tmp_path):
-    found = new_site(tmp_path)
+    found = replace(new_site(tmp_path), admin_port=free_ports(1)[0])
     (tmp_path / "state").mkdir()
     (tmp_path / "cache").mkdir()
     return found
@@ -86,7 +89,7 @@ def fleet(tmp_path):
 def units(site):
     """The router, and an engine of each role."""
     _, prefill, decode = site.ports
-    here = {"ADDRESS": "127.0.0.1", "XPYD_ROUTER": site.router, "MODEL": "m", "SERVED_NAME": "m", "DRAIN_S": "120"}
+    here = {"ADDRESS": "127.0.0.1", "XPYD_ROUTER": site.operators, "MODEL": "m", "SERVED_NAME": "m", "DRAIN_S": "120"}
     engine = "xpyd-engine@.service"
     return {
         "router": Unit(site, "xpyd-router.service"),
@@ -100,7 +103,9 @@ def start(fleet, site, units, *, which=("router", "prefill", "decode")):
     children = {}
     for name in which:
         argv = units[name].command("ExecStart")
-        argv += ["--host", "127.0.0.1", "--port", str(ports["router"])] if name == "router" else []
+        if name == "router":
+            argv += ["--host", "127.0.0.1", "--port", str(ports["router"])]
+            argv += ["--admin-host", "127.0.0.1", "--admin-port", str(site.admin_port)]
         path = "/ready" if name == "router" else "/health"
         children[name] = fleet.start(
             Command(name, argv, units[name].environment, f"http://127.0.0.1:{ports[name]}{path}")
@@ -219,6 +224,7 @@ def test_systemd_finds_little_exposed(analyzed, unit, most):
         ("run", {"ROLE": "decode", "SECRETS": ""}, "SECRETS names the directory"),
         ("run", {"ROLE": "decode", "MODEL": ""}, "MODEL is what vllm serve is given"),
         ("join", {"ROLE": "decode", "JOIN_S": "0"}, "does not answer"),
+        ("join", {"ROLE": "decode", "JOIN_S": "9", "MAINPID": "999999999"}, "the engine has ended"),
         ("leave", {"ROLE": "decode"}, "the router at http://127.0.0.1:9 cannot be asked"),
     ],
 )
@@ -230,3 +236,23 @@ def test_the_script_says_what_it_lacks(site, argument, given, said):
 
     assert done.returncode != 0
     assert said in done.stderr
+
+
+def test_an_engine_without_a_key_does_not_start(site):
+    """vLLM with an empty VLLM_API_KEY serves everybody."""
+    (site.secrets / "engine-key").chmod(0o600)
+    (site.secrets / "engine-key").write_text("\n")
+    environment = {**site.environment, "ROLE": "decode", "ADDRESS": "127.0.0.1", "MODEL": "m"}
+    done = run([str(EXAMPLES / "engine.sh"), "run"], environment | {"SECRETS": str(site.secrets)}, timeout=60)
+
+    assert done.returncode != 0
+    assert "engine-key is empty" in done.stderr
+
+
+def test_operators_have_a_port_of_their_own_in_the_engines_network():
+    """The admin key is in every request of `join` and `leave`: it stays out of the clients' network."""
+    settings = tomllib.loads((FOLDER / "xpyd-router.toml").read_text())
+    routers = {re.search(r"(?m)^XPYD_ROUTER=(.*)$", path.read_text())[1] for path in FOLDER.glob("*.env")}
+
+    assert routers == {f"http://{settings['admin_host']}:{settings['admin_port']}"}
+    assert settings["admin_host"] not in ("0.0.0.0", "::")

@@ -29,6 +29,7 @@ class Site:
 
     folder: Path
     ports: tuple[int, int, int]  # of the router, the prefill and the decode engine
+    admin_port: int | None = None  # of the router; None: the same port
 
     @property
     def secrets(self):
@@ -41,6 +42,11 @@ class Site:
     @property
     def router(self):
         return f"http://127.0.0.1:{self.ports[0]}"
+
+    @property
+    def operators(self):
+        """The URL that operators and engine.sh ask."""
+        return f"http://127.0.0.1:{self.admin_port or self.ports[0]}"
 
     @property
     def environment(self):
@@ -59,7 +65,7 @@ class Site:
 
     def instances(self):
         """Return what the router says of its engines: address -> state."""
-        answer = httpx.get(f"{self.router}/instances", headers={"X-Api-Key": ADMIN}, trust_env=False, timeout=20)
+        answer = httpx.get(f"{self.operators}/instances", headers={"X-Api-Key": ADMIN}, trust_env=False, timeout=20)
         return {row["address"]: row["state"] for row in answer.raise_for_status().json()["instances"]}
 
     def ask(self, **body):
@@ -113,6 +119,19 @@ def program(site, name, text):
 
 def run(argv, environment, *, timeout=200):
     return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def processes_of(group):
+    """Return the ids of the processes of a process group that have not ended."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if _group_of(path) == group]
+
+
+def _group_of(process):
+    try:
+        state, _, group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+    except OSError:  # it has ended
+        return None
+    return None if state == "Z" else int(group)
 
 
 def command_lines(pid):

@@ -1,20 +1,30 @@
-"""As much of Ray as examples/09-ray calls: actors are objects of this process, each call is a thread of its own."""
+"""As much of Ray as examples/09-ray calls: actors are objects of this process, each call is a thread of its own.
 
-from concurrent.futures import Future, ThreadPoolExecutor
+An actor is lost, as with its node, when there is a file `lost-PID` in $PRETENDED_LOG of a process of its own.
+"""
+
+import os
+from concurrent import futures
+from pathlib import Path
 from types import SimpleNamespace
 
-from ray import util
+from ray import exceptions, util
 
-__all__ = ["get", "get_runtime_context", "init", "kill", "remote", "util"]
-_CALLS = ThreadPoolExecutor(32)
+__all__ = ["exceptions", "get", "get_runtime_context", "init", "kill", "remote", "util", "wait"]
+_CALLS = futures.ThreadPoolExecutor(32)
 
 
 class _Method:
-    def __init__(self, call):
-        self._call = call
+    def __init__(self, actor, call):
+        self._actor, self._call = actor, call
 
     def remote(self, *args):
-        return _CALLS.submit(self._call, *args)
+        return _CALLS.submit(self._answer, *args)
+
+    def _answer(self, *args):
+        if self._actor.is_lost():
+            raise exceptions.RayActorError
+        return self._call(*args)
 
 
 class _Actor:
@@ -22,7 +32,11 @@ class _Actor:
         self._made = made
 
     def __getattr__(self, name):
-        return _Method(getattr(self._made, name))
+        return _Method(self, getattr(self._made, name))
+
+    def is_lost(self):
+        process = self._made._process
+        return process is not None and Path(os.environ["PRETENDED_LOG"], f"lost-{process.pid}").exists()
 
 
 class _Kind:
@@ -44,8 +58,19 @@ def remote(cls):
     return _Kind(cls)
 
 
-def get(found):
-    return found.result() if isinstance(found, Future) else [one.result() for one in found]
+def get(found, *, timeout=None):
+    if not isinstance(found, futures.Future):
+        return [get(one, timeout=timeout) for one in found]
+    try:
+        return found.result(timeout)
+    except futures.TimeoutError:
+        raise exceptions.GetTimeoutError from None
+
+
+def wait(calls, *, num_returns=1, timeout=None):
+    assert 0 < num_returns <= len(calls)
+    done, rest = futures.wait(calls, timeout)
+    return [one for one in calls if one in done], [one for one in calls if one in rest]
 
 
 def kill(actor):

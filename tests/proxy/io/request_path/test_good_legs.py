@@ -2,47 +2,33 @@
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
+from xpyd_proxy.io.request_path.deferred import DeferredCalls
 from xpyd_proxy.io.request_path.good_legs import GoodLegs
 
 P, D = (Instance(InstanceId(f"{role}-0"), role, Address("http", "h", 1)) for role in Role)
 
 
-class Later:
-    """Calls that wait."""
-
-    def __init__(self):
-        self.calls = []
-
-    def add(self, do, *args):
-        self.calls.append((do, args))
-
-    def settle(self):
-        calls, self.calls = self.calls, []
-        for do, args in calls:
-            do(*args)
-
-
 def counting():
     """Return what takes legs, what they wait in, and what was counted."""
-    later, counted = Later(), []
+    later, counted = DeferredCalls(), []
     legs = GoodLegs(later, lambda legs: counted.append((legs.instance, legs.answered, legs.answered_s, legs.over_s)))
     return legs, later, counted
 
 
-def test_the_legs_of_an_engine_are_counted_together():
+async def test_the_legs_of_an_engine_are_counted_together():
     legs, later, counted = counting()
     legs.over(P, RequestId("a"), 1.0, 2.0, 10.0)
     legs.answered(D, RequestId("a"), 3.0, 11.0)
     legs.over(P, RequestId("b"), 4.0, 5.0, 12.0)
     legs.ended(D, 6.0, 13.0)
-    assert (counted, len(later.calls)) == ([], 2)
+    assert counted == []
 
     later.settle()
 
     assert counted == [(P, ["a", "b"], [1.0, 4.0], [2.0, 5.0]), (D, ["a"], [3.0], [6.0])]
 
 
-def test_what_comes_after_they_were_counted_is_counted_next():
+async def test_what_comes_after_they_were_counted_is_counted_next():
     legs, later, counted = counting()
     legs.over(P, RequestId("a"), 1.0, 2.0, 10.0)
     later.settle()

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fleet.compatibility import always
+from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
+from xpyd_proxy.core.routing.alone_bound import AloneBound
 from xpyd_proxy.core.routing.policies.expected_ttft import NEAR, ExpectedTtft
 
 ASK = RoutingHints(prompt=b"once upon a time")
@@ -136,21 +138,16 @@ def test_one_engine_serves_it_if_that_is_faster_and_its_streams_can_bear_it(alon
         assert costs.chosen[-1][1].prefill_s == alone
 
 
-class Room:
-    """A bound that keeps prompts from some engines."""
-
-    def __init__(self, *busy):
-        self.busy = busy
-
-    def has_room(self, instance, _ask, _new, _least):
-        return instance not in self.busy
+def room(*busy):
+    """Return a bound that keeps prompts from some engines."""
+    return AloneBound(Registry(), lambda: 0.0, lambda instance, _: instance not in busy)
 
 
 def holding(alone, *busy, has=(0, 0, 900, 950)):
     """Return what is found for a prompt of 1,000 bytes of which 200 may be new."""
     costs = Costs(by_id(*[1.0] * 8), alone=by_id(0, 0, 0, 0, *alone))
     costs.cached = lambda instance, _ask: has[int(instance.id[-1])]
-    return policy(costs).holding(D, RoutingHints(prompt=b"x" * 1000), 200, Room(*busy))
+    return policy(costs).holding(D, RoutingHints(prompt=b"x" * 1000), 200, room(*busy))
 
 
 def test_an_engine_that_has_a_prompt_serves_it_alone_although_another_one_is_a_little_faster():

@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from xpyd_proxy.core.prompt_blocks import BLOCK
+from xpyd_proxy.core.routing.alone_bound import AloneBound
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.prefix import LEAST, SLACK, Prefix
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
@@ -128,14 +130,9 @@ def test_what_leaves_no_trace_chooses_alike():
     assert len(policy._caches.memory) == known
 
 
-class Room:
-    """A bound that keeps prompts from some engines."""
-
-    def __init__(self, *busy):
-        self.busy = busy
-
-    def has_room(self, instance, _ask, _new, _least):
-        return instance not in self.busy
+def room(*busy):
+    """Return a bound that keeps prompts from some engines."""
+    return AloneBound(Registry(), lambda: 0.0, lambda instance, _: instance not in busy)
 
 
 def answered(policy, prompt, *engines):
@@ -148,11 +145,11 @@ def test_only_what_has_been_answered_counts_as_cached():
     """Eight equal prompts at once must not all be computed by one decode engine, for the KV cache that is to come."""
     policy = prefix()
     home, prompt = policy.one(ENGINES, ask(*"abc")), ask(*"abc")
-    found = policy.holding(ENGINES, prompt, 100, Room())
+    found = policy.holding(ENGINES, prompt, 100, room())
     assert (found.engines, found.cached) == ((), 0)
 
     answered(policy, prompt, home)
-    found = policy.holding(ENGINES, prompt, 100, Room())
+    found = policy.holding(ENGINES, prompt, 100, room())
     assert (found.engines, found.cached, found.is_bound) == ([home], 3 * BLOCK, False)
 
 
@@ -161,7 +158,7 @@ def test_an_engine_whose_streams_cannot_bear_it_leaves_a_prompt_to_another_one_t
     policy, prompt = prefix(), ask(*"abcd")
     answered(policy, prompt, ENGINES[1])
     answered(policy, ask(*"abc"), ENGINES[2])
-    found = [policy.holding(ENGINES, prompt, 2 * BLOCK, Room(*ENGINES[1:last])) for last in (1, 2, 3)]
+    found = [policy.holding(ENGINES, prompt, 2 * BLOCK, room(*ENGINES[1:last])) for last in (1, 2, 3)]
 
     assert [list(one.engines) for one in found] == [[ENGINES[1]], [ENGINES[2]], []]
     assert [one.cached for one in found] == [4 * BLOCK, 3 * BLOCK, 4 * BLOCK]
@@ -175,7 +172,7 @@ def test_an_engine_that_is_too_busy_serves_nothing_alone():
     answered(policy, prompt, ENGINES[1])
     load[ENGINES[1].id] = SLACK + 1
 
-    assert not policy.holding(ENGINES, prompt, 100, Room()).engines
+    assert not policy.holding(ENGINES, prompt, 100, room()).engines
 
 
 def test_a_few_words_in_common_are_not_what_a_prompt_is_served_alone_for():
@@ -183,4 +180,4 @@ def test_a_few_words_in_common_are_not_what_a_prompt_is_served_alone_for():
     policy, prompt = prefix(), ask(*"abcd")
     policy._caches.memory.answered(ENGINES[1].id, RoutingHints(prompt=prompt.prompt[:100]).blocks, 10, now=0.0)
 
-    assert not policy.holding(ENGINES, prompt, 4 * BLOCK, Room()).engines
+    assert not policy.holding(ENGINES, prompt, 4 * BLOCK, room()).engines

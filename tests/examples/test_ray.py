@@ -153,8 +153,9 @@ def test_a_start_that_is_stopped_leaves_no_engine(site, python):
     with driver(site, python, "--port", str(site.ports[0])) as (process, log):
         wait_until(lambda: len(started(site)) == 2, seconds=150, what="both engines load")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 0, log.read_text()
+        process.wait(120)  # its exit code is Ray's, if it waits for Ray just then
 
+    assert "over" in log.read_text().splitlines(), log.read_text()
     wait_until(lambda: have_ended(started(site)), seconds=30, what="both engines have ended")
 
 

@@ -85,7 +85,7 @@ def admin_port(objects):
     for o in kind(objects, "NetworkPolicy"):
         for rule in o["spec"]["ingress"] if o["metadata"]["labels"][COMPONENT] == "router" else ():
             ports = [port["port"] for port in rule.get("ports", ())]
-            if ports not in (["http"], ["admin"]):
+            if ports not in (["http"], ["admin"], ["peers"]):
                 problems.append(f"router: a rule is for the ports {ports}")
             if ports != ["http"] and not rule.get("from"):
                 problems.append(f"router: {ports} is open to everybody")

@@ -148,6 +148,7 @@ def router_args(objects):
         return ["the router listens on localhost only"]
     ports = {port["name"]: port["containerPort"] for port in container(templates(router(objects))[0])["ports"]}
     own = {"http": settings.port} | ({} if settings.admin_port is None else {"admin": settings.admin_port})
+    own |= {"peers": settings.peer_port} if settings.peers else {}
     return [] if own == ports else [f"the router listens on {own}, its container says {ports}"]
 
 

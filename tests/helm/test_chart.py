@@ -316,6 +316,7 @@ PRIVILEGED = {
     "hostnetwork-rdma",
     "rdma",
     "tp8-multinode",
+    "wide-ep",
 }  # RDMA takes IPC_LOCK; and one has the node's network and disk
 
 

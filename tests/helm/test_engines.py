@@ -1,4 +1,5 @@
-"""What engines are started with, read by vLLM's own parser. It takes 20 s to import, so all pods share one process."""
+"""What engines are started with, read by vLLM's own parser. It takes 20 s to import, and 10 s more
+to read a model's configuration, so all pods share one process."""
 
 import json
 import subprocess
@@ -11,6 +12,7 @@ from support.helm_objects import WORKLOADS, container, env, kind, templates
 
 READING = """
 import json, sys
+from pathlib import Path
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -31,12 +33,32 @@ for args in json.load(sys.stdin):
             "extra": transfer.kv_connector_extra_config, "buffer": transfer.kv_buffer_device,
             "length": engine.max_model_len, "shutdown": engine.shutdown_timeout,
             "events": engine.kv_events_config.endpoint if engine.kv_events_config else None,
+            "experts": engine.enable_expert_parallel, "servers": parsed.api_server_count,
         })
+        if engine.nnodes > 1 and engine.data_parallel_size > 1:  # which of the ranks are its own is inferred
+            engine.model = engine.tokenizer = sys.argv[1]
+            engine.skip_tokenizer_init = True
+            config = engine.create_engine_config(headless=parsed.headless).parallel_config
+            read[-1]["ranks"] = {
+                "first": config.data_parallel_rank, "here": config.data_parallel_size_local,
+                "within": config.node_rank_within_dp, "address": config.data_parallel_master_ip,
+                "port": config.data_parallel_rpc_port, "world": config.world_size_across_dp,
+                "others": config.data_parallel_external_lb or config.data_parallel_hybrid_lb,
+            }
     except SystemExit as exc:
         read.append({"refused": str(exc)})
 print("\\n" + json.dumps(read))
 """
-SEEN_BY_PODS = {"$(LWS_LEADER_ADDRESS)": "leader.ns", "$(LWS_WORKER_INDEX)": "1"}
+MIXTURE = {  # as much of a mixture of experts as vLLM reads before there are weights
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_local_experts": 32,
+    "num_experts_per_tok": 2, "vocab_size": 256, "max_position_embeddings": 65536, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def seen_by(number):
+    """Return what the kubelet puts in the arguments of a group's pod: the leader is 0, the template of workers 1."""
+    return {"$(LWS_LEADER_ADDRESS)": "leader.ns", "$(LWS_WORKER_INDEX)": str(number), "$(POD_IP)": f"10.0.0.{number}"}
 
 
 def started():
@@ -48,21 +70,22 @@ def started():
                     yield f"{case}-{template['metadata']['labels']['xpyd.io/role']}-{number}", container(template)
 
 
-def read(argvs):
-    argv = [sys.executable, "-W", "ignore", "-c", READING]
-    done = subprocess.run(argv, input=json.dumps(argvs), capture_output=True, text=True, timeout=170, check=False)
+def read(argvs, model):
+    argv = [sys.executable, "-W", "ignore", "-c", READING, str(model)]
+    done = subprocess.run(argv, input=json.dumps(argvs), capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow  # the import of vLLM
-@pytest.mark.timeout(180)
-def test_vllm_reads_the_arguments_of_every_pod_as_they_are_meant():
+@pytest.mark.timeout(420)
+def test_vllm_reads_the_arguments_of_every_pod_as_they_are_meant(tmp_path):
     """And refuses a flag that it does not know, or everything above would be nothing."""
     pods = dict(started())
-    argvs = [[SEEN_BY_PODS.get(arg, arg) for arg in c["args"][1:]] for c in pods.values()]
+    argvs = [[seen_by(name[-1]).get(arg, arg) for arg in c["args"][1:]] for name, c in pods.items()]
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
 
-    *found, wrong = read([*argvs, [*argvs[0], "--no-such-flag"]])
+    *found, wrong = read([*argvs, [*argvs[0], "--no-such-flag"]], tmp_path)
 
     assert wrong == {"refused": "2"}
     for (name, c), one in zip(pods.items(), found, strict=True):
@@ -82,6 +105,21 @@ def test_vllm_reads_the_arguments_of_every_pod_as_they_are_meant():
     assert (worker["tp"], worker["nodes"], worker["rank"], worker["leader"]) == (8, 2, 1, "leader.ns")
     assert worker["extra"] == {"kv_lease_duration": 30, "mode": "push"}
     assert found[list(pods).index("cpu-demo-prefill-0")]["buffer"] == "cpu"
+    assert [(one["nodes"], one["rank"], one["servers"]) for one in wide_pods(pods, found)] == [
+        (2, 0, 4), (2, 1, None), (4, 0, 8), (4, 1, None),
+    ]  # fmt: skip
+    common = {"within": 0, "others": False, "here": 8}  # one engine behind the leader's API, eight ranks in each pod
+    assert [one["ranks"] for one in wide_pods(pods, found)] == [
+        common | {"first": 0, "address": "10.0.0.0", "port": 29550, "world": 16},
+        common | {"first": 8, "address": "leader.ns", "port": 29550, "world": 16},
+        common | {"first": 0, "address": "10.0.0.0", "port": 29650, "world": 32},
+        common | {"first": 8, "address": "leader.ns", "port": 29650, "world": 32},
+    ]
+
+
+def wide_pods(pods, found):
+    """Return those of the example of wide EP: prefill, then decode; each leader before its workers."""
+    return [one for name, one in zip(pods, found, strict=True) if name.startswith("wide-ep-")]
 
 
 def test_workers_of_an_engine_ask_its_leader():

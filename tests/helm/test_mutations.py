@@ -106,8 +106,14 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
     ),
     "the ports of the ranks are not declared": (
         "_pool.tpl",
-        "range $rank := until (int $p.dataParallel) }}\n        - {name: side-",
-        "range $rank := until 1 }}\n        - {name: side-",
+        "range $rank := $ranks }}\n- {name: side-",
+        "range $rank := until 1 }}\n- {name: side-",
+        "side_channel",
+    ),
+    "workers with ranks of their own look for them at the leader": (
+        "_pool.tpl",
+        'and .worker (not (include "xpyd.pool.wide" $p))',
+        "and .worker true",
         "side_channel",
     ),
     "both roles produce": ("_pool.tpl", '"kv_producer" "kv_consumer"', '"kv_producer" "kv_producer"', "engine_args"),
@@ -191,6 +197,7 @@ def rendered(chart):
     yield chart.objects(ci="2p4d", release="r" * 50)
     yield chart.objects({"prefill": {"drain": {"requestSeconds": 5}}}, ci="hostnetwork-rdma")
     yield chart.objects(ci="tp8-multinode")
+    yield chart.objects(ci="wide-ep")
     yield chart.objects()
 
 
@@ -214,4 +221,4 @@ def test_every_check_is_shown_to_notice_something():
 
 def test_nothing_is_said_of_the_chart_as_it_is():
     """With the same releases and values."""
-    assert [all_complaints(objects) for objects in rendered(Chart())] == [[], [], [], []]
+    assert [all_complaints(objects) for objects in rendered(Chart())] == [[], [], [], [], []]

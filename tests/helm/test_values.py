@@ -70,6 +70,9 @@ BAD = [
     ("prefill.extraArgs", ["--port=9"]),
     ("prefill.extraArgs", ["--kv-transfer-config", "{}"]),
     ("prefill.extraArgs", ["-pp", "2"]),
+    ("decode.extraArgs", ["--data-parallel-start-rank=8"]),
+    ("decode.extraArgs", ["--master-port", "1"]),
+    ("decode.apiServers", 0),
     ("prefill.extraEnv", [{"value": "1"}]),
     ("prefill.extraEnv", [{"name": "HF_TOKEN", "value": "hunter2"}]),  # a secret
     ("router.extraEnv", [{"name": "ADMIN_API_KEY", "value": "hunter2"}]),
@@ -155,6 +158,8 @@ KEYED = {"apiKey": {"secretName": "engines"}}
 RETURNING = {"returnKv": {"enabled": True}}
 SHARING = {"settings": {"share_limits": True}}
 TELLING = {"kvEvents": {"enabled": True}, "prefill": KEYED, "decode": KEYED}
+GROUP = {"kind": "LeaderWorkerSet", "nodes": 2}
+ON_NODES = {"prefill": {**GROUP, "hostNetwork": True, "dataParallel": 2}, **ACCEPTED}
 CONTRADICTIONS = [
     ({"router": {"store": {"type": "memory"}}}, "one router's own"),
     ({"router": {"store": {"type": "redis"}}}, "redis://HOST:PORT"),
@@ -172,7 +177,16 @@ CONTRADICTIONS = [
     ({"router": {"settings": {"handoff_timeout_s": 28}}}, "when the KV is gone"),
     ({"prefill": {"nodes": 2, "tensorParallel": 2}}, "only a LeaderWorkerSet"),
     ({"prefill": {"kind": "LeaderWorkerSet", "nodes": 3, "tensorParallel": 8}}, "cannot be divided"),
-    ({"prefill": {"kind": "LeaderWorkerSet", "nodes": 2, "dataParallel": 2}}, "both above 1"),
+    ({"prefill": {"nodes": 2, "dataParallel": 2}}, "only a LeaderWorkerSet has several pods for one engine"),
+    ({"prefill": {**GROUP, "dataParallel": 3}}, "prefill.dataParallel is 3: as many ranks are in each of 2 nodes"),
+    ({"decode": {**GROUP, "nodes": 4, "dataParallel": 2, "tensorParallel": 16}}, "write a multiple of 4"),
+    (TELLING | {"decode": {**KEYED, **GROUP, "dataParallel": 2}}, "those of the workers would reach no router"),
+    ({"decode": {**GROUP, "dataParallel": 2, "extraArgs": ["--api_server_count=1"]}}, "write decode.apiServers"),
+    ({"prefill": {**GROUP, "dataParallel": 2, "rpcPort": 29501}}, "groupPort 29501, rpcPort 29501"),
+    ({"prefill": {**GROUP, "dataParallel": 4, "rpcPort": 5603}}, "rpcPort 5603"),
+    ({"prefill": {**GROUP, "tensorParallel": 2, "groupPort": 8100}}, "groupPort 8100"),
+    (ON_NODES | {"decode": {**GROUP, "hostNetwork": True, "dataParallel": 2, "rpcPort": 29550}}, "port 29550 is of"),
+    (ON_NODES | {"decode": {**GROUP, "hostNetwork": True, "dataParallel": 2, "groupPort": 29501}}, "port 29501 is of"),
     ({"prefill": {"port": 5600}}, "share a port"),
     ({"prefill": {"sidePort": 5550, "dataParallel": 8, "kvEvents": {"enabled": True}}}, "share a port"),
     ({"prefill": {"sidePort": 65530, "dataParallel": 8}}, "above 65535"),

@@ -150,7 +150,7 @@ def _mounts(o, spec):
 
 
 def _ports(objects):
-    """Ports that are named exist in every pod they are looked for."""
+    """Ports that are named exist in every pod, or group of pods, that they are looked for in."""
     problems = []
     for o in kind(objects, "Service", "NetworkPolicy", "PodMonitor"):
         spec = o["spec"]
@@ -161,13 +161,17 @@ def _ports(objects):
             wanted = [port["port"] for rule in spec["ingress"] for port in rule.get("ports", ())]
         else:
             selector, wanted = spec["selector"], [end["port"] for end in spec["podMetricsEndpoints"]]
+        there = {}  # of a group, what any of its pods has
         for owner, meta, pod in pods(objects):
-            if not matches(selector, meta["labels"]) or "--headless" in pod["containers"][0].get("args", ()):
-                continue
-            there = {port["name"] for c in pod["containers"] for port in c.get("ports", ())}
-            problems += [
-                f"{ident(o)} wants port {name}, {ident(owner)} has none" for name in wanted if name not in there
-            ]
+            if matches(selector, meta["labels"]):
+                ports = {port["name"] for c in pod["containers"] for port in c.get("ports", ())}
+                there.setdefault(ident(owner), set()).update(ports)
+        problems += [
+            f"{ident(o)} wants port {name}, {owner} has none"
+            for owner, ports in there.items()
+            for name in wanted
+            if name not in ports
+        ]
     for owner, _, pod in pods(objects):
         for c in pod["containers"]:
             probed = [c[p][way]["port"] for p in PROBES if p in c for way in ("httpGet", "tcpSocket") if way in c[p]]

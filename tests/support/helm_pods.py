@@ -177,36 +177,43 @@ def engine_args(objects):
 
 
 def side_channel(objects):
-    """The side channel is on the pod's IP, and every rank's port is declared and its own."""
+    """The side channel of a rank is on the IP of its pod, and every rank's port is declared there and its own."""
     problems = []
     for role, template in engine_pods(objects):
-        c, variables = container(template), env(template)
-        host = variables.get("VLLM_NIXL_SIDE_CHANNEL_HOST", {})
-        if host.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath") != "status.podIP":
-            problems.append(f"{role}: the side channel is not on the pod's IP")
-        first, ranks = (
-            int(variables["VLLM_NIXL_SIDE_CHANNEL_PORT"]["value"]),
-            int(flag(c["args"], "--data-parallel-size") or 1),
-        )
-        declared = [port["containerPort"] for port in c["ports"]]
-        problems += [
-            f"{role}: port {p} of a rank is not declared" for p in range(first, first + ranks) if p not in declared
-        ]
-        if len(set(declared)) < len(declared):
-            problems.append(f"{role}: two things have one port: {sorted(declared)}")
+        args = container(template)["args"]
+        ranks, nodes = int(flag(args, "--data-parallel-size") or 1), int(flag(args, "--nnodes") or 1)
+        own = ranks // nodes if ranks > 1 else 1  # of the leader
+        for number, pod in enumerate(templates(pool(objects, role))):
+            here = range(own, ranks) if number else range(own)
+            problems += [f"{role}-{number}: {said}" for said in _side_ports(pod, here)]
         said = template["metadata"]["annotations"].get("xpyd.io/ranks", "1")
         if int(said) != ranks:
             problems.append(f"{role}: xpyd.io/ranks is {said}, but there are {ranks}")
-    for role in ("prefill", "decode"):
-        for worker in templates(pool(objects, role))[1:]:
-            if env(worker)["VLLM_NIXL_SIDE_CHANNEL_HOST"].get("value") != "$(LWS_LEADER_ADDRESS)":
-                problems.append(f"{role}: a worker looks for the side channel elsewhere than at its leader")
     shared = [role for role, template in engine_pods(objects) if template["spec"].get("hostNetwork")]
     if len(shared) == 2:
         sets = [{p["containerPort"] for p in container(template)["ports"]} for _, template in engine_pods(objects)]
         if sets[0] & sets[1]:
             problems.append(f"both roles want port {sets[0] & sets[1]} of the node")
     return problems
+
+
+def _side_ports(template, ranks):
+    variables = env(template)
+    host = variables.get("VLLM_NIXL_SIDE_CHANNEL_HOST", {})
+    if not ranks:  # its workers belong to the leader's rank
+        if host.get("value") != "$(LWS_LEADER_ADDRESS)":
+            yield "a worker looks for the side channel elsewhere than at its leader"
+        return
+    if host.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath") != "status.podIP":
+        yield "the side channel is not on the pod's IP"
+    ports = container(template).get("ports", ())
+    first, declared = int(variables["VLLM_NIXL_SIDE_CHANNEL_PORT"]["value"]), [p["containerPort"] for p in ports]
+    if {p["name"]: p["containerPort"] for p in ports if p["name"].startswith("side-")} != {
+        f"side-{rank}": first + rank for rank in ranks
+    }:
+        yield f"ports {declared} are declared, of ranks {list(ranks)} from {first} on"
+    if len(set(declared)) < len(declared):
+        yield f"two things have one port: {sorted(declared)}"
 
 
 def drains(objects):

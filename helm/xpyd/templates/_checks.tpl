@@ -142,8 +142,13 @@
 {{- if and (eq $p.kind "LeaderWorkerSet") (gt (int $p.minReadySeconds) 0) -}}
 {{- fail (printf "%s.minReadySeconds is %d, but %s.kind is LeaderWorkerSet: a LeaderWorkerSet has no such field" $role (int $p.minReadySeconds) $role) -}}
 {{- end -}}
-{{- if and (gt (int $p.nodes) 1) (gt (int $p.dataParallel) 1) -}}
-{{- fail (printf "%s.nodes and %s.dataParallel are both above 1: spread tensorParallel over the nodes, and have more replicas" $role $role) -}}
+{{- if include "xpyd.pool.wide" $p -}}
+{{- if ne (mod $p.dataParallel $p.nodes) 0 -}}
+{{- fail (printf "%s.dataParallel is %d: as many ranks are in each of %d nodes, so write a multiple of %d (or dataParallel: 1, to spread tensorParallel over the nodes)" $role (int $p.dataParallel) (int $p.nodes) (int $p.nodes)) -}}
+{{- end -}}
+{{- if $v.kvEvents.enabled -}}
+{{- fail (printf "kvEvents.enabled is true, and %s has data-parallel ranks in %d pods: events go over a socket inside a pod, so those of the workers would reach no router; leave it out, or write %s.nodes: 1" $role (int $p.nodes) $role) -}}
+{{- end -}}
 {{- end -}}
 {{- if ne (mod (mul $p.tensorParallel $p.dataParallel) $p.nodes) 0 -}}
 {{- fail (printf "%s.tensorParallel is %d: it cannot be divided over %d nodes" $role (int $p.tensorParallel) (int $p.nodes)) -}}
@@ -164,6 +169,11 @@
 {{- $flag := splitList "=" . | first | replace "_" "-" -}}
 {{- if or (hasPrefix "--ssl-" $flag) (eq "--uds" $flag) -}}
 {{- fail (printf "%s.extraArgs has %s: routers, probes, the drain hook and helm test speak plain HTTP to engines inside the pod network, so the pod would never be ready; leave it out, and encrypt the network between nodes instead" $role $flag) -}}
+{{- end -}}
+{{- end -}}
+{{- range $p.extraArgs -}}
+{{- if and (eq "--api-server-count" (splitList "=" . | first | replace "_" "-")) (gt (int $p.nodes) 1) -}}
+{{- fail (printf "%s.extraArgs has --api-server-count, which the workers of an engine refuse: write %s.apiServers" $role $role) -}}
 {{- end -}}
 {{- end -}}
 {{- include "xpyd.check.ports" (dict "role" $role "pool" $p) -}}
@@ -204,6 +214,8 @@
 {{/* All ports of an engine, as a JSON array. */}}
 {{- define "xpyd.ports" -}}
 {{- $ports := list (int .port) -}}
+{{- if gt (int .nodes) 1 -}}{{- $ports = append $ports (int .groupPort) -}}{{- end -}}
+{{- if include "xpyd.pool.wide" . -}}{{- $ports = append $ports (int .rpcPort) -}}{{- end -}}
 {{- range $rank := until (int .dataParallel) -}}
 {{- $ports = append $ports (add $.sidePort $rank | int) -}}
 {{- if $.kvEvents.enabled -}}
@@ -216,7 +228,8 @@
 {{- define "xpyd.check.ports" -}}
 {{- $ports := include "xpyd.ports" .pool | fromJsonArray -}}
 {{- if ne (len $ports) (len (uniq $ports)) -}}
-{{- fail (printf "%s: port %d, the side channel from %d on and KV events from %d on share a port over %d ranks: move them apart" .role (int .pool.port) (int .pool.sidePort) (int .pool.kvEvents.port) (int .pool.dataParallel)) -}}
+{{- $group := ternary (printf ", groupPort %d, rpcPort %d" (int .pool.groupPort) (int .pool.rpcPort)) "" (gt (int .pool.nodes) 1) -}}
+{{- fail (printf "%s: port %d%s, the side channel from %d on and KV events from %d on share a port over %d ranks: move them apart" .role (int .pool.port) $group (int .pool.sidePort) (int .pool.kvEvents.port) (int .pool.dataParallel)) -}}
 {{- end -}}
 {{- range $ports -}}
 {{- if gt (int .) 65535 -}}

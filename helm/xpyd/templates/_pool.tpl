@@ -20,6 +20,46 @@
 {{- toJson $config -}}
 {{- end -}}
 
+{{/* The values of a pool: "true" if its data-parallel ranks are spread over the pods of a group. */}}
+{{- define "xpyd.pool.wide" -}}
+{{- if and (gt (int .nodes) 1) (gt (int .dataParallel) 1) -}}true{{- end -}}
+{{- end -}}
+
+{{/* dict root role worker: the data-parallel ranks of this pod (of all workers of a group), as a JSON array. */}}
+{{- define "xpyd.pool.ranks" -}}
+{{- $p := index .root.Values .role -}}
+{{- $leader := int $p.dataParallel -}}
+{{- if include "xpyd.pool.wide" $p -}}{{- $leader = div $p.dataParallel $p.nodes | int -}}{{- end -}}
+{{- if .worker -}}
+{{- untilStep $leader (int $p.dataParallel) 1 | toJson -}}
+{{- else -}}
+{{- until $leader | toJson -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict root role worker: ports of the container, as a YAML list; empty: none. A worker without ranks has none. */}}
+{{- define "xpyd.pool.ports" -}}
+{{- $p := index .root.Values .role -}}
+{{- $ranks := include "xpyd.pool.ranks" . | fromJsonArray -}}
+{{- if not .worker }}
+- {name: http, containerPort: {{ int $p.port }}}
+{{- if gt (int $p.nodes) 1 }}
+- {name: group, containerPort: {{ int $p.groupPort }}}
+{{- end }}
+{{- if include "xpyd.pool.wide" $p }}
+- {name: rpc, containerPort: {{ int $p.rpcPort }}}
+{{- end }}
+{{- end }}
+{{- range $rank := $ranks }}
+- {name: side-{{ $rank }}, containerPort: {{ add $p.sidePort $rank }}}
+{{- end }}
+{{- if $p.kvEvents.enabled }}
+{{- range $rank := $ranks }}
+- {name: kv-events-{{ $rank }}, containerPort: {{ add $p.kvEvents.port $rank }}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{/* dict root role worker: arguments of `vllm`, as a YAML list. */}}
 {{- define "xpyd.pool.args" -}}
 {{- $v := .root.Values -}}
@@ -82,9 +122,22 @@
 - $(LWS_WORKER_INDEX)
 - --master-addr
 - $(LWS_LEADER_ADDRESS)
+- --master-port
+- {{ include "xpyd.argument" $p.groupPort | quote }}
+{{- end }}
+{{- if include "xpyd.pool.wide" $p }}
+- --data-parallel-size-local
+- {{ div $p.dataParallel $p.nodes | quote }}
+- --data-parallel-address
+- {{ ternary "$(LWS_LEADER_ADDRESS)" "$(POD_IP)" .worker }}
+- --data-parallel-rpc-port
+- {{ include "xpyd.argument" $p.rpcPort | quote }}
 {{- end }}
 {{- if .worker }}
 - --headless
+{{- else if not (kindIs "invalid" $p.apiServers) }}
+- --api-server-count
+- {{ include "xpyd.argument" $p.apiServers | quote }}
 {{- end }}
 {{- range $p.extraArgs }}
 - {{ . | quote }}
@@ -112,7 +165,7 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 - name: VLLM_HOST_IP
   value: $(POD_IP)
 - name: VLLM_NIXL_SIDE_CHANNEL_HOST
-{{- if .worker }}
+{{- if and .worker (not (include "xpyd.pool.wide" $p)) }}
   value: $(LWS_LEADER_ADDRESS) # where the engine's own workers find its side channel
 {{- else }}
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
@@ -121,11 +174,15 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
   value: {{ include "xpyd.argument" $p.sidePort | quote }}
 - name: VLLM_NO_USAGE_STATS
   value: "1"
-{{- $folders := include "xpyd.pool.folders" . | fromYaml }}
-{{- range $p.extraEnv }}{{ $_ := unset $folders .name }}{{ end }}
-{{- range $variable, $path := $folders }}
+{{- $defaults := include "xpyd.pool.folders" . | fromYaml }}
+{{- if gt (int $p.dataParallel) 1 }}
+{{- /* How long API servers wait for the ranks: vLLM's 600 s are shorter than a first download. */}}
+{{- $_ := set $defaults "VLLM_ENGINE_READY_TIMEOUT_S" (include "xpyd.argument" $p.probes.startupSeconds) }}
+{{- end }}
+{{- range $p.extraEnv }}{{ $_ := unset $defaults .name }}{{ end }}
+{{- range $variable, $value := $defaults }}
 - name: {{ $variable }}
-  value: {{ $path }}
+  value: {{ $value | quote }}
 {{- end }}
 {{- if ne $v.model.volume.type "none" }}
 - name: HF_HUB_OFFLINE
@@ -339,17 +396,11 @@ spec:
         {{- include "xpyd.pool.args" . | nindent 8 }}
       env:
         {{- include "xpyd.pool.env" . | nindent 8 }}
-      {{- if not .worker }}
+      {{- with include "xpyd.pool.ports" . | trim }}
       ports:
-        - {name: http, containerPort: {{ int $p.port }}}
-        {{- range $rank := until (int $p.dataParallel) }}
-        - {name: side-{{ $rank }}, containerPort: {{ add $p.sidePort $rank }}}
-        {{- end }}
-        {{- if $p.kvEvents.enabled }}
-        {{- range $rank := until (int $p.dataParallel) }}
-        - {name: kv-events-{{ $rank }}, containerPort: {{ add $p.kvEvents.port $rank }}}
-        {{- end }}
-        {{- end }}
+        {{- . | nindent 8 }}
+      {{- end }}
+      {{- if not .worker }}
       startupProbe:
         httpGet: {path: /health, port: http}
         periodSeconds: {{ int $p.probes.periodSeconds }}

@@ -102,7 +102,7 @@ async def test_a_limit_that_changes_counts_at_once():
     """As each worker's settings are read again (SIGHUP)."""
     queue = Admission(Settings(max_concurrency=100))
     everybody = SingleWorker(Settings()).everybody(Telemetry(Counters(frozenset()), lambda: 1.0), queue, lambda: EMPTY)
-    queue.change(Settings(max_concurrency=200))
+    queue.change(Settings(max_concurrency=200), now=0.0)
 
     assert (await World(everybody).meter.now()).admitted.most == 200
 

@@ -227,10 +227,15 @@ def test_the_engine_that_is_on_trial_is_the_one_whose_time_alone_counts():
     registry.member(tried.id).life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0.0)
     asked = []
 
-    class Weighing(RoundRobin):
+    class Weighing:
+        latest = None
+
         def alone(self, _prefill, decode, _ask):
             asked.append(list(decode))
             return True
+
+        def one(self, among, _ask):
+            return among[0]
 
     choice = Weighing()
     pairs = PairSelector(registry, choice, weighing=choice)

@@ -140,15 +140,18 @@ class ProcessGroup:
         timeout_s: float = 180.0,
         report: Callable[[Sequence[str], float], None] = lambda _names, _seconds: None,
     ) -> None:
-        """Return when all of them serve. Raises ChildFailed, after `timeout_s` seconds at the latest.
+        """Return when all of them serve at the same time. Raises ChildFailed, after `timeout_s` seconds at the latest.
+
+        One that has served is looked at again: a router that started before its engines is healthy until it has found
+        them missing, and then not before it has found them back.
 
         Children that are not waited for must live, too. `report` is called between looks with the names of those that
         are missing, and the seconds since the wait began.
         """
-        missing = list(children)
+        children = list(children)
         start = time.monotonic()
         with httpx.Client(timeout=1.0, trust_env=False) as client:
-            while missing := [child for child in missing if not _serves(client, child)]:
+            while missing := [child for child in children if not _serves(client, child)]:
                 seconds = time.monotonic() - start
                 report([child.name for child in missing], seconds)
                 self.raise_if_dead()

@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from xpyd_proxy.local.errors import ChildFailed
@@ -21,6 +22,19 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+# Answers the requests for each path with the path's statuses in turn, and the last of them for ever.
+FICKLE = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        first, *rest = self.path[1:].split(",") if self.path not in answers else answers[self.path]
+        answers[self.path] = rest or [first]
+        self.send_response(int(first)); self.end_headers()
+        self.wfile.write(str(len(rest)).encode())
+answers = {}
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 # Starts a child of its own and writes down both process ids.
@@ -93,6 +107,20 @@ def test_ready_means_that_it_serves(fleet):
 
     assert child.alive
     assert all(names == ["child"] for names in seen)
+
+
+def test_ready_means_that_all_serve_at_the_same_time(fleet):
+    """A router is healthy until its first look at engines that still load, and again when it has seen them serve."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    router = Command("router", [sys.executable, "-c", FICKLE, str(port)], os.environ, f"{url}/200,503,503,503,200,200")
+    engine = Command("engine", [sys.executable, "-c", SLEEPER], os.environ, f"{url}/503,200")
+    children = [fleet.start(engine), fleet.start(router)]
+
+    fleet.wait_ready(children, timeout_s=20)
+
+    answers_left = int(httpx.get(router.health_url, trust_env=False).text)
+    assert answers_left == 0  # the wait took all but the last one
 
 
 def test_output_goes_to_the_log(fleet, tmp_path):

@@ -2,7 +2,7 @@
 
 from benchmarks import page
 
-RELIST_S, PROBE_S, PROBE_REQUESTS, INFLOW_S, REREAD_S = 300, 5, 3, 15, 2  # the router's own rhythms
+RELIST_S, PROBE_S, WHOLE_PROBES_S, INFLOW_S, REREAD_S = 300, 5, 50, 15, 2  # the router's own rhythms
 ROLLOUT_S = 1800
 CONFIGMAP = 1024 * 1024  # bytes that Kubernetes allows
 
@@ -159,7 +159,7 @@ def sending(found):
 
 def probing(found):
     routers, count = found["fleet"]["routers"], found["fleet"]["engines"]
-    probes = routers * count * PROBE_REQUESTS / PROBE_S
+    probes = routers * (count / PROBE_S + 2 * min(WHOLE_PROBES_S, count / PROBE_S))
     scrapes = routers * count / 2 / INFLOW_S
     rows = [
         ["requests of probes", f"{probes:,.0f}/s", f"{probes / routers:,.0f}/s", f"{probes / count:,.0f}/s"],
@@ -171,8 +171,8 @@ def probing(found):
         ],
     ]
     what = f"""
-    Every router probes every engine every {PROBE_S} s (`health_check_interval_s`, {PROBE_REQUESTS} requests), and reads
-    every decode engine's metrics every {INFLOW_S} s."""
+    Every router probes every engine every {PROBE_S} s (`health_check_interval_s`), asks {WHOLE_PROBES_S} engines a second
+    for their models and version, and reads every decode engine's metrics every {INFLOW_S} s."""
     then = f"""
     That grows with routers times engines: with {routers} routers a `health_check_interval_s` of 30 to 60 is enough, for
     requests tell sooner than probes do."""

@@ -1,7 +1,10 @@
-"""Which engines are probed next: in time, however many are gone, and at a rate that fits the fleet.
+"""Which engines are probed next, and how: in time, however many are gone, and at a rate that fits the fleet.
 
 An engine that is gone can hold a probe until its timeout. So engines that have missed a probe have places of their own,
 and those that were slow to fail are asked less and less often. The most overdue engine comes first.
+
+A whole probe asks what an engine is, too: its models and its version. In a large fleet most probes of engines that live
+ask no more than whether they do.
 """
 
 import math
@@ -30,6 +33,8 @@ _LIVING_SHARE: Final = 6  # engines for each place: a sixth of a fleet can go at
 _AWAY_SHARE: Final = 8
 _LEAST_RATE: Final = 64.0  # probes begun in a second
 _SPARE_RATE: Final = 1.5  # times what the interval takes
+_WHOLE_RATE: Final = 50.0  # whole probes a second of engines that live, about: three requests each
+_WHOLE_SOONEST: Final = 0.5  # and up to 1.5 times the usual pause, at random: a fleet is added in one moment
 
 
 def keeps_blocks(member: Member) -> bool:
@@ -41,6 +46,7 @@ def keeps_blocks(member: Member) -> bool:
 class _ProbeTurn:
     begun: float = -math.inf
     is_waiting: bool = False  # for a place
+    whole_at: float = -math.inf  # when the next whole probe is due
     stretch: float = 1.0
     slow_failures: int = 0  # in a row
 
@@ -101,11 +107,24 @@ class ProbeSchedule:
                 found.append(member)
         return found
 
+    def is_whole(self, member: Member, *, now: float) -> bool:
+        """Tell whether a probe that begins asks what the engine is; it is taken to do so.
+
+        It does unless the engine has answered all along, for then it is the same process.
+        """
+        turn = self._turns[member.instance.id]
+        if member.life.state is HealthState.HEALTHY and member.life.misses == 0 and now < turn.whole_at:
+            return False
+        turn.whole_at = now + len(self._turns) / _WHOLE_RATE * (_WHOLE_SOONEST + self._chance())
+        return True
+
     def ended(self, name: InstanceId, *, failed: bool, now: float) -> None:
         """Note that a probe is over: there is a place for another one."""
         self._active.pop(name, None)
         turn = self._turns.get(name)
         if turn is not None:
+            if failed:
+                turn.whole_at = -math.inf
             is_slow = failed and now - turn.begun >= _SLOW_S
             turn.slow_failures = turn.slow_failures + 1 if is_slow else 0
 

@@ -82,11 +82,13 @@ class HttpChecks:
     async def __aexit__(self, *_: object) -> None:
         await self._transport.aclose()
 
-    async def look(self, instance: Instance) -> EngineCapabilities:
-        """Ask whether it lives, then what it is. Raises ProbeFailed: it does not live."""
+    async def look(self, instance: Instance, *, is_whole: bool = True) -> EngineCapabilities:
+        """Ask whether it lives, then, in a whole look, what it is. Raises ProbeFailed: it does not live."""
         status, _ = await self._get(instance, "/health")
         if status != 200:
             raise ProbeInvalid(f"answers /health with status {status}")
+        if not is_whole:
+            return EngineCapabilities()
         status, body = await self._get(instance, "/v1/models")
         if status >= 500:
             raise ProbeInvalid(f"answers /v1/models with status {status}")

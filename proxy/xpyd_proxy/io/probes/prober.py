@@ -1,4 +1,4 @@
-"""Asks every engine again and again whether it lives and what it is, and those that are drained what they keep."""
+"""Asks every engine again and again whether it lives, and at times what it is, and those that are drained what they keep."""
 
 import asyncio
 import logging
@@ -145,12 +145,13 @@ class Prober:
             member.drain.reading((await self._checks.numbers(member.instance)).kept)
             member.life.heard()
             return
-        look = await self._checks.look(member.instance)
+        is_whole = self._schedule.is_whole(member, now=self._clock())
+        look = await self._checks.look(member.instance, is_whole=is_whole)
         facts = member.facts  # of one that was just added, the models alone are known
         was_away = member.life.state is HealthState.EJECTED  # it may be another engine by now
         is_new = facts.models is None or facts.version is None or was_away
         self._registry.learn(name, look)
-        if is_new:
+        if is_whole and is_new:
             with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself
                 shown = await self._checks.numbers(member.instance)
                 mode = TransferMode(shown.mode) if shown.mode in tuple(TransferMode) else None

@@ -30,6 +30,7 @@ class Fleet:
         self.now, self.most_on = 0.0, 0
         self.open = []
         self.looks = {member.instance.id: [] for member in self.members}
+        self.whole = {member.instance.id: [] for member in self.members}
         self.found = {}  # when an engine that is gone was ejected
 
     def run(self, seconds):
@@ -46,6 +47,8 @@ class Fleet:
         for member in members:
             name = member.instance.id
             self.looks[name].append(now)
+            if self.schedule.is_whole(member, now=now):
+                self.whole[name].append(now)
             takes = 0.001 if name in self.refuses else TIMEOUT_S if name in self.gone else self.answer_s
             heapq.heappush(self.open, (now + takes, name))
         self.most_on = max(self.most_on, len(self.open))
@@ -146,3 +149,37 @@ def test_a_fleet_is_not_probed_in_one_moment():
 
     assert first <= 600
     assert all(fleet.looks.values())
+
+
+def test_each_probe_of_a_small_fleet_is_whole():
+    """A LoRA adapter that was loaded, or another process at the address, is known with the next probe."""
+    fleet = Fleet(100)
+    fleet.run(30)
+
+    assert fleet.whole == fleet.looks
+
+
+def test_whole_probes_of_a_large_fleet_have_a_bounded_rate():
+    """Each engine is asked what it is within a minute, and not all of them in the same seconds."""
+    fleet = Fleet(2000)
+    fleet.run(300)
+
+    times = sorted(at for found in fleet.whole.values() for at in found)
+    late = [at for at in times if at >= 150]
+    assert len(late) / 150 == pytest.approx(50, rel=0.15)
+    assert max(sum(begun <= at < begun + 5 for at in late) for begun in range(150, 296, 5)) < 2 * 5 * 50
+    gaps = [b - a for found in fleet.whole.values() for a, b in itertools.pairwise(found)]
+    assert max(gaps) <= 1.5 * 2000 / 50 + INTERVAL_S
+
+
+def test_an_engine_that_missed_a_probe_is_asked_what_it_is():
+    """It may be another process by now, with another model."""
+    fleet = Fleet(2000)
+    fleet.run(12)
+    name = fleet.members[7].instance.id
+    fleet.refuses = fleet.gone = {name}
+    fleet.run(6)
+    fleet.gone, back = set(), fleet.now
+    fleet.run(6)
+
+    assert min(at for at in fleet.looks[name] if at >= back) in fleet.whole[name]

@@ -43,6 +43,12 @@ async def test_an_engine_that_lives_says_what_it_is():
         )
 
 
+async def test_a_look_that_is_not_whole_asks_one_question():
+    """What the engine is stays what it was."""
+    async with checks({"/health": (200, ""), "/v1/models": (500, "")}) as look:
+        assert await look.look(D, is_whole=False) == EngineCapabilities()
+
+
 async def test_a_simulated_engine_lives():
     """The shapes are vLLM's."""
     async with HttpChecks(timeout_s=1, transport=httpx.ASGITransport(Sim("decode", model="m"))) as look:

@@ -27,17 +27,18 @@ class Engines:
         self.facts = EngineCapabilities(frozenset({"m"}), "0.32")
         self.shown = Numbers("xpyd", leases=2, protocol="4", fingerprint="0123456789abcdef", mode="push")
         self.sick = None
-        self.looks = self.readings = self.at_once = self.most_at_once = 0
+        self.looks = self.whole_looks = self.readings = self.at_once = self.most_at_once = 0
 
-    async def look(self, instance):
+    async def look(self, instance, *, is_whole):
         self.looks += 1
+        self.whole_looks += is_whole
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(0.001)
         self.at_once -= 1
         if self.sick is not None:
             raise self.sick
-        return self.facts
+        return self.facts if is_whole else EngineCapabilities()
 
     async def numbers(self, instance):
         self.readings += 1
@@ -74,6 +75,17 @@ async def test_an_engine_is_looked_at_at_once_and_again(registry, engines):
         frozenset({"m"}), "0.32", "xpyd", TransferMode.PUSH, protocol="4", fingerprint="0123456789abcdef"
     )
     assert engines.readings == 1
+
+
+async def test_of_many_engines_most_looks_ask_only_whether_they_live(registry, engines):
+    """What each of them is was asked once, with its connector, and is still known."""
+    members = [add(registry, port=number + 1) for number in range(100)]
+    async with prober(registry, engines, health_check_interval_s=0.2).running():
+        await until_async(lambda: engines.looks >= 300)
+
+    assert engines.whole_looks < engines.looks / 2
+    assert engines.readings == 100
+    assert {(member.facts.version, member.facts.connector) for member in members} == {("0.32", "xpyd")}
 
 
 async def test_engines_that_differ_are_told_once(registry, engines, caplog):
@@ -257,7 +269,7 @@ async def test_an_engine_that_hangs_is_looked_at_once_at_a_time(registry, engine
     never = asyncio.Event()
     engines.most = 0
 
-    async def look(instance):
+    async def look(instance, *, is_whole):
         engines.most += 1
         await never.wait()
 

@@ -8,6 +8,7 @@ import ssl
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime
 
 import httpx
 import psutil
@@ -19,7 +20,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from support.certificates import Authority
 from support.raw_http import Over, RawClient
 from support.realtime_engine import HELLO, RealtimeEngine, echo
-from support.router_process import RouterProcess
+from support.router_process import KEY, RouterProcess
 from support.sim import until_async
 from xpyd_proxy.app import build
 from xpyd_proxy.errors import ConfigError
@@ -158,6 +159,23 @@ async def test_messages_go_both_ways_as_they_came(stage):
         assert await session.recv() == "abc"
 
     assert stage.engine.paths == ["/v1/realtime"]
+
+
+async def test_operators_see_when_a_session_began_and_what_it_waited_for(stage):
+    """As of any other request; the time until the engine agreed is its leg's."""
+    before = datetime.now(UTC).timestamp()
+    async with stage.connect() as session:
+        name = session.response.headers["x-request-id"]
+    await stage.until_over()
+    after = datetime.now(UTC).timestamp()
+    async with httpx.AsyncClient() as client:
+        found = (await client.get(f"{stage.process.url}/requests/{name}", headers=KEY)).json()
+
+    (told,) = found["requests"]
+    assert before - 0.01 <= told["began_at"] <= after + 0.01  # the machine's clock is corrected at times
+    whole_ms, rows = (after - before) * 1000 + 10, told["rows"]
+    assert rows
+    assert all(0 <= row["begin_ms"] <= row["begin_ms"] + row["duration_ms"] <= whole_ms for row in rows), rows
 
 
 async def test_the_engine_sees_our_id_and_no_key(stage):

@@ -28,7 +28,7 @@ from xpyd_connector.shell.engine_config import EngineConfig
 from xpyd_connector.shell.metadata import QuarantineMetadata, StepMetadata
 from xpyd_connector.shell.prefill_requests import PrefillRequests
 from xpyd_connector.shell.returned_prefixes import ReturnedPrefixes
-from xpyd_connector.shell.timeline_notes import WALL_CLOCK, TimelineNotes, are_wanted, without_or_dated
+from xpyd_connector.shell.timeline_notes import WALL_CLOCK, TimelineNotes, are_wanted, dated
 from xpyd_connector.shell.vllm_stats import XpydStats
 
 if TYPE_CHECKING:
@@ -54,11 +54,12 @@ class XpydConnectorScheduler:
         self._engine_config = engine_config
         self._waker = waker
         self._clock = monotonic
+        self._wall_clock = clock
         self._pool: BlockPool | None = None  # vLLM binds it after it has built the connector
         self._counters = Counters(are_wanted())  # of the engine thread
         self._gauges: dict[str, float] = {}  # as last reported
         self._live: dict[str, Request] = {}
-        self._notes = TimelineNotes(self._counters, monotonic, clock, wanted=are_wanted())
+        self._notes = TimelineNotes(self._counters, monotonic, clock)
         self._control = ControlThread(engine_config, settings, secrets, on_news=waker.wake, clock=monotonic)
         self._prefills = PrefillRequests(
             engine_config,
@@ -215,7 +216,7 @@ class XpydConnectorScheduler:
         )
         self._gauges = gauges
         report = merge([self._control.take_report(), self._counters.take(), changed])
-        report = without_or_dated(report, wanted=self._notes.wanted, shift=self._notes.shift)
+        report = dated(report, self._clock, self._wall_clock)
         return XpydStats.of(report) if report else None
 
     def _block_pool(self) -> BlockPool:

@@ -30,41 +30,32 @@ def are_wanted() -> bool:
     return PLUGIN in (envs.VLLM_PLUGINS or ())
 
 
-def without_or_dated(report: StatsReport, *, wanted: bool, shift: float) -> StatsReport:
-    """Drop a report's events if nobody wants them, else date them in seconds since the epoch.
-
-    ``shift``: what the wall clock shows more than the monotonic one.
-    """
-    report.events = shifted(report.events, shift) if wanted else []
+def dated(report: StatsReport, clock: Callable[[], float], wall_clock: Callable[[], float]) -> StatsReport:
+    """Date a report's events in seconds since the epoch; they come in those of ``clock``, the monotonic one."""
+    if report.events:
+        report.events = shifted(report.events, wall_clock() - clock())
     return report
 
 
 class TimelineNotes:
     """vLLM's scheduler hooks, as far as a request's timeline shows them."""
 
-    def __init__(
-        self, counters: Counters, clock: Callable[[], float], wall_clock: Callable[[], float], *, wanted: bool
-    ) -> None:
+    def __init__(self, counters: Counters, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         self._counters = counters
         self._clock = clock
         self._wall_clock = wall_clock
-        self.wanted = wanted
         self._unconsidered: set[str] = set()
         self._computing: dict[str, Request] = {}  # without a token yet
 
-    @property
-    def shift(self) -> float:
-        """What the wall clock shows more than the monotonic one, in seconds."""
-        return self._wall_clock() - self._clock()
-
     def began(self, request: Request) -> None:
         """The scheduler knows a request."""
-        if not self.wanted or len(self._computing) >= MAX_REQUESTS:
+        if not self._counters.keeps_events or len(self._computing) >= MAX_REQUESTS:
             return
         name, now = request.request_id, self._clock()
+        arrived = request.arrival_time - (self._wall_clock() - now)
         self._unconsidered.add(name)
         self._computing[name] = request
-        self._counters.note(name, TimelineStep.ARRIVED, min(now, request.arrival_time - self.shift))
+        self._counters.note(name, TimelineStep.ARRIVED, min(now, arrived))
         self._counters.note(name, TimelineStep.QUEUED, now)
 
     def considered(self, request: Request, cached: int) -> None:
@@ -97,7 +88,7 @@ class TimelineNotes:
 
     def finished(self, request: Request) -> None:
         """It is over."""
-        if not self.wanted:
+        if not self._counters.keeps_events:
             return
         name, now = request.request_id, self._clock()
         self._unconsidered.discard(name)
@@ -107,5 +98,5 @@ class TimelineNotes:
 
     def lease_ended(self, name: RequestId, why: LeaseEvent) -> None:
         """They are not any more."""
-        if self.wanted:
+        if self._counters.keeps_events:
             self._counters.note(name, _LEASE[why], self._clock())

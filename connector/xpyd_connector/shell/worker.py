@@ -41,7 +41,7 @@ from xpyd_connector.shell.metadata import QuarantineMetadata, RankHandshake, Ste
 from xpyd_connector.shell.network import bind_data_plane, open_link
 from xpyd_connector.shell.outbox import Outbox
 from xpyd_connector.shell.registered_memory import RegisteredMemory, RoleMemory
-from xpyd_connector.shell.timeline_notes import WALL_CLOCK, are_wanted, without_or_dated
+from xpyd_connector.shell.timeline_notes import WALL_CLOCK, are_wanted, dated
 from xpyd_connector.shell.vllm_stats import XpydStats
 
 if TYPE_CHECKING:
@@ -172,8 +172,7 @@ class XpydConnectorWorker:
 
     def stats(self) -> XpydStats | None:
         """Return the numbers since the last call."""
-        shift = WALL_CLOCK() - time.monotonic()
-        report = without_or_dated(self._outbox.take_report(), wanted=self._has_timelines, shift=shift)
+        report = dated(self._outbox.take_report(), time.monotonic, WALL_CLOCK)
         return XpydStats.of(report) if report else None
 
     def stop(self) -> None:

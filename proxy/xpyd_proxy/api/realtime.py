@@ -70,7 +70,8 @@ class RealtimeRoute:
         sessions = self._sessions
         headers = tuple([(name.lower(), value) for name, value in websocket.scope["headers"]])  # uvicorn's are as sent
         its_id = client_id(first_header(headers, b"x-request-id") or b"")
-        record, began = RequestRecord(self._new_id(), REALTIME_PATH, client_id=its_id), sessions.clock()
+        record = RequestRecord(self._new_id(), REALTIME_PATH, client_id=its_id)
+        record.began_at = sessions.clock()
         status = _BUG
         try:
             status = await self._serve(websocket, headers, record)
@@ -80,7 +81,7 @@ class RealtimeRoute:
             sessions.refused()
             await _deny(websocket, answer, record)
         finally:
-            sessions.over(record, status, began)
+            sessions.over(record, status)
 
     async def _serve(self, websocket: WebSocket, headers: Headers, record: RequestRecord) -> int:
         sessions = self._sessions

@@ -78,7 +78,8 @@ class RequestContextMiddleware:
             return
         headers: Headers = tuple(scope.get("headers", ()))
         its_id = client_id(first_header(headers, b"x-request-id") or b"")
-        start, record = self._clock(), RequestRecord(self._new_id(), path, client_id=its_id)
+        record = RequestRecord(self._new_id(), path, client_id=its_id)
+        record.began_at = self._clock()
         scope[_KEY] = record
         outgoing = _SendWithHeaders(send, record)
         status: int | None = _BUG
@@ -89,7 +90,7 @@ class RequestContextMiddleware:
         except ClientDisconnect:  # there is nobody left to answer
             status = CLIENT_CLOSED_REQUEST
         finally:
-            record.over(status or outgoing.status or _BUG, self._clock() - start)
+            record.over(status or outgoing.status or _BUG, self._clock() - record.began_at)
             if span is not None:
                 span.end()
             self._request_over(record)

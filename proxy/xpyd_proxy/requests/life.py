@@ -27,7 +27,6 @@ class RequestLife:
         "of",
         "record",
         "span",
-        "started_at",
         "state",
     )
 
@@ -40,7 +39,7 @@ class RequestLife:
         self.record = record
         self.span = span
         clock = of.clock
-        self.started_at = record.began_at = clock()  # seconds
+        record.began_at = clock()
 
     def on(self, event: RequestEvent) -> None:
         """Take a step of the table (requests/lifecycle.py); a step that is not in it is a bug, and raises KeyError."""
@@ -48,7 +47,7 @@ class RequestLife:
 
     def elapsed_s(self) -> float:
         """Return the seconds since the request's head came."""
-        return self.of.clock() - self.started_at
+        return self.of.clock() - self.record.began_at
 
     @property
     def is_running(self) -> bool:

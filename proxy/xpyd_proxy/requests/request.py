@@ -342,7 +342,7 @@ class Request:
         life.end()
         self._plan = self._dispatch = self._array = client.replay = None  # the connection keeps us until its next one
         self._head = _NO_HEAD
-        life.record.over(status, of.clock() - life.started_at)
+        life.record.over(status, of.clock() - life.record.began_at)
         try:
             of.over(self)
             ticket, self._ticket = self._ticket, None

@@ -171,8 +171,8 @@ def probing(found):
         ],
     ]
     what = f"""
-    Every router probes every engine every {PROBE_S} s (`health_check_interval_s`), asks {WHOLE_PROBES_S} engines a second
-    for their models and version, and reads every decode engine's metrics every {INFLOW_S} s."""
+    Every router probes every engine every {PROBE_S} s (`health_check_interval_s`), asks {WHOLE_PROBES_S} engines
+    a second for their models and version, and reads every decode engine's metrics every {INFLOW_S} s."""
     then = f"""
     That grows with routers times engines: with {routers} routers a `health_check_interval_s` of 30 to 60 is enough, for
     requests tell sooner than probes do."""

@@ -75,8 +75,9 @@ class LeaseManager:
         names = list(requests)
         lost = [request for request in names if not self.leases.renew(request, conn, now=now)]
         self._counters.count("leases_renewed", len(names) - len(lost))
-        for request in set(names).difference(lost):
-            self._counters.note(request, TimelineStep.LEASE_RENEWED, now)
+        if self._counters.keeps_events:
+            for request in set(names).difference(lost):
+                self._counters.note(request, TimelineStep.LEASE_RENEWED, now)
         self._counters.count("foreign_messages", sum(request in self.leases for request in lost))
         return lost
 

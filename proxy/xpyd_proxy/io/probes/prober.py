@@ -1,4 +1,4 @@
-"""Asks every engine again and again whether it lives, and at times what it is, and those that are drained what they keep."""
+"""Asks every engine again and again whether it lives and, less often, what it is; drained ones, what they keep."""
 
 import asyncio
 import logging

@@ -142,7 +142,7 @@ class RealtimeSessions:
             self._check_named(model, usable)
             among = [one for one in usable if one.id not in failed] or usable
             instance = self.fleet.one(among, RoutingHints(model, again=bool(failed)))
-            record.decode = LegRecord(instance.id)
+            record.decode = LegRecord(instance.id, None, self.clock())
             try:
                 return await self._open_at(instance, passed, record)
             except EngineError as error:
@@ -163,9 +163,9 @@ class RealtimeSessions:
         )
         session.end = await relay.run()
 
-    def over(self, record: RequestRecord, status: int, began: float) -> None:
+    def over(self, record: RequestRecord, status: int) -> None:
         """The offer of a session, or a session, is over: write its line, and count it."""
-        record.over(status, self.clock() - began)
+        record.over(status, self.clock() - record.began_at)
         self.telemetry.request_over(record)
 
     def refused(self) -> None:

@@ -223,7 +223,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             (discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]),
             (*crew.running(), *[each.running() for each in peers]),
         )
-        return examiner, engines, releaser, checks, *looking, reloads.running(), *others, requests
+        return examiner, engines, releaser, *looking, reloads.running(), *others, requests
 
     explainer = Explainer(
         fleet.rehearsal,

@@ -4,7 +4,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from typing import Final, Self, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import httpx
 import msgspec
@@ -21,7 +21,6 @@ from xpyd_proxy.io.wire.connection_guard import Guard
 
 T = TypeVar("T")
 NextBytes: TypeAlias = Callable[[float], Awaitable[bytes]]  # within so many seconds
-_ONE_LOOK_S: Final = 0.5  # seconds a connection is kept: for the next question of a look, not for the next look
 # What gets through httpx when a connection is reset as it opens: anyio asks a uvloop transport for a socket that it no
 # longer has. Seen once in a dozen resets.
 _RESET_AT_ONCE: Final = (ConnectionError, AttributeError)
@@ -56,7 +55,11 @@ class _Version(msgspec.Struct):
 
 
 class HttpChecks:
-    """Opens a new connection for each look: to accept one is part of living. Use it as a context manager."""
+    """Opens a new connection for each look: to accept one is part of living.
+
+    Each look has a pool of its own, for httpcore's searches through all of its connections with every request, and
+    again for each that is idle: 2,000 engines in one pool took a whole core.
+    """
 
     def __init__(
         self,
@@ -67,37 +70,31 @@ class HttpChecks:
         transport: httpx.AsyncBaseTransport | None = None,
         guard: Guard | None = None,
     ) -> None:
-        if transport is None:
-            limits = httpx.Limits(keepalive_expiry=_ONE_LOOK_S)
-            transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False)
-            transport = transport if guard is None else _GuardedTransport(transport, guard)
         self._timeout_s = timeout_s
         self._headers = headers  # the key of the pool, if it wants one
-        # Without a client in front of it: its cookies, redirects and logins, which no probe needs, take a third of one.
-        self._transport: httpx.AsyncBaseTransport = transport
+        self._tls = httpx.create_ssl_context(verify) if isinstance(verify, bool) else verify
+        self._given = transport
+        self._guard = guard
 
-    async def __aenter__(self) -> Self:
-        return self
+    @asynccontextmanager
+    async def _connected(self) -> AsyncGenerator[httpx.AsyncBaseTransport]:
+        """Give the transport of one look.
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._transport.aclose()
+        There is no client in front of it: its cookies, redirects and logins, which no probe needs, take a third of one.
+        """
+        if self._given is not None:
+            yield self._given
+            return
+        async with httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False) as transport:
+            yield transport if self._guard is None else _GuardedTransport(transport, self._guard)
 
     async def look(self, instance: Instance, *, is_whole: bool = True) -> EngineCapabilities:
         """Ask whether it lives, then, in a whole look, what it is. Raises ProbeFailed: it does not live."""
-        status, _ = await self._get(instance, "/health")
-        if status != 200:
-            raise ProbeInvalid(f"answers /health with status {status}")
-        if not is_whole:
-            return EngineCapabilities()
-        status, body = await self._get(instance, "/v1/models")
-        if status >= 500:
-            raise ProbeInvalid(f"answers /v1/models with status {status}")
-        cards = _read(body, _ModelCards).data if status == 200 else None
-        models = None if cards is None else frozenset(card.id for card in cards)
-        adapters = None if cards is None else frozenset(card.id for card in cards if card.parent is not None)
-        status, body = await self._get(instance, "/version")
-        version = _read(body, _Version).version if status == 200 else None
-        return EngineCapabilities(models, version, adapters=adapters)
+        async with self._connected() as transport:
+            status, _ = await self._get(transport, instance, "/health")
+            if status != 200:
+                raise ProbeInvalid(f"answers /health with status {status}")
+            return await self._capabilities(transport, instance) if is_whole else EngineCapabilities()
 
     async def numbers(self, instance: Instance) -> Numbers:
         """Read its metrics; without any, all is unknown. Raises ProbeFailed: it does not answer."""
@@ -105,13 +102,15 @@ class HttpChecks:
 
     async def metrics(self, instance: Instance) -> bytes:
         """Return its metrics as it writes them; nothing, if it has none. Raises ProbeFailed: it does not answer."""
-        status, body = await self._get(instance, "/metrics")
-        return body if status == 200 else b""
+        async with self._connected() as transport:
+            status, body = await self._get(transport, instance, "/metrics")
+            return body if status == 200 else b""
 
     async def timeline(self, instance: Instance, name: str) -> bytes | None:
         """Return what the engine noted of a request; None: it keeps no timelines. Raises ProbeFailed."""
-        status, body = await self._get(instance, f"/v1/xpyd/requests/{name}")
-        return body if status == 200 else None
+        async with self._connected() as transport:
+            status, body = await self._get(transport, instance, f"/v1/xpyd/requests/{name}")
+            return body if status == 200 else None
 
     @asynccontextmanager
     async def open(self, instance: Instance, path: str) -> AsyncGenerator[tuple[int, NextBytes]]:
@@ -119,25 +118,37 @@ class HttpChecks:
 
         Raises ProbeFailed, as reading does, which takes the seconds that it may wait.
         """
-        with _failures(path, self._timeout_s):
-            async with asyncio.timeout(self._timeout_s):
-                response = await self._transport.handle_async_request(self._request(instance, path))
-        async with aclosing(response):
-            _check_coding(response, path)
-            pieces = response.aiter_raw()
+        async with self._connected() as transport:
+            with _failures(path, self._timeout_s):
+                async with asyncio.timeout(self._timeout_s):
+                    response = await transport.handle_async_request(self._request(instance, path))
+            async with aclosing(response):
+                _check_coding(response, path)
+                pieces = response.aiter_raw()
 
-            async def read(patience_s: float) -> bytes:
-                with _failures(path, patience_s):
-                    async with asyncio.timeout(patience_s):
-                        return await anext(pieces, b"")
+                async def read(patience_s: float) -> bytes:
+                    with _failures(path, patience_s):
+                        async with asyncio.timeout(patience_s):
+                            return await anext(pieces, b"")
 
-            yield response.status_code, read
+                yield response.status_code, read
 
-    async def _get(self, instance: Instance, path: str) -> tuple[int, bytes]:
+    async def _capabilities(self, transport: httpx.AsyncBaseTransport, instance: Instance) -> EngineCapabilities:
+        status, body = await self._get(transport, instance, "/v1/models")
+        if status >= 500:
+            raise ProbeInvalid(f"answers /v1/models with status {status}")
+        cards = _read(body, _ModelCards).data if status == 200 else None
+        models = None if cards is None else frozenset(card.id for card in cards)
+        adapters = None if cards is None else frozenset(card.id for card in cards if card.parent is not None)
+        status, body = await self._get(transport, instance, "/version")
+        version = _read(body, _Version).version if status == 200 else None
+        return EngineCapabilities(models, version, adapters=adapters)
+
+    async def _get(self, transport: httpx.AsyncBaseTransport, instance: Instance, path: str) -> tuple[int, bytes]:
         with _failures(path, self._timeout_s):
             async with (
                 asyncio.timeout(self._timeout_s),
-                aclosing(await self._transport.handle_async_request(self._request(instance, path))) as response,
+                aclosing(await transport.handle_async_request(self._request(instance, path))) as response,
             ):
                 _check_coding(response, path)
                 too_long = ProbeInvalid(f"answers {path} without end")
@@ -199,7 +210,3 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
                 return await self._transport.handle_async_request(request)
         request.url = url.copy_with(host=places[-1])
         return await self._transport.handle_async_request(request)
-
-    async def aclose(self) -> None:
-        """Close it."""
-        await self._transport.aclose()

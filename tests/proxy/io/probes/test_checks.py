@@ -1,11 +1,13 @@
 """Looking at one engine."""
 
 import asyncio
+import contextlib
 import gzip
 
 import httpx
 import pytest
 
+from support.sim import until_async
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.engine_metrics import Numbers
@@ -37,23 +39,21 @@ def checks(answers, **options):
 
 async def test_an_engine_that_lives_says_what_it_is():
     """Its models with their adapters, and its version."""
-    async with checks(GOOD) as look:
-        assert await look.look(D) == EngineCapabilities(
-            frozenset({"m", "lora"}), "0.32.0", adapters=frozenset({"lora"})
-        )
+    look = checks(GOOD)
+    assert await look.look(D) == EngineCapabilities(frozenset({"m", "lora"}), "0.32.0", adapters=frozenset({"lora"}))
 
 
 async def test_a_look_that_is_not_whole_asks_one_question():
     """What the engine is stays what it was."""
-    async with checks({"/health": (200, ""), "/v1/models": (500, "")}) as look:
-        assert await look.look(D, is_whole=False) == EngineCapabilities()
+    look = checks({"/health": (200, ""), "/v1/models": (500, "")})
+    assert await look.look(D, is_whole=False) == EngineCapabilities()
 
 
 async def test_a_simulated_engine_lives():
     """The shapes are vLLM's."""
-    async with HttpChecks(timeout_s=1, transport=httpx.ASGITransport(Sim("decode", model="m"))) as look:
-        assert await look.look(D) == EngineCapabilities(frozenset({"m"}), "0.32.0", adapters=frozenset())
-        assert await look.numbers(D) == Numbers(kv_usage=0)
+    look = HttpChecks(timeout_s=1, transport=httpx.ASGITransport(Sim("decode", model="m")))
+    assert await look.look(D) == EngineCapabilities(frozenset({"m"}), "0.32.0", adapters=frozenset())
+    assert await look.numbers(D) == Numbers(kv_usage=0)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ async def test_a_simulated_engine_lives():
 )
 async def test_what_it_does_not_tell_is_unknown_and_no_illness(changes, facts):
     """A pool that wants a key we do not have still serves clients who have one."""
-    async with checks(GOOD | changes) as look:
-        assert await look.look(D) == facts
+    look = checks(GOOD | changes)
+    assert await look.look(D) == facts
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ async def test_what_it_does_not_tell_is_unknown_and_no_illness(changes, facts):
 )
 async def test_an_engine_that_does_not_live_is_sick_of_something(changes, said, silent):
     """In words without its address, for clients read them; and to answer badly is not to be silent."""
-    async with checks(GOOD | changes) as look:
-        with pytest.raises(ProbeFailed) as caught:
-            await look.look(D)
+    look = checks(GOOD | changes)
+    with pytest.raises(ProbeFailed) as caught:
+        await look.look(D)
 
     assert said in str(caught.value)
     assert "secret" not in str(caught.value)
@@ -98,8 +98,42 @@ async def test_an_engine_that_does_not_live_is_sick_of_something(changes, said, 
 
 async def test_an_engine_without_metrics_shows_nothing():
     """Then the drain goes by time."""
-    async with checks(GOOD) as look:
-        assert await look.numbers(D) == Numbers()
+    look = checks(GOOD)
+    assert await look.numbers(D) == Numbers()
+
+
+class Counted:
+    """An engine over TCP that counts its connections."""
+
+    def __init__(self):
+        self.opened = self.asked = 0
+        self.open = set()
+
+    async def serve(self, reader, writer):
+        self.opened += 1
+        self.open.add(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                self.asked += 1
+                path = head.split()[1].decode()
+                status, body = GOOD[path]
+                writer.write(f"HTTP/1.1 {status} OK\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        self.open.discard(writer)
+        writer.close()
+
+
+async def test_a_look_is_one_connection_that_ends_with_it():
+    """Those of thousands of engines in one pool cost each look a search through all of them."""
+    engine = Counted()
+    async with await asyncio.start_server(engine.serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        instance = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "127.0.0.1", port))
+        look = HttpChecks(timeout_s=5)
+        for _ in range(3):
+            assert (await look.look(instance)).version == "0.32.0"
+            await until_async(lambda: not engine.open)
+
+    assert (engine.opened, engine.asked) == (3, 9)
 
 
 async def test_probes_show_the_key_of_their_pool():
@@ -111,8 +145,8 @@ async def test_probes_show_the_key_of_their_pool():
         return httpx.Response(200, json={"data": [], "version": "1"})
 
     headers = {Role.DECODE: ((b"authorization", b"Bearer k"),)}
-    async with HttpChecks(timeout_s=1, headers=headers.__getitem__, transport=httpx.MockTransport(handle)) as look:
-        await look.look(D)
+    look = HttpChecks(timeout_s=1, headers=headers.__getitem__, transport=httpx.MockTransport(handle))
+    await look.look(D)
 
     assert set(seen) == {"Bearer k"}
 
@@ -126,10 +160,10 @@ async def test_a_packed_answer_is_refused_before_it_is_unpacked():
         asked.append(request.headers["accept-encoding"])
         return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(packed))
 
-    async with HttpChecks(timeout_s=1, transport=httpx.MockTransport(handle)) as look:
-        with pytest.raises(ProbeFailed, match="answers /metrics with a content coding, and none was asked for"):
-            await look.metrics(D)
-        with pytest.raises(ProbeFailed, match="answers /health with a content coding"):
-            await look.look(D)
+    look = HttpChecks(timeout_s=1, transport=httpx.MockTransport(handle))
+    with pytest.raises(ProbeFailed, match="answers /metrics with a content coding, and none was asked for"):
+        await look.metrics(D)
+    with pytest.raises(ProbeFailed, match="answers /health with a content coding"):
+        await look.look(D)
 
     assert asked == ["identity"] * 2

@@ -32,7 +32,7 @@ async def following(*targets, index=None, transport=None, **pauses):
     pauses = {"pause_s": 0.01, "refused_s": 0.05} | pauses
     index = CacheIndex() if index is None else index
     follower = KvEventFollower(registry, checks, index, counters, lambda: 0.5, **pauses)
-    async with checks, follower.running():
+    async with follower.running():
         yield follower
 
 

@@ -71,7 +71,7 @@ async def test_a_name_that_leads_elsewhere_a_moment_later_changes_nothing():
         instance = Instance(InstanceId("decode-0"), Role.DECODE, at("engine.invalid", port))
         looked = guard(Names(*[["127.0.0.1"]] * 4, ["169.254.169.254"]))
         legs, checks = both(looked)
-        async with legs, checks:
+        async with legs:
             assert (await legs.models(instance, ())).status == 200
             assert (await checks.look(instance)).models
             other = Instance(InstanceId("decode-1"), Role.DECODE, at("rebound.invalid", port))
@@ -94,7 +94,7 @@ async def test_the_host_that_an_engine_is_told_is_the_name():
         port = engine.rpartition(":")[2]
         instance = Instance(InstanceId("decode-0"), Role.DECODE, at("engine.invalid", port))
         legs, checks = both(guard(Names(["127.0.0.1"])))
-        async with legs, checks:
+        async with legs:
             await legs.models(instance, ())
             await checks.metrics(instance)
 
@@ -109,7 +109,7 @@ async def test_a_name_that_leads_nowhere_cannot_be_reached():
 
     instance = Instance(InstanceId("decode-0"), Role.DECODE, at("gone.invalid"))
     legs, checks = both(guard(nowhere))
-    async with legs, checks:
+    async with legs:
         with pytest.raises(EngineError, match="decode-0 cannot be reached"):
             await legs.models(instance, ())
         with pytest.raises(ProbeFailed, match="cannot be reached"):

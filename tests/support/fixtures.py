@@ -42,9 +42,9 @@ def engines(fleet, model, reference):
         **{f"p{i}": engine_spec(f"p{i}", model, role=Role.PREFILL, connector=Connector.XPYD) for i in (0, 1)},
         **{f"d{i}": engine_spec(f"d{i}", model, role=Role.DECODE, connector=Connector.XPYD) for i in (0, 1)},
     }
-    children = [start_engine(fleet, spec) for spec in specs.values()]
-    fleet.wait_ready(children, timeout_s=300)
-    return SimpleNamespace(**specs, reference=reference)
+    children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
+    fleet.wait_ready(children.values(), timeout_s=300)
+    return SimpleNamespace(**specs, reference=reference, pids={name: child.pid for name, child in children.items()})
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,7 @@ class Front:
         try:
             with self.open() as client:
                 return client.send(request()).answer().status == 200
-        except ConnectionError:  # one too many: it was closed at once
+        except (ConnectionError, ssl.SSLEOFError):  # one too many: it was closed at once, or in its TLS handshake
             return False
 
 

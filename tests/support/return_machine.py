@@ -172,9 +172,10 @@ class ReturnMachine(RuleBasedStateMachine):
             return
         self.heal()
         self.world.run()
-        self.world.d.end_step()
-        self.world.d.look_up(now=self.world.now)
-        self.world.run(seconds=3 * LEASE, step=2.0)
+        for _ in range(2):  # a question may come after the first look, and D's engine thread would be woken for it
+            self.world.d.end_step()
+            self.world.d.look_up(now=self.world.now)
+            self.world.run(seconds=3 * LEASE, step=2.0)
         self.what_was_read_is_the_prompts()
         for request in list(self.asked):
             self.end(request)

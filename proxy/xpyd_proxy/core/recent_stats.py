@@ -54,8 +54,7 @@ class RollingSeries:
             self._failed[place] += len(values)
         self._totals[place] += fsum(values)
         worst = max(values)
-        if worst > self._worst[place]:
-            self._worst[place] = worst
+        self._worst[place] = max(self._worst[place], worst)
 
     def _begin(self, stamp: int) -> None:
         """Forget what happened SPAN_S seconds before this second, and before those since the latest event."""

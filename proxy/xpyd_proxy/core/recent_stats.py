@@ -53,8 +53,7 @@ class RollingSeries:
         if failed:
             self._failed[place] += len(values)
         self._totals[place] += fsum(values)
-        worst = max(values)
-        self._worst[place] = max(self._worst[place], worst)
+        self._worst[place] = max(self._worst[place], *values)
 
     def _begin(self, stamp: int) -> None:
         """Forget what happened SPAN_S seconds before this second, and before those since the latest event."""

@@ -177,7 +177,7 @@ def test_a_pod_of_an_engine_of_several_waits_for_its_leader(monkeypatch):
     assert ("drained after" in said, "not drained" in said, engine.asked) == (True, False, 4)
     assert "drained after" in gone
     assert "not drained" not in gone
-    assert took < 5
+    assert took < 15  # of 20
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

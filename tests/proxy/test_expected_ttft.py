@@ -217,7 +217,7 @@ async def ask(client, number):
 
 async def idle(client):
     """Wait until no engine has a request."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while any(row["in_flight"] for row in (await client.get("/instances", headers=KEY)).json()["instances"]):
             await asyncio.sleep(0)
 

@@ -11,6 +11,11 @@ import pytest
 
 from support.sim import InMemory, sims, until_async
 from xpyd_proxy.app import Router, build
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.load_exchange import LoadExchange
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import RequestId, Role
+from xpyd_proxy.core.peer_introductions import PeerIntroductions
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.live import check
 from xpyd_proxy.settings import PolicyName, Settings
@@ -136,6 +141,26 @@ async def test_a_router_with_another_secret_is_not_heard_and_is_counted():
 
         assert found.heard(0) == 0
         assert found.told(0) == [0, 0]
+
+
+async def test_what_a_router_that_has_gone_had_sent_is_not_taken_in_by_one_that_starts():
+    """Somebody repeats it: tag and time are good, but its router does not know that this one began."""
+    async with fleet(1, 1) as found:
+        router = found.routers[0]
+        registry, name = Registry(), b"gone" * 2
+        member = registry.add(Role.PREFILL, Address("http", "p0", 80))
+        registry.member(member.id).load.enter(RequestId("r"))
+        introductions = PeerIntroductions(name, SECRET.encode())
+        exchange = LoadExchange(registry, name, SECRET.encode(), introductions)
+        wall = time.time()  # noqa: TID251 (as the router's own)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            for data in (introductions.datagram(wall=wall), *exchange.datagrams(now=0.0, wall=wall)):
+                sender.sendto(data, ("127.0.0.1", router.requests.settings.peer_port))
+            counters = router.telemetry.counters
+            await until_async(lambda: counters.peer_datagrams["unknown",] > 0, seconds=30)
+
+        assert found.told(0) == [0]
+        assert counters.peer_datagrams["tag",] == counters.peer_datagrams["clock",] == 0
 
 
 async def test_engines_are_not_asked_for_reports_of_their_load():

@@ -18,4 +18,5 @@ def test_the_quick_simulation_writes_numbers_and_a_page(tmp_path):
     page = (tmp_path / "f.md").read_text()
     assert page.startswith("# A simulated fleet\n")
     assert all(f"`{name}`" in page for name in found["choices"]["one revision"])
-    assert page.count("\n## ") == 5
+    assert page.count("\n## ") == 6
+    assert set(found["shared"]) == {"1", "2", "pods"}

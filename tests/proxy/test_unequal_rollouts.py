@@ -1,4 +1,7 @@
-"""Rollouts of 4P/16D and 16P/4D while clients ask: a whole router in memory, and simulated engines."""
+"""Rollouts of 4P/16D and 16P/4D while clients ask: a whole router in memory, and simulated engines.
+
+core/routing/test_unequal_rollout.py has the same for all policies, and how it was when P was chosen first.
+"""
 
 import asyncio
 import re
@@ -11,7 +14,8 @@ from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.rules import expected_text
 
 OPEN = Settings(admin_key="secret", health_check_interval_s=0.0)
-BURST = 24  # requests at the same time, between two pods that come or go
+BURST = 12  # requests at the same time, while a pod comes or goes
+CALM = 80  # requests before the next one comes: five for each engine of the larger pool
 
 
 async def _change(client, verb, body):
@@ -47,35 +51,59 @@ async def ask(client, number):
     return response.headers["server-timing"]
 
 
-@pytest.mark.parametrize(("x", "y"), [(4, 16), (16, 4)])
-async def test_no_request_fails_and_no_pair_is_mixed(x, y):
-    """Pods of both pools take equally long, so the smaller pool is through when the larger one has begun."""
-    old = {role: [f"{role}{n}" for n in range(count)] for role, count in (("p", x), ("d", y))}
-    new = {role: [f"{role}{n}" for n in range(count, 2 * count)] for role, count in (("p", x), ("d", y))}
-    timings, alone = [], Counter()
-    async with router(sims(2 * x, 2 * y), OPEN) as client:
+# The sizes of both pools, and how long a pod of each takes to start. With equal times the smaller pool is through when
+# the larger one has begun.
+ROLLOUTS = [((4, 16), (1, 1)), ((4, 16), (1, 4)), ((16, 4), (1, 1)), ((16, 4), (4, 1))]
+
+
+def changes(sizes, startups):
+    """List which pod comes or goes, by Deployments that surge by one: the old pod goes when the new one has come."""
+    turns = [(startups[side] * (n + 1), side, n) for side in (0, 1) for n in range(sizes[side])]
+    found = [(at + late, what, "pd"[side], n) for at, side, n in turns for late, what in ((0, "come"), (0.1, "go"))]
+    return [one[1:] for one in sorted(found)]
+
+
+def excess(timings, sizes):
+    """Return how many requests the busiest engine got beyond 1.5 times its fair share."""
+    found = [re.findall(rf'{role};desc="([^"]+)"', " ".join(timings)) for role in ("prefill", "decode")]
+    requests = max(map(len, found))
+    return max(max(Counter(names).values()) - 1.5 * requests / size for names, size in zip(found, sizes, strict=True))
+
+
+@pytest.mark.parametrize(("sizes", "startups"), ROLLOUTS, ids=str)
+async def test_no_request_fails_no_pair_is_mixed_and_no_engine_gets_far_more_than_its_share(sizes, startups):
+    """One pod after the other, with requests while it comes, while its predecessor goes, and in between."""
+    timings, beyond = [], []
+    async with router(sims(*(2 * size for size in sizes)), OPEN) as client:
         fleet = Fleet(client)
         rows = (await client.get("/instances", headers={"x-api-key": "secret"})).json()["instances"]
         for row in rows:
             await _change(client, "remove", {"id": row["id"]})
-        for name in (*old["p"], *old["d"]):
-            await fleet.add(name, "v1")
-        for step in range(max(x, y)):
-            for role in ("p", "d"):
-                if step >= len(old[role]):
-                    continue
-                asking = [asyncio.create_task(ask(client, f"{step} {role} {n}")) for n in range(BURST)]
-                await fleet.add(new[role][step], "v2")
-                await fleet.remove(old[role][step])
-                timings += await asyncio.gather(*asking)
+        size_of = dict(zip("pd", sizes, strict=True))
+        for role, size in size_of.items():
+            for n in range(size):
+                await fleet.add(f"{role}{n}", "v1")
+        for step, (what, role, n) in enumerate(changes(sizes, startups)):
+            asking = [asyncio.create_task(ask(client, f"{step} {one}")) for one in range(BURST)]
+            if what == "come":
+                await fleet.add(f"{role}{n + size_of[role]}", "v2")
+            else:
+                await fleet.remove(f"{role}{n}")
+            timings += await asyncio.gather(*asking)
+            if what == "go":
+                calm = [await ask(client, f"{step} {one}") for one in range(CALM)]
+                beyond.append(excess(calm, sizes))
+                timings += calm
         stats = (await client.get("/stats")).json()
 
-    assert len(timings) == (x + y) * BURST
+    assert len(timings) == sum(sizes) * (2 * BURST + CALM)
+    alone = Counter()
     for timing in timings:
         engines = re.findall(r'(?:prefill|decode);desc="([^"]+)"', timing)
         assert len({fleet.revisions[name] for name in engines}) == 1
         alone.update(re.findall(r'reason;desc="([^"]+)"', timing))
     assert set(alone) == {"few_matching_engines"}
+    assert max(beyond) < 1  # it may have been its turn
     assert stats["failures"] == []
     assert stats["groups"] == []
 

@@ -61,7 +61,7 @@ class Crew(RouterProcess):
                 self.terminate()
                 time.sleep(0.05)
         try:
-            self.child.wait(timeout=10)
+            self.child.wait(timeout=60)
         finally:
             self.child.kill()
             for pid in filter(is_alive, self.pids):

@@ -28,6 +28,13 @@ POLICIES = {
 }
 
 
+class Everybody:
+    """Stands where a router knows which others are there; here all have been there before the first datagram."""
+
+    def admits(self, _router, /, *, now):
+        return True
+
+
 class OneRouter:
     """What one router knows."""
 
@@ -35,7 +42,8 @@ class OneRouter:
         self.registry = Registry()
         self.instances = [self.registry.add(Role.PREFILL, Address("http", f"p{i}", 8000)) for i in range(engines)]
         self.place = {instance.id: place for place, instance in enumerate(self.instances)}
-        self.exchange = LoadExchange(self.registry, number.to_bytes(8, "big"), b"s") if exchanges else None
+        name = number.to_bytes(8, "big")
+        self.exchange = LoadExchange(self.registry, name, b"s", Everybody()) if exchanges else None
         self.policy = POLICIES[policy](Loads(self.registry, clock).of, dice.randrange(1 << 16), dice)
         self.pace, self.is_waiting = SendPace(), False
 

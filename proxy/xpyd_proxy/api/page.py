@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 
-from xpyd_proxy.api.stepped import in_steps
+from xpyd_proxy.api.stepped import in_steps, in_turns
 from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.status import Snapshot, Status
@@ -58,7 +58,7 @@ def page_routes(
     @router.get("/stats", dependencies=[Depends(onlookers.browsers)], response_model=Snapshot)
     async def stats() -> Response:
         """Give the numbers of the status page."""
-        body = msgspec.json.encode(status.now(await everybody()))
+        body = msgspec.json.encode(await in_turns(status.in_steps(await everybody())))
         return Response(body, headers=PAGE_HEADERS, media_type="application/json")
 
     @router.get("/metrics", dependencies=[Depends(onlookers.scrapers)], response_class=PlainTextResponse)

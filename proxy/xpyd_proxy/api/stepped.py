@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Generator, Iterable
+from typing import Final, TypeVar
 
+T = TypeVar("T")
 _PIECE: Final = 64 * 1024  # bytes that are sent at a time: each sending costs as much as several steps
 _TURN_S: Final = 0.0015  # seconds of steps after which others have their turn; a turn of a busy event loop takes longer
 
@@ -27,3 +28,17 @@ async def in_steps(pieces: Iterable[bytes], clock: Callable[[], float] = time.pe
             began = clock()
     if size:
         yield b"".join(held)
+
+
+async def in_turns(steps: Generator[None, None, T], clock: Callable[[], float] = time.perf_counter) -> T:
+    """Return what steps lead to; the event loop is held for ``_TURN_S`` and the rest of a step."""
+    began = clock()
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        if clock() - began >= _TURN_S:
+            await asyncio.sleep(0)
+            began = clock()

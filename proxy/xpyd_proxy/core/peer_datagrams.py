@@ -28,6 +28,7 @@ class DatagramFault(StrEnum):
     TAG = "tag"  # it was made with another secret
     CLOCK = "clock"  # it is old, or the clocks of the hosts differ
     LATE = "late"  # newer ones came before it
+    UNKNOWN = "unknown"  # its router has not named this one yet: core/peer_introductions.py
     TOO_MANY = "too_many"  # routers, or what one of them tells of
 
 

@@ -14,10 +14,11 @@ from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.quota_exchange import QUOTAS, QuotaExchange
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.load_exchange import LoadExchange, SendPace
+from xpyd_proxy.core.fleet.load_exchange import LOADS, LoadExchange, SendPace
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault
+from xpyd_proxy.core.peer_introductions import INTRODUCTIONS, PeerIntroductions
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.settings import Settings
@@ -25,6 +26,7 @@ from xpyd_proxy.settings import Settings
 logger = logging.getLogger(__name__)
 _REPEAT_S: Final = 1.0
 _RESOLVE_S: Final = 5.0
+_INTRODUCE_S: Final = 0.05  # after a router was heard for the first time; several may start at once
 _LEAST_SECRET: Final = 16  # characters
 _SENT: Final = ("sent",)
 _LOST: Final = ("send_failed",)
@@ -42,6 +44,7 @@ class RouterPeers(asyncio.DatagramProtocol):
         names: Sequence[Address],
         counters: Counters,
         *,
+        introductions: PeerIntroductions,
         listen: tuple[str, int],
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,  # noqa: TID251 (hosts have no other clock in common)
@@ -50,8 +53,10 @@ class RouterPeers(asyncio.DatagramProtocol):
 
         ``clock``: seconds that only rise; ``wall``: seconds since 1970.
         """
+        self._introductions = introductions
         self._exchange = exchange
         self._quotas = quotas
+        self._receivers = {INTRODUCTIONS: introductions.receive, QUOTAS: quotas.receive}  # the others are loads
         self._admission = admission
         self._names = names
         self._listen = listen
@@ -64,6 +69,7 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._unresolved: frozenset[str] = frozenset()  # names that were logged
         self._pace = SendPace()
         self._timer: asyncio.Handle | None = None
+        self._introducing: asyncio.Handle | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -84,8 +90,9 @@ class RouterPeers(asyncio.DatagramProtocol):
                 yield
         finally:
             self._transport = None
-            if self._timer is not None:
-                self._timer.cancel()
+            for timer in (self._timer, self._introducing):
+                if timer is not None:
+                    timer.cancel()
             transport.close()
 
     def changed(self, instance: InstanceId) -> None:
@@ -99,8 +106,10 @@ class RouterPeers(asyncio.DatagramProtocol):
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:  # noqa: ARG002 (the tag says who it is)
         """Take in what another router says."""
         before = self._exchange.peers
-        receive = self._quotas.receive if data.startswith(QUOTAS) else self._exchange.receive
+        receive = self._receivers.get(data[: len(LOADS)], self._exchange.receive)
         fault = receive(data, now=self._clock(), wall=self._wall())
+        if self._introductions.has_news and self._introducing is None and self._transport is not None:
+            self._introducing = asyncio.get_running_loop().call_later(_INTRODUCE_S, self._introduce)
         self._count(_RECEIVED if fault is None else (fault.value,))
         if self._exchange.peers > before:
             logger.info("another router of the fleet is heard: %d now", self._exchange.peers)
@@ -109,12 +118,20 @@ class RouterPeers(asyncio.DatagramProtocol):
         """Count what did not reach a router."""
         self._count(_LOST)
 
+    def _introduce(self) -> None:
+        """Tell the others whom this router hears: they take nothing in from it before."""
+        self._introducing = None
+        self._send_all([self._introductions.datagram(wall=self._wall())])
+
     async def _repeat(self) -> None:
         if silent := self._exchange.expire(now=self._clock()):
             logger.info("%d of the fleet's routers are silent: their requests do not count any more", silent)
         self._quotas.expire(now=self._clock())
+        self._introductions.expire(now=self._clock())
         self._counters.peers["heard",], self._counters.peers["known",] = self._exchange.peers, self._known
         self._set_share()
+        if self._introducing is None:
+            self._introduce()
         if self._timer is None:
             self._send()
         if self._admission.limits.share_limits:
@@ -172,9 +189,12 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._unresolved = frozenset(unresolved)
         found = dict.fromkeys(place for places in self._places.values() for place in places)
         targets = list(found)[:MOST_PEERS]
-        if set(targets) != set(self._targets):
-            self._exchange.hears_itself = False  # within a second it does, if it is still among them
+        is_new = set(targets) != set(self._targets)
         self._targets = targets
+        if is_new:
+            self._exchange.hears_itself = False  # within a second it does, if it is still among them
+            if self._introducing is None:
+                self._introduce()
 
     def _count(self, key: tuple[str]) -> None:
         self._counters.peer_datagrams[key] += 1
@@ -189,9 +209,11 @@ def peers_of(
     names = [Address.parse(text) for text in settings.peers]
     me, secret = secrets.token_bytes(NAME_BYTES), (settings.peer_secret or "").encode()
     counters.peer_datagrams.update({(word,): 0 for word in ("sent", "received", *DatagramFault)})
-    exchange = LoadExchange(registry, me, secret)
-    quotas = QuotaExchange(admission, me, secret, keyring.names)
-    return RouterPeers(exchange, quotas, admission, names, counters, listen=(settings.host, settings.peer_port))
+    introductions = PeerIntroductions(me, secret)
+    exchange = LoadExchange(registry, me, secret, introductions)
+    quotas = QuotaExchange(admission, me, secret, keyring.names, introductions)
+    listen = settings.host, settings.peer_port
+    return RouterPeers(exchange, quotas, admission, names, counters, introductions=introductions, listen=listen)
 
 
 def check_peers(settings: Settings) -> None:

@@ -1,6 +1,6 @@
 """The numbers of the status page: what the router knows now, and what the last five minutes were like."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,6 +9,7 @@ from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.recent_stats import SPAN_S
 from xpyd_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups
 from xpyd_proxy.core.schemas import Bin
+from xpyd_proxy.core.steps import finish
 from xpyd_proxy.core.workers.reports import Part, Whole, bin_of
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
@@ -18,6 +19,7 @@ _STEPS: Final = SPAN_S // _STEP_S
 _QUIET: Final = Bin(0, 0, None, None)
 _ID_SHOWN: Final = 13  # characters: "xpyd-" and eight digits
 _FAILURES: Final = 50  # that are shown
+_AT_ONCE: Final = 16  # engines in one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +111,48 @@ class Status:
 
     def part(self) -> Part:
         """Return what this process has seen, for whoever adds it up."""
+        return finish(self._part_in_steps())
+
+    def _part_in_steps(self) -> Generator[None, None, Part]:
         now, recent = self._clock(), self._telemetry.recent
         self._telemetry.keep(frozenset(member.instance.id for member in self._engines.members()))
+        legs, span, answers = dict[InstanceId, Bin](), dict[InstanceId, Bin](), dict[InstanceId, Bin]()
+        for number, (name, ring) in enumerate(tuple(recent.legs.items())):
+            if number % _AT_ONCE == 0:
+                yield
+            legs[name], span[name] = ring.last(_MINUTE_S, now=now), ring.last(SPAN_S, now=now)
+        for number, (name, ring) in enumerate(tuple(recent.answers.items())):
+            if number % _AT_ONCE == 0:
+                yield
+            answers[name] = ring.last(SPAN_S, now=now)
+        yield
         rings = {"requests": recent.requests, "ttft": recent.ttft, "gaps": recent.gaps}
         return Part(
             minute={name: ring.last(_MINUTE_S, now=now) for name, ring in rings.items()},
             series={name: ring.bins(now=now, step_s=_STEP_S) for name, ring in rings.items()},
-            legs={name: ring.last(_MINUTE_S, now=now) for name, ring in recent.legs.items()},
-            span={name: ring.last(SPAN_S, now=now) for name, ring in recent.legs.items()},
-            answers={name: ring.last(SPAN_S, now=now) for name, ring in recent.answers.items()},
+            legs=legs,
+            span=span,
+            answers=answers,
             failures=[(now - one.at, _short(one.request), one.where, one.reason) for one in recent.failures],
         )
 
     def now(self, whole: Whole) -> Snapshot:
         """Return what is known now, by all workers."""
+        return finish(self.in_steps(whole))
+
+    def in_steps(self, whole: Whole) -> Generator[None, None, Snapshot]:
+        """Put the same together in steps of some engines, of a millisecond or so each."""
         workers = whole.all
-        parts, in_flight = [self.part(), *(one.part for one in whole.others)], [one.legs for one in workers]
+        own = yield from self._part_in_steps()
+        parts, in_flight = [own, *(one.part for one in whole.others)], [one.legs for one in workers]
+        engines = list[Engine]()
+        for number, member in enumerate(self._engines.members()):
+            if number % _AT_ONCE == 0:
+                yield
+            engines.append(_engine(member, parts, in_flight))
+        yield
+        groups = fleet_groups(self._engines, may_be_alone=self._may_be_alone())
+        yield
         failures = sorted((Failed(*failure) for part in parts for failure in part.failures), key=lambda one: one.ago_s)
         requests, ttft, gaps = (
             bin_of(part.minute.get(name, _QUIET) for part in parts) for name in ("requests", "ttft", "gaps")
@@ -133,8 +161,8 @@ class Status:
             uptime_s=self._clock() - self._start,
             last_minute=Minute(requests.count / _MINUTE_S, requests.failed, ttft.mean, gaps.mean),
             series=_series(parts),
-            instances=[_engine(member, parts, in_flight) for member in self._engines.members()],
-            groups=fleet_groups(self._engines, may_be_alone=self._may_be_alone()),
+            instances=engines,
+            groups=groups,
             queue=QueueStatus(
                 sum(one.waiting for one in workers),
                 sum(one.admitted for one in workers),

@@ -2,6 +2,8 @@
 
 import json
 
+import msgspec
+
 ARGUMENTS = """
 serve Qwen/Qwen3-8B --served-model-name qwen3-8b --host 0.0.0.0 --port 8100 --tensor-parallel-size 1
 --dtype auto --enable-prompt-tokens-details --shutdown-timeout 10 --kv-transfer-config
@@ -66,6 +68,25 @@ LIFE = ("created", "placed", "started", "ready")  # the events of a pod that com
 def line(kind, body):
     """One event of a watch."""
     return json.dumps({"type": kind, "object": body}, separators=(",", ":")).encode()
+
+
+def role_of(number):
+    return "prefill" if number % 2 == 0 else "decode"
+
+
+def pages_of(pods, size=200):
+    """Return the answers to a LIST."""
+    raw = [msgspec.Raw(json.dumps(one, separators=(",", ":")).encode()) for one in pods]
+    cut = [raw[start : start + size] for start in range(0, len(raw), size)]
+    return [
+        msgspec.json.encode(
+            {
+                "metadata": {"resourceVersion": "1", "continue": str(number + 1) if number + 1 < len(cut) else ""},
+                "items": items,
+            }
+        )
+        for number, items in enumerate(cut)
+    ]
 
 
 def _spec(role):

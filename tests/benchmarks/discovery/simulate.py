@@ -20,11 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import msgspec
-
 from benchmarks import page
-from benchmarks.discovery import ready, report
-from benchmarks.discovery.pods import LIFE, line, pod
+from benchmarks.discovery import ready, report, shared_api
+from benchmarks.discovery.pods import LIFE, line, pages_of, pod, role_of
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.pods import read_pod
@@ -58,6 +56,7 @@ SIZES = (10, 100, 1000)  # engines, half of them of each role
 ROUTERS, ENGINES, RATE = 100, 1000, 10_000.0
 SLICES = (28, 250)  # racks of 72 engines, and NVLink domains of 8
 LARGE = 2000  # engines of one router: what one change costs
+BESIDE = (1, 4, 16)  # routers at one API server
 PROMPT = random.Random(1).randbytes(2048).hex().encode()  # 4 KiB of JSON text
 PATH = "/v1/completions"
 
@@ -78,6 +77,7 @@ def main():
         "change": change_of(LARGE if not args.quick else sizes[-1]),
         "beside": asyncio.run(beside_requests(LARGE if not args.quick else sizes[-1])),
         "bytes": wire(sizes[-1]),
+        "shared": shared_api.measure(sizes[-1], routers=(1, 2) if args.quick else BESIDE),
     }
     if not args.quick:
         found["ready"] = ready.measure(LARGE, lost=LARGE // 10, requests_s=50, lasts_s=20.0)
@@ -324,24 +324,6 @@ class Api:
         while True:
             yield await self.lines.get()
             await asyncio.sleep(0)  # as a socket would
-
-
-def pages_of(pods, size=200):
-    raw = [msgspec.Raw(json.dumps(one, separators=(",", ":")).encode()) for one in pods]
-    cut = [raw[start : start + size] for start in range(0, len(raw), size)]
-    return [
-        msgspec.json.encode(
-            {
-                "metadata": {"resourceVersion": "1", "continue": str(number + 1) if number + 1 < len(cut) else ""},
-                "items": items,
-            }
-        )
-        for number, items in enumerate(cut)
-    ]
-
-
-def role_of(number):
-    return "prefill" if number % 2 == 0 else "decode"
 
 
 @asynccontextmanager

@@ -26,7 +26,7 @@ class Connection:
         self.sent.append(message)
 
     async def end(self):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             with suppress(asyncio.CancelledError):
                 await self.task
         assert self.router.is_idle()

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 
-from xpyd_proxy.api.stepped import in_steps
+from xpyd_proxy.api.stepped import in_steps, in_turns
 
 
 class Steps:
@@ -56,3 +56,25 @@ async def test_small_pieces_are_sent_together():
     _, pieces = await turns_of(Steps(100, 0.0, 2_000))
 
     assert [len(piece) for piece in pieces] == [66_000, 66_000, 66_000, 2_000]
+
+
+async def test_a_result_of_many_steps_lets_others_have_their_turn():
+    """As a long answer does."""
+    steps, seen = Steps(100, 0.0005, 10), []
+
+    def work():
+        for _ in steps:
+            yield
+        return steps.done
+
+    async def other():
+        while True:
+            seen.append(steps.done)
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    result = await in_turns(work(), clock=lambda: steps.now)
+    task.cancel()
+
+    assert result == 100
+    assert max(b - a for a, b in itertools.pairwise(seen)) <= 4

@@ -1,5 +1,7 @@
 """The memory of the status page: five minutes, second by second, and never more."""
 
+import gc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +54,38 @@ def test_a_ring_says_what_a_long_memory_would_say(steps, later):
     assert (found.count, found.failed) == (len(recent), sum(failed for _, failed in recent))
     assert found.worst == max((value for value, _ in recent), default=None)
     assert sum(one.count for one in ring.bins(now=now, step_s=5)) == len(recent)
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.floats(0, 1000)), max_size=60), st.integers(0, 400))
+def test_events_that_are_told_late_count_in_their_second(told, later):
+    """Good legs wait for some milliseconds until they are counted, and a failure is counted at once."""
+    ring = RollingSeries()
+    for at, value in told:
+        ring.add_all([value], now=float(at))
+    now, latest, expected = max((at for at, _ in told), default=0) + later, -SPAN_S, []
+    for at, value in told:
+        latest = max(latest, at)
+        if at > latest - SPAN_S:
+            expected.append((at, value))
+
+    bins = ring.bins(now=float(now), step_s=1)
+    recent = [(at, value) for at, value in expected if at > now - SPAN_S]
+    assert [one.count for one in bins] == [
+        sum(at == second for at, _ in recent) for second in range(now - 299, now + 1)
+    ]
+    assert ring.last(SPAN_S, now=float(now)).worst == max((value for _, value in recent), default=None)
+
+
+def test_a_ring_is_little_for_the_garbage_collector():
+    """An object for each second were a million with 2,000 engines: looking at all of them took 70 ms, and 100 MB."""
+    gc.collect()
+    before = len(gc.get_objects())
+    rings = [RollingSeries() for _ in range(100)]
+    for second in range(SPAN_S):
+        for ring in rings:
+            ring.add_all([1.0], now=float(second))
+
+    assert len(gc.get_objects()) - before <= 100 * 10
 
 
 def test_only_the_latest_failures_are_remembered():

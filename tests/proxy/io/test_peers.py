@@ -4,12 +4,14 @@ import socket
 
 import pytest
 
+from support.several_routers import Everybody
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.quota_exchange import QuotaExchange
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.load_exchange import LoadExchange
 from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.peer_introductions import PeerIntroductions
 from xpyd_proxy.io.peers import RouterPeers
 from xpyd_proxy.settings import Settings
 
@@ -41,13 +43,15 @@ class OneRouter:
     def __init__(self, *names):
         self.admission = Admission(Settings(share_limits=True))
         self.counters = Counters(frozenset())
-        self.exchange = LoadExchange(Registry(), b"me" * 4, SECRET)
+        name, introductions = b"me" * 4, PeerIntroductions(b"me" * 4, SECRET)
+        self.exchange = LoadExchange(Registry(), name, SECRET, Everybody())
         self.peers = RouterPeers(
             self.exchange,
-            QuotaExchange(self.admission, b"me" * 4, SECRET, tuple),
+            QuotaExchange(self.admission, name, SECRET, tuple, Everybody()),
             self.admission,
             [Address("http", name, 8001) for name in names],
             self.counters,
+            introductions=introductions,
             listen=("127.0.0.1", 0),
             clock=lambda: 0.0,
             wall=lambda: WALL,
@@ -67,7 +71,7 @@ class OneRouter:
 
 
 def said_by(router):
-    (data,) = LoadExchange(Registry(), router * 4, SECRET).datagrams(now=0.0, wall=WALL)
+    (data,) = LoadExchange(Registry(), router * 4, SECRET, Everybody()).datagrams(now=0.0, wall=WALL)
     return data
 
 

@@ -19,6 +19,7 @@ from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.key_usage import KeyUsage
 from xpyd_proxy.core.departed_routers import DepartedRouters
 from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault, Envelope
+from xpyd_proxy.core.peer_introductions import Admits
 
 QUOTAS: Final = b"xpQ1"  # the kind of these datagrams
 _ENTRY: Final = Struct(">8sqqii")
@@ -63,9 +64,17 @@ class _ToldUsage:
 class QuotaExchange:
     """One router's side. ``now`` is seconds of a clock that only rises, ``wall`` seconds since 1970."""
 
-    def __init__(self, admission: Admission, me: bytes, secret: bytes, names: Callable[[], Iterable[str]]) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        me: bytes,
+        secret: bytes,
+        names: Callable[[], Iterable[str]],
+        introductions: Admits,
+    ) -> None:
         """``names``: of the keys that clients may have."""
         self._admission = admission
+        self._introductions = introductions
         self._envelope = Envelope(QUOTAS, me, secret, _ENTRY.size)
         self._names = names
         self._known: dict[bytes, str] = {}
@@ -95,6 +104,8 @@ class QuotaExchange:
             return opened
         if opened.router == self._envelope.me:
             return None
+        if not self._introductions.admits(opened.router, now=now):
+            return DatagramFault.UNKNOWN
         peer = self._peer(opened.router, opened.sequence, now)
         if isinstance(peer, DatagramFault):
             return peer

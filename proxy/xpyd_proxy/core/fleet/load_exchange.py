@@ -16,6 +16,7 @@ from xpyd_proxy.core.fleet.load import Load
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault, Envelope
+from xpyd_proxy.core.peer_introductions import Admits
 
 LOADS: Final = b"xpL1"  # the kind of these datagrams
 _ENTRY: Final = Struct(">8sH")
@@ -65,9 +66,10 @@ class SendPace:
 class LoadExchange:
     """One router's side. ``now`` is seconds of a clock that only rises, ``wall`` seconds since 1970."""
 
-    def __init__(self, registry: Registry, me: bytes, secret: bytes) -> None:
+    def __init__(self, registry: Registry, me: bytes, secret: bytes, introductions: Admits) -> None:
         """``me``: 8 random bytes, others for each start of the process."""
         self._registry = registry
+        self._introductions = introductions
         self._envelope = Envelope(LOADS, me, secret, _ENTRY.size)
         self.hears_itself = False  # it is among those that it sends to
         self._changed: dict[InstanceId, None] = {}
@@ -116,6 +118,8 @@ class LoadExchange:
         if router == self._envelope.me:
             self.hears_itself = True
             return None
+        if not self._introductions.admits(router, now=now):
+            return DatagramFault.UNKNOWN
         peer = self._peer(router, sequence, now)
         if isinstance(peer, DatagramFault):
             return peer

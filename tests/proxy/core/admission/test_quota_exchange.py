@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.several_routers import Everybody
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.fair_shares import BYTES_PER_TOKEN
 from xpyd_proxy.core.admission.quota_exchange import QuotaExchange
@@ -21,7 +22,8 @@ class OneRouter:
 
     def __init__(self, number, *, secret=SECRET, **limits):
         self.admission = Admission(Settings(share_limits=True, **limits))
-        self.exchange = QuotaExchange(self.admission, bytes([number]) * 8, secret, lambda: NAMES)
+        name = bytes([number]) * 8
+        self.exchange = QuotaExchange(self.admission, name, secret, lambda: NAMES, Everybody())
 
     def serve(self, key, *, tokens=0, now=0.0, prompt=0):
         """Serve a request at once; return whether it was let in."""

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.several_routers import Everybody
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.load_exchange import LoadExchange, SendPace
 from xpyd_proxy.core.fleet.registry import Registry
@@ -26,7 +27,7 @@ class OneRouter:
         random.Random(number).shuffle(order)
         for place in order:
             self.add(place)
-        self.exchange = LoadExchange(self.registry, bytes([number]) * 8, secret)
+        self.exchange = LoadExchange(self.registry, bytes([number]) * 8, secret, Everybody())
 
     def add(self, place):
         self.names[place] = self.registry.add(Role.PREFILL, Address("http", f"p{place}", 80)).id
@@ -250,7 +251,7 @@ def test_what_is_remembered_is_bounded():
     other = OneRouter(2)
     for number in range(MOST_PEERS):
         router = OneRouter(1, engines=1)
-        router.exchange = LoadExchange(router.registry, struct.pack(">Q", number), SECRET)
+        router.exchange = LoadExchange(router.registry, struct.pack(">Q", number), SECRET, Everybody())
         assert other.hears(router.says()) == [None]
 
     assert other.hears(OneRouter(1).says()) == [DatagramFault.TOO_MANY]

@@ -61,7 +61,7 @@ async def test_what_the_settings_name_is_not_looked_at():
 
 def both(looked):
     """The clients that speak to engines: that of the legs, and that of the probes."""
-    return WireEngines(Settings(health_check_timeout_s=2), guard=looked), HttpChecks(timeout_s=2, guard=looked)
+    return WireEngines(Settings(health_check_timeout_s=20), guard=looked), HttpChecks(timeout_s=20, guard=looked)
 
 
 async def test_a_name_that_leads_elsewhere_a_moment_later_changes_nothing():

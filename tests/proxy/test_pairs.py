@@ -58,9 +58,9 @@ async def world(x=2, y=2, settings=OPEN, *, shows=True, recomputes=True):
     found = World()
     found.engines = sims(x, y)
     for name, sim in found.engines.items():
-        sim.shows_loads, sim.recomputes = shows, recomputes
+        sim.loads.are_shown, sim.loads.recomputes = shows, recomputes
         if name == "d0":
-            sim.unmet[found.engines["p0"].engine_id] = "handshake"
+            sim.loads.unmet[found.engines["p0"].engine_id] = "handshake"
     async with router(found.engines, settings, lambda: found.now) as found.client:
         yield found
 
@@ -102,7 +102,7 @@ async def test_one_request_shows_that_they_can_meet_again():
         await running.until_resting()
         running.now += 31.0
         tried = [await running.ask() for _ in range(8)].count(CUT)
-        running.engines["d0"].unmet.clear()
+        running.engines["d0"].loads.unmet.clear()
         running.now += 100.0
         await running.until_resting(0)
         after = [await running.ask() for _ in range(8)]
@@ -172,7 +172,7 @@ async def test_a_prefill_engine_that_was_restarted_is_met_anew():
     async with world() as running:
         await running.until_resting()
         running.engines["p0"].restart()
-        running.engines["d0"].unmet[running.engines["p0"].engine_id] = "refused"
+        running.engines["d0"].loads.unmet[running.engines["p0"].engine_id] = "refused"
         running.now += 31.0
         async with asyncio.timeout(PATIENCE_S):
             while (await running.metric('xpyd_pair_failures_total{reason="refused"}')) is None:

@@ -9,7 +9,6 @@ import asyncio
 import json
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -25,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.testing import rules
+from xpyd_proxy.testing.loads import SimulatedLoads
 from xpyd_proxy.testing.prefix_cache import PrefixCache
 from xpyd_proxy.testing.replies import MessagesReplies, Replies, ResponsesReplies, TokensReplies, error, event
 from xpyd_proxy.testing.rules import Json
@@ -106,11 +106,7 @@ class Sim:
         self.abandoned: list[str] = []  # transfers that nobody will come for
         # What it noted of each request, as the connector's route shows it; None: it has no such route.
         self.timelines: dict[str, list[Json]] | None = None
-        # Decode: the prefill engines whose KV it cannot load, by id, and why: handshake, refused, transfer or timeout.
-        self.unmet: dict[str, str] = {}
-        self.recomputes = True  # what it cannot load (kv_load_failure_policy); else such requests fail
-        self.shows_loads = False  # as our connector does, by prefill engine, and its own id
-        self._peer_loads = Counter[tuple[str, str]]()
+        self.loads = SimulatedLoads()
         self._model = model
         self._prefill_s = prefill_s
         self._token_s = token_s
@@ -147,7 +143,7 @@ class Sim:
     def restart(self) -> None:
         """Be another engine from now on, at the same address."""
         self.engine_id = _new_engine_id()
-        self._peer_loads.clear()
+        self.loads.clear()
         if self.cache is not None:
             self.cache.clear()
 
@@ -156,14 +152,7 @@ class Sim:
         labels = f'{{model_name="{self._model}",engine="0"}}'
         gauges = {"num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
         lines = [f"# TYPE vllm:{name} gauge\nvllm:{name}{labels} {value}\n" for name, value in gauges.items()]
-        if self.shows_loads:
-            lines.append(f'vllm:xpyd_connector_info{{{labels[1:-1]},engine_id="{self.engine_id}"}} 1.0\n')
-            failing = {peer for peer, outcome in self._peer_loads if outcome != "loaded"}
-            lines += [
-                f'vllm:xpyd_peer_loads_total{{{labels[1:-1]},peer="{peer}",outcome="{outcome}"}} {count}.0\n'
-                for (peer, outcome), count in self._peer_loads.items()
-                if peer in failing
-            ]
+        lines.append(self.loads.exposition(self.engine_id, labels[1:-1]))
         return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
 
     async def _models(self, _: Request) -> Response:
@@ -237,7 +226,7 @@ class Sim:
     ) -> Response:
         body = replies.body
         await self._receive(request, body)
-        if not self._load(body):
+        if not self.loads.load(body):
             return _json(error(500, "EngineCore encountered an issue"), 500)
         if body.get("stream"):
             events = _events(request, replies, entry, fault, self._token_s)
@@ -308,16 +297,6 @@ class Sim:
             await _pause(request, 0.001)
         if self._pushed.pop(key) != rules.identity(body):
             self.violations.append("the KV cache that was pushed belongs to another request")
-
-    def _load(self, body: Json) -> bool:
-        """Load the KV cache, and count that; False: it cannot, and does not compute the prompt either."""
-        params: Json = body.get("kv_transfer_params") or {}
-        peer = params.get("remote_engine_id") if params.get("do_remote_prefill") else None
-        if peer is None:
-            return True
-        why = self.unmet.get(peer)
-        self._peer_loads[peer, why or "loaded"] += 1
-        return why is None or self.recomputes
 
     def _check(self, raw: bytes, body: Json, request: Request) -> None:
         if not rules.prompts_of(body) or rules.token_limit(body) < 0:

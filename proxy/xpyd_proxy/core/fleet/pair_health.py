@@ -94,7 +94,7 @@ class FailingPair:
 
 
 class PairHealth:
-    """The pairs that fail. While there are none, it costs a comparison with ``next_at``, and no request that.
+    """The pairs that fail. While there are none, a request costs a look at ``has_any``, when it is over.
 
     With several workers each has its own, and all read the same counters of decode engines.
     """
@@ -106,6 +106,7 @@ class PairHealth:
         self._rest_most_s = settings.max_pair_rest_time_s
         self.next_at = math.inf  # when a pair is to be tried, or a trial is over
         self.failures = Counter[tuple[str, ...]]()  # by PairFailure
+        self.has_any = False  # pairs that fail
         self.unkept = 0  # pairs that should rest, and did not because too many do
         self._pairs: dict[Pair, FailingPair] = {}
         self._avoided: dict[InstanceId, set[InstanceId]] = {}  # prefill engines, by the decode engine
@@ -140,6 +141,7 @@ class PairHealth:
                 self.unkept += 1
                 return None
             found = self._pairs[pair] = FailingPair(reason, now)
+            self.has_any = True
         found.reason = reason
         found.in_a_row += count
         if found.state is PairState.RESTING or found.in_a_row < self._least:
@@ -215,6 +217,7 @@ class PairHealth:
 
     def _drop(self, pair: Pair) -> None:
         del self._pairs[pair]
+        self.has_any = len(self._pairs) > 0
         avoided = self._avoided.get(pair[1])
         if avoided is not None:
             avoided.discard(pair[0])

@@ -3,6 +3,7 @@
 With thousands of engines most pairs are never used, and those that were not for longest are forgotten first.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -27,13 +28,13 @@ class PairFacts:
 
 
 class PairMatrix:
-    """The facts of at most ``most`` pairs, of this process; 0: none are kept."""
+    """The facts of at most ``most`` pairs, of this process; 0: none are kept, and ``used`` must not be called."""
 
-    __slots__ = ("_facts", "_most", "counts")
+    __slots__ = ("_facts", "counts", "most")
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._facts: dict[Pair, PairFacts] = {}  # the pair that was used last is the last
+        self.most = most
+        self._facts: dict[Pair, PairFacts] = {}
         self.counts = Counter[tuple[str, ...]]({(): 0})  # pairs that were forgotten to make room
 
     def __len__(self) -> int:
@@ -46,23 +47,24 @@ class PairMatrix:
 
     def used(self, pair: Pair, ttft_s: float | None, now: float) -> None:
         """A pair has served a request; ``ttft_s``: from handing over to the first event, None: it is no stream."""
-        facts = self._touch(pair, now)
+        facts = self._facts.get(pair)
         if facts is None:
-            return
+            facts = self._new(pair)
         facts.handovers += 1
-        facts.good_at = now
+        facts.good_at = facts.last_at = now
         if ttft_s is not None:
             before = facts.ttft_s
             facts.ttft_s = ttft_s if before is None else before + _NEWEST * (ttft_s - before)
 
     def failed(self, pair: Pair, how: str, now: float) -> None:
         """A decode leg of a pair has failed."""
-        facts = self._touch(pair, now)
-        if facts is None:
+        if not self.most:
             return
+        facts = self._facts.get(pair) or self._new(pair)
         if facts.failed is None:
             facts.failed = {}
         facts.failed[how] = facts.failed.get(how, 0) + 1
+        facts.last_at = now
 
     def get(self, pair: Pair) -> PairFacts | None:
         """Return what was seen of a pair; None: it was not used, or not lately."""
@@ -70,7 +72,7 @@ class PairMatrix:
 
     def latest(self) -> Sequence[tuple[Pair, PairFacts]]:
         """List the pairs, the one that was used last first."""
-        return tuple(reversed(self._facts.items()))
+        return sorted(self._facts.items(), key=lambda each: -each[1].last_at)
 
     def works_elsewhere(self, pair: Pair, since: float) -> bool:
         """Tell whether both engines of a pair have served a request with others since then."""
@@ -83,15 +85,12 @@ class PairMatrix:
         for gone in [pair for pair in self._facts if not engines.issuperset(pair)]:
             del self._facts[gone]
 
-    def _touch(self, pair: Pair, now: float) -> PairFacts | None:
-        facts = self._facts.pop(pair, None)
-        if facts is None:
-            if not self._most:
-                return None
-            if len(self._facts) >= self._most:
-                del self._facts[next(iter(self._facts))]
-                self.counts[()] += 1
-            facts = PairFacts()
-        self._facts[pair] = facts
-        facts.last_at = now
+    def _new(self, pair: Pair) -> PairFacts:
+        """Begin to remember a pair. If there are too many, an eighth goes: one by one would cost each request."""
+        if len(self._facts) >= self.most:
+            by_age = heapq.nsmallest(max(1, self.most // 8), self._facts, key=lambda each: self._facts[each].last_at)
+            for gone in by_age:
+                del self._facts[gone]
+            self.counts[()] += len(by_age)
+        facts = self._facts[pair] = PairFacts()
         return facts

@@ -38,18 +38,18 @@ class PairNotes:
 
     # ---- what requests show
 
-    def request_over(self, record: RequestRecord, prefill: LegRecord, decode: LegRecord, now: float) -> None:
+    def request_over(self, record: RequestRecord, prefill: LegRecord, decode: LegRecord) -> None:
         """A request is over that was sent to two engines."""
         if record.status != _OK:
             return  # its legs have been counted
-        ttft_s = None
-        if record.ttft_s is not None and decode.ms is not None:
-            # Legs that were sent at once are handed over with the prefill engine's answer.
-            before = prefill.ms if record.push is _AT_ONCE else 0.0
-            ttft_s = max(0.0, decode.ms - (before or 0.0)) / 1000
-        pair = prefill.instance, decode.instance
-        self.matrix.used(pair, ttft_s, now)
-        if self.health and self.health.worked(pair, only=PairFailure.ENGINE_ERROR) is not None:
+        pair, matrix, ttft_s = (prefill.instance, decode.instance), self.matrix, None
+        if matrix.most:
+            if record.ttft_s is not None and (ms := decode.ms) is not None:
+                if record.push is _AT_ONCE and prefill.ms is not None:
+                    ms -= prefill.ms  # they are handed over with the prefill engine's answer
+                ttft_s = ms / 1000 if ms > 0 else 0.0
+            matrix.used(pair, ttft_s, record.began_at + record.duration_s)
+        if self.health.has_any and self.health.worked(pair, only=PairFailure.ENGINE_ERROR) is not None:
             self._healed(pair)
 
     def leg_failed(self, prefill: InstanceId, decode: InstanceId, failure: Failure, now: float) -> None:
@@ -107,8 +107,7 @@ class PairNotes:
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Forget the pairs of engines that were removed."""
         self.matrix.keep(instances)
-        if self.health:
-            self.health.keep(instances)
+        self.health.keep(instances)
         for decode in self._registry.known(_DECODE):
             self._registry.settle_rests(decode.id)
 
@@ -142,7 +141,7 @@ class PairNotes:
         self._registry.settle_rests(decode)
 
     def _worked(self, pair: Pair) -> None:
-        if self.health and self.health.worked(pair) is not None:
+        if self.health.worked(pair) is not None:
             self._healed(pair)
 
     def _healed(self, pair: Pair) -> None:

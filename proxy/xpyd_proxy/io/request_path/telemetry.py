@@ -297,8 +297,9 @@ class Telemetry:
             kind.ttft.append(record.ttft_s)
         if record.push is _AT_ONCE:
             self._push_over(record)
-        if self._pairs is not None and record.prefill is not None and record.decode is not None:
-            self._pairs.request_over(record, record.prefill, record.decode, self._clock())
+        pairs, prefill, decode = self._pairs, record.prefill, record.decode
+        if pairs is not None and prefill is not None and decode is not None:
+            pairs.request_over(record, prefill, decode)
         for retry in record.retries:
             self._counters.retries[retry.role, retry.reason] += 1
         if kind.is_failed:

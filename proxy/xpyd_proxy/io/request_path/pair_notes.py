@@ -80,7 +80,7 @@ class PairNotes:
     def loads(self, decode: Instance, news: Sequence[PeerNews], now: float) -> list[str]:
         """Take in what became of the loads of a decode engine; return ids of prefill engines that are not known."""
         unknown = list[str]()
-        by_peer = self._prefills() if news else {}
+        by_peer = self._prefills() if news else dict[str, Sequence[Instance]]()
         for each in news:
             prefills = by_peer.get(each.peer, ())
             if not prefills:

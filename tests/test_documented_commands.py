@@ -13,6 +13,7 @@ import yaml
 
 from xpyd_connector.settings import Settings as ConnectorSettings
 from xpyd_proxy.cli import build_parser
+from xpyd_proxy.core.fleet.pair_health import PairFailure
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.realtime import SessionOutcome
 from xpyd_proxy.core.request_record import RequestOutcome
@@ -23,7 +24,7 @@ FOLDERS = ("docs", "examples", "helm")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 PAGES.remove(ROOT / "CHANGELOG.md")  # it names what is gone
 END = {"|", "&&", "||", "&", ";", ">"}  # of a command in a line
-COMMANDS = ("serve", "up", "plan", "replay", "instances", "why")
+COMMANDS = ("serve", "up", "plan", "replay", "instances", "pairs", "why")
 FOREIGN = {  # flags of kubectl, helm and other programs, and words of other projects, that stand alone in backquotes
     "--previous", "--force", "--exclusive", "--grace-period", "device_ownership_from_security_context", "ibv_devices",
     "container_cpu_cfs_throttled_periods_total", "max_new_tokens", "--key",
@@ -60,7 +61,7 @@ SOURCES = [
 ]
 WORDS = set(re.findall(r"\w+", " ".join(path.read_text() for path in SOURCES)))
 WORDS |= {
-    str(value) for words in (Failure, RequestOutcome, SessionOutcome) for value in words
+    str(value) for words in (Failure, PairFailure, RequestOutcome, SessionOutcome) for value in words
 }  # of labels; auto() writes them nowhere
 
 

@@ -27,6 +27,7 @@ from xpyd_proxy.api.instances import InstanceAdmin, instance_routes
 from xpyd_proxy.api.model_list import ModelCatalog, model_routes
 from xpyd_proxy.api.operator_route import OperatorAccess, require_any_key
 from xpyd_proxy.api.page import Onlookers, page_routes
+from xpyd_proxy.api.pairs import pair_routes
 from xpyd_proxy.api.ready import liveness_routes, probe_routes
 from xpyd_proxy.api.realtime import realtime_routes
 from xpyd_proxy.api.request_context import RequestContextMiddleware
@@ -39,6 +40,7 @@ from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.pods import read_pod
 from xpyd_proxy.core.fleet.cache_index import CacheIndex
+from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Target
@@ -74,6 +76,7 @@ from xpyd_proxy.io.probes.prober import Prober
 from xpyd_proxy.io.reloads import FileReloads
 from xpyd_proxy.io.request_path.ids import new_id, new_transfer
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
+from xpyd_proxy.io.request_path.pair_notes import PairNotes
 from xpyd_proxy.io.request_path.policies import fleet_of
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
@@ -144,7 +147,10 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     for role, addresses in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for address in addresses:
             registry.add_target(role, Target.parse(address), now=clock())
-    learned = PushCoordinates(at_once=TRANSFER_POLICIES[settings.kv_transfer_mode].at_once)
+    learned, pairs = (
+        PushCoordinates(at_once=TRANSFER_POLICIES[settings.kv_transfer_mode].at_once),
+        PairNotes(registry, PairMatrix(settings.pair_history), (crew.number, crew.of)),
+    )
     index, known = _cache_knowledge(settings)
     fleet = fleet_of(
         settings,
@@ -163,7 +169,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     gate, lifetime, history = Gate(settings, clock), Lifetime(), RequestHistory(settings.request_history)
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), BodyReader()
     salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
-    telemetry, queue = Telemetry(_counters(fleet), clock, history), gate.admission
+    telemetry, queue = Telemetry(_counters(fleet, pairs), clock, history, pairs), gate.admission
     traces, releaser = _traces(settings), Releaser(engines, told=(telemetry,))
     requests = Requests(
         intake=Intake(settings, lifetime, keyring, sites, salts, _sessions(settings)),
@@ -200,12 +206,12 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     )
     prober = Prober(registry, checks, settings, clock, random.random, give_up=engines.give_up)
     inflow, followers, peers = (
-        InflowWatch(registry, checks.metrics, telemetry),
+        InflowWatch(registry, checks.metrics, telemetry, every_s=settings.engine_metrics_interval_s, clock=clock),
         _followers(registry, checks, index, known, telemetry),
         _peers(settings, fleet, queue, keyring, telemetry),
     )
     discovery = _discovery(crew.stored(settings), registry, clock, crew.tell)
-    status = Status(telemetry, registry, clock, lambda: requests.settings.decode_only_fallback)
+    status = Status(telemetry, registry, clock, lambda: requests.settings.decode_only_fallback, pairs)
     admin_key = AdminKey(operator_key(settings))
     reloads = FileReloads(
         lambda: requests.settings,
@@ -260,6 +266,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
                 onlookers=access.require if _has_open_admin_port(settings) else onlookers.scrapers,
             ),
             instance_routes(InstanceAdmin(registry, explainer, clock, discovery, crew.is_drained), access),
+            pair_routes(telemetry.settled_pairs, clock, access),
             request_routes(
                 lambda: telemetry.history,
                 lambda: [(request.record, request.state) for request in requests],
@@ -290,9 +297,12 @@ def _has_open_admin_port(settings: Settings) -> bool:
     return settings.admin_port is not None and settings.tls_client_ca is not None and settings.api_keys_file is None
 
 
-def _counters(fleet: LiveFleet) -> Counters:
-    """Return the counters; one of them is counted where pairs are chosen."""
-    return Counters(_PATHS) if fleet.crossings is None else Counters(_PATHS, slice_crossings=fleet.crossings.counted)
+def _counters(fleet: LiveFleet, pairs: PairNotes) -> Counters:
+    """Return the counters; some of them are counted where pairs are chosen, or remembered."""
+    counters = Counters(_PATHS, pair_failures=pairs.health.failures, pairs_dropped=pairs.matrix.counts)
+    if fleet.crossings is not None:
+        counters.slice_crossings = fleet.crossings.counted
+    return counters
 
 
 def _cache_knowledge(settings: Settings) -> tuple[CacheIndex | None, KnownPrompts | None]:

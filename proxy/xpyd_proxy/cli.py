@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from xpyd_proxy import supervisor
-from xpyd_proxy.commands import instances, why
+from xpyd_proxy.commands import instances, pairs, why
 from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.core.workers.limit_shares import share_of
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
@@ -47,6 +47,7 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     up = commands.add_parser("up", help="start engines and the router on this machine", allow_abbrev=False)
     instances.add_arguments(commands.add_parser("instances", help="the engines of a running router"))
     why.add_arguments(commands.add_parser("why", help="where the time of a request went", allow_abbrev=False))
+    pairs.add_arguments(commands.add_parser("pairs", help="the pairs of engines of a running router"))
     plan = commands.add_parser("plan", help="how many prefill and decode engines a traffic needs")
     replay = commands.add_parser("replay", help="compare policies on a trace, with simulated engines")
     if arguments[:1] == ["up"]:

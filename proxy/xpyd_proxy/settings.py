@@ -254,6 +254,13 @@ class Settings:
     ejection_time_s: Seconds = HEALTH.option(5.0,
         "time before an ejected engine gets one request again; doubled with each that fails")
     max_ejection_time_s: Seconds = HEALTH.option(60.0, "upper limit of that")
+    engine_metrics_interval_s: Seconds = HEALTH.option(15.0,
+        "time between two looks at the metrics of all decode engines: whether KV arrives, and whose does not")
+    pair_failures: Natural = HEALTH.option(3,
+        "transfers between two engines that fail in a row until the pair rests; 0: no pair rests")
+    pair_rest_time_s: Seconds = HEALTH.option(30.0,
+        "time before a pair gets one request again; doubled with each that fails")
+    max_pair_rest_time_s: Seconds = HEALTH.option(600.0, "upper limit of that")
 
     retries: Retries = RETRIES.option(2, "failed legs of one request before the client gets the error", live=True)
     retry_budget_ratio: Ratio = RETRIES.option(0.2, "retries of all requests together, as a share of the requests")
@@ -360,6 +367,8 @@ class Settings:
         "base URL of the collector of spans (OTLP over HTTP)", unset="OTEL_EXPORTER_OTLP_ENDPOINT")
     request_history: Natural = TELEMETRY.option(1000,
         "requests that are over and whose timeline xpyd why still shows; 0: none")
+    pair_history: Natural = TELEMETRY.option(1024,
+        "pairs of engines, the last used ones, that xpyd pairs still shows; 0: none")
     server_timing: bool = TELEMETRY.option(True,
         "tell clients the engines of a request and their milliseconds (Server-Timing)")
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -26,9 +27,11 @@ class StatsReport(msgspec.Struct):
     transfers: list[TransferSample] = []
     incompatible: list[str] = []  # ids
     events: list[TimelineEvent] = []
+    peer_loads: dict[str, dict[str, int]] = {}  # by prefill engine, and by how they ended: LOAD_OUTCOMES
 
     def __bool__(self) -> bool:
-        return bool(self.counters or self.gauges or self.transfers or self.incompatible or self.events)
+        kept = self.counters or self.gauges or self.transfers or self.incompatible or self.events
+        return bool(kept or self.peer_loads)
 
 
 @dataclass(slots=True)
@@ -42,11 +45,24 @@ class Counters:
     _counts: Counter[str] = field(default_factory=Counter[str])
     _transfers: list[TransferSample] = field(default_factory=list[TransferSample])
     _events: list[TimelineEvent] = field(default_factory=list[TimelineEvent])
+    _peer_loads: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter; ``name`` is one of :data:`COUNTERS`."""
         if by:  # a zero would send a report across processes
             self._counts[name] += by
+
+    def count_load(self, name: str, engine: str) -> None:
+        """Count how a load has ended, also by its prefill engine: a router keeps two apart that cannot meet."""
+        outcome = LOAD_OUTCOMES.get(name)
+        if outcome is not None:
+            self.count_peer_load(outcome, engine)
+        self.count(name)
+
+    def count_peer_load(self, outcome: str, engine: str) -> None:
+        """Count the same by the prefill engine alone."""
+        by_outcome = self._peer_loads.setdefault(engine, {})
+        by_outcome[outcome] = by_outcome.get(outcome, 0) + 1
 
     def observe(self, sample: TransferSample) -> None:
         """Record one finished transfer."""
@@ -59,8 +75,13 @@ class Counters:
 
     def take(self) -> StatsReport:
         """Return what was counted and noted since the last call, and start again at zero."""
-        report = StatsReport(counters=dict(self._counts), transfers=self._transfers, events=self._events)
-        self._counts, self._transfers, self._events = Counter(), [], []
+        report = StatsReport(
+            counters=dict(self._counts),
+            transfers=self._transfers,
+            events=self._events,
+            peer_loads=self._peer_loads,
+        )
+        self._counts, self._transfers, self._events, self._peer_loads = Counter(), [], [], {}
         return report
 
 
@@ -92,6 +113,19 @@ class ForwardingCounters(Counters):
             self._tell(self.take())
 
 
+LOADED: Final = "loaded"
+# How a load has ended, by the counter of it. An aborted load says nothing of its engines. In pull each rank counts its
+# failures, and the scheduler counts a request that all ranks have loaded.
+LOAD_OUTCOMES: Final = {
+    "loads": LOADED,
+    "loads_failed_handshake": "handshake",
+    "loads_skipped_incompatible": "refused",
+    "loads_failed_transfer": "transfer",
+    "loads_failed_timeout": "timeout",
+    "loads_failed_lease": "lease",
+    "loads_failed_peer": "peer_lost",
+    "loads_failed_staging": "staging",
+}
 EVENTS_DROPPED = "timeline_events_dropped"
 COUNTERS = {
     "leases_granted": "Prefills whose blocks were kept for a decode engine.",
@@ -171,13 +205,15 @@ def merge(reports: Sequence[StatsReport]) -> StatsReport:
     Of more than :data:`~xpyd_connector.core.timeline.MAX_EVENTS` events the oldest are dropped, and counted.
     """
     counters: Counter[str] = Counter()
-    merged = StatsReport(gauges={})
+    merged = StatsReport(gauges={}, peer_loads={})
     for report in reports:
         counters.update(report.counters)
         merged.gauges.update(report.gauges)
         merged.transfers = [*merged.transfers, *report.transfers]
         merged.incompatible = [*merged.incompatible, *report.incompatible]
         merged.events = [*merged.events, *report.events]
+        for engine, loads in report.peer_loads.items():
+            merged.peer_loads[engine] = dict(Counter(merged.peer_loads.get(engine, {})) + Counter(loads))
     if (dropped := len(merged.events) - MAX_EVENTS) > 0:
         counters[EVENTS_DROPPED] += dropped
         del merged.events[:dropped]

@@ -3,7 +3,7 @@
 Everything here runs on the engine thread, which owns vLLM's block pool.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.counters import LOADED, Counters
 from xpyd_connector.core.ids import EngineId, RequestId
 from xpyd_connector.core.lease.kv_params import REFUSALS, PullParams, PushParams
 from xpyd_connector.core.lease.signatures import Signatures
@@ -162,10 +162,10 @@ class DecodeRequests:
         return [str(engine) for engine in found]
 
     def _skip_incompatible(self, own: RequestId, objection: str) -> None:
-        address = self._remote_prefills[own].source.address
+        source = self._remote_prefills[own].source
         self._release_lease(own)
-        self._counters.count("loads_skipped_incompatible")
-        logger.warning("xpyd: %s computes its own prompt: %s was not met: %s", own, address, objection)
+        self._counters.count_load("loads_skipped_incompatible", source.remote_engine_id)
+        logger.warning("xpyd: %s computes its own prompt: %s was not met: %s", own, source.address, objection)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous.
@@ -198,7 +198,7 @@ class DecodeRequests:
             return
         remote_prefill.loading = True  # it ends in loads_ended()
         if remote_prefill.failure:
-            self._counters.count("loads_failed_handshake")
+            self._counters.count_load("loads_failed_handshake", remote_prefill.source.remote_engine_id)
             failure = f"{remote_prefill.source.address} was not met: {remote_prefill.failure}"
             logger.warning("xpyd: the load of %s failed: %s", own, failure)
             self._mode.arrived.append(LoadResult(own, failure))
@@ -219,12 +219,18 @@ class DecodeRequests:
     def _mode_of(self, source: PullParams | PushParams) -> DecodeMode:
         return self._pull_decode if isinstance(source, PullParams) else self._mode
 
-    def loads_ended(self, requests: Iterable[str]) -> None:
-        """VLLM has received the end of these requests' loads from the workers (``finished_recving``)."""
+    def loads_ended(self, requests: Iterable[str], failed: Container[str] = ()) -> None:
+        """VLLM has received the end of these requests' loads from the workers (``finished_recving``).
+
+        ``failed``: those that a rank has not loaded (``failed_recving``).
+        """
         for request in requests:
             own = RequestId(request)
             if (remote_prefill := self._remote_prefills.pop(own, None)) is not None:
-                self._mode_of(remote_prefill.source).ended(own, remote_prefill.source)
+                source = remote_prefill.source
+                self._mode_of(source).ended(own, source)
+                if isinstance(source, PullParams) and request not in failed:
+                    self._counters.count_peer_load(LOADED, source.remote_engine_id)
 
     def finished(self, request: Request) -> None:
         """Abort the load of a finished request, or give its lease back if its load has not begun."""

@@ -167,7 +167,7 @@ class XpydConnectorScheduler:
         if isinstance(output.kv_connector_worker_meta, QuarantineMetadata):
             self._decodes.update_quarantine(output.kv_connector_worker_meta)
             self._cached.ended(output.kv_connector_worker_meta.step)
-        self._decodes.loads_ended(output.finished_recving or ())
+        self._decodes.loads_ended(output.finished_recving or (), output.failed_recving)
 
     def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
         """Return the kv_transfer_params of a prefill that a decode engine can load; None for any other request."""

@@ -9,7 +9,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from xpyd_connector.core.counters import COUNTERS, GAUGES, StatsReport, merge
+from xpyd_connector.core.counters import COUNTERS, GAUGES, LOADED, StatsReport, merge
 from xpyd_connector.core.timeline import TimelineStore
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -17,6 +17,7 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5
 TIMELINES: Final = TimelineStore()  # of this process, where it is an API server: shell/timelines.py shows them
 PEERS_MOST = 64  # refused engines that are shown: each restarts under another id
 INFO = "Labels that a router compares before it pairs two engines, and the id by which peers know this one."
+PEER_LOADS = "Loads by prefill engine and by how they ended, of those engines of which one has failed."
 INCOMPATIBLE = "A prefill engine that differs, by its engine_id: this engine computes its prompts itself."
 
 
@@ -92,6 +93,8 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             "vllm:xpyd_incompatible_peer", INCOMPATIBLE, [*self._labelnames, "peer"], multiprocess_mode="mostrecent"
         )
         self._refused: dict[tuple[str, ...], None] = {}
+        self._peer_loads = self._counter_cls("vllm:xpyd_peer_loads", PEER_LOADS, [*self._labelnames, "peer", "outcome"])
+        self._failing: dict[tuple[str, ...], set[str]] = {}  # the outcomes shown, by the labels of an engine
         labels = [*self._labelnames, *info]
         known = {engine: [*each, *info.values()] for engine, each in self.per_engine_labelvalues.items()}
         gauge = self._gauge_cls("vllm:xpyd_connector_info", INFO, labels, multiprocess_mode="mostrecent")
@@ -107,6 +110,8 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             self._gauges[name][engine_idx].set(gauge)
         for peer in report.incompatible:
             self._show_refused(*self.per_engine_labelvalues[engine_idx], peer)
+        for peer, loads in report.peer_loads.items():
+            self._count_peer_loads((*self.per_engine_labelvalues[engine_idx], peer), loads)
         TIMELINES.add(engine_idx, report.events)
         for sample in report.transfers:
             self._counters["bytes_transferred"][engine_idx].inc(sample.bytes)
@@ -122,6 +127,21 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             first = next(iter(self._refused))
             del self._refused[first]
             self._incompatible.remove(*first)
+
+    def _count_peer_loads(self, labels: tuple[str, ...], loads: Mapping[str, int]) -> None:
+        """Count the loads of an engine from its first failure on, and no longer of the one that failed long ago."""
+        has_failed = not loads.keys() <= {LOADED}
+        if labels not in self._failing and not has_failed:
+            return
+        shown = self._failing.pop(labels, set()) if has_failed else self._failing[labels]
+        self._failing[labels] = shown
+        for outcome, count in loads.items():
+            shown.add(outcome)
+            self._peer_loads.labels(*labels, outcome).inc(count)
+        if len(self._failing) > PEERS_MOST and isinstance(self._peer_loads, Counter):
+            first = next(iter(self._failing))
+            for outcome in self._failing.pop(first):
+                self._peer_loads.remove(*first, outcome)
 
     def _make(self, kind: Any, name: str, text: str, **options: Any) -> Any:
         cls = {Counter: self._counter_cls, Gauge: self._gauge_cls, Histogram: self._histogram_cls}[kind]

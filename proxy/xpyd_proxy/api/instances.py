@@ -13,6 +13,7 @@ from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATO
 from xpyd_proxy.api.schemas import ExplainRequest, ExplainResponse, InstanceList, InstanceName, InstanceRow
 from xpyd_proxy.api.stepped import in_steps
 from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.fleet.pair_health import PairState
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Api, GenerationRequest, InstanceId, first_header
@@ -26,6 +27,7 @@ from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.settings import SlicePairing
 
 _ROWS_AT_ONCE: Final = 50
+_RESTING_MOST: Final = 20  # pairs that are named
 logger = logging.getLogger(__name__)
 
 
@@ -93,6 +95,14 @@ class InstanceAdmin:
             "slice_crossing": crossing,
         }
 
+    def resting(self) -> list[dict[str, str]]:
+        """Name pairs that rest."""
+        pairs = [(pair, each) for pair, each in self.registry.pairs.pairs() if each.state is not PairState.FAILING]
+        return [
+            {"prefill": prefill, "decode": decode, "reason": each.reason}
+            for (prefill, decode), each in pairs[:_RESTING_MOST]
+        ]
+
     def found(self, named: InstanceName) -> Sequence[Member]:
         """Return the engines that are meant; raises UnknownInstance, or AddressError: the address is none."""
         if named.id is not None:
@@ -152,6 +162,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
             "decode_body": msgspec.Raw(found.decode_body),
             **admin.explainer.terms(call),
             "lone_prompt_bound": found.bound,
+            "resting_pairs": admin.resting(),
             "expected_ms": None if found.expected is None else found.expected.milliseconds,
         }  # the bodies in it are the bytes that engines would get
         return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -146,6 +146,14 @@ class InstanceList(BaseModel):
     instances: list[InstanceRow]
 
 
+class RestingPair(BaseModel):
+    """Two engines that get no requests together, because their transfers fail."""
+
+    prefill: str
+    decode: str
+    reason: str
+
+
 class ExplainResponse(BaseModel):
     """What would become of a request: the rule, the engines, and what each would get."""
 
@@ -178,9 +186,40 @@ class ExplainResponse(BaseModel):
         description="Whether a decode engine that has nearly all of the prompt leaves it to another one (moved) or to "
         "a prefill engine (split), because its streams would wait for too long"
     )
+    resting_pairs: list[RestingPair] = Field(
+        description="Pairs that get no requests because their transfers fail (docs/pairs.md), at most 20"
+    )
     expected_ms: dict[str, float] | None = Field(
         description="Milliseconds that the request is expected to wait for its first token, by term (expected_ttft)"
     )
+
+
+class PairOfEngines(BaseModel):
+    """A prefill engine, and a decode engine that has got KV from it, or should have; by this worker's requests."""
+
+    prefill: str
+    decode: str
+    handovers: int = Field(description="requests that both have served")
+    failed: int = Field(description="decode legs that failed behind a good prefill leg")
+    failures: dict[str, int] = Field(description="the same by how they failed")
+    ttft_s: float | None = Field(description="from handing over to the first event of streams: a moving mean")
+    last_s: float | None = Field(description="seconds since it was last used; null: not lately")
+    state: Literal["well", "failing", "resting", "trying"]
+    reason: str | None = Field(description="of its latest failure, in the words of xpyd_pair_failures_total")
+    failed_in_a_row: int = Field(description="transfers, as the decode engine shows them")
+    rest_s: float | None = Field(description="how long it rests yet; null: it does not")
+
+
+class PairList(BaseModel):
+    """Pairs that fail, and those that were used lately, the latest first."""
+
+    worker: int
+    workers: int
+    known: int = Field(description="pairs that were used and are remembered (pair_history)")
+    dropped: int = Field(description="pairs that were forgotten to make room")
+    resting: int
+    unkept: int = Field(description="failing pairs that do not rest, because too many do")
+    pairs: list[PairOfEngines]
 
 
 # What everybody gets

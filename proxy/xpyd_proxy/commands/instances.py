@@ -118,6 +118,10 @@ def _explain(router: RouterClient, args: argparse.Namespace) -> str:
     if found.get("prefill_slice") or found.get("decode_slice"):
         crossing = f" ({found['slice_crossing']})" if found.get("slice_crossing") else ""
         lines.append(f"slices:   {found['prefill_slice'] or '-'} and {found['decode_slice'] or '-'}{crossing}")
+    lines += [
+        f"resting:  {pair['prefill']} with {pair['decode']}: {pair['reason']}"
+        for pair in found.get("resting_pairs", ())
+    ]
     lines.append(f"prompt:   {found['prompt_bytes']} B; alone if D lacks less than {found['min_split_new_bytes']} B")
     lines += [f"alone:    {name} computes {size} B now" for name, size in found.get("lone_prompt_bytes", {}).items()]
     if bound := found.get("lone_prompt_bound"):

@@ -171,6 +171,14 @@ class _Collector:
         yield from self._counted.counter("xpyd_return_kv_legs", text, ("result",), "return_kv_legs")
         text = "Prompts that a decode engine has nearly all of, and left to others for the sake of its streams."
         yield from self._counted.counter("xpyd_lone_prompts_bound", text, ("outcome",), "lone_prompts_bound")
+        text = (
+            "Transfers between two engines that failed, as decode engines show them, and by legs that ended with 5xx."
+        )
+        yield from self._counted.counter("xpyd_pair_failures", text, ("reason",), "pair_failures")
+        text = "Pairs of engines that were forgotten to make room for others (pair_history)."
+        yield from self._counted.counter("xpyd_pairs_dropped", text, (), "pairs_dropped")
+        text = "Pairs of engines that get no requests, because their transfers fail; by the worker that is asked."
+        yield GaugeMetricFamily("xpyd_pairs_resting", text, value=self._engines.pairs.resting)
         text = "Requests of which the two engines made different prompts: their answers are not to be trusted."
         yield from self._counted.counter("xpyd_prompt_mismatches", text, ("prefill", "decode"), "mismatches")
 

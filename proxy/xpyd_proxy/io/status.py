@@ -4,13 +4,17 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
+from xpyd_proxy.core.fleet.pair_rows import worst_rows
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.recent_stats import SPAN_S
 from xpyd_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups
 from xpyd_proxy.core.schemas import Bin
+from xpyd_proxy.core.schemas.pairs import PairRow
 from xpyd_proxy.core.steps import finish
 from xpyd_proxy.core.workers.reports import Part, Whole, bin_of
+from xpyd_proxy.io.request_path.pair_notes import PairNotes
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
 _STEP_S: Final = 5
@@ -20,6 +24,7 @@ _QUIET: Final = Bin(0, 0, None, None)
 _ID_SHOWN: Final = 13  # characters: "xpyd-" and eight digits
 _FAILURES: Final = 50  # that are shown
 _AT_ONCE: Final = 16  # engines in one step
+_PAIRS: Final = 24  # that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,15 @@ class QueueStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class PairsStatus:
+    """Pairs of engines, as far as the worker that is asked has seen them."""
+
+    known: int
+    resting: int
+    worst: list[PairRow]  # those that fail, and then those that were used last
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Something that went wrong."""
 
@@ -87,6 +101,7 @@ class Snapshot:
     series: Series
     instances: list[Engine]
     groups: Sequence[EngineGroup]  # of engines that fit each other; empty: all of them do
+    pairs: PairsStatus
     queue: QueueStatus
     failures: list[Failed]
     worker: int  # which process has answered; the numbers are those of all
@@ -102,11 +117,13 @@ class Status:
         engines: Registry,
         clock: Callable[[], float],
         may_be_alone: Callable[[], bool] = lambda: True,
+        pairs: PairNotes | None = None,
     ) -> None:
         self._telemetry = telemetry
         self._engines = engines
         self._clock = clock  # the one of ``telemetry``
         self._may_be_alone = may_be_alone  # decode engines may serve alone, by the settings of now
+        self._pairs = PairNotes(engines, PairMatrix(0)) if pairs is None else pairs
         self._start = clock()
 
     def part(self) -> Part:
@@ -163,6 +180,7 @@ class Status:
             series=_series(parts),
             instances=engines,
             groups=groups,
+            pairs=self._pair_status(),
             queue=QueueStatus(
                 sum(one.waiting for one in workers),
                 sum(one.admitted for one in workers),
@@ -172,6 +190,10 @@ class Status:
             worker=whole.own.worker,
             workers=whole.serving,
         )
+
+    def _pair_status(self) -> PairsStatus:
+        matrix, health = self._pairs.matrix, self._pairs.health
+        return PairsStatus(len(matrix), health.resting, worst_rows(matrix, health, _PAIRS, now=self._clock()))
 
 
 def _series(parts: Sequence[Part]) -> Series:

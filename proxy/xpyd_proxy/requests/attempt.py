@@ -391,6 +391,8 @@ class Attempt(LegOwner):
     def _blame(self, witness: Instance) -> None:
         for guilty in self.retries.guilty(witness):
             self._of.fleet.blamed(guilty)
+            if guilty.role is _DECODE:
+                self._of.telemetry.pair_blamed(self.record, guilty.id)
 
     def _time_tokens(self, leg: DecodeLeg, now: float) -> None:
         """Have the reads of a stream timed; one that goes on for another has been quiet since that one's last."""
@@ -542,6 +544,9 @@ class Attempt(LegOwner):
             of.good_legs.ended(leg.instance, seconds, now)
         else:
             of.telemetry.later.add(of.telemetry.leg_ended, leg.instance, seconds, failure, self.id, now)
+            prefill = self.prefill
+            if prefill is not None and prefill is not leg and prefill.handover is not None:
+                of.telemetry.later.add(of.telemetry.pair_failed, prefill.instance.id, leg.instance.id, failure, now)
 
     def close_all(self) -> None:
         """Drop what is still under way, the decode leg first."""

@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.testing import rules
+from xpyd_proxy.testing.loads import SimulatedLoads
 from xpyd_proxy.testing.prefix_cache import PrefixCache
 from xpyd_proxy.testing.replies import MessagesReplies, Replies, ResponsesReplies, TokensReplies, error, event
 from xpyd_proxy.testing.rules import Json
@@ -105,6 +106,7 @@ class Sim:
         self.abandoned: list[str] = []  # transfers that nobody will come for
         # What it noted of each request, as the connector's route shows it; None: it has no such route.
         self.timelines: dict[str, list[Json]] | None = None
+        self.loads = SimulatedLoads()
         self._model = model
         self._prefill_s = prefill_s
         self._token_s = token_s
@@ -141,6 +143,7 @@ class Sim:
     def restart(self) -> None:
         """Be another engine from now on, at the same address."""
         self.engine_id = _new_engine_id()
+        self.loads.clear()
         if self.cache is not None:
             self.cache.clear()
 
@@ -149,6 +152,7 @@ class Sim:
         labels = f'{{model_name="{self._model}",engine="0"}}'
         gauges = {"num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
         lines = [f"# TYPE vllm:{name} gauge\nvllm:{name}{labels} {value}\n" for name, value in gauges.items()]
+        lines.append(self.loads.exposition(self.engine_id, labels[1:-1]))
         return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
 
     async def _models(self, _: Request) -> Response:
@@ -215,7 +219,15 @@ class Sim:
         self._use_cache(body, made, entry)
         if self.role == "prefill":
             return await self._prefill(request, replies, fault, abandoned=transfer)
+        return await self._decode(request, replies, entry, fault)
+
+    async def _decode(
+        self, request: Request, replies: AnyReplies, entry: LogEntry, fault: SimulatedFault | None
+    ) -> Response:
+        body = replies.body
         await self._receive(request, body)
+        if not self.loads.load(body):
+            return _json(error(500, "EngineCore encountered an issue"), 500)
         if body.get("stream"):
             events = _events(request, replies, entry, fault, self._token_s)
             return StreamingResponse(events, media_type="text/event-stream")

@@ -10,6 +10,7 @@ from xpyd_connector.core.counters import (
     COUNTERS,
     EVENTS_DROPPED,
     GAUGES,
+    LOAD_OUTCOMES,
     Counters,
     ForwardingCounters,
     StatsReport,
@@ -34,6 +35,7 @@ def counted():
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
                 "count",
+                "count_load",
                 "_fail",
                 "_abort",
                 "_break_off",
@@ -98,3 +100,32 @@ def test_what_tells_keeps_nothing():
 
     assert told == [StatsReport(counters={"pushes": 2}), StatsReport(transfers=[SAMPLE])]
     assert not counters.take()
+
+
+def test_loads_are_counted_by_prefill_engine_too():
+    """A router keeps two engines apart that cannot meet; an aborted load says nothing of them."""
+    counters = Counters()
+    for name in ("loads", "loads_failed_timeout", "loads_failed_timeout", "loads_aborted"):
+        counters.count_load(name, "p")
+    counters.count_load("loads_skipped_incompatible", "q")
+    report = counters.take()
+
+    assert report.peer_loads == {"p": {"loaded": 1, "timeout": 2}, "q": {"refused": 1}}
+    assert report.counters == {
+        "loads": 1, "loads_failed_timeout": 2, "loads_aborted": 1, "loads_skipped_incompatible": 1,
+    }  # fmt: skip
+    assert not counters.take()
+
+
+def test_loads_by_prefill_engine_add_up():
+    """Of all ranks and intervals; the reports stay as they are."""
+    one, other = StatsReport(peer_loads={"p": {"loaded": 1}}), StatsReport(peer_loads={"p": {"loaded": 2, "lease": 1}})
+
+    assert merge([one, other]).peer_loads == {"p": {"loaded": 3, "lease": 1}}
+    assert (one.peer_loads, other.peer_loads["p"]["loaded"]) == ({"p": {"loaded": 1}}, 2)
+
+
+def test_how_loads_end_is_told_by_counters_that_exist():
+    """Each outcome has one."""
+    assert LOAD_OUTCOMES.keys() <= COUNTERS.keys()
+    assert len(set(LOAD_OUTCOMES.values())) == len(LOAD_OUTCOMES)

@@ -1275,3 +1275,32 @@ def test_without_the_route_nothing_is_noted(engine):
     engine.arrive()
 
     assert steps(engine) == []
+
+
+def peer_loads(engine):
+    return engine.side.stats().data["peer_loads"]
+
+
+def test_a_load_is_counted_for_its_prefill_engine_when_all_ranks_have_it(engine):
+    """One rank may have a network that others lack; it counts its failure itself."""
+    for name in ("d-a", "d-b"):
+        engine.allocate(engine.arrive(name=name, remote_request_id=f"p-{name}"), 10)
+    engine.orders()
+    output = KVConnectorOutput(finished_recving={"d-a", "d-b"}, failed_recving={"d-b"})
+    engine.side.after_step(output)
+
+    assert peer_loads(engine) == {"p0": {"loaded": 1}}
+
+
+def test_a_prefill_engine_that_cannot_be_reached_or_refuses_is_named(engine):
+    """The router learns it from the metrics: the text is right, whoever has computed the prompt."""
+    for peer in ("p1", "p2"):
+        request = engine.arrive(name=f"d-{peer}", remote_engine_id=peer)
+        ended = {"failure": "timed out"} if peer == "p1" else {"objection": "another secret"}
+        engine.side._decodes.handshake_ended(HandshakeEnded(EngineId(peer), is_final=False, **ended))
+        if peer == "p1":
+            engine.allocate(request, 10)
+    engine.side.step(IDLE)
+    engine.side.after_step(KVConnectorOutput(finished_recving={"d-p1"}, failed_recving={"d-p1"}))
+
+    assert peer_loads(engine) == {"p1": {"handshake": 1}, "p2": {"refused": 1}}

@@ -121,3 +121,29 @@ def test_the_log_line_leaves_the_events_of_timelines_alone():
     logged = XpydConnector.build_kv_connector_stats(XpydStats.of(report).data)
 
     assert (logged.reduce(), logged.data["events"]) == ({"loads": 2}, [])
+
+
+def peer_loads(peer, outcome, engine="0"):
+    return REGISTRY.get_sample_value(
+        "vllm:xpyd_peer_loads_total", {"model_name": "m", "engine": engine, "peer": peer, "outcome": outcome}
+    )
+
+
+def test_loads_are_shown_by_prefill_engine_from_its_first_failure_on(metrics):
+    """An engine that has met thousands without a failure shows none of them."""
+    for loads in ({"loaded": 5}, {"handshake": 1}, {"loaded": 2}):
+        metrics.observe(XpydStats.of(StatsReport(peer_loads={"p": loads})).data)
+    metrics.observe(XpydStats.of(StatsReport(peer_loads={"q": {"loaded": 9}})).data, 1)
+
+    assert (peer_loads("p", "handshake"), peer_loads("p", "loaded")) == (1, 2)
+    assert peer_loads("q", "loaded", "1") is None
+
+
+def test_prefill_engines_that_failed_long_ago_are_shown_no_more(metrics):
+    """Each restarts under another id."""
+    for number in range(PEERS_MOST + 1):
+        metrics.observe(XpydStats.of(StatsReport(peer_loads={f"p{number}": {"timeout": 1}})).data)
+        metrics.observe(XpydStats.of(StatsReport(peer_loads={"p0": {"timeout": 1, "loaded": 1}})).data)
+
+    assert peer_loads("p0", "timeout") == PEERS_MOST + 2
+    assert (peer_loads("p1", "timeout"), peer_loads("p2", "timeout")) == (None, 1)

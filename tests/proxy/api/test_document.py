@@ -32,7 +32,7 @@ from xpyd_proxy.settings import Settings
 
 ADMIN = "sesame"
 VERBS = ("add", "remove", "drain", "undrain", "explain")
-OPERATORS = {"/status", "/instances", "/requests/{name}", *(f"/instances/{verb}" for verb in VERBS)}
+OPERATORS = {"/status", "/instances", "/pairs", "/requests/{name}", *(f"/instances/{verb}" for verb in VERBS)}
 ERRORS = {"400", "401", "404", "413", "415", "429", "500", "502", "503", "504", "4XX"}
 KEY = {"X-Api-Key": ADMIN}
 HTML = Path(xpyd_proxy.api.document.__file__).with_name("docs.html").read_text(encoding="utf-8")

@@ -303,7 +303,7 @@ class PullReader:
         load.on(LoadEvent.CANCELLED)
         load.deadline = inf
         self._transfers.cancel(load.order.request)
-        self._counters.count(counter)
+        self._counters.count_load(counter, load.order.engine)
         self._results.append(LoadResult(load.order.request, why, quarantined=True))
 
     def _release(self, load: Load) -> None:
@@ -314,7 +314,7 @@ class PullReader:
 
     def _fail(self, load: Load, counter: str, why: str) -> None:
         load.on(LoadEvent.FAILED)
-        self._counters.count(counter)
+        self._counters.count_load(counter, load.order.engine)
         self._end(load, why)
 
     def _end(self, load: Load, failure: str) -> None:

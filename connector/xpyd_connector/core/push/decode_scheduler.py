@@ -342,7 +342,7 @@ class PushReceiver:
 
     def _succeed(self, push: _ExpectedPush) -> None:
         push.on(ReceiveEvent.DONE)
-        self._counters.count("loads")
+        self._counters.count_load("loads", push.order.engine)
         self._end(push, "")
 
     def _on_stopped(self, conn: ConnId, message: PushStopped) -> None:
@@ -361,7 +361,7 @@ class PushReceiver:
             self._approach(push, now)
             return
         if push.state is ReceiveState.REGISTERED:
-            self._counters.count("loads_failed_peer")
+            self._counters.count_load("loads_failed_peer", push.order.engine)
             self._lease_renewer.stop_renewing(push.order.request, push.order.engine)
             self._report(push, f"{peer.address} is gone: {peer.reason}")
         push.on(ReceiveEvent.PEER_LOST)
@@ -378,7 +378,7 @@ class PushReceiver:
             self._lease_renewer.release(order.request, order.engine)
             self._fail(push, counter, why)
             return
-        self._counters.count(counter)
+        self._counters.count_load(counter, order.engine)
         push.on(ReceiveEvent.ABORTED)
         self._clear_deadlines(push)
         self._report(push, why)
@@ -415,7 +415,7 @@ class PushReceiver:
 
     def _fail(self, push: _ExpectedPush, counter: str, why: str) -> None:
         push.on(ReceiveEvent.FAILED)
-        self._counters.count(counter)
+        self._counters.count_load(counter, push.order.engine)
         self._end(push, why)
 
     def _end(self, push: _ExpectedPush, failure: str) -> None:

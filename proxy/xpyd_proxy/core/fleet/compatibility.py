@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet import push_coordinates
+from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.protocol.push import TransferMode
 
 # What a prefill engine's answers have taught.
@@ -34,6 +35,7 @@ class EngineCapabilities:
     adapters: frozenset[str] | None = None  # those of the models that are LoRA adapters
     slice: str | None = None  # its zone, rack or NVLink domain, as its pod or its operator says
     pairs_within: str | None = None  # the slice that its partners must be of (slice_pairing require); None: any
+    resting: frozenset[InstanceId] | None = None  # decode: prefill engines that it cannot meet (pair_health.py)
 
     def serves(self, model: str | None) -> bool:
         """Tell whether a request for a model may go there; None: the request names none."""
@@ -54,6 +56,7 @@ class EngineCapabilities:
             self.adapters if found.adapters is None else found.adapters,
             found.slice or self.slice,
             self.pairs_within if found.pairs_within is None else found.pairs_within,
+            self.resting if found.resting is None else found.resting,
         )
 
 
@@ -76,6 +79,11 @@ def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
     return prefill.engine_id not in (decode.incompatible or ()) and all(
         a is None or b is None or a == b for a, b in zip(compared(prefill), compared(decode), strict=True)
     )
+
+
+def rests(prefill: InstanceId, decode: EngineCapabilities) -> bool:
+    """Tell whether a decode engine gets no requests with a prefill engine, although they fit."""
+    return decode.resting is not None and prefill in decode.resting
 
 
 def difference(prefill: EngineCapabilities, decode: EngineCapabilities) -> str:

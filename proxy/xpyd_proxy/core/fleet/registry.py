@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities, fit
+from xpyd_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities, fit, rests
 from xpyd_proxy.core.fleet.engine_metrics import ShownLoad
 from xpyd_proxy.core.fleet.engine_speed import EngineSpeed
 from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
 from xpyd_proxy.core.fleet.load import Load
 from xpyd_proxy.core.fleet.lone_prompts import LonePrompts
+from xpyd_proxy.core.fleet.pair_health import PairHealth
 from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
@@ -78,6 +79,7 @@ class Registry:
         self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}  # the same by role, host and port; none is empty
         self._added: dict[Role, int] = dict.fromkeys(Role, 0)
         self.changes = ChangeCount()
+        self.pairs: Final = PairHealth(self._settings)
         self.slice_pairing: Final = self._settings.slice_pairing
 
     def add(
@@ -125,6 +127,7 @@ class Registry:
         """Forget an engine; its legs go on, and are nobody's. Raises UnknownInstance: there is none of this id."""
         member = self.member(name)
         member.life.remove(now=now)
+        self.pairs.forget(name)
         del self._members[name]
         place = _place(member.instance)
         self._at[place].discard(name)
@@ -209,15 +212,26 @@ class Registry:
     @property
     def calm_until(self) -> float:
         """When the passing of time, or a choice, may change which engines serve; infinity: only an event does."""
-        return min([member.life.calm_until for member in self._members.values()], default=math.inf)
+        calm_until = min([member.life.calm_until for member in self._members.values()], default=math.inf)
+        return min(calm_until, self.pairs.next_at)
 
     def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """List those decode engines that can read the blocks of a prefill engine; what is not known fits everything."""
-        return [instance for instance in decode if fit(self.facts(prefill), self.facts(instance))]
+        return [instance for instance in decode if self.fits(prefill, instance)]
+
+    def fits(self, prefill: Instance, decode: Instance) -> bool:
+        """Tell whether two engines can share a request, as far as it is known, and do not rest as a pair."""
+        facts = self.facts(decode)
+        return fit(self.facts(prefill), facts) and not rests(prefill.id, facts)
 
     def facts(self, instance: Instance) -> EngineCapabilities:
         """Return what is known of an engine that decides with whom it can share a request."""
         member = self.get(instance.id)
+        return EngineCapabilities() if member is None else member.facts
+
+    def facts_of(self, name: InstanceId) -> EngineCapabilities:
+        """Return the same of an engine by its id."""
+        member = self.get(name)
         return EngineCapabilities() if member is None else member.facts
 
     def learn(self, name: InstanceId, found: EngineCapabilities) -> None:
@@ -225,6 +239,12 @@ class Registry:
         if (member := self.get(name)) is not None:
             before, member.facts = member.facts, member.facts.updated(found)
             self.changes.count += member.facts != before
+
+    def settle_rests(self, decode: InstanceId) -> None:
+        """Have the facts of a decode engine say which prefill engines it avoids."""
+        member, avoided = self.get(decode), self.pairs.avoided(decode)
+        if member is not None and (member.facts.resting or frozenset()) != avoided:
+            self.learn(decode, EngineCapabilities(resting=avoided))
 
     def _check_new(self, role: Role, address: Address, rank: int | None) -> None:
         for name in self._at.get((role, address.host, address.port), ()):

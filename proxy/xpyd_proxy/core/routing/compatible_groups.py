@@ -11,7 +11,7 @@ from math import fsum  # sum() of floats fails where this is compiled: mypyc tak
 from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet.compatibility import NO_SLICE, Compared, EngineCapabilities, compared, fit
-from xpyd_proxy.core.model import Instance
+from xpyd_proxy.core.model import Instance, InstanceId
 
 Facts: TypeAlias = Callable[[Instance], EngineCapabilities]
 _MOST_GROUPS: Final = 64  # of engines that all fit each other; those beyond share one, in which each pair is looked at
@@ -59,23 +59,33 @@ class _EngineKind:
     """Engines of one role with equal facts."""
 
     facts: EngineCapabilities  # of the first of them
+    by: tuple[int, ...] = ()  # prefill: the kinds of decode engines that rest with them
     engines: list[Instance] = field(default_factory=list[Instance])
 
 
 def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts: Facts) -> Grouping:
     """Sort engines into groups, in the order of the decode engines."""
     decodes = _decode_kinds(decode, facts)
-    prefills = _prefill_kinds(prefill, facts, [kind.facts.incompatible for kind in decodes])
+    prefills = _prefill_kinds(prefill, facts, decodes)
+    avoided = [set[int]() for _ in decodes]
+    for i, other in enumerate(prefills):
+        for number in other.by:
+            avoided[number].add(i)
     comparisons = 0
     by_slice = _by_slice(prefills)
     anywhere = [i for i in by_slice[None] if prefills[i].facts.pairs_within is None]
     partners = dict[
         tuple[int, ...], list[_EngineKind]
     ]()  # kinds of decode engines by the kinds of prefill engines they fit
-    for kind in decodes:
-        others = by_slice[None] if kind.facts.pairs_within is None else by_slice.get(kind.facts.pairs_within, anywhere)
-        comparisons += len(others)
-        fitting = tuple([i for i in others if fit(prefills[i].facts, kind.facts)])
+    compatible = dict[tuple[Compared, frozenset[str] | None], Sequence[int]]()
+    for kind, resting in zip(decodes, avoided, strict=True):
+        key = compared(kind.facts), kind.facts.incompatible or None
+        if key not in compatible:  # kinds that differ in the pairs that rest are compared once
+            within = kind.facts.pairs_within
+            others = by_slice[None] if within is None else by_slice.get(within, anywhere)
+            comparisons += len(others)
+            compatible[key] = [i for i in others if fit(prefills[i].facts, kind.facts)]
+        fitting = tuple([i for i in compatible[key] if i not in resting])
         partners.setdefault(fitting, []).append(kind)
     counts = _counts(partners, prefills)
     groups = [
@@ -93,10 +103,10 @@ def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts
 
 
 def _decode_kinds(decode: Sequence[Instance], facts: Facts) -> Sequence[_EngineKind]:
-    kinds = dict[tuple[Compared, frozenset[str] | None], _EngineKind]()
+    kinds = dict[tuple[Compared, frozenset[str] | None, frozenset[InstanceId] | None], _EngineKind]()
     for instance in decode:
         known = facts(instance)
-        key = compared(known), known.incompatible or None
+        key = compared(known), known.incompatible or None, known.resting or None
         kind = kinds.get(key)
         if kind is None:
             kind = kinds[key] = _EngineKind(known)
@@ -104,22 +114,23 @@ def _decode_kinds(decode: Sequence[Instance], facts: Facts) -> Sequence[_EngineK
     return list(kinds.values())
 
 
-def _prefill_kinds(
-    prefill: Sequence[Instance], facts: Facts, refused: Sequence[frozenset[str] | None]
-) -> Sequence[_EngineKind]:
-    """Tell prefill engines apart by their facts, and by which kinds of decode engines have refused them."""
-    refusing = dict[str, list[int]]()
-    for number, names in enumerate(refused):
-        for name in names or ():
+def _prefill_kinds(prefill: Sequence[Instance], facts: Facts, decodes: Sequence[_EngineKind]) -> Sequence[_EngineKind]:
+    """Tell prefill engines apart by their facts, and by which kinds of decode engines refuse them or rest with them."""
+    refusing, resting = dict[str, list[int]](), dict[InstanceId, list[int]]()
+    for number, decode in enumerate(decodes):
+        for name in decode.facts.incompatible or ():
             refusing.setdefault(name, []).append(number)
-    kinds = dict[tuple[Compared, tuple[int, ...]], _EngineKind]()
+        for prefill_id in decode.facts.resting or ():
+            resting.setdefault(prefill_id, []).append(number)
+    kinds = dict[tuple[Compared, tuple[int, ...], tuple[int, ...]], _EngineKind]()
     for instance in prefill:
         known = facts(instance)
         by = refusing.get(known.engine_id, ()) if refusing and known.engine_id is not None else ()
-        key = compared(known), tuple(by)
+        avoiding = tuple(resting.get(instance.id, ())) if resting else ()
+        key = compared(known), tuple(by), avoiding
         kind = kinds.get(key)
         if kind is None:
-            kind = kinds[key] = _EngineKind(known)
+            kind = kinds[key] = _EngineKind(known, avoiding)
         kind.engines.append(instance)
     return list(kinds.values())
 

@@ -5,10 +5,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from xpyd_proxy.core.fleet.compatibility import NO_SLICE, compared, fit
+from xpyd_proxy.core.fleet.compatibility import NO_SLICE, compared, fit, rests
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
-from xpyd_proxy.core.model import Instance, Role
+from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping, group_engines
 from xpyd_proxy.core.routing.group_weights import GroupShare, shares_of
 from xpyd_proxy.core.routing.slices import SliceOf, divide_by_slice, left_out
@@ -65,23 +65,31 @@ def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, in
     decodes = dict[object, list[Member]]()  # those of one kind fit the same engines
     for number, member in enumerate(members, start=1):
         if member.instance.role is Role.DECODE and member.life.state in _SERVING:
-            decodes.setdefault((compared(member.facts), member.facts.incompatible), []).append(member)
+            facts = member.facts
+            decodes.setdefault((compared(facts), facts.incompatible, facts.resting or None), []).append(member)
         if number % _AT_ONCE == 0:
             yield
     refused = frozenset[str]().union(*(kind[0].facts.incompatible or () for kind in decodes.values()))
+    resting = frozenset[InstanceId]().union(*(kind[0].facts.resting or () for kind in decodes.values()))
     prefills = dict[object, list[Member]]()
     for number, member in enumerate(members, start=1):
         facts = member.facts
         if member.instance.role is Role.PREFILL and member.life.state in _SERVING:
             own = facts.engine_id if facts.engine_id in refused else None
-            prefills.setdefault((compared(facts), own), []).append(member)
+            name = member.instance.id if member.instance.id in resting else None
+            prefills.setdefault((compared(facts), own, name), []).append(member)
         if number % _AT_ONCE == 0:
             yield
     if not prefills or not decodes:
         return dict.fromkeys(Role, 0)
     alone, paired = 0, set[object]()
     for decode in decodes.values():
-        fitting = [key for key, prefill in prefills.items() if fit(prefill[0].facts, decode[0].facts)]
+        facts = decode[0].facts
+        fitting = [
+            key
+            for key, prefill in prefills.items()
+            if not rests(prefill[0].instance.id, facts) and fit(prefill[0].facts, facts)
+        ]
         paired.update(fitting)
         alone += 0 if fitting else len(decode)
         yield

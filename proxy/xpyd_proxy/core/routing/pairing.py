@@ -1,12 +1,13 @@
 """Which engines may serve a request, and the choice among them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Final, Protocol, Self, TypeAlias
 
 from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fleet import compatibility
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import ANY, Instance, Role, RoutingHints, SingleEngineReason
@@ -109,6 +110,7 @@ class _Seen:
     all_fit: bool  # each prefill engine fits each decode engine
     shares: Shares | None  # None: there is one group of all of them, and nothing to divide
     shares_alone: Shares | None  # the same where decode engines may serve alone
+    fits: Fits  # for groups in which not all fit
 
 
 class _FoundHolders:
@@ -196,7 +198,8 @@ class PairSelector:
         if seen is None or seen.of != of:
             if len(self._seen) >= _MOST_SEEN:
                 self._seen.clear()
-            seen = self._seen[ask.model, ask.rank] = self._look(of, *self._serving_both(prefill, decode, ask))
+            serving = self._serving_both(prefill, decode, ask)
+            seen = self._seen[ask.model, ask.rank] = self._look(of, *serving, may_be_alone=may_be_alone)
         return self._choose(seen, ask, may_be_alone=may_be_alone)
 
     def one(self, decode: Among, ask: RoutingHints = ANY, /) -> Instance:
@@ -257,8 +260,7 @@ class PairSelector:
         """Choose a group, if there are several, and then its engines."""
         shares = seen.shares_alone if may_be_alone else seen.shares
         if shares is None:
-            fits = compatibility.always if seen.all_fit else self._fits
-            return self.choice.pair(seen.prefill, seen.decode, ask, fits)
+            return self.choice.pair(seen.prefill, seen.decode, ask, compatibility.always if seen.all_fit else seen.fits)
         share = None
         if ask.session is not None:
             share = self.turns.of_session(shares, ask.session)
@@ -269,7 +271,7 @@ class PairSelector:
         group = share.group
         if share.alone:
             return None, self.choice.one(group.decode, ask)
-        return self.choice.pair(group.prefill, group.decode, ask, compatibility.always if group.all_fit else self._fits)
+        return self.choice.pair(group.prefill, group.decode, ask, compatibility.always if group.all_fit else seen.fits)
 
     def _cached(self, shares: Shares, ask: RoutingHints) -> GroupShare | None:
         """Return the share of an engine that has the prompt in its cache; None: a cache decides nothing."""
@@ -282,9 +284,9 @@ class PairSelector:
             share = self.turns.cached(shares, [instance.id for instance in holders])
         return share
 
-    def _look(self, of: Sequence[object], prefill: Among, decode: Among) -> _Seen:
+    def _look(self, of: Sequence[object], prefill: Among, decode: Among, *, may_be_alone: bool) -> _Seen:
         """Sort engines that serve the model into groups. Raises NoMatchingInstance: no two of them fit."""
-        grouping = self._grouped(prefill, decode)
+        grouping, fits = self._grouped(prefill, decode, may_be_alone=may_be_alone)
         pairs = grouping.pairs
         paired_prefill, paired_decode = _paired(grouping, prefill, decode)
         alone = self._shares(grouping, may_be_alone=True)
@@ -299,19 +301,27 @@ class PairSelector:
             len(pairs) == 1 and pairs[0].all_fit,
             None if _is_whole(shares, paired_prefill, paired_decode) else shares,
             None if _is_whole(alone, paired_prefill, paired_decode) else alone,
+            fits,
         )
 
     def _shares(self, grouping: Grouping, *, may_be_alone: bool) -> Shares:
         shares = shares_of(grouping, may_be_alone=may_be_alone)
         return divide_by_slice(shares, self._slice_of) if self._prefers_slices else shares
 
-    def _grouped(self, prefill: Among, decode: Among) -> Grouping:
+    def _grouped(self, prefill: Among, decode: Among, *, may_be_alone: bool) -> tuple[Grouping, Fits]:
+        """Sort engines into groups; if all pairs that fit rest, and no engine may serve alone, they are used anyway."""
         grouping = group_engines(prefill, decode, self.registry.facts)
-        if not grouping.pairs:
-            raise NoMatchingInstance(
-                f"no prefill instance fits a decode instance: {self._differences(prefill, decode)}"
-            )
-        return grouping
+        if grouping.pairs:
+            return grouping, self.registry.fits
+        if not may_be_alone:
+            grouping = group_engines(prefill, decode, self._facts_without_rests)
+            if grouping.pairs:
+                return grouping, self._are_compatible
+        raise NoMatchingInstance(f"no prefill instance fits a decode instance: {self._differences(prefill, decode)}")
+
+    def _facts_without_rests(self, instance: Instance) -> EngineCapabilities:
+        facts = self.registry.facts(instance)
+        return replace(facts, resting=None) if facts.resting else facts
 
     def _serving_both(self, prefill: Among, decode: Among, ask: RoutingHints) -> tuple[Among, Among]:
         decode = self._serving(Role.DECODE, decode, ask)
@@ -337,11 +347,16 @@ class PairSelector:
 
     def _differences(self, prefill: Among, decode: Among) -> str:
         """Name the first pairs that do not fit, and why."""
-        facts = self.registry.facts
         pairs = islice(product(decode, prefill), _MOST_NAMED)
-        named = [f"{d.id} with {p.id}: {compatibility.difference(facts(p), facts(d))}" for d, p in pairs]
+        named = [f"{d.id} with {p.id}: {self._difference(p, d)}" for d, p in pairs]
         more = len(decode) * len(prefill) - len(named)
         return "; ".join([*named, f"and {more} more"] if more else named)
+
+    def _difference(self, prefill: Instance, decode: Instance) -> str:
+        one, other = self.registry.facts(prefill), self.registry.facts(decode)
+        if compatibility.fit(one, other):
+            return "the pair rests, for its transfers failed"
+        return compatibility.difference(one, other)
 
     def _pair_on_trial(self, prefill: Among, decode: Among, ask: RoutingHints, *, may_be_alone: bool) -> Chosen:
         """If an engine waits for its trial, this request is it, with a partner that is well if there is one.
@@ -349,20 +364,25 @@ class PairSelector:
         A request that has failed before is on its last chances, and goes to engines that are well if there are any.
         """
         serving = self._serving_both(prefill, decode, ask)
-        prefill, decode = _paired(self._grouped(*serving), *serving)
+        grouping, fits = self._grouped(*serving, may_be_alone=may_be_alone)
+        prefill, decode = _paired(grouping, *serving)
         (trying_p, well_p), (trying_d, well_d) = self._sorted(prefill), self._sorted(decode)
         if ask.again and well_p and well_d and group_engines(well_p, well_d, self.registry.facts).pairs:
-            return self._choose(self._look((), well_p, well_d), ask, may_be_alone=may_be_alone)
+            return self._look_and_choose(well_p, well_d, ask, may_be_alone=may_be_alone)
         if not trying_p and not trying_d:  # what waits for its trial fits no engine, or serves another model
-            return self._choose(self._look((), prefill, decode), ask, may_be_alone=may_be_alone)
+            return self._look_and_choose(prefill, decode, ask, may_be_alone=may_be_alone)
         if trying_p:
             prefill = trying_p[:1]
-            fitting = [d for d in well_d if self._fits(prefill[0], d)]
-            decode = self._near(prefill[0], fitting or [d for d in decode if self._fits(prefill[0], d)])
+            fitting = [d for d in well_d if fits(prefill[0], d)]
+            decode = self._near(prefill[0], fitting or [d for d in decode if fits(prefill[0], d)])
         else:
             decode = trying_d[:1]
-            prefill = self._near(decode[0], [p for p in prefill if self._fits(p, decode[0])])
+            prefill = self._near(decode[0], [p for p in prefill if fits(p, decode[0])])
         return self.choice.pair(prefill, decode, ask, compatibility.always)
+
+    def _look_and_choose(self, prefill: Among, decode: Among, ask: RoutingHints, *, may_be_alone: bool) -> Chosen:
+        seen = self._look((), prefill, decode, may_be_alone=may_be_alone)
+        return self._choose(seen, ask, may_be_alone=may_be_alone)
 
     def _near(self, engine: Instance, others: Among) -> Among:
         """Leave those of its slice, if slices count and some are."""
@@ -384,7 +404,8 @@ class PairSelector:
     def _slice_of(self, instance: Instance) -> str | None:
         return self.registry.facts(instance).slice
 
-    def _fits(self, prefill: Instance, decode: Instance) -> bool:
+    def _are_compatible(self, prefill: Instance, decode: Instance) -> bool:
+        """Tell whether two engines fit, also as a pair that rests."""
         return compatibility.fit(self.registry.facts(prefill), self.registry.facts(decode))
 
 

@@ -1,4 +1,4 @@
-"""Looks into the decode engines' metrics again and again: does KV arrive, whose do they refuse, how busy are they?"""
+"""Looks into the decode engines' metrics again and again: does KV arrive, whose fails, how busy are they?"""
 
 import logging
 import time
@@ -12,6 +12,7 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, Role
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.probes.checks import ProbeFailed
+from xpyd_proxy.io.probes.pair_watch import PairWatch
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class InflowWatch:
         self._every_s = every_s
         self._clock = clock  # seconds; the one of the registry's times
         self._inflow = KvInflow()
+        self._pairs = None if telemetry.pairs is None else PairWatch(registry, telemetry.pairs)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -61,12 +63,16 @@ class InflowWatch:
                 refused |= incompatible
                 if (member := self._registry.get(decode.id)) is not None:
                     member.shown = shown_load(exposition, decode.rank, now=self._clock())
+                if self._pairs is not None:
+                    self._pairs.look(decode, exposition, self._clock())
             if dry := self._inflow.look(decode.id, found, promised):
                 said = "%s got no KV cache for its last %d legs with a transfer: it computes the prompts"
                 logger.warning(said, decode.id, dry)
                 self._telemetry.transfers_missing(decode.id, dry)
+        doubtful = () if self._pairs is None else self._pairs.end_round()
         for prefill in self._registry.known(Role.PREFILL):
-            if self._registry.facts(prefill).engine_id in refused:  # it may have been restarted, under another id
+            # It may have been restarted, under another id.
+            if self._registry.facts(prefill).engine_id in refused or prefill in doubtful:
                 shown = read(await self._read(prefill), prefill.rank)
                 self._registry.learn(prefill.id, EngineCapabilities(engine_id=shown.engine_id))
 

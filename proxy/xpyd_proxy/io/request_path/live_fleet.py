@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.counters import Key
-from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities
+from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities, fit
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.load import read_report
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
@@ -159,11 +159,39 @@ class LiveFleet:
         pair = self._pairs.calm(ask, self._clock(), may_be_alone=may_be_alone)
         if pair is None:
             decodes = self.usable(Role.DECODE)
-            pair = self.pair(self.usable(Role.PREFILL), decodes, ask, may_be_alone=may_be_alone)
+            prefills = self.usable(Role.PREFILL)
+            now = self._clock()
+            if ask.rank is None and now >= self.registry.pairs.next_at:
+                tried = self._pair_to_try(prefills, decodes, ask, now)
+                if tried is not None:
+                    return tried
+            pair = self.pair(prefills, decodes, ask, may_be_alone=may_be_alone)
             self._pairs.remember(ask)
         elif self.crossings is not None:
             self.crossings.note(pair[0], pair[1], ask)
         return pair
+
+    def _pair_to_try(
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints, now: float
+    ) -> Chosen | None:
+        """Return a pair that has rested for long enough, if this request may show whether it works."""
+        health = self.registry.pairs
+        due, engines = health.due(now=now), {instance.id: instance for instance in (*prefill, *decode)}
+        for names in due:
+            pair = [engines[name] for name in names if name in engines and self._may_try(engines[name], ask)]
+            if len(pair) == len(names) and fit(self.registry.facts(pair[0]), self.registry.facts(pair[1])):
+                health.tried(names, now=now)
+                for instance in pair:
+                    self._chosen(instance)
+                if self.crossings is not None:
+                    self.crossings.note(pair[0], pair[1], ask)
+                return pair[0], pair[1]
+        health.postpone(due, now=now)
+        return None
+
+    def _may_try(self, instance: Instance, ask: RoutingHints) -> bool:
+        member = self.registry.get(instance.id)
+        return member is not None and member.life.state is not _HALF_OPEN and member.facts.serves(ask.model)
 
     def one(self, decode: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Choose one engine; the choice counts."""

@@ -20,6 +20,7 @@ from xpyd_proxy.core.request_record import PromptRecord, RequestOutcome, Request
 from xpyd_proxy.io.logs import lines_together
 from xpyd_proxy.io.request_path.access_log import log_requests
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
+from xpyd_proxy.io.request_path.pair_notes import PairNotes
 
 logger = logging.getLogger(__name__)
 _OK: Final = "ok"
@@ -121,7 +122,14 @@ class _Kind:
 class Telemetry:
     """Takes in what happens to requests and their legs, and adds it up."""
 
-    def __init__(self, counters: Counters, clock: Callable[[], float], history: RequestHistory | None = None) -> None:
+    def __init__(
+        self,
+        counters: Counters,
+        clock: Callable[[], float],
+        history: RequestHistory | None = None,
+        pairs: PairNotes | None = None,
+    ) -> None:
+        """``pairs``: is told what happens between two engines; None: nothing is."""
         self._counters = counters
         self._history = RequestHistory(0) if history is None else history
         self._recent = RecentStats()
@@ -136,6 +144,7 @@ class Telemetry:
         # By path, and by engine where that is wanted: seconds between two reads of a stream, to be counted.
         self._gaps: dict[tuple[str, InstanceId | None], list[float]] = {}
         self.stepped: Callable[[InstanceId, list[float]], None] | None = None  # gets them; None: by path will do
+        self._pairs = pairs
 
     @property
     def counters(self) -> Counters:
@@ -156,6 +165,18 @@ class Telemetry:
         """The latest requests that are over, with all that has happened."""
         self.later.settle()
         return self._history
+
+    def settled_pairs(self) -> PairNotes:
+        """Return what is known of pairs of engines, with all that has happened; raises LookupError: nothing is."""
+        if self._pairs is None:
+            raise LookupError("pairs are not noted")
+        self.later.settle()
+        return self._pairs
+
+    @property
+    def pairs(self) -> PairNotes | None:
+        """What is told of pairs of engines; None: nothing is."""
+        return self._pairs
 
     @property
     def in_flight(self) -> Mapping[InstanceId, int]:
@@ -188,6 +209,8 @@ class Telemetry:
             del self._gaps[key]  # what a stream there still adds is nobody's
         self._counters.keep(instances)
         self._recent.keep(instances)
+        if self._pairs is not None:
+            self._pairs.keep(instances)
         for gone in self.transfers_expected.keys() - instances:
             del self.transfers_expected[gone]
 
@@ -220,6 +243,16 @@ class Telemetry:
         self._recent.legs[instance.id].add_all([seconds], failed=failed, now=at)
         if failed:
             self._recent.failed(request, instance.id, f"a leg {_FAILED[failure]}", now=at)
+
+    def pair_failed(self, prefill: InstanceId, decode: InstanceId, failure: Failure, at: float) -> None:
+        """A decode leg has failed whose prefill engine had answered."""
+        if self._pairs is not None:
+            self._pairs.leg_failed(prefill, decode, failure, at)
+
+    def pair_blamed(self, record: RequestRecord, decode: InstanceId) -> None:
+        """Another pair has served what a decode engine answered with 5xx."""
+        if self._pairs is not None:
+            self._pairs.blamed(record, decode, self._clock())
 
     def handed_over(self, seconds: float) -> None:
         """The decode leg of a request was sent so long after its prefill leg was answered."""
@@ -264,6 +297,9 @@ class Telemetry:
             kind.ttft.append(record.ttft_s)
         if record.push is _AT_ONCE:
             self._push_over(record)
+        pairs, prefill, decode = self._pairs, record.prefill, record.decode
+        if pairs is not None and prefill is not None and decode is not None:
+            pairs.request_over(record, prefill, decode)
         for retry in record.retries:
             self._counters.retries[retry.role, retry.reason] += 1
         if kind.is_failed:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit, rests
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.routing.compatible_groups import NO_PREFILL, group_engines
 from xpyd_proxy.core.routing.group_weights import BOUND, GroupTurns, shares_of
@@ -44,7 +44,12 @@ FACTS = st.builds(
     revision=st.sampled_from([None, "a", "b"]),
     engine_id=st.sampled_from([None, "x", "y"]),
     incompatible=st.sampled_from([None, frozenset(), frozenset("x"), frozenset("xy")]),
+    resting=st.none() | st.frozensets(st.integers(0, 6).map("prefill-{}".format), max_size=3),
 )
+
+
+def meet(prefill, decode, known):
+    return fit(known[prefill.id], known[decode.id]) and not rests(prefill.id, known[decode.id])
 
 
 @given(st.lists(FACTS, max_size=7), st.lists(FACTS, max_size=7))
@@ -52,7 +57,7 @@ def test_groups_are_what_comparing_all_engines_would_bring(prefill, decode):
     """Every pair that fits is in exactly one group, no other pair is, and what is left out fits nothing."""
     found, known = grouped(prefill, decode)
     (ps, _), (ds, _) = engines(Role.PREFILL, prefill), engines(Role.DECODE, decode)
-    expected = {(p.id, d.id) for p, d in itertools.product(ps, ds) if fit(known[p.id], known[d.id])}
+    expected = {(p.id, d.id) for p, d in itertools.product(ps, ds) if meet(p, d, known)}
 
     met = [(p.id, d.id) for group in found.groups for p, d in itertools.product(group.prefill, group.decode)]
     assert sorted(met) == sorted(expected)
@@ -141,3 +146,25 @@ def test_caches_do_not_get_a_revision_more_than_the_bound():
 
     at_old = sum(share.group.name == "revision a" for share in chosen)
     assert 0.125 * 400 < at_old < 0.125 * 400 * 1.5 + 5
+
+
+def test_pairs_that_rest_cost_no_comparisons():
+    """Of engines that are equal but for these: facts are compared once."""
+    prefill = [EngineCapabilities(version="1")] * 400
+    resting = [frozenset({f"prefill-{n % 40}", f"prefill-{n % 7}"}) for n in range(400)]
+    found, _ = grouped(prefill, [EngineCapabilities(version="1", resting=each) for each in resting])
+    kinds = len({frozenset(group.prefill) for group in found.groups if group.all_fit})
+
+    assert found.comparisons <= 41 * 41
+    assert kinds <= 64
+    assert sum(len(group.prefill) for group in found.groups) <= 64 * 400
+
+
+def test_racks_that_cannot_meet_are_two_groups():
+    """However many engines they have."""
+    cut = frozenset(f"prefill-{n}" for n in range(50))
+    decode = [EngineCapabilities()] * 50 + [EngineCapabilities(resting=cut)] * 50
+    found, _ = grouped([EngineCapabilities()] * 100, decode)
+
+    assert [(len(group.prefill), len(group.decode)) for group in found.groups] == [(100, 50), (50, 50)]
+    assert found.comparisons == 2

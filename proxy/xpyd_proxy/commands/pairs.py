@@ -1,0 +1,62 @@
+"""``xpyd pairs``: which prefill and decode engines have met, and which cannot (docs/pairs.md)."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from xpyd_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments
+from xpyd_proxy.errors import ConfigError
+
+_COLUMNS: Final = ("prefill", "decode", "state", "reason", "handovers", "failed", "ttft", "last")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add_access_arguments(parser)
+    parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds for its answer (%(default)s)")
+    parser.add_argument("--failing", action="store_true", help="only those that fail, or have failed")
+    parser.add_argument("--json", action="store_true", help="print the router's own JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print them; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
+    try:
+        with RouterClient(args) as router:
+            found = router.ask("/pairs")
+        if args.failing:
+            found["pairs"] = [row for row in found["pairs"] if row["state"] != "well" or row["failed"]]
+        sys.stdout.write(json.dumps(found) + "\n" if args.json else text(found))
+    except (CommandFailed, ConfigError) as exc:
+        sys.stderr.write(f"xpyd pairs: {exc}\n")
+        return 2 if isinstance(exc, ConfigError) else 1
+    return 0
+
+
+def text(found: Json) -> str:
+    """Write the pairs for people."""
+    table: list[tuple[str, ...]] = [_COLUMNS, *(_cells(row) for row in found["pairs"])]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    notes: Sequence[str] = [
+        *([f"{found['dropped']} pairs were forgotten to make room (pair_history)"] if found["dropped"] else []),
+        *([f"seen by worker {found['worker']} of {found['workers']}"] if found["workers"] > 1 else []),
+    ]
+    return "\n".join([*lines, *notes]) + "\n"
+
+
+def _cells(row: Json) -> tuple[str, ...]:
+    rest = "" if row["rest_s"] is None else f" {row['rest_s']:.0f} s"
+    failures = ", ".join(f"{count} {how}" for how, count in row["failures"].items())
+    return (
+        row["prefill"],
+        row["decode"],
+        f"{row['state']}{rest}",
+        row["reason"] or "-",
+        str(row["handovers"]),
+        failures or "-",
+        "-" if row["ttft_s"] is None else f"{row['ttft_s'] * 1e3:.1f} ms",
+        "-" if row["last_s"] is None else f"{row['last_s']:.0f} s ago",
+    )

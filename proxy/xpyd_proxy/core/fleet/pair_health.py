@@ -1,0 +1,233 @@
+"""Pairs of a prefill and a decode engine that cannot meet, though each is well for all others.
+
+A firewall between two racks, or another secret: each request of such a pair is computed twice, or fails. After some
+failures in a row that are the pair's, it rests: other pairs get its requests, until one request shows that it works.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from enum import auto
+from typing import Final, TypeAlias
+
+from xpyd_proxy.core.fast_enum import FastStrEnum
+from xpyd_proxy.core.model import InstanceId
+from xpyd_proxy.settings import Settings
+
+Pair: TypeAlias = tuple[InstanceId, InstanceId]  # the prefill engine, and the decode engine
+MOST: Final = 4096  # pairs that are remembered for their failures
+# Decode engines that avoid the same prefill engines are of one group (routing/compatible_groups.py), whose lists have
+# all prefill engines: so many groups may come of it.
+MOST_SETS: Final = 64
+TRIAL_S: Final = 90.0  # for which a trial may stay without a sign; a decode engine's counters are read every 15 s
+_LATER_S: Final = 5.0  # until a trial is thought of again whose engines cannot take it
+
+
+class PairFailure(FastStrEnum):
+    """Why a decode engine did not get a prefill engine's KV, as metrics and pages name it."""
+
+    HANDSHAKE = auto()  # it could not connect
+    REFUSED = auto()  # one of them refuses the other: another secret, certificate, protocol or model
+    TRANSFER = auto()  # NIXL or the network failed
+    TIMEOUT = auto()
+    ENGINE_ERROR = auto()  # its leg ended with 5xx, and another pair served the same request
+    LEASE = auto()  # the prefill engine had freed the blocks
+    PEER_LOST = auto()  # the prefill engine's connection closed
+    STAGING = auto()  # host memory was too small, or copying failed
+
+
+# Those that may be the pair's own. The others befall one engine, whoever the other is.
+OF_THE_PAIR: Final = frozenset(
+    {
+        PairFailure.HANDSHAKE,
+        PairFailure.REFUSED,
+        PairFailure.TRANSFER,
+        PairFailure.TIMEOUT,
+        PairFailure.ENGINE_ERROR,
+    }
+)
+
+
+class PairState(FastStrEnum):
+    """What becomes of a pair that has failed."""
+
+    FAILING = auto()  # too seldom to rest
+    RESTING = auto()  # it gets no requests
+    TRYING = auto()  # it has got one
+
+
+class PairEvent(FastStrEnum):
+    """What happens to such a pair; one that works is forgotten."""
+
+    FAILED = auto()  # and may be tried on
+    GIVEN_UP = auto()  # it has failed so often in a row that it rests
+    TRIED = auto()
+    SILENT = auto()  # its trial has shown nothing
+
+
+TRANSITIONS: Final[Mapping[PairState, Mapping[PairEvent, PairState]]] = {
+    PairState.FAILING: {PairEvent.FAILED: PairState.FAILING, PairEvent.GIVEN_UP: PairState.RESTING},
+    # What was under way as it began to rest may still fail, and so may the trial of another worker.
+    PairState.RESTING: {PairEvent.FAILED: PairState.RESTING, PairEvent.TRIED: PairState.TRYING},
+    PairState.TRYING: {PairEvent.GIVEN_UP: PairState.RESTING, PairEvent.SILENT: PairState.RESTING},
+}
+
+
+class FailingPair:
+    """A pair that has failed since it last worked. Times are seconds of the registry's clock."""
+
+    __slots__ = ("due", "in_a_row", "reason", "rest_s", "since", "state")
+
+    def __init__(self, reason: PairFailure, since: float) -> None:
+        self.state = PairState.FAILING
+        self.reason = reason  # of its latest failure
+        self.since = since  # when it came into its state
+        self.in_a_row = 0
+        self.rest_s = 0.0  # how long it rests this time
+        self.due = math.inf  # when it is to be tried, or its trial is over
+
+    def on(self, event: PairEvent, now: float) -> None:
+        """Go to the next state; raises KeyError: that cannot happen in this one."""
+        state = TRANSITIONS[self.state][event]
+        if state is not self.state:
+            self.state, self.since = state, now
+
+
+class PairHealth:
+    """The pairs that fail. While there are none, a request costs a look at ``has_any``, when it is over.
+
+    With several workers each has its own, and all read the same counters of decode engines.
+    """
+
+    def __init__(self, settings: Settings, *, most: int = MOST) -> None:
+        self._most = most
+        self._least = settings.pair_failures
+        self._rest_s = settings.pair_rest_time_s
+        self._rest_most_s = settings.max_pair_rest_time_s
+        self.next_at = math.inf  # when a pair is to be tried, or a trial is over
+        self.failures = Counter[tuple[str, ...]]()  # by PairFailure
+        self.has_any = False  # pairs that fail
+        self.unkept = 0  # pairs that should rest, and did not because too many do
+        self._pairs: dict[Pair, FailingPair] = {}
+        self._avoided: dict[InstanceId, set[InstanceId]] = {}  # prefill engines, by the decode engine
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def get(self, pair: Pair) -> FailingPair | None:
+        """Return what is known of a pair that fails; None: it does not."""
+        return self._pairs.get(pair)
+
+    def pairs(self) -> Sequence[tuple[Pair, FailingPair]]:
+        """List the pairs that fail, those first that have failed first."""
+        return tuple(self._pairs.items())
+
+    def avoided(self, decode: InstanceId) -> frozenset[InstanceId]:
+        """Return the prefill engines with which a decode engine rests."""
+        return frozenset(self._avoided.get(decode, ()))
+
+    @property
+    def resting(self) -> int:
+        """How many pairs get no requests, or one."""
+        return sum([len(each) for each in self._avoided.values()])
+
+    def failed(self, pair: Pair, reason: PairFailure, count: int, *, now: float) -> FailingPair | None:
+        """Take in failures without a success between; return the pair if it begins to rest by them."""
+        if reason not in OF_THE_PAIR or not self._least:
+            return None
+        found = self._pairs.get(pair)
+        if found is None:
+            if len(self._pairs) >= self._most and not self._make_room():
+                self.unkept += 1
+                return None
+            found = self._pairs[pair] = FailingPair(reason, now)
+            self.has_any = True
+        found.reason = reason
+        found.in_a_row += count
+        if found.state is PairState.RESTING or found.in_a_row < self._least:
+            found.on(PairEvent.FAILED, now)
+            return None
+        if found.state is PairState.FAILING and not self._may_rest(pair):
+            self.unkept += 1
+            found.on(PairEvent.FAILED, now)
+            return None
+        is_new = found.state is PairState.FAILING
+        found.rest_s = min(self._rest_most_s, 2 * found.rest_s) if found.rest_s else self._rest_s
+        found.on(PairEvent.GIVEN_UP, now)
+        self._wait(found, now + found.rest_s)
+        self._avoided.setdefault(pair[1], set()).add(pair[0])
+        return found if is_new else None
+
+    def worked(self, pair: Pair, *, only: PairFailure | None = None) -> FailingPair | None:
+        """Forget the failures of a pair; return it if it was resting. ``only``: unless it fails for another reason."""
+        found = self._pairs.get(pair)
+        if found is None or (only is not None and found.reason is not only):
+            return None
+        self._drop(pair)
+        return None if found.state is PairState.FAILING else found
+
+    def forget(self, engine: InstanceId) -> Sequence[Pair]:
+        """Forget all pairs of an engine, which is gone or another one by now; return them."""
+        gone = [pair for pair in self._pairs if engine in pair]
+        for pair in gone:
+            self._drop(pair)
+        return gone
+
+    def keep(self, engines: frozenset[InstanceId]) -> None:
+        """Forget the pairs of engines that are no longer known."""
+        for pair in [pair for pair in self._pairs if not engines.issuperset(pair)]:
+            self._drop(pair)
+
+    def due(self, *, now: float) -> Sequence[Pair]:
+        """List the pairs that are to be tried now. One whose trial has shown nothing is tried again."""
+        found = list[Pair]()
+        for pair, each in self._pairs.items():
+            if each.due <= now:
+                if each.state is PairState.TRYING:
+                    each.on(PairEvent.SILENT, now)
+                found.append(pair)
+        return found
+
+    def tried(self, pair: Pair, *, now: float) -> None:
+        """A pair that was due has got a request."""
+        found = self._pairs[pair]
+        found.on(PairEvent.TRIED, now)
+        found.due = now + TRIAL_S
+        self._look_again()
+
+    def postpone(self, pairs: Iterable[Pair], *, now: float) -> None:
+        """Pairs that are due cannot be tried yet: one of their engines takes no requests, or serves another model."""
+        for pair in pairs:
+            self._pairs[pair].due = now + _LATER_S
+        self._look_again()
+
+    def _may_rest(self, pair: Pair) -> bool:
+        """Tell whether the sets of avoided engines stay few if this pair rests."""
+        sets = {decode: frozenset(each) for decode, each in self._avoided.items()}
+        sets[pair[1]] = sets.get(pair[1], frozenset[InstanceId]()) | {pair[0]}
+        return len(set(sets.values())) <= MOST_SETS
+
+    def _make_room(self) -> bool:
+        """Forget the pair that has failed first of those that do not rest; False: all do."""
+        for pair, each in self._pairs.items():
+            if each.state is PairState.FAILING:
+                self._drop(pair)
+                return True
+        return False
+
+    def _drop(self, pair: Pair) -> None:
+        del self._pairs[pair]
+        self.has_any = len(self._pairs) > 0
+        avoided = self._avoided.get(pair[1])
+        if avoided is not None:
+            avoided.discard(pair[0])
+            if not avoided:
+                del self._avoided[pair[1]]
+        self._look_again()
+
+    def _wait(self, pair: FailingPair, until: float) -> None:
+        pair.due = until
+        self._look_again()
+
+    def _look_again(self) -> None:
+        self.next_at = min([each.due for each in self._pairs.values()], default=math.inf)

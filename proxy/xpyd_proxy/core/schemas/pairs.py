@@ -1,0 +1,20 @@
+"""What pages and commands show of a pair of engines."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """A prefill engine, and a decode engine that has got KV from it, or should have. Times are seconds."""
+
+    prefill: str
+    decode: str
+    handovers: int  # requests that both have served
+    failed: int  # decode legs that failed behind a good prefill leg
+    failures: dict[str, int]  # the same by how they failed
+    ttft_s: float | None  # of streams, from handing over to the first event: a moving mean; None: there was none
+    last_s: float | None  # since it was last used; None: not lately
+    state: str  # well, failing, resting, trying
+    reason: str | None  # of its latest failure, if it fails
+    failed_in_a_row: int  # transfers, as the decode engine shows them
+    rest_s: float | None  # how long it rests yet; None: it does not

@@ -1,0 +1,158 @@
+"""What happens between the two engines of a request, as the router and decode engines see it: told to the cores."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from xpyd_proxy.core.fleet.pair_health import Pair, PairFailure
+from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
+from xpyd_proxy.core.fleet.peer_loads import PeerNews
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, Role
+from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.request_record import LegRecord, RequestRecord
+
+logger = logging.getLogger(__name__)
+_OURS: Final = "xpyd"  # an engine's metrics show which connector it has
+_OK: Final = 200
+_HTTP_5XX: Final = Failure.HTTP_5XX  # looking a member up takes as long as a call
+_REFUSED: Final = Failure.REFUSED
+_AT_ONCE: Final = LegOrder.CONCURRENT
+_DECODE: Final = Role.DECODE
+_PREFILL: Final = Role.PREFILL
+
+
+class PairNotes:
+    """Tells the matrix what was used, and the registry which pairs fail.
+
+    ``share``: the number of this worker, and how many there are. All workers read the same counters of decode engines,
+    so each counts the failures of its part of these.
+    """
+
+    def __init__(self, registry: Registry, matrix: PairMatrix, share: tuple[int, int] = (0, 1)) -> None:
+        self.matrix = matrix
+        self.health: Final = registry.pairs
+        self._registry = registry
+        self.worker: Final = share[0]
+        self.workers: Final = share[1]
+
+    # ---- what requests show
+
+    def request_over(self, record: RequestRecord, prefill: LegRecord, decode: LegRecord) -> None:
+        """A request is over that was sent to two engines."""
+        if record.status != _OK:
+            return  # its legs have been counted
+        pair, matrix, ttft_s = (prefill.instance, decode.instance), self.matrix, None
+        if matrix.most:
+            if record.ttft_s is not None and (ms := decode.ms) is not None:
+                if record.push is _AT_ONCE and prefill.ms is not None:
+                    ms -= prefill.ms  # they are handed over with the prefill engine's answer
+                ttft_s = ms / 1000 if ms > 0 else 0.0
+            matrix.used(pair, ttft_s, record.began_at + record.duration_s)
+        if self.health.has_any and self.health.worked(pair, only=PairFailure.ENGINE_ERROR) is not None:
+            self._healed(pair)
+
+    def leg_failed(self, prefill: InstanceId, decode: InstanceId, failure: Failure, now: float) -> None:
+        """A decode leg has failed whose prefill engine had answered."""
+        if failure is not _REFUSED:  # a client's mistake
+            self.matrix.failed((prefill, decode), failure, now)
+
+    def blamed(self, record: RequestRecord, decode: InstanceId, now: float) -> None:
+        """Another engine has answered well what this one answered with 5xx; our connector's engines say why themselves.
+
+        It may be the engine's fault: the next failures count if both engines have worked with others since the first.
+        """
+        if self._registry.facts_of(decode).connector == _OURS:
+            return
+        for retry in record.retries:
+            if retry.role is _DECODE and retry.reason is _HTTP_5XX and retry.leg.instance == decode:
+                for leg, role in record.past:
+                    if role is _PREFILL and leg.name == retry.leg.name:
+                        self._blame((leg.instance, decode), now)
+
+    def _blame(self, pair: Pair, now: float) -> None:
+        before = self.health.get(pair)
+        if before is None or self.matrix.works_elsewhere(pair, before.since):
+            self._failed(pair, {PairFailure.ENGINE_ERROR: 1}, PairFailure.ENGINE_ERROR, 1, now)
+
+    # ---- what decode engines show
+
+    def loads(self, decode: Instance, news: Sequence[PeerNews], now: float) -> list[str]:
+        """Take in what became of the loads of a decode engine; return ids of prefill engines that are not known."""
+        unknown = list[str]()
+        by_peer = self._prefills() if news else dict[str, Sequence[Instance]]()
+        for each in news:
+            prefills = by_peer.get(each.peer, ())
+            if not prefills:
+                unknown.append(each.peer)
+            for prefill in prefills:
+                pair = prefill.id, decode.id
+                if each.loaded:
+                    self._worked(pair)
+                    self._count(decode.id, each.failed)
+                elif each.worst is not None:
+                    self._failed(pair, each.failed, each.worst, each.count, now)
+                else:
+                    self._count(decode.id, each.failed)
+        return unknown
+
+    def restarted(self, decode: Instance) -> None:
+        """A decode engine counts from zero again: it may be able to meet all others."""
+        self._forget(decode.id)
+
+    def is_another(self, prefill: InstanceId) -> None:
+        """Another prefill engine is at the address of one."""
+        self._forget(prefill)
+
+    def keep(self, instances: frozenset[InstanceId]) -> None:
+        """Forget the pairs of engines that were removed."""
+        self.matrix.keep(instances)
+        self.health.keep(instances)
+        for decode in self._registry.known(_DECODE):
+            self._registry.settle_rests(decode.id)
+
+    # ---- what follows
+
+    def _prefills(self) -> Mapping[str, Sequence[Instance]]:
+        """Return the prefill engines by the ids under which decode engines know them."""
+        found = dict[str, list[Instance]]()
+        for prefill in self._registry.known(_PREFILL):
+            name = self._registry.facts(prefill).engine_id
+            if name is not None:
+                known_as = name if prefill.rank is None else f"{name}_dp{prefill.rank}"
+                found.setdefault(known_as, []).append(prefill)
+        return found
+
+    def _failed(
+        self, pair: Pair, failed: Mapping[PairFailure, int], reason: PairFailure, count: int, now: float
+    ) -> None:
+        prefill, decode = pair
+        self._count(decode, failed)
+        rests = self.health.failed(pair, reason, count, now=now)
+        if rests is not None:
+            logger.warning(
+                "%s and %s cannot meet: %d transfers in a row have failed (%s), so the pair rests for %g s",
+                prefill,
+                decode,
+                rests.in_a_row,
+                reason,
+                rests.rest_s,
+            )
+        self._registry.settle_rests(decode)
+
+    def _worked(self, pair: Pair) -> None:
+        if self.health.worked(pair) is not None:
+            self._healed(pair)
+
+    def _healed(self, pair: Pair) -> None:
+        logger.info("%s and %s have met again: the pair gets requests", *pair)
+        self._registry.settle_rests(pair[1])
+
+    def _forget(self, engine: InstanceId) -> None:
+        for _, decode in self.health.forget(engine):
+            self._registry.settle_rests(decode)
+
+    def _count(self, decode: InstanceId, failed: Mapping[PairFailure, int]) -> None:
+        if sum(decode.encode()) % self.workers == self.worker:
+            for reason, count in failed.items():
+                self.health.failures[(reason.value,)] += count

@@ -1,0 +1,41 @@
+"""The loads of a pretended decode engine: whose KV cache it gets, and what it shows of that in its metrics."""
+
+from collections import Counter
+
+from xpyd_proxy.testing.rules import Json
+
+
+class SimulatedLoads:
+    """Loads succeed at once, but for those from ``unmet`` engines."""
+
+    def __init__(self) -> None:
+        self.unmet: dict[str, str] = {}  # prefill engines by id, and why: handshake, refused, transfer or timeout
+        self.recomputes = True  # what it cannot load (kv_load_failure_policy); else such requests fail
+        self.are_shown = False  # as our connector does, by prefill engine, and the engine's own id
+        self._counts = Counter[tuple[str, str]]()  # by prefill engine and outcome
+
+    def load(self, body: Json) -> bool:
+        """Load the KV cache of a request, and count that; False: it cannot, and does not compute the prompt either."""
+        params: Json = body.get("kv_transfer_params") or {}
+        peer = params.get("remote_engine_id") if params.get("do_remote_prefill") else None
+        if peer is None:
+            return True
+        why = self.unmet.get(peer)
+        self._counts[peer, why or "loaded"] += 1
+        return why is None or self.recomputes
+
+    def clear(self) -> None:
+        """Count from zero, as after a restart."""
+        self._counts.clear()
+
+    def exposition(self, engine_id: str, labels: str) -> str:
+        """Write what is shown, in Prometheus' words; ``labels``: those of all series."""
+        if not self.are_shown:
+            return ""
+        failing = {peer for peer, outcome in self._counts if outcome != "loaded"}
+        lines = [
+            f'vllm:xpyd_peer_loads_total{{{labels},peer="{peer}",outcome="{outcome}"}} {count}.0\n'
+            for (peer, outcome), count in self._counts.items()
+            if peer in failing
+        ]
+        return "".join([f'vllm:xpyd_connector_info{{{labels},engine_id="{engine_id}"}} 1.0\n', *lines])

@@ -1,0 +1,80 @@
+"""``xpyd pairs``, against a router on a real socket."""
+
+import json
+
+import httpx
+import pytest
+
+from support.sim import cluster
+from xpyd_proxy.cli import main
+from xpyd_proxy.commands.pairs import text
+from xpyd_proxy.settings import Settings
+
+ROW = {
+    "prefill": "prefill-0", "decode": "decode-1", "handovers": 2, "failed": 3, "failures": {"timeout": 3},
+    "ttft_s": 0.01234, "last_s": 4.2, "state": "resting", "reason": "handshake", "failed_in_a_row": 3, "rest_s": 29.6,
+}  # fmt: skip
+WELL = ROW | {"state": "well", "failures": {}, "failed": 0, "reason": None, "rest_s": None, "ttft_s": None}
+FOUND = {"worker": 0, "workers": 1, "known": 2, "dropped": 0, "resting": 1, "unkept": 0, "pairs": [ROW, WELL]}
+
+
+@pytest.fixture
+def running(monkeypatch):
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+    with cluster(1, 1, Settings(admin_key="sesame", health_check_interval_s=0.0)) as found:
+        yield found
+
+
+@pytest.fixture
+def pairs(running, capsys):
+    def run(*arguments):
+        code = main(["pairs", "--router", running.router, *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_pairs_are_shown_as_a_table(running, pairs):
+    """Those that have served a request."""
+    for _ in range(2):
+        httpx.post(f"http://{running.router}/v1/completions", json={"prompt": "a", "max_tokens": 2})
+    code, out, err = pairs()
+
+    assert (code, err) == (0, "")
+    head, row = out.splitlines()
+    assert head.split() == ["prefill", "decode", "state", "reason", "handovers", "failed", "ttft", "last"]
+    assert row.split()[:6] == ["prefill-0", "decode-0", "well", "-", "2", "-"]
+
+
+def test_scripts_get_the_routers_own_json(pairs):
+    """All of it."""
+    code, out, _ = pairs("--json")
+
+    assert (code, json.loads(out)["pairs"]) == (0, [])
+
+
+def test_pairs_that_never_failed_can_be_left_out(running, pairs):
+    """There may be a thousand."""
+    httpx.post(f"http://{running.router}/v1/completions", json={"prompt": "a", "max_tokens": 2})
+    _, out, _ = pairs("--failing")
+
+    assert len(out.splitlines()) == 1
+
+
+def test_a_router_that_is_not_there_is_an_error(capsys, monkeypatch):
+    """In a sentence."""
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+    assert main(["pairs", "--router", "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.startswith("xpyd pairs: ")
+
+
+def test_people_see_what_a_pair_does_and_what_the_list_lacks():
+    """It is a part: of one worker, and of those that were used lately."""
+    lines = text(FOUND | {"workers": 3, "worker": 2, "dropped": 7}).splitlines()
+
+    assert lines[1] == "prefill-0  decode-1  resting 30 s  handshake  2          3 timeout  12.3 ms  4 s ago"
+    assert lines[2] == "prefill-0  decode-1  well          -          2          -          -        4 s ago"
+    assert lines[3:] == [
+        "7 pairs were forgotten to make room (pair_history)",
+        "seen by worker 2 of 3",
+    ]

@@ -1,0 +1,88 @@
+"""What was seen of pairs of engines, of as many as were used lately."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.fleet.pair_health import PairFailure, PairHealth
+from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
+from xpyd_proxy.core.fleet.pair_rows import pair_rows, worst_rows
+from xpyd_proxy.settings import Settings
+
+A, B, C = ("p0", "d0"), ("p0", "d1"), ("p1", "d0")
+
+
+def test_a_pair_is_counted():
+    """Its requests, its first tokens, and its failures by kind."""
+    matrix = PairMatrix(8)
+    matrix.used(A, 0.1, 1.0)
+    matrix.used(A, 0.2, 2.0)
+    matrix.used(A, None, 3.0)
+    matrix.failed(A, "http_5xx", 4.0)
+    row = next(pair_rows(matrix, PairHealth(Settings()), now=6.0))
+
+    assert (row.prefill, row.decode, row.handovers, row.failed, row.failures) == ("p0", "d0", 3, 1, {"http_5xx": 1})
+    assert (row.state, row.reason, row.rest_s, row.last_s) == ("well", None, None, 2.0)
+    assert 0.1 < row.ttft_s < 0.2
+
+
+def test_nothing_is_kept_if_nothing_is_wanted():
+    """The setting that turns it off."""
+    matrix = PairMatrix(0)
+    matrix.failed(A, "timeout", 1.0)
+
+    assert len(matrix) == matrix.dropped == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9))), st.integers(1, 12))
+def test_those_that_were_used_last_are_kept(uses, most):
+    """With thousands of engines there are millions of pairs."""
+    matrix = PairMatrix(most)
+    for now, (p, d) in enumerate(uses):
+        matrix.used((f"p{p}", f"d{d}"), None, float(now))
+
+    latest = list(dict.fromkeys((f"p{p}", f"d{d}") for p, d in reversed(uses)))
+    kept = [pair for pair, _ in matrix.latest()]
+    assert kept == latest[: len(kept)]
+    assert min(len(latest), most - most // 8) <= len(kept) <= most
+    assert matrix.dropped >= len(latest) - len(kept)
+
+
+def test_pairs_of_engines_that_left_are_forgotten():
+    """Ids are never used again."""
+    matrix = PairMatrix(8)
+    for pair in (A, B, C):
+        matrix.used(pair, None, 1.0)
+    matrix.keep(frozenset({"p0", "d0"}))
+
+    assert [pair for pair, _ in matrix.latest()] == [A]
+
+
+def test_engines_that_work_with_others_are_known():
+    """Only then is it the pair that fails."""
+    matrix = PairMatrix(8)
+    matrix.used(A, None, 9.0)
+    matrix.used(B, None, 1.0)
+    matrix.used(C, None, 5.0)
+
+    assert matrix.works_elsewhere(A, 1.0)
+    assert not matrix.works_elsewhere(A, 2.0)  # p0 has served with none but d0 since then
+    matrix.failed(B, "timeout", 7.0)
+    assert not matrix.works_elsewhere(A, 2.0)
+
+
+def test_pairs_that_fail_are_shown_first():
+    """Nobody looks through a thousand rows."""
+    matrix, health = PairMatrix(8), PairHealth(Settings(pair_failures=2))
+    for now, pair in enumerate((A, B, C, ("p1", "d1"), ("p2", "d2"))):
+        matrix.used(pair, None, float(now))
+    matrix.failed(B, "timeout", 6.0)
+    health.failed(A, PairFailure.REFUSED, 2, now=5.0)
+    health.failed(("p9", "d9"), PairFailure.TRANSFER, 1, now=5.0)
+    rows = worst_rows(matrix, health, 5, now=10.0)
+
+    assert [(row.prefill, row.decode, row.state) for row in rows] == [
+        ("p0", "d0", "resting"), ("p9", "d9", "failing"), ("p0", "d1", "well"), ("p2", "d2", "well"),
+        ("p1", "d1", "well"),
+    ]  # fmt: skip
+    assert (rows[0].reason, rows[0].failed_in_a_row, rows[0].rest_s) == ("refused", 2, 25.0)
+    assert rows[1].last_s is None

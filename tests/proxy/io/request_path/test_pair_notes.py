@@ -1,0 +1,233 @@
+"""What requests and decode engines show of pairs reaches the matrix, the registry, the log and the counters."""
+
+import logging
+
+import pytest
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
+from xpyd_proxy.core.fleet.pair_health import PairFailure
+from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
+from xpyd_proxy.core.fleet.peer_loads import PeerNews
+from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import ANY, LegOrder, RequestId, Role, RoutingHints
+from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.request_record import LegRecord, RequestRecord
+from xpyd_proxy.core.routing.pairing import PairSelector
+from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet
+from xpyd_proxy.io.request_path.pair_notes import PairNotes
+from xpyd_proxy.settings import Settings
+
+PAIR = ("prefill-0", "decode-0")
+
+
+class World:
+    """Two prefill and two decode engines, and what chooses among them."""
+
+    def __init__(self, share=(0, 1), **settings):
+        self.now = 0.0
+        registry = self.registry = Registry(Settings(**settings))
+        for role in Role:
+            for port in (1, 2):
+                registry.add(role, Address("http", "h", port))
+        for number in (0, 1):
+            registry.learn(f"prefill-{number}", EngineCapabilities(engine_id=f"id{number}"))
+        self.matrix = PairMatrix(16)
+        self.notes = PairNotes(registry, self.matrix, share)
+        self.fleet = LiveFleet(
+            registry, PairSelector(registry, RoundRobin()), PushCoordinates(at_once=True), lambda: self.now
+        )
+
+    def decode(self, number=0):
+        return self.registry.known(Role.DECODE)[number]
+
+    def fails(self, count=3, reason=PairFailure.HANDSHAKE, peer="id0", loaded=0):
+        return self.notes.loads(self.decode(), [PeerNews(peer, loaded, {reason: count})], self.now)
+
+    def pairs(self, count=12, ask=ANY):
+        return [tuple(one.id for one in self.fleet.any_pair(ask)) for _ in range(count)]
+
+    def over(self, prefill="prefill-0", decode="decode-0", *, status=200, ttft_s=0.3, push=None):
+        legs = LegRecord(prefill, 200.0), LegRecord(decode, 250.0)
+        record = RequestRecord(RequestId("r"), prefill=legs[0], decode=legs[1], push=push)
+        record.status, record.ttft_s, record.began_at = status, ttft_s, self.now
+        self.notes.request_over(record, *legs)
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def test_a_pair_whose_loads_fail_gets_no_requests_until_it_is_tried(world, caplog):
+    """By one request, when its rest is over; the log says it once."""
+    caplog.set_level(logging.INFO)
+    world.fails()
+    world.fails(1)
+    assert PAIR not in world.pairs()
+    world.now = 29.0
+    assert PAIR not in world.pairs()
+    world.now = 30.0
+    assert world.pairs().count(PAIR) == 1
+    world.fails(0, loaded=1)
+    assert PAIR in world.pairs()
+
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
+        (
+            "WARNING",
+            "prefill-0 and decode-0 cannot meet: 3 transfers in a row have failed (handshake), "
+            "so the pair rests for 30 s",
+        ),
+        ("INFO", "prefill-0 and decode-0 have met again: the pair gets requests"),
+    ]
+    assert world.registry.pairs.failures == {("handshake",): 4}
+
+
+def test_a_trial_that_fails_lengthens_the_rest(world):
+    """And the next one waits."""
+    world.fails()
+    world.now = 30.0
+    assert PAIR in world.pairs(1)
+    world.fails(1)
+    world.now = 89.0
+    assert PAIR not in world.pairs()
+    world.now = 90.0
+    assert PAIR in world.pairs(1)
+
+
+def test_a_load_that_succeeds_between_failures_is_evidence(world):
+    """The two can meet."""
+    world.fails(9, loaded=1)
+
+    assert PAIR in world.pairs()
+    assert world.registry.pairs.failures == {("handshake",): 9}
+
+
+def test_a_trial_is_not_for_requests_of_another_model(world):
+    """Nor for those that want a rank, or have failed before."""
+    world.fails()
+    for number in (0, 1):
+        for role in Role:
+            world.registry.learn(f"{role}-{number}", EngineCapabilities(models=frozenset({f"m{number}", "both"})))
+    world.now = 30.0
+
+    assert PAIR not in world.pairs(4, RoutingHints(model="m1"))
+    world.now = 40.0
+    usable = [world.fleet.usable(role) for role in Role]
+    assert tuple(one.id for one in world.fleet.pair(*usable, RoutingHints(model="both").once_more())) != PAIR
+    assert world.pairs(1, RoutingHints(model="both")) == [PAIR]
+
+
+def test_engines_that_nobody_knows_are_named(world):
+    """A prefill engine has another id since it was restarted, and must be asked for it."""
+    assert world.fails(peer="other") == ["other"]
+    assert PAIR in world.pairs()
+
+
+def test_ranks_are_known_by_their_numbers():
+    """Each data-parallel rank of a prefill engine is a peer of its own."""
+    registry = Registry(Settings())
+    for rank in (0, 1):
+        registry.add(Role.PREFILL, Address("http", "p", 1), rank=rank, facts=EngineCapabilities(engine_id="e"))
+    decode = registry.add(Role.DECODE, Address("http", "d", 1))
+    notes = PairNotes(registry, PairMatrix(4))
+    notes.loads(decode, [PeerNews("e_dp1", 0, {PairFailure.TRANSFER: 3})], 0.0)
+
+    assert registry.facts(decode).resting == {"prefill-1"}
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_an_engine_that_was_restarted_is_met_anew(world, who):
+    """It may have another network, or the right secret."""
+    world.fails()
+    if who == "prefill":
+        world.notes.is_another("prefill-0")
+    else:
+        world.notes.restarted(world.decode())
+
+    assert PAIR in world.pairs()
+
+
+def test_pairs_of_engines_that_left_are_forgotten(world):
+    """Also in the facts of those that stay."""
+    world.fails()
+    world.over()
+    world.registry.remove("prefill-0", now=0.0)
+    world.notes.keep(frozenset({"prefill-1", "decode-0", "decode-1"}))
+
+    assert world.registry.facts(world.decode()).resting == frozenset()
+    assert len(world.matrix) == len(world.registry.pairs) == 0
+
+
+def test_first_tokens_are_timed_from_handing_over(world):
+    """With both legs sent at once, that is the prefill engine's answer."""
+    world.over()
+    world.over("prefill-1", push=LegOrder.CONCURRENT)
+    world.over("prefill-1", "decode-1", ttft_s=None)
+
+    times = {pair: facts.ttft_s for pair, facts in world.matrix.latest()}
+    assert times == {
+        PAIR: pytest.approx(0.25), ("prefill-1", "decode-0"): pytest.approx(0.05), ("prefill-1", "decode-1"): None,
+    }  # fmt: skip
+
+
+def test_what_clients_did_wrong_is_no_failure_of_a_pair(world):
+    """And a request that failed has counted its legs."""
+    world.notes.leg_failed(*PAIR, Failure.REFUSED, 1.0)
+    world.over(status=500)
+    assert len(world.matrix) == 0
+    world.notes.leg_failed(*PAIR, Failure.TIMEOUT, 1.0)
+    assert world.matrix.get(PAIR).failed == {"timeout": 1}
+
+
+def blame(world, times=1):
+    """A request fails on a pair, and is served by another one."""
+    for _ in range(times):
+        world.now += 1.0
+        record = RequestRecord(RequestId("r"), prefill=LegRecord("prefill-0"), decode=LegRecord("decode-0"))
+        record.prefill.name = record.decode.name = "r"
+        record.set_aside(Role.DECODE, Failure.HTTP_5XX)
+        record.start_over()
+        world.notes.blamed(record, "decode-0", world.now)
+        world.now += 1.0
+
+
+def test_a_pair_whose_legs_alone_fail_rests_though_its_engine_tells_nothing(world):
+    """A connector that is not ours does not say whose KV it cannot load."""
+    for _ in range(3):
+        blame(world)
+        world.over("prefill-0", "decode-1")
+        world.over("prefill-1", "decode-0")
+
+    assert world.registry.facts(world.decode()).resting == {"prefill-0"}
+    world.over()  # its trial is served
+    assert PAIR in world.pairs()
+
+
+def test_an_engine_that_fails_for_all_is_not_the_fault_of_a_pair(world):
+    """The circuit breaker is for that."""
+    for _ in range(9):
+        blame(world)
+        world.over("prefill-0", "decode-1")
+
+    assert world.registry.pairs.resting == 0
+
+
+def test_our_connectors_engines_say_it_themselves(world):
+    """A failure would count twice."""
+    world.registry.learn("decode-0", EngineCapabilities(connector="xpyd"))
+    blame(world, 9)
+
+    assert not world.registry.pairs
+
+
+def test_each_worker_counts_a_part_of_the_engines():
+    """All of them read the same counters, and their own are added up."""
+    worlds = [World((number, 3)) for number in range(3)]
+    for world in worlds:
+        world.fails()
+
+    assert sum(world.registry.pairs.failures.total() for world in worlds) == 3
+    assert all(PAIR not in world.pairs() for world in worlds)

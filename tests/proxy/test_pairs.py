@@ -1,0 +1,209 @@
+"""A router whose engines are well, but for two that cannot meet: what it does, and what operators see."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from support.sim import router, sims
+from xpyd_proxy.settings import Settings
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
+from xpyd_proxy.testing.rules import expected_text
+
+KEY = {"X-Api-Key": "sesame"}
+OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0, engine_metrics_interval_s=0.01)
+BODY = {"prompt": "once upon a time", "max_tokens": 4}
+CUT = ("prefill-0", "decode-0")
+PATIENCE_S = 30.0
+
+
+class World:
+    """A client of a router in front of simulated engines, and the router's clock."""
+
+    def __init__(self):
+        self.now = 1000.0
+        self.client = self.engines = None
+
+    async def ask(self, **fields):
+        """Complete a prompt, which must be right; return the engines of the request."""
+        response = await self.client.post("/v1/completions", json=BODY | fields)
+        assert response.status_code == 200, response.text
+        if not fields.get("stream"):
+            assert response.json()["choices"][0]["text"] == expected_text(BODY)
+        timing = dict(part.split(";desc=", 1) for part in response.headers["server-timing"].split(", "))
+        return tuple(timing[leg].split('"')[1] if leg in timing else None for leg in ("prefill", "decode"))
+
+    async def until_resting(self, count=1):
+        """Send requests until the router has seen enough; return the pairs that they went to."""
+        used = []
+        async with asyncio.timeout(PATIENCE_S):
+            while (await self.metric("xpyd_pairs_resting")) != count:
+                used.append(await self.ask())
+                await asyncio.sleep(0.02)
+        return used
+
+    async def metric(self, name):
+        text = (await self.client.get("/metrics")).text
+        values = [line.split(" ")[1] for line in text.splitlines() if line.split(" ")[0] == name]
+        return float(values[0]) if values else None
+
+    async def pairs(self):
+        found = (await self.client.get("/pairs", headers=KEY)).json()
+        return found, {(row["prefill"], row["decode"]): row for row in found["pairs"]}
+
+
+@asynccontextmanager
+async def world(x=2, y=2, settings=OPEN, *, shows=True, recomputes=True):
+    """Yield one whose first engines cannot meet."""
+    found = World()
+    found.engines = sims(x, y)
+    for name, sim in found.engines.items():
+        sim.loads.are_shown, sim.loads.recomputes = shows, recomputes
+        if name == "d0":
+            sim.loads.unmet[found.engines["p0"].engine_id] = "handshake"
+    async with router(found.engines, settings, lambda: found.now) as found.client:
+        yield found
+
+
+async def test_requests_go_round_a_pair_that_cannot_meet():
+    """Each of its requests would be computed twice, though all answers are right and have status 200."""
+    async with world() as running:
+        before = await running.until_resting()
+        after = [await running.ask() for _ in range(12)]
+
+    assert CUT in before
+    assert set(after) == {("prefill-0", "decode-1"), ("prefill-1", "decode-0"), ("prefill-1", "decode-1")}
+
+
+async def test_operators_see_the_pair_and_why():
+    """In the list of pairs, the metrics, the status page and in explanations."""
+    async with world() as running:
+        await running.until_resting()
+        found, rows = await running.pairs()
+        failures = await running.metric('xpyd_pair_failures_total{reason="handshake"}')
+        page = (await running.client.get("/stats")).json()["pairs"]
+        question = {"path": "/v1/completions", "body": BODY}
+        said = (await running.client.post("/instances/explain", json=question, headers=KEY)).json()
+
+    row = rows[CUT]
+    assert (row["state"], row["reason"], row["rest_s"]) == ("resting", "handshake", 30.0)
+    assert row["failed_in_a_row"] >= 3
+    assert rows["prefill-1", "decode-1"]["state"] == "well"
+    assert (found["resting"], found["known"], found["worker"], found["workers"]) == (1, 4, 0, 1)
+    assert failures >= 3
+    assert (page["resting"], page["known"], page["worst"][0]["state"]) == (1, 4, "resting")
+    assert said["resting_pairs"] == [{"prefill": "prefill-0", "decode": "decode-0", "reason": "handshake"}]
+    assert (said["prefill"], said["decode"]) != CUT
+
+
+async def test_one_request_shows_that_they_can_meet_again():
+    """The firewall was opened: the pair is used as before."""
+    async with world() as running:
+        await running.until_resting()
+        running.now += 31.0
+        tried = [await running.ask() for _ in range(8)].count(CUT)
+        running.engines["d0"].loads.unmet.clear()
+        running.now += 100.0
+        await running.until_resting(0)
+        after = [await running.ask() for _ in range(8)]
+
+    assert tried == 1
+    assert CUT in after
+
+
+async def test_an_engine_that_meets_none_serves_alone():
+    """A prefill engine's work would be for nothing."""
+    async with world(1, 1) as running:
+        await running.until_resting()
+        after = await running.ask()
+
+    assert after == (None, "decode-0")
+
+
+async def test_no_request_is_refused_if_all_pairs_rest():
+    """And no engine may serve alone: it is slow, as before."""
+    settings = Settings(
+        admin_key="sesame",
+        health_check_interval_s=0.0,
+        engine_metrics_interval_s=0.01,
+        decode_only_fallback=False,
+    )
+    async with world(1, 1, settings) as running:
+        await running.until_resting()
+        after = await running.ask()
+
+    assert after == CUT
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_that_fail_between_two_engines_are_served_by_others(stream):
+    """With kv_load_failure_policy fail the decode engine ends them with an error; so does it with vLLM's connector."""
+    async with world(shows=False, recomputes=False) as running:
+        async with asyncio.timeout(PATIENCE_S):
+            while (await running.metric("xpyd_pairs_resting")) != 1:
+                running.now += 1.0
+                await running.ask(stream=stream)
+        after = [await running.ask(stream=stream) for _ in range(8)]
+        _, rows = await running.pairs()
+        page = (await running.client.get("/instances", headers=KEY)).json()["instances"]
+
+    assert CUT not in after
+    assert rows[CUT]["reason"] == "engine_error"
+    assert rows[CUT]["failures"] == {"http_5xx": 3}
+    assert {row["state"] for row in page} <= {"healthy", "starting"}
+
+
+async def test_an_engine_that_fails_everywhere_is_ejected_and_no_pair_is_blamed():
+    """The fault is its own."""
+    async with world(shows=False) as running:
+        running.engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=500))
+        for _ in range(24):
+            running.now += 0.5
+            await running.ask()
+        page = (await running.client.get("/instances", headers=KEY)).json()["instances"]
+        resting = await running.metric("xpyd_pairs_resting")
+
+    assert {row["id"]: row["state"] for row in page}["decode-0"] == "ejected"
+    assert resting == 0
+
+
+async def test_a_prefill_engine_that_was_restarted_is_met_anew():
+    """It has another id, which the router reads as soon as a decode engine shows one that it does not know."""
+    async with world() as running:
+        await running.until_resting()
+        running.engines["p0"].restart()
+        running.engines["d0"].loads.unmet[running.engines["p0"].engine_id] = "refused"
+        running.now += 31.0
+        async with asyncio.timeout(PATIENCE_S):
+            while (await running.metric('xpyd_pair_failures_total{reason="refused"}')) is None:
+                running.now += 100.0
+                await running.ask()
+                await asyncio.sleep(0.02)
+        _, rows = await running.pairs()
+
+    assert rows[CUT]["reason"] == "refused"
+
+
+async def test_no_pair_is_kept_and_none_rests_if_an_operator_says_so():
+    """Both are off with 0."""
+    settings = Settings(
+        admin_key="sesame",
+        health_check_interval_s=0.0,
+        engine_metrics_interval_s=0.01,
+        pair_failures=0,
+        pair_history=0,
+    )
+    async with world(settings=settings) as running:
+        async with asyncio.timeout(PATIENCE_S):
+            while (await running.metric('xpyd_pair_failures_total{reason="handshake"}') or 0) < 6:
+                await running.ask()
+                await asyncio.sleep(0.02)
+        found, rows = await running.pairs()
+
+    assert (found["resting"], found["known"], rows) == (0, 0, {})
+
+
+async def test_pairs_are_for_operators():
+    """Like all that shows who is there."""
+    async with world() as running:
+        assert (await running.client.get("/pairs")).status_code == 401

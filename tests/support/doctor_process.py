@@ -22,7 +22,11 @@ def _start(arguments, *, prefix=(), ahead=0.0, env=None):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "XPYD_", "VLLM_"))}
     command = [*prefix, sys.executable, "-m", "support.doctor_process", str(ahead), *map(str, arguments)]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**kept, "PYTHONPATH": path, **(env or {})}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**kept, "PYTHONPATH": path, **(env or {})},
     )
 
 
@@ -40,12 +44,14 @@ def listening(*arguments, **options):
 
 
 def examined(*arguments, **options):
-    """Examine something; return the exit code, the findings by name, and all facts."""
+    """Examine something; return the exit code, the first finding of each name, and all facts."""
     process = _start([*QUICK, "--json", *arguments], **options)
     out, err = process.communicate(timeout=LONG)
     assert process.returncode in (0, 1), err
     report = json.loads(out)
-    findings = {finding["name"]: SimpleNamespace(**finding) for finding in report["findings"]}
+    findings = {}
+    for finding in report["findings"]:
+        findings.setdefault(finding["name"], SimpleNamespace(**finding))
     return SimpleNamespace(code=process.returncode, findings=findings, report=report, stderr=err)
 
 
@@ -53,7 +59,7 @@ def main(ahead, *arguments):
     sys.modules["torch"] = None  # nixl asks it for its CUDA version, 5 s of CPU later
     from xpyd_connector.doctor.command import main as doctor
 
-    return doctor(arguments, wall=lambda: time.time() + float(ahead))
+    return doctor(arguments, wall=lambda: time.time() + float(ahead))  # noqa: TID251
 
 
 if __name__ == "__main__":

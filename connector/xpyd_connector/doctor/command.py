@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine", action="append", default=[], metavar="[ID@]HOST:PORT", help="a running engine's side channel"
     )
     parser.add_argument("--router", metavar="URL", help="a running router, whose measured hand-overs are compared")
-    parser.add_argument("--lease-seconds", type=float, default=30.0, metavar="S", help="kv_lease_duration (%(default)s)")
+    parser.add_argument(
+        "--lease-seconds", type=float, default=30.0, metavar="S", help="kv_lease_duration (%(default)s)"
+    )
     parser.add_argument(
         "--handoff-timeout", type=float, default=20.0, metavar="S", help="the router's setting (%(default)s)"
     )
@@ -119,7 +121,8 @@ def _run(args: argparse.Namespace, wall: Callable[[], float]) -> int:
     shown: list[str] = []
     findings: list[Finding] = []
     if args.target:
-        facts = pair.examine(request, _order(args, shape))
+        order = pair.Examine(_block_bytes(args, shape), args.seconds, args.timeout, args.host, args.port or 0)
+        facts = pair.examine(request, order)
         report["pair"] = facts
         shown.append(text.pair_text(facts))
         findings += diagnose(facts)
@@ -141,13 +144,11 @@ def _run(args: argparse.Namespace, wall: Callable[[], float]) -> int:
     return 1 if findings else 0
 
 
-def _order(args: argparse.Namespace, shape: ModelShape | None) -> Any:
-    from xpyd_connector.doctor import pair  # noqa: PLC0415 (as above)
-
+def _block_bytes(args: argparse.Namespace, shape: ModelShape | None) -> int:
     size = args.block_bytes or DEFAULT_BLOCK_BYTES
     if shape is not None and not args.block_bytes:
         size = shape.block_bytes(block_size=args.block_size, ranks=args.tensor_parallel)
-    return pair.Examine(size, args.seconds, args.timeout, args.host, args.port or 0)
+    return size
 
 
 def _settings(args: argparse.Namespace, environment: Mapping[str, str]) -> Settings:

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
 import msgspec
@@ -58,7 +59,12 @@ def look_at(engine: str, address: Address, settings: Settings) -> tuple[EngineFa
         facts.failure = f"it speaks protocol {welcome.protocol} and shows {len(welcome.ranks)} ranks"
         return facts, None
     rank, region = welcome.ranks[0], welcome.ranks[0].regions[0]
-    facts.fingerprint, facts.ranks, facts.stages, facts.memory = welcome.fingerprint, rank.ranks, rank.stages, rank.memory
+    facts.fingerprint, facts.ranks, facts.stages, facts.memory = (
+        welcome.fingerprint,
+        rank.ranks,
+        rank.stages,
+        rank.memory,
+    )
     facts.layers, facts.block_size, facts.blocks = len(rank.regions), region.block_size, region.blocks
     return facts, welcome
 
@@ -67,7 +73,7 @@ def diagnose_engines(looks: Sequence[tuple[EngineFacts, Welcome | None]]) -> lis
     """Name what keeps each engine from being met, and what keeps two of them from each other."""
     found = [refusal(facts.failure) for facts, _ in looks if facts.failure]
     met = [(facts, welcome) for facts, welcome in looks if welcome is not None]
-    for (one, ours), (other, theirs) in zip(met, met[1:], strict=False):
+    for (one, ours), (other, theirs) in pairwise(met):
         if reason := mismatch(ours.fingerprint, theirs.fingerprint) or _difference(ours.ranks, theirs.ranks):
             found.append(
                 Finding(

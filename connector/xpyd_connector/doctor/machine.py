@@ -18,7 +18,7 @@ from xpyd_connector.io.network_interfaces import RDMA, interfaces, rdma_ports
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACES: Final = Path("/proc/self/ns")
 MAPS: Final = Path("/proc/self/maps")
-SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 (only its size is looked at)
+SHARED_MEMORY: Final = Path("/dev/shm")
 MOST_VARIABLES: Final = 64
 
 

@@ -73,7 +73,7 @@ def listen(request: Request, *, once: bool, say: Callable[[str], None]) -> None:
         scratch, facts = open_scratch(str(uuid.uuid4()), request.memory_bytes, request.device, settings, facts)
         welcome = Welcome(PROTOCOL, RESPONDENT, request.model or NO_MODEL, (scratch.info,))
         bound = link.listen(request.address, HandshakeServer(welcome, secrets, host))
-        respondent = Respondent(link, scratch.agent, scratch.info, facts, log.transports, say)
+        respondent = Respondent(link, scratch.agent, scratch.info, facts, transports=log.transports, say=say)
         reach = own if is_loopback(own) else host
         say(f"listening on {bound}; on the other machine run: xpyd doctor {Address(reach, bound.port)}")
         due: float | None = 0.0
@@ -109,7 +109,7 @@ def examine(request: Request, order: Examine) -> PairFacts:
         )
         facts.back_address = str(back)
         plan = Plan(order.block_bytes, order.seconds, order.timeout, DialBack(own, back.port, engine))
-        examiner = Examiner(link, scratch.agent, scratch.info, facts, plan, log.transports)
+        examiner = Examiner(link, scratch.agent, scratch.info, facts, plan, transports=log.transports)
         examiner.start(address, now=time.monotonic())
         due: float | None = 0.0
         while not examiner.is_done:

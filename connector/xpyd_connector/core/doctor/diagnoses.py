@@ -38,7 +38,9 @@ def _meeting(facts: PairFacts) -> Iterator[Finding]:
     if facts.connect_failure:
         yield refusal(facts.connect_failure)
     if facts.lost:
-        yield Finding("lost", f"the examination ended early: {facts.lost}", "look at the other end's output and try again")
+        yield Finding(
+            "lost", f"the examination ended early: {facts.lost}", "look at the other end's output and try again"
+        )
 
 
 def _data_plane(facts: PairFacts) -> Iterator[Finding]:
@@ -50,8 +52,8 @@ def _data_plane(facts: PairFacts) -> Iterator[Finding]:
             yield Finding(
                 "data-plane",
                 f"NIXL at {one} moves nothing to or from {other}: {failed[0].failure}",
-                f"open the TCP ports that UCX chooses at {other} (net.ipv4.ip_local_port_range; its devices: {chosen}), or "
-                "set UCX_NET_DEVICES there to an interface that this network leads to",
+                f"open the TCP ports of UCX of {other} in firewalls (UCX_TCP_PORT_RANGE=N-M fixes them; UCX_NET_DEVICES "
+                f"is {chosen}), or set UCX_NET_DEVICES to an interface that this network leads to",
             )
 
 
@@ -85,11 +87,15 @@ def _memory_mend(here: EndFacts, there: EndFacts) -> str:
     if here.ipc_namespace != there.ipc_namespace:
         return "give both containers one IPC namespace (docker --ipc host, hostIPC in Kubernetes)"
     if here.pid_namespace != there.pid_namespace:
-        return "give both containers one PID namespace (docker --pid host, shareProcessNamespace or hostPID in Kubernetes)"
+        return (
+            "give both containers one PID namespace (docker --pid host, shareProcessNamespace or hostPID in Kubernetes)"
+        )
     smallest = min(here, there, key=lambda end: end.shared_memory)
     if smallest.shared_memory < 64 << 20:
         free = smallest.shared_memory >> 20
-        return f"enlarge /dev/shm at {smallest.host}, of which {free} MiB are free (docker --shm-size, a Memory emptyDir)"
+        return (
+            f"enlarge /dev/shm at {smallest.host}, of which {free} MiB are free (docker --shm-size, a Memory emptyDir)"
+        )
     return "allow process_vm_readv (CAP_SYS_PTRACE, or kernel.yama.ptrace_scope=0) and let UCX_TLS be unset at both"
 
 
@@ -110,7 +116,7 @@ def _rdma(facts: PairFacts) -> Iterator[Finding]:
             "tcp-despite-rdma",
             f"both ends have active RDMA ports ({', '.join((*facts.here.rdma, *there.rdma))}) and UCX uses "
             f"{', '.join(used)}",
-            "set UCX_TLS=rc,ud,self,sm,cuda_copy,cuda_ipc at both (and UCX_NET_DEVICES, if you set it, to those ports); "
+            "set UCX_TLS=rc,ud,self,sm,cuda_copy,cuda_ipc at both, and UCX_NET_DEVICES, if you set it, to those ports; "
             "containers need /dev/infiniband and an unlimited memlock",
         )
 
@@ -141,7 +147,7 @@ def _directions(facts: PairFacts) -> Iterator[Finding]:
         yield Finding(
             "asymmetric-link",
             f"bytes go from {source} to {target} at {fast:.3g} GB/s and the other way at {slow:.3g} GB/s at best",
-            f"mend the slow direction (routes, duplex, shaping, another NIC), or let {source} prefill and {target} decode: "
+            f"mend the slow direction (routes, duplex, shaping, NIC), or let {source} prefill and {target} decode: "
             "KV goes that way in pull and in push, so mode does not change it",
         )
 
@@ -155,8 +161,8 @@ def _clock(facts: PairFacts) -> Iterator[Finding]:
     state = "signed leases are refused from" if abs(seconds) > CLOCK_SKEW else "signed leases bear at most"
     yield Finding(
         "clock",
-        f"the clock of {there} is {abs(seconds):.3f} s {order} that of {here} ({facts.clock.error:.3f} s at most of it by "
-        f"the measurement), and {state} {CLOCK_SKEW:g} s",
+        f"the clock of {there} is {abs(seconds):.3f} s {order} that of {here} (to within {facts.clock.error:.3f} s), "
+        f"and {state} {CLOCK_SKEW:g} s",
         "let NTP (chrony, systemd-timesyncd) set both clocks",
     )
 
@@ -212,8 +218,8 @@ def _registration(facts: PairFacts) -> Iterator[Finding]:
         if per_gigabyte > SLOW_REGISTRATION and end.registration_seconds > 0.1:
             yield Finding(
                 "registration",
-                f"registering memory takes {per_gigabyte:.3g} s for each GB at {end.host}, so an engine with a cache of "
-                f"64 GB starts {64 * per_gigabyte:.0f} s later",
+                f"registering memory takes {per_gigabyte:.3g} s for each GB at {end.host}, so an engine with a cache "
+                f"of 64 GB starts {64 * per_gigabyte:.0f} s later",
                 "raise memlock (ulimit -l unlimited), use huge pages, and look for other load on that machine",
             )
 
@@ -238,16 +244,16 @@ def diagnose_router(times: RouterTimes) -> list[Finding]:
                 "lease-handoff",
                 f"a lease lasts {times.lease:g} s, and the router may hand a request over {times.handoff_timeout:g} s "
                 f"after its prefill, which leaves less than {DECODE_STEP:g} s to a step of the decode engine",
-                f"set kv_lease_duration to {times.handoff_timeout + 2 * DECODE_STEP:g} or more, or --handoff-timeout to "
-                f"{max(times.lease - 2 * DECODE_STEP, 0.5):g}",
+                f"set kv_lease_duration to {times.handoff_timeout + 2 * DECODE_STEP:g} or more, or --handoff-timeout "
+                f"to {max(times.lease - 2 * DECODE_STEP, 0.5):g}",
             )
         )
     if times.slow_handoffs:
         found.append(
             Finding(
                 "slow-handoffs",
-                f"the router took longer than {times.slow:g} s for {times.slow_handoffs} of {times.handoffs} hand-overs, "
-                f"and a lease lasts {times.lease:g} s",
+                f"the router took longer than {times.slow:g} s for {times.slow_handoffs} of {times.handoffs} "
+                f"hand-overs, and a lease lasts {times.lease:g} s",
                 "give the router more CPU (--workers) or set kv_lease_duration higher",
             )
         )

@@ -135,14 +135,10 @@ def shortened(text: str, most: int = 1024) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)[:most]
 
 
-
-
 def printable(facts: EndFacts) -> EndFacts:
     """Return facts of another end without what could steer a terminal."""
     cleaned = {
-        name: shortened(value)
-        for name in EndFacts.__struct_fields__
-        if isinstance(value := getattr(facts, name), str)
+        name: shortened(value) for name in EndFacts.__struct_fields__ if isinstance(value := getattr(facts, name), str)
     }
     return msgspec.structs.replace(
         facts,

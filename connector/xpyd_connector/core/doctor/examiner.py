@@ -37,7 +37,7 @@ from xpyd_connector.core.ports import (
     PeerConnected,
     TransferAgent,
 )
-from xpyd_connector.errors import ConnectorError, ProtocolViolation
+from xpyd_connector.errors import ConnectorError, ProtocolViolation, TransferError
 
 CLOCK_PROBES: Final = 8  # of which the one with the shortest way counts
 NO_MODEL: Final = ""  # the model of an end that was given none
@@ -80,6 +80,7 @@ class Examiner:
         own: RankInfo,
         facts: PairFacts,
         plan: Plan,
+        *,
         transports: Callable[[], tuple[str, ...]],
     ) -> None:
         """``facts`` are filled in; ``transports`` says what UCX has used here so far."""
@@ -91,7 +92,8 @@ class Examiner:
         self.facts = facts
         self.is_done = False
         self._conn: ConnId | None = None  # absent before start()
-        self._memory: ScratchPair | None = None  # absent before the other end's Welcome
+        self._memory: ScratchPair | None = None  # absent before the other end's Welcome, or if it cannot be reached
+        self._objection = ""  # why it cannot
         self._probe: Probe | None = None  # a measurement of this end
         self._steps = deque(_steps(plan))
         self._step: _AskClock | _AskBack | _Test | None = None  # that waits for an answer
@@ -139,7 +141,10 @@ class Examiner:
             self.facts.model_there = welcome.fingerprint
         if len(welcome.ranks) != 1:
             raise ProtocolViolation(f"an end of {len(welcome.ranks)} memories")
-        self._memory = ScratchPair.of(self._agent.attach(welcome.ranks[0]), welcome.ranks[0], self._own)
+        try:
+            self._memory = ScratchPair.of(self._agent.attach(welcome.ranks[0]), welcome.ranks[0], self._own)
+        except TransferError as exc:  # the side channel works all the same: find out what else does
+            self._objection = str(exc)
         self._link.send(conn, RankMemory(self._own))
         self._send(Introduction(self.facts.here))
         self._deadline = now + self._plan.timeout
@@ -158,7 +163,7 @@ class Examiner:
             case Introduction(facts), None if self.facts.there is None:
                 self.facts.there = printable(facts)
             case ClockReply(their_wall), _AskClock():
-                self._told_time(their_wall, now=now, wall=wall)
+                self._told_time(their_wall, now=now)
             case DialedBack(failure), _AskBack():
                 self.facts.back_failure = shortened(failure)
             case Measured(measurement, transports), _Test("there"):
@@ -168,7 +173,7 @@ class Examiner:
                 raise ProtocolViolation(f"{type(content).__name__} came out of turn")
         self._next(now=now, wall=wall)
 
-    def _told_time(self, their_wall: float, *, now: float, wall: float) -> None:
+    def _told_time(self, their_wall: float, *, now: float) -> None:
         """Compare with the middle of the exchange (as NTP does, RFC 5905, section 8)."""
         (sent, sent_wall), error = self._asked, (now - self._asked[0]) / 2
         offset = ClockOffset(their_wall - (sent_wall + (now - sent) / 2), error)
@@ -208,7 +213,9 @@ class Examiner:
 
     def _begin(self, order: Measure, *, now: float, wall: float) -> None:
         if self._memory is None:
-            raise ProtocolViolation("measured before the other end's memory is known")
+            failed = Measurement(order.operation, order.block_bytes, failure=shortened(self._objection))
+            self._measured("here", failed, now=now, wall=wall)
+            return
         probe = Probe(self._agent, self._memory, order, now=now)
         if (failed := probe.start()) is not None:
             self._measured("here", failed, now=now, wall=wall)

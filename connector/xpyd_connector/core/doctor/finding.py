@@ -33,7 +33,9 @@ REFUSALS: Final[Sequence[_Refused]] = (
     _Refused("you have a shared secret", "secret", SECRET_MEND),
     _Refused("it does not prove the shared secret", "secret", SECRET_MEND),
     _Refused(
-        "speaks protocol", "protocol", "install one version of xpyd at both: they speak different versions of the protocol"
+        "speaks protocol",
+        "protocol",
+        "install one version of xpyd at both: they speak different versions of the protocol",
     ),
     _Refused(
         "does not answer here (any more)",
@@ -45,8 +47,12 @@ REFUSALS: Final[Sequence[_Refused]] = (
         "address",
         "set VLLM_NIXL_SIDE_CHANNEL_HOST there to the address that is dialled, or remove the relay in between",
     ),
-    _Refused("the certificate of", "certificate", "set tls_ca and tls_server_name here so that they fit its certificate"),
-    _Refused("does not accept our TLS 1.3", "tls", "set tls_cert and tls_ca here as they are there, or dial the right port"),
+    _Refused(
+        "the certificate of", "certificate", "set tls_ca and tls_server_name here so that they fit its certificate"
+    ),
+    _Refused(
+        "does not accept our TLS 1.3", "tls", "set tls_cert and tls_ca here as they are there, or dial the right port"
+    ),
     _Refused(
         "NIXL listens on loopback only",
         "loopback",

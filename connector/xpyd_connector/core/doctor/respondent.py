@@ -14,6 +14,7 @@ from xpyd_connector.core.doctor.examination import (
     Introduction,
     Measure,
     Measured,
+    Measurement,
     shortened,
     unwrap,
     wrap,
@@ -30,7 +31,7 @@ from xpyd_connector.core.ports import (
     PeerConnected,
     TransferAgent,
 )
-from xpyd_connector.errors import ConnectorError, ProtocolViolation
+from xpyd_connector.errors import ConnectorError, ProtocolViolation, TransferError
 
 RESPONDENT: Final = EngineId("xpyd-doctor")  # what a waiting end is called
 LONGEST_VISIT: Final = 300.0  # s that one partner may stay
@@ -44,7 +45,8 @@ class _Visit:
     conn: ConnId
     until: float
     name: str = ""
-    memory: ScratchPair | None = None  # absent before its RankMemory
+    memory: ScratchPair | None = None  # absent before its RankMemory, or if it cannot be reached
+    objection: str = ""  # why it cannot
     probe: Probe | None = None
     back: ConnId | None = None  # the connection back that is being opened
 
@@ -58,6 +60,7 @@ class Respondent:
         agent: TransferAgent,
         own: RankInfo,
         facts: EndFacts,
+        *,
         transports: Callable[[], tuple[str, ...]],
         say: Callable[[str], None],
     ) -> None:
@@ -123,9 +126,12 @@ class Respondent:
             self._end(f"{visit.name or 'the other end'} was turned away: {exc}")
 
     def _attach(self, visit: _Visit, rank: RankInfo) -> None:
-        if visit.memory is not None:
+        if visit.memory is not None or visit.objection:
             raise ProtocolViolation("a second memory of one end")
-        visit.memory = ScratchPair.of(self._agent.attach(rank), rank, self._own)
+        try:
+            visit.memory = ScratchPair.of(self._agent.attach(rank), rank, self._own)
+        except TransferError as exc:  # the other end wants to know, and may measure itself
+            visit.objection = str(exc)
 
     def _examined(self, visit: _Visit, content: Content, *, now: float, wall: float) -> None:
         match content:
@@ -137,6 +143,9 @@ class Respondent:
                 self._answer(visit, ClockReply(wall))
             case DialBack(host, port, engine) if visit.back is None:
                 visit.back = self._link.connect(Address(host, port), EngineId(engine))
+            case Measure() if visit.objection:
+                failed = Measurement(content.operation, content.block_bytes, failure=shortened(visit.objection))
+                self._answer(visit, Measured(failed, self._transports()))
             case Measure() if visit.memory is not None and visit.probe is None:
                 probe = Probe(self._agent, visit.memory, content, now=now)
                 if (failed := probe.start()) is not None:

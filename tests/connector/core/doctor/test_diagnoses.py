@@ -52,10 +52,10 @@ SLOW_LINK = rates(here_write=1.0, there_read=1.0)
 FAULTS = {
     "secret": ({"connect_failure": "p0:1 refused: the shared secret (XPYD_CONNECTOR_SECRET) is missing or differs"},
                "missing or differs", "XPYD_CONNECTOR_SECRET_FILE"),
-    "unreachable": ({"connect_failure": "cannot connect to 10.0.0.1:5690: timed out"}, "timed out", "open that TCP port"),
+    "unreachable": ({"connect_failure": "cannot connect to 10.0.0.1:5: timed out"}, "timed out", "open that TCP port"),
     "lost": ({"lost": "it closed the connection"}, "closed", "other end's output"),
     "data-plane": ({"measurements": [MeasuredBy("here", Measurement("READ", 1, failure="did not end within 5 s"))]},
-                   "NIXL at d0 moves nothing to or from p0: did not end within 5 s", "its devices: eth0"),
+                   "NIXL at d0 moves nothing to or from p0: did not end within 5 s", "ports of UCX of p0"),
     "blocked-port": ({"back_failure": "cannot connect to 10.0.0.2:40000: timed out"},
                      "p0 cannot connect to d0 at 10.0.0.2:40000", "open that port towards d0"),
     "fingerprint": ({"model_there": changed(FINGERPRINT, dtype="fp32")}, "its dtype is 'fp32', ours is 'bf16'",

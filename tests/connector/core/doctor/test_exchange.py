@@ -42,13 +42,18 @@ class Pair:
         self.ahead, self.now, self.news = ahead, 1000.0, []
         facts = EndFacts("p0", machine="m1")
         self.respondent = Respondent(
-            self.there.link, self.there.agent, self.there.info, facts, lambda: ("rc/mlx5_0:1",), self.news.append
+            self.there.link,
+            self.there.agent,
+            self.there.info,
+            facts,
+            transports=lambda: ("rc/mlx5_0:1",),
+            say=self.news.append,
         )
         self.fabric.listen(THERE, self.there.link, Welcome(PROTOCOL, RESPONDENT, welcome, (self.there.info,)))
         self.fabric.listen(HERE, self.here.link, Welcome(PROTOCOL, "xpyd-doctor-d0", welcome, ()))
         pair = PairFacts(address=str(THERE), here=here or EndFacts("d0", machine="m2"), model_here=FINGERPRINT)
         self.examiner = Examiner(
-            self.here.link, self.here.agent, self.here.info, pair, plan, lambda: ("rc/mlx5_1:1",)
+            self.here.link, self.here.agent, self.here.info, pair, plan, transports=lambda: ("rc/mlx5_1:1",)
         )
 
     def turn(self):
@@ -129,6 +134,22 @@ def test_a_data_plane_that_moves_nothing_is_given_up_in_time(stuck):
     assert pair.now - begun < 10
 
 
+@pytest.mark.parametrize("end", ["here", "there"])
+def test_memory_that_nixl_cannot_reach_is_found_and_the_other_way_measured(end):
+    """UCX connects when it is given the other end's metadata: a closed port may fail there."""
+    pair = Pair()
+    unknown = changed(pair.there.info, agent=b"nobody")
+    if end == "here":
+        pair.fabric.listen(THERE, pair.there.link, Welcome(PROTOCOL, RESPONDENT, FINGERPRINT, (unknown,)))
+    else:
+        pair.examiner._own = unknown
+    facts = pair.run()
+
+    assert [each.measurement.failure for each in facts.measurements if each.end == end] == ["no memory of nobody"]
+    assert len(facts.measurements) == 3
+    assert [each.name for each in diagnose(facts)] == ["data-plane"]
+
+
 def test_an_end_that_dies_in_the_middle_is_said():
     pair = Pair()
     pair.run(until=lambda pair: len(pair.examiner.facts.measurements) == 1)
@@ -179,9 +200,8 @@ def test_a_second_partner_is_turned_away_and_the_first_goes_on():
         [wrap(Measure("READ", 64, 0.1, 1.0))],  # before its memory is known
         [RankMemory(rank_info("e0")), RankMemory(rank_info("e0"))],
         [RankMemory(changed(rank_info("e0"), regions=(changed(rank_info("e0").regions[0], base=(1 << 63) - 1),)))],
-        [RankMemory(rank_info("nobody"))],
     ],
-    ids=["an engine's", "garbage", "out of turn", "twice", "beyond all memory", "no memory"],
+    ids=["an engine's", "garbage", "out of turn", "twice", "beyond all memory"],
 )
 def test_a_partner_that_breaks_the_rules_is_turned_away_and_the_next_one_served(messages):
     """It knows the secret, and may be of another version, or worse."""

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from support.cluster import free_ports
-from support.side_channel import P, WELCOME, Net, in_force
+from support.side_channel import WELCOME, Net, P, in_force
 from xpyd_connector.core.doctor.finding import refusal
 from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.messages import PROTOCOL

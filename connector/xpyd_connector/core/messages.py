@@ -351,10 +351,11 @@ class WorkerHello(msgspec.Struct, frozen=True, tag="worker_hello"):
 
 
 class PeerMemory(msgspec.Struct, frozen=True, tag="peer_memory"):
-    """The memory of one rank of ``peer``, a decode engine."""
+    """The memory of one rank of ``peer``, a decode engine whose id is ``engine``."""
 
     peer: ConnId
     rank: RankInfo
+    engine: Annotated[EngineId, Meta(max_length=MAX_ID)] = EngineId("")
 
 
 class StartPush(msgspec.Struct, frozen=True, tag="start_push"):

@@ -97,7 +97,7 @@ def _check(args: argparse.Namespace) -> None:
     if not (args.target or args.engine or args.router):
         raise SettingsError("say what to examine: listen, HOST[:PORT], --engine HOST:PORT or --router URL")
     for name, least, most in (
-        ("memory_mib", 1, 1 << 16), ("seconds", 0.01, 60), ("timeout", 0.1, 60), ("block_size", 1, 1 << 20),
+        ("memory_mib", 1, 1 << 16), ("seconds", 0.01, 15), ("timeout", 0.1, 15), ("block_size", 1, 1 << 20),
         ("tensor_parallel", 1, 1024), ("lease_seconds", 0.5, 1e9), ("handoff_timeout", 0, 1e9),
     ):  # fmt: skip
         if not least <= getattr(args, name) <= most:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Final
 
-from xpyd_connector.core.addresses import is_loopback
+from xpyd_connector.core.addresses import is_loopback, is_wildcard
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.doctor.examination import DialBack
 from xpyd_connector.core.doctor.examiner import Examiner, Plan
@@ -62,6 +62,8 @@ def listen(request: Request, *, once: bool, say: Callable[[str], None]) -> None:
     Raises :exc:`~xpyd_connector.errors.ConnectorError` if this cannot begin.
     """
     settings, host = request.settings, request.address.host
+    if is_wildcard(host):
+        raise SettingsError(f"--host is {host!r}; name one address of this machine, so that UCX listens nowhere else")
     secrets = secrets_in_force(settings)
     check_open(host, secrets(), settings)
     own = own_address(host, request.address.port)

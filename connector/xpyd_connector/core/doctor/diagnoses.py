@@ -52,8 +52,8 @@ def _data_plane(facts: PairFacts) -> Iterator[Finding]:
             yield Finding(
                 "data-plane",
                 f"NIXL at {one} moves nothing to or from {other}: {failed[0].failure}",
-                f"open the TCP ports of UCX of {other} in firewalls (UCX_TCP_PORT_RANGE=N-M fixes them; UCX_NET_DEVICES "
-                f"is {chosen}), or set UCX_NET_DEVICES to an interface that this network leads to",
+                f"open the TCP ports of UCX of {other} in firewalls (UCX_TCP_PORT_RANGE=N-M fixes them; "
+                f"UCX_NET_DEVICES is {chosen}), or set UCX_NET_DEVICES to an interface that this network leads to",
             )
 
 

@@ -208,7 +208,7 @@ class Examiner:
             case _Test("there", order):
                 self._deadline = now + 2 * self._plan.timeout
                 self._send(order)
-            case _Test("here", order):
+            case _Test(_, order):
                 self._begin(order, now=now, wall=wall)
 
     def _begin(self, order: Measure, *, now: float, wall: float) -> None:
@@ -217,8 +217,8 @@ class Examiner:
             self._measured("here", failed, now=now, wall=wall)
             return
         probe = Probe(self._agent, self._memory, order, now=now)
-        if (failed := probe.start()) is not None:
-            self._measured("here", failed, now=now, wall=wall)
+        if (at_once := probe.start()) is not None:
+            self._measured("here", at_once, now=now, wall=wall)
         else:
             self._probe = probe
 

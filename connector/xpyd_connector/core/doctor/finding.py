@@ -40,7 +40,8 @@ REFUSALS: Final[Sequence[_Refused]] = (
     _Refused(
         "does not answer here (any more)",
         "other-process",
-        "name the engine as ENGINE_ID@HOST:PORT with its present id (engine_id of its metric vllm:xpyd_connector_info)",
+        "dial a waiting xpyd doctor (port 5690), or name the engine as ENGINE_ID@HOST:PORT with its present id (label "
+        "engine_id of its metric vllm:xpyd_connector_info)",
     ),
     _Refused(
         "this engine does not listen there",

@@ -148,8 +148,8 @@ class Respondent:
                 self._answer(visit, Measured(failed, self._transports()))
             case Measure() if visit.memory is not None and visit.probe is None:
                 probe = Probe(self._agent, visit.memory, content, now=now)
-                if (failed := probe.start()) is not None:
-                    self._answer(visit, Measured(failed, self._transports()))
+                if (at_once := probe.start()) is not None:
+                    self._answer(visit, Measured(at_once, self._transports()))
                 else:
                     visit.probe = probe
             case _:

@@ -76,10 +76,10 @@ class _PartWrite:
     number: PartWriteId
     remote_ranks: Sequence[RemoteRank]
     token_ranges: Sequence[TokenRange]
-    engine: str  # id of the one that has these ranks
     state: PartWriteState = PartWriteState.READY
     deadline: float = inf  # of the copy or the writes
     failure: str = ""
+    engine: str = ""  # id of the one that has these ranks
 
     def on(self, event: PartWriteEvent) -> None:
         self.state = transition(TRANSITIONS, self.state, event, f"write of part {self.number}")
@@ -121,7 +121,7 @@ class PartWriter:
 
         Raises a ``ConnectorError`` if nothing was started.
         """
-        part = _PartWrite(next(self._numbers), remote_ranks, token_ranges, engine)
+        part = _PartWrite(next(self._numbers), remote_ranks, token_ranges, engine=engine)
         self._parts[part.number] = part
         try:
             if self._staging is None:

@@ -40,6 +40,7 @@ from xpyd_connector.core.ports import (
 from xpyd_connector.errors import ConnectorError, ProtocolViolation, TransferError
 
 CLOCK_PROBES: Final = 8  # of which the one with the shortest way counts
+ROUNDS: Final = 2  # of the four measurements
 NO_MODEL: Final = ""  # the model of an end that was given none
 
 
@@ -186,9 +187,17 @@ class Examiner:
         self._next(now=now, wall=wall)
 
     def _note(self, end: End, measurement: Measurement) -> None:
-        """Note a result; an end that cannot read is not asked to write, because it would wait as long again."""
-        self.facts.measurements.append(MeasuredBy(end, measurement))
-        if measurement.failure and measurement.operation == "READ":
+        """Note a result, of two rounds the better one: other load on a machine only makes it worse.
+
+        An end that fails once is asked for nothing more, because it would wait as long again.
+        """
+        before = self.facts.measured(end, measurement.operation)
+        if before is None:
+            self.facts.measurements.append(MeasuredBy(end, measurement))
+        elif measurement.failure or measurement.rate > before.rate:
+            place = self.facts.measurements.index(MeasuredBy(end, before))
+            self.facts.measurements[place] = MeasuredBy(end, measurement)
+        if measurement.failure:
             self._steps = deque(each for each in self._steps if not (isinstance(each, _Test) and each.end == end))
 
     def _next(self, *, now: float, wall: float) -> None:
@@ -244,7 +253,8 @@ def _steps(plan: Plan) -> Sequence[_AskClock | _AskBack | _Test]:
         *(_AskClock() for _ in range(CLOCK_PROBES)),
         *([_AskBack(plan.back)] if plan.back is not None else []),
         *(
-            _Test(end, Measure(operation, plan.block_bytes, plan.seconds, plan.timeout))
+            _Test(end, Measure(operation, plan.block_bytes, plan.seconds / ROUNDS, plan.timeout))
+            for _ in range(ROUNDS)
             for end in ends
             for operation in operations
         ),

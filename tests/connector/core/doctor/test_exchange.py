@@ -6,7 +6,7 @@ import pytest
 
 from support.engines import FINGERPRINT, changed, rank_info
 from xpyd_connector.core.doctor.diagnoses import diagnose
-from xpyd_connector.core.doctor.examination import ClockProbe, DialBack, EndFacts, Measure, unwrap, wrap
+from xpyd_connector.core.doctor.examination import ClockProbe, DialBack, EndFacts, Measure, Measurement, unwrap, wrap
 from xpyd_connector.core.doctor.examiner import Examiner, Plan
 from xpyd_connector.core.doctor.pair_facts import PairFacts
 from xpyd_connector.core.doctor.respondent import LONGEST_VISIT, RESPONDENT, Respondent
@@ -247,3 +247,17 @@ def test_what_the_other_end_writes_cannot_steer_a_terminal():
 def test_garbage_is_a_violation():
     with pytest.raises(ProtocolViolation, match="xpyd doctor"):
         unwrap(Examination(b"\xc1"))
+
+
+def test_of_two_rounds_the_better_one_counts_and_a_failure_stays():
+    """Other load on a machine only slows a measurement down."""
+    pair = Pair()
+    pair.run()
+    slow, fast = (Measurement("READ", 64, bytes=64, seconds=seconds) for seconds in (2.0, 1.0))
+    pair.examiner.facts.measurements.clear()
+    for measurement, kept in [(slow, slow), (fast, fast), (slow, fast)]:
+        pair.examiner._note("here", measurement)
+        assert [each.measurement for each in pair.examiner.facts.measurements] == [kept]
+    pair.examiner._note("here", changed(slow, failure="NIXL: gone"))
+
+    assert [each.measurement.failure for each in pair.examiner.facts.measurements] == ["NIXL: gone"]

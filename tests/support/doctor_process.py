@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 LONG = 120.0  # s: only reached when something is wrong
-QUICK = ("--seconds", "0.1", "--memory-mib", "8")
+QUICK = ("--seconds", "0.1", "--memory-mib", "8", "--timeout", "15")  # the last: on a machine with other load
 
 
 def _start(arguments, *, prefix=(), ahead=0.0, env=None):

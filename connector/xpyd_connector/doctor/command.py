@@ -12,8 +12,9 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 from xpyd_connector.core.doctor.block_bytes import ModelShape, read_shape
-from xpyd_connector.core.doctor.diagnoses import diagnose, diagnose_router
+from xpyd_connector.core.doctor.diagnoses import diagnose
 from xpyd_connector.core.doctor.finding import Finding
+from xpyd_connector.core.doctor.router_times import diagnose_router
 from xpyd_connector.core.ids import Address
 from xpyd_connector.core.messages import Fingerprint
 from xpyd_connector.errors import ConnectorError, SettingsError

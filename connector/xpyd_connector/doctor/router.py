@@ -4,7 +4,7 @@ import re
 import urllib.request
 from typing import Final
 
-from xpyd_connector.core.doctor.diagnoses import DECODE_STEP, RouterTimes
+from xpyd_connector.core.doctor.router_times import DECODE_STEP, RouterTimes
 from xpyd_connector.errors import Unreachable
 
 MOST_BYTES: Final = 16 << 20  # of /metrics

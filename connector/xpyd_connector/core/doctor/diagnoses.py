@@ -1,7 +1,6 @@
 """From facts about two ends to findings: a table of questions, each of which looks at one thing."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from xpyd_connector.core.addresses import is_loopback
@@ -12,21 +11,9 @@ from xpyd_connector.core.doctor.ucx_log import is_over_tcp
 from xpyd_connector.core.lease.signatures import CLOCK_SKEW
 from xpyd_connector.core.session.peers import mismatch
 
-SLOWER: Final = 2.0  # times; smaller differences come and go with the load of a machine
+SLOWER: Final = 2.0  # times, in every round; other differences come and go with the load of a machine
 CLOCK_WARNING: Final = CLOCK_SKEW / 10  # s: such a clock is not kept by NTP, and goes on to drift
 SLOW_REGISTRATION: Final = 1.0  # s for 10^9 bytes: a cache of 64 GB then delays the start by a minute
-DECODE_STEP: Final = 5.0  # s of a lease that are left to the decode engine's longest step
-
-
-@dataclass(frozen=True, slots=True)
-class RouterTimes:
-    """What is known of the router (s)."""
-
-    lease: float = 30.0  # kv_lease_duration of the engines
-    handoff_timeout: float = 20.0  # of the router
-    handoffs: int = 0  # that it has counted
-    slow_handoffs: int = 0  # of these, how many took longer than ``slow``
-    slow: float = 0.0
 
 
 def diagnose(facts: PairFacts) -> list[Finding]:
@@ -125,24 +112,27 @@ def _modes(facts: PairFacts) -> Iterator[Finding]:
     """KV goes from prefill to decode in both modes: in pull the decode engine READs, in push the other one WRITEs."""
     for source in ("here", "there"):
         prefill, decode = _names(facts, source)
-        read, write = facts.measured(_other(source), "READ"), facts.measured(source, "WRITE")
-        if read is None or write is None or read.failure or write.failure:
+        read, write = facts.kept(_other(source), "READ"), facts.kept(source, "WRITE")
+        if read is None or write is None or read.measurement.failure or write.measurement.failure:
             continue
-        rates = f"READ (pull) moves {read.rate:.3g} GB/s from {prefill} to {decode}, WRITE (push) {write.rate:.3g} GB/s"
-        if write.rate > SLOWER * read.rate:
+        rates = (
+            f"READ (pull) moves {read.measurement.rate:.3g} GB/s from {prefill} to {decode}, "
+            f"WRITE (push) {write.measurement.rate:.3g} GB/s"
+        )
+        if write.worst_rate > SLOWER * read.measurement.rate:
             yield Finding("read-slower", rates, f"set mode: push on both if {prefill} prefills")
-        elif read.rate > SLOWER * write.rate:
+        elif read.worst_rate > SLOWER * write.measurement.rate:
             yield Finding("write-slower", rates, f"set mode: pull on both if {prefill} prefills")
 
 
 def _directions(facts: PairFacts) -> Iterator[Finding]:
     """One direction of the link slower than the other, whatever the operation."""
-    out, back = _best(facts, "here"), _best(facts, "there")
+    (out, out_worst), (back, back_worst) = _rates(facts, "here"), _rates(facts, "there")
     here, there = _names(facts, "here")
     if not out or not back:
         return
     slow, fast = min(out, back), max(out, back)
-    if fast > SLOWER * slow:
+    if max(out_worst, back_worst) > SLOWER * slow:
         source, target = (here, there) if out > back else (there, here)
         yield Finding(
             "asymmetric-link",
@@ -235,31 +225,6 @@ def _loopback(facts: PairFacts) -> Iterator[Finding]:
     )
 
 
-def diagnose_router(times: RouterTimes) -> list[Finding]:
-    """Compare the engines' lease with what a router needs: nobody renews it between the two legs."""
-    found: list[Finding] = []
-    if times.handoff_timeout + DECODE_STEP > times.lease:
-        found.append(
-            Finding(
-                "lease-handoff",
-                f"a lease lasts {times.lease:g} s, and the router may hand a request over {times.handoff_timeout:g} s "
-                f"after its prefill, which leaves less than {DECODE_STEP:g} s to a step of the decode engine",
-                f"set kv_lease_duration to {times.handoff_timeout + 2 * DECODE_STEP:g} or more, or --handoff-timeout "
-                f"to {max(times.lease - 2 * DECODE_STEP, 0.5):g}",
-            )
-        )
-    if times.slow_handoffs:
-        found.append(
-            Finding(
-                "slow-handoffs",
-                f"the router took longer than {times.slow:g} s for {times.slow_handoffs} of {times.handoffs} "
-                f"hand-overs, and a lease lasts {times.lease:g} s",
-                "give the router more CPU (--workers) or set kv_lease_duration higher",
-            )
-        )
-    return found
-
-
 QUESTIONS: Final[Sequence[Callable[[PairFacts], Iterator[Finding]]]] = (
     _meeting, _loopback, _data_plane, _way_back, _fingerprint, _memory, _rdma, _modes, _directions, _clock, _versions,
     _mtu, _registration,
@@ -288,7 +253,11 @@ def _names(facts: PairFacts, end: End) -> tuple[str, str]:
     return names[id(ends[0])], names[id(ends[1])]
 
 
-def _best(facts: PairFacts, source: End) -> float:
-    """Return the best rate at which bytes leave an end; 0: not known."""
-    found = (facts.measured(source, "WRITE"), facts.measured(_other(source), "READ"))
-    return max((each.rate for each in found if each is not None), default=0.0)
+def _rates(facts: PairFacts, source: End) -> tuple[float, float]:
+    """Return the best rate at which bytes leave an end, and what its better operation reached in every round.
+
+    0: not known.
+    """
+    found = [each for each in (facts.kept(source, "WRITE"), facts.kept(_other(source), "READ")) if each is not None]
+    best = max((each.measurement.rate for each in found), default=0.0)
+    return best, max((each.worst_rate for each in found), default=0.0)

@@ -191,12 +191,13 @@ class Examiner:
 
         An end that fails once is asked for nothing more, because it would wait as long again.
         """
-        before = self.facts.measured(end, measurement.operation)
+        before = self.facts.kept(end, measurement.operation)
         if before is None:
-            self.facts.measurements.append(MeasuredBy(end, measurement))
-        elif measurement.failure or measurement.rate > before.rate:
-            place = self.facts.measurements.index(MeasuredBy(end, before))
-            self.facts.measurements[place] = MeasuredBy(end, measurement)
+            self.facts.measurements.append(MeasuredBy(end, measurement, measurement.rate))
+        else:
+            is_kept = measurement.failure or measurement.rate > before.measurement.rate
+            kept, worst = measurement if is_kept else before.measurement, min(measurement.rate, before.worst_rate)
+            self.facts.measurements[self.facts.measurements.index(before)] = MeasuredBy(end, kept, worst)
         if measurement.failure:
             self._steps = deque(each for each in self._steps if not (isinstance(each, _Test) and each.end == end))
 

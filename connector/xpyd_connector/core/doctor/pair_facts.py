@@ -18,10 +18,11 @@ class ClockOffset(msgspec.Struct, frozen=True):
 
 
 class MeasuredBy(msgspec.Struct, frozen=True):
-    """A measurement, and which end made it."""
+    """A measurement, which end made it, and the rate of its worst round (GB/s)."""
 
     end: End
     measurement: Measurement
+    worst_rate: float
 
 
 class PairFacts(msgspec.Struct, kw_only=True):
@@ -43,5 +44,10 @@ class PairFacts(msgspec.Struct, kw_only=True):
 
     def measured(self, end: End, operation: Operation) -> Measurement | None:
         """Return a measurement that was made, failed or not."""
-        found = (each.measurement for each in self.measurements if each.end == end)
-        return next((each for each in found if each.operation == operation), None)
+        kept = self.kept(end, operation)
+        return None if kept is None else kept.measurement
+
+    def kept(self, end: End, operation: Operation) -> MeasuredBy | None:
+        """Return the same with its worst rate."""
+        found = (each for each in self.measurements if each.end == end)
+        return next((each for each in found if each.measurement.operation == operation), None)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 import msgspec
 
@@ -196,7 +196,7 @@ def _shape(args: argparse.Namespace) -> ModelShape | None:
         raise SettingsError(f"--model: {path} cannot be read: {exc}") from exc
     if not isinstance(found, dict):
         raise SettingsError(f"--model: {path} is no JSON object")
-    return read_shape(found, cache_dtype=args.cache_dtype)
+    return read_shape(cast("dict[str, Any]", found), cache_dtype=args.cache_dtype)
 
 
 def _fingerprint(args: argparse.Namespace, shape: ModelShape | None) -> Fingerprint | None:

@@ -16,13 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     try:
         command = importlib.import_module(COMMAND)
     except ModuleNotFoundError as exc:
-        missing = exc.name
         parser.add_argument("arguments", nargs=argparse.REMAINDER)
-        parser.set_defaults(run=lambda _: _explain(missing))
+        parser.set_defaults(run=_explain, missing=exc.name)
         return
     command.add_arguments(parser)
 
 
-def _explain(missing: str | None) -> int:
-    sys.stderr.write(f"xpyd doctor: {missing} is not installed; install xpyd[connector] on this machine\n")
+def _explain(args: argparse.Namespace) -> int:
+    sys.stderr.write(f"xpyd doctor: {args.missing} is not installed; install xpyd[connector] on this machine\n")
     return 2

@@ -251,7 +251,7 @@ def value(chance, name, type_):  # noqa: C901 (a table)
             return "scheduler"
         case "proofs" | "workers":
             return (chance.randbytes(32),) * chance.choice([0, 1, 2])
-        case "proof" | "nonce" | "token" | "badge":
+        case "proof" | "nonce" | "token" | "badge" | "content":
             return chance.choice([b"", b"token", chance.randbytes(32)])
         case "held" | "leases_lost" | "unpacks":
             return chance.random() < 0.5

@@ -138,7 +138,7 @@ def write_to_one_rank_only(patch):
     patch.setattr(
         PartWriter,
         "write",
-        lambda self, remote_ranks, token_ranges, *, now: send(self, remote_ranks[:1], token_ranges, now=now),
+        lambda self, remote_ranks, token_ranges, **more: send(self, remote_ranks[:1], token_ranges, **more),
     )
 
 

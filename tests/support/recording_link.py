@@ -9,7 +9,10 @@ class RecordingLink:
     """Of a process to which others connect."""
 
     def __init__(self):
-        self.sent, self.closed = [], []
+        self.sent, self.closed, self.engines = [], [], {}
+
+    def engine_of(self, conn):
+        return self.engines.get(conn)
 
     def send(self, conn, message):
         self.sent.append((conn, message))

@@ -17,6 +17,7 @@ class TransferSample(msgspec.Struct, frozen=True):
     bytes: int
     descriptors: int
     posting: float = 0.0  # s that handing it to NIXL took
+    peer: str = ""  # id of the engine that it was read from or written to; "": not known
 
 
 class StatsReport(msgspec.Struct):

@@ -38,6 +38,10 @@ Where KV goes through host memory (staging), D reads in parts, and workers conne
 
     D: StagePart, from every rank     P: PartStaged, or PartRefused
     scheduler: CopyOut, CopyIn        worker: CopyEnded
+
+The two ends of ``xpyd doctor``, which are no engines, use RankMemory, Refusal and::
+
+    either: Examination
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -69,6 +73,7 @@ MAX_FOUND = 1 << 17  # blocks of one PrefixFound, at most 5 bytes each
 MAX_SALT = 1024  # characters of a cache salt
 MAX_DIGEST = 64  # characters of a prompt's digest
 MAX_REASON = 2048  # characters that say why a push stopped
+MAX_EXAMINATION = 1 << 17  # bytes that one message of xpyd doctor carries
 
 RequestName: TypeAlias = Annotated[RequestId, Meta(max_length=MAX_ID)]
 RequestNames: TypeAlias = Annotated[tuple[RequestName, ...], Meta(max_length=MAX_IDS)]
@@ -346,10 +351,11 @@ class WorkerHello(msgspec.Struct, frozen=True, tag="worker_hello"):
 
 
 class PeerMemory(msgspec.Struct, frozen=True, tag="peer_memory"):
-    """The memory of one rank of ``peer``, a decode engine."""
+    """The memory of one rank of ``peer``, a decode engine whose id is ``engine``."""
 
     peer: ConnId
     rank: RankInfo
+    engine: Annotated[EngineId, Meta(max_length=MAX_ID)] = EngineId("")
 
 
 class StartPush(msgspec.Struct, frozen=True, tag="start_push"):
@@ -456,13 +462,19 @@ class CopyEnded(msgspec.Struct, frozen=True, tag="copy_ended"):
     reason: Reason
 
 
+class Examination(msgspec.Struct, frozen=True, tag="examination"):
+    """Something that the two ends of ``xpyd doctor`` tell each other (``doctor/examination.py``); engines ignore it."""
+
+    content: Annotated[bytes, Meta(max_length=MAX_EXAMINATION)]
+
+
 Message: TypeAlias = (
     Challenge | Hello | ServerProof | Welcome | Refusal
     | RenewLeases | LeasesLost | ReadsStarted | ReadDone | FenceResult | DropLeases
     | HeartbeatReply | RankMemory | RegisterPush | PushDone | CancelPushes | PushStopped | PushStalled
     | WorkerHello | PeerMemory | StartPush | StopPush | PeerGone | PushWritten | PushAborted | WriteStalled
     | Reachable | FindPrefix | PrefixFound
-    | StagePart | PartStaged | PartRefused | CopyOut | CopyIn | CopyEnded
+    | StagePart | PartStaged | PartRefused | CopyOut | CopyIn | CopyEnded | Examination
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

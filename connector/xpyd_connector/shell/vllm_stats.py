@@ -11,6 +11,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from xpyd_connector.core.counters import COUNTERS, GAUGES, LOADED, StatsReport, merge
 from xpyd_connector.core.timeline import TimelineStore
+from xpyd_connector.shell.peer_rates import PeerRates
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
@@ -95,6 +96,7 @@ class XpydPromMetrics(KVConnectorPromMetrics):
         self._refused: dict[tuple[str, ...], None] = {}
         self._peer_loads = self._counter_cls("vllm:xpyd_peer_loads", PEER_LOADS, [*self._labelnames, "peer", "outcome"])
         self._failing: dict[tuple[str, ...], set[str]] = {}  # the outcomes shown, by the labels of an engine
+        self._peer_rates = PeerRates(self._counter_cls, self._labelnames)
         labels = [*self._labelnames, *info]
         known = {engine: [*each, *info.values()] for engine, each in self.per_engine_labelvalues.items()}
         gauge = self._gauge_cls("vllm:xpyd_connector_info", INFO, labels, multiprocess_mode="mostrecent")
@@ -118,6 +120,7 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             self._counters["descriptors"][engine_idx].inc(sample.descriptors)
             self._counters["posting_seconds"][engine_idx].inc(sample.posting)
             self._seconds[engine_idx].observe(sample.seconds)
+            self._peer_rates.add(self.per_engine_labelvalues[engine_idx], sample)
 
     def _show_refused(self, *labels: str) -> None:
         """Show one more engine, and no longer the first of too many. Ray's gauges cannot forget one."""

@@ -30,6 +30,7 @@ from xpyd_connector.core.messages import (
     CopyIn,
     CopyOut,
     DropLeases,
+    Examination,
     FenceResult,
     FindPrefix,
     HeartbeatReply,
@@ -104,6 +105,7 @@ EXAMPLES = [
     CopyOut(PartId(1), ((BlockId(7),), ()), ((BlockId(1),), ())),
     CopyIn(PartId(2), ((BlockId(1),), ()), ((BlockId(7),), ())),
     CopyEnded(PartId(2), ""),
+    Examination(b"content"),
 ]
 
 

@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from xpyd_connector.shell.peer_rates import PEERS_SHOWN
     from xpyd_connector.shell.vllm_stats import PEERS_MOST, XpydPromMetrics, XpydStats
 
 from xpyd_connector.core.counters import COUNTERS, GAUGES, StatsReport, TransferSample
@@ -101,6 +102,19 @@ def test_engines_that_differ_are_shown_by_their_ids(metrics):
     metrics.observe(XpydStats.of(StatsReport(incompatible=later)).data, 1)
     assert REGISTRY.get_sample_value("vllm:xpyd_incompatible_peer", labels) is None
     assert REGISTRY.get_sample_value("vllm:xpyd_incompatible_peer", labels | {"peer": later[0]}) == 1
+
+
+def test_the_rate_of_each_peer_is_shown_and_of_those_that_move_least_lately_none(metrics):
+    """An engine that pulls over plain TCP from one prefill engine and over RDMA from another shows which."""
+    metrics.observe(XpydStats.of(StatsReport(transfers=[TransferSample(0.5, 100, 1, peer="p1")] * 2)).data, 1)
+    labels = {"model_name": "m", "engine": "1", "peer": "p1"}
+
+    assert REGISTRY.get_sample_value("vllm:xpyd_peer_bytes_total", labels) == 200
+    assert REGISTRY.get_sample_value("vllm:xpyd_peer_transfer_seconds_total", labels) == 1.0
+    later = [TransferSample(0.5, 100, 1, peer=f"p{number}") for number in range(2, PEERS_SHOWN + 2)]
+    metrics.observe(XpydStats.of(StatsReport(transfers=later)).data, 1)
+    assert REGISTRY.get_sample_value("vllm:xpyd_peer_bytes_total", labels) is None
+    assert REGISTRY.get_sample_value("vllm:xpyd_peer_bytes_total", labels | {"peer": "p2"}) == 100
 
 
 def test_everything_that_can_be_reported_is_registered(metrics):

@@ -218,7 +218,8 @@ class PullReader:
         if self._staging is not None:
             part = [each._replace(local=load.slots[each.group][: len(each.local)]) for each in part]
         try:
-            self._transfers.read(load.order.request, self._remote_engines[load.order.engine].spans(part))
+            spans = self._remote_engines[load.order.engine].spans(part)
+            self._transfers.read(load.order.request, spans, peer=load.order.engine)
         except ConnectorError as exc:
             self._abort(load, "loads_failed_transfer", str(exc), LoadEvent.STARTED)
         else:

@@ -79,6 +79,7 @@ class _PartWrite:
     state: PartWriteState = PartWriteState.READY
     deadline: float = inf  # of the copy or the writes
     failure: str = ""
+    engine: str = ""  # id of the one that has these ranks
 
     def on(self, event: PartWriteEvent) -> None:
         self.state = transition(TRANSITIONS, self.state, event, f"write of part {self.number}")
@@ -109,13 +110,18 @@ class PartWriter:
         return len(self._parts)
 
     def write(
-        self, remote_ranks: Sequence[RemoteRank], token_ranges: Sequence[TokenRange], *, now: float
+        self,
+        remote_ranks: Sequence[RemoteRank],
+        token_ranges: Sequence[TokenRange],
+        *,
+        engine: str = "",
+        now: float,
     ) -> PartWriteId:
-        """Write these tokens to every remote rank that takes heads of ours; :class:`PartWriteEnded` follows.
+        """Write these tokens to every rank of ``engine`` that takes heads of ours; :class:`PartWriteEnded` follows.
 
         Raises a ``ConnectorError`` if nothing was started.
         """
-        part = _PartWrite(next(self._numbers), remote_ranks, token_ranges)
+        part = _PartWrite(next(self._numbers), remote_ranks, token_ranges, engine=engine)
         self._parts[part.number] = part
         try:
             if self._staging is None:
@@ -180,7 +186,7 @@ class PartWriter:
             part.deadline = now + self._timeout
 
     def _post(self, part: _PartWrite, now: float) -> None:
-        self._transfers.write(part.number, _spans_by_handle(part))
+        self._transfers.write(part.number, _spans_by_handle(part), peer=part.engine)
         part.on(PartWriteEvent.POSTED)
         part.deadline = now + self._timeout
 

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple, TypeVar
 
 from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import ConnId, RequestId
+from xpyd_connector.core.ids import ConnId, EngineId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseEnded
 from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
 from xpyd_connector.core.messages import (
@@ -315,7 +315,7 @@ class PushCoordinator:
 
     def _on_rank_memory(self, conn: ConnId, rank: RankInfo) -> None:
         if self._peers.setdefault(conn, _DecodePeer()).add_rank(rank):
-            self._send_to_workers(PeerMemory(conn, rank))
+            self._send_to_workers(PeerMemory(conn, rank, self._link.engine_of(conn) or EngineId("")))
         else:
             self._counters.count("unknown_transfer_messages")
 
@@ -367,7 +367,7 @@ class PushCoordinator:
         self._seen_ranks.add(hello.rank)
         for number, peer in self._peers.items():
             for info in peer.ranks.values():
-                self._link.send(conn, PeerMemory(number, info))
+                self._link.send(conn, PeerMemory(number, info, self._link.engine_of(number) or EngineId("")))
             for push in peer.pushes.values():
                 self._link.send(conn, StartPush(number, push.order))
                 if push.state is PushState.STOPPING:

@@ -126,8 +126,8 @@ class PushWriter:
 
     def _on_message(self, message: Message, now: float) -> None:
         match message:
-            case PeerMemory(peer, rank):
-                self._attach(self._peers.setdefault(peer, DecodeTarget()), rank)
+            case PeerMemory(peer, rank, engine):
+                self._attach(self._peers.setdefault(peer, DecodeTarget(engine)), rank)
             case StartPush(peer, order) if peer in self._peers and (peer, order.reader) not in self._jobs:
                 job = self._jobs[peer, order.reader] = PushJob(peer, order)
                 self._by_request.setdefault(order.request, []).append(job)
@@ -254,7 +254,7 @@ class PushWriter:
         ]
         try:
             for part in cut([each for each in token_ranges if each.start < each.stop], self._own, peer.rank):
-                number = self._part_writer.write(tuple(peer.remote_ranks.values()), part, now=now)
+                number = self._part_writer.write(tuple(peer.remote_ranks.values()), part, engine=peer.engine, now=now)
                 job.parts.add(number)
                 self._by_part[number] = job
         except ConnectorError as exc:

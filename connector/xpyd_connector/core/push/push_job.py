@@ -99,6 +99,7 @@ class PushJob:
 class DecodeTarget:
     """A decode engine that we write to."""
 
+    engine: str = ""  # its id
     remote_ranks: dict[int, RemoteRank] = field(
         default_factory=dict[int, RemoteRank]
     )  # its ranks that take something of ours

@@ -47,6 +47,7 @@ class Transfers(Generic[StepOwnerT]):
         self._counters = counters
         self._steps: dict[StepOwnerT, _Steps] = {}
         self._by_xfer: dict[XferId, StepOwnerT] = {}
+        self._peers: dict[XferId, str] = {}  # id of the engine at the other end
         self._by_copy: dict[CopyId, StepOwnerT] = {}
 
     def __len__(self) -> int:
@@ -56,15 +57,15 @@ class Transfers(Generic[StepOwnerT]):
         """Whether a step of this owner is in flight, cancelled or not."""
         return owner in self._steps
 
-    def read(self, owner: StepOwnerT, spans_by_handle: Iterable[tuple[str, Spans]]) -> None:
-        """Start reading from remote ranks; if this raises a ``ConnectorError``, some reads may be in flight."""
+    def read(self, owner: StepOwnerT, spans_by_handle: Iterable[tuple[str, Spans]], *, peer: str = "") -> None:
+        """Start reading from ranks of ``peer``; if this raises a ``ConnectorError``, some reads may be in flight."""
         for handle, spans in spans_by_handle:
-            self._add_xfer(owner, self._transfer_agent.read(handle, spans))
+            self._add_xfer(owner, self._transfer_agent.read(handle, spans), peer)
 
-    def write(self, owner: StepOwnerT, spans_by_handle: Iterable[tuple[str, Spans]]) -> None:
-        """Start writing to remote ranks; if this raises a ``ConnectorError``, some writes may be in flight."""
+    def write(self, owner: StepOwnerT, spans_by_handle: Iterable[tuple[str, Spans]], *, peer: str = "") -> None:
+        """Start writing to ranks of ``peer``; if this raises a ``ConnectorError``, some writes may be in flight."""
         for handle, spans in spans_by_handle:
-            self._add_xfer(owner, self._transfer_agent.write(handle, spans))
+            self._add_xfer(owner, self._transfer_agent.write(handle, spans), peer)
 
     def add_copy(self, owner: StepOwnerT, copy: CopyId) -> None:
         """Wait for a copy that the copier has been given."""
@@ -80,10 +81,12 @@ class Transfers(Generic[StepOwnerT]):
     def poll(self) -> Iterator[StepEnded[StepOwnerT]]:
         """Yield the steps that have ended since the last call: NIXL's first, then copies."""
         for ended in self._transfer_agent.poll():
-            owner = self._by_xfer.pop(ended.xfer)
+            owner, peer = self._by_xfer.pop(ended.xfer), self._peers.pop(ended.xfer)
             self._remove(owner, self._steps[owner].xfers, ended.xfer)
             if ended.outcome is XferOutcome.DONE:
-                self._counters.observe(TransferSample(ended.seconds, ended.bytes, ended.descriptors, ended.posting))
+                self._counters.observe(
+                    TransferSample(ended.seconds, ended.bytes, ended.descriptors, ended.posting, peer)
+                )
                 yield StepEnded(owner, "")
             else:
                 yield StepEnded(owner, f"NIXL: {ended.reason}")
@@ -92,9 +95,10 @@ class Transfers(Generic[StepOwnerT]):
             self._remove(owner, self._steps[owner].copies, copied.copy)
             yield StepEnded(owner, copied.reason, is_copy=True, copied_bytes=copied.bytes)
 
-    def _add_xfer(self, owner: StepOwnerT, xfer: XferId) -> None:
+    def _add_xfer(self, owner: StepOwnerT, xfer: XferId, peer: str) -> None:
         self._steps.setdefault(owner, _Steps()).xfers.add(xfer)
         self._by_xfer[xfer] = owner
+        self._peers[xfer] = peer
 
     def _remove(self, owner: StepOwnerT, steps: set[StepT], step: StepT) -> None:
         steps.discard(step)

@@ -282,6 +282,7 @@ def test_counts_tell_the_story(world):
     assert d.counters["renewals_sent"] == p.counters["leases_renewed"] + p.counters.get("unknown_transfer_messages", 0)
     assert worker.counters["loads"] == worker.counters["handshakes"] == 1
     assert sum(sample.bytes for sample in worker.transfers) == 3 * 64
+    assert {sample.peer for sample in worker.transfers} == {"p0"}
 
 
 def test_a_load_is_read_from_every_rank():

@@ -214,12 +214,12 @@ def test_a_registration_without_the_memory_of_all_ranks_is_refused(harness):
 
 def test_a_memory_of_a_rank_that_we_do_not_have_or_a_second_one_is_ignored(harness):
     """The workers know the first one, and may be writing there."""
-    own = rank_info("d/0", ranks=2)
+    own, harness.link.engines[D] = rank_info("d/0", ranks=2), "d"
     harness.hear(
         D, RankMemory(rank_info("d/7", rank=7, ranks=2)), RankMemory(rank_info("other", ranks=2)), RankMemory(own)
     )
 
-    assert harness.take_sent() == [(W0, PeerMemory(D, own)), (W1, PeerMemory(D, own))]
+    assert harness.take_sent() == [(W0, PeerMemory(D, own, "d")), (W1, PeerMemory(D, own, "d"))]
     assert harness.counted()["unknown_transfer_messages"] == 2
 
 

@@ -63,7 +63,7 @@ class Harness:
             self.writer.on(MessageReceived(self.scheduler_endpoint, message), now=self.now)
 
     def arrive(self, peer=D, name="d"):
-        self.hear(PeerMemory(peer, rank_info(name, rank=1, ranks=2)))
+        self.hear(PeerMemory(peer, rank_info(name, rank=1, ranks=2), name))
 
     def assign(self, *blocks, reader=R, first=0, prompt="digest", peer=D, request=T):
         order = RegisterPush(RequestId(reader), RequestId(request), prompt, lent(first, blocks))
@@ -139,7 +139,7 @@ def test_a_write_is_counted_before_the_scheduler_receives_its_end():
 
     message, report = told_by_then[-1]
     assert message == PushWritten(D, R)
-    assert (len(report.transfers), report.counters["pushes"]) == (1, 1)
+    assert ([sample.peer for sample in report.transfers], report.counters["pushes"]) == (["d"], 1)
 
 
 def test_what_the_device_has_not_finished_is_not_written(harness):

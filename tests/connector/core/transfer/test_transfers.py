@@ -12,7 +12,7 @@ def test_an_owner_is_active_until_its_last_transfer_has_ended(post):
     """Its memory must not be given to another before."""
     agent, counters = RecordingAgent(), Counters()
     transfers = Transfers(agent, RecordingCopier(), counters)
-    getattr(transfers, post)("a", [("p/0", None), ("p/1", None)])
+    getattr(transfers, post)("a", [("p/0", None), ("p/1", None)], peer="p")
     agent.end(1)
     assert list(transfers.poll()) == [StepEnded("a", "")]
     assert transfers.is_active("a")
@@ -21,4 +21,4 @@ def test_an_owner_is_active_until_its_last_transfer_has_ended(post):
 
     assert not transfers.is_active("a")
     assert len(transfers) == 0
-    assert [sample.bytes for sample in counters.take().transfers] == [64, 64]
+    assert [(sample.bytes, sample.peer) for sample in counters.take().transfers] == [(64, "p"), (64, "p")]

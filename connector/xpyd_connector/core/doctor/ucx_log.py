@@ -1,0 +1,42 @@
+"""Which transports UCX really uses: read from the tables that it logs with ``UCX_PROTO_INFO=y`` (UCX 1.23).
+
+A table has the connection and the operation above, and a row for each range of sizes::
+
+    | 6e09b956-e22c-4290-af7e-501db90 intra-node cfg#1         |
+    | remote memory write by ucp_put* from host memory to host |
+    +--------+-------------+-----------------------------------+
+    | Range  | Description |              Config               |
+    +--------+-------------+-----------------------------------+
+    | 0..inf | zero-copy   | cma/memory                        |
+    +--------+-------------+-----------------------------------+
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+MOST: Final = 16  # transports that are named
+_PEER: Final = re.compile(r"\| .*(?:intra|inter)-node cfg#\d+ *\|")  # not "self": that is no way to another process
+_OPERATION: Final = re.compile(r"\| remote memory (read|write) by ucp_")
+_ROW: Final = re.compile(r"\|[^|]*\|[^|]*\|([^|]*)\|")
+_TRANSPORT: Final = re.compile(r"[a-z][a-z0-9_]*/[\w:.-]+")
+
+
+def transports_in(log: str) -> tuple[str, ...]:
+    """Return each operation on a peer's memory with a transport and device that it uses: ``WRITE tcp/eth0``."""
+    found: dict[str, None] = {}  # in their order
+    is_peer, operation = False, ""
+    for line in log.splitlines():
+        if _ROW.search(line) is None and "|" in line:  # one cell: above a table
+            if (match := _OPERATION.search(line)) is not None:
+                operation = match[1].upper() if is_peer else ""
+            else:
+                is_peer, operation = _PEER.search(line) is not None, ""
+        elif operation and (row := _ROW.search(line)) is not None:
+            found.update(dict.fromkeys(f"{operation} {each}" for each in _TRANSPORT.findall(row[1])))
+    return tuple(found)[:MOST]
+
+
+def is_over_tcp(used: Iterable[str]) -> bool:
+    """Whether an operation uses TCP."""
+    return any(each.rpartition(" ")[2].startswith("tcp/") for each in used)

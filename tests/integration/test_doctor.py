@@ -1,0 +1,154 @@
+"""``xpyd doctor`` with real NIXL between processes and network namespaces: each fault is named with its mend."""
+
+import contextlib
+import json
+import subprocess
+
+import pytest
+
+from support.doctor_process import examined, listening
+from support.netns import DATA, lab_available, open_lab
+
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
+TCP = {"UCX_TLS": "tcp"}
+RATES = {"read-slower", "write-slower", "asymmetric-link"}  # a busy machine may show any of them, of itself
+SHARED = {"tcp-on-one-machine"}  # all ends here are on one machine
+
+
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory):
+    """The file of a secret that the ends share."""
+    path = tmp_path_factory.mktemp("secrets") / "shared"
+    path.write_text("a secret of the engines of this test\n")
+    return ("--secret-file", path)
+
+
+@pytest.fixture(scope="module")
+def lab():
+    if reason := lab_available():
+        pytest.skip(reason)
+    with open_lab() as lab:
+        yield lab
+
+
+@contextlib.contextmanager
+def blocked(host, ports):
+    """Let no TCP packet to these ports leave a host."""
+    rule = ("ipproto", "tcp", "dport", ports, "prohibit")
+    subprocess.run(["ip", "-n", host.namespace, "rule", "add", *rule], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["ip", "-n", host.namespace, "rule", "del", *rule], check=True)
+
+
+def model(folder, name, **changes):
+    """A folder with a model's config.json."""
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "torch_dtype": "bfloat16"}
+    (folder / name).mkdir()
+    (folder / name / "config.json").write_text(json.dumps({**config, **changes}))
+    return ("--model", folder / name)
+
+
+def test_two_ends_of_one_machine_use_shared_memory_and_nothing_is_wrong(secret):
+    """Every number is there: rates and latency each way, posting, clock, versions, MTU, transports."""
+    with listening("--host", "127.0.0.1", "--port", 0, *secret) as address:
+        found = examined(address, *secret)
+    pair = found.report["pair"]
+
+    assert set(found.findings) <= RATES
+    assert [(each["end"], each["measurement"]["operation"]) for each in pair["measurements"]] == [
+        ("here", "READ"), ("here", "WRITE"), ("there", "READ"), ("there", "WRITE"),
+    ]  # fmt: skip
+    for each in pair["measurements"]:
+        measured = each["measurement"]
+        assert measured["failure"] == ""
+        assert min(measured["bytes"], measured["latency_seconds"], measured["posting_seconds"]) > 0
+    assert abs(pair["clock"]["seconds"]) <= pair["clock"]["error"] + 0.001
+    assert pair["back_failure"] == ""
+    for end in (pair["here"], pair["there"]):
+        assert min(end["nixl"], end["ucx"], end["xpyd"], end["interface"]) > ""
+        assert end["mtu"] > 0
+        assert end["registration_seconds"] > 0
+    assert any("memory" in each for each in pair["transports_here"])
+
+
+def test_tcp_where_shared_memory_was_possible(secret):
+    """It is what one variable in an image does to everybody, silently."""
+    with listening("--host", "127.0.0.1", "--port", 0, *secret, env=TCP) as address:
+        found = examined(address, *secret)
+
+    assert found.code == 1
+    assert "over TCP (" in found.findings["tcp-on-one-machine"].what
+    assert "remove UCX_TLS=tcp at " in found.findings["tcp-on-one-machine"].mend
+
+
+def test_a_wrong_secret_and_none(secret, tmp_path):
+    """Both are found before NIXL is loaded, and neither end says more than that they differ."""
+    other = tmp_path / "other"
+    other.write_text("another secret than that of the engines\n")
+    with listening("--host", "127.0.0.1", "--port", 0, *secret) as address:
+        wrong = examined(address, "--secret-file", other)
+        none = examined(address)
+
+    for found in (wrong, none):
+        assert found.code == 1
+        assert list(found.findings) == ["secret"]
+        assert "XPYD_CONNECTOR_SECRET_FILE" in found.findings["secret"].mend
+        assert found.report["pair"]["there"] is None
+
+
+def test_a_skewed_clock_and_another_fingerprint(secret, tmp_path):
+    """Beyond what signed leases bear, and a model of another shape."""
+    here, there = model(tmp_path, "m"), model(tmp_path, "n", num_hidden_layers=3)
+    at = ("--host", "127.0.0.1", "--port", 0)
+    with listening(*at, *secret, *there, ahead=400.0) as address:
+        found = examined(address, *secret, *here)
+
+    assert {"clock", "fingerprint"} <= set(found.findings) <= {"clock", "fingerprint"} | RATES
+    assert "ahead of" in found.findings["clock"].what
+    assert "NTP" in found.findings["clock"].mend
+    assert "its model is 'n', ours is 'm'" in found.findings["fingerprint"].what
+    assert abs(found.report["pair"]["clock"]["seconds"] - 400.0) <= found.report["pair"]["clock"]["error"] + 0.1
+
+
+def test_an_asymmetric_link(lab, secret):
+    """One direction is slow, whichever end asks for the bytes."""
+    limit = ("tbf", "rate", "50mbit", "burst", "64kb", "latency", "50ms")
+    subprocess.run(["tc", "-n", lab.p.namespace, "qdisc", "replace", "dev", DATA, "root", *limit], check=True)
+    try:
+        with listening("--host", lab.p.data_ip, "--port", 0, *secret, prefix=lab.p.prefix, env=TCP) as address:
+            found = examined(address, *secret, prefix=lab.d.prefix, env=TCP)
+    finally:
+        lab.limit(None)
+
+    slow = found.findings["asymmetric-link"]
+    assert set(found.findings) <= RATES | SHARED
+    assert f"bytes go from here ({lab.d.data_ip}) to there" in slow.what
+    assert "let here" in slow.mend
+
+
+def test_a_port_that_is_blocked_one_way(lab, secret):
+    """The prefill machine cannot dial the decode machine; all else works."""
+    here = {"prefix": lab.d.prefix, "env": TCP}
+    there = {"prefix": lab.p.prefix, "env": TCP}
+    with listening("--host", lab.p.data_ip, "--port", 0, *secret, **there) as address, blocked(lab.p, "45999"):
+        found = examined(address, "--port", 45999, *secret, **here)
+
+    assert set(found.findings) <= RATES | SHARED | {"blocked-port"}
+    assert f"at {lab.d.data_ip}:45999" in found.findings["blocked-port"].what
+    assert "open that port towards here" in found.findings["blocked-port"].mend
+    assert len(found.report["pair"]["measurements"]) == 4
+
+
+def test_a_data_plane_that_is_blocked(lab, secret):
+    """The side channel's port is open, UCX's are not: the usual firewall. UCX connects both ways for either end."""
+    ports = "47000-47099"
+    there = {"prefix": lab.p.prefix, "env": {**TCP, "UCX_TCP_PORT_RANGE": ports}}
+    with listening("--host", lab.p.data_ip, "--port", 0, *secret, **there) as address, blocked(lab.d, ports):
+        found = examined(address, "--timeout", 4, *secret, prefix=lab.d.prefix, env=TCP)
+
+    assert set(found.findings) <= RATES | SHARED | {"data-plane"}
+    assert "moves nothing to or from there" in found.findings["data-plane"].what
+    assert "open the TCP ports of UCX of there" in found.findings["data-plane"].mend
+    assert f"UCX_NET_DEVICES is {DATA}" in found.findings["data-plane"].mend

@@ -107,6 +107,11 @@ class ClientResponse:
             self.cut = None
             raise StreamCut(move)
 
+    def was_cut(self) -> bool:
+        """Tell whether the stream was cut as it should be; if not, it stays whole."""
+        left, self.cut = self.cut, None
+        return left is None
+
     def end_stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
         """Write the end of a stream; raises EngineError: it is not complete."""
         rest, complete = leg.finish()

@@ -226,9 +226,7 @@ class Request:
         """Cut the stream at once; False: it does not wait for more of it."""
         self._client.cut = move
         self._life.wake()
-        is_cut = self._client.cut is None
-        self._client.cut = None
-        return is_cut
+        return self._client.was_cut()
 
     def look(self, now: float) -> None:
         """See whether something has taken too long."""

@@ -154,6 +154,9 @@ class Dispatch:
                 record.single_reason = SingleEngineReason.FEW_MATCH
                 attempt.take_expected()
                 return pair
+        elif record.moves and (home := self._home(attempt)) is not None:
+            attempt.body = single_body
+            return None, attempt.one([home])
         attempt.body = single_body
         return None, attempt.one(fleet.usable(_DECODE))
 
@@ -176,6 +179,13 @@ class Dispatch:
         if prefill is None:
             raise NoMatchingInstance("no prefill engine can go on with the stream")
         return prefill, decode
+
+    def _home(self, attempt: Attempt) -> Instance | None:
+        """Return the engine that a stream has moved from, if no other can go on with it now that it broke off."""
+        if any(one.id not in attempt.retries.avoided for one in attempt.usable(_DECODE)):
+            return None
+        member = self._life.of.fleet.registry.get(self._life.record.moves[-1].source)
+        return None if member is None or member.instance.id in attempt.retries.avoided else member.instance
 
     def _choose_for_move(
         self, attempt: Attempt, move: StreamMove, single_body: Pieces | None

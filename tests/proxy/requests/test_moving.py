@@ -377,6 +377,21 @@ async def test_an_engine_that_breaks_off_behind_the_move_is_followed_by_another(
     assert fleet.outcomes == {("moved",): 1}
 
 
+async def test_a_stream_that_breaks_off_behind_its_move_goes_back_if_nobody_else_is_left():
+    """The engine that drains lives, and has most of its KV cache; it gets nothing else."""
+
+    async def breaking(leg):
+        stream = list(events(json.loads(leg.body), name="cmpl-x"))
+        return 200, [*stream[:5], EngineError("broke off")]
+
+    fleet = Fleet(then={"decode-1": breaking})
+    client = await cut_once(fleet)
+
+    assert read(client.body) == whole(Api.COMPLETIONS)
+    assert [leg.instance.id for leg in fleet.engines.of(Role.DECODE)] == ["decode-0", "decode-1", "decode-0"]
+    assert fleet.outcomes == {("moved",): 1}
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_engines_have_little_time_for_a_move(side):
     """The client waits: the rest of its stream comes from elsewhere."""

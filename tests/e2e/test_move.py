@@ -28,11 +28,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
 
 BLOCK = 32  # tokens of a block of the engines here
 KEY = {"X-Api-Key": ADMIN_KEY}
-ARGS = ("--resume-streams", "true", "--health-check-interval", "0.5", "--first-token-timeout", "30")
+# The times are long: only what is frozen may take as long, and not a busy machine.
+ARGS = ("--resume-streams", "true", "--health-check-interval", "0.5", "--move-timeout", "60")
 OPTIONS = {
     "role": None,
     "connector": Connector.XPYD,
-    "extra_connector_config": {"return_kv": True, "transfer_timeout": 4.0},
+    "extra_connector_config": {"return_kv": True, "return_timeout": 10.0, "transfer_timeout": 10.0},
     "max_model_len": 4096,
     "kv_cache_mib": 512,
 }
@@ -242,7 +243,7 @@ def has_nothing_held(fleet_of):
 
 def test_streams_move(fleet_of, router):
     """All of them, with their KV cache: no token is lost, doubled, or computed again beyond a block."""
-    move_all(fleet_of, router, 8, 400, seed=1, behind=20)
+    move_all(fleet_of, router, 8, 800, seed=1, behind=20)
     has_nothing_held(fleet_of)
 
 
@@ -268,14 +269,14 @@ def frozen(child):
 
 def test_the_engine_that_drains_is_frozen(fleet_of, router):
     """Its streams are cut all the same; what it does not hand over is computed anew."""
-    asked = list(bodies(8, 200, seed=3, salt="frozen"))
-    expected = run(fleet_of.p0.base_url, bodies(8, 200, seed=3, salt="alone 3"))
+    asked = list(bodies(8, 600, seed=3, salt="frozen"))
+    expected = run(fleet_of.p0.base_url, bodies(8, 600, seed=3, salt="alone 3"))
     ended = []
 
     def drain():
         with frozen(fleet_of.children["d0"]):
             order(router, "drain", "decode-0", move=True)
-            wait_until(lambda: counted(router).total() >= 8, seconds=60, what="all have moved")
+            wait_until(lambda: counted(router).total() >= 8, seconds=120, what="all have moved")
             ended.append(counted(router))
 
     streams = all_at(router, "decode-0", "decode-1", asked, drain, behind=20)
@@ -305,10 +306,10 @@ def test_engines_are_both_at_the_same_time(fleet_of, start_router):
 
 
 def test_the_target_dies_in_the_middle(fleet_of, router):
-    """What it had not begun goes back, and what it had begun, too: at worst a client gets an error, and no other text."""
+    """What it had not begun goes back, and what it had begun, too; at worst a client gets an error."""
     count = 12
-    asked = list(bodies(count, 400, seed=5, salt="killed"))
-    expected = run(fleet_of.p0.base_url, bodies(count, 400, seed=5, salt="alone 5"))
+    asked = list(bodies(count, 800, seed=5, salt="killed"))
+    expected = run(fleet_of.p0.base_url, bodies(count, 800, seed=5, salt="alone 5"))
     victim = fleet_of.children["d1"]
 
     def drain():

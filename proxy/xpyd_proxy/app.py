@@ -265,7 +265,17 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
                 access=access,
                 onlookers=access.require if _has_open_admin_port(settings) else onlookers.scrapers,
             ),
-            instance_routes(InstanceAdmin(registry, explainer, clock, discovery, crew.is_drained), access),
+            instance_routes(
+                InstanceAdmin(
+                    registry,
+                    explainer,
+                    clock,
+                    discovery,
+                    crew.is_drained,
+                    resumes=lambda: requests.settings.resume_streams,
+                ),
+                access,
+            ),
             pair_routes(telemetry.settled_pairs, clock, access),
             request_routes(
                 lambda: telemetry.history,

@@ -266,6 +266,10 @@ class Settings:
     retry_budget_ratio: Ratio = RETRIES.option(0.2, "retries of all requests together, as a share of the requests")
     retry_budget_min_rate: Rate = RETRIES.option(1.0, "retries a second that are allowed with few requests, too")
     resume_streams: bool = RETRIES.option(False, "another decode engine continues a stream that breaks off", live=True)
+    move_concurrency: Count = RETRIES.option(8,
+        "streams that move at the same time from engines that are drained with --move", live=True)
+    move_timeout_s: Seconds = RETRIES.option(10.0,
+        "an engine gets for its part in a move, before the stream goes on elsewhere", live=True)
 
     max_concurrency: Count = LIMITS.option(4096, "requests served at the same time; more wait", live=True)
     max_queue: Natural = LIMITS.option(1024, "requests that wait; more are refused", live=True)

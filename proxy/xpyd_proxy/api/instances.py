@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -10,13 +11,20 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 
 from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess
-from xpyd_proxy.api.schemas import ExplainRequest, ExplainResponse, InstanceList, InstanceName, InstanceRow
+from xpyd_proxy.api.schemas import (
+    DrainedInstance,
+    ExplainRequest,
+    ExplainResponse,
+    InstanceList,
+    InstanceName,
+    InstanceRow,
+)
 from xpyd_proxy.api.stepped import in_steps
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.pair_health import PairState
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import Api, GenerationRequest, InstanceId, first_header
+from xpyd_proxy.core.model import Api, GenerationRequest, InstanceId, Role, first_header
 from xpyd_proxy.core.protocol.request_bodies import parse
 from xpyd_proxy.core.routing.explain import Explainer, Explanation
 from xpyd_proxy.core.routing.routing_hints import ask_of_call, rank_of
@@ -28,6 +36,14 @@ from xpyd_proxy.settings import SlicePairing
 
 _ROWS_AT_ONCE: Final = 50
 _RESTING_MOST: Final = 20  # pairs that are named
+_NEEDS_IDS: Final = (
+    "streams can only move while the router knows their tokens: set resume_streams (--resume-streams true), which "
+    "holds for streams that begin from then on; or drain without move"
+)
+_NEEDS_NAME: Final = (
+    "shows no engine id, by which a prefill engine could ask it for its KV cache: that takes our connector with "
+    "return_kv, health checks, and no data-parallel ranks; drain it without move"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -40,6 +56,7 @@ class InstanceAdmin:
     clock: Callable[[], float]  # seconds; the one of the registry's times
     discovery: Discovery
     is_drained: Callable[[InstanceId], bool] = lambda _: True  # for the other workers, too
+    resumes: Callable[[], bool] = lambda: False  # streams may change their engines, by the settings of now
 
     def rows(self, members: Sequence[Member]) -> InstanceList:
         """Describe engines."""
@@ -102,6 +119,16 @@ class InstanceAdmin:
             {"prefill": prefill, "decode": decode, "reason": each.reason}
             for (prefill, decode), each in pairs[:_RESTING_MOST]
         ]
+    def check_movable(self, members: Sequence[Member]) -> None:
+        """Raise HTTPException if the streams of engines cannot move."""
+        if not self.resumes():
+            raise HTTPException(409, _NEEDS_IDS)
+        for member in members:
+            one = member.instance
+            if one.role is not Role.DECODE:
+                raise HTTPException(400, f"{one.id} is a prefill engine: it has no streams, drain it without move")
+            if member.facts.engine_id is None or one.rank is not None:
+                raise HTTPException(409, f"{one.id} {_NEEDS_NAME}")
 
     def found(self, named: InstanceName) -> Sequence[Member]:
         """Return the engines that are meant; raises UnknownInstance, or AddressError: the address is none."""
@@ -137,8 +164,18 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
             return admin.rows(await _carried_out(admin, named, on))
 
     act("remove", admin.discovery.remove, "Forget engines at once")
-    act("drain", admin.discovery.drain, "Send engines nothing new, and say so when they have nothing left")
     act("undrain", admin.discovery.undrain, "Send engines requests again")
+
+    @router.post(
+        "/drain",
+        responses=OPERATOR_ERRORS,
+        summary="Send engines nothing new, and say so when they have nothing left; with move streams go on elsewhere",
+    )
+    async def drain(request: Request, named: DrainedInstance) -> InstanceList:
+        request.state.target = named.id or f"{named.type} {named.instance}"
+        return admin.rows(
+            await _carried_out(admin, named, partial(admin.discovery.drain, moves=named.move), moves=named.move)
+        )
 
     @explaining.post("/explain", responses=OPERATOR_ERRORS, response_model=ExplainResponse)
     async def explain(question: ExplainRequest) -> Response:
@@ -172,11 +209,13 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
 
 
 async def _carried_out(
-    admin: InstanceAdmin, named: InstanceName, on: Callable[[InstanceId], Awaitable[None]]
+    admin: InstanceAdmin, named: InstanceName, on: Callable[[InstanceId], Awaitable[None]], *, moves: bool = False
 ) -> Sequence[Member]:
     """Change the engines that are meant, and return them."""
     try:
         members = admin.found(named)
+        if moves:
+            admin.check_movable(members)
         for member in members:
             if admin.registry.get(member.instance.id) is member:  # else it went with another rank
                 await on(member.instance.id)

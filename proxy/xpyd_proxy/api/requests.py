@@ -67,6 +67,7 @@ async def _shown(
         began_at=began_at,
         duration_ms=round(timeline.total_ms, 3),
         retries=[str(retry) for retry in record.retries],
+        moves=[str(move) for move in record.moves],
         error=record.error or record.prefill_error,
         rows=[
             TimelineRow(

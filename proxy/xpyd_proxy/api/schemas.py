@@ -34,6 +34,12 @@ class InstanceName(BaseModel):
     instance: Name | None = Field(None, examples=["10.0.0.7:8000"])
 
 
+class DrainedInstance(InstanceName):
+    """Which engine is drained, and how."""
+
+    move: bool = Field(default=False, description="its streams go on at other engines, where that is exact")
+
+
 class NewInstance(BaseModel):
     """An engine to add, in the format of vLLM's own proxy demo, which ignores other fields."""
 
@@ -89,6 +95,7 @@ class RequestTimeline(BaseModel):
     began_at: float = Field(description="seconds since the epoch")
     duration_ms: float = Field(description="of a request that is under way: so far")
     retries: list[str]
+    moves: list[str] = Field(description="engines whose streams were cut, and what became of it")
     error: str | None
     rows: list[TimelineRow]
     notes: list[str] = Field(description="what is missing, and why")

@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         one.add_argument("id", nargs="+", metavar="ID", help="such as decode-0: see list; or its HOST:PORT")
         one.set_defaults(verb=_change, name=verb)
         if verb == "drain":
+            one.add_argument(
+                "--move", action="store_true", help="their streams go on at other engines (docs/moving-streams.md)"
+            )
             one.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait until it is drained")
     explain = verbs.add_parser("explain", help="which engines a request would go to, and what each would get")
     explain.add_argument("file", metavar="FILE", help="the body of the request; - reads it from standard input")
@@ -69,7 +72,8 @@ def _add(router: RouterClient, args: argparse.Namespace) -> str:
 
 
 def _change(router: RouterClient, args: argparse.Namespace) -> str:
-    answers = [router.ask(f"/instances/{args.name}", _named(router, name)) for name in args.id]
+    how = {"move": True} if getattr(args, "move", False) else {}
+    answers = [router.ask(f"/instances/{args.name}", {**_named(router, name), **how}) for name in args.id]
     rows = [row for answer in answers for row in answer["instances"]]
     if getattr(args, "wait", 0):
         rows = _wait(router, args.id, args.wait)

@@ -65,6 +65,7 @@ def _request(request: Json) -> str:
     ]
     lines += [f"error: {request['error']}"] if request["error"] else []
     lines += [f"retried: {retry}" for retry in request["retries"]]
+    lines += [f"cut: {move}" for move in request.get("moves", ())]
     rows: Sequence[Json] = request["rows"]
     inner = [row for row in rows if row["leg"]]
     table = [("start", "ms", "", "", "")]

@@ -95,6 +95,7 @@ class Counters:
     pairs_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
     return_kv_legs: Counter[Key] = field(default_factory=Counter)  # named, unknown
+    streams_moved: Counter[Key] = field(default_factory=Counter)  # MoveOutcome of core/request_record.py
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
     # by result, of files that have changed
     file_reloads: Counter[Key] = field(default_factory=lambda: Counter[Key]({("ok",): 0, ("failed",): 0}))
@@ -119,6 +120,7 @@ class Counters:
     prefill_times: Histograms = field(default_factory=lambda: Histograms(FIRST_TOKEN))  # prefill instance
     decode_ttft: Histograms = field(default_factory=lambda: Histograms(FIRST_TOKEN))  # decode instance
     handoff: Histogram = field(default_factory=lambda: Histogram(HANDOFF))
+    move_gaps: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
 
     def label(self, path: str) -> str:
         """Return a path if it is one that is told apart: clients can think of others without end."""

@@ -29,6 +29,16 @@ class RequestOutcome(FastStrEnum):
     STREAM_ABORTED = auto()  # its status was 200, and then it failed
 
 
+class MoveOutcome(FastStrEnum):
+    """What became of a stream of an engine that is drained by moving its streams."""
+
+    MOVED = auto()  # another engine goes on, with its KV cache
+    RESUMED = auto()  # that failed: another engine goes on, or the same, which has computed the rest anew
+    FAILED = auto()  # no engine could: the client has an error
+    DISCONNECTED = auto()  # the client left meanwhile
+    STAYED = auto()  # not tried: a continuation would not be exact
+
+
 # Short times, written once: to write a float costs twice as much as to make a whole number of it.
 _TENTHS_MOST: Final = 1000
 _TENTHS: Final = [f"{tenths // 10}.{tenths % 10}" for tenths in range(_TENTHS_MOST)]
@@ -63,6 +73,22 @@ class Retry:
         return f"{self.leg.instance} {self.reason}"
 
 
+class MoveRecord:
+    """A stream was cut, to go on at another engine."""
+
+    __slots__ = ("cut_at", "gap_s", "outcome", "source")
+
+    def __init__(self, source: InstanceId, cut_at: float) -> None:
+        self.source = source
+        self.cut_at = cut_at  # by the router's clock
+        self.gap_s: float | None = None  # from there to the next event
+        self.outcome: MoveOutcome | None = None  # None: it is under way
+
+    def __str__(self) -> str:
+        gap = "" if self.gap_s is None else f" after {written_ms(self.gap_s * 1000)} ms"
+        return f"{self.source} {self.outcome or 'cut'}{gap}"
+
+
 class RequestTimes:
     """When and how long, in seconds; None: it did not come to that. RequestRecord sets them."""
 
@@ -87,6 +113,7 @@ class RequestRecord(RequestTimes):
         "decode",
         "end",
         "error",
+        "moves",
         "past",
         "path",
         "prefill",
@@ -122,6 +149,7 @@ class RequestRecord(RequestTimes):
         self.prefill = prefill
         self.decode = decode
         self.retries: list[Retry] = []
+        self.moves: tuple[MoveRecord, ...] = ()
         self.past: tuple[tuple[LegRecord, Role], ...] = ()  # good legs of tries that failed
         self.status = 0  # once it is over
         self.answered = False  # all of it is with the client; what still happens is tidying up
@@ -155,7 +183,13 @@ class RequestRecord(RequestTimes):
     def is_usual(self) -> bool:
         """Tell whether there is nothing to say about it but where it went, and when."""
         return not (
-            self.error or self.single_reason or self.push or self.retries or self.client_id or self.prefill_error
+            self.error
+            or self.single_reason
+            or self.push
+            or self.retries
+            or self.client_id
+            or self.prefill_error
+            or self.moves
         )
 
     def id_headers(self) -> dict[str, str]:
@@ -172,8 +206,9 @@ class RequestRecord(RequestTimes):
 
     @property
     def attempt_id(self) -> RequestId:
-        """The id for both engines if the request is sent now: ours, and with every retry another."""
-        return RequestId(f"{self.request_id}-r{len(self.retries)}") if self.retries else self.request_id
+        """The id for both engines if the request is sent now: ours, and with every retry and move another."""
+        again = len(self.retries) + len(self.moves)
+        return RequestId(f"{self.request_id}-r{again}") if again else self.request_id
 
     def wrote(self, piece: bytes) -> None:
         """Remember the end of the answer, for core/protocol/kv_transfer_check.py, and how long it is."""
@@ -198,6 +233,12 @@ class RequestRecord(RequestTimes):
             if leg is not None and leg not in failed:
                 self.past = (*self.past, (leg, role))
         self.push = self.transfer = self.prefill = self.decode = self.cached = None
+
+    def move_on(self, move: MoveRecord) -> None:
+        """The stream was cut: put its legs aside."""
+        self.start_over()
+        self.single_reason = None
+        self.moves = (*self.moves, move)
 
     def server_timing(self) -> str:
         """Return the value of the Server-Timing header; durations are milliseconds."""

@@ -100,7 +100,12 @@ def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
         until(max(cursor, begin - waited) if legs else total - waited, "read the request")
         until(cursor + waited, "queue")
     before = "choose engines"
+    cuts = [(move, (move.cut_at - record.began_at) * 1e3) for move in record.moves]
     for leg in legs:
+        while cuts and cuts[0][1] <= leg.sent_ms:
+            move, at = cuts.pop(0)
+            until(at, "stream", move.source)
+            before = "move"
         until(leg.sent_ms, before if leg.sent_ms > cursor else "", note="")
         end = total if leg.answered_ms is None else leg.answered_ms
         beside = f"sent at {leg.sent_ms:.1f} ms, beside the other leg" if leg.sent_ms < cursor - 0.05 else ""

@@ -143,6 +143,10 @@ class _Collector:
         yield from self._counted.gauge("xpyd_realtime_sessions_open", text, (), "realtime_open")
         text = "Legs that failed and were sent again, by the role of the engine and the reason."
         yield from self._counted.counter("xpyd_retries", text, ("role", "reason"), "retries")
+        text = "Streams of engines that are drained by moving, by what became of them."
+        yield from self._counted.counter("xpyd_streams_moved", text, ("outcome",), "streams_moved")
+        text = "Seconds from the cut of a stream that moves to its next event."
+        yield from self._counted.histogram("xpyd_stream_move_seconds", text, (), "move_gaps")
 
     def _legs(self) -> Iterator[Family | None]:
         text = "Legs that are over, by engine and by how they ended; ok: also those that were not needed any more."

@@ -33,6 +33,7 @@ from xpyd_proxy.requests.intake import RequestPlan
 from xpyd_proxy.requests.leg_bodies import prefill_body
 from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from xpyd_proxy.requests.life import RequestLife
+from xpyd_proxy.requests.stream_moves import StreamMove
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Attempt(LegOwner):
         "decode",
         "id",
         "is_streaming",
+        "move",
         "prefill",
         "record",
         "retries",
@@ -89,7 +91,7 @@ class Attempt(LegOwner):
         self._slot: Instance | None = None  # a decode engine whose slot is held until its leg is sent
         self.record = record
         self.retries = retries
-        self.id = record.attempt_id if record.retries else record.request_id
+        self.id = record.attempt_id if record.retries or record.moves else record.request_id
         self.transfer = of.new_transfer()
         self.body: Pieces = []  # of the decode leg
         self.prefill: PrefillLeg | None = None
@@ -97,6 +99,7 @@ class Attempt(LegOwner):
         self.coordinates: Coordinates | None = None  # what the decode engine was told of the prefill engine in advance
         self.counted: int | None = None  # tokens of the prompt, as the prefill engine says
         self.is_streaming = False  # a stream is being shown
+        self.move: StreamMove | None = None  # the stream comes from an engine that drains
 
     @property
     def engines(self) -> Sequence[InstanceId]:
@@ -120,13 +123,18 @@ class Attempt(LegOwner):
         of, settings = self._of, self._settings
         shows = self._shows_token and of.handovers.may_show(call, prefill.id)
         learns = of.fleet.learner is not None and of.fleet.asks_for_ids(call, self._plan.ask)
-        holder = None
-        if settings.return_kv:
+        holder, ids, move, seconds = None, None, self.move, settings.prefill_timeout_s
+        if move is not None:
+            holder, ids, reuses, learns = move.cached_on, move.ids, False, False
+            seconds = min(seconds, settings.move_timeout_s)
+        elif settings.return_kv:
             holder = cached_on(of.fleet, self._plan.ask)
             of.telemetry.kv_return_looked_up(named=holder is not None)
-        body = prefill_body(call, self.id, self.transfer, reuses=reuses, shows=shows, learns=learns, cached_on=holder)
+        body = prefill_body(
+            call, self.id, self.transfer, reuses=reuses, shows=shows, learns=learns, cached_on=holder, ids=ids
+        )
         now = of.clock()
-        leg = PrefillLeg(self, prefill, now, now + settings.prefill_timeout_s)
+        leg = PrefillLeg(self, prefill, now, now + seconds)
         leg.shows, leg.learns = shows, learns
         self.prefill, self.record.prefill = leg, leg.record
         self._send(leg, body, asks_for_report=of.reports)
@@ -136,6 +144,8 @@ class Attempt(LegOwner):
         """Send a decode leg; the slot that is held at its engine becomes its own."""
         of, now, prefill = self._of, self._of.clock(), self.prefill
         seconds = self._settings.first_token_timeout_s if self._plan.streams else None
+        if self.move is not None:
+            seconds = min(self._settings.first_token_timeout_s, self._settings.move_timeout_s)
         leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds, of.clock)
         leg.counts = self.record.single_reason is None
         self.decode, self.record.decode = leg, leg.record
@@ -338,7 +348,7 @@ class Attempt(LegOwner):
 
     def _read_handover(self, leg: PrefillLeg, call: GenerationRequest, body: bytes) -> PrefillResult | None:
         """Return what the prefill engine's answer is good for; None: nothing, and the leg has failed."""
-        reuses = self._settings.reuse_prompt_tokens and self.coordinates is None and not leg.shows
+        reuses = self._settings.reuse_prompt_tokens and self.coordinates is None and not leg.shows and not self.move
         try:
             if leg.status != _OK:
                 check_prefill(leg.instance.id, leg.response(body))
@@ -500,6 +510,8 @@ class Attempt(LegOwner):
 
     def _late(self, leg: EngineLeg) -> str:
         settings = self._settings
+        if self.move is not None and not self.is_streaming:
+            return f"{leg.engine} did not answer within {settings.move_timeout_s:g} s, the time for a move"
         if leg is self.prefill:
             return f"{leg.engine} did not answer within {settings.prefill_timeout_s:g} s"
         if self.is_streaming:

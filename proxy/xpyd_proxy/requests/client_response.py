@@ -21,6 +21,7 @@ from xpyd_proxy.requests.intake import JSON_TYPE
 from xpyd_proxy.requests.legs import DecodeLeg
 from xpyd_proxy.requests.life import RequestLife
 from xpyd_proxy.requests.response import ResponseWriter, head_lines, last_event
+from xpyd_proxy.requests.stream_moves import StreamCut, StreamMove
 
 _OK: Final = 200
 _BUG: Final = 500
@@ -37,13 +38,14 @@ class ClientGone(Exception):
 class ClientResponse:
     """The response to one request."""
 
-    __slots__ = ("_keeps", "_life", "events", "failure", "is_paused", "replay", "writer")
+    __slots__ = ("_keeps", "_life", "cut", "events", "failure", "is_paused", "replay", "writer")
 
     def __init__(self, life: RequestLife, writer: ResponseWriter) -> None:
         self._life = life
         self._keeps = False  # the end of the stream matters
         self.writer = writer
         self.is_paused = False  # the client reads slowly: the engine has to wait
+        self.cut: StreamMove | None = None  # the stream is to be cut now
         self.replay: Continuation | None = None  # of a stream that another engine continues, or could continue
         self.failure: Exception | None = None  # the error that the client got
         self.events = 0  # of its stream, if tokens are counted
@@ -95,11 +97,20 @@ class ClientResponse:
             self._life.wake()  # last: what goes on from here may end the response
 
     def check_stream(self, leg: DecodeLeg) -> None:
-        """Raise LegFailed's error or EngineError if the stream of a leg is broken."""
+        """Raise LegFailed's error or EngineError if the stream of a leg is broken, or StreamCut if it is to be cut."""
         if leg.fault is not None:
             raise leg.fault.error
         if self.replay is not None and self.replay.broken:
             raise EngineError("the engine sent an error in its stream")
+        move = self.cut
+        if move is not None and not leg.is_over:
+            self.cut = None
+            raise StreamCut(move)
+
+    def was_cut(self) -> bool:
+        """Tell whether the stream was cut as it should be; if not, it stays whole."""
+        left, self.cut = self.cut, None
+        return left is None
 
     def end_stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
         """Write the end of a stream; raises EngineError: it is not complete."""

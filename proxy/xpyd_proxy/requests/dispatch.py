@@ -11,7 +11,7 @@ from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
 from xpyd_proxy.core.raw_json import Pieces, encode
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts, RetryScope
-from xpyd_proxy.errors import NoInstance, NoMatchingInstance
+from xpyd_proxy.errors import NoInstance, NoMatchingInstance, ProxyError
 from xpyd_proxy.requests.attempt import Attempt
 from xpyd_proxy.requests.client_response import ClientResponse
 from xpyd_proxy.requests.intake import RequestPlan
@@ -19,6 +19,7 @@ from xpyd_proxy.requests.leg_bodies import decode_body
 from xpyd_proxy.requests.legs import DecodeLeg, PrefillLeg
 from xpyd_proxy.requests.life import RequestLife
 from xpyd_proxy.requests.lifecycle import RequestEvent, RequestState
+from xpyd_proxy.requests.stream_moves import StreamMove
 from xpyd_proxy.settings import Settings
 
 # Looking a member up takes as long as a call.
@@ -83,11 +84,13 @@ class Dispatch:
         *,
         can_split: bool = False,
         shows_token: bool = False,
+        move: StreamMove | None = None,
     ) -> None:
         """Try until an engine has given the whole answer.
 
         ``single_body``: the body for one decode engine that serves the request alone; ``can_split``: its fields were
-        looked at, and need no engine of their own; ``shows_token``: the client may see the token of the prefill engine.
+        looked at, and need no engine of their own; ``shows_token``: the client may see the token of the prefill engine;
+        ``move``: it is the rest of a stream that was cut.
 
         Raises:
             ProxyError: the error for the client.
@@ -96,6 +99,7 @@ class Dispatch:
         life = self._life
         while True:
             attempt = self._attempt = Attempt(life, self._plan, self.settings, retries, shows_token)
+            attempt.move = move
             try:
                 prefill, decode = self._choose(attempt, call, single_body, can_split=can_split)
                 lent_by = self._send_first(attempt, call, prefill, decode)
@@ -103,6 +107,8 @@ class Dispatch:
                     while lent_by.handover is None:
                         lent_by.raise_failure()
                         await life
+                    if move is not None:
+                        move.handed_over()
                     if self._hand_over(attempt, call, lent_by):
                         return
                 await self._decode(attempt, decode, lent_by)
@@ -131,6 +137,8 @@ class Dispatch:
     ) -> tuple[Instance | None, Instance]:
         """Choose the prefill engine and the decode engine; None: the latter serves the request alone."""
         fleet, record = self._life.of.fleet, self._life.record
+        if attempt.move is not None:
+            return self._choose_for_move(attempt, attempt.move, single_body)
         if call is None:
             record.single_reason, single_body = SingleEngineReason.ONE_LEG, self._plan.body
         elif single_body is None:
@@ -146,8 +154,49 @@ class Dispatch:
                 record.single_reason = SingleEngineReason.FEW_MATCH
                 attempt.take_expected()
                 return pair
+        elif record.moves and (home := self._home(attempt)) is not None:
+            attempt.body = single_body
+            return None, attempt.one([home])
         attempt.body = single_body
         return None, attempt.one(fleet.usable(_DECODE))
+
+    def pair_for_move(self, source: InstanceId) -> tuple[Instance, Instance] | None:
+        """Choose two engines that can go on with a stream; None: there are none now."""
+        try:
+            return self._pair_for_move(RetryAttempts(0, {source}))
+        except ProxyError:
+            return None
+
+    def _pair_for_move(self, retries: RetryAttempts) -> tuple[Instance, Instance]:
+        """Choose the prefill engine of the stream, which has met the engine that drains, or another; and a new one."""
+        fleet, ask = self._life.of.fleet, self._plan.ask.once_more()
+        decodes = [one for one in fleet.usable(_DECODE) if one.id not in retries.avoided]
+        if not decodes:
+            raise NoInstance("no other decode engine can go on with the stream")
+        prefills, leg = retries.among(fleet.usable(Role.PREFILL)), self._life.record.prefill
+        own = [one for one in prefills if leg is not None and one.id == leg.instance and fleet.fitting(one, decodes)]
+        prefill, decode = fleet.pair(own or prefills, decodes, ask)
+        if prefill is None:
+            raise NoMatchingInstance("no prefill engine can go on with the stream")
+        return prefill, decode
+
+    def _home(self, attempt: Attempt) -> Instance | None:
+        """Return the engine that a stream has moved from, if no other can go on with it now that it broke off."""
+        if any(one.id not in attempt.retries.avoided for one in attempt.usable(_DECODE)):
+            return None
+        member = self._life.of.fleet.registry.get(self._life.record.moves[-1].source)
+        return None if member is None or member.instance.id in attempt.retries.avoided else member.instance
+
+    def _choose_for_move(
+        self, attempt: Attempt, move: StreamMove, single_body: Pieces | None
+    ) -> tuple[Instance | None, Instance]:
+        """Choose the engines that go on with a stream; alone, if all else fails, the one that it came from."""
+        if single_body is None:
+            pair, move.pair = move.pair, None
+            return self._pair_for_move(attempt.retries) if pair is None else pair
+        attempt.body = single_body
+        others = [one for one in attempt.usable(_DECODE) if one.id not in attempt.retries.avoided]
+        return None, attempt.one(others or [move.source])
 
     def _choose_pair(self, retries: RetryAttempts) -> tuple[Instance | None, Instance] | None:
         """Choose two engines, or a decode engine whose turn it is alone.
@@ -183,7 +232,7 @@ class Dispatch:
             life.on(_SINGLE)
             return None
         attempt.hold_slot(decode)
-        coordinates = life.of.learned.coordinates(prefill.id)
+        coordinates = None if attempt.move is not None else life.of.learned.coordinates(prefill.id)
         if coordinates is None:
             life.on(_PULL)
             return attempt.send_prefill(call, prefill, reuses=self.settings.reuse_prompt_tokens)
@@ -207,7 +256,8 @@ class Dispatch:
                 attempt.settle(leg)
                 return True
         if call is not None and leg.handover is not None:
-            attempt.body = decode_body(call, life.record, attempt.id, leg.handover, first)
+            ids = None if attempt.move is None else attempt.move.ids
+            attempt.body = decode_body(call, life.record, attempt.id, leg.handover, first, ids=ids)
         return False
 
     async def _decode(self, attempt: Attempt, decode: Instance, lent_by: PrefillLeg | None) -> None:
@@ -256,10 +306,13 @@ class Dispatch:
     # ---- STREAMING
 
     async def _stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
-        """Stream an answer to its end; raises EngineError: it broke off, or is not complete."""
+        """Stream an answer to its end; raises EngineError: it broke off, or is not complete; StreamCut: it moves."""
         life, client = self._life, self._client
         life.on(_FIRST_EVENT)
         client.begin_stream(attempt, leg)
+        move, attempt.move = attempt.move, None
+        if move is not None:
+            move.goes_on()
         while not leg.is_over:
             client.check_stream(leg)
             await life

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
+
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.model import (
     GenerationRequest,
@@ -34,12 +36,13 @@ def prefill_body(
     shows: bool = False,
     learns: bool = False,
     cached_on: CachedOn | None = None,
+    ids: msgspec.Raw | None = None,
 ) -> Pieces:
     """Return the body of a prefill leg.
 
     ``reuses``: its answer shall tell the tokens of the prompt; ``shows``: the client may see the token that it makes.
     ``learns``: as ``reuses``, for the choice of engines; ``cached_on``: the decode engine that may be asked for KV of
-    the prompt.
+    the prompt; ``ids``: the tokens of a chat's prompt, in place of its messages.
     """
     fields = request_bodies.named(call.api, call.fields, request)
     if reuses:
@@ -51,6 +54,8 @@ def prefill_body(
         asked.update(asked_for_token(call.fields))
     if cached_on is not None:
         asked["kv_transfer_params"] = returned_kv.naming(asked["kv_transfer_params"], cached_on)
+    if ids is not None:
+        asked["kv_transfer_params"] = request_bodies.with_ids(asked["kv_transfer_params"], ids)
     return encode_in_pieces(asked, PROMPTS[call.api])
 
 
@@ -60,13 +65,19 @@ def decode_body(
     request: RequestId,
     handover: PrefillResult,
     first: FirstToken | None = None,
+    *,
+    ids: msgspec.Raw | None = None,
 ) -> Pieces:
-    """Return the body of a decode leg that follows its prefill leg, and goes on behind the token that was shown."""
+    """Return the body of a decode leg that follows its prefill leg.
+
+    ``first``: the token that was shown, behind which it goes on; ``ids``: as in ``prefill_body``.
+    """
     record.push = LegOrder.SEQUENTIAL if handover.coordinates else None
     record.transfer = handover.transfer
     fields = request_bodies.named(call.api, call.fields, request)
     if first is None:
-        asked = request_bodies.decode_fields(fields, handover.params)
+        params = handover.params if ids is None else request_bodies.with_ids(handover.params, ids)
+        asked = request_bodies.decode_fields(fields, params)
     else:
         asked = first.decode_fields(fields, handover.params)
     return encode_in_pieces(asked, PROMPTS[call.api])

@@ -39,6 +39,7 @@ class RequestEvent(FastStrEnum):
     RETRY = auto()  # a leg has failed: both are sent again under a new id
     FIRST_EVENT = auto()  # of a stream
     RESUME = auto()  # a stream broke off: another decode engine goes on with it
+    MOVE = auto()  # a stream was cut, because its engine drains: two other engines go on with it
     END = auto()  # answered, failed, refused, left by its client or cut off by a shutdown
 
 
@@ -80,6 +81,10 @@ TRANSITIONS: Final[Mapping[RequestState, Mapping[RequestEvent, RequestState]]] =
         _EVENT.RESUME: _STATE.ROUTING,
         _EVENT.END: _STATE.OVER,
     },
-    _STATE.STREAMING: {_EVENT.RESUME: _STATE.ROUTING, _EVENT.END: _STATE.OVER},
+    _STATE.STREAMING: {
+        _EVENT.RESUME: _STATE.ROUTING,
+        _EVENT.MOVE: _STATE.ROUTING,
+        _EVENT.END: _STATE.OVER,
+    },
     _STATE.OVER: {},
 }

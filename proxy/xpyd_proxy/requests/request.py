@@ -11,7 +11,8 @@ from functools import partial
 from typing import Final
 
 from xpyd_proxy.core.admission.ticket import Ticket, TicketState
-from xpyd_proxy.core.model import InstanceId, RequestId
+from xpyd_proxy.core.model import Instance, InstanceId, RequestId
+from xpyd_proxy.core.protocol.continuation import Continuation
 from xpyd_proxy.core.protocol.prompt_arrays import prompts_of
 from xpyd_proxy.core.request_record import PromptRecord, RequestRecord, client_id
 from xpyd_proxy.core.routing.retries import RetryAttempts
@@ -27,6 +28,7 @@ from xpyd_proxy.requests.prompt_array import PromptArray, may_divide
 from xpyd_proxy.requests.response import ResponseWriter
 from xpyd_proxy.requests.resumed_stream import ResumedStream, may_be_resumed
 from xpyd_proxy.requests.service import Requests, RequestSpan
+from xpyd_proxy.requests.stream_moves import StreamMove
 from xpyd_proxy.requests.upload import Upload
 from xpyd_proxy.settings import FirstTokenFrom
 
@@ -35,6 +37,7 @@ _OK: Final = 200
 _QUEUED, _ADMITTED, _END = RequestEvent.QUEUED, RequestEvent.ADMITTED, RequestEvent.END
 _FROM_PREFILL: Final = FirstTokenFrom.PREFILL
 _WAITING: Final = TicketState.WAITING
+_STREAMING: Final = RequestState.STREAMING
 _NO_HEAD: Final = RequestHead("", ())
 
 
@@ -201,6 +204,29 @@ class Request:
         if self._array is not None:
             return self._array.engines
         return () if self._dispatch is None else self._dispatch.engines
+
+    # ---- for a stream that is to go on at another engine (requests/stream_moves.py)
+
+    @property
+    def streams_from(self) -> InstanceId | None:
+        """Return the engine whose stream the client gets now."""
+        leg = self._life.record.decode
+        return leg.instance if leg is not None and self._life.state is _STREAMING else None
+
+    @property
+    def continuation(self) -> Continuation | None:
+        """Return what another engine could go on with; None: with nothing."""
+        return self._client.replay
+
+    def pair_for_move(self, source: InstanceId) -> tuple[Instance, Instance] | None:
+        """Choose two engines that can go on with the stream of ``source``; None: there are none now."""
+        return None if self._dispatch is None else self._dispatch.pair_for_move(source)
+
+    def cut(self, move: StreamMove) -> bool:
+        """Cut the stream at once; False: it does not wait for more of it."""
+        self._client.cut = move
+        self._life.wake()
+        return self._client.was_cut()
 
     def look(self, now: float) -> None:
         """See whether something has taken too long."""

@@ -1,25 +1,28 @@
-"""A stream that another decode engine continues: behind the prefill engine's token, or when its own engine breaks off.
+"""A stream that other engines continue: behind P's token, when its engine breaks off, or when its engine drains.
 
 The client sees one stream. core/protocol/replay.py remembers what it has got, and makes the request for the rest.
 """
 
 from typing import Final
 
-from xpyd_proxy.core.model import GenerationRequest, Role
-from xpyd_proxy.core.protocol.continuation import Continuation
+from xpyd_proxy.core.model import Api, GenerationRequest, Role
+from xpyd_proxy.core.protocol.continuation import Continuation, prompt_of
 from xpyd_proxy.core.protocol.disaggregation import solo_reason
 from xpyd_proxy.core.protocol.engine_errors import BUSY, Failure, failure_of
 from xpyd_proxy.core.protocol.replay import Replay, can_resume, traced
 from xpyd_proxy.core.raw_json import Pieces, encode
+from xpyd_proxy.core.request_record import MoveOutcome
 from xpyd_proxy.core.routing.retries import RetryAttempts
 from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, ProxyError, Refused
-from xpyd_proxy.requests.client_response import ClientResponse
+from xpyd_proxy.requests.client_response import ClientGone, ClientResponse
 from xpyd_proxy.requests.dispatch import Dispatch
 from xpyd_proxy.requests.life import RequestLife
 from xpyd_proxy.requests.lifecycle import RequestEvent, RequestState
+from xpyd_proxy.requests.stream_moves import StreamCut, StreamMove
 from xpyd_proxy.settings import FirstTokenFrom
 
 _FROM_PREFILL: Final = FirstTokenFrom.PREFILL  # looking a member up takes as long as a call
+_CHAT: Final = Api.CHAT
 
 
 def may_be_resumed(call: GenerationRequest) -> bool:
@@ -30,7 +33,7 @@ def may_be_resumed(call: GenerationRequest) -> bool:
 class ResumedStream:
     """The stream of one request, from as many decode engines as it takes."""
 
-    __slots__ = ("_broken", "_client", "_dispatch", "_left", "_life")
+    __slots__ = ("_broken", "_client", "_dispatch", "_left", "_life", "_move")
 
     def __init__(self, life: RequestLife, dispatch: Dispatch, client: ClientResponse) -> None:
         self._life = life
@@ -38,6 +41,7 @@ class ResumedStream:
         self._client = client
         self._left = dispatch.settings.retries  # engines that may still continue it
         self._broken: EngineError | None = None  # why the stream broke off
+        self._move: StreamMove | None = None  # from the engine that it was cut at
 
     async def answer(self, call: GenerationRequest) -> None:
         """Stream to the end of the answer; raises ProxyError: the error for the client."""
@@ -45,26 +49,118 @@ class ResumedStream:
         if settings.resume_streams:
             client.replay = Replay(call.api, call.fields)
             call = GenerationRequest(call.api, traced(call.fields), call.headers, call.rank)
-        shows_token, retries = settings.first_token_from is _FROM_PREFILL, RetryAttempts(settings.retries)
+        shows_token = settings.first_token_from is _FROM_PREFILL
+        try:
+            await self._answer(call, shows_token=shows_token)
+        except ClientGone:
+            self._end_move(MoveOutcome.DISCONNECTED)
+            raise
+        except Exception:
+            self._end_move(MoveOutcome.FAILED)
+            raise
+
+    async def _answer(self, call: GenerationRequest, *, shows_token: bool) -> None:
         single_body: Pieces | None = None
+        retries = RetryAttempts(self._dispatch.settings.retries)
         while True:
+            error: ProxyError | None = None
+            cut_for: StreamMove | None = None
             try:
-                await self._dispatch.answer(call, retries, single_body, can_split=True, shows_token=shows_token)
+                await self._dispatch.answer(
+                    call, retries, single_body, can_split=True, shows_token=shows_token, move=self._moving()
+                )
+            except StreamCut as cut:
+                cut_for = cut.move
+                cut.with_traceback(None)  # it leads here: a circle
+            except ProxyError as failed:
+                error = failed.with_traceback(None)
+            move = self._moving()
+            if cut_for is not None:
+                call, shows_token, single_body = self._leave(cut_for, call), False, None
+                retries = RetryAttempts(self._dispatch.settings.retries, {cut_for.source.id})
+            elif error is None:
                 return
-            except ProxyError as error:
+            elif move is not None:
+                single_body = self._alone(move, error, retries)
+            else:
                 broken = self._broken = self._why_broken(error)
-            failure = failure_of(broken) if self._life.state is RequestState.CONTINUING else Failure.BAD_RESPONSE
-            self._dispatch.close_attempt()
-            replay = client.replay
-            if replay is None:
-                raise broken
-            ending = replay.ending()
-            if ending is not None:
-                client.end_events(replay.gap() + ending)
-                return
-            single_body = self._rest(replay, broken)
-            retries = self._set_aside(failure)
-            self._life.on(RequestEvent.RESUME)
+                found = self._resume(broken)
+                if found is None:
+                    return
+                single_body, retries = found
+
+    # ---- a stream that moves
+
+    def _leave(self, move: StreamMove, call: GenerationRequest) -> GenerationRequest:
+        """Close the leg of a stream that is cut; return the request for the rest, for two engines."""
+        life, replay = self._life, self._client.replay
+        self._move = move
+        self._dispatch.close_attempt()
+        rest = None if replay is None else replay.rest()
+        if rest is None:
+            raise RuntimeError("a stream was cut that no engine can continue")
+        life.record.move_on(move.record)
+        life.on(RequestEvent.MOVE)
+        fields = rest.fields
+        if call.api is _CHAT:
+            move.ids = rest.tokens
+        else:
+            fields = fields | prompt_of(call.api, rest.tokens)
+        return GenerationRequest(call.api, fields, call.headers, call.rank)
+
+    def _alone(self, move: StreamMove, error: ProxyError, retries: RetryAttempts) -> Pieces:
+        """Two engines could not go on: have one do it, which computes the rest anew, or had it before.
+
+        Raises:
+            ProxyError: it was tried, or may not be.
+        """
+        life, record, replay = self._life, self._life.record, self._client.replay
+        self._dispatch.close_attempt()
+        if life.state is not RequestState.ROUTING:
+            life.on(RequestEvent.RETRY)
+        if isinstance(error, (EngineError, Refused)):
+            failed = Role.PREFILL if record.decode is None else Role.DECODE
+            record.set_aside(failed, failure_of(error))
+        record.start_over()
+        fields = None if replay is None or move.is_alone else replay.again()
+        if fields is None or not life.of.budget.grants(now=life.of.clock()):
+            raise error if isinstance(error, EngineError) else EngineError(f"the stream could not move: {error}")
+        move.is_alone = True
+        retries.left = max(retries.left, 1)
+        return [encode(fields)]
+
+    def _moving(self) -> StreamMove | None:
+        """Return the move that is under way."""
+        move = self._move
+        return None if move is None or move.is_over else move
+
+    def _end_move(self, outcome: MoveOutcome) -> None:
+        """The request is over."""
+        if self._move is not None:
+            self._move.end(outcome)
+
+    # ---- a stream that broke off
+
+    def _resume(self, broken: EngineError) -> tuple[Pieces, RetryAttempts] | None:
+        """Return what the next engine is asked; None: the stream had all of its tokens, and is ended.
+
+        Raises:
+            EngineError: no engine may get a request for the rest.
+        """
+        life, client = self._life, self._client
+        failure = failure_of(broken) if life.state is RequestState.CONTINUING else Failure.BAD_RESPONSE
+        self._dispatch.close_attempt()
+        replay = client.replay
+        if replay is None:
+            raise broken
+        ending = replay.ending()
+        if ending is not None:
+            client.end_events(replay.gap() + ending)
+            return None
+        single_body = self._rest(replay, broken)
+        retries = self._set_aside(failure)
+        life.on(RequestEvent.RESUME)
+        return single_body, retries
 
     def _why_broken(self, error: ProxyError) -> EngineError:
         """Return why the stream broke off; raise the error for the client if there is no stream to continue."""

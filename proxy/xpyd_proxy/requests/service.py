@@ -21,6 +21,7 @@ from xpyd_proxy.requests.intake import Intake
 from xpyd_proxy.requests.leg_bodies import LegBodies
 from xpyd_proxy.requests.legs import LegSpan
 from xpyd_proxy.requests.release import Releaser
+from xpyd_proxy.requests.stream_moves import StreamMoves
 from xpyd_proxy.settings import Settings
 
 if TYPE_CHECKING:
@@ -102,8 +103,10 @@ class Requests:
     _under_way: "dict[Request, None]" = field(default_factory=lambda: dict["Request", None]())
     _timer: asyncio.TimerHandle | None = None
     good_legs: GoodLegs = field(init=False)
+    moves: StreamMoves = field(init=False)
 
     def __post_init__(self) -> None:
+        self.moves = StreamMoves(self)
         self.good_legs = GoodLegs(self.telemetry.later, self._count_legs)
 
     async def __aenter__(self) -> Self:
@@ -147,6 +150,7 @@ class Requests:
             self.gate.expire()
             for request in self:
                 request.look(now)
+            self.moves.look()
         finally:
             if self._under_way and self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(self._tick_s(), self._look_round)

@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
+import httpx
 import pytest
 
 from support.clock import Clock
-from support.sim import router, sims
+from support.sim import InMemory, router, sims
 from support.steps import work_of_steps
 from xpyd_proxy.api.instances import InstanceAdmin
+from xpyd_proxy.app import build
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.settings import PolicyName, Settings
@@ -71,6 +75,51 @@ async def test_an_engine_can_be_named_by_its_address():
         status, found = await call(client, "drain", {"type": "decode", "instance": "d1:80"})
 
     assert (status, [row["id"] for row in found["instances"]]) == (200, ["decode-1"])
+
+
+async def test_streams_move_only_where_the_router_knows_their_tokens():
+    """Else the operator hears what is missing, and nothing is drained."""
+    async with router(sims(), OPEN) as client:
+        status, said = await call(client, "drain", {"id": "decode-0", "move": True})
+        states = {row["state"] for row in (await rows(client)).values()}
+
+    assert status == 409
+    assert "resume_streams" in said["detail"]
+    assert "draining" not in states
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "said"),
+    [("prefill-0", 400, "has no streams"), ("decode-0", 409, "shows no engine id")],
+)
+async def test_streams_move_only_from_decode_engines_that_can_be_asked(name, status, said):
+    """Others finish what they have."""
+    async with router(sims(), replace(OPEN, resume_streams=True)) as client:
+        found = await call(client, "drain", {"id": name, "move": True})
+
+    assert found[0] == status
+    assert said in found[1]["detail"]
+
+
+async def test_an_engine_that_moves_its_streams_says_so():
+    """In the list, and so on the status page."""
+    network = InMemory(sims(1, 2))
+    settings = replace(OPEN, resume_streams=True, prefill=("p0:80",), decode=("d0:80", "d1:80"), allowed_hosts=("*",))
+    built = build(settings, fabric=network.fabric)
+    registry = built.live.registry
+    registry.learn("decode-0", EngineCapabilities(engine_id="d0"))  # as a health check reads it
+    transport = httpx.ASGITransport(built.app)
+    async with network.running(built.app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        status, found = await call(client, "drain", {"id": "decode-0", "move": True})
+        moving = list(registry.moving)
+        await call(client, "undrain", {"id": "decode-0"})
+
+    assert status == 200
+    assert [(row["state"], row["why"]) for row in found["instances"]] == [
+        ("draining", "is to be drained, and its streams move")
+    ]
+    assert moving == ["decode-0"]
+    assert not registry.moving
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,15 @@ def test_a_drain_that_takes_too_long_is_an_error(instances, running):
     assert err == "xpyd instances: after 0.1 s decode-0 is draining with 1 in flight\n"
 
 
+def test_streams_that_cannot_move_are_refused_in_a_sentence(instances):
+    """The script goes on without, or turns on what is missing."""
+    code, _, err = instances("drain", "--move", "decode-0")
+
+    assert code == 1
+    assert "set resume_streams" in err
+    assert "draining" not in instances("list")[1]
+
+
 def test_explain_shows_the_engines_the_rule_and_the_bodies(instances, tmp_path):
     """What to look at first when an answer is odd."""
     file = tmp_path / "request.json"

@@ -20,7 +20,8 @@ PART = {"what": "compute", "where": "prefill-0", "leg": "prefill-0", "begin_ms":
 REQUEST = {
     "request_id": "xpyd-0", "client_id": "mine", "path": "/v1/completions", "state": "over", "status": 200,
     "outcome": "ok", "mode": "pull", "single_reason": None, "began_at": 0.5, "duration_ms": 61.0,
-    "retries": ["prefill-1 http_5xx"], "error": None, "rows": [ROW, PART], "notes": ["decode-0: it is gone"],
+    "retries": ["prefill-1 http_5xx"], "moves": ["decode-1 moved after 40.0 ms"], "error": None,
+    "rows": [ROW, PART], "notes": ["decode-0: it is gone"],
 }  # fmt: skip
 
 
@@ -89,10 +90,10 @@ def test_the_parts_of_a_leg_are_below_it_with_a_bar():
 
     assert lines[0] == "xpyd-0 (client: mine)"
     assert lines[1] == "/v1/completions  200 ok  pull  1970-01-01 00:00:00.500Z  61.0 ms"
-    assert lines[2] == "retried: prefill-1 http_5xx"
-    assert lines[4].split("#")[0].split() == ["1.0", "60.0", "prefill", "leg", "prefill-0"]
-    assert lines[5].split() == ["11.0", "30.0", "compute", "#" * 15, "9", "tokens"]
-    assert lines[6] == "note: decode-0: it is gone"
+    assert lines[2:4] == ["retried: prefill-1 http_5xx", "cut: decode-1 moved after 40.0 ms"]
+    assert lines[5].split("#")[0].split() == ["1.0", "60.0", "prefill", "leg", "prefill-0"]
+    assert lines[6].split() == ["11.0", "30.0", "compute", "#" * 15, "9", "tokens"]
+    assert lines[7] == "note: decode-0: it is gone"
     assert lines[-1] == "2 more have this name."
 
 

@@ -110,7 +110,8 @@ class Sources:
                 if (first := found.get(key)) is None:
                     found[key] = Origin(source, view.generation, wanted)
                 elif wanted.leaves and first.wanted is not None:
-                    found[key] = replace(first, wanted=replace(first.wanted, leaves=True))
+                    moves = wanted.moves or first.wanted.moves
+                    found[key] = replace(first, wanted=replace(first.wanted, leaves=True, moves=moves))
         return found
 
 
@@ -161,6 +162,8 @@ def _verb(origin: Origin, present: Origin | None) -> Literal["add", "drain", "un
         return None
     if origin.wanted.leaves != present.wanted.leaves:
         return "drain" if origin.wanted.leaves else "undrain"
+    if origin.wanted.leaves and origin.wanted.moves and not present.wanted.moves:
+        return "drain"
     is_known = origin.source is present.source and origin.wanted == present.wanted
     return None if is_known else "adopt"
 
@@ -171,6 +174,7 @@ class _StoreEntry(msgspec.Struct, omit_defaults=True):
     role: Role
     target: str
     leaves: bool = False
+    moves: bool = False
 
 
 def entry_name(key: Key) -> str:
@@ -182,7 +186,7 @@ def entry_name(key: Key) -> str:
 
 def entry_of(wanted: Wanted) -> str:
     """Write an engine for the store."""
-    return msgspec.json.encode(_StoreEntry(wanted.role, wanted.target.text, wanted.leaves)).decode()
+    return msgspec.json.encode(_StoreEntry(wanted.role, wanted.target.text, wanted.leaves, wanted.moves)).decode()
 
 
 def read_entry(text: str) -> Wanted:
@@ -192,4 +196,4 @@ def read_entry(text: str) -> Wanted:
     except NotJson as exc:
         example = '{"role":"decode","target":"http://10.0.0.7:8000"}'
         raise AddressError(f"it is no engine ({exc}): an entry looks like {example}") from exc
-    return Wanted(entry.role, Target.parse(entry.target), leaves=entry.leaves)
+    return Wanted(entry.role, Target.parse(entry.target), leaves=entry.leaves, moves=entry.moves)

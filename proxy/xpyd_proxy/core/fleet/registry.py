@@ -28,6 +28,7 @@ class Drain:
     since: float  # when it got its last request, or was told to drain
     kept: float | None = None  # as it said last; None: it does not say
     zeros: int = 0  # readings in a row that said that nothing is kept
+    moves: bool = False  # its streams go on at other engines (requests/stream_moves.py)
 
     def reading(self, kept: float | None) -> None:
         """Take in what it said of the blocks it keeps."""
@@ -78,6 +79,7 @@ class Registry:
         self.get: Final = self._members.get  # what is known of an engine; None if it was removed meanwhile
         self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}  # the same by role, host and port; none is empty
         self._added: dict[Role, int] = dict.fromkeys(Role, 0)
+        self.moving: dict[InstanceId, None] = {}  # drained by moving their streams
         self.changes = ChangeCount()
         self.pairs: Final = PairHealth(self._settings)
         self.slice_pairing: Final = self._settings.slice_pairing
@@ -129,16 +131,22 @@ class Registry:
         member.life.remove(now=now)
         self.pairs.forget(name)
         del self._members[name]
+        self.moving.pop(name, None)
         place = _place(member.instance)
         self._at[place].discard(name)
         if not self._at[place]:
             del self._at[place]
 
-    def drain(self, name: InstanceId, *, now: float) -> None:
-        """Send it nothing new. Raises UnknownInstance: there is none of this id."""
+    def drain(self, name: InstanceId, *, now: float, moves: bool = False) -> None:
+        """Send it nothing new; ``moves``: its streams go on at other engines. Raises UnknownInstance."""
         member = self.member(name)
         member.life.drain(now=now)
-        member.drain = member.drain or Drain(now)
+        drain = member.drain = member.drain or Drain(now)
+        if moves and not drain.moves:
+            drain.moves = True
+            self.moving[name] = None
+            if member.life.state is HealthState.DRAINING:
+                member.life.why = "is to be drained, and its streams move"
 
     def retire(self, name: InstanceId, *, now: float) -> None:
         """Send it nothing new, and forget it as soon as it has nothing left; raises UnknownInstance."""
@@ -152,6 +160,7 @@ class Registry:
             self._check_new(member.instance.role, member.instance.address, member.instance.rank)
         member.life.undrain(now=now)
         member.drain, member.retires = None, False
+        self.moving.pop(name, None)
 
     def settle(self, *, patience_s: float, now: float) -> Sequence[Instance]:
         """Let the engines that are drained now be so, and return them; those that retire are forgotten."""

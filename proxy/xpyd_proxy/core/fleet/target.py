@@ -76,6 +76,7 @@ class Wanted:
     target: Target
     identity: str = ""  # changes when another engine takes the address (a pod's uid); empty: not known
     leaves: bool = False  # it gets nothing new, and what it has goes on
+    moves: bool = False  # while it leaves, its streams go on at other engines
 
     @property
     def key(self) -> Key:

@@ -1,6 +1,7 @@
 """A stream that goes on behind tokens which the client has already: what an engine is asked for the rest."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import msgspec
@@ -11,6 +12,14 @@ from xpyd_proxy.core.raw_json import Fields, encode, maybe
 _COMPLETIONS: Final = Api.COMPLETIONS  # looking a member up takes as long as a call
 _DEFAULT_LIMIT: Final = 16  # of completions that do not say
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What an engine is asked for the rest of a stream, apart from its prompt."""
+
+    fields: Fields  # the client's, with the limits that are left, and without those of ``tokens``
+    tokens: msgspec.Raw  # the prompt, and the tokens that were made
 
 
 class Continuation(Protocol):
@@ -28,6 +37,14 @@ class Continuation(Protocol):
 
     def again(self) -> Fields | None:
         """The engine has broken off: return what another one is asked; None: nobody can go on."""
+        ...
+
+    def can_move(self) -> bool:
+        """Tell whether the stream could be cut now, and go on exactly at another engine."""
+        ...
+
+    def rest(self) -> Rest | None:
+        """Return the same as ``again``, in parts."""
         ...
 
     def ending(self) -> bytes | None:

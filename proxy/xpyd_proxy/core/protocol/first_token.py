@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.continuation import least, limits, limits_behind, prompt_of, raw, raw_fields
+from xpyd_proxy.core.protocol.continuation import Rest, least, limits, limits_behind, prompt_of, raw, raw_fields
 from xpyd_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, encode, maybe
 from xpyd_proxy.core.schemas import FirstTokenAnswer, FirstTokenChoice, FirstTokenOffer, FirstTokenParams
 
@@ -202,6 +202,14 @@ class Spliced:
             return None
         self._passes = self._ends_event = False
         return self._first.alone_fields()
+
+    def can_move(self) -> bool:
+        """Return False: what the decode engine makes is not read."""
+        return False
+
+    def rest(self) -> Rest | None:
+        """Return None: what the decode engine makes is not read."""
+        return None
 
     def ending(self) -> bytes | None:
         """Return None: the end is the decode engine's."""

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.continuation import limits_behind, prompt_of, raw
+from xpyd_proxy.core.protocol.continuation import Rest, limits_behind, prompt_of, raw, raw_fields
 from xpyd_proxy.core.protocol.first_token import FirstToken
 from xpyd_proxy.core.raw_json import NULL, TRUE, Fields, encode, maybe
 
@@ -106,6 +106,19 @@ class Replay:
 
     def again(self) -> Fields | None:
         """The engine has broken off: return what another one is asked; None: nobody can go on."""
+        rest = self.rest()
+        return None if rest is None else rest.fields | prompt_of(self.api, rest.tokens)
+
+    def can_move(self) -> bool:
+        """Tell whether the stream could be cut now; not before its last token, which is as near here."""
+        made = len(self._shown)
+        limits = limits_behind(self.api, self.fields, made + 1)
+        if limits is None or not made or not self._prompt or self.broken or self._spoilt or self._finished:
+            return False
+        return self._is_greedy() or not (self._text or self._again)
+
+    def rest(self) -> Rest | None:
+        """Return the same as ``again``, in parts."""
         left = limits_behind(self.api, self.fields, len(self._shown))
         again = self._text + self._again
         if left is None or not self._prompt or self._spoilt or self._finished:
@@ -115,7 +128,7 @@ class Replay:
         self._ahead.clear()
         self._text, self._again = "", again
         self._before, self._resumed, self.broken = len(self._shown), True, False
-        return traced(self.fields) | left | prompt_of(self.api, raw([*self._prompt, *self._shown]))
+        return Rest(traced(self.fields) | left, raw([*self._prompt, *self._shown]))
 
     def ending(self) -> bytes | None:
         """Return the rest of a stream whose last token was there when it broke off; None: it was not."""
@@ -202,8 +215,17 @@ class Replay:
         if not self._resumed and said:
             return msgspec.Raw(encode(said))
         asked = len(self._prompt)
-        counts = {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
-        return msgspec.Raw(encode(said | {name: raw(count) for name, count in counts.items()}))
+        counts: Fields = {
+            "prompt_tokens": raw(asked),
+            "completion_tokens": raw(made),
+            "total_tokens": raw(asked + made),
+        }
+        details = maybe(said.get("prompt_tokens_details", NULL), Fields)
+        if details is not None and (cached := maybe(details.get("cached_tokens", NULL), int)) is not None:
+            counts["prompt_tokens_details"] = raw_fields(
+                details | {"cached_tokens": raw(min(cached, max(asked - 1, 0)))}
+            )
+        return msgspec.Raw(encode(said | counts))
 
 
 def behind(first: FirstToken) -> Replay:

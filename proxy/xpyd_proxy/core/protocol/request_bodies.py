@@ -167,8 +167,11 @@ def with_tokens(kv_params: msgspec.Raw, answer: bytes) -> msgspec.Raw:
     vLLM takes the key out before anything else reads the parameters, which stay as they came.
     """
     ids = decode(answer, PrefillAnswer).prompt_token_ids
-    if ids == NULL:
-        return kv_params
+    return kv_params if ids == NULL else with_ids(kv_params, ids)
+
+
+def with_ids(kv_params: msgspec.Raw, ids: msgspec.Raw) -> msgspec.Raw:
+    """Add token ids to parameters, an object with members: a chat's prompt is these, whatever its messages say."""
     return msgspec.Raw(bytes(kv_params).rstrip()[:-1] + b',"prompt_token_ids":' + bytes(ids) + b"}")
 
 

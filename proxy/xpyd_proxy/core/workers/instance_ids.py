@@ -18,6 +18,7 @@ class Verb(StrEnum):
     NAME = auto()  # an engine that has come gets the next id of its role
     CLOSE = auto()  # nobody wants it any more: if its address comes again, it is another engine
     DRAIN = auto()
+    MOVE = auto()  # drain it, and move its streams
     UNDRAIN = auto()
     REMOVE = auto()  # by hand, what the settings name: a worker that starts later does not bring it back
 
@@ -29,7 +30,7 @@ Line: TypeAlias = tuple[Verb, str]  # NAME: the key of an engine; else its id
 class _NamedEngine:
     key: str
     number: int
-    order: Verb | None = None  # DRAIN or REMOVE
+    order: Verb | None = None  # DRAIN, MOVE or REMOVE
 
 
 def key_of(role: Role, authority: str, rank: int | None, source: str, identity: str) -> str:

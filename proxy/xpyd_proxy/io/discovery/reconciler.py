@@ -99,7 +99,8 @@ class Reconciler:
                 self._registry.remove(name, now=now)
                 logger.info("%s is gone: %s no longer names it", name, action.origin.source)
             case "drain":
-                self._registry.drain(name, now=now)
+                moves = action.origin.wanted is not None and action.origin.wanted.moves
+                self._registry.drain(name, now=now, moves=moves)
             case "undrain":
                 self._registry.undrain(name, now=now)
             case "adopt" | "add":
@@ -238,12 +239,15 @@ class Discovery:
             if member.origin.source is EngineSource.STATIC:
                 self._tell(Verb.REMOVE, name)
 
-    async def drain(self, name: InstanceId) -> None:
-        """Send it nothing new: no router of the store does, if it was added there; else this one. Raises as remove."""
-        await self._leave(name, leaves=True)
+    async def drain(self, name: InstanceId, *, moves: bool = False) -> None:
+        """Send it nothing new: no router of the store does, if it was added there; else this one. Raises as remove.
+
+        ``moves``: its streams go on at other engines.
+        """
+        await self._leave(name, leaves=True, moves=moves)
         if self._registry.get(name) is not None:
-            self._registry.drain(name, now=self._reconciler.clock())
-        self._tell(Verb.DRAIN, name)
+            self._registry.drain(name, now=self._reconciler.clock(), moves=moves)
+        self._tell(Verb.MOVE if moves else Verb.DRAIN, name)
 
     async def undrain(self, name: InstanceId) -> None:
         """Send it requests again. Raises as remove, and AlreadyKnown: its address has been added anew."""
@@ -251,13 +255,14 @@ class Discovery:
         self._registry.undrain(name, now=self._reconciler.clock())
         self._tell(Verb.UNDRAIN, name)
 
-    async def _leave(self, name: InstanceId, *, leaves: bool) -> None:
+    async def _leave(self, name: InstanceId, *, leaves: bool, moves: bool = False) -> None:
         member = self._registry.member(name)
         wanted = member.origin.wanted
         if wanted is None or member.origin.source is not EngineSource.STORE or len(wanted.target.ranks) > 1:
             return  # nothing that the other routers would know it by
-        if wanted.leaves != leaves:
-            await self._store.put(entry_name(wanted.key), entry_of(replace(wanted, leaves=leaves)))
+        moves = leaves and (moves or wanted.moves)
+        if (wanted.leaves, wanted.moves) != (leaves, moves):
+            await self._store.put(entry_name(wanted.key), entry_of(replace(wanted, leaves=leaves, moves=moves)))
 
     async def _reconcile(self) -> None:
         self._reconciler.reconcile_again()

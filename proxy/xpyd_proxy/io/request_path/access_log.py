@@ -67,6 +67,7 @@ def _unusual(record: RequestRecord) -> dict[str, object]:
         ("mode", record.push and str(record.push)),
         ("transfer", record.transfer),
         ("retries", ", ".join([str(retry) for retry in record.retries]) if record.retries else None),
+        ("moves", ", ".join([str(move) for move in record.moves]) if record.moves else None),
         ("prefill_error", record.prefill_error),
         ("error", record.error),
     )

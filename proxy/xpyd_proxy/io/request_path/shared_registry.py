@@ -14,7 +14,12 @@ from xpyd_proxy.io.request_path.id_log import InstanceIdLog
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
-_LEAVES: Final = {Verb.DRAIN: "drained", Verb.UNDRAIN: "in use again", Verb.REMOVE: "removed"}
+_LEAVES: Final = {
+    Verb.DRAIN: "drained",
+    Verb.MOVE: "drained by moving its streams",
+    Verb.UNDRAIN: "in use again",
+    Verb.REMOVE: "removed",
+}
 
 
 class SharedRegistry(Registry):
@@ -91,6 +96,8 @@ class SharedRegistry(Registry):
         match verb:
             case Verb.DRAIN:
                 self.drain(name, now=now)
+            case Verb.MOVE:
+                self.drain(name, now=now, moves=True)
             case Verb.REMOVE:
                 self.remove(name, now=now)
             case Verb.UNDRAIN:

@@ -101,6 +101,16 @@ def test_an_engine_that_leaves_drains_and_one_that_stays_after_all_comes_back():
     assert verbs(leaving, {}) == []  # it was never here, and is not worth a start
 
 
+def test_an_engine_that_leaves_may_be_told_later_to_move_its_streams():
+    """One that drains too slowly is drained again; the order is not given twice."""
+    leaving, moving = origins(replace(A, leaves=True)), origins(replace(A, leaves=True, moves=True))
+
+    assert verbs(moving, origins(A)) == [("drain", "a:80")]
+    assert verbs(moving, leaving) == [("drain", "a:80")]
+    assert verbs(moving, moving) == []
+    assert verbs(origins(A), moving) == [("undrain", "a:80")]
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -173,10 +183,11 @@ def test_a_view_is_bounded():
     st.sampled_from([None, *TransferMode]),
     st.sampled_from([None, "v1", "5f6d-a.b_c"]),
     st.booleans(),
+    st.booleans(),
 )
-def test_an_entry_says_what_was_written(role, address, ranks, mode, revision, leaves):
+def test_an_entry_says_what_was_written(role, address, ranks, mode, revision, leaves, moves):
     """Whatever an engine is, another router reads the same."""
-    wanted = Wanted(role, Target(Address.parse(address), ranks, mode, revision), leaves=leaves)
+    wanted = Wanted(role, Target(Address.parse(address), ranks, mode, revision), leaves=leaves, moves=moves)
 
     assert read_entry(entry_of(wanted)) == wanted
 

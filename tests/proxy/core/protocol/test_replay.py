@@ -252,3 +252,52 @@ def test_a_usage_that_the_client_has_is_not_said_twice():
     assert b"usage" in replay.feed(b"data: " + chunk + b"\n\n")
 
     assert replay.ending() == b"data: [DONE]\n\n"
+
+
+def test_a_stream_can_move_where_a_token_is_whole():
+    """A sampled one not behind half a character, and none before its last token, or behind an end."""
+    sampled = fields_of(TEXT | {"temperature": 1, "max_tokens": 5})
+    replay, greedy = Replay(Api.COMPLETIONS, sampled), Replay(Api.COMPLETIONS, fields_of(TEXT | {"max_tokens": 5}))
+    seen = []
+    for tokens, text, more in (
+        ([1], "a", {"prompt_token_ids": [5]}),
+        ([2, 3], "bc", {}),
+        ([4], "d", {}),
+        ([5], "e", {"finish_reason": "length"}),
+    ):
+        for one in (replay, greedy):
+            one.feed(said(tokens, text, **more))
+        seen.append((replay.can_move(), greedy.can_move()))
+
+    assert seen == [(True, True), (False, True), (False, False), (False, False)]
+
+
+def test_a_stream_of_which_the_router_knows_no_tokens_cannot_move():
+    """Its engine has not told them, or it has become something else than a text."""
+    untold, spoilt = (Replay(Api.COMPLETIONS, fields_of(TEXT)) for _ in range(2))
+    untold.feed(said([], "a"))
+    spoilt.feed(said([1], "a", prompt_token_ids=[5], delta={"tool_calls": [1]}))
+
+    assert not untold.can_move()
+    assert not spoilt.can_move()
+
+
+def test_no_more_of_a_prompt_is_cached_than_one_engine_would_have_found():
+    """The next engine has read the answer so far as a part of its prompt."""
+    replay = Replay(Api.COMPLETIONS, fields_of(TEXT | {"stream_options": {"include_usage": True}}))
+    replay.feed(said([1], "a", prompt_token_ids=[5, 6, 7]))
+    assert replay.again() is not None
+    usage = {
+        "prompt_tokens": 4,
+        "completion_tokens": 1,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    shown = replay.feed(b"data: " + json.dumps({"id": "x", "choices": [], "usage": usage}).encode() + b"\n\n")
+
+    assert json.loads(shown[6:])["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }

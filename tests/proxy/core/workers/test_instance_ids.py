@@ -49,6 +49,7 @@ def test_the_latest_order_holds_until_it_is_taken_back():
     drained = (Verb.NAME, D0), (Verb.DRAIN, name)
 
     assert roster(*drained).order(name) is Verb.DRAIN
+    assert roster(*drained, (Verb.MOVE, name)).order(name) is Verb.MOVE
     assert roster(*drained, (Verb.UNDRAIN, name)).order(name) is None
     assert roster(*drained, (Verb.REMOVE, name)).is_removed(D0)
     assert not roster(*drained, (Verb.REMOVE, name), (Verb.NAME, D0)).is_removed(D0)

@@ -99,6 +99,29 @@ async def test_what_is_added_is_in_the_store_and_what_is_removed_is_not():
         await world.discovery.remove("decode-1")
 
 
+async def test_all_routers_of_a_store_move_the_streams_of_an_engine():
+    """Each has some; none does once the engine is in use again."""
+    world = World()
+    await world.discovery.add(Role.DECODE, Target.parse("a:1"))
+    await world.discovery.drain("decode-0")
+    assert not world.registry.moving
+    await world.discovery.drain("decode-0", moves=True)
+    other = World()
+    other.reconciler.view(EngineSource.STORE, [replace(wanted_of(world), leaves=False)])
+    other.reconciler.view(EngineSource.STORE, [wanted_of(world)])
+
+    assert list(world.registry.moving) == list(other.registry.moving) == ["decode-0"]
+    await world.discovery.undrain("decode-0")
+    other.reconciler.view(EngineSource.STORE, [wanted_of(world)])
+    assert not world.registry.moving
+    assert not other.registry.moving
+
+
+def wanted_of(world):
+    """What the store of a router has of its first engine."""
+    return world.registry.members()[0].origin.wanted
+
+
 async def test_a_store_that_is_full_says_so():
     """And nothing was added."""
     world = World(most=1)

@@ -64,10 +64,11 @@ def test_an_order_between_the_settings_and_the_first_look_is_not_missed(tmp_path
     ledger = InstanceIdLog(tmp_path / "ledger")
     for address in (A, B):
         late.add(Role.DECODE, address)
-    for verb, name in ((Verb.DRAIN, D0), (Verb.DRAIN, D1), (Verb.UNDRAIN, D1)):
+    for verb, name in ((Verb.MOVE, D0), (Verb.DRAIN, D1), (Verb.UNDRAIN, D1)):
         ledger.say(verb, name)
     late.begin(now=1.0)
 
+    assert list(late.moving) == [D0]
     assert [member.life.state for member in late.members()] == [HealthState.DRAINING, HealthState.STARTING]
 
 

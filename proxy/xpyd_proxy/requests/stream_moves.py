@@ -1,0 +1,124 @@
+"""Streams that leave an engine which is drained by moving them (docs/moving-streams.md).
+
+A stream is cut behind a token. Two other engines go on with it: the prefill engine reads the KV cache of prompt and
+answer from the engine that drains, and hands it over. requests/resumed_stream.py makes the requests for the rest;
+this module decides which streams are cut, and when, and counts what becomes of them.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from xpyd_proxy.core.model import Instance, InstanceId, RequestId
+from xpyd_proxy.core.protocol.returned_kv import CachedOn
+from xpyd_proxy.core.request_record import MoveOutcome, MoveRecord
+
+if TYPE_CHECKING:
+    from xpyd_proxy.requests.request import Request
+    from xpyd_proxy.requests.service import Requests
+
+
+class StreamMove:
+    """One stream between its cut and the first event of the engine that goes on with it."""
+
+    __slots__ = ("_hold", "_of", "cached_on", "ids", "is_alone", "is_over", "pair", "record", "source")
+
+    def __init__(
+        self, of: "Requests", source: Instance, cached_on: CachedOn, pair: tuple[Instance, Instance], name: RequestId
+    ) -> None:
+        """``pair``: the engines that are asked first; ``name``: under which the engine that drains is held."""
+        self._of = of
+        self._hold: RequestId | None = name
+        self.source = source
+        self.cached_on = cached_on
+        self.pair: tuple[Instance, Instance] | None = pair
+        self.ids: msgspec.Raw | None = None  # of a chat: its prompt and the tokens so far
+        self.is_alone = False  # two engines have failed to: one computes the rest anew
+        self.is_over = False
+        self.record = MoveRecord(source.id, of.clock())
+        of.fleet.enter(source, name)  # it is not empty while its KV cache is read
+
+    def handed_over(self) -> None:
+        """The KV cache is elsewhere: the engine that drains is not needed any more."""
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            self._of.fleet.leave(self.source, hold)
+
+    def goes_on(self) -> None:
+        """The next engine has sent its first event."""
+        self.record.gap_s = self._of.clock() - self.record.cut_at
+        self.end(MoveOutcome.RESUMED if self.is_alone else MoveOutcome.MOVED)
+
+    def end(self, outcome: MoveOutcome) -> None:
+        """Count what has become of it, once."""
+        self.handed_over()
+        if not self.is_over:
+            self.is_over = True
+            self.record.outcome = outcome
+            self._of.moves.ended(self)
+
+
+class StreamCut(Exception):
+    """A stream is cut here, to go on at another engine."""
+
+    def __init__(self, move: StreamMove) -> None:
+        super().__init__(f"the stream leaves {move.source.id}")
+        self.move = move
+
+
+class StreamMoves:
+    """Moves the streams of engines that are drained by it, some at a time. Runs on the event loop."""
+
+    __slots__ = ("_of", "_stayed", "_under_way")
+
+    def __init__(self, of: "Requests") -> None:
+        self._of = of
+        self._under_way = 0
+        self._stayed: set[RequestId] = set()  # counted as such; they end with the engines that drain
+
+    def look(self) -> None:
+        """Cut the streams that may move now, as many as the settings let."""
+        moving = self._of.fleet.registry.moving
+        if not moving:
+            self._stayed.clear()
+            return
+        most = self._of.settings.move_concurrency
+        for request in self._of:
+            if self._under_way >= most:
+                return
+            source = request.streams_from
+            if source is not None and source in moving:
+                self._try(request, source)
+
+    def ended(self, move: StreamMove) -> None:
+        """A move is over: count it, and look for another."""
+        self._under_way -= 1
+        self._of.telemetry.stream_moved(move.record.outcome or MoveOutcome.FAILED, move.record.gap_s)
+        asyncio.get_running_loop().call_soon(self.look)
+
+    def _try(self, request: "Request", source: InstanceId) -> None:
+        """Cut a stream if another engine can go on with it exactly, and there is one."""
+        member, replay, record = self._of.fleet.registry.get(source), request.continuation, request.record
+        if member is None:
+            return
+        engine_id = member.facts.engine_id
+        if replay is None or engine_id is None or member.instance.rank is not None:
+            self._stay(record.request_id)
+            return
+        if not replay.can_move() or source in [move.source for move in record.moves]:  # it has come back: it ends here
+            return
+        pair = request.pair_for_move(source)
+        if pair is None:
+            return
+        self._under_way += 1
+        hold = RequestId(f"{record.request_id}-m{len(record.moves)}")
+        move = StreamMove(self._of, member.instance, CachedOn(engine_id, 1.0), pair, hold)
+        if not request.cut(move):
+            self._under_way -= 1
+            move.handed_over()
+
+    def _stay(self, request: RequestId) -> None:
+        if request not in self._stayed:
+            self._stayed.add(request)
+            self._of.telemetry.stream_moved(MoveOutcome.STAYED, None)

@@ -1,0 +1,328 @@
+"""Streams that move from an engine that is drained: the texts of one engine, and hardly a token computed twice.
+
+What is measured is printed: ``pytest -s tests/e2e/test_move.py`` makes the numbers of docs/moving-streams.md.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
+from support.fixtures import ADMIN_KEY
+from support.hand_chats import COMPUTED, LOADED
+from support.proc import pids_of, wait_stopped
+from support.questions import WORDS
+from xpyd_proxy.local.recipe import Connector, TransferMode
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
+
+BLOCK = 32  # tokens of a block of the engines here
+KEY = {"X-Api-Key": ADMIN_KEY}
+# The times are long: only what is frozen may take as long, and not a busy machine.
+ARGS = ("--resume-streams", "true", "--health-check-interval", "0.5", "--move-timeout", "60")
+OPTIONS = {
+    "role": None,
+    "connector": Connector.XPYD,
+    "extra_connector_config": {"return_kv": True, "return_timeout": 10.0, "transfer_timeout": 10.0},
+    "max_model_len": 4096,
+    "kv_cache_mib": 512,
+}
+
+
+def is_thorough(test, params):
+    """Tell what is only for ``make test-thorough``: who moves prompts makes no difference to what is cut."""
+    return params.get("fleet_of") is TransferMode.PUSH and test != "test_engines_are_both_at_the_same_time"
+
+
+@dataclass
+class Stream:
+    """One stream, as its client sees it."""
+
+    body: dict
+    text: str = ""
+    tokens: int = 0  # events with a text
+    usage: dict = field(default_factory=dict)
+    finish: str = ""
+    error: str = ""
+    ids: set = field(default_factory=set)
+    is_whole: bool = False
+    longest_s: float = 0.0  # between two events
+
+    def verdict(self, expected):
+        """Return right, honest (an error behind a right beginning), or what is wrong."""
+        if self.error and expected.text.startswith(self.text):
+            return "honest"
+        same = (self.text, self.usage, self.finish) == (expected.text, expected.usage, expected.finish)
+        if self.is_whole and same and len(self.ids) == 1:
+            return "right"
+        return f"WRONG: {self.text!r} {self.usage} {self.finish} {self.ids} and not {expected.text!r} {expected.usage}"
+
+
+def bodies(count, tokens, *, seed, salt):
+    """Greedy streams, of completions and chats."""
+    dice = random.Random(seed)
+    for number in range(count):
+        said = {"prompt": [dice.randrange(10, 500) for _ in range(dice.randrange(20, 200))]}
+        if number % 2:
+            said = {"messages": [{"role": "user", "content": " ".join(dice.choices(WORDS, k=dice.randrange(5, 60)))}]}
+        yield said | {
+            "model": "tiny",
+            "temperature": 0,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "cache_salt": salt,
+        }
+
+
+async def follow(client, url, stream):
+    """Read a stream to its end."""
+    path = "/v1/chat/completions" if "messages" in stream.body else "/v1/completions"
+    async with client.stream("POST", f"{url}{path}", json=stream.body) as response:
+        assert response.status_code == 200, await response.aread()
+        at = time.monotonic()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            now = time.monotonic()
+            stream.longest_s, at = max(stream.longest_s, now - at), now
+            if line == "data: [DONE]":
+                stream.is_whole = True
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                stream.error = chunk["error"]["message"]
+                continue
+            stream.ids.add(chunk["id"])
+            for choice in chunk["choices"]:
+                text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                stream.text += text
+                stream.tokens += bool(text)
+                stream.finish = choice["finish_reason"] or stream.finish
+            if chunk.get("usage"):
+                names = ("prompt_tokens", "completion_tokens", "total_tokens")
+                stream.usage = {name: chunk["usage"][name] for name in names}
+
+
+def run(url, asked, act=None, *, behind=0):
+    """Run all streams at the same time; do something in a thread when each has so many tokens."""
+    return run_at([(url, body) for body in asked], act, behind=behind)
+
+
+def run_at(asked, act=None, *, behind=0):
+    """Run streams of several routers."""
+    urls, streams = [url for url, _ in asked], [Stream(body) for _, body in asked]
+
+    async def scene():
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(trust_env=False, timeout=180, limits=limits) as client:
+            tasks = [
+                asyncio.create_task(follow(client, url, stream)) for url, stream in zip(urls, streams, strict=True)
+            ]
+            if act is not None:
+                while any(stream.tokens < behind for stream in streams):
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(act)
+            await asyncio.gather(*tasks)
+
+    asyncio.run(scene())
+    return streams
+
+
+@pytest.fixture(scope="module", params=TransferMode, ids=str)
+def fleet_of(request, fleet, model):
+    """Engines that lend and take KV in both directions."""
+    mode = request.param
+    specs = {name: engine_spec(f"move-{mode}-{name}", model, mode=mode, **OPTIONS) for name in ("p0", "d0", "d1")}
+    children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
+    fleet.wait_ready(list(children.values()), timeout_s=300)
+    yield SimpleNamespace(**specs, mode=mode, children=children, fleet=fleet, specs=list(specs.values()))
+    fleet.stop(*[child for child in children.values() if child in fleet.children])
+
+
+@pytest.fixture
+def router(fleet_of, start_router, request):
+    """1P2D."""
+    name = f"router-move-{fleet_of.mode}-{request.node.name.split('[')[0][5:]}"
+    env = {"ADMIN_API_KEY": ADMIN_KEY}
+    url = start_router(name, [fleet_of.p0], [fleet_of.d0, fleet_of.d1], args=ARGS, env=env)
+    wait_until(lambda: states(url) == ["healthy"] * 3, seconds=20, what="the router has seen all engines")
+    time.sleep(1)  # the engines' metrics, by which the router knows their ids, are read behind their health
+    return url
+
+
+def states(url):
+    return [row["state"] for row in httpx.get(f"{url}/stats", trust_env=False).json()["instances"]]
+
+
+def order(url, verb, name, **more):
+    body = {"id": name} | more
+    response = httpx.post(f"{url}/instances/{verb}", json=body, headers=KEY, trust_env=False, timeout=30)
+    assert response.status_code == 200, response.text
+
+
+def row(url, name):
+    rows = httpx.get(f"{url}/instances", headers=KEY, trust_env=False, timeout=30).json()["instances"]
+    return next(row for row in rows if row["id"] == name)
+
+
+def counted(url):
+    """What has become of the streams that were to move."""
+    text, found = httpx.get(f"{url}/metrics", trust_env=False, timeout=30).text, Counter()
+    for line in text.splitlines():
+        if line.startswith("xpyd_streams_moved_total{"):
+            found[line.split('outcome="')[1].split('"')[0]] = int(float(line.rsplit(" ", 1)[1]))
+    return found
+
+
+def all_at(url, busy, idle, asked, act, *, behind):
+    """Run streams that all begin at one decode engine."""
+    order(url, "drain", idle)
+
+    def then():
+        order(url, "undrain", idle)
+        act()
+
+    streams = run(url, asked, then, behind=behind)
+    order(url, "undrain", busy)
+    return streams
+
+
+def emptied(url, name, taken):
+    """Drain an engine by moving its streams; ``taken`` gets the seconds until it has none."""
+    start = time.monotonic()
+    order(url, "drain", name, move=True)
+    wait_until(lambda: row(url, name)["in_flight"] == 0, seconds=60, what=f"{name} is empty")
+    taken.append(time.monotonic() - start)
+
+
+def move_all(fleet_of, url, count, tokens, *, seed, behind):
+    """Move all streams of an engine; return them, those of one engine, and the seconds until it was empty."""
+    expected = run(fleet_of.p0.base_url, bodies(count, tokens, seed=seed, salt=f"alone {seed}"))
+    taken, watches = [], []
+
+    def drain():
+        watches.extend(Watch(spec).__enter__() for spec in (fleet_of.p0, fleet_of.d1))
+        emptied(url, "decode-0", taken)
+
+    streams = all_at(
+        url, "decode-0", "decode-1", bodies(count, tokens, seed=seed, salt=f"moved {seed}"), drain, behind=behind
+    )
+    for watch in watches:
+        watch.__exit__()
+    p, d = watches
+    gaps = sorted(stream.longest_s * 1000 for stream in streams)
+    print(
+        f"\n{fleet_of.mode}: {count} streams of {tokens} tokens: empty after {taken[0]:.2f} s; longest pause of a "
+        f"stream {statistics.median(gaps):.0f} ms (median), {gaps[-1]:.0f} ms (worst); P computed "
+        f"{p.delta(COMPUTED):.0f} tokens and read {p.delta(LOADED):.0f}, the other D computed {d.delta(COMPUTED):.0f} "
+        f"and read {d.delta(LOADED):.0f}; {dict(counted(url))}"
+    )
+    assert Counter(one.verdict(other) for one, other in zip(streams, expected, strict=True)) == {"right": count}
+    assert counted(url) == {"moved": count}
+    assert p.delta(COMPUTED) <= count * BLOCK
+    assert d.delta(COMPUTED) <= count
+    return taken[0]
+
+
+def has_nothing_held(fleet_of):
+    for spec in fleet_of.specs:
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=20, what=f"{spec.name} is idle")
+
+
+def test_streams_move(fleet_of, router):
+    """All of them, with their KV cache: no token is lost, doubled, or computed again beyond a block."""
+    move_all(fleet_of, router, 8, 800, seed=1, behind=20)
+    has_nothing_held(fleet_of)
+
+
+@pytest.mark.thorough  # minutes of two cores
+def test_forty_long_streams_move(fleet_of, router):
+    """A whole engine's work."""
+    seconds = move_all(fleet_of, router, 40, 2000, seed=2, behind=100)
+    has_nothing_held(fleet_of)
+
+    assert seconds < 30  # 5 on an idle machine
+
+
+@contextlib.contextmanager
+def frozen(child):
+    """Stop an engine for the length of a block."""
+    child.signal(signal.SIGSTOP)
+    wait_stopped(*pids_of(child.pid))
+    try:
+        yield
+    finally:
+        child.signal(signal.SIGCONT)
+
+
+def test_the_engine_that_drains_is_frozen(fleet_of, router):
+    """Its streams are cut all the same; what it does not hand over is computed anew."""
+    asked = list(bodies(8, 600, seed=3, salt="frozen"))
+    expected = run(fleet_of.p0.base_url, bodies(8, 600, seed=3, salt="alone 3"))
+    ended = []
+
+    def drain():
+        with frozen(fleet_of.children["d0"]):
+            order(router, "drain", "decode-0", move=True)
+            wait_until(lambda: counted(router).total() >= 8, seconds=120, what="all have moved")
+            ended.append(counted(router))
+
+    streams = all_at(router, "decode-0", "decode-1", asked, drain, behind=20)
+    print(f"\n{fleet_of.mode}: frozen: {dict(ended[0])}")
+    has_nothing_held(fleet_of)
+
+    assert Counter(one.verdict(other) for one, other in zip(streams, expected, strict=True)) == {"right": 8}
+
+
+def test_engines_are_both_at_the_same_time(fleet_of, start_router):
+    """Each of two engines is P of one router's requests and D of the other's."""
+    one = start_router(f"router-both-{fleet_of.mode}-1", [fleet_of.d0], [fleet_of.d1], args=ARGS)
+    other = start_router(f"router-both-{fleet_of.mode}-2", [fleet_of.d1], [fleet_of.d0], args=ARGS)
+    expected = run(fleet_of.p0.base_url, bodies(24, 60, seed=4, salt="alone 4"))
+    asked = [
+        (url, body) for url, salt in ((one, "one"), (other, "other")) for body in bodies(24, 60, seed=4, salt=salt)
+    ]
+    with Watch(fleet_of.d0) as d0, Watch(fleet_of.d1) as d1:
+        found = run_at(asked)
+    has_nothing_held(fleet_of)
+
+    wrong = [verdict for at, one in enumerate(found) if (verdict := one.verdict(expected[at % 24])) != "right"]
+    assert wrong == []
+    for watch in (d0, d1):
+        assert watch.delta("vllm:xpyd_leases_granted_total") >= 24
+        assert watch.delta("vllm:xpyd_loads_total") >= 24
+
+
+def test_the_target_dies_in_the_middle(fleet_of, router):
+    """What it had not begun goes back, and what it had begun, too; at worst a client gets an error."""
+    count = 12
+    asked = list(bodies(count, 800, seed=5, salt="killed"))
+    expected = run(fleet_of.p0.base_url, bodies(count, 800, seed=5, salt="alone 5"))
+    victim = fleet_of.children["d1"]
+
+    def drain():
+        order(router, "drain", "decode-0", move=True)
+        wait_until(lambda: counted(router)["moved"] >= 1, seconds=30, what="some have moved")
+        victim.signal(signal.SIGKILL)
+        fleet_of.fleet.stop(victim)
+
+    streams = all_at(router, "decode-0", "decode-1", asked, drain, behind=20)
+    verdicts = Counter(one.verdict(other) for one, other in zip(streams, expected, strict=True))
+    print(f"\n{fleet_of.mode}: target killed: {dict(verdicts)}; {dict(counted(router))}")
+    for spec in (fleet_of.p0, fleet_of.d0):
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=40, what=f"{spec.name} is idle")
+
+    assert verdicts.keys() <= {"right", "honest"}
+    assert verdicts["right"] > 0

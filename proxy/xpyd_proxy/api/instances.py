@@ -119,6 +119,7 @@ class InstanceAdmin:
             {"prefill": prefill, "decode": decode, "reason": each.reason}
             for (prefill, decode), each in pairs[:_RESTING_MOST]
         ]
+
     def check_movable(self, members: Sequence[Member]) -> None:
         """Raise HTTPException if the streams of engines cannot move."""
         if not self.resumes():

@@ -210,4 +210,4 @@ def test_what_is_remembered_is_bounded():
 
     long = list(range(200))
     assert reason(Api.CHAT, logprobs=True, logprob_token_ids=long) is None
-    assert not any(b"199" in written for written in disaggregation._SPLIT[Api.CHAT])
+    assert not any(b"199]" in written for written in disaggregation._SPLIT[Api.CHAT])

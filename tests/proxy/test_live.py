@@ -12,7 +12,7 @@ from xpyd_proxy.core.admission import admission
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.options import OPTIONS, SECRETS
-from xpyd_proxy.requests import attempt, dispatch, gate, request, service
+from xpyd_proxy.requests import attempt, dispatch, gate, request, service, stream_moves
 from xpyd_proxy.requests.realtime import sessions
 from xpyd_proxy.settings import Settings
 
@@ -105,7 +105,8 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
     build(OLD).live.prepared(OLD, new)()
     live = {name for name, setting in OPTIONS.items() if setting.option.live}
     # Requests and their gate get all settings, and read them when a request is admitted.
-    files = [Path(module.__file__) for module in (admission, attempt, dispatch, gate, request, service, sessions)]
+    modules = (admission, attempt, dispatch, gate, request, service, sessions, stream_moves)
+    files = [Path(module.__file__) for module in modules]
     sources = "".join(file.with_name(file.name.partition(".")[0] + ".py").read_text() for file in files)
     new.names.update(live & set(re.findall(r"(?:limits|settings)\.(\w+)", sources)))
     at_its_end = {"log_level", "drain_grace_s", "shutdown_timeout_s"}

@@ -42,6 +42,12 @@ class World:
                 await asyncio.sleep(0.02)
         return used
 
+    async def until_trial_has_failed(self):
+        """The failure of a trial is seen when the decode engine's counters are read next."""
+        async with asyncio.timeout(PATIENCE_S):
+            while (await self.pairs())[1][CUT]["state"] != "resting":
+                await asyncio.sleep(0.02)
+
     async def metric(self, name):
         text = (await self.client.get("/metrics")).text
         values = [line.split(" ")[1] for line in text.splitlines() if line.split(" ")[0] == name]
@@ -102,6 +108,7 @@ async def test_one_request_shows_that_they_can_meet_again():
         await running.until_resting()
         running.now += 31.0
         tried = [await running.ask() for _ in range(8)].count(CUT)
+        await running.until_trial_has_failed()
         running.engines["d0"].loads.unmet.clear()
         running.now += 100.0
         await running.until_resting(0)

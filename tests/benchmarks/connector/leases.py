@@ -43,6 +43,9 @@ class Nowhere:
         self.met += 1
         return ConnId(self.met)
 
+    def engine_of(self, conn):
+        return None
+
     def send(self, conn, message):
         pass
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from xpyd_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments
-from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
+from xpyd_proxy.commands.tables import table
 
 _COLUMNS: Final = (
     *("id", "role", "address", "rank", "state", "in_flight", "for", "models", "version", "mode"),
@@ -54,13 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do it; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
     verb: Callable[[RouterClient, argparse.Namespace], str] = args.verb
-    try:
-        with RouterClient(args) as router:
-            sys.stdout.write(verb(router, args))
-    except (CommandFailed, ConfigError) as exc:
-        sys.stderr.write(f"xpyd instances: {exc}\n")
-        return 2 if isinstance(exc, ConfigError) else 1
-    return 0
+    return run_command("instances", args, lambda router: verb(router, args))
 
 
 def _list(router: RouterClient, args: argparse.Namespace) -> str:
@@ -146,13 +140,11 @@ def _explain(router: RouterClient, args: argparse.Namespace) -> str:
 def _shown(found: Json, args: argparse.Namespace) -> str:
     if args.json:
         return json.dumps(found) + "\n"
-    table: list[tuple[str, ...]] = [_COLUMNS]
+    rows: list[tuple[str, ...]] = [_COLUMNS]
     for row in found["instances"]:
         values = {**row, "for": _duration(row["since_s"]), "models": ",".join(row["models"] or ())}
-        table.append(tuple(str(values[name]) if values.get(name) not in (None, "") else "-" for name in _COLUMNS))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
-    return "".join(line.rstrip() + "\n" for line in lines)
+        rows.append(tuple(str(values[name]) if values.get(name) not in (None, "") else "-" for name in _COLUMNS))
+    return table(rows)
 
 
 def _duration(seconds: float) -> str:

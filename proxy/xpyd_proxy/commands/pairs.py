@@ -2,12 +2,11 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import Final
 
-from xpyd_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments
-from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.commands.router_client import Json, RouterClient, add_access_arguments, run_command
+from xpyd_proxy.commands.tables import table
 
 _COLUMNS: Final = ("prefill", "decode", "state", "reason", "handovers", "failed", "ttft", "last")
 
@@ -23,28 +22,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print them; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
-    try:
-        with RouterClient(args) as router:
-            found = router.ask("/pairs")
-        if args.failing:
-            found["pairs"] = [row for row in found["pairs"] if row["state"] != "well" or row["failed"]]
-        sys.stdout.write(json.dumps(found) + "\n" if args.json else text(found))
-    except (CommandFailed, ConfigError) as exc:
-        sys.stderr.write(f"xpyd pairs: {exc}\n")
-        return 2 if isinstance(exc, ConfigError) else 1
-    return 0
+    return run_command("pairs", args, lambda router: _answer(router, args))
+
+
+def _answer(router: RouterClient, args: argparse.Namespace) -> str:
+    found = router.ask("/pairs")
+    if args.failing:
+        found["pairs"] = [row for row in found["pairs"] if row["state"] != "well" or row["failed"]]
+    return json.dumps(found) + "\n" if args.json else text(found)
 
 
 def text(found: Json) -> str:
     """Write the pairs for people."""
-    table: list[tuple[str, ...]] = [_COLUMNS, *(_cells(row) for row in found["pairs"])]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     notes: Sequence[str] = [
         *([f"{found['dropped']} pairs were forgotten to make room (pair_history)"] if found["dropped"] else []),
         *([f"seen by worker {found['worker']} of {found['workers']}"] if found["workers"] > 1 else []),
     ]
-    return "\n".join([*lines, *notes]) + "\n"
+    return table([_COLUMNS, *map(_cells, found["pairs"])]) + "".join(f"{note}\n" for note in notes)
 
 
 def _cells(row: Json) -> tuple[str, ...]:

@@ -4,7 +4,8 @@ import argparse
 import os
 import re
 import ssl
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias, cast
 
 import httpx
@@ -32,6 +33,17 @@ class UnknownHere(CommandFailed):
     def __init__(self, said: str, workers: int) -> None:
         super().__init__(said)
         self.workers = workers
+
+
+def run_command(name: str, args: argparse.Namespace, answer: "Callable[[RouterClient], str]") -> int:
+    """Print what a command answers; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
+    try:
+        with RouterClient(args) as router:
+            sys.stdout.write(answer(router))
+    except (CommandFailed, ConfigError) as exc:
+        sys.stderr.write(f"xpyd {name}: {exc}\n")
+        return 2 if isinstance(exc, ConfigError) else 1
+    return 0
 
 
 class RouterClient:

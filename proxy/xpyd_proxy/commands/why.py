@@ -2,15 +2,13 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from xpyd_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments
-from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
 
 _BAR: Final = 30  # characters that stand for the whole time
 
@@ -28,17 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print it; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
-    try:
-        with RouterClient(args) as router:
-            which = "?engines=false" if args.router_only else ""
-            found = router.ask_any_worker(f"/requests/{quote(args.name, safe='')}{which}")
-        if args.trace:
-            _write(Path(args.trace), chrome_trace(found["requests"]))
-        sys.stdout.write(json.dumps(found) + "\n" if args.json else text(found))
-    except (CommandFailed, ConfigError) as exc:
-        sys.stderr.write(f"xpyd why: {exc}\n")
-        return 2 if isinstance(exc, ConfigError) else 1
-    return 0
+    return run_command("why", args, lambda router: _answer(router, args))
+
+
+def _answer(router: RouterClient, args: argparse.Namespace) -> str:
+    which = "?engines=false" if args.router_only else ""
+    found = router.ask_any_worker(f"/requests/{quote(args.name, safe='')}{which}")
+    if args.trace:
+        _write(Path(args.trace), chrome_trace(found["requests"]))
+    return json.dumps(found) + "\n" if args.json else text(found)
 
 
 def _write(path: Path, found: Json) -> None:

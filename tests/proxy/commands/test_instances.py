@@ -2,6 +2,7 @@
 
 import io
 import json
+from functools import partial
 
 import pytest
 from starlette.responses import JSONResponse
@@ -21,14 +22,8 @@ def running(monkeypatch):
 
 
 @pytest.fixture
-def instances(running, capsys):
-    """Run the command; returns the exit code, what it printed and what it complained about."""
-
-    def run(*arguments):
-        code = main(["instances", "--router", running.router, *arguments])
-        return code, *capsys.readouterr()
-
-    return run
+def instances(command):
+    return partial(command, "instances")
 
 
 def test_the_list_is_a_table(instances):

@@ -1,14 +1,13 @@
 """``xpyd pairs``, against a router on a real socket."""
 
 import json
+from functools import partial
 
 import httpx
 import pytest
 
-from support.sim import cluster
 from xpyd_proxy.cli import main
 from xpyd_proxy.commands.pairs import text
-from xpyd_proxy.settings import Settings
 
 ROW = {
     "prefill": "prefill-0", "decode": "decode-1", "handovers": 2, "failed": 3, "failures": {"timeout": 3},
@@ -19,19 +18,8 @@ FOUND = {"worker": 0, "workers": 1, "known": 2, "dropped": 0, "resting": 1, "unk
 
 
 @pytest.fixture
-def running(monkeypatch):
-    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
-    with cluster(1, 1, Settings(admin_key="sesame", health_check_interval_s=0.0)) as found:
-        yield found
-
-
-@pytest.fixture
-def pairs(running, capsys):
-    def run(*arguments):
-        code = main(["pairs", "--router", running.router, *arguments])
-        return code, *capsys.readouterr()
-
-    return run
+def pairs(command):
+    return partial(command, "pairs")
 
 
 def test_pairs_are_shown_as_a_table(running, pairs):

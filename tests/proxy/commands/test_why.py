@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from support.sim import cluster, until
-from xpyd_proxy.cli import main
 from xpyd_proxy.commands.why import chrome_trace, text
 from xpyd_proxy.settings import Settings
 
@@ -26,19 +25,8 @@ REQUEST = {
 
 
 @pytest.fixture
-def running(monkeypatch):
-    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
-    with cluster(1, 1, Settings(admin_key="sesame", health_check_interval_s=0.0)) as found:
-        yield found
-
-
-@pytest.fixture
-def why(running, capsys):
-    def run(*arguments):
-        code = main(["why", "--router", running.router, *arguments])
-        return code, *capsys.readouterr()
-
-    return run
+def why(command):
+    return partial(command, "why")
 
 
 def served(running):

@@ -1,0 +1,10 @@
+"""Tables for people at a terminal."""
+
+from collections.abc import Sequence
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Write rows, of which the first one names the columns, with columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "".join(line.rstrip() + "\n" for line in lines)

@@ -1,0 +1,25 @@
+"""A router on a real socket, for the commands that ask one."""
+
+import pytest
+
+from support.sim import cluster
+from xpyd_proxy.cli import main
+from xpyd_proxy.settings import Settings
+
+
+@pytest.fixture
+def running(monkeypatch):
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+    with cluster(1, 1, Settings(admin_key="sesame", health_check_interval_s=0.0)) as found:
+        yield found
+
+
+@pytest.fixture
+def command(running, capsys):
+    """Run a command against the router; give its exit code, output and errors."""
+
+    def run(name, *arguments):
+        code = main([name, "--router", running.router, *arguments])
+        return code, *capsys.readouterr()
+
+    return run

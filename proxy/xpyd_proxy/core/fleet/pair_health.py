@@ -192,8 +192,7 @@ class PairHealth:
         """A pair that was due has got a request."""
         found = self._pairs[pair]
         found.on(PairEvent.TRIED, now)
-        found.due = now + TRIAL_S
-        self._look_again()
+        self._wait(found, now + TRIAL_S)
 
     def postpone(self, pairs: Iterable[Pair], *, now: float) -> None:
         """Pairs that are due cannot be tried yet: one of their engines takes no requests, or serves another model."""

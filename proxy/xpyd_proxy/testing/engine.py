@@ -208,7 +208,7 @@ class Sim:
                 return self._refuse(body)
             if not (transfer := rules.abandoned(body)):
                 self._check(raw, body, request)
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
             return _json(error(400, f"not a request: {exc!r}"), 400)
         except rules.Violation as exc:
             self.violations.append(str(exc))

@@ -51,6 +51,7 @@ class FaultKind(StrEnum):
     DROP = "drop"  # close the connection
     ERROR_EVENT = "error_event"  # send an error in place of an event and then [DONE], as vLLM does
     END = "end"  # end the stream early, as if that were all
+    WRONG = "wrong"  # answer with the text of another prompt, as from wrong KV
     FORGET = "forget"  # prefill: leave `names` out of the kv_transfer_params
 
 
@@ -104,6 +105,7 @@ class Sim:
         self.granted: list[tuple[str, str | None]] = []  # leases of a prefill engine: its request, and the transfer
         self.released: list[str] = []  # requests whose blocks the prefill engine was told to free
         self.abandoned: list[str] = []  # transfers that nobody will come for
+        self.frees_blocks = True  # no: its metrics show every lease of a prefill engine as held
         # What it noted of each request, as the connector's route shows it; None: it has no such route.
         self.timelines: dict[str, list[Json]] | None = None
         self.loads = SimulatedLoads()
@@ -150,10 +152,13 @@ class Sim:
     async def _metrics(self, _: Request) -> Response:
         running = sum(entry.state == "open" for entry in self.log)
         labels = f'{{model_name="{self._model}",engine="0"}}'
-        gauges = {"num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
+        gauges = {"num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": self._held_share()}
         lines = [f"# TYPE vllm:{name} gauge\nvllm:{name}{labels} {value}\n" for name, value in gauges.items()]
         lines.append(self.loads.exposition(self.engine_id, labels[1:-1]))
         return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+
+    def _held_share(self) -> float:
+        return 0.0 if self.frees_blocks else min(1.0, len(self.granted) / 1000)
 
     async def _models(self, _: Request) -> Response:
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "vllm", "max_model_len": 2048}
@@ -215,6 +220,8 @@ class Sim:
             return _json(error(400, str(exc)), 400)
         if body.get("model", self._model) != self._model:
             return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
+        if fault is not None and fault.kind is FaultKind.WRONG:
+            body = rules.of_another_prompt(body)
         replies = self._replies(request, body, made)
         self._use_cache(body, made, entry)
         if self.role == "prefill":

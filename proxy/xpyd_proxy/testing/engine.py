@@ -221,7 +221,7 @@ class Sim:
         if body.get("model", self._model) != self._model:
             return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
         if fault is not None and fault.kind is FaultKind.WRONG:
-            body = rules.of_another_prompt(body)
+            body, fault = rules.of_another_prompt(body), None
         replies = self._replies(request, body, made)
         self._use_cache(body, made, entry)
         if self.role == "prefill":

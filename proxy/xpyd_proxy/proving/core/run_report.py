@@ -60,9 +60,9 @@ def line(check: CheckReport) -> str:
     said = check.reason or f"{check.requests} requests in {check.seconds:.1f} s{idle}"
     lines = [f"{sign(check.state):8} {check.name}: {said}"]
     lines += [f"         {finding.name}: {finding.seen}" for finding in check.findings]
-    return "\n".join(_plain(each) for each in lines)
+    return "\n".join(plain(each) for each in lines)
 
 
-def _plain(text: str) -> str:
-    """Leave out what would move a terminal's cursor: engines' words are in it."""
+def plain(text: str) -> str:
+    """Leave out what would move a terminal's cursor, or is in no text: engines' words are in it."""
     return "".join(each if each.isprintable() else " " for each in text)

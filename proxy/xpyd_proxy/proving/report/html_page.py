@@ -1,12 +1,12 @@
 """The page as HTML: one file, without scripts, with plots inside. Every word of an engine is escaped."""
 
+import html
 from collections.abc import Sequence
-from html import escape
 from typing import Final
 
 from xpyd_proxy.proving.core.finding import CheckReport
 from xpyd_proxy.proving.core.latencies import PERCENTILES, Latencies, percentile
-from xpyd_proxy.proving.core.run_report import RunReport, sign
+from xpyd_proxy.proving.core.run_report import RunReport, plain, sign
 from xpyd_proxy.proving.report import plots
 
 _STYLE: Final = """
@@ -25,9 +25,9 @@ def write_html(report: RunReport) -> str:
         '<!doctype html><html lang="en"><meta charset="utf-8">',
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
         '<meta name="viewport" content="width=device-width">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>",
-        f"<p><strong>{escape(report.verdict)}</strong></p><ul>",
-        *(f"<li>{escape(note)}</li>" for note in _about(report)),
+        f"<title>{_escaped(title)}</title><style>{_STYLE}</style><h1>{_escaped(title)}</h1>",
+        f"<p><strong>{_escaped(report.verdict)}</strong></p><ul>",
+        *(f"<li>{_escaped(note)}</li>" for note in _about(report)),
         "</ul>",
         *_findings(report.checks),
         *_checks(report.checks),
@@ -47,7 +47,7 @@ def _about(report: RunReport) -> list[str]:
 
 def _findings(checks: Sequence[CheckReport]) -> list[str]:
     rows = [
-        f"<tr><td>{escape(check.name)}<td>{escape(finding.name)}<td>{escape(finding.seen)}<td>{escape(finding.means)}"
+        f"<tr><td>{_escaped(check.name)}<td>{_escaped(finding.name)}<td>{_escaped(finding.seen)}<td>{_escaped(finding.means)}"
         for check in checks
         for finding in check.findings
     ]
@@ -61,9 +61,9 @@ def _checks(checks: Sequence[CheckReport]) -> list[str]:
         idle = "" if check.idle_s is None else f"{check.idle_s:.1f} s"
         said = "; ".join([*([check.reason] if check.reason else []), *check.notes])
         rows.append(
-            f'<tr><td>{escape(check.group)}<td>{escape(check.name)}<td class="{check.state}">{sign(check.state)}'
-            f"<td>{check.requests}<td>{check.seconds:.1f} s<td>{idle}<td>{escape(check.about)}"
-            + (f"<br><small>{escape(said)}</small>" if said else "")
+            f'<tr><td>{_escaped(check.group)}<td>{_escaped(check.name)}<td class="{check.state}">{sign(check.state)}'
+            f"<td>{check.requests}<td>{check.seconds:.1f} s<td>{idle}<td>{_escaped(check.about)}"
+            + (f"<br><small>{_escaped(said)}</small>" if said else "")
         )
     return ["<h2>Checks</h2>", *_table(("group", "check", "result", "requests", "time", "idle after", ""), rows)]
 
@@ -73,7 +73,7 @@ def _loads(loads: Sequence[Latencies]) -> list[str]:
         return []
     rows: list[str] = []
     for load in loads:
-        cells = [escape(load.label), str(load.requests), str(load.failed), f"{load.tokens_per_second:.0f}"]
+        cells = [_escaped(load.label), str(load.requests), str(load.failed), f"{load.tokens_per_second:.0f}"]
         for values in (load.ttft, load.itl):
             found = (percentile(values, percent) for percent in PERCENTILES)
             cells.append(" / ".join("-" if value is None else f"{value * 1e3:.1f}" for value in found))
@@ -101,4 +101,8 @@ def _usage(report: RunReport) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[str]) -> list[str]:
-    return ["<table><tr>", *(f"<th>{escape(name)}" for name in head), *rows, "</table>"]
+    return ["<table><tr>", *(f"<th>{_escaped(name)}" for name in head), *rows, "</table>"]
+
+
+def _escaped(text: str) -> str:
+    return html.escape(plain(text))

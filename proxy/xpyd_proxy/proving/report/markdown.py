@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from xpyd_proxy.proving.core.latencies import PERCENTILES, percentile
-from xpyd_proxy.proving.core.run_report import RunReport, sign
+from xpyd_proxy.proving.core.run_report import RunReport, plain, sign
 
 
 def write_markdown(report: RunReport) -> str:
@@ -65,7 +65,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _cell(text: str) -> str:
     """Escape what Markdown or HTML in it would read as more than words: engines' words are in it."""
-    flat = "".join(each if each.isprintable() else " " for each in text)
+    flat = plain(text)
     for character in "\\`*_[]|#!":
         flat = flat.replace(character, f"\\{character}")
     return flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -33,7 +33,7 @@ def test_mixed_questions_have_every_shape_and_length():
 
 def test_some_questions_continue_others():
     """A prefix that is cached is another path through both engines."""
-    asked = [question for question in Prompts(random.Random(3)).mixed(24, longest=1500)]
+    asked = Prompts(random.Random(3)).mixed(24, longest=1500)
     shares = [
         one.prompt[: len(one.prompt) // 2] == other.prompt[: len(one.prompt) // 2]
         for shape in Shape

@@ -232,7 +232,7 @@ async def _at_rest(bench: Bench) -> str:
         if held := seen.beyond(None):
             raise CheckAborted(f"{server.name} at {server.url} is not at rest: {held}. Take other clients away first")
     if not bench.engines:
-        return "Nobody watches blocks: name the engines behind the router, too (--prefill, --decode)."
+        return "Blocks are not watched: name the engines behind the router, too (--prefill, --decode)."
     return f"Without vLLM's metrics: {', '.join(unknown)}." if unknown else "All engines are at rest."
 
 

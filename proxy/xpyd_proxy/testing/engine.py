@@ -52,6 +52,7 @@ class FaultKind(StrEnum):
     ERROR_EVENT = "error_event"  # send an error in place of an event and then [DONE], as vLLM does
     END = "end"  # end the stream early, as if that were all
     WRONG = "wrong"  # answer with the text of another prompt, as from wrong KV
+    KEEP = "keep"  # prefill: show every lease as held, for ever
     FORGET = "forget"  # prefill: leave `names` out of the kv_transfer_params
 
 
@@ -105,7 +106,6 @@ class Sim:
         self.granted: list[tuple[str, str | None]] = []  # leases of a prefill engine: its request, and the transfer
         self.released: list[str] = []  # requests whose blocks the prefill engine was told to free
         self.abandoned: list[str] = []  # transfers that nobody will come for
-        self.frees_blocks = True  # no: its metrics show every lease of a prefill engine as held
         # What it noted of each request, as the connector's route shows it; None: it has no such route.
         self.timelines: dict[str, list[Json]] | None = None
         self.loads = SimulatedLoads()
@@ -158,7 +158,8 @@ class Sim:
         return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
 
     def _held_share(self) -> float:
-        return 0.0 if self.frees_blocks else min(1.0, len(self.granted) / 1000)
+        keeps = self._fault is not None and self._fault.kind is FaultKind.KEEP
+        return min(1.0, len(self.granted) / 1000) if keeps else 0.0
 
     async def _models(self, _: Request) -> Response:
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "vllm", "max_model_len": 2048}

@@ -45,7 +45,7 @@ def test_a_router_is_asked_as_a_client_does(fleet, capsys):
         code = main(["prove", "--router", url, "--reference", fleet.at["reference"], "--only", "equality"])
 
     assert code == 0
-    assert "Nobody watches blocks" in capsys.readouterr().err
+    assert "Blocks are not watched" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

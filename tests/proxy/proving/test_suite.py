@@ -26,7 +26,7 @@ def test_one_wrong_text_of_many_is_found(prove, fleet):
 
 def test_blocks_that_are_never_freed_are_found_once(prove, fleet):
     """By the check that left them; the next one begins with what is held then."""
-    fleet.p.frees_blocks = False
+    fleet.p.inject(SimulatedFault(FaultKind.KEEP))
     found = prove("--only", "boundaries", "--only", "refused", *SHORT)
 
     assert found.code == 1

@@ -7,7 +7,7 @@ from typing import Final
 
 from xpyd_proxy.proving.bench import Bench, CheckAborted, CheckSkipped, now
 from xpyd_proxy.proving.check import Check, Seen
-from xpyd_proxy.proving.checks import clients, equality, load, many
+from xpyd_proxy.proving.checks import clients, equality, faults, features, handovers, load, many
 from xpyd_proxy.proving.core.finding import CheckReport, CheckState, Finding, FindingName
 from xpyd_proxy.proving.idleness import wait_idle
 from xpyd_proxy.proving.peers import DeedFailed
@@ -17,7 +17,10 @@ ALL_CHECKS: Final[tuple[Check, ...]] = (
     *equality.CHECKS,
     *many.CHECKS,
     *clients.CHECKS,
+    *features.CHECKS,
     *load.CHECKS,
+    *handovers.CHECKS,
+    *faults.CHECKS,
 )
 _HEALTH_S: Final = 10.0
 _SAMPLED_EVERY_S: Final = 2.0

@@ -148,7 +148,8 @@ async def refill(bench: Bench, server: HttpServer) -> str:
             *(server.post(each.path, each.body(bench.facts.name), timeout_s=bench.limits.request_s) for each in asked)
         )
         done += 4 * length
-    return f"{server.name} then computed {done} tokens of other prompts; its cache has room for {size or 'an unknown number'}."
+    room = f"room for {size}" if size else "an unknown size"
+    return f"{server.name} then computed {done} tokens of other prompts; its cache has {room}."
 
 
 def _ids(bench: Bench, length: int) -> Question:

@@ -75,6 +75,11 @@ class Bench:
         return self.service
 
     @property
+    def past_lease_s(self) -> float:
+        """Seconds after which a lease that nothing renews is over."""
+        return 1.1 * self.limits.lease_s
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return max(2, min(1500, (self.facts.max_model_len or 2048) - 64))

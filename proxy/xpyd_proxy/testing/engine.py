@@ -188,7 +188,10 @@ class Sim:
         return _json({"requests": [asdict(entry) for entry in self.log], "violations": self.violations})
 
     async def _generate(self, request: Request) -> Response:
-        raw, entry = await self._logged(request)
+        try:
+            raw, entry = await self._logged(request)
+        except ClientDisconnect:  # in the middle of its body
+            return Response(status_code=499)
         try:
             response = await self._answer(request, raw, entry)
         except ClientDisconnect:

@@ -17,7 +17,6 @@ from xpyd_proxy.proving.peers import Deed
 
 _SENT_S: Final = 0.5  # until a leg has reached its engine
 _BUSY_S: Final = 3.0  # for which a decode engine is given work
-_AFTER_LEASE_S: Final = 3.0
 _RESTART_S: Final = 300.0
 _FROZEN_S: Final = 5.0
 
@@ -49,7 +48,7 @@ async def decode_frozen(bench: Bench) -> Seen:
     decode, offers = bench.pairs.decode[0], await _offers(bench, 8)
     async with _frozen(bench, "decode"):
         answering = [asyncio.create_task(offer.take(decode)) for offer in offers]
-        await asyncio.sleep(bench.limits.lease_s + _AFTER_LEASE_S)
+        await asyncio.sleep(bench.past_lease_s)
         note = await refill(bench, bench.pairs.prefill[0])
     return Seen(await _judge(bench, offers, await asyncio.gather(*answering)), [note])
 
@@ -93,7 +92,7 @@ async def prefill_frozen(bench: Bench) -> Seen:
     decode, offers = bench.pairs.decode[0], await _offers(bench, 4)
     async with _frozen(bench, "prefill"):
         answering = [asyncio.create_task(offer.take(decode)) for offer in offers]
-        await asyncio.sleep(_FROZEN_S)
+        await asyncio.sleep(min(_FROZEN_S, bench.limits.lease_s / 2))
     return Seen(await _judge(bench, offers, await asyncio.gather(*answering)))
 
 
@@ -129,7 +128,7 @@ async def _busy(bench: Bench, decode: HttpServer) -> AsyncGenerator[str]:
 
 async def _until_empty(bench: Bench, server: HttpServer, since: float) -> float:
     """Return after how many seconds an engine holds nothing; watches for a lease and some more."""
-    while now() - since < bench.limits.lease_s + 15:
+    while now() - since < 1.5 * bench.limits.lease_s:
         seen = await bench.holdings(server)
         if seen is not None and not seen.beyond(bench.usual.get(server.name)):
             break

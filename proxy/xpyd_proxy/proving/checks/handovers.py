@@ -15,7 +15,6 @@ from xpyd_proxy.proving.services import PrefillFailed, new_request_id, new_trans
 
 _REFILL_S: Final = 60.0  # for using every block of a cache once
 _LARGEST_CACHE: Final = 400_000  # tokens that are computed for it
-_AFTER_LEASE_S: Final = 3.0
 
 
 class Offered:
@@ -83,7 +82,7 @@ async def stale(bench: Bench) -> Seen:
     prefill, decode = bench.pairs.prefill[0], bench.pairs.decode[0]
     offers = [await Offered(bench, _ids(bench, 100 + 60 * number)).make(prefill) for number in range(4)]
     await bench.right_answers([offer.question for offer in offers])
-    await asyncio.sleep(bench.limits.lease_s + _AFTER_LEASE_S)
+    await asyncio.sleep(bench.past_lease_s)
     note = await refill(bench, prefill)
     replies = [await offer.take(decode) for offer in offers]
     return Seen(await bench.judge([offer.question for offer in offers], replies, may_fail=True), [note])

@@ -117,7 +117,7 @@ async def _busy(bench: Bench, decode: HttpServer) -> AsyncGenerator[str]:
     began = now()
     await work()
     once = max(0.001, now() - began)
-    count = min(64, math.ceil(_BUSY_S / once))
+    count = min(64, math.ceil(min(_BUSY_S, bench.limits.lease_s / 2) / once))
     working = [asyncio.create_task(work()) for _ in range(count)]
     try:
         await asyncio.sleep(min(0.2, once))

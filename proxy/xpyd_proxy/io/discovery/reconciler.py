@@ -43,6 +43,7 @@ class Reconciler:
         self.clock = clock  # seconds; the one of the registry's times
         self.sources = Sources(sources, now=clock())
         self.assignments: Mapping[Key, Assignment] = {}  # of engines that have turned, or shall
+        self._begins = True  # the store has not been heard, so this router has just started
         self._compared = -1, -1  # changes of the registry, and of the views, when all was compared last
 
     def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
@@ -78,11 +79,11 @@ class Reconciler:
 
         A router that has just started has nothing at engines that have turned: they serve their role at once.
         """
-        is_first = not self.sources.views[EngineSource.STORE].is_synced
         changed, self.assignments = assignments != self.assignments, assignments
         view()
         if changed:
-            self._turn_all(at_once=is_first)
+            self._turn_all()
+        self._begins = False
 
     def role_of(self, member: Member) -> EngineRole:
         """Return what an engine should serve."""
@@ -92,13 +93,13 @@ class Reconciler:
             return EngineRole(member.instance.pool.value)
         return found.serves
 
-    def _turn_all(self, *, at_once: bool = False) -> None:
+    def _turn_all(self) -> None:
         if EngineSource.STORE in self.sources.missing:
             return  # nobody knows yet what has turned
         for member in self._registry.members():
             role = self.role_of(member)
             if member.heading is not role:
-                self._turn(member, role, at_once=at_once)
+                self._turn(member, role, at_once=self._begins)
 
     def _turn(self, member: Member, role: EngineRole, *, at_once: bool) -> None:
         before = member.turn

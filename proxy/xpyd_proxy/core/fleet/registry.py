@@ -15,7 +15,7 @@ from xpyd_proxy.core.fleet.load import Load
 from xpyd_proxy.core.fleet.lone_prompts import LonePrompts
 from xpyd_proxy.core.fleet.pair_health import PairHealth
 from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
-from xpyd_proxy.core.fleet.turns import Turn, TurnEvent, TurnState
+from xpyd_proxy.core.fleet.turns import RoleTurn, TurnEvent, TurnState
 from xpyd_proxy.core.model import EngineRole, Instance, InstanceId, Role
 from xpyd_proxy.errors import AlreadyKnown, CannotTurn, NoInstance, UnknownInstance
 from xpyd_proxy.settings import Settings, SlicePairing
@@ -74,7 +74,7 @@ class Member:
     origin: Origin = BY_HAND  # who wants it here
     shown: ShownLoad | None = None  # decode: how busy it was by its own metrics; None: it does not say
     as_decode: Instance | None = None  # of one that serves both roles; None: it serves that of ``instance``
-    turn: Turn | None = None  # while it turns
+    turn: RoleTurn | None = None  # while it turns
 
     @property
     def role(self) -> EngineRole:
@@ -230,7 +230,7 @@ class Registry:
         before = member.role
         if before is to:
             return
-        member.turn = Turn(to, now, now + self._settings.turn_timeout_s)
+        member.turn = RoleTurn(to, now, now + self._settings.turn_timeout_s)
         leaves = [role for role in Role if before.serves(role) and not to.serves(role)]
         if at_once or not leaves:
             self._end_turn(member, TurnEvent.EMPTY, now=now)
@@ -436,7 +436,7 @@ class Registry:
             self.settle_rests(decode)
         self.changes.count += 1
 
-    def _count_turn(self, turn: Turn) -> None:
+    def _count_turn(self, turn: RoleTurn) -> None:
         self.turns[turn.to.value, turn.state.value] += 1
 
     def _is_drained_elsewhere(self, _name: InstanceId) -> bool:

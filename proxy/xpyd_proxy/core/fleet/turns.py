@@ -46,7 +46,7 @@ TRANSITIONS: Final[Mapping[TurnState, Mapping[TurnEvent, TurnState]]] = {
 }
 
 
-class Turn:
+class RoleTurn:
     """One turn. Times are seconds of the registry's clock."""
 
     __slots__ = ("since", "state", "to", "until")

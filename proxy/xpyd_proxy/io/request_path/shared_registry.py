@@ -8,7 +8,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Origin
-from xpyd_proxy.core.fleet.turns import Turn, TurnEvent
+from xpyd_proxy.core.fleet.turns import RoleTurn, TurnEvent
 from xpyd_proxy.core.model import EngineRole, Instance, InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb, key_of, turned_of, turned_text
 from xpyd_proxy.errors import AlreadyKnown
@@ -101,7 +101,7 @@ class SharedRegistry(Registry):
         super()._has_left(member, event, now=now)
         self._ledger.say(Verb.TURNED, turned_text(member.instance.id, member.role))
 
-    def _count_turn(self, turn: Turn) -> None:
+    def _count_turn(self, turn: RoleTurn) -> None:
         if self._counts:
             super()._count_turn(turn)
 

@@ -14,7 +14,7 @@ from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.pair_health import PairFailure
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.fleet.turns import TRANSITIONS, Turn, TurnEvent, TurnState
+from xpyd_proxy.core.fleet.turns import TRANSITIONS, RoleTurn, TurnEvent, TurnState
 from xpyd_proxy.core.model import EngineRole, InstanceId, RequestId, Role
 from xpyd_proxy.core.routing.compatible_groups import group_engines
 from xpyd_proxy.core.routing.pairing import PairSelector
@@ -51,7 +51,7 @@ def sides(registry):
 @pytest.mark.parametrize("event", TurnEvent)
 def test_a_turn_ends_once(state, event):
     """The table is all there is."""
-    turn = Turn(PREFILL, 0.0, 1.0)
+    turn = RoleTurn(PREFILL, 0.0, 1.0)
     turn.state = state
     if event in TRANSITIONS[state]:
         assert turn.on(event) is TRANSITIONS[state][event]

@@ -9,7 +9,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Api, EngineRole, GenerationRequest, RequestId, Role, RoutingHints, TransferId
+from xpyd_proxy.core.model import Api, GenerationRequest, RequestId, Role, RoutingHints, TransferId
 from xpyd_proxy.core.protocol.request_bodies import parse
 from xpyd_proxy.core.protocol.returned_kv import CachedOn
 from xpyd_proxy.errors import ConfigError
@@ -55,11 +55,10 @@ def test_the_engine_with_most_of_the_prompt_is_named(fleet):
 
 def test_an_engine_is_not_told_of_itself(fleet):
     """One that serves both roles may have the conversation as the decode engine that it is."""
-    has(fleet, 0, FIRST[:500])
     has(fleet, 1, FIRST)
-    fleet.registry.turn("decode-1", EngineRole.BOTH, now=0.0)
 
-    assert cached_on(fleet, hints(LATER), "decode-1").engine_id == "d0"
+    assert cached_on(fleet, hints(LATER), "prefill-0").engine_id == "d1"
+    assert cached_on(fleet, hints(LATER), "decode-1") is None
 
 
 def test_a_prompt_that_is_on_its_way_does_not_count(fleet):

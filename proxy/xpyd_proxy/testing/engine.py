@@ -78,6 +78,14 @@ class LogEntry:
     cached: int | None = None  # tokens of its prompt that were in the engine's cache, if it has one
 
 
+@dataclass(frozen=True, slots=True)
+class KvNetwork:
+    """What pretended engines have between them; see ``Sim``."""
+
+    pushed: dict[tuple[str, str], str] | None
+    seconds: Mapping[str, float]
+
+
 class Sim:
     """One engine, as an ASGI application. Delays are seconds. ``offers``: clients may see a prefill engine's token.
 
@@ -118,8 +126,7 @@ class Sim:
         self._used: set[bytes] = set()
         self._mode = mode
         self._offers = offers
-        self._pushed = pushed
-        self._moves_s = moves_s or {}
+        self._network = KvNetwork(pushed, moves_s or {})
         self.cache = PrefixCache(cache_blocks) if cache_blocks else None
         routes = [
             Route("/health", _health),
@@ -289,22 +296,24 @@ class Sim:
         params = rules.make_params(body, replies.request_id, name=name, mode=mode, offers=offers, forget=forget)
         lease: Json = msgspec.json.decode(params)
         self.granted.append((lease.get("remote_request_id", ""), body["kv_transfer_params"].get("transfer_id")))
-        if self._pushed is not None and mode == "push":
+        if self._network.pushed is not None and mode == "push":
             transfer = replies.body["kv_transfer_params"]["transfer_id"]
-            self._pushed[self.engine_id, transfer] = rules.identity(replies.body)
+            self._network.pushed[self.engine_id, transfer] = rules.identity(replies.body)
         return _json(replies.whole() | {"kv_transfer_params": params})
 
     async def _receive(self, request: Request, body: Json) -> None:
         """Wait until a prefill engine has written the KV cache, if it is one that pushes."""
         params: Json = body.get("kv_transfer_params") or {}
-        if params.get("do_remote_prefill") and (seconds := self._moves_s.get(params.get("transfer_mode", "pull"))):
+        if params.get("do_remote_prefill") and (
+            seconds := self._network.seconds.get(params.get("transfer_mode", "pull"))
+        ):
             await _pause(request, seconds)
-        if self._pushed is None or params.get("transfer_mode") != "push":
+        if self._network.pushed is None or params.get("transfer_mode") != "push":
             return
         key = params["remote_engine_id"], params["transfer_id"]
-        while key not in self._pushed:
+        while key not in self._network.pushed:
             await _pause(request, 0.001)
-        if self._pushed.pop(key) != rules.identity(body):
+        if self._network.pushed.pop(key) != rules.identity(body):
             self.violations.append("the KV cache that was pushed belongs to another request")
 
     def _check(self, raw: bytes, body: Json, request: Request) -> None:

@@ -75,7 +75,7 @@ def test_people_see_what_a_pair_does_and_what_the_list_lacks():
     )
     assert (
         lines[2]
-        == "prefill-0  decode-1  well          -          -                      2          -          -        4 s ago"
+        == "prefill-0  decode-1  well          -          -                     2          -          -        4 s ago"
     )
     assert lines[3:] == [
         "7 pairs were forgotten to make room (pair_history)",

@@ -72,13 +72,20 @@ _COMPARED: Final = {
     "pairs_within": "the slice",
 }
 compared: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(*_COMPARED)
+# The same without the slice, which is no part of what a rollout changes.
+without_slice: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(
+    *[n for n in _COMPARED if n != "pairs_within"]
+)
 
 
 def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
     """Tell whether two engines can share a request; that both serve its model is looked at elsewhere."""
-    return prefill.engine_id not in (decode.incompatible or ()) and all(
-        a is None or b is None or a == b for a, b in zip(compared(prefill), compared(decode), strict=True)
-    )
+    return prefill.engine_id not in (decode.incompatible or ()) and agree(compared(prefill), compared(decode))
+
+
+def agree(one: Compared, other: Compared) -> bool:
+    """Tell whether facts are equal or unknown."""
+    return all(a is None or b is None or a == b for a, b in zip(one, other, strict=True))
 
 
 def rests(prefill: InstanceId, decode: EngineCapabilities) -> bool:

@@ -52,7 +52,7 @@ class LegOwner(ABC):
 
     @abstractmethod
     def prompt_counted(self, leg: "DecodeLeg", counted: int, /) -> None:
-        """A later event says how many tokens the prompt has."""
+        """The end of a stream says how many tokens the prompt has."""
 
     @abstractmethod
     def stream_ended(self, leg: "DecodeLeg", /) -> None:
@@ -194,9 +194,11 @@ class DecodeLeg(EngineLeg):
     """The leg whose answer the client gets."""
 
     __slots__ = (
+        "_before_latest",
         "_beginning",
         "_clock",
         "_is_stream",
+        "_latest",
         "_pieces",
         "_size",
         "counted",
@@ -232,6 +234,7 @@ class DecodeLeg(EngineLeg):
         self.is_over = False  # all of the answer is here
         self.follows = False  # it was sent behind the answer of a prefill engine
         self.heard = False  # something has come since the last look at the time
+        self._before_latest = self._latest = b""  # the last two pieces of a stream, while it counts
         self.counts = True  # it may still say how many tokens the prompt has
         self.counted: int | None = None  # what it has said
 
@@ -301,9 +304,7 @@ class DecodeLeg(EngineLeg):
         if lines.erred:
             self.failure = Failure.BAD_RESPONSE  # now, for many clients hang up at an error
         if self.counts:
-            counted = prompt_tokens_in(passing)
-            if counted is not None:
-                self.owner.prompt_counted(self, counted)
+            self._before_latest, self._latest = self._latest, passing
 
     def _pass_on(self, lines: WholeLines, passing: bytes) -> None:
         self._note(lines, passing)
@@ -346,10 +347,18 @@ class DecodeLeg(EngineLeg):
         """All of it is here."""
         self.is_over = True
         if self.lines is not None or self._is_stream:
+            if self.counts and self._latest:
+                self._count_prompt()
             self.owner.stream_ended(self)
             return
         body, self._pieces = b"".join(self._pieces), []
         self.answered(body)
+
+    def _count_prompt(self) -> None:
+        """Look for the usage, which engines write into the first event or the last ones: to look at each costs more."""
+        counted = prompt_tokens_in(self._before_latest + self._latest)
+        if counted is not None:
+            self.owner.prompt_counted(self, counted)
 
     def answered(self, body: bytes) -> None:
         """It is complete, and no stream."""

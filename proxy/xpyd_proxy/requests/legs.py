@@ -194,11 +194,9 @@ class DecodeLeg(EngineLeg):
     """The leg whose answer the client gets."""
 
     __slots__ = (
-        "_before_latest",
         "_beginning",
         "_clock",
         "_is_stream",
-        "_latest",
         "_pieces",
         "_size",
         "counted",
@@ -223,7 +221,7 @@ class DecodeLeg(EngineLeg):
         self.gaps: list[float] | None = None  # takes the seconds between the reads of a stream, once it has begun
         self.read_at = 0.0  # the latest of them
         self._beginning: Beginning | None = None  # of a stream whose first event is not complete
-        self._pieces: list[bytes] = []  # of what is no stream
+        self._pieces: list[bytes] = []  # of what is no stream; of a stream the last two, while it counts
         self._size = 0  # bytes of those
         self._is_stream = False
         self.lines: WholeLines | None = None  # of a stream that has begun well
@@ -234,7 +232,6 @@ class DecodeLeg(EngineLeg):
         self.is_over = False  # all of the answer is here
         self.follows = False  # it was sent behind the answer of a prefill engine
         self.heard = False  # something has come since the last look at the time
-        self._before_latest = self._latest = b""  # the last two pieces of a stream, while it counts
         self.counts = True  # it may still say how many tokens the prompt has
         self.counted: int | None = None  # what it has said
 
@@ -304,7 +301,9 @@ class DecodeLeg(EngineLeg):
         if lines.erred:
             self.failure = Failure.BAD_RESPONSE  # now, for many clients hang up at an error
         if self.counts:
-            self._before_latest, self._latest = self._latest, passing
+            self._pieces.append(passing)
+            if len(self._pieces) > 2:
+                del self._pieces[0]
 
     def _pass_on(self, lines: WholeLines, passing: bytes) -> None:
         self._note(lines, passing)
@@ -347,7 +346,7 @@ class DecodeLeg(EngineLeg):
         """All of it is here."""
         self.is_over = True
         if self.lines is not None or self._is_stream:
-            if self.counts and self._latest:
+            if self.counts and self._pieces:
                 self._count_prompt()
             self.owner.stream_ended(self)
             return
@@ -356,7 +355,7 @@ class DecodeLeg(EngineLeg):
 
     def _count_prompt(self) -> None:
         """Look for the usage, which engines write into the first event or the last ones: to look at each costs more."""
-        counted = prompt_tokens_in(self._before_latest + self._latest)
+        counted = prompt_tokens_in(b"".join(self._pieces))
         if counted is not None:
             self.owner.prompt_counted(self, counted)
 

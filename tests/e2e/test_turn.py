@@ -14,7 +14,8 @@ import pytest
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run
-from xpyd_proxy.local.recipe import Connector, TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
 

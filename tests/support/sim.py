@@ -110,7 +110,7 @@ def sims(x: int = 1, y: int = 1, **options: object) -> dict[str, Sim]:
     With ``kv_both`` each of them takes legs of both kinds.
     """
     kv_both = options.pop("kv_both", False)
-    if options.get("mode") == "push":
+    if options.get("mode") in ("push", "auto"):
         options.setdefault("pushed", {})
     counts = ("prefill", x), ("decode", y)
     return {f"{role[0]}{i}": Sim("both" if kv_both else role, **options) for role, n in counts for i in range(n)}

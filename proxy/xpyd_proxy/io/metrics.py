@@ -241,6 +241,12 @@ class _Collector:
         yield parts
         text = "Pairs whose engines are of two slices though one is preferred (slice_pairing), by reason."
         yield from self._counted.counter("xpyd_slice_crossings", text, ("reason",), "slice_crossings")
+        text = "Engines that a role needs for its traffic (roles); nothing while that is not known."
+        yield from self._counted.gauge("xpyd_wanted_engines", text, ("role",), "wanted_engines")
+        text = (
+            "Decisions on the roles of engines, each of which is a line of the log: by verdict, and by who lacks one."
+        )
+        yield from self._counted.counter("xpyd_role_decisions", text, ("verdict", "lacks"), "role_decisions")
         yield from _speeds(members)
 
     def _queue(self) -> Iterator[Family | None]:

@@ -92,15 +92,15 @@ class ShownLoad:
 
 def shown_load(text: bytes, rank: int | None = None, *, now: float) -> ShownLoad | None:
     """Read how busy an engine is, or one of its data-parallel ranks; None: it does not show its requests."""
-    running, waiting = (_gauge(text, name, rank) for name in (_RUNNING, _WAITING))
+    running, waiting = (gauge_values(text, name, rank) for name in (_RUNNING, _WAITING))
     if not running:
         return None
-    usage = _gauge(text, _USAGE, rank)
+    usage = gauge_values(text, _USAGE, rank)
     requests = int(min(1e9, fsum([*running, *waiting])))
     return ShownLoad(now, requests, min(1.0, max(0.0, max(usage))) if usage else None)
 
 
-def _gauge(text: bytes, name: bytes, rank: int | None) -> list[float]:
+def gauge_values(text: bytes, name: bytes, rank: int | None) -> list[float]:
     """Read the values of a gauge. Its lines are searched for as bytes: a text has hundreds of kB, and it has a few."""
     found, at = list[float](), text.find(name)
     while at >= 0:

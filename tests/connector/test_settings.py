@@ -23,7 +23,7 @@ from xpyd_connector.settings import (
     SAME,
     SECRET_FILE_VARIABLE,
     SECRET_VARIABLE,
-    SHARES,
+    BOUNDS,
     Backend,
     Granularity,
     Mode,
@@ -167,7 +167,7 @@ def test_a_whole_number_must_be_whole():
         read_settings({"handshake_threads": 1.5}, {})
 
 
-@pytest.mark.parametrize(("key", "most"), SHARES.items())
+@pytest.mark.parametrize(("key", "most"), BOUNDS.items())
 def test_a_share_is_at_most_one(key, most):
     """More of the cache than there is would be no bound."""
     assert getattr(read_settings({key: most}, {}), key) == most

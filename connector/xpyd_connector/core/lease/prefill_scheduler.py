@@ -1,6 +1,7 @@
 """P's scheduler: keeps blocks leased until they have been read, and answers whether a lease outlived a read."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from xpyd_connector.core.counters import Counters
@@ -12,6 +13,7 @@ from xpyd_connector.core.messages import (
     FenceResult,
     LeasesLost,
     Message,
+    RankSums,
     ReadDone,
     ReadsStarted,
     RenewLeases,
@@ -35,6 +37,22 @@ class RevocableLease(NamedTuple):
     blocks: int
 
 
+class _Reader(NamedTuple):
+    """One of a decode engine's workers, which waits for its fence result."""
+
+    conn: ConnId
+    name: RequestId
+    rank: int
+
+
+@dataclass(slots=True)
+class _SampledLease:
+    """The checksums of a lease's blocks, and the readers that have come before them."""
+
+    sums: Mapping[int, RankSums] | None = None  # by worker; None: our workers still compute them
+    waiting: list[_Reader] = field(default_factory=list[_Reader])
+
+
 class LeaseManager:
     """Runs on the control thread, which answers decode engines; the engine only takes the leases that ended."""
 
@@ -43,12 +61,26 @@ class LeaseManager:
         self.leases = leases
         self._counters = counters
         self._released: list[LeaseEnded] = []
+        self._sampled: dict[RequestId, _SampledLease] = {}
 
-    def grant(self, request: RequestId, *, now: float) -> None:
-        """Lease the blocks of a finished request."""
+    def grant(self, request: RequestId, *, now: float, sampled: bool = False) -> None:
+        """Lease the blocks of a finished request; if ``sampled``, fence results wait for :meth:`add_sums`."""
         self.leases.grant(request, now=now)
+        if sampled:
+            self._sampled[request] = _SampledLease()
         self._counters.count("leases_granted")
         self._counters.note(request, TimelineStep.LEASE_GRANTED, now)
+
+    def add_sums(self, request: RequestId, sums: Sequence[RankSums]) -> None:
+        """Take the checksums of all workers in; readers that have waited for them get their fence results."""
+        if (sampled := self._sampled.get(request)) is None:
+            return  # its lease has ended, and no reader waits
+        sampled.sums = {each.worker: each for each in sums}
+        for reader in sampled.waiting:
+            self._confirm(reader, sampled)
+        sampled.waiting.clear()
+        if request not in self.leases:
+            del self._sampled[request]
 
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of a decode engine's connection."""
@@ -177,13 +209,27 @@ class LeaseManager:
         if self.refuses(done.request, conn):
             self._link.send(conn, FenceResult(done.reader, held=False))
             return
-        self._link.send(conn, FenceResult(done.reader, held=True))
+        self._confirm(_Reader(conn, done.reader, done.rank), self._sampled.get(done.request))
         if released := self.leases.done(done.request, done.reader, done.rank, done.ranks):
             self._release([released])
         else:
             self.leases.read(done.request, now=now)  # its other ranks do
 
+    def _confirm(self, reader: _Reader, sampled: _SampledLease | None) -> None:
+        """Tell a reader that the lease has held, with the checksums of the worker that it has read from, if any are.
+
+        The lease ends without waiting: our workers take the checksums before the next step writes into freed blocks.
+        """
+        if sampled is not None and sampled.sums is None:
+            sampled.waiting.append(reader)
+            return
+        of_all = sampled.sums if sampled is not None and sampled.sums is not None else {}
+        sums = of_all.get(reader.rank, next(iter(of_all.values()), None))  # of another shape, which the reader counts
+        self._link.send(reader.conn, FenceResult(reader.name, held=True, sums=sums))
+
     def _release(self, released: list[LeaseEnded]) -> None:
         for lease in released:
             self._counters.count(_COUNTER[lease.why])
+            if (sampled := self._sampled.get(lease.request)) is not None and not sampled.waiting:
+                del self._sampled[lease.request]
         self._released += released

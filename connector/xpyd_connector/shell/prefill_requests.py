@@ -281,4 +281,4 @@ class PrefillRequests:
 
 
 def _adding(name: RequestId, sums: Sequence[RankSums]) -> ControlCommand:
-    return lambda control, _: control.lease_manager.add_sums(name, sums)
+    return lambda control, now: control.lease_manager.add_sums(name, sums, now=now)

@@ -28,7 +28,7 @@ from xpyd_connector.core.session.peers import PeerTable
 from xpyd_connector.core.staging.host_buffer import HostBuffer
 from xpyd_connector.core.staging.slots import Slots
 from xpyd_connector.core.staging.worker import StagingWorker
-from xpyd_connector.core.verify.comparison import WRONG_KV, compare, count, sums_of
+from xpyd_connector.core.verify.comparison import compare, count, sums_of
 from xpyd_connector.core.verify.sampling import SampledBlock, Sampling
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.io.link import SocketLink
@@ -143,7 +143,7 @@ class XpydConnectorWorker:
         counters = Counters()
         failure = self._mismatch(checks, counters)
         if failure:
-            counters.count_load(WRONG_KV, checks.engine)
+            counters.count_load("loads_failed_wrong_kv", checks.engine)
             logger.warning("xpyd: the push of %s failed: %s", result.request, failure)
         self._forward(counters.take())
         return result._replace(failure=failure)

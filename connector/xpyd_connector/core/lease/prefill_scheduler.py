@@ -37,20 +37,20 @@ class RevocableLease(NamedTuple):
     blocks: int
 
 
-class _Reader(NamedTuple):
-    """One of a decode engine's workers, which waits for its fence result."""
-
-    conn: ConnId
-    name: RequestId
-    rank: int
-
-
 @dataclass(slots=True)
 class _SampledLease:
     """The checksums of a lease's blocks, and the readers that have come before them."""
 
     sums: Mapping[int, RankSums] | None = None  # by worker; None: our workers still compute them
-    waiting: list[_Reader] = field(default_factory=list[_Reader])
+    waiting: list[tuple[ConnId, ReadDone]] = field(default_factory=list[tuple[ConnId, ReadDone]])
+
+    def of(self, rank: int) -> RankSums | None:
+        """Return the checksums of a reader's counterpart; of an engine with fewer workers, those of some other one.
+
+        The reader sees that they are of another shape, and counts that.
+        """
+        sums = self.sums or {}
+        return sums.get(rank, next(iter(sums.values()), None))
 
 
 class LeaseManager:
@@ -71,16 +71,15 @@ class LeaseManager:
         self._counters.count("leases_granted")
         self._counters.note(request, TimelineStep.LEASE_GRANTED, now)
 
-    def add_sums(self, request: RequestId, sums: Sequence[RankSums]) -> None:
+    def add_sums(self, request: RequestId, sums: Sequence[RankSums], *, now: float) -> None:
         """Take the checksums of all workers in; readers that have waited for them get their fence results."""
+        self.advance(now=now)
         if (sampled := self._sampled.get(request)) is None:
-            return  # its lease has ended, and no reader waits
+            return  # its lease has ended
         sampled.sums = {each.worker: each for each in sums}
-        for reader in sampled.waiting:
-            self._confirm(reader, sampled)
-        sampled.waiting.clear()
-        if request not in self.leases:
-            del self._sampled[request]
+        waiting, sampled.waiting = sampled.waiting, []
+        for conn, done in waiting:
+            self._on_read_done(conn, done, now)
 
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of a decode engine's connection."""
@@ -209,27 +208,22 @@ class LeaseManager:
         if self.refuses(done.request, conn):
             self._link.send(conn, FenceResult(done.reader, held=False))
             return
-        self._confirm(_Reader(conn, done.reader, done.rank), self._sampled.get(done.request))
+        sampled = self._sampled.get(done.request)
+        if sampled is not None and sampled.sums is None:
+            sampled.waiting.append((conn, done))  # the lease is kept: its blocks are not summed yet
+            self.leases.read(done.request, now=now)
+            return
+        sums = sampled.of(done.rank) if sampled is not None else None
+        self._link.send(conn, FenceResult(done.reader, held=True, sums=sums))
         if released := self.leases.done(done.request, done.reader, done.rank, done.ranks):
             self._release([released])
         else:
             self.leases.read(done.request, now=now)  # its other ranks do
 
-    def _confirm(self, reader: _Reader, sampled: _SampledLease | None) -> None:
-        """Tell a reader that the lease has held, with the checksums of the worker that it has read from, if any are.
-
-        The lease ends without waiting: our workers take the checksums before the next step writes into freed blocks.
-        """
-        if sampled is not None and sampled.sums is None:
-            sampled.waiting.append(reader)
-            return
-        of_all = sampled.sums if sampled is not None and sampled.sums is not None else {}
-        sums = of_all.get(reader.rank, next(iter(of_all.values()), None))  # of another shape, which the reader counts
-        self._link.send(reader.conn, FenceResult(reader.name, held=True, sums=sums))
-
     def _release(self, released: list[LeaseEnded]) -> None:
         for lease in released:
             self._counters.count(_COUNTER[lease.why])
-            if (sampled := self._sampled.get(lease.request)) is not None and not sampled.waiting:
-                del self._sampled[lease.request]
+            sampled = self._sampled.pop(lease.request, None)
+            for conn, done in sampled.waiting if sampled is not None else ():
+                self._link.send(conn, FenceResult(done.reader, held=False))
         self._released += released

@@ -36,7 +36,7 @@ from xpyd_connector.core.staging.slots import Slots
 from xpyd_connector.core.timeline import TimelineStep
 from xpyd_connector.core.transfer.remote_memory import RemoteEngines
 from xpyd_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL, StepEnded, Transfers
-from xpyd_connector.core.verify.comparison import WRONG_KV, compare, count
+from xpyd_connector.core.verify.comparison import compare, count
 from xpyd_connector.errors import ConnectorError, IllegalTransition
 
 STAGING_TIMEOUT_FACTOR = 4  # times the timeout: P stages for others first, and for all of our ranks at once
@@ -285,7 +285,7 @@ class PullReader:
             self._counters.count("reads_discarded")
             self._fail(load, "loads_failed_lease", "its lease was over before the read ended")
         elif failure := self._mismatch(load, sums):
-            self._fail(load, WRONG_KV, failure)
+            self._fail(load, "loads_failed_wrong_kv", failure)
         else:
             load.on(LoadEvent.CONFIRMED)
             self._counters.count("loads")

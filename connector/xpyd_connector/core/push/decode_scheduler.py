@@ -345,7 +345,7 @@ class PushReceiver:
             self._succeed(push)
 
     def _succeed(self, push: _ExpectedPush) -> None:
-        """The blocks hold KV. Our workers compare them first, if P has sampled the prefill; then it counts as loaded."""
+        """The blocks hold KV. If P has sampled the prefill, our workers compare them before they count as loaded."""
         push.on(ReceiveEvent.DONE)
         if push.sums:
             token_ranges = [

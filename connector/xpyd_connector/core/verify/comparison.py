@@ -10,8 +10,6 @@ from xpyd_connector.core.messages import BlockSum, RankSums
 from xpyd_connector.core.ports import CacheReader
 from xpyd_connector.core.verify.sampling import SampledBlock
 
-WRONG_KV = "loads_failed_wrong_kv"  # the counter of loads with a wrong block
-
 
 class Comparison(NamedTuple):
     """How many blocks were compared, and how many of them differ."""

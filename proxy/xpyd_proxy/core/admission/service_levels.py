@@ -176,7 +176,7 @@ class ServiceLevels:
         if self.outlook is not None and one.own is not None:
             self.outlook.add(one.own.compute_s)
         heads = [next(iter(lane)) for lane in lanes.values()]
-        if heads and min([_arrived_at(head) for head in heads]) <= one.arrived_at:
+        if heads and min([_arrived_at(head) for head in heads]) < one.arrived_at:
             self._passed += max(1, ticket.tokens)
         else:
             self._passed = 0

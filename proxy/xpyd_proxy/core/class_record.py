@@ -50,4 +50,4 @@ class ClassRecord:
         """Write the outcome, and what was expected, for the log."""
         expected = "" if self.expected_s is None else f", first token expected in {self.expected_s * 1e3:.0f} ms"
         itl = "" if self.itl_s is None else f", {self.itl_s * 1e3:.1f} ms between tokens"
-        return f"{self.name} {self.outcome or 'under way'}{expected}{itl}"
+        return f"{self.name} {self.outcome or '-'}{expected}{itl}"

@@ -26,15 +26,18 @@ def arrive_in_class(
     expected_s = None if own is None or outlook is None else outlook.queue_s + own.ttft_s
     record.of_class = ClassRecord(service_class.name, service_class.ttft_s, service_class.itl_s, expected_s)
     entry = ClassEntry(service_class, own, outlook)
-    return of.gate.arrive(head.caller, plan.priority, size, plan.tokens, entry)
+    return of.gate.arrive_in_class(head.caller, plan.priority, size, plan.tokens, entry)
 
 
-def judge(record: RequestRecord, of_class: ClassRecord, status: int, ticket: Ticket | None, events: int) -> None:
-    """Note what became of a request that is over with this status; ``events``: of its stream."""
+def judge(record: RequestRecord, status: int, ticket: Ticket, events: int) -> None:
+    """Note what became of a request's targets that is over with this status; ``events``: of its stream."""
+    of_class = record.of_class
+    if of_class is None:
+        return
     if status == CLIENT_CLOSED_REQUEST:
         of_class.outcome = ClassOutcome.DISCONNECTED
-    elif ticket is None or ticket.refusal is not None:
-        is_over = ticket is not None and ticket.state is TicketState.EXPIRED
+    elif ticket.refusal is not None:
+        is_over = ticket.state is TicketState.EXPIRED
         of_class.outcome = ClassOutcome.EXPIRED if is_over else ClassOutcome.REFUSED
     elif status >= 400 or record.error is not None:
         of_class.outcome = ClassOutcome.FAILED

@@ -219,16 +219,11 @@ class ClientResponse:
         """Tell whether the size and the end of the response matter: whether blocks have arrived, or will be found."""
         life = self._life
         of = life.of
-        return (
-            life.record.push is _CONCURRENT
-            or of.fleet.remembers
-            or of.gate.admission.counts_tokens
-            or life.record.of_class is not None
-        )
+        return life.record.push is _CONCURRENT or of.fleet.remembers or of.gate.admission.counts_answers
 
     def _keep_end(self, piece: bytes) -> None:
         if piece:
             life = self._life
             life.record.wrote(piece)
-            if life.of.gate.admission.counts_tokens or life.record.of_class is not None:
+            if life.of.gate.admission.counts_answers:
                 self.events += piece.count(_EVENT)

@@ -27,23 +27,24 @@ class Gate:
         self._timer: asyncio.TimerHandle | None = None  # of the next look
         self.outlook: Callable[[], EngineOutlook | None] = _unknown  # what engines still have to do
 
-    def arrive(
-        self, key: str, priority: int, size: int, tokens: int | None = None, entry: ClassEntry | None = None
-    ) -> Ticket:
+    def arrive(self, key: str, priority: int, size: int, tokens: int | None = None) -> Ticket:
         """Return the ticket of a request: admitted, waiting or refused. It has to ``leave`` in any case.
 
-        ``size``: bytes of its body; ``tokens``: about how many its prompt has; None: as many as its bytes suggest;
-        ``entry``: its class, where there are classes.
+        ``size``: bytes of its body; ``tokens``: about how many its prompt has; None: as many as its bytes suggest.
         """
+        ticket = self.admission.arrive(key, priority, size, self._clock(), tokens)
+        if self.admission.news:
+            self._wake()
+        return ticket
+
+    def arrive_in_class(self, key: str, priority: int, size: int, tokens: int | None, entry: ClassEntry) -> Ticket:
+        """Return the same for one that comes in a class."""
         admission = self.admission
-        if entry is None:
-            ticket = admission.arrive(key, priority, size, self._clock(), tokens)
-        else:
-            ticket = admission.arrive(key, priority, size, self._clock(), tokens, entry=entry)
+        ticket = admission.arrive(key, priority, size, self._clock(), tokens, entry=entry)
         if admission.news:
             self._wake()
-        if admission.levels is not None and admission.waiting:
-            self._look_soon()
+        if admission.waiting and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
         return ticket
 
     def watch(self, ticket: Ticket, act: Callable[[], None]) -> None:
@@ -68,7 +69,7 @@ class Gate:
         """Give back a place, or the wait for one; ``tokens``: what was served, if it is known."""
         admission = self.admission
         if ticket.refusal is None:
-            if admission.counts_tokens or admission.levels is not None:
+            if admission.counts_answers:
                 admission.leave(ticket, tokens, now=self._clock())
             else:
                 admission.leave(ticket)
@@ -99,10 +100,6 @@ class Gate:
         self.admission.change(limits, now=self._clock())
         self._wake()
 
-    def _look_soon(self) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
-
     def _look(self) -> None:
         """See for whom of those that wait there is room at the engines now, and who has become late."""
         self._timer = None
@@ -112,8 +109,8 @@ class Gate:
             admission.expire(now=now)
             admission.look(self.outlook(), now=now)
             self._wake()
-            if admission.waiting:
-                self._look_soon()
+            if admission.waiting and self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
 
     def _wake(self) -> None:
         """Tell those that waited what has become of them."""

@@ -377,10 +377,9 @@ class Request:
         try:
             of.over(self)
             ticket, self._ticket = self._ticket, None
-            if (of_class := life.record.of_class) is not None:
-                judge(life.record, of_class, status, ticket, client.events)
             if ticket is not None:
-                if of.gate.admission.counts_tokens:
+                if of.gate.admission.counts_answers:
+                    judge(life.record, status, ticket, client.events)
                     of.gate.leave(ticket, served_tokens(life.record, status, ticket.tokens, client.events))
                 else:
                     of.gate.leave(ticket)

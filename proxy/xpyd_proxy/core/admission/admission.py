@@ -66,6 +66,7 @@ class Admission:
         self._bucket = TokenBucket()
         self._shares = FairShares() if limits.queue_order is _FAIR else None
         self.counts_tokens = _counts_tokens(limits)  # whether ``leave`` wants to know what a request has cost
+        self.counts_answers = self.counts_tokens or self.levels is not None  # somebody counts the tokens of answers
         self.news: list[Ticket] = []  # what ``poll`` would return
         self.share = 1.0  # of the limits that are the fleet's: less while other routers are not heard
         self.usage: dict[str, KeyUsage] = {}  # by key; empty name: all together. Filled where limits are the fleet's
@@ -89,7 +90,7 @@ class Admission:
         guess = size // BYTES_PER_TOKEN if tokens is None else tokens
         ticket = Ticket(key, priority, size, now + limits.max_queue_wait_s, tokens=guess)
         if levels is not None:
-            levels.join(ticket, entry, now)
+            levels.join(ticket, entry, now)  # its place
         account = self._accounts.get(key) or self._new_account(key, now=now)
         if (refusal := self._at_the_door(ticket, account, now)) is not None:
             self._turn_away(ticket, TicketEvent.REFUSE, refusal)
@@ -207,6 +208,7 @@ class Admission:
         is_fair = limits.queue_order is _FAIR
         if (limits.classes, limits.default_class) != (before.classes, before.default_class):
             self._change_classes(levels, waiting, now)
+        self.counts_answers = self.counts_tokens or self.levels is not None
         if is_fair != (self._shares is not None):
             self._shares = FairShares() if is_fair else None
             if self._shares is not None:
@@ -240,11 +242,11 @@ class Admission:
             return Refusal(Limit.RATE, ceil(seconds))
         if self.held_bytes + ticket.size > limits.max_inflight_bytes:
             return Refusal(Limit.BYTES, _LATER)
-        levels = self.levels
-        if levels is not None:
-            return self._at_the_door_of_classes(ticket, levels, now)
-        is_full = self.admitted >= limits.max_concurrency and self.waiting >= limits.max_queue
-        return Refusal(Limit.QUEUE, _LATER) if is_full and self._weakest(ticket) is None else None
+        if self.levels is not None:
+            return self._at_the_door_of_classes(ticket, self.levels, now)
+        if self.admitted >= limits.max_concurrency and self.waiting >= limits.max_queue and not self._weakest(ticket):
+            return Refusal(Limit.QUEUE, _LATER)
+        return None
 
     def _at_the_door_of_classes(self, ticket: Ticket, levels: ServiceLevels, now: float) -> Refusal | None:
         """Check whether there is a place, or one in the queue, by the rules of classes."""

@@ -12,6 +12,7 @@ from typing import Final, Self
 from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.errors import BadRequest, ClassNotAllowed, ConfigError
 
+CLASS_KEYS: Final = ("ttft", "itl", "on_miss", "max_wait", "rank", "open")
 MOST_CLASSES: Final = 16  # each is a label of metrics
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _NUMBER: Final = re.compile(r"[0-9]{1,6}(\.[0-9]{1,9})?(e-[0-9]{1,2})?")
@@ -60,9 +61,9 @@ class ServiceClass:
                 f"{_shown(name)} is not the name of a class: write at most 32 lower-case letters, digits, '-' and '_'"
             )
         for key in said:
-            if key not in _KEYS:
-                close = get_close_matches(key, _KEYS, n=1, cutoff=0.5)
-                right = f"did you mean {close[0]}?" if close else f"write {_listed(_KEYS)}"
+            if key not in CLASS_KEYS:
+                close = get_close_matches(key, CLASS_KEYS, n=1, cutoff=0.5)
+                right = f"did you mean {close[0]}?" if close else f"write {_listed(CLASS_KEYS)}"
                 raise ValueError(f"the class {name} has {_shown(key)}, which is not a key of a class: {right}")
         max_wait = said.get("max_wait")
         return cls(
@@ -79,9 +80,6 @@ class ServiceClass:
     def has_targets(self) -> bool:
         """Whether there is something that a request of it could miss."""
         return self.ttft_s is not None or self.itl_s is not None
-
-
-_KEYS: Final = ("ttft", "itl", "on_miss", "max_wait", "rank", "open")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.results import HandshakeEnded, LoadResult
 from xpyd_connector.errors import InvalidKvParams
 from xpyd_connector.settings import Mode
-from xpyd_connector.shell.decode_modes import Clock, DecodeMode, Post, PullDecode, PushDecode
+from xpyd_connector.shell.decode_modes import Clock, DecodeMode, Post, PullDecode, PushDecode, digest
 from xpyd_connector.shell.engine_config import EngineConfig
 from xpyd_connector.shell.metadata import QuarantineMetadata, StepMetadata
 
@@ -117,7 +117,9 @@ class DecodeRequests:
         """
         own, prompt = RequestId(request.request_id), (source.remote_engine_id, source.remote_request_id)
         self._prompts[own] = prompt
-        if prompt in self._loaders:
+        loader = self._loaders.get(prompt)
+        # In push P alone compares prompts: one that came with params of another loads nothing for the rightful one.
+        if prompt in self._loaders and (loader is None or _is_same_prompt(request, loader)):
             self._counters.count("loads_shared")
             return True
         if len(self._loaders) >= MAX_SHARED:
@@ -229,7 +231,9 @@ class DecodeRequests:
             if (remote_prefill := self._remote_prefills.pop(own, None)) is not None:
                 source = remote_prefill.source
                 self._mode_of(source).ended(own, source)
-                if isinstance(source, PullParams) and request not in failed:
+                if request in failed:
+                    self._loads_nothing(own)
+                elif isinstance(source, PullParams):
                     self._counters.count_peer_load(LOADED, source.remote_engine_id)
 
     def finished(self, request: Request) -> None:
@@ -325,3 +329,7 @@ class DecodeRequests:
         self._loads_nothing(own)
         engine = self._remote_prefills.pop(own).source.remote_engine_id
         self._post(lambda control, _: control.lease_renewer.release(own, engine))
+
+
+def _is_same_prompt(one: Request, other: Request) -> bool:
+    return digest(one, one.num_prompt_tokens) == digest(other, other.num_prompt_tokens)

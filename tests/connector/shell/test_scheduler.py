@@ -103,9 +103,11 @@ class Engine:
     def orders(self):
         return self.side.step(IDLE).orders
 
-    def ended(self, *requests, quarantined=(), released=()):
+    def ended(self, *requests, failed=(), quarantined=(), released=()):
         news = QuarantineMetadata([RequestId(r) for r in quarantined], [RequestId(r) for r in released])
-        self.side.after_step(KVConnectorOutput(finished_recving=set(requests), kv_connector_worker_meta=news))
+        output = KVConnectorOutput(finished_recving=set(requests), kv_connector_worker_meta=news)
+        output.failed_recving = set(failed)
+        self.side.after_step(output)
 
     def free(self):
         return self.pool.get_num_free_blocks()
@@ -304,6 +306,23 @@ def test_an_answer_does_not_wait_for_one_that_loads_nothing(engine, end):
     assert engine.side.matched_tokens(second, 0) == (0, False)
     assert engine.orders() == []
     assert engine.side.matched_tokens(engine.arrive(name="d-c"), 0) == (9, True)  # asked later, it may load
+
+
+def test_a_prompt_whose_load_failed_is_loaded_by_the_next_request_for_it(engine):
+    """The blocks are not here, and P may hold them still: unread, they would be held until their lease expires."""
+    first, waiting = engine.arrive(name="d-a"), engine.arrive(name="d-b")
+    engine.allocate(first, 9)
+    engine.orders()
+    first.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    engine.ended("d-a", failed=["d-a"])
+
+    assert engine.side.matched_tokens(waiting, 0) == (0, False)  # it computes the prompt, as the first one does
+    late = engine.arrive(name="d-c")
+    assert engine.side.matched_tokens(late, 0) == (9, True)
+    engine.side.finished(first, ([],))
+    engine.side.finished(waiting, ([],))
+    assert engine.side.matched_tokens(engine.arrive(name="d-d"), 0) == (None, False)  # it waits for the third
 
 
 @pytest.mark.parametrize("changes", [{"mm_features": ["an image"]}, {"lora": "an adapter"}, {"cache_salt": "salt"}])
@@ -1009,6 +1028,18 @@ def test_a_request_with_push_params_registers_its_blocks(pushing):
     assert ticket.groups == (LentBlocks(4, 9, tuple(block.block_id for block in blocks[1:])),)
     assert ticket.prompt == digest_prompt(PROMPT, [], None)
     assert pushing.asks() == []
+
+
+def test_params_that_came_with_another_prompt_serve_their_own(pushing):
+    """P compares the prompts, and refuses the first: the second must not take it for one that loads its prompt."""
+    wrong = pushing.request(BOOKING, name="d-a", prompt=PROMPT[::-1])
+    pushing.side.on_new_request(wrong)
+    right = pushing.arrive(name="d-b")
+    assert pushing.side.matched_tokens(wrong, 0) == (9, True)
+
+    assert pushing.side.matched_tokens(right, 0) == (9, True)
+    pushing.allocate(right, 9)
+    assert [name for name, *_ in pushing.asks()].count("push_receiver.expect") == 1
 
 
 def test_without_a_transfer_id_both_legs_share_the_requests_id(pushing):

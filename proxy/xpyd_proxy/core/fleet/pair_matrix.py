@@ -17,14 +17,14 @@ _NEWEST: Final = 0.125  # weight of the latest time in a mean
 class PairFacts:
     """One pair, since it was first used or last forgotten. Times are seconds."""
 
-    __slots__ = ("failed", "good_at", "handovers", "last_at", "ttft_s")
+    __slots__ = ("failed", "good_since", "handovers", "last_at", "ttft_s")
 
     def __init__(self) -> None:
         self.handovers = 0  # requests that both engines have served
         self.failed: dict[str, int] | None = None  # decode legs, by how they failed (Failure)
         self.ttft_s: float | None = None  # from handing over to the first event of a stream: a moving mean
         self.last_at = 0.0  # of the router's clock: the end of a request, or a failure
-        self.good_at = 0.0  # the same of the requests that were served
+        self.good_since = 0.0  # when the request began that began last of those it served
 
 
 class PairMatrix:
@@ -45,13 +45,14 @@ class PairMatrix:
         """How many pairs were forgotten to make room."""
         return self.counts[()]
 
-    def used(self, pair: Pair, ttft_s: float | None, now: float) -> None:
+    def used(self, pair: Pair, ttft_s: float | None, now: float, began_at: float) -> None:
         """A pair has served a request; ``ttft_s``: from handing over to the first event, None: it is no stream."""
         facts = self._facts.get(pair)
         if facts is None:
             facts = self._new(pair)
         facts.handovers += 1
-        facts.good_at = facts.last_at = now
+        facts.last_at = now
+        facts.good_since = max(facts.good_since, began_at)
         if ttft_s is not None:
             before = facts.ttft_s
             facts.ttft_s = ttft_s if before is None else before + _NEWEST * (ttft_s - before)
@@ -75,9 +76,9 @@ class PairMatrix:
         return sorted(self._facts.items(), key=lambda each: -each[1].last_at)
 
     def works_elsewhere(self, pair: Pair, since: float) -> bool:
-        """Tell whether both engines of a pair have served a request with others since then."""
+        """Tell whether both engines of a pair have served a request with others that began since then."""
         prefill, decode = pair
-        found = [each for each, facts in self._facts.items() if facts.good_at >= since and each != pair]
+        found = [each for each, facts in self._facts.items() if facts.good_since >= since and each != pair]
         return prefill in {each[0] for each in found} and decode in {each[1] for each in found}
 
     def keep(self, engines: frozenset[InstanceId]) -> None:

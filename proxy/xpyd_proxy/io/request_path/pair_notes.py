@@ -48,7 +48,7 @@ class PairNotes:
                 if record.push is _AT_ONCE and prefill.ms is not None:
                     ms -= prefill.ms  # they are handed over with the prefill engine's answer
                 ttft_s = ms / 1000 if ms > 0 else 0.0
-            matrix.used(pair, ttft_s, record.began_at + record.duration_s)
+            matrix.used(pair, ttft_s, record.began_at + record.duration_s, record.began_at)
         if self.health.has_any and self.health.worked(pair, only=PairFailure.ENGINE_ERROR) is not None:
             self._healed(pair)
 

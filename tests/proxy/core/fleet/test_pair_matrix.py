@@ -14,9 +14,9 @@ A, B, C = ("p0", "d0"), ("p0", "d1"), ("p1", "d0")
 def test_a_pair_is_counted():
     """Its requests, its first tokens, and its failures by kind."""
     matrix = PairMatrix(8)
-    matrix.used(A, 0.1, 1.0)
-    matrix.used(A, 0.2, 2.0)
-    matrix.used(A, None, 3.0)
+    matrix.used(A, 0.1, 1.0, 1.0)
+    matrix.used(A, 0.2, 2.0, 2.0)
+    matrix.used(A, None, 3.0, 3.0)
     matrix.failed(A, "http_5xx", 4.0)
     row = next(pair_rows(matrix, PairHealth(Settings()), now=6.0))
 
@@ -38,7 +38,7 @@ def test_those_that_were_used_last_are_kept(uses, most):
     """With thousands of engines there are millions of pairs."""
     matrix = PairMatrix(most)
     for now, (p, d) in enumerate(uses):
-        matrix.used((f"p{p}", f"d{d}"), None, float(now))
+        matrix.used((f"p{p}", f"d{d}"), None, float(now), float(now))
 
     latest = list(dict.fromkeys((f"p{p}", f"d{d}") for p, d in reversed(uses)))
     kept = [pair for pair, _ in matrix.latest()]
@@ -51,7 +51,7 @@ def test_pairs_of_engines_that_left_are_forgotten():
     """Ids are never used again."""
     matrix = PairMatrix(8)
     for pair in (A, B, C):
-        matrix.used(pair, None, 1.0)
+        matrix.used(pair, None, 1.0, 1.0)
     matrix.keep(frozenset({"p0", "d0"}))
 
     assert [pair for pair, _ in matrix.latest()] == [A]
@@ -60,9 +60,9 @@ def test_pairs_of_engines_that_left_are_forgotten():
 def test_engines_that_work_with_others_are_known():
     """Only then is it the pair that fails."""
     matrix = PairMatrix(8)
-    matrix.used(A, None, 9.0)
-    matrix.used(B, None, 1.0)
-    matrix.used(C, None, 5.0)
+    matrix.used(A, None, 9.0, 9.0)
+    matrix.used(B, None, 1.0, 1.0)
+    matrix.used(C, None, 5.0, 5.0)
 
     assert matrix.works_elsewhere(A, 1.0)
     assert not matrix.works_elsewhere(A, 2.0)  # p0 has served with none but d0 since then
@@ -70,11 +70,24 @@ def test_engines_that_work_with_others_are_known():
     assert not matrix.works_elsewhere(A, 2.0)
 
 
+def test_a_request_that_began_before_an_engine_broke_shows_nothing():
+    """An engine that answers 500 to all finishes its streams: its pairs were not to blame, and none of them rests."""
+    matrix = PairMatrix(8)
+    for pair in (B, C):
+        matrix.used(pair, None, 9.0, 9.0)
+    assert matrix.works_elsewhere(A, 8.0)
+
+    for pair in (B, C):
+        matrix.used(pair, None, 20.0, 2.0)
+    assert not matrix.works_elsewhere(A, 10.0)
+    assert matrix.works_elsewhere(A, 8.0)  # what was seen before still holds
+
+
 def test_pairs_that_fail_are_shown_first():
     """Nobody looks through a thousand rows."""
     matrix, health = PairMatrix(8), PairHealth(Settings(pair_failures=2))
     for now, pair in enumerate((A, B, C, ("p1", "d1"), ("p2", "d2"))):
-        matrix.used(pair, None, float(now))
+        matrix.used(pair, None, float(now), float(now))
     matrix.failed(B, "timeout", 6.0)
     health.failed(A, PairFailure.REFUSED, 2, now=5.0)
     health.failed(("p9", "d9"), PairFailure.TRANSFER, 1, now=5.0)

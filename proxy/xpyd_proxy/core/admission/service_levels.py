@@ -2,8 +2,8 @@
 
 A request that can still meet its target is on time. The order is by rank; within a rank those on time come first, then
 by priority and deadline. Nobody is let in for whom a more important class would miss its target: the engines' queues
-may be filled only up to half of what the tightest target of such a class leaves. So what may wait waits here, where it
-can be overtaken, and not in an engine.
+may be filled only up to a quarter of what the tightest target of such a class leaves. So what may wait waits here,
+where it can be overtaken, and not in an engine.
 
 So that nobody waits for ever, those who wait the longest get one token of eight, whatever their class is.
 """
@@ -20,7 +20,7 @@ from xpyd_proxy.core.admission.ticket import Ticket
 from xpyd_proxy.settings import Settings
 
 AIM: Final = 0.8  # part of a target that is planned for: what is expected is not certain
-LEFT: Final = 0.5  # part of what a target leaves that requests of other classes may fill
+LEFT: Final = 0.25  # part of what a target leaves that requests of other classes may fill
 AGEING: Final = 8  # of so many tokens one is of those who wait the longest
 INDEX_BITS: Final = 4  # of a place in the queue: the number of a class
 _RANK_BIT: Final = 72  # above the priority, which has 18 digits
@@ -126,7 +126,10 @@ class ServiceLevels:
         if one is None or one.service_class.on_miss is not _REFUSE:
             return None
         ahead_s = self.ahead_s(ticket, lanes)
-        if not self.is_possible(one, now, ahead_s=ahead_s):
+        is_free = self.outlook is None or self.outlook.queue_s + ahead_s == 0.0
+        # An engine that is free takes it, however long: else one wrong measurement would keep all out, and no other
+        # would follow.
+        if not is_free and not self.is_possible(one, now, ahead_s=ahead_s):
             return self.too_late(one, now, ahead_s=ahead_s)
         return self._spoils(one)
 

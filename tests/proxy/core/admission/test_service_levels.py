@@ -60,6 +60,13 @@ def test_what_can_meet_its_target_is_let_in():
     assert states(*[gate.come("chat") for _ in range(3)]) == ["admitted"] * 3
 
 
+def test_a_strict_request_is_served_where_an_engine_is_free():
+    """Else one wrong measurement would keep all out, and no other would follow."""
+    gate = Gatekeeper(queues=[0.0, 9.0])
+
+    assert states(gate.come("strict", 5.0)) == ["admitted"]
+
+
 def test_what_was_not_measured_is_let_in():
     """The router has just been started, or no request came for a minute: nobody knows, so nobody is kept out."""
     gate = Gatekeeper(queues=[99.0])
@@ -95,29 +102,29 @@ def test_what_would_miss_its_target_is_refused_where_its_class_says_so():
 
 
 def test_others_wait_before_a_more_important_class_would_miss_its_target():
-    """Half of what the target of the class leaves is for them; what comes in that class finds the rest."""
-    gate = Gatekeeper(queues=[0.3, 0.4])
+    """A quarter of what the target of the class leaves is for them; what comes in that class finds the rest."""
+    gate = Gatekeeper(queues=[0.1, 0.15])
     batch = gate.come("batch", 3.0)
     assert states(batch) == ["admitted"]  # one engine is still free soon enough
-    gate.queues = [0.4, 3.3]
+    gate.queues = [0.15, 3.1]
     second = gate.come("batch")
-    gate.queues = [0.5, 3.3]
+    gate.queues = [0.25, 3.1]
     waiting = gate.come("agent")
     assert states(second, waiting) == ["admitted", "waiting"]
 
-    assert gate.look(0.1, 0.55, 3.2) == []
+    assert gate.look(0.1, 0.2, 3.0) == []
     assert states(gate.come("chat")) == ["admitted"]
-    assert gate.look(0.4, 0.2, 2.9) == [waiting]
+    assert gate.look(0.3, 0.1, 2.8) == [waiting]
 
 
 def test_a_class_that_does_not_wait_is_refused_before_it_spoils_others():
     """The sentence says whose target it is."""
-    gate = Gatekeeper(queues=[0.45])
+    gate = Gatekeeper(queues=[0.2])
     refused = gate.come("picky", 0.5)
 
     assert refused.state is TicketState.REFUSED
     assert refused.refusal.text == (
-        "engines would be busy for 0.95 s with this request, and may be for 0.5 s with those of the class picky: "
+        "engines would be busy for 0.7 s with this request, and may be for 0.25 s with those of the class picky: "
         "the class chat has a target of 1 s"
     )
 
@@ -195,7 +202,7 @@ def test_deadlines_order_a_rank_and_priorities_come_before_them():
     order = []
     for _ in tickets:
         gate.admission.leave(inside)
-        (inside,) = gate.admission.poll()
+        (inside,) = [*gate.admission.poll(), *gate.look()]
         order.append(tickets.index(inside))
 
     assert order == [2, 3, 1, 0]
@@ -211,7 +218,7 @@ def test_fair_shares_hold_within_a_class():
     order = []
     for _ in range(4):
         gate.admission.leave(inside, 1000)
-        (inside,) = gate.admission.poll()
+        (inside,) = [*gate.admission.poll(), *gate.look()]
         order.append(inside)
 
     assert order[:2] == [chat, other]

@@ -24,6 +24,17 @@ class Mode(StrEnum):
 
     PULL = "pull"  # the decode engine reads them
     PUSH = "push"  # the prefill engine writes them
+    AUTO = "auto"  # either, as the router says in each request's kv_transfer_params; pull if it says nothing
+
+    @property
+    def pulls(self) -> bool:
+        """Whether decode engines read what prefill engines keep."""
+        return self is not Mode.PUSH
+
+    @property
+    def pushes(self) -> bool:
+        """Whether prefill engines may write into decode engines' caches."""
+        return self is not Mode.PULL
 
 
 class Granularity(StrEnum):

@@ -41,6 +41,7 @@ from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.pods import read_pod
 from xpyd_proxy.core.fleet.cache_index import CacheIndex
 from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
+from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Target
@@ -149,7 +150,12 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             registry.add_target(role, Target.parse(address), now=clock())
     learned, pairs = (
         PushCoordinates(at_once=TRANSFER_POLICIES[settings.kv_transfer_mode].at_once),
-        PairNotes(registry, PairMatrix(settings.pair_history), (crew.number, crew.of)),
+        PairNotes(
+            registry,
+            PairMatrix(settings.pair_history),
+            (crew.number, crew.of),
+            PairModes(TRANSFER_POLICIES[settings.kv_transfer_mode].fixed),
+        ),
     )
     index, known = _cache_knowledge(settings)
     fleet = fleet_of(
@@ -193,8 +199,8 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
         spans=traces,
     )
-    (fleet.later, fleet.bounds), (telemetry.legs_under_way, telemetry.stepped) = (
-        (telemetry.later, telemetry.counters.lone_prompts_bound),
+    (fleet.later, fleet.bounds, fleet.modes), (telemetry.legs_under_way, telemetry.stepped) = (
+        (telemetry.later, telemetry.counters.lone_prompts_bound, pairs.modes),
         (requests.engines_of_legs, fleet.stepped),
     )
     checks = HttpChecks(
@@ -239,6 +245,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         SessionIds(settings.session_names),
         fleet.shares_loads,
         fleet.caches,
+        fleet.modes,
     )
     access = OperatorAccess(admin_key, Audit(telemetry.admin_action, clock), settings.max_body_bytes)
     keys, browsers = (

@@ -22,7 +22,8 @@ from support.fixtures import ADMIN_KEY
 from support.hand_chats import COMPUTED, LOADED
 from support.proc import pids_of, wait_stopped
 from support.questions import WORDS
-from xpyd_proxy.local.recipe import Connector, TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
 

@@ -117,7 +117,7 @@ def test_both_engines_share_one_gpu_and_what_cannot_start_leaves_nothing(tmp_pat
         (0, "start", {}, "nvidia-smi lists no GPU"),
         (2, "start", {"GPUS": "0 7"}, "GPU 7 is not one of: 0 1"),
         (2, "start", {"GPUS": "0 1 0"}, "must be one or two numbers"),
-        (2, "start", {"MODE": "both"}, "MODE is both, and must be pull or push"),
+        (2, "start", {"MODE": "both"}, "MODE is both, and must be pull, push or auto"),
         (2, "begin", {}, "'begin' is not start"),
     ],
 )

@@ -103,7 +103,7 @@ def _answering(engine: Answering, host: str) -> ASGIApp:
 
 def sims(x: int = 1, y: int = 1, **options: object) -> dict[str, Sim]:
     """Pretend x prefill and y decode engines, named p0, p1, ... and d0, d1, ...; ``mode="push"`` connects them."""
-    if options.get("mode") == "push":
+    if options.get("mode") in ("push", "auto"):
         options.setdefault("pushed", {})
     return {f"{role[0]}{i}": Sim(role, **options) for role, n in (("prefill", x), ("decode", y)) for i in range(n)}
 

@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from xpyd_connector.core.counters import LOADED, Counters
 from xpyd_connector.core.ids import EngineId, RequestId
-from xpyd_connector.core.lease.kv_params import REFUSALS, PullParams, PushParams
+from xpyd_connector.core.lease.kv_params import REFUSALS, PullParams, PushParams, says_push
 from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.results import HandshakeEnded, LoadResult
 from xpyd_connector.errors import InvalidKvParams
@@ -78,16 +78,17 @@ class DecodeRequests:
         self._quarantined: dict[RequestId, _Quarantined] = {}
         self._pull_decode = PullDecode(engine_config, post, signatures, wall_clock)
         self._mode: DecodeMode = self._pull_decode
-        # The same object as _mode, in push. Then KV of earlier answers alone is read.
+        # The same object as _mode, in push and auto. In push, KV of earlier answers alone is read.
         self._push_decode: PushDecode | None = None
-        if mode is Mode.PUSH:
+        if mode.pushes:
             self._mode = self._push_decode = PushDecode(engine_config, post)
+        self._chooses = mode is Mode.AUTO
 
     def begin(self, request: Request, params: Mapping[str, Any]) -> None:
         """Start to renew the lease of a new request. Invalid params cost a local prefill, never a wrong text."""
         own = RequestId(request.request_id)
         try:
-            source = self._mode.read(request, params)
+            source = self._mode_by(params).read(request, params)
         except InvalidKvParams as exc:
             self._counters.count(REFUSALS[type(exc)])
             logger.warning("xpyd: %s computes its own prompt: %s", own, exc)
@@ -103,6 +104,9 @@ class DecodeRequests:
             self._skip_incompatible(own, objection)
         elif not is_met:
             self._post(lambda control, _: control.lease_renewer.report_handshake(engine))
+
+    def _mode_by(self, params: Mapping[str, Any]) -> DecodeMode:
+        return self._pull_decode if self._chooses and not says_push(params) else self._mode
 
     def begin_found(self, own: RequestId, found: PullParams) -> None:
         """Load the beginning of a prompt from the prefix cache of a decode engine, which has leased it to us."""

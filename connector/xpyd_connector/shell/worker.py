@@ -94,13 +94,16 @@ class XpydConnectorWorker:
         )  # fmt: skip
         remote_agents = RemoteAgents(agent)
         movers = [NixlTransferAgent(agent, memory.kind, memory.number, remote_agents) for _ in range(2)]
-        pulls = self._settings.mode is Mode.PULL
-        if pulls and self._engine_config.is_consumer:
-            self._start_reader(movers[0], consumer, fingerprint)
-        elif not pulls and self._engine_config.prefix_hash:
+        mode = self._settings.mode
+        pulls = mode is Mode.PULL
+        reads = mode.pulls and self._engine_config.is_consumer
+        writes = mode.pushes and self._engine_config.is_producer
+        if writes and (reads or self._engine_config.prefix_hash):
             self._start_returning_writer(movers, memory, fingerprint, self._handshake.token)
-        elif not pulls and self._engine_config.is_producer:
+        elif writes:
             self._start_writer(movers[0], producer, self._handshake.token)
+        elif reads:
+            self._start_reader(movers[0], consumer, fingerprint)
         if pulls and self._engine_config.is_producer and producer.buffer is not None:
             self._start_stager(producer.buffer, WorkerHello(producer.info.worker, self._handshake.token))
         elif not pulls and self._engine_config.is_consumer and consumer.buffer is not None:

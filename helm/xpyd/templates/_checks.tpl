@@ -73,8 +73,8 @@
 {{- if ne $c.loadFailurePolicy "recompute" -}}
 {{- fail (printf "returnKv.enabled is true, but connector.loadFailurePolicy is %s: prefill engines would ask no decode engine, for a read that fails would cost the request; write recompute" $c.loadFailurePolicy) -}}
 {{- end -}}
-{{- if and (or $c.bufferDevice (get $c.extraConfig "host_staging")) (eq $c.mode "push") -}}
-{{- fail (printf "returnKv.enabled is true, connector.mode is push and KV goes through host memory (connector.bufferDevice is %q): what is read does not go through host memory, and engines would refuse to start; write pull, or leave bufferDevice and extraConfig.host_staging out" $c.bufferDevice) -}}
+{{- if and (or $c.bufferDevice (get $c.extraConfig "host_staging")) (ne $c.mode "pull") -}}
+{{- fail (printf "returnKv.enabled is true, connector.mode is %s and KV goes through host memory (connector.bufferDevice is %q): what is read does not go through host memory, and engines would refuse to start; write pull, or leave bufferDevice and extraConfig.host_staging out" $c.mode $c.bufferDevice) -}}
 {{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- if has "--no-enable-prefix-caching" (get $v $role).extraArgs -}}
@@ -84,6 +84,9 @@
 {{- if and (hasKey $v.router.settings "return_kv") (not $v.router.settings.return_kv) -}}
 {{- fail "returnKv.enabled is true, and router.settings.return_kv is false: leave one of them out" -}}
 {{- end -}}
+{{- end -}}
+{{- if and (eq $c.mode "auto") (or $c.bufferDevice (get $c.extraConfig "host_staging")) -}}
+{{- fail (printf "connector.mode is auto, and KV goes through host memory (connector.bufferDevice is %q): engines would refuse to start; write pull or push" $c.bufferDevice) -}}
 {{- end -}}
 {{- if and (get $v.router.settings "share_limits") (not (include "xpyd.router.peers" .)) -}}
 {{- fail "router.settings.share_limits is true: routers tell each other what keys were served, so it needs router.peers.enabled: true, more than one router and router.workers: 1" -}}

@@ -192,8 +192,8 @@ class Status:
         )
 
     def _pair_status(self) -> PairsStatus:
-        matrix, health = self._pairs.matrix, self._pairs.health
-        return PairsStatus(len(matrix), health.resting, worst_rows(matrix, health, _PAIRS, now=self._clock()))
+        matrix, health, modes = self._pairs.matrix, self._pairs.health, self._pairs.modes
+        return PairsStatus(len(matrix), health.resting, worst_rows(matrix, health, modes, _PAIRS, now=self._clock()))
 
 
 def _series(parts: Sequence[Part]) -> Series:

@@ -30,6 +30,7 @@ _CONTINUING: Final = RequestState.CONTINUING
 _DECODE: Final = Role.DECODE
 _SEVERAL: Final = SingleEngineReason.N
 _CONCURRENT: Final = LegOrder.CONCURRENT
+_READ: Final = push.TransferMode.PULL
 
 
 class Dispatch:
@@ -232,7 +233,11 @@ class Dispatch:
             life.on(_SINGLE)
             return None
         attempt.hold_slot(decode)
-        coordinates = None if attempt.move is not None else life.of.learned.coordinates(prefill.id)
+        coordinates = None
+        if attempt.move is None:
+            attempt.mode = life.of.fleet.mode_of(prefill, decode)
+            if attempt.mode is not _READ:
+                coordinates = life.of.learned.coordinates(prefill.id)
         if coordinates is None:
             life.on(_PULL)
             return attempt.send_prefill(call, prefill, reuses=self.settings.reuse_prompt_tokens)

@@ -942,7 +942,7 @@ class PushEngine(Engine):
     """The same; what is asked of the control thread is only noted, and a test answers for it."""
 
     def __init__(self, **choices):
-        super().__init__(mode=Mode.PUSH, **choices)
+        super().__init__(**{"mode": Mode.PUSH} | choices)
         control = self.side._control
         control.stop()
         self.runner, control._runner = control._runner, self
@@ -1012,6 +1012,50 @@ def pushing():
     engine = PushEngine()
     yield engine
     engine.stop()
+
+
+@pytest.fixture
+def either():
+    engine = PushEngine(mode=Mode.AUTO)
+    yield engine
+    engine.stop()
+
+
+def test_an_engine_that_can_do_either_loads_as_each_request_says(either):
+    """It registers blocks where it is told to, and reads what it is offered otherwise."""
+    pushed = either.arrive(name="d-a", transfer_mode="push")
+    pulled = either.request(offer(remote_request_id=RequestId("p-b")).to_params(), name="d-b")
+    either.side.on_new_request(pulled)
+    assert either.side.matched_tokens(pushed, 0) == either.side.matched_tokens(pulled, 0) == (9, True)
+    either.allocate(pushed, 9)
+    either.allocate(pulled, 9)
+
+    assert [name for name, *_ in either.asks()].count("push_receiver.expect") == 1
+    (order,) = either.step().orders
+    assert (order.request, order.remote_request) == ("d-b", "p-b")
+
+
+def test_an_engine_that_can_do_either_lends_as_each_request_says(either):
+    """A router that says nothing gets an offer to read, as from an engine that pulls: it may be any."""
+    either.side.finished(either.prefill("p-a", "t-a"), ([1, 2, 3],))
+    asked = either.request({"do_remote_decode": True, "transfer_id": "t-b", "transfer_mode": "push"}, name="p-b")
+    asked.num_preemptions = 0
+    either.side.on_new_request(asked)
+    params = either.side.finished(asked, ([4, 5, 6],))
+
+    assert params["transfer_mode"] == "push"
+    assert params["transfer_id"] == "t-b"
+    (piece,) = either.step().pieces
+    assert piece.request == "t-b"
+    assert [request for name, request in either.asks() if name == "grant"] == ["p-a", "t-b"]
+
+
+def test_a_request_to_be_pushed_that_cannot_is_not_offered_to_be_read(either):
+    """Its decode engine waits for a push: what it is told instead, it would not read."""
+    params = {"do_remote_decode": True, "transfer_id": "", "transfer_mode": "push"}
+    either.side.on_new_request(request := either.request(params | {"transfer_id": "x" * 10_000}, name="p-a"))
+
+    assert either.side.finished(request, ([1, 2, 3],)) is None
 
 
 def test_a_request_with_push_params_registers_its_blocks(pushing):

@@ -7,13 +7,13 @@ from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet import push_coordinates
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 
 # What a prefill engine's answers have taught.
-MODES: Final[Mapping[push_coordinates.CoordinatesState, TransferMode]] = {
-    push_coordinates.CoordinatesState.PULL: TransferMode.PULL,
-    push_coordinates.CoordinatesState.PUSH: TransferMode.PUSH,
-    push_coordinates.CoordinatesState.SEVERAL: TransferMode.PUSH,
+MODES: Final[Mapping[push_coordinates.CoordinatesState, EngineMode]] = {
+    push_coordinates.CoordinatesState.PULL: EngineMode.PULL,
+    push_coordinates.CoordinatesState.PUSH: EngineMode.PUSH,
+    push_coordinates.CoordinatesState.SEVERAL: EngineMode.PUSH,
 }
 
 NO_SLICE: Final = ""  # stands for engines without one: with slice_pairing require they are a slice of their own
@@ -26,7 +26,7 @@ class EngineCapabilities:
     models: frozenset[str] | None = None  # /v1/models, with its LoRA adapters
     version: str | None = None  # /version; two versions of vLLM refuse each other's handshake
     connector: str | None = None  # whose metrics it shows: xpyd or nixl
-    mode: TransferMode | None = None  # prefill: as its answers say; decode: as it was declared (URL#mode=push)
+    mode: EngineMode | None = None  # prefill: as its answers say; decode: as it was declared (URL#mode=push)
     revision: str | None = None  # of its deployment, as its pod or its operator says
     protocol: str | None = None  # of our connector's side channel; others refuse each other
     fingerprint: str | None = None  # of model, cache and vLLM, as our connector sees them; others refuse each other
@@ -72,13 +72,20 @@ _COMPARED: Final = {
     "pairs_within": "the slice",
 }
 compared: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(*_COMPARED)
+# The same without the slice, which is no part of what a rollout changes.
+without_slice: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(
+    *[n for n in _COMPARED if n != "pairs_within"]
+)
 
 
 def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
     """Tell whether two engines can share a request; that both serve its model is looked at elsewhere."""
-    return prefill.engine_id not in (decode.incompatible or ()) and all(
-        a is None or b is None or a == b for a, b in zip(compared(prefill), compared(decode), strict=True)
-    )
+    return prefill.engine_id not in (decode.incompatible or ()) and agree(compared(prefill), compared(decode))
+
+
+def agree(one: Compared, other: Compared) -> bool:
+    """Tell whether facts are equal or unknown."""
+    return all(a is None or b is None or a == b for a, b in zip(one, other, strict=True))
 
 
 def rests(prefill: InstanceId, decode: EngineCapabilities) -> bool:

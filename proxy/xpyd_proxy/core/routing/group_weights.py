@@ -16,6 +16,7 @@ from typing import Final
 
 from xpyd_proxy.core.model import Instance, InstanceId
 from xpyd_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping
+from xpyd_proxy.core.routing.share_bound import EACH, SPARE
 
 BOUND: Final = 1.4  # times its fair share that an engine gets before decode engines serve alone
 _BURST: Final = 4.0  # requests that caches may send to a group beyond its bound
@@ -38,8 +39,10 @@ class GroupShare:
 class Shares:
     """The traffic of a whole fleet, or of one model; it is not empty."""
 
-    def __init__(self, shares: Sequence[GroupShare]) -> None:
+    def __init__(self, shares: Sequence[GroupShare], prefills: float = 0.0, decodes: float = 0.0) -> None:
+        """``prefills``, ``decodes``: the engines of each role, also those that get nothing."""
         self.all = shares
+        self.prefills, self.decodes = prefills, decodes
         self.upto = list(accumulate([share.weight for share in shares]))  # the sums of the weights so far
         self.by_engine = dict[InstanceId, GroupShare]()  # the first share that an engine has a part in
         self.limits = dict[str, float]()  # by group: the limit of its first share
@@ -52,6 +55,17 @@ class Shares:
                     side[instance.id] = instance
                     self.by_engine[instance.id] = share
         self.prefill, self.decode = list(prefill.values()), list(decode.values())
+
+    def rates(self) -> dict[InstanceId, float]:
+        """Return the part of all requests that each engine may get (share_bound)."""
+        parts = dict[InstanceId, float]()
+        for share in self.all:
+            for engines in (share.group.decode, () if share.alone else share.group.prefill):
+                for instance in engines:
+                    parts[instance.id] = parts.get(instance.id, 0.0) + share.weight / len(engines)
+        prefill = {instance.id: EACH / self.prefills for instance in self.prefill}
+        decode = {instance.id: EACH / self.decodes for instance in self.decode}
+        return {name: max(fair, SPARE * parts[name]) for name, fair in (prefill | decode).items()}
 
 
 def shares_of(grouping: Grouping, *, may_be_alone: bool) -> Shares:
@@ -72,8 +86,12 @@ def shares_of(grouping: Grouping, *, may_be_alone: bool) -> Shares:
         for group, least in zip(pairs, capacity, strict=True)
     ]
     left = 1 - fsum(capacity) * stretch
+    everyone = (
+        fsum([group.prefill_count for group in pairs]) + len(grouping.unpaired_prefill),
+        float(sum([len(group.decode) for group in grouping.groups])),
+    )
     if left <= _LEAST:
-        return Shares(found)
+        return Shares(found, *everyone)
     used = {share.group.name: share.weight for share in found}
     rooms = [max(0.0, len(group.decode) / decodes - used.get(group.name, 0.0)) for group in grouping.groups]
     alone = [
@@ -81,7 +99,7 @@ def shares_of(grouping: Grouping, *, may_be_alone: bool) -> Shares:
         for group, room in zip(grouping.groups, rooms, strict=True)
         if room > _LEAST
     ]
-    return Shares([*found, *alone])
+    return Shares([*found, *alone], *everyone)
 
 
 def _beyond_one(count: int) -> int:
@@ -118,6 +136,17 @@ class GroupTurns:
     def of_session(self, shares: Shares, session: str) -> GroupShare:
         """Return the share of a session: by weighted rendezvous, so that few sessions move when weights change."""
         return max(shares.all, key=lambda share: _bid(share, session))
+
+    def others(self, shares: Shares, chosen: GroupShare, session: str | None) -> Sequence[GroupShare]:
+        """List the other shares, in the order in which they take what the engines of the chosen one must not get."""
+        others = [share for share in shares.all if share is not chosen]
+        return others if session is None else sorted(others, key=lambda share: -_bid(share, session))
+
+    def moved(self, chosen: GroupShare, other: GroupShare) -> None:
+        """The request that the chosen share was counted for goes to another one."""
+        if self._credit is not None and chosen.group.name in self._credit:
+            self._credit[chosen.group.name] += 1.0
+            self._credit[other.group.name] = self._credit.get(other.group.name, _BURST) - 1.0
 
     def copy(self) -> "GroupTurns":
         """Return one that chooses alike, and whose choices leave no trace here."""

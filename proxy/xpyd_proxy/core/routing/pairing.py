@@ -1,6 +1,6 @@
 """Which engines may serve a request, and the choice among them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Final, Protocol, Self, TypeAlias
@@ -10,10 +10,11 @@ from xpyd_proxy.core.fleet import compatibility
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import ANY, Instance, Role, RoutingHints, SingleEngineReason
+from xpyd_proxy.core.model import ANY, Instance, InstanceId, Role, RoutingHints, SingleEngineReason
 from xpyd_proxy.core.routing.alone_bound import AloneBound, Holding
 from xpyd_proxy.core.routing.compatible_groups import Grouping, group_engines
 from xpyd_proxy.core.routing.group_weights import GroupShare, GroupTurns, Shares, shares_of
+from xpyd_proxy.core.routing.share_bound import ShareBound, ShareBounds, without
 from xpyd_proxy.core.routing.slices import divide_by_slice, nearest
 from xpyd_proxy.errors import BadRequest, NoInstance, NoMatchingInstance, UnknownModel
 from xpyd_proxy.settings import SlicePairing
@@ -95,6 +96,7 @@ class PolicyPerLeg:
         return PolicyPerLeg(self.prefill.copy(), self.decode.copy(), self.decode_first)
 
 
+_UNBOUND: Final[Mapping[bool, Mapping[InstanceId, float]]] = {True: {}, False: {}}
 _MOST_NAMED: Final = 4  # pairs in one message
 _MOST_SEEN: Final = 64  # clients can think of models without end
 
@@ -111,6 +113,8 @@ class _Seen:
     shares: Shares | None  # None: there is one group of all of them, and nothing to divide
     shares_alone: Shares | None  # the same where decode engines may serve alone
     fits: Fits  # for groups in which not all fit
+    # By whether decode engines may serve alone: the part of the requests that each engine may get; empty: any.
+    rates: Mapping[bool, Mapping[InstanceId, float]]
 
 
 class _FoundHolders:
@@ -150,6 +154,8 @@ class PairSelector:
     weighing: WeighingPolicy | None = None  # the choice, if it also decides whether a decode engine serves alone
     # Prefill engines that the cache of their policy prefers, where that of decode engines does not decide.
     prefill_holders: Callable[[Among, RoutingHints], Among] | None = None
+    # How much one engine gets while revisions are mixed; None: the policies see to it themselves.
+    bounds: ShareBounds | None = None
     _seen: dict[tuple[str | None, int | None], _Seen] = field(
         default_factory=dict[tuple[str | None, int | None], _Seen]
     )
@@ -204,8 +210,12 @@ class PairSelector:
 
     def one(self, decode: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
-        among = self._alone(decode, ask)
-        return self.choice.one(self._found.take(among, ask) or among, ask)
+        among = self._within_bound(self._alone(decode, ask), ask)
+        chosen = self.choice.one(self._found.take(among, ask) or among, ask)
+        rates = self._rates_alone(ask)
+        if self.bounds is not None and rates:
+            self.bounds.of(ask.model).count(rates, (chosen,))
+        return chosen
 
     def small(
         self, decode: Among, ask: RoutingHints, least: int, *, alone: Among | None = None
@@ -219,7 +229,8 @@ class PairSelector:
             return SingleEngineReason.SHORT, 0
         if not least or self.holder is None or self.bound is None:
             return None, 0
-        found = self.holder.holding(self._alone(decode, ask) if alone is None else alone, ask, least, self.bound)
+        among = self._within_bound(self._alone(decode, ask) if alone is None else alone, ask)
+        found = self.holder.holding(among, ask, least, self.bound)
         self.bound.count(found)
         if not found.engines:
             return None, found.cached
@@ -231,7 +242,8 @@ class PairSelector:
         if self.weighing is None:
             return False
         serving = self._serving(Role.PREFILL, prefill, ask)
-        return self.weighing.alone(serving, self._alone(decode, ask), ask)  # the engines that ``one`` looks at
+        alone = self._within_bound(self._alone(decode, ask), ask)  # the engines that ``one`` looks at
+        return self.weighing.alone(serving, alone, ask)
 
     @property
     def expected(self) -> ExpectedTime | None:
@@ -249,6 +261,7 @@ class PairSelector:
             self.turns.copy(),
             weighing,
             self.prefill_holders,
+            None if self.bounds is None else self.bounds.copy(),
         )
 
     def _alone(self, decode: Among, ask: RoutingHints) -> Among:
@@ -256,33 +269,68 @@ class PairSelector:
         trying, well = self._sorted(self._serving(decode[0].role, decode, ask))
         return trying[:1] if trying and not (ask.again and well) else well
 
+    def _within_bound(self, alone: Among, ask: RoutingHints) -> Among:
+        """Leave the engines that may get more, if revisions are mixed and there are any."""
+        rates = self._rates_alone(ask)
+        if self.bounds is None or not rates:
+            return alone
+        return without(alone, self.bounds.of(ask.model).exhausted()) or alone
+
+    def _rates_alone(self, ask: RoutingHints) -> Mapping[InstanceId, float]:
+        """Return what each engine may get where one may serve alone, as ``pair`` has found it; empty: any part."""
+        remembered = self._calm.get(ask.model)
+        is_known = remembered is not None and remembered[0] == self.registry.changes.count
+        return remembered[2].rates[True] if remembered is not None and is_known else _UNBOUND[True]
+
     def _choose(self, seen: _Seen, ask: RoutingHints, *, may_be_alone: bool) -> Chosen:
         """Choose a group, if there are several, and then its engines."""
         shares = seen.shares_alone if may_be_alone else seen.shares
         if shares is None:
             return self.choice.pair(seen.prefill, seen.decode, ask, compatibility.always if seen.all_fit else seen.fits)
-        share = None
-        if ask.session is not None:
-            share = self.turns.of_session(shares, ask.session)
-        elif ask.prompt:
-            share = self._cached(shares, ask)
-        if share is None:
-            share = self.turns.next(shares)
-        group = share.group
-        if share.alone:
-            return None, self.choice.one(group.decode, ask)
-        return self.choice.pair(group.prefill, group.decode, ask, compatibility.always if group.all_fit else seen.fits)
+        rates = seen.rates[may_be_alone]
+        if self.bounds is not None and rates:
+            return self._choose_within(shares, rates, self.bounds.of(ask.model), ask, seen.fits)
+        share = self._share(shares, shares.prefill, shares.decode, ask)
+        return self._choose_of(share, share.group.prefill, share.group.decode, ask, seen.fits)
 
-    def _cached(self, shares: Shares, ask: RoutingHints) -> GroupShare | None:
-        """Return the share of an engine that has the prompt in its cache; None: a cache decides nothing."""
+    def _choose_within(
+        self, shares: Shares, rates: Mapping[InstanceId, float], bound: ShareBound, ask: RoutingHints, fits: Fits
+    ) -> Chosen:
+        """Choose likewise among engines that may get more; if a group has none of a role, another group serves."""
+        out = bound.exhausted()
+        first = share = self._share(shares, without(shares.prefill, out), without(shares.decode, out), ask)
+        sides = share.group.prefill, share.group.decode
+        if out and share.group.all_fit:
+            for each in (first, *self.turns.others(shares, first, ask.session)):
+                prefill, decode = without(each.group.prefill, out), without(each.group.decode, out)
+                if decode and (prefill or each.alone) and each.group.all_fit:
+                    share, sides = each, (prefill, decode)
+                    break
+        if share is not first:
+            self.turns.moved(first, share)
+        chosen = self._choose_of(share, *sides, ask, fits)
+        bound.count(rates, chosen)
+        return chosen
+
+    def _choose_of(self, share: GroupShare, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits) -> Chosen:
+        if share.alone:
+            return None, self.choice.one(decode, ask)
+        return self.choice.pair(prefill, decode, ask, compatibility.always if share.group.all_fit else fits)
+
+    def _share(self, shares: Shares, prefill: Among, decode: Among, ask: RoutingHints) -> GroupShare:
+        """Choose a share: that of a session, of an engine of these that has the prompt in its cache, or the next."""
         share = None
-        if self.holder is not None:
-            holders = self.holder.holders(shares.decode, ask)
+        if len(shares.all) == 1:
+            return shares.all[0]
+        if ask.session is not None:
+            return self.turns.of_session(shares, ask.session)
+        if ask.prompt and self.holder is not None and decode:
+            holders = self.holder.holders(decode, ask)
             share = self.turns.cached(shares, [instance.id for instance in holders])
-        if share is None and self.prefill_holders is not None and shares.prefill:
-            holders = self.prefill_holders(shares.prefill, ask)
+        if share is None and ask.prompt and self.prefill_holders is not None and prefill:
+            holders = self.prefill_holders(prefill, ask)
             share = self.turns.cached(shares, [instance.id for instance in holders])
-        return share
+        return self.turns.next(shares) if share is None else share
 
     def _look(self, of: Sequence[object], prefill: Among, decode: Among, *, may_be_alone: bool) -> _Seen:
         """Sort engines that serve the model into groups. Raises NoMatchingInstance: no two of them fit."""
@@ -293,16 +341,25 @@ class PairSelector:
         # Where nothing is served alone although it may be, nothing changes if it may not.
         is_some_alone = True in [share.alone for share in alone.all]
         shares = self._shares(grouping, may_be_alone=False) if is_some_alone else alone
+        is_bound = self.bounds is not None and self._is_mixed(grouping)
         return _Seen(
             of,
             paired_prefill,
             paired_decode,
             decode,
             len(pairs) == 1 and pairs[0].all_fit,
-            None if _is_whole(shares, paired_prefill, paired_decode) else shares,
-            None if _is_whole(alone, paired_prefill, paired_decode) else alone,
+            None if not is_bound and _is_whole(shares, paired_prefill, paired_decode) else shares,
+            None if not is_bound and _is_whole(alone, paired_prefill, paired_decode) else alone,
             fits,
+            {True: alone.rates(), False: shares.rates()} if is_bound else _UNBOUND,
         )
+
+    def _is_mixed(self, grouping: Grouping) -> bool:
+        """Tell whether two engines differ in more than their slice, and not only because their pair rests."""
+        prefill = [*grouping.unpaired_prefill, *(group.prefill[0] for group in grouping.pairs)]
+        sides = prefill, [group.decode[0] for group in grouping.groups]
+        kinds = [{compatibility.without_slice(self.registry.facts(one)) for one in side} for side in sides]
+        return not all(compatibility.agree(one, other) for one, other in product(*kinds))
 
     def _shares(self, grouping: Grouping, *, may_be_alone: bool) -> Shares:
         shares = shares_of(grouping, may_be_alone=may_be_alone)

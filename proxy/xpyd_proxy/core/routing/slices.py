@@ -65,7 +65,7 @@ def divide_by_slice(shares: Shares, slice_of: SliceOf) -> Shares:
     found = list[GroupShare]()
     for share in shares.all:
         found.extend([share] if share.alone or not share.group.all_fit else _divided(share, slice_of))
-    return Shares(found)
+    return Shares(found, shares.prefills, shares.decodes)
 
 
 def left_out(group: CompatibleGroup, served: Set[InstanceId], slice_of: SliceOf) -> Sequence[CompatibleGroup]:

@@ -11,7 +11,7 @@ from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.probe_schedule import ProbeSchedule, keeps_blocks
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
 from xpyd_proxy.settings import Settings
@@ -154,7 +154,7 @@ class Prober:
         if is_whole and is_new:
             with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself
                 shown = await self._checks.numbers(member.instance)
-                mode = TransferMode(shown.mode) if shown.mode in tuple(TransferMode) else None
+                mode = EngineMode(shown.mode) if shown.mode in tuple(EngineMode) else None
                 facts = EngineCapabilities(
                     connector=shown.connector,
                     mode=mode,

@@ -9,6 +9,7 @@ from xpyd_proxy.core.counters import Key
 from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities, fit
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.load import read_report
+from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import (
@@ -24,6 +25,7 @@ from xpyd_proxy.core.model import (
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import cached_share
 from xpyd_proxy.core.protocol.prompt_ids import may_tell_ids
+from xpyd_proxy.core.protocol.push import EngineMode, TransferMode
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.pairing import Chosen, PairSelector
 from xpyd_proxy.core.routing.slices import SliceCrossings, nearest
@@ -41,6 +43,7 @@ _DECODE: Final = Role.DECODE
 _OURS: Final = "xpyd"  # an engine's metrics show which connector it has
 _FAR: Final = 0.5  # of what was expected in a cache: with less the engine has evicted it; blocks are whole ones
 _BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)
+_AUTO: Final = EngineMode.AUTO
 _HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
 
 
@@ -83,6 +86,7 @@ class LiveFleet:
         self.changed: Callable[[InstanceId], None] | None = None  # hears which engine has more requests, or fewer
         # None: slices play no part, or no pair is of two.
         self.crossings = SliceCrossings(registry) if registry.slice_pairing is SlicePairing.PREFER else None
+        self.modes = PairModes()  # of pairs that can pull and push
         self.later = DeferredCalls()  # what went well and has yet to be told here
 
     @property
@@ -239,6 +243,13 @@ class LiveFleet:
         if self.learner is not None:
             self.learner.learn(ask, answer)
 
+    def mode_of(self, prefill: Instance, decode: Instance) -> TransferMode | None:
+        """Return how the KV of the next request of two engines moves; None: they do not leave it to the router."""
+        member = self.registry.get(prefill.id)
+        if member is None or member.facts.mode is not _AUTO:
+            return None
+        return self.modes.next_way((prefill.id, decode.id), now=self._clock())
+
     def rehearsal(self) -> PairSelector:
         """Return what would choose now, to be asked without consequences."""
         return self._pairs.copy()
@@ -271,7 +282,7 @@ class LiveFleet:
         if (member := self.registry.get(instance.id)) is not None:
             member.life.all_succeeded(requests, self._clock())
             mode = MODES.get(self._learned.state(instance.id)) if instance.role is _PREFILL else None
-            if mode is not None and mode is not member.facts.mode:
+            if mode is not None and member.facts.mode not in (mode, _AUTO):
                 self.registry.learn(instance.id, EngineCapabilities(mode=mode))
 
     def ended(self, instance: Instance, request: RequestId, failure: Failure | None, /) -> None:

@@ -17,6 +17,7 @@ from xpyd_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
 from xpyd_proxy.core.routing.policy_parts import PolicyParts
 from xpyd_proxy.core.routing.prompt_memory import PromptMemory
+from xpyd_proxy.core.routing.share_bound import ShareBounds
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.request_path.caches import Caches
 from xpyd_proxy.io.request_path.engine_costs import EngineCosts
@@ -30,6 +31,8 @@ Dice: TypeAlias = Callable[[int], int]  # dice(n): 0 to n-1
 
 ITL_WEIGHT: Final = 4.0  # tokens for which the time between tokens counts beside the time to first token
 _REMEMBERING: Final = (PolicyName.PREFIX, PolicyName.EXPECTED_TTFT)
+# They send an engine more than others for what it has; the load or turns bound the others.
+_LOYAL: Final = frozenset({PolicyName.PREFIX, PolicyName.SESSION})
 _OWN: Final[Mapping[str, Callable[[PolicyParts], Policy]]] = {
     PolicyName.ROUND_ROBIN: lambda parts: RoundRobin(Rotation(parts.turn), Rotation(parts.turn)),
     PolicyName.LEAST_LOADED: lambda parts: LeastLoaded(parts.load, parts.turn),
@@ -77,13 +80,14 @@ def fleet_of(
         costs = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=itl_s)
         weighing = ExpectedTtft(costs, dice)
         bound = AloneBound(registry, clock, costs.spares_alone if costs.may_be_alone else None)
-        pairs = PairSelector(registry, weighing, weighing, bound, weighing=weighing)
+        pairs = PairSelector(registry, weighing, weighing, bound, weighing=weighing, bounds=ShareBounds(registry))
         return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=costs)
     parts = PolicyParts(Loads(registry, clock).of, dice, turn, caches)
     prefill, decode = (policy_of(name, parts) for name in names)
     if settings.decode_policy != PolicyName.PREFIX:
         holders = prefill.holders if isinstance(prefill, Prefix) else None
-        pairs = PairSelector(registry, PolicyPerLeg(prefill, decode), prefill_holders=holders)
+        bounds = ShareBounds(registry) if set(names) & _LOYAL else None
+        pairs = PairSelector(registry, PolicyPerLeg(prefill, decode), prefill_holders=holders, bounds=bounds)
         return LiveFleet(registry, pairs, learned, clock, caches, learner=learner)
     timing = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=itl_s) if itl_s else None
     prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches, notes=timing is None)
@@ -91,5 +95,5 @@ def fleet_of(
         prefill = prefix.copy()  # the costs note what engines are sent, once they have looked at what these have
     choice = PolicyPerLeg(prefill, prefix, decode_first=True)
     bound = AloneBound(registry, clock, None if timing is None else timing.spares_alone)
-    pairs = PairSelector(registry, choice, prefix, bound)
+    pairs = PairSelector(registry, choice, prefix, bound, bounds=ShareBounds(registry))
     return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=timing)

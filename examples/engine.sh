@@ -9,7 +9,7 @@
 # SECRETS          directory with the files connector-secret, engine-key and admin-key (systemd's CREDENTIALS_DIRECTORY)
 # XPYD_ROUTER      URL of the router, for join and leave; XPYD_ROUTER_PIN is its certificate, if it is https
 # MAINPID          process id of the engine, for join, which gives up when it has ended (systemd sets it)
-# MODE             pull (the default) or push, the same on all engines
+# MODE             pull (the default), push or auto, the same on all engines
 # optional:        PORT SIDE_PORT SERVED_NAME TENSOR_PARALLEL ENGINE_ARGS JOIN_S DRAIN_S VLLM XPYD
 set -eu
 if [ $# -ne 1 ]; then
@@ -29,9 +29,9 @@ esac
 
 case ${MODE:-pull} in
 pull) extra= ;;
-push) extra=', "kv_connector_extra_config": {"mode": "push"}' ;;
+push | auto) extra=", \"kv_connector_extra_config\": {\"mode\": \"$MODE\"}" ;;
 *)
-    echo "engine.sh: MODE is $MODE, and must be pull or push" >&2
+    echo "engine.sh: MODE is $MODE, and must be pull, push or auto" >&2
     exit 2
     ;;
 esac

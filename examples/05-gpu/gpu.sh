@@ -13,7 +13,7 @@
 # MODEL         what vllm serve is given (Qwen/Qwen3-0.6B); SERVED_NAME (small)
 # GPUS          of the prefill and the decode engine: "0 1", or "0 0" for one (the first two that nvidia-smi lists)
 # GPU_MEMORY    fraction of a GPU for each engine (0.85; 0.4 where both share one)
-# MODE          pull (the default) or push
+# MODE          pull (the default), push or auto
 # STEPS         what `all` does, instead of everything; it stops the engines at its end
 # OUT           folder of logs, results and secrets (gpu-run); it must be yours alone
 # READY_S       seconds for the engines to start (900: the first start downloads the model)
@@ -31,9 +31,9 @@ router_port=${ROUTER_PORT:-8000} prefill_port=${PREFILL_PORT:-8100} decode_port=
 side_port=${SIDE_PORT:-5600} doctor_port=${DOCTOR_PORT:-5690}
 router=http://$address:$router_port
 case ${MODE:-pull} in
-pull | push) ;;
+pull | push | auto) ;;
 *)
-    echo "gpu.sh: MODE is $MODE, and must be pull or push" >&2
+    echo "gpu.sh: MODE is $MODE, and must be pull, push or auto" >&2
     exit 2
     ;;
 esac
@@ -75,7 +75,8 @@ since() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 20; } # PID
 
 running() { # of a name: whether what begin began has not ended; its pid may be another's by now
     local pid when
-    read -r pid when 2>/dev/null <"$out/pids/$1" && [ "$(since "$pid")" = "$when" ]
+    # It has no time if it had ended before it was looked at.
+    read -r pid when 2>/dev/null <"$out/pids/$1" && [ -n "$when" ] && [ "$(since "$pid")" = "$when" ]
 }
 
 begin() { # NAME COMMAND...: in a session of its own, so that it outlives this shell; its pid is the session's
@@ -139,8 +140,9 @@ prove() {
     prepare
     if "$xpyd" prove --help >/dev/null 2>&1; then
         local code=0
-        XPYD_PROVE_KEY=$(secret engine-key) "$xpyd" prove --prefill "http://$address:$prefill_port" \
-            --decode "http://$address:$decode_port" >"$out/results/prove.txt" 2>&1 || code=$?
+        "$xpyd" prove --prefill "http://$address:$prefill_port" --prefill-key-file "$out/secrets/engine-key" \
+            --decode "http://$address:$decode_port" --decode-key-file "$out/secrets/engine-key" \
+            --report "$out/results/prove.html" --report "$out/results/prove.json" >"$out/results/prove.txt" 2>&1 || code=$?
         tail -n 40 "$out/results/prove.txt"
         [ "$code" -eq 0 ] || fail "xpyd prove ends with exit code $code: $out/results/prove.txt" || return 1
     else

@@ -60,6 +60,7 @@ class Bench:
     requests: int = 0  # that were sent to the service
     loads: list[Latencies] = field(default_factory=list[Latencies])
     usual: dict[str, Holdings] = field(default_factory=dict[str, Holdings])  # what engines hold at rest
+    down: str = ""  # which engine is down, and since when: nothing more is checked then
     _right: dict[str, Answer | None] = field(default_factory=dict[str, Answer | None])
 
     @property

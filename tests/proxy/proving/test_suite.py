@@ -60,6 +60,16 @@ def test_a_prefill_engine_without_a_connector_is_said(prove, fleet):
     assert "has it a KV connector?" in str(found.page)
 
 
+def test_after_an_engine_is_down_nothing_more_is_checked(prove, fleet):
+    """One finding, and not one for each check that follows."""
+    fleet.d.inject(SimulatedFault(FaultKind.ILL))
+    found = prove("--only", "boundaries", "--only", "burst", *SHORT)
+
+    assert found.findings["boundaries"][-1] == "engine-down"
+    assert found.page["checks"][1]["state"] == "skipped"
+    assert found.page["checks"][1]["reason"] == "decode-0 is down since the check boundaries"
+
+
 def test_what_takes_too_long_is_left_out(prove):
     """Ten minutes are ten minutes; the page says what was not done, and nothing done is not green."""
     found = prove("--only", "load", "--seconds", "1")

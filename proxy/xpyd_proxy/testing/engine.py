@@ -54,7 +54,7 @@ class FaultKind(StrEnum):
     END = "end"  # end the stream early, as if that were all
     WRONG = "wrong"  # answer with the text of another prompt, as from wrong KV
     KEEP = "keep"  # prefill: show every lease as held, for ever
-    ILL = "ill"  # fail health checks, and nothing else
+    ILL = "ill"  # fail health checks from the first request on, and nothing else
     FORGET = "forget"  # prefill: leave `names` out of the kv_transfer_params
 
 
@@ -163,7 +163,7 @@ class Sim:
             self.cache.clear()
 
     async def _health(self, _: Request) -> Response:
-        is_ill = self._fault is not None and self._fault.kind is FaultKind.ILL
+        is_ill = self._fault is not None and self._fault.kind is FaultKind.ILL and bool(self.log)
         return Response(status_code=503 if is_ill else 200)
 
     async def _metrics(self, _: Request) -> Response:

@@ -3,6 +3,7 @@
 What is measured is printed: ``pytest -s tests/e2e/test_turn.py`` makes the numbers of docs/turning-roles.md.
 """
 
+import signal
 import threading
 import time
 from collections import Counter
@@ -44,15 +45,17 @@ def fleet_of(request, fleet, model):
     specs = {name: engine_spec(f"turn-{mode}-{name}", model, mode=mode, **OPTIONS) for name in ("a", "b", "c")}
     children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
     fleet.wait_ready(list(children.values()), timeout_s=300)
-    yield SimpleNamespace(**specs, mode=mode, specs=list(specs.values()))
+    yield SimpleNamespace(**specs, mode=mode, specs=list(specs.values()), children=children, fleet=fleet)
     fleet.stop(*[child for child in children.values() if child in fleet.children])
 
 
 @pytest.fixture
-def router(fleet_of, start_router):
+def router(fleet_of, start_router, request):
     """1P2D: a is P."""
-    env = {"ADMIN_API_KEY": ADMIN_KEY}
-    url = start_router(f"router-turn-{fleet_of.mode}", [fleet_of.a], [fleet_of.b, fleet_of.c], args=ARGS, env=env)
+    env, name = {"ADMIN_API_KEY": ADMIN_KEY}, request.node.name.split("[")[0][5:]
+    url = start_router(
+        f"router-turn-{fleet_of.mode}-{name}", [fleet_of.a], [fleet_of.b, fleet_of.c], args=ARGS, env=env
+    )
     wait_until(lambda: all(row["version"] and row["connector"] for row in rows(url).values()), seconds=30, what="known")
     return url
 
@@ -68,14 +71,19 @@ def turn(url, name, to):
     body = {"id": name, "to": to}
     response = httpx.post(f"{url}/instances/turn", json=body, headers=KEY, trust_env=False, timeout=30)
     assert response.status_code == 200, response.text
-    done = lambda: (row := rows(url)[name])["role"] == to and row["turns_to"] is None  # noqa: E731
-    wait_until(done, seconds=200, what=f"{name} serves {to}")
+    wait_until(lambda: _serves(url, name, to), seconds=200, what=f"{name} serves {to}")
     return time.monotonic() - start
 
 
-def turns(url):
+def counted(url, name):
+    """What has become of turns, or of streams that were to move."""
     lines = httpx.get(f"{url}/metrics", trust_env=False, timeout=30).text.splitlines()
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("xpyd_turns")}
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)}
+
+
+def _serves(url, name, role):
+    row = rows(url)[name]
+    return row["role"] == role and row["turns_to"] is None
 
 
 class Wave:
@@ -119,7 +127,8 @@ def test_engines_turn_while_they_serve(fleet_of, router):
         found += Wave(router, 1, "fifth").end(expected[1])
     print(
         f"\n{fleet_of.mode}: {STREAMS} streams of {TOKENS} tokens in each of 5 waves: {dict(Counter(found))}; "
-        f"D to P after {took[0]:.2f} s, P to D {took[1]:.2f} s, D to both {took[2]:.2f} s; {turns(router)}"
+        f"D to P after {took[0]:.2f} s, P to D {took[1]:.2f} s, D to both {took[2]:.2f} s; "
+        f"{counted(router, 'xpyd_turns')}"
     )
 
     assert Counter(found) == {"right": 5 * STREAMS}
@@ -133,4 +142,32 @@ def test_engines_turn_while_they_serve(fleet_of, router):
         assert (a.delta(granted), b.delta(loads)) == (0, 0)
         assert b.delta(granted) + c.delta(granted) >= STREAMS
         assert a.delta(loads) + c.delta(loads) >= STREAMS
-    assert sum(turns(router).values()) == 3
+    assert sum(counted(router, "xpyd_turns").values()) == 3
+
+
+def test_the_prefill_engine_dies_while_another_engine_turns(fleet_of, router):
+    """Streams that move over it are computed anew; the engine that turns takes its place."""
+    expected = run(fleet_of.b.base_url, bodies(STREAMS, TOKENS, seed=3, salt="alone 3"))
+    victim = fleet_of.children["a"]
+    wave = Wave(router, 3, "dies")
+
+    def kill():
+        moved = 'xpyd_streams_moved_total{outcome="moved"}'
+        wait_until(lambda: counted(router, "xpyd_streams_moved").get(moved, 0) >= 1, seconds=60, what="some have moved")
+        victim.signal(signal.SIGKILL)
+        fleet_of.fleet.stop(victim)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    took = turn(router, "decode-0", "prefill")
+    killer.join()
+    found = Counter(wave.end(expected))
+    moves = counted(router, "xpyd_streams_moved")
+    again = Counter(Wave(router, 3, "again").end(expected))
+    print(f"\n{fleet_of.mode}: P killed: {dict(found)}, then {dict(again)}; D to P after {took:.2f} s; {moves}")
+    for spec in (fleet_of.b, fleet_of.c):
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=40, what=f"{spec.name} is idle")
+
+    assert found.keys() <= {"right", "honest"}
+    assert found["right"] > 0
+    assert again == {"right": STREAMS}

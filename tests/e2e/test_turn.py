@@ -3,7 +3,6 @@
 What is measured is printed: ``pytest -s tests/e2e/test_turn.py`` makes the numbers of docs/turning-roles.md.
 """
 
-import signal
 import threading
 import time
 from collections import Counter
@@ -143,31 +142,3 @@ def test_engines_turn_while_they_serve(fleet_of, router):
         assert b.delta(granted) + c.delta(granted) >= STREAMS
         assert a.delta(loads) + c.delta(loads) >= STREAMS
     assert sum(counted(router, "xpyd_turns").values()) == 3
-
-
-def test_the_prefill_engine_dies_while_another_engine_turns(fleet_of, router):
-    """Streams that move over it are computed anew; the engine that turns takes its place."""
-    expected = run(fleet_of.b.base_url, bodies(STREAMS, TOKENS, seed=3, salt="alone 3"))
-    victim = fleet_of.children["a"]
-    wave = Wave(router, 3, "dies")
-
-    def kill():
-        moved = 'xpyd_streams_moved_total{outcome="moved"}'
-        wait_until(lambda: counted(router, "xpyd_streams_moved").get(moved, 0) >= 1, seconds=60, what="some have moved")
-        victim.signal(signal.SIGKILL)
-        fleet_of.fleet.stop(victim)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    took = turn(router, "decode-0", "prefill")
-    killer.join()
-    found = Counter(wave.end(expected))
-    moves = counted(router, "xpyd_streams_moved")
-    again = Counter(Wave(router, 3, "again").end(expected))
-    print(f"\n{fleet_of.mode}: P killed: {dict(found)}, then {dict(again)}; D to P after {took:.2f} s; {moves}")
-    for spec in (fleet_of.b, fleet_of.c):
-        wait_until(lambda spec=spec: nothing_held(spec), seconds=40, what=f"{spec.name} is idle")
-
-    assert found.keys() <= {"right", "honest"}
-    assert found["right"] > 0
-    assert again == {"right": STREAMS}

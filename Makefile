@@ -29,7 +29,7 @@ MAKEFLAGS += --no-print-directory
 ##@ Run
 
 .PHONY: up
-up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 ENGINE=vllm|sim CONNECTOR=xpyd|nixl MODE=pull|push PORT=8000 ONCE=1 KV_EVENTS=1
+up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 ENGINE=vllm|sim CONNECTOR=xpyd|nixl MODE=pull|push|auto PORT=8000 ONCE=1 KV_EVENTS=1
 	@$(BIN)/xpyd up --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --connector $(CONNECTOR) \
 		--kv-transfer-mode $(MODE) --port $(PORT) $(if $(filter-out 0 no,$(ONCE)),--once) \
 		$(if $(filter-out 0 no,$(KV_EVENTS)),--kv-events)

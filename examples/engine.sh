@@ -9,6 +9,7 @@
 # SECRETS          directory with the files connector-secret, engine-key and admin-key (systemd's CREDENTIALS_DIRECTORY)
 # XPYD_ROUTER      URL of the router, for join and leave; XPYD_ROUTER_PIN is its certificate, if it is https
 # MAINPID          process id of the engine, for join, which gives up when it has ended (systemd sets it)
+# MODE             pull (the default), push or auto, the same on all engines
 # optional:        PORT SIDE_PORT SERVED_NAME TENSOR_PARALLEL ENGINE_ARGS JOIN_S DRAIN_S VLLM XPYD
 set -eu
 if [ $# -ne 1 ]; then
@@ -22,6 +23,15 @@ prefill) port=${PORT:-8100} side_port=${SIDE_PORT:-5600} kv_role=kv_producer ;;
 decode) port=${PORT:-8200} side_port=${SIDE_PORT:-5700} kv_role=kv_consumer ;;
 *)
     echo "engine.sh: ROLE is $ROLE, and must be prefill or decode" >&2
+    exit 2
+    ;;
+esac
+
+case ${MODE:-pull} in
+pull) extra= ;;
+push | auto) extra=", \"kv_connector_extra_config\": {\"mode\": \"$MODE\"}" ;;
+*)
+    echo "engine.sh: MODE is $MODE, and must be pull, push or auto" >&2
     exit 2
     ;;
 esac
@@ -40,7 +50,7 @@ run() {
     # shellcheck disable=SC2086 # ENGINE_ARGS is several words
     exec "${VLLM:-vllm}" serve "$MODEL" --served-model-name "${SERVED_NAME:-$MODEL}" --host "$ADDRESS" --port "$port" \
         --tensor-parallel-size "${TENSOR_PARALLEL:-1}" --enable-prompt-tokens-details --shutdown-timeout 20 \
-        --kv-transfer-config "{\"kv_connector\": \"XpydConnector\", \"kv_connector_module_path\": \"xpyd_connector\", \"kv_role\": \"$kv_role\", \"kv_load_failure_policy\": \"recompute\"}" \
+        --kv-transfer-config "{\"kv_connector\": \"XpydConnector\", \"kv_connector_module_path\": \"xpyd_connector\", \"kv_role\": \"$kv_role\", \"kv_load_failure_policy\": \"recompute\"$extra}" \
         ${ENGINE_ARGS:-}
 }
 

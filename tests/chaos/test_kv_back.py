@@ -10,7 +10,8 @@ from support.cluster import OVER_TCP, Watch, engine_spec, nothing_held, wait_unt
 from support.hand_chats import Chat, alone, engine_id
 from support.legs import STALL_SECONDS, STALL_TOKENS, plain, prompt_of
 from support.victims import LINGERING, Victim, stalling
-from xpyd_proxy.local.recipe import Connector, TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -16,7 +16,8 @@ from support.cluster import OVER_TCP, base_url, engine_spec, router_command, wai
 from support.storm import fates, judge, salt, storm, texts
 from support.valves import Passing, Valve, open_valves
 from support.victims import LEASE, TIMEOUT, Victim, reuse_blocks
-from xpyd_proxy.local.recipe import Connector, Role, TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.local.recipe import Connector, Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -8,7 +8,8 @@ import pytest
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.legs import decode, plain, prefill, prompt_of, text_of
 from support.questions import Question, ask, client, compare, questions
-from xpyd_proxy.local.recipe import Connector, Role, TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.local.recipe import Connector, Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

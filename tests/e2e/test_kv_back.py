@@ -11,7 +11,8 @@ from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait
 from support.hand_chats import ANSWER, COMPUTED, FIRST, LATER, LOADED, TURNS, Chat, alone, engine_id, generate
 from support.shapes import TWO_RANKS
 from support.words import one_token_words
-from xpyd_proxy.local.recipe import Connector, TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 

@@ -8,7 +8,8 @@ import pytest
 
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.questions import compare, questions
-from xpyd_proxy.local.recipe import Connector, Role, TransferMode, transfer_config
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.local.recipe import Connector, Role, transfer_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -6,9 +6,10 @@ import pytest
 
 from support.cluster import ROOT, base_url, engine_spec, router_command, start_engine
 from support.questions import ask, client
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.model import ensure_model
 from xpyd_proxy.local.processes import open_fleet
-from xpyd_proxy.local.recipe import Connector, Role, TransferMode
+from xpyd_proxy.local.recipe import Connector, Role
 
 ADMIN_KEY = "an admin key of the tests"
 

@@ -1,10 +1,11 @@
 """An engine's connector without the engine: real NIXL, real sockets and real threads, in a process of its own.
 
-``python -m support.nixl_process NAME PORT BLOCK_BYTES MODE STAGES RANKS`` is driven by one JSON object a line on stdin,
-and answers each with one on stdout; loads that end are told as ``{"result": ...}`` in between. :class:`NixlProcess` is
-the other end of it.
+``python -m support.nixl_process NAME PORT BLOCK_BYTES MODE STAGES RANKS DEVICE`` is driven by one JSON object a line on
+stdin, and answers each with one on stdout; loads that end are told as ``{"result": ...}`` in between.
+:class:`NixlProcess` is the other end of it.
 
-NIXL is held to TCP: on one machine it would read the other process's memory by itself, and never wait for it.
+NIXL is held to TCP unless a test says otherwise: on one machine it would read the other process's memory by itself, and
+never wait for it. The blocks are in host memory, or where a test says (``device_memory``).
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+from support.device_memory import HOST, allocate, place_of
 from support.proc import wait_stopped
 
 BLOCKS, LAYERS, HEADS = 64, 3, 2
@@ -35,13 +37,15 @@ TOKEN = b"a worker of this very engine"
 class NixlProcess:
     """Starts one and talks to it. Usable as a context manager."""
 
-    def __init__(self, name, *, port=0, block_bytes=1 << 15, mode="pull", stages=(LAYERS,), ranks=1):
-        shape = ",".join(map(str, stages)), ranks
-        tests = Path(__file__).parents[1]
+    def __init__(
+        self, name, *, port=0, block_bytes=1 << 15, mode="pull", stages=(LAYERS,), ranks=1, device=HOST, ucx=None
+    ):
+        shape = ",".join(map(str, stages)), ranks, device
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "support.nixl_process", name, *map(str, (port, block_bytes, mode, *shape))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            env={**os.environ, "PYTHONPATH": str(tests), **OVER_LOOPBACK, "UCX_LOG_LEVEL": "fatal"},
+            env={**os.environ, "PYTHONPATH": path, **(OVER_LOOPBACK if ucx is None else ucx), "UCX_LOG_LEVEL": "fatal"},
         )  # fmt: skip
         self._answers, self._results = queue.Queue(), {}
         self._news = threading.Condition()
@@ -130,9 +134,7 @@ class Engine:
     ``stages``: layers of each pipeline stage; ``ranks``: of each stage.
     """
 
-    def __init__(self, name, port, block_bytes, mode, stages, ranks):
-        import numpy as np
-
+    def __init__(self, name, port, block_bytes, mode, stages, ranks, device):
         from support.engines import FINGERPRINT
         from xpyd_connector.core.control import ControlPlane
         from xpyd_connector.core.counters import Counters
@@ -161,22 +163,21 @@ class Engine:
 
         # Of each worker: layers, blocks, bytes of its heads.
         self.memories = [
-            np.zeros((layers, BLOCKS + 1, block_bytes // ranks), dtype=np.uint8)
+            allocate(device, (layers, BLOCKS + 1, block_bytes // ranks))
             for layers in stages for _ in range(ranks)
         ]  # fmt: skip
         self.ranks, self.waiting = ranks, {}  # request -> results of the workers that have ended their load
         self.started = {}
         self.computed = Counter()  # blocks of each attempt of a prefill
-        engine = EngineId(name)
+        engine, place = EngineId(name), place_of(device)
         agents, infos = [], []
         for worker, memory in enumerate(self.memories):
             stage, rank = divmod(worker, ranks)
             agents.append(make_agent(f"{engine}/{worker}", progress_delay_us=1000))
-            metadata = register(agents[-1], "DRAM", 0, [(memory.ctypes.data, memory.nbytes)])
-            regions = tuple(region_of(layer, sum(stages[:stage]) + i, ranks) for i, layer in enumerate(memory))
-            infos.append(
-                RankInfo(rank, ranks, metadata, "DRAM", 0, regions, stage=stage, stages=len(stages))
-            )  # fmt: skip
+            metadata = register(agents[-1], *place, [(memory.address, memory.nbytes)])
+            first = sum(stages[:stage])
+            regions = tuple(region_of(memory, layer, first + layer, ranks) for layer in range(stages[stage]))
+            infos.append(RankInfo(rank, ranks, metadata, *place, regions, stage=stage, stages=len(stages)))
         tokens = {info.worker: TOKEN + bytes([info.worker]) for info in infos}
         counters, listener = Counters(), link(engine)
         host = HandshakeServer(Welcome(PROTOCOL, engine, FINGERPRINT, tuple(infos)), secrets, "127.0.0.1")
@@ -199,7 +200,7 @@ class Engine:
         self.control = Runner("control", control, listener, self.tell_news)
         self.transfers = []
         for agent, own in zip(agents, infos, strict=True):
-            worker, mover = link(engine), NixlTransferAgent(agent, "DRAM", 0)
+            worker, mover = link(engine), NixlTransferAgent(agent, *place)
             if mode == "push":
                 core = PushWriter(
                     worker, mover, Counters(), own,
@@ -292,15 +293,13 @@ class Engine:
         return {}
 
     def fill(self, seed):
-        import numpy as np
-
         for worker, memory in enumerate(self.memories):
-            memory[:] = np.random.default_rng((seed, worker)).integers(0, 256, memory.shape, dtype=np.uint8)
+            memory.fill((seed, worker))
         return {}
 
     def paint(self, blocks, value):
         for memory in self.memories:
-            memory[:, blocks] = value
+            memory.paint(blocks, value)
         return {}
 
     def files(self):
@@ -313,18 +312,18 @@ class Engine:
         """Return a block of all workers, layer by layer, and in each layer head by head."""
         stages = [self.memories[first : first + self.ranks] for first in range(0, len(self.memories), self.ranks)]
         return b"".join(
-            memory[layer, block].tobytes() for stage in stages for layer in range(len(stage[0])) for memory in stage
+            memory.block(layer, block) for stage in stages for layer in range(stage[0].shape[0]) for memory in stage
         )
 
 
-def region_of(layer, number, ranks):
+def region_of(memory, layer, number, ranks):
     """Head after head; of each, K and V of a token side by side."""
     from xpyd_connector.core.messages import Region
 
-    (count, size), heads = layer.shape, HEADS // ranks
+    (_, count, size), heads = memory.shape, HEADS // ranks
     head = size // heads
     return Region(
-        layer.ctypes.data, count, heads, TOKENS, head // TOKENS, size, head, head // TOKENS,
+        memory.address + layer * count * size, count, heads, TOKENS, head // TOKENS, size, head, head // TOKENS,
         all_heads=HEADS, layer=f"layers.{number}",
     )  # fmt: skip
 
@@ -338,13 +337,14 @@ def say(**said):
         print(json.dumps(said), flush=True, file=_out)
 
 
-def main(name, port, block_bytes, mode, stages, ranks):
+def main(name, port, block_bytes, mode, stages, ranks, device):
     global _out
     _out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # nixl's package asks torch for its CUDA version; without torch it takes what is installed, 5 s of CPU sooner.
-    sys.modules["torch"] = None
-    engine = Engine(name, int(port), int(block_bytes), mode, [*map(int, stages.split(","))], int(ranks))
+    if device == HOST:
+        sys.modules["torch"] = None
+    engine = Engine(name, int(port), int(block_bytes), mode, [*map(int, stages.split(","))], int(ranks), device)
     for line in sys.stdin:
         order = json.loads(line)
         say(**getattr(engine, order.pop("do"))(**order))

@@ -15,8 +15,9 @@ import httpx
 from support.cluster import OVER_TCP, ROOT, engine_spec, metrics, nothing_held, prepare_engine, start_engine, wait_until
 from support.legs import SLOW_SECONDS, SLOW_TOKENS, STALL_SECONDS, decode, plain, prefill, prompt_of, text_of
 from support.proc import idle_cores, pids_of, wait_stopped
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.processes import Child, ProcessGroup
-from xpyd_proxy.local.recipe import Connector, EngineSpec, Role, TransferMode, transfer_config
+from xpyd_proxy.local.recipe import Connector, EngineSpec, Role, transfer_config
 
 LEASE = 3.0  # s
 TIMEOUT, PATIENT = 4.0, 60.0  # s, for a transfer: shorter and longer than a test freezes anybody (three leases)

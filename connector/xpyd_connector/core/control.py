@@ -43,7 +43,9 @@ class ControlPlane:
         staging_receiver: StagingReceiver | None = None,
         prefix_finder: PrefixFinder | None = None,
         prefix_lender: PrefixLender | None = None,
+        takes_reads: bool = False,
     ) -> None:
+        """``takes_reads``: although this engine pushes, others may read what it keeps."""
         self.lease_manager = lease_manager
         self.lease_renewer = lease_renewer
         self.counters = counters
@@ -53,6 +55,7 @@ class ControlPlane:
         self._staging_receiver = staging_receiver
         self._prefix_finder = prefix_finder
         self._prefix_lender = prefix_lender
+        self._takes_reads = takes_reads or prefix_lender is not None
         self._peers = peers
 
     @property
@@ -83,9 +86,9 @@ class ControlPlane:
             raise RuntimeError("this engine lends no cached blocks")
         return self._prefix_lender
 
-    def grant(self, request: RequestId, *, now: float) -> None:
-        """Lease the blocks of a finished prefill."""
-        self.lease_manager.grant(request, now=now)
+    def grant(self, request: RequestId, *, now: float, sampled: bool = False) -> None:
+        """Lease the blocks of a finished prefill; if ``sampled``, checksums follow, in pull."""
+        self.lease_manager.grant(request, now=now, sampled=sampled)
         if self._push_coordinator is not None:
             self._push_coordinator.granted(request, now=now)
 
@@ -110,8 +113,8 @@ class ControlPlane:
             self._connection_lost(event.conn)
         if isinstance(event, MessageReceived) and isinstance(event.message, Reachable | FindPrefix):
             self._on_prefix_message(event.conn, event.message)
-        elif self._push_coordinator is not None and self._prefix_lender is not None and _is_about_read(event):
-            self.lease_manager.on(event, now=now)  # P reads what we have cached
+        elif self._push_coordinator is not None and self._takes_reads and _is_about_read(event):
+            self.lease_manager.on(event, now=now)
         elif self._staging_receiver is not None and self._staging_receiver.is_from_worker(event):
             self._staging_receiver.on(event)
         elif self._push_coordinator is not None:

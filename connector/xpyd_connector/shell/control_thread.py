@@ -78,7 +78,7 @@ class ControlThread:
             settings, engine_config.engine, counters, role=ProcessRole.SCHEDULER, workers=workers, secrets=self._secrets
         )
         receives_staged_pushes = (
-            engine_config.is_consumer and engine_config.staging_blocks and settings.mode is Mode.PUSH
+            engine_config.is_consumer and engine_config.staging_blocks and settings.mode.pushes
         )  # then its own workers connect
         if engine_config.is_producer or receives_staged_pushes:
             link.listen(engine_config.address, HandshakeServer(welcome, self._secrets, engine_config.address.host))
@@ -226,6 +226,7 @@ def _build_control_plane(
         staging_receiver=staging_receiver,
         prefix_finder=finder,
         prefix_lender=lender,
+        takes_reads=settings.mode.pulls,
     )
 
 

@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from xpyd_connector.core.counters import LOADED, Counters
 from xpyd_connector.core.ids import EngineId, RequestId
-from xpyd_connector.core.lease.kv_params import REFUSALS, PullParams, PushParams
+from xpyd_connector.core.lease.kv_params import REFUSALS, PullParams, PushParams, says_push
 from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.results import HandshakeEnded, LoadResult
 from xpyd_connector.errors import InvalidKvParams
@@ -42,6 +42,7 @@ class _RemotePrefill:
     failure: str = ""  # of that handshake
     loading: bool = False  # its blocks are allocated and its load has begun; a request is never loaded twice
     into: Sequence[int] = ()  # the blocks it is loaded into
+    is_compared: bool = False  # by the workers, after a push: only then it counts as loaded
 
 
 @dataclass(slots=True)
@@ -78,16 +79,17 @@ class DecodeRequests:
         self._quarantined: dict[RequestId, _Quarantined] = {}
         self._pull_decode = PullDecode(engine_config, post, signatures, wall_clock)
         self._mode: DecodeMode = self._pull_decode
-        # The same object as _mode, in push. Then KV of earlier answers alone is read.
+        # The same object as _mode, in push and auto. In push, KV of earlier answers alone is read.
         self._push_decode: PushDecode | None = None
-        if mode is Mode.PUSH:
+        if mode.pushes:
             self._mode = self._push_decode = PushDecode(engine_config, post)
+        self._chooses = mode is Mode.AUTO
 
     def begin(self, request: Request, params: Mapping[str, Any]) -> None:
         """Start to renew the lease of a new request. Invalid params cost a local prefill, never a wrong text."""
         own = RequestId(request.request_id)
         try:
-            source = self._mode.read(request, params)
+            source = self._mode_by(params).read(request, params)
         except InvalidKvParams as exc:
             self._counters.count(REFUSALS[type(exc)])
             logger.warning("xpyd: %s computes its own prompt: %s", own, exc)
@@ -103,6 +105,9 @@ class DecodeRequests:
             self._skip_incompatible(own, objection)
         elif not is_met:
             self._post(lambda control, _: control.lease_renewer.report_handshake(engine))
+
+    def _mode_by(self, params: Mapping[str, Any]) -> DecodeMode:
+        return self._pull_decode if self._chooses and not says_push(params) else self._mode
 
     def begin_found(self, own: RequestId, found: PullParams) -> None:
         """Load the beginning of a prompt from the prefix cache of a decode engine, which has leased it to us."""
@@ -188,6 +193,11 @@ class DecodeRequests:
             return 0, False
         return (missing, True) if remote_prefill.is_met else (None, False)
 
+    def is_meeting(self, request: Request) -> bool:
+        """Tell whether a request waits for the first handshake with its engine."""
+        remote_prefill = self._remote_prefills.get(RequestId(request.request_id))
+        return remote_prefill is not None and not remote_prefill.is_met
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
         own = RequestId(request.request_id)
@@ -235,6 +245,8 @@ class DecodeRequests:
                     self._loads_nothing(own)
                 elif isinstance(source, PullParams):
                     self._counters.count_peer_load(LOADED, source.remote_engine_id)
+                elif remote_prefill.is_compared:
+                    self._counters.count_load("loads", source.remote_engine_id)
 
     def finished(self, request: Request) -> None:
         """Abort the load of a finished request, or give its lease back if its load has not begun."""
@@ -270,6 +282,8 @@ class DecodeRequests:
             level("xpyd: the push of %s failed: %s", result.request, result.failure)
         if result.quarantined:
             self.update_quarantine(QuarantineMetadata(quarantined=[result.request]))
+        if result.checks is not None and (remote_prefill := self._remote_prefills.get(result.request)) is not None:
+            remote_prefill.is_compared = True
         self._push_decode.arrived.append(result)
 
     def update_quarantine(self, news: QuarantineMetadata) -> None:

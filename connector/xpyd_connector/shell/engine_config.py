@@ -77,7 +77,11 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
     transfer = config.kv_transfer_config
     settings = read_settings(transfer.kv_connector_extra_config, os.environ)
     _check_supported(config, cache)
-    if transfer.is_kv_producer and settings.mode is Mode.PUSH and settings.push_granularity is Granularity.CHUNK:
+    if settings.mode is Mode.AUTO and _is_staged_here(config, settings):
+        raise SettingsError(
+            'mode is "auto" and KV goes through host memory; set mode to "pull" or "push" on all engines'
+        )
+    if transfer.is_kv_producer and settings.mode.pushes and settings.push_granularity is Granularity.CHUNK:
         check_events(current_platform.device_type)
     model = config.model_config
     groups = tuple(_group(group.kv_cache_spec) for group in cache.kv_cache_groups)
@@ -97,7 +101,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         stages=config.parallel_config.pipeline_parallel_size,
         prefix_hash=_prefix_hash(config, settings, groups),
         recomputes=not settings.return_kv or transfer.kv_load_failure_policy == "recompute",
-        first_token=first_token(config, groups) if settings.mode is Mode.PULL else {},
+        first_token=first_token(config, groups) if settings.mode.pulls else {},
     )
     _check_stages(engine_config)
     return engine_config, settings

@@ -15,15 +15,17 @@ from vllm.v1.request import Request, RequestStatus
 
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import BlockId, RequestId
-from xpyd_connector.core.lease.kv_params import PullParams, parse_transfer_id
+from xpyd_connector.core.lease.kv_params import PullParams, parse_transfer_id, says_push
 from xpyd_connector.core.lease.lease_table import LeaseEvent
 from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.lease.transfer_names import TransferNames, abandoned_transfer, transfer_of
+from xpyd_connector.core.messages import RankSums
 from xpyd_connector.core.push.push_job import ComputedBlocks, TransferOver
+from xpyd_connector.core.verify.sampling import SampledBlock, Sampling
 from xpyd_connector.errors import InvalidKvParams
 from xpyd_connector.settings import Granularity, Mode
 from xpyd_connector.shell.block_shortage import BlockShortage
-from xpyd_connector.shell.decode_modes import BlockTables, Clock, Post, digest
+from xpyd_connector.shell.decode_modes import BlockTables, Clock, ControlCommand, Post, digest
 from xpyd_connector.shell.engine_config import EngineConfig
 from xpyd_connector.shell.held_blocks import HeldBlocks
 from xpyd_connector.shell.push_progress import PushProgress
@@ -60,11 +62,13 @@ class PrefillRequests:
         self._held = HeldBlocks()  # by the name that decode engines know
         self._transfers = TransferNames()
         self._window_pins = SlidingWindowPins(engine_config.groups, pool)
+        self._sampling = Sampling(settings.verify_share, settings.verify_blocks)
+        self._sampled: dict[RequestId, tuple[SampledBlock, ...]] = {}  # in pull: for the workers' next step
         self._shortage: BlockShortage | None = None  # only where leases may be revoked
         if engine_config.is_producer and settings.revoke_after:
             self._shortage = BlockShortage(engine_config.groups, threshold=settings.revoke_after)
         self._push_progress: PushProgress | None = None  # only where KV is pushed
-        if engine_config.is_producer and settings.mode is Mode.PUSH:
+        if engine_config.is_producer and settings.mode.pushes:
             is_chunked = settings.push_granularity is Granularity.CHUNK
             self._push_progress = PushProgress(engine_config.groups, is_chunked=is_chunked)
 
@@ -77,7 +81,7 @@ class PrefillRequests:
         if not self._engine_config.is_producer or not can_move(request, groups):
             return  # _hand_over() says why
         truncate(request, groups)
-        if self._push_progress is None:
+        if self._push_progress is None or not self._is_pushed(params):
             return
         try:
             name = parse_transfer_id(params, request.request_id)
@@ -124,6 +128,16 @@ class PrefillRequests:
         """Return the blocks that the workers can push, and the transfers that have ended; nothing in pull."""
         return [] if self._push_progress is None else self._push_progress.take_computed(output)
 
+    def take_sampled(self) -> dict[RequestId, tuple[SampledBlock, ...]]:
+        """Return the blocks of which the workers must take checksums before their next step; none in push."""
+        sampled, self._sampled = self._sampled, {}
+        return sampled
+
+    def add_sums(self, sums: Mapping[RequestId, Sequence[RankSums]]) -> None:
+        """Pass the workers' checksums on to the readers of these leases."""
+        for name, its in sums.items():
+            self._post(_adding(name, its))
+
     def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
         """Lease the blocks of a finished prefill, and return its kv_transfer_params; None for any other request."""
         try:
@@ -144,7 +158,7 @@ class PrefillRequests:
     @property
     def has_pending(self) -> bool:
         """Whether the next step's metadata must reach the workers, even if the model computes nothing."""
-        return self._push_progress is not None and self._push_progress.has_pending()
+        return bool(self._sampled) or (self._push_progress is not None and self._push_progress.has_pending())
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -171,17 +185,28 @@ class PrefillRequests:
         if not can_move(request, self._engine_config.groups):
             logger.warning("xpyd: %s is not handed over: it has computed its last token", request.request_id)
             return None
-        name = RequestId(request.request_id) if self._push_progress is None else self._push_progress.name_of(request)
-        if name is None:
-            return None  # begin() has logged the reason
+        is_pushed = self._is_pushed(params)
+        name = RequestId(request.request_id)
+        if self._push_progress is not None and is_pushed:
+            transfer = self._push_progress.name_of(request)
+            if transfer is None:
+                return None  # begin() has logged the reason
+            name = transfer
         has_kv = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        offer = self._lease(request, name, blocks) if has_kv else None
-        if offer is None and self._push_progress is not None:
+        offer = self._lease(request, name, blocks, is_pushed=is_pushed) if has_kv else None
+        if offer is None and self._push_progress is not None and is_pushed:
             self._push_progress.abandon(request)
             self._post(lambda control, now: control.push_coordinator.abandoned(name, now=now))
         return offer
 
-    def _lease(self, request: Request, name: RequestId, blocks: BlockTables) -> dict[str, Any] | None:
+    def _is_pushed(self, params: Mapping[str, Any]) -> bool:
+        """Whether the KV of a request is written into the decode engine's cache."""
+        mode = self._settings.mode
+        return mode is Mode.PUSH or (mode is Mode.AUTO and says_push(params))
+
+    def _lease(
+        self, request: Request, name: RequestId, blocks: BlockTables, *, is_pushed: bool
+    ) -> dict[str, Any] | None:
         """Hold the prompt's blocks, and return the kv_transfer_params of a decode engine.
 
         The blocks are pinned in the pool. The alternative, to delay vLLM's release of the request, would keep the
@@ -202,14 +227,33 @@ class PrefillRequests:
             return None
         if transfer is not None:
             self._transfers.lend(transfer, name)
-        self._post(lambda control, now: control.grant(name, now=now))
-        if self._push_progress is not None:
+        is_sampled = not is_pushed and self._sample(name, prompt, tokens)
+        self._post(lambda control, now: control.grant(name, now=now, sampled=is_sampled))
+        if self._push_progress is not None and is_pushed:
             self._push_progress.finish(request, prompt)
-        offer = self._signatures.sign(self._params(request, name, prompt)).to_params()
-        return {**offer, **self._engine_config.first_token}
+        offer = self._signatures.sign(self._params(request, name, prompt, is_pushed=is_pushed)).to_params()
+        return offer if is_pushed else {**offer, **self._engine_config.first_token}
+
+    def _sample(self, name: RequestId, prompt: list[list[int]], tokens: int) -> bool:
+        """Order checksums of a prompt's blocks, if it is sampled; tell whether it is."""
+        if not self._sampling.takes(name):
+            return False
+        groups = self._engine_config.groups
+        self._sampled[name] = self._sampling.choose(
+            name,
+            [[BlockId(block) for block in ids] for ids in prompt],
+            sizes={number: group.block_size for number, group in enumerate(groups)},
+            states={number for number, group in enumerate(groups) if group.state},
+            tokens=tokens,
+        )
+        self._counters.count("prefills_sampled")
+        return True
 
     def hold(self, name: RequestId, blocks: list[KVCacheBlock], priority: int) -> bool:
         """Pin the blocks of a lease that is about to begin; false if that would exceed a limit."""
+        if name in self._held:  # a router has given this name to a push
+            logger.warning("xpyd: %s is not leased: there is a lease of this name already", name)
+            return False
         if reason := self._exceeded_limit(blocks):
             logger.warning("xpyd: %s is not leased: %s", name, reason)
             return False
@@ -232,7 +276,7 @@ class PrefillRequests:
             return f"leases would hold {would_be} of {total} blocks; max_held_share is {share:g}"
         return ""
 
-    def _params(self, request: Request, name: RequestId, blocks: BlockTables) -> PullParams:
+    def _params(self, request: Request, name: RequestId, blocks: BlockTables, *, is_pushed: bool) -> PullParams:
         return PullParams(
             remote_engine_id=self._engine_config.engine,
             remote_request_id=RequestId(request.request_id),
@@ -242,9 +286,13 @@ class PrefillRequests:
             remote_num_tokens=request.num_computed_tokens,
             tp_size=self._engine_config.ranks,
             pp_size=self._engine_config.stages,
-            transfer_mode=self._settings.mode.value,
+            transfer_mode=(Mode.PUSH if is_pushed else Mode.PULL).value,
             xpyd_prompt=digest(request, request.num_prompt_tokens),
-            transfer_id=name if self._push_progress is not None else None,
+            transfer_id=name if is_pushed else None,
             xpyd_block_sizes=tuple(1 if group.state else group.block_size for group in self._engine_config.groups),
             xpyd_expires_at=ceil(self._wall_clock() + self._settings.kv_lease_duration),
         )
+
+
+def _adding(name: RequestId, sums: Sequence[RankSums]) -> ControlCommand:
+    return lambda control, now: control.lease_manager.add_sums(name, sums, now=now)

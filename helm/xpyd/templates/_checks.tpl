@@ -73,8 +73,8 @@
 {{- if ne $c.loadFailurePolicy "recompute" -}}
 {{- fail (printf "returnKv.enabled is true, but connector.loadFailurePolicy is %s: prefill engines would ask no decode engine, for a read that fails would cost the request; write recompute" $c.loadFailurePolicy) -}}
 {{- end -}}
-{{- if and (or $c.bufferDevice (get $c.extraConfig "host_staging")) (eq $c.mode "push") -}}
-{{- fail (printf "returnKv.enabled is true, connector.mode is push and KV goes through host memory (connector.bufferDevice is %q): what is read does not go through host memory, and engines would refuse to start; write pull, or leave bufferDevice and extraConfig.host_staging out" $c.bufferDevice) -}}
+{{- if and (or $c.bufferDevice (get $c.extraConfig "host_staging")) (ne $c.mode "pull") -}}
+{{- fail (printf "returnKv.enabled is true, connector.mode is %s and KV goes through host memory (connector.bufferDevice is %q): what is read does not go through host memory, and engines would refuse to start; write pull, or leave bufferDevice and extraConfig.host_staging out" $c.mode $c.bufferDevice) -}}
 {{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- if has "--no-enable-prefix-caching" (get $v $role).extraArgs -}}
@@ -84,6 +84,9 @@
 {{- if and (hasKey $v.router.settings "return_kv") (not $v.router.settings.return_kv) -}}
 {{- fail "returnKv.enabled is true, and router.settings.return_kv is false: leave one of them out" -}}
 {{- end -}}
+{{- end -}}
+{{- if and (eq $c.mode "auto") (or $c.bufferDevice (get $c.extraConfig "host_staging")) -}}
+{{- fail (printf "connector.mode is auto, and KV goes through host memory (connector.bufferDevice is %q): engines would refuse to start; write pull or push" $c.bufferDevice) -}}
 {{- end -}}
 {{- if and (get $v.router.settings "share_limits") (not (include "xpyd.router.peers" .)) -}}
 {{- fail "router.settings.share_limits is true: routers tell each other what keys were served, so it needs router.peers.enabled: true, more than one router and router.workers: 1" -}}
@@ -161,6 +164,14 @@
 {{- end -}}
 {{- if and (eq $p.autoscaling.type "keda") (not $v.monitoring.podMonitor.enabled) -}}
 {{- fail (printf "%s.autoscaling.type is keda, which asks Prometheus by labels that the PodMonitor adds: write monitoring.podMonitor.enabled: true" $role) -}}
+{{- end -}}
+{{- if $p.autoscaling.wanted -}}
+{{- if or (ne $p.autoscaling.type "keda") (not $v.monitoring.serviceMonitor.enabled) -}}
+{{- fail (printf "%s.autoscaling.wanted is true: KEDA asks Prometheus for it, so write %s.autoscaling.type: keda and monitoring.serviceMonitor.enabled: true" $role $role) -}}
+{{- end -}}
+{{- if eq ($v.router.settings.roles | default "off") "off" -}}
+{{- fail (printf "%s.autoscaling.wanted is true, and no router counts engines: write router.settings.roles: dry-run with target_ttft_s and target_itl_s" $role) -}}
+{{- end -}}
 {{- end -}}
 {{- if and $p.autoscaling.perOther (eq $p.autoscaling.type "hpa") -}}
 {{- fail (printf "%s.autoscaling.perOther is set, but %s.autoscaling.type is hpa: only KEDA can count the engines of the other pool" $role $role) -}}

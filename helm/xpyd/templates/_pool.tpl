@@ -2,8 +2,8 @@
 {{- define "xpyd.pool.transfer" -}}
 {{- $c := .root.Values.connector -}}
 {{- $extra := merge (dict "kv_lease_duration" $c.leaseSeconds) $c.extraConfig -}}
-{{- if eq $c.mode "push" -}}
-{{- $_ := set $extra "mode" "push" -}}
+{{- if ne $c.mode "pull" -}}
+{{- $_ := set $extra "mode" $c.mode -}}
 {{- end -}}
 {{- $role := ternary "kv_producer" "kv_consumer" (eq .role "prefill") -}}
 {{- if .root.Values.returnKv.enabled -}}
@@ -296,8 +296,8 @@ xpyd.io/port: {{ include "xpyd.argument" $p.port | quote }}
 {{- if gt (int $p.dataParallel) 1 }}
 xpyd.io/ranks: {{ include "xpyd.argument" $p.dataParallel | quote }}
 {{- end }}
-{{- if eq .root.Values.connector.mode "push" }}
-xpyd.io/mode: push
+{{- if ne .root.Values.connector.mode "pull" }}
+xpyd.io/mode: {{ .root.Values.connector.mode }}
 {{- end }}
 checksum/scripts: {{ .root.Files.Get "files/drain.py" | sha256sum | trunc 16 }}
 {{- with merge (dict) $p.podAnnotations .root.Values.commonAnnotations }}

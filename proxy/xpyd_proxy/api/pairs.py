@@ -31,7 +31,7 @@ def pair_routes(pairs: Callable[[], PairNotes], clock: Callable[[], float], acce
 
 def _pieces(pairs: PairNotes, now: float) -> Iterator[bytes]:
     """Write all pairs as JSON, in pieces of some pairs each."""
-    matrix, health = pairs.matrix, pairs.health
+    matrix, health, modes = pairs.matrix, pairs.health, pairs.modes
     head = {
         "worker": pairs.worker,
         "workers": pairs.workers,
@@ -41,7 +41,7 @@ def _pieces(pairs: PairNotes, now: float) -> Iterator[bytes]:
         "unkept": health.unkept,
     }
     yield msgspec.json.encode(head)[:-1] + b',"pairs":['
-    rows, before = pair_rows(matrix, health, now=now), b""
+    rows, before = pair_rows(matrix, health, modes, now=now), b""
     while some := list(islice(rows, _ROWS_AT_ONCE)):
         yield before + msgspec.json.encode(some)[1:-1]
         before = b","

@@ -8,7 +8,7 @@ from typing import Final
 from xpyd_proxy.commands.router_client import Json, RouterClient, add_access_arguments, run_command
 from xpyd_proxy.commands.tables import table
 
-_COLUMNS: Final = ("prefill", "decode", "state", "reason", "handovers", "failed", "ttft", "last")
+_COLUMNS: Final = ("prefill", "decode", "state", "reason", "mode", "handovers", "failed", "ttft", "last")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +41,14 @@ def text(found: Json) -> str:
     return table([_COLUMNS, *map(_cells, found["pairs"])]) + "".join(f"{note}\n" for note in notes)
 
 
+def _mode(row: Json) -> str:
+    """Write the way that KV goes; while both are tried, and behind it, what was measured of either."""
+    times = [row["pull_s"], row["push_s"]]
+    if row["mode"] is None or None in times:
+        return row["mode"] or "-"
+    return f"{row['mode']} ({times[0] * 1e3:.0f} and {times[1] * 1e3:.0f} ms)"
+
+
 def _cells(row: Json) -> tuple[str, ...]:
     rest = "" if row["rest_s"] is None else f" {row['rest_s']:.0f} s"
     failures = ", ".join(f"{count} {how}" for how, count in row["failures"].items())
@@ -49,6 +57,7 @@ def _cells(row: Json) -> tuple[str, ...]:
         row["decode"],
         f"{row['state']}{rest}",
         row["reason"] or "-",
+        _mode(row),
         str(row["handovers"]),
         failures or "-",
         "-" if row["ttft_s"] is None else f"{row['ttft_s'] * 1e3:.1f} ms",

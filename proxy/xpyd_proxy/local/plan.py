@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.local.processes import Command
 from xpyd_proxy.local.recipe import HOST, PYTHON_MODULE, Connector, EngineSpec, engine
 
@@ -28,7 +28,7 @@ class LocalPlan:
     decode: int = 1  # engines
     kind: EngineKind = EngineKind.VLLM
     connector: Connector = Connector.XPYD
-    mode: TransferMode = TransferMode.PULL
+    mode: EngineMode = EngineMode.PULL
     return_kv: bool = False  # prefill engines read KV of earlier answers from decode engines
     port: int = 8000  # of the router
     prefill_port: int = 8100  # of the first prefill engine

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.plan import EngineKind, LocalPlan
 from xpyd_proxy.local.recipe import HOST, Connector
@@ -51,6 +52,8 @@ def check(plan: LocalPlan, machine: Machine) -> None:
     problems = [*_port_problems(plan, machine)]
     if plan.return_kv and plan.connector is not Connector.XPYD:
         problems.append("--return-kv works with our connector alone: leave it out, or write --connector xpyd")
+    if plan.mode == EngineMode.AUTO and plan.connector is not Connector.XPYD:
+        problems.append("--kv-transfer-mode auto works with our connector alone: write pull or push")
     if plan.kind is EngineKind.VLLM:
         problems += [*_engine_problems(plan, machine)]
     elif plan.kv_events:

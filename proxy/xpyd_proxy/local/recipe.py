@@ -10,7 +10,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.local.processes import Command
 
 HOST = "127.0.0.1"
@@ -26,7 +26,7 @@ class Connector(StrEnum):
     NIXL = "nixl"  # vLLM's own
 
 
-IN_TREE = {TransferMode.PULL: "NixlConnector", TransferMode.PUSH: "NixlPushConnector"}  # vLLM's own, by its mode
+IN_TREE = {EngineMode.PULL: "NixlConnector", EngineMode.PUSH: "NixlPushConnector"}  # vLLM's own, by its mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class EngineSpec:
     served_name: str = "tiny"
     role: Role | None = None
     connector: Connector | None = None
-    mode: TransferMode = TransferMode.PULL  # of the connector; the same on both sides
+    mode: EngineMode = EngineMode.PULL  # of the connector; the same on both sides
     host: str = HOST  # where it serves HTTP
     side_channel_port: int | None = None
     side_channel_host: str = HOST  # where other engines reach it
@@ -130,7 +130,7 @@ def options(spec: EngineSpec) -> list[str]:
 
 def transfer_config(spec: EngineSpec) -> dict[str, object]:
     """Return the `--kv-transfer-config` of an engine that has a connector."""
-    own = {"mode": "push"} if (spec.connector, spec.mode) == (Connector.XPYD, TransferMode.PUSH) else {}
+    own = {"mode": spec.mode.value} if spec.connector is Connector.XPYD and spec.mode != EngineMode.PULL else {}
     extra = own | dict(spec.extra_connector_config)
     common = {"kv_load_failure_policy": spec.failure_policy, **({"kv_connector_extra_config": extra} if extra else {})}
     if spec.connector is Connector.NIXL:

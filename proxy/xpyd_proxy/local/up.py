@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.local import first_request, preflight
 from xpyd_proxy.local.errors import ChildFailed, LocalError
 from xpyd_proxy.local.first_request import FirstAnswer
@@ -27,8 +27,9 @@ GRACE_S = 5.0  # an engine that is still starting does not listen to SIGTERM
 LOOK_EVERY_S = 0.5
 FAILED, INTERRUPTED = 1, 130
 MOVING = {
-    TransferMode.PULL: "decode pulls the KV cache (--kv-transfer-mode pull)",
-    TransferMode.PUSH: "prefill pushes the KV cache (--kv-transfer-mode push)",
+    EngineMode.PULL: "decode pulls the KV cache (--kv-transfer-mode pull)",
+    EngineMode.PUSH: "prefill pushes the KV cache (--kv-transfer-mode push)",
+    EngineMode.AUTO: "the router says for each request who moves the KV cache (--kv-transfer-mode auto)",
 }
 _DEFAULT = LocalPlan()
 
@@ -42,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prefill", type=_count, default=_DEFAULT.prefill, metavar="N", help="prefill engines (%(default)s)")
     add("--decode", type=_count, default=_DEFAULT.decode, metavar="N", help="decode engines (%(default)s)")
-    engines, connectors, modes = (list(map(str, kinds)) for kinds in (EngineKind, Connector, TransferMode))
+    engines, connectors, modes = (list(map(str, kinds)) for kinds in (EngineKind, Connector, EngineMode))
     add("--engine", choices=engines, default=str(_DEFAULT.kind), help="real or simulated ones (%(default)s)")
     add("--connector", choices=connectors, default=str(_DEFAULT.connector), help="ours or vLLM's (%(default)s)")
-    said = "decode engines pull the KV cache, or prefill engines push it (%(default)s)"
+    said = "decode engines pull the KV cache, prefill engines push it, or the router says which (%(default)s)"
     add("--kv-transfer-mode", dest="mode", choices=modes, default=str(_DEFAULT.mode), help=said)
     add("--return-kv", action="store_true", help="prefill engines read KV of earlier answers (our connector, pull)")
     for flag, default, owner in (
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     plan = LocalPlan(
         kind=EngineKind(args.engine),
         connector=Connector(args.connector),
-        mode=TransferMode(args.mode),
+        mode=EngineMode(args.mode),
         return_kv=args.return_kv,
         model=args.model or _DEFAULT.model,
         **{name: getattr(args, name) for name in as_given},
@@ -98,7 +99,7 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool) -> int:
     with open_fleet(plan.log_dir, grace_s=GRACE_S) as fleet:
         try:
             _start(plan, fleet, screen)
-            mover = Role.PREFILL if plan.mode is TransferMode.PUSH else Role.DECODE  # it knows how much it moves
+            mover = Role.PREFILL if plan.mode == EngineMode.PUSH else Role.DECODE  # it knows how much it moves
             movers = [f"http://{address}" for address in plan.addresses(mover)]
             _show(first_request.ask(plan.router_url, movers, MODEL_NAME), plan, screen)
             if not once:

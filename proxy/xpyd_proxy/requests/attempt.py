@@ -20,6 +20,7 @@ from xpyd_proxy.core.model import (
     SingleEngineReason,
 )
 from xpyd_proxy.core.protocol.engine_errors import Failure, check_prefill, refused_decode
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.protocol.request_bodies import RELEASE_PATH, abandon_body, release_body
 from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer
 from xpyd_proxy.core.protocol.usage import prompt_tokens
@@ -42,6 +43,7 @@ _SHORT: Final = SingleEngineReason.SHORT
 _FASTER: Final = SingleEngineReason.FASTER
 _BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)  # what the engine has decided
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
+_PUSH: Final = TransferMode.PUSH
 _RANK: Final = b"x-data-parallel-rank"
 _RELEASES_MOST: Final = 16  # decode engines of which one is asked to free blocks
 
@@ -64,6 +66,7 @@ class Attempt(LegOwner):
         "decode",
         "id",
         "is_streaming",
+        "mode",
         "move",
         "prefill",
         "record",
@@ -99,6 +102,7 @@ class Attempt(LegOwner):
         self.coordinates: Coordinates | None = None  # what the decode engine was told of the prefill engine in advance
         self.counted: int | None = None  # tokens of the prompt, as the prefill engine says
         self.is_streaming = False  # a stream is being shown
+        self.mode: TransferMode | None = None  # chosen for two engines that can do either
         self.move: StreamMove | None = None  # the stream comes from an engine that drains
 
     @property
@@ -128,10 +132,18 @@ class Attempt(LegOwner):
             holder, ids, reuses, learns = move.cached_on, move.ids, False, False
             seconds = min(seconds, settings.move_timeout_s)
         elif settings.return_kv:
-            holder = cached_on(of.fleet, self._plan.ask)
+            holder = cached_on(of.fleet, self._plan.ask, prefill.id)
             of.telemetry.kv_return_looked_up(named=holder is not None)
         body = prefill_body(
-            call, self.id, self.transfer, reuses=reuses, shows=shows, learns=learns, cached_on=holder, ids=ids
+            call,
+            self.id,
+            self.transfer,
+            reuses=reuses,
+            shows=shows,
+            learns=learns,
+            cached_on=holder,
+            ids=ids,
+            pushes=self.mode is _PUSH,
         )
         now = of.clock()
         leg = PrefillLeg(self, prefill, now, now + seconds)
@@ -329,7 +341,9 @@ class Attempt(LegOwner):
         if handover is None:
             return
         if self._shows_token:
-            leg.first = of.handovers.first_token(call, leg.instance.id, handover, body, shows=leg.shows)
+            leg.first = of.handovers.first_token(
+                call, leg.instance.id, handover, body, shows=leg.shows, is_auto=self.mode is not None
+            )
         leg.answered_s = _note_time(leg, came)
         if of.fleet.caches is not None:
             of.fleet.prefilled(leg.instance, self.id, self._plan.ask, handover.counted)
@@ -353,7 +367,14 @@ class Attempt(LegOwner):
             if leg.status != _OK:
                 check_prefill(leg.instance.id, leg.response(body))
             return self._of.handovers.take(
-                call, self.id, self.transfer, leg.instance, told=self.coordinates, answer=body, reuses=reuses
+                call,
+                self.id,
+                self.transfer,
+                leg.instance,
+                told=self.coordinates,
+                answer=body,
+                reuses=reuses,
+                is_auto=self.mode is not None,
             )
         except (EngineError, Refused) as error:
             self.leg_failed(leg, error)

@@ -4,6 +4,7 @@ requests/attempt.py is one try. What the client gets of it is up to requests/cli
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from xpyd_proxy.core.model import GenerationRequest, Instance, InstanceId, LegOrder, Role, SingleEngineReason
@@ -30,6 +31,7 @@ _CONTINUING: Final = RequestState.CONTINUING
 _DECODE: Final = Role.DECODE
 _SEVERAL: Final = SingleEngineReason.N
 _CONCURRENT: Final = LegOrder.CONCURRENT
+_READ: Final = push.TransferMode.PULL
 
 
 class Dispatch:
@@ -185,7 +187,9 @@ class Dispatch:
         if any(one.id not in attempt.retries.avoided for one in attempt.usable(_DECODE)):
             return None
         member = self._life.of.fleet.registry.get(self._life.record.moves[-1].source)
-        return None if member is None or member.instance.id in attempt.retries.avoided else member.instance
+        if member is None or member.instance.id in attempt.retries.avoided:
+            return None
+        return replace(member.instance, role=_DECODE, declared=member.instance.pool)  # it may have turned since
 
     def _choose_for_move(
         self, attempt: Attempt, move: StreamMove, single_body: Pieces | None
@@ -232,7 +236,11 @@ class Dispatch:
             life.on(_SINGLE)
             return None
         attempt.hold_slot(decode)
-        coordinates = None if attempt.move is not None else life.of.learned.coordinates(prefill.id)
+        coordinates = None
+        if attempt.move is None:
+            attempt.mode = life.of.fleet.mode_of(prefill, decode)
+            if attempt.mode is not _READ:
+                coordinates = life.of.learned.coordinates(prefill.id)
         if coordinates is None:
             life.on(_PULL)
             return attempt.send_prefill(call, prefill, reuses=self.settings.reuse_prompt_tokens)

@@ -37,19 +37,21 @@ def prefill_body(
     learns: bool = False,
     cached_on: CachedOn | None = None,
     ids: msgspec.Raw | None = None,
+    pushes: bool = False,
 ) -> Pieces:
     """Return the body of a prefill leg.
 
     ``reuses``: its answer shall tell the tokens of the prompt; ``shows``: the client may see the token that it makes.
     ``learns``: as ``reuses``, for the choice of engines; ``cached_on``: the decode engine that may be asked for KV of
-    the prompt; ``ids``: the tokens of a chat's prompt, in place of its messages.
+    the prompt; ``ids``: the tokens of a chat's prompt, in place of its messages; ``pushes``: the engine can do either,
+    and shall push.
     """
     fields = request_bodies.named(call.api, call.fields, request)
     if reuses:
         fields = request_bodies.telling_tokens(call.api, fields)
     if learns:
         fields = asking_for_ids(fields)
-    asked = request_bodies.prefill_fields(call.api, fields, transfer)
+    asked = request_bodies.prefill_fields(call.api, fields, transfer, pushes=pushes)
     if shows:
         asked.update(asked_for_token(call.fields))
     if cached_on is not None:
@@ -113,8 +115,11 @@ class LegBodies:
         told: Coordinates | None,
         answer: bytes,
         reuses: bool,
+        is_auto: bool = False,
     ) -> PrefillResult:
         """Read an answer; ``told``: what the decode engine has been told of the prefill engine already.
+
+        ``is_auto``: the engine can do either, so one that is read shows nothing of the next request.
 
         Raises:
             EngineError: a decode engine would not survive it.
@@ -134,7 +139,8 @@ class LegBodies:
             self._replaced(prefill, found.replaced)
         if reuses:
             found = replace(found, params=request_bodies.with_tokens(found.params, answer))
-        self._learned.learn(prefill.id, found.coordinates)
+        if found.coordinates is not None or not is_auto:
+            self._learned.learn(prefill.id, found.coordinates)
         if told is not None and told != found.coordinates:
             raise Moved(f"{prefill.id} is not the engine that the decode engine was told of")
         return found
@@ -144,12 +150,23 @@ class LegBodies:
         return may_show(call.api, call.fields, self._offers.get(prefill))
 
     def first_token(
-        self, call: GenerationRequest, prefill: InstanceId, handover: PrefillResult, answer: bytes, *, shows: bool
+        self,
+        call: GenerationRequest,
+        prefill: InstanceId,
+        handover: PrefillResult,
+        answer: bytes,
+        *,
+        shows: bool,
+        is_auto: bool = False,
     ) -> FirstToken | None:
-        """Return the token that the client gets; ``shows``: the engine was asked for it. Remember what is offered."""
+        """Return the token that the client gets; ``shows``: the engine was asked for it. Remember what is offered.
+
+        ``is_auto``: the engine can do either, and offers nothing where it pushes.
+        """
         offer = None if handover.coordinates is not None else offered(handover.params)
         if offer is None:
-            self.forget(prefill)
+            if not is_auto:
+                self.forget(prefill)
             return None
         self._offers[prefill] = offer
         return first_token(call.api, call.fields, offer, answer) if shows else None

@@ -6,6 +6,8 @@ Pull: P writes them, the router passes them on, D reads them. They are a superse
 Push: the router sends both legs at once. It knows P's coordinates from an earlier response, and sets the transfer id.
 Without one, the transfer is named by the request id less the suffix that vLLM adds on each engine, as in vLLM's
 NixlPushConnector.
+
+Auto: engines take both. The router says ``"transfer_mode": "push"`` to P and D of a request that it wants pushed.
 """
 
 import hashlib
@@ -97,6 +99,11 @@ def parse_push_params(params: Mapping[str, Any], own: str) -> PushParams:
     if len(name) > MAX_ID:
         raise InvalidKvParams(f"the request's id has {len(name)} characters, {MAX_ID} are allowed")
     return msgspec.structs.replace(parsed, remote_request_id=RequestId(name))
+
+
+def says_push(params: Mapping[str, Any]) -> bool:
+    """Whether a router has chosen push, for engines with ``"mode": "auto"``. Others say nothing, and mean pull."""
+    return params.get("transfer_mode") == "push"
 
 
 def parse_transfer_id(params: Mapping[str, Any], own: str) -> RequestId:

@@ -7,13 +7,13 @@ from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet import push_coordinates
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 
 # What a prefill engine's answers have taught.
-MODES: Final[Mapping[push_coordinates.CoordinatesState, TransferMode]] = {
-    push_coordinates.CoordinatesState.PULL: TransferMode.PULL,
-    push_coordinates.CoordinatesState.PUSH: TransferMode.PUSH,
-    push_coordinates.CoordinatesState.SEVERAL: TransferMode.PUSH,
+MODES: Final[Mapping[push_coordinates.CoordinatesState, EngineMode]] = {
+    push_coordinates.CoordinatesState.PULL: EngineMode.PULL,
+    push_coordinates.CoordinatesState.PUSH: EngineMode.PUSH,
+    push_coordinates.CoordinatesState.SEVERAL: EngineMode.PUSH,
 }
 
 NO_SLICE: Final = ""  # stands for engines without one: with slice_pairing require they are a slice of their own
@@ -26,7 +26,7 @@ class EngineCapabilities:
     models: frozenset[str] | None = None  # /v1/models, with its LoRA adapters
     version: str | None = None  # /version; two versions of vLLM refuse each other's handshake
     connector: str | None = None  # whose metrics it shows: xpyd or nixl
-    mode: TransferMode | None = None  # prefill: as its answers say; decode: as it was declared (URL#mode=push)
+    mode: EngineMode | None = None  # prefill: as its answers say; decode: as it was declared (URL#mode=push)
     revision: str | None = None  # of its deployment, as its pod or its operator says
     protocol: str | None = None  # of our connector's side channel; others refuse each other
     fingerprint: str | None = None  # of model, cache and vLLM, as our connector sees them; others refuse each other
@@ -35,6 +35,7 @@ class EngineCapabilities:
     adapters: frozenset[str] | None = None  # those of the models that are LoRA adapters
     slice: str | None = None  # its zone, rack or NVLink domain, as its pod or its operator says
     pairs_within: str | None = None  # the slice that its partners must be of (slice_pairing require); None: any
+    kv_role: str | None = None  # vLLM's, as our connector shows it: only kv_both can serve another role
     resting: frozenset[InstanceId] | None = None  # decode: prefill engines that it cannot meet (pair_health.py)
 
     def serves(self, model: str | None) -> bool:
@@ -56,6 +57,7 @@ class EngineCapabilities:
             self.adapters if found.adapters is None else found.adapters,
             found.slice or self.slice,
             self.pairs_within if found.pairs_within is None else found.pairs_within,
+            found.kv_role or self.kv_role,
             self.resting if found.resting is None else found.resting,
         )
 

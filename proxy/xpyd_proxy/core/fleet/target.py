@@ -7,12 +7,12 @@ from typing import Final, Self
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.errors import AddressError
 
 REVISION: Final = re.compile(r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")  # what Kubernetes takes for a label
 _OPTIONS: Final = re.compile(
-    r"(?:dp=(?P<dp>[1-9][0-9]{0,2})(?:&|$))?(?:mode=(?P<mode>pull|push)(?:&|$))?"
+    r"(?:dp=(?P<dp>[1-9][0-9]{0,2})(?:&|$))?(?:mode=(?P<mode>pull|push|auto)(?:&|$))?"
     rf"(?:revision=(?P<revision>{REVISION.pattern})(?:&|$))?(?:slice=(?P<slice>{REVISION.pattern}))?"
 )
 
@@ -23,7 +23,7 @@ class Target:
 
     address: Address
     ranks: tuple[int | None, ...] = (None,)  # the data-parallel ranks behind the address, each an instance of its own
-    mode: TransferMode | None = None  # who moves the KV cache; None: it shows
+    mode: EngineMode | None = None  # who moves the KV cache; None: it shows
     revision: str | None = None  # of its deployment: two revisions never share a request; None: fits all
     slice: str | None = None  # its zone, rack or NVLink domain: with whom it shares requests (slice_pairing)
 
@@ -44,11 +44,11 @@ class Target:
         found = _OPTIONS.fullmatch(options)
         if found is None or (mark and not options) or options.endswith("&"):
             raise AddressError(
-                f"{text!r} ends in #{options}: write #dp=N (1 to 999), #mode=pull, #mode=push, #revision=NAME, "
+                f"{text!r} ends in #{options}: write #dp=N (1 to 999), #mode=pull (or push, auto), #revision=NAME, "
                 "#slice=NAME or several of them in this order, with & between them"
             )
         ranks = tuple(range(int(found["dp"]))) if found["dp"] else (None,)
-        mode = TransferMode(found["mode"]) if found["mode"] else None
+        mode = EngineMode(found["mode"]) if found["mode"] else None
         return cls(Address.parse(address), ranks, mode, found["revision"], found["slice"])
 
 

@@ -31,6 +31,14 @@ class TransferMode(StrEnum):
     PUSH = "push"
 
 
+class EngineMode(StrEnum):
+    """How an engine was started."""
+
+    PULL = "pull"
+    PUSH = "push"
+    AUTO = "auto"  # it can do either, as the router says for each request
+
+
 _SAID_PUSH: Final = TransferMode.PUSH.value
 _TOLD: Final = b"".join(
     [
@@ -48,12 +56,16 @@ class TransferPolicy:
     unsaid: TransferMode  # of an engine that does not say
     accepted: frozenset[TransferMode]
     at_once: bool  # both legs, as soon as the prefill engine is known to push
+    fixed: TransferMode | None  # of engines that can do either; None: the router tries both
 
 
+_EITHER: Final = frozenset(TransferMode)
 TRANSFER_POLICIES: Final[Mapping[KvTransferMode, TransferPolicy]] = {
-    KvTransferMode.AUTO: TransferPolicy(TransferMode.PULL, frozenset(TransferMode), at_once=True),
-    KvTransferMode.PULL: TransferPolicy(TransferMode.PULL, frozenset(TransferMode), at_once=False),
-    KvTransferMode.PUSH: TransferPolicy(TransferMode.PUSH, frozenset({TransferMode.PUSH}), at_once=True),
+    KvTransferMode.AUTO: TransferPolicy(TransferMode.PULL, _EITHER, at_once=True, fixed=None),
+    KvTransferMode.PULL: TransferPolicy(TransferMode.PULL, _EITHER, at_once=False, fixed=TransferMode.PULL),
+    KvTransferMode.PUSH: TransferPolicy(
+        TransferMode.PUSH, frozenset({TransferMode.PUSH}), at_once=True, fixed=TransferMode.PUSH
+    ),
 }
 
 

@@ -40,6 +40,8 @@ _ASK_FOR_PREFILL: Final[Fields] = {"do_remote_decode": TRUE, "do_remote_prefill"
 )
 _ASKING: Final = encode(_ASK_FOR_PREFILL)[:-1] + b',"transfer_id":%b}'
 
+_ASKING_PUSH: Final = _ASKING[:-1] + b',"transfer_mode":"push"}'
+
 _ABANDONING: Final = b'{"do_remote_decode":false,"do_remote_prefill":false,"abandoned_transfer_id":%b}'
 _BRACKET: Final = 91
 _CLOSING: Final = 93
@@ -125,10 +127,11 @@ def prefill_body(api: Api, fields: Fields, transfer: TransferId) -> bytes:
     return encode(prefill_fields(api, fields, transfer))
 
 
-def prefill_fields(api: Api, fields: Fields, transfer: TransferId) -> Fields:
+def prefill_fields(api: Api, fields: Fields, transfer: TransferId, *, pushes: bool = False) -> Fields:
     """Ask for the KV cache of the prompt: everything that shapes the prompt, and one token.
 
-    The name of the transfer goes along in any case: whether the engine pushes is known from its answer.
+    The name of the transfer goes along in any case: whether the engine pushes is known from its answer. ``pushes``: it
+    can do either, and shall push.
     """
     kept, left_out = fields.copy(), _ONLY_FOR_DECODE[api]
     if not left_out.isdisjoint(kept):
@@ -142,7 +145,7 @@ def prefill_fields(api: Api, fields: Fields, transfer: TransferId) -> Fields:
             sampling["n"] = _ONE
         kept[SAMPLING] = msgspec.Raw(encode(sampling))
     kept["stream"] = FALSE  # a streamed answer carries no kv_transfer_params
-    kept["kv_transfer_params"] = msgspec.Raw(_ASKING % encode_text(transfer))
+    kept["kv_transfer_params"] = msgspec.Raw((_ASKING_PUSH if pushes else _ASKING) % encode_text(transfer))
     return kept
 
 

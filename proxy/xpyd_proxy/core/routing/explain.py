@@ -7,6 +7,7 @@ from typing import Final, Protocol, TypeAlias
 import msgspec
 
 from xpyd_proxy.core.expected_time import ExpectedTime
+from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.model import (
     GenerationRequest,
@@ -22,6 +23,7 @@ from xpyd_proxy.core.model import (
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
 from xpyd_proxy.core.protocol.prompt_arrays import one_of, prompts_of
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.raw_json import encode, text
 from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
@@ -74,6 +76,7 @@ class Explainer:
     sessions: SessionIds
     shares_loads: Callable[[], bool]  # decode engines load a prompt once for several answers
     caches: KnownCaches | None = None  # None: no policy asks for them
+    modes: PairModes | None = None  # of pairs that can pull and push
 
     def explain(self, call: GenerationRequest) -> Explanation:
         """Say what would become of a request now. Raises NoInstance, UnknownModel, BadRequest: it would be refused."""
@@ -147,6 +150,9 @@ class Explainer:
     def _split(self, call: GenerationRequest, prefill: Instance, decode: Instance) -> Explanation:
         fields = request_bodies.named(call.api, call.fields, _REQUEST)
         told = self.learned.coordinates(prefill.id)
+        mode = None if self.modes is None else self.modes.get((prefill.id, decode.id))
+        if mode is not None and mode.chosen is TransferMode.PULL:
+            told = None
         if told is None:
             params = text(f"those that {prefill.id} answers with")
         else:

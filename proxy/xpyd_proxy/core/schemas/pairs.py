@@ -17,4 +17,7 @@ class PairRow:
     state: str  # well, failing, resting, trying
     reason: str | None  # of its latest failure, if it fails
     failed_in_a_row: int  # transfers, as the decode engine shows them
+    mode: str | None  # pull, push, or both while they are compared; None: the engines leave no choice
+    pull_s: float | None  # of the streams of the comparison, from handing over to the first event: their mean
+    push_s: float | None  # the same of those that were pushed
     rest_s: float | None  # how long it rests yet; None: it does not

@@ -12,7 +12,7 @@ from xpyd_proxy.core.fleet.look_exchange import LookExchange
 from xpyd_proxy.core.fleet.probe_schedule import ProbeSchedule, keeps_blocks
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
 from xpyd_proxy.settings import Settings
@@ -107,10 +107,10 @@ class Prober:
         decodes: dict[str | None, dict[object, Member]] = {}
         for member in members:
             facts = member.facts
-            if member.instance.role is Role.PREFILL:
+            if member.as_role(Role.PREFILL) is not None:
                 own = facts.engine_id if facts.engine_id in refused else None
                 prefills.setdefault(facts.pairs_within, {}).setdefault((compared(facts), own), member)
-            else:
+            if member.as_role(Role.DECODE) is not None:
                 key = compared(facts), facts.incompatible
                 decodes.setdefault(facts.pairs_within, {}).setdefault(key, member)
         found = {
@@ -118,7 +118,7 @@ class Prober:
             for within, some in decodes.items()
             for decode in some.values()
             for prefill in prefills.get(within, {}).values()
-            if not fit(prefill.facts, decode.facts)
+            if prefill is not decode and not fit(prefill.facts, decode.facts)
         }
         for (decode_id, prefill_id), why in found.items():
             if self._differences.get((decode_id, prefill_id)) != why:
@@ -166,13 +166,14 @@ class Prober:
         if is_whole and is_new:
             with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself
                 shown = await self._checks.numbers(member.instance)
-                mode = TransferMode(shown.mode) if shown.mode in tuple(TransferMode) else None
+                mode = EngineMode(shown.mode) if shown.mode in tuple(EngineMode) else None
                 facts = EngineCapabilities(
                     connector=shown.connector,
                     mode=mode,
                     protocol=shown.protocol,
                     fingerprint=shown.fingerprint,
                     engine_id=shown.engine_id,
+                    kv_role=shown.kv_role,
                 )
                 self._registry.learn(name, facts)
         member.life.seen(now=self._clock())

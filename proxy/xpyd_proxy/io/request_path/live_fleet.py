@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.admission.engine_outlook import EngineOutlook, OwnTimes
 from xpyd_proxy.core.counters import Key
 from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities, fit
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.load import read_report
+from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import (
@@ -24,6 +26,7 @@ from xpyd_proxy.core.model import (
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import cached_share
 from xpyd_proxy.core.protocol.prompt_ids import may_tell_ids
+from xpyd_proxy.core.protocol.push import EngineMode, TransferMode
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.pairing import Chosen, PairSelector
 from xpyd_proxy.core.routing.slices import SliceCrossings, nearest
@@ -41,6 +44,7 @@ _DECODE: Final = Role.DECODE
 _OURS: Final = "xpyd"  # an engine's metrics show which connector it has
 _FAR: Final = 0.5  # of what was expected in a cache: with less the engine has evicted it; blocks are whole ones
 _BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)
+_AUTO: Final = EngineMode.AUTO
 _HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
 
 
@@ -83,6 +87,7 @@ class LiveFleet:
         self.changed: Callable[[InstanceId], None] | None = None  # hears which engine has more requests, or fewer
         # None: slices play no part, or no pair is of two.
         self.crossings = SliceCrossings(registry) if registry.slice_pairing is SlicePairing.PREFER else None
+        self.modes = PairModes()  # of pairs that can pull and push
         self.later = DeferredCalls()  # what went well and has yet to be told here
 
     @property
@@ -99,6 +104,28 @@ class LiveFleet:
     def bounds(self, counts: Counter[Key]) -> None:
         if self._pairs.bound is not None:
             self._pairs.bound.counts = counts
+
+    def outlook(self) -> EngineOutlook | None:
+        """Return what engines still have to do; None: it is not known, as nobody asks, or nothing was measured."""
+        if self.costs is None:
+            return None
+        return self.costs.outlook(self._usable_now(_PREFILL), self._usable_now(_DECODE))
+
+    def own_times(self, ask: RoutingHints, outlook: EngineOutlook, least: int) -> OwnTimes | None:
+        """Return what a request takes beyond the queues of the engines; None: it is not known.
+
+        ``least``: bytes of a prompt that a decode engine must lack for a prefill engine to compute it.
+        """
+        prefill, decode = self._usable_now(_PREFILL), self._usable_now(_DECODE)
+        if self.costs is None or not decode:
+            return None
+        return self.costs.own_times(prefill, decode, ask, outlook, alone_new=least)
+
+    def _usable_now(self, role: Role) -> Sequence[Instance]:
+        try:
+            return self.usable(role)
+        except NoInstance:
+            return ()
 
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List all engines of a role."""
@@ -176,9 +203,10 @@ class LiveFleet:
     ) -> Chosen | None:
         """Return a pair that has rested for long enough, if this request may show whether it works."""
         health = self.registry.pairs
-        due, engines = health.due(now=now), {instance.id: instance for instance in (*prefill, *decode)}
+        due, sides = health.due(now=now), [{each.id: each for each in side} for side in (prefill, decode)]
         for names in due:
-            pair = [engines[name] for name in names if name in engines and self._may_try(engines[name], ask)]
+            found = [engines.get(name) for engines, name in zip(sides, names, strict=True)]
+            pair = [each for each in found if each is not None and self._may_try(each, ask)]
             if len(pair) == len(names) and fit(self.registry.facts(pair[0]), self.registry.facts(pair[1])):
                 health.tried(names, now=now)
                 for instance in pair:
@@ -239,6 +267,13 @@ class LiveFleet:
         if self.learner is not None:
             self.learner.learn(ask, answer)
 
+    def mode_of(self, prefill: Instance, decode: Instance) -> TransferMode | None:
+        """Return how the KV of the next request of two engines moves; None: they do not leave it to the router."""
+        member = self.registry.get(prefill.id)
+        if member is None or member.facts.mode is not _AUTO:
+            return None
+        return self.modes.next_way((prefill.id, decode.id), now=self._clock())
+
     def rehearsal(self) -> PairSelector:
         """Return what would choose now, to be asked without consequences."""
         return self._pairs.copy()
@@ -271,7 +306,7 @@ class LiveFleet:
         if (member := self.registry.get(instance.id)) is not None:
             member.life.all_succeeded(requests, self._clock())
             mode = MODES.get(self._learned.state(instance.id)) if instance.role is _PREFILL else None
-            if mode is not None and mode is not member.facts.mode:
+            if mode is not None and member.facts.mode not in (mode, _AUTO):
                 self.registry.learn(instance.id, EngineCapabilities(mode=mode))
 
     def ended(self, instance: Instance, request: RequestId, failure: Failure | None, /) -> None:

@@ -6,10 +6,12 @@ from typing import Final
 
 from xpyd_proxy.core.fleet.pair_health import Pair, PairFailure
 from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
+from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.peer_loads import PeerNews
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 
 logger = logging.getLogger(__name__)
@@ -20,6 +22,8 @@ _REFUSED: Final = Failure.REFUSED
 _AT_ONCE: Final = LegOrder.CONCURRENT
 _DECODE: Final = Role.DECODE
 _PREFILL: Final = Role.PREFILL
+_PULL: Final = TransferMode.PULL
+_PUSH: Final = TransferMode.PUSH
 
 
 class PairNotes:
@@ -29,8 +33,15 @@ class PairNotes:
     so each counts the failures of its part of these.
     """
 
-    def __init__(self, registry: Registry, matrix: PairMatrix, share: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        matrix: PairMatrix,
+        share: tuple[int, int] = (0, 1),
+        modes: PairModes | None = None,
+    ) -> None:
         self.matrix = matrix
+        self.modes: Final = PairModes() if modes is None else modes
         self.health: Final = registry.pairs
         self._registry = registry
         self.worker: Final = share[0]
@@ -43,12 +54,16 @@ class PairNotes:
         if record.status != _OK:
             return  # its legs have been counted
         pair, matrix, ttft_s = (prefill.instance, decode.instance), self.matrix, None
-        if matrix.most:
+        if matrix.most or self.modes.has_any:
             if record.ttft_s is not None and (ms := decode.ms) is not None:
                 if record.push is _AT_ONCE and prefill.ms is not None:
                     ms -= prefill.ms  # they are handed over with the prefill engine's answer
                 ttft_s = ms / 1000 if ms > 0 else 0.0
-            matrix.used(pair, ttft_s, record.began_at + record.duration_s, record.began_at)
+            now = record.began_at + record.duration_s
+            if matrix.most:
+                matrix.used(pair, ttft_s, now, record.began_at)
+            if self.modes.has_any and ttft_s is not None and record.push in (None, _AT_ONCE):
+                self.modes.served(pair, _PULL if record.push is None else _PUSH, ttft_s, now=now)
         if self.health.has_any and self.health.worked(pair, only=PairFailure.ENGINE_ERROR) is not None:
             self._healed(pair)
 
@@ -108,6 +123,7 @@ class PairNotes:
         """Forget the pairs of engines that were removed."""
         self.matrix.keep(instances)
         self.health.keep(instances)
+        self.modes.keep(instances)
         for decode in self._registry.known(_DECODE):
             self._registry.settle_rests(decode.id)
 
@@ -149,6 +165,7 @@ class PairNotes:
         self._registry.settle_rests(pair[1])
 
     def _forget(self, engine: InstanceId) -> None:
+        self.modes.forget(engine)
         for _, decode in self.health.forget(engine):
             self._registry.settle_rests(decode)
 

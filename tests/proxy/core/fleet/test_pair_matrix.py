@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from xpyd_proxy.core.fleet.pair_health import PairFailure, PairHealth
 from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
+from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.pair_rows import pair_rows, worst_rows
 from xpyd_proxy.settings import Settings
 
@@ -18,7 +19,7 @@ def test_a_pair_is_counted():
     matrix.used(A, 0.2, 2.0, 2.0)
     matrix.used(A, None, 3.0, 3.0)
     matrix.failed(A, "http_5xx", 4.0)
-    row = next(pair_rows(matrix, PairHealth(Settings()), now=6.0))
+    row = next(pair_rows(matrix, PairHealth(Settings()), PairModes(), now=6.0))
 
     assert (row.prefill, row.decode, row.handovers, row.failed, row.failures) == ("p0", "d0", 3, 1, {"http_5xx": 1})
     assert (row.state, row.reason, row.rest_s, row.last_s) == ("well", None, None, 2.0)
@@ -91,7 +92,7 @@ def test_pairs_that_fail_are_shown_first():
     matrix.failed(B, "timeout", 6.0)
     health.failed(A, PairFailure.REFUSED, 2, now=5.0)
     health.failed(("p9", "d9"), PairFailure.TRANSFER, 1, now=5.0)
-    rows = worst_rows(matrix, health, 5, now=10.0)
+    rows = worst_rows(matrix, health, PairModes(), 5, now=10.0)
 
     assert [(row.prefill, row.decode, row.state) for row in rows] == [
         ("p0", "d0", "resting"), ("p9", "d9", "failing"), ("p0", "d1", "well"), ("p2", "d2", "well"),

@@ -1,0 +1,103 @@
+"""Engines that can pull and push, one pair of which reads slowly and another writes slowly: the router finds out.
+
+What is measured is printed: ``pytest -s tests/e2e/test_pair_modes.py``.
+"""
+
+import json
+import random
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from support.cluster import ROOT, Watch, engine_spec, nothing_held, start_engine, wait_until
+from support.fixtures import ADMIN_KEY
+from support.legs import SLOW_OPERATION, SLOW_TRANSFERS
+from support.questions import Question, ask, client, differences
+from xpyd_proxy.local.recipe import Connector, Role
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
+
+KEY = {"X-Api-Key": ADMIN_KEY}
+SLOW_S = 0.4  # a transfer of the slow way takes longer by this
+ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+
+
+@pytest.fixture(scope="module")
+def autos(fleet, model):
+    """2P2D: d0 reads slowly, and p1 writes slowly."""
+    slow = {"p0": None, "p1": "WRITE", "d0": "READ", "d1": None}
+    specs, children = {}, []
+    for name, operation in slow.items():
+        role = Role.PREFILL if name[0] == "p" else Role.DECODE
+        config = {
+            "kv_connector": "SlowConnector",
+            "kv_connector_module_path": "support.slow_transfers",
+            "kv_role": ROLES[role],
+            "kv_connector_extra_config": {"mode": "auto"},
+        }
+        env = {"PYTHONPATH": str(ROOT / "tests"), SLOW_OPERATION: operation or "", SLOW_TRANSFERS: str(SLOW_S)}
+        specs[name] = engine_spec(
+            f"auto-{name}",
+            model,
+            role=role,
+            connector=Connector.XPYD,
+            extra_args=("--kv-transfer-config", json.dumps(config)),
+            extra_env=env,
+        )
+        children.append(start_engine(fleet, specs[name]))
+    fleet.wait_ready(children, timeout_s=300)
+    yield SimpleNamespace(**specs)
+    fleet.stop(*children)
+
+
+def modes(url):
+    """Return the rows of all pairs, by prefill and decode engine."""
+    rows = httpx.get(f"{url}/pairs", headers=KEY, trust_env=False).json()["pairs"]
+    return {(row["prefill"], row["decode"]): row for row in rows}
+
+
+def are_known(url):
+    found = httpx.get(f"{url}/instances", headers=KEY, trust_env=False).json()["instances"]
+    return all(one["mode"] == "auto" for one in found)
+
+
+def test_each_pair_gets_the_faster_way(autos, start_router, reference_answer):
+    """Both asymmetric pairs are found out, and every text is a single engine's, whichever way its KV went."""
+    dice = random.Random(5)
+    env = {"ADMIN_API_KEY": ADMIN_KEY}
+    args = ("--health-check-interval", "0.5")
+    prefill, decode = [autos.p0, autos.p1], [autos.d0, autos.d1]
+    url = start_router("router-auto", prefill, decode, args=args, env=env)
+    wait_until(lambda: are_known(url), seconds=30, what="the router has seen that all engines can do either")
+
+    wrong, asked = {}, 0
+    with Watch(autos.d0) as d0, Watch(autos.d1) as d1, client(url) as api:
+        deadline = time.monotonic() + 120
+        while asked < 16 or not settled(url):
+            assert time.monotonic() < deadline, modes(url)
+            prompt = tuple(dice.randrange(10, 500) for _ in range(dice.randrange(40, 400)))
+            question = Question("ids", stream=True, prompt=prompt)
+            if found := differences(ask(api, question), reference_answer(question)):
+                wrong[str(question)] = found
+            asked += 1
+
+    rows = modes(url)
+    for pair, row in sorted(rows.items()):
+        print(
+            pair, row["mode"], f"pull {row['pull_s']:.3f} s, push {row['push_s']:.3f} s,", row["handovers"], "requests"
+        )
+    assert wrong == {}
+    assert rows["prefill-0", "decode-0"]["mode"] == "push"
+    assert rows["prefill-1", "decode-1"]["mode"] == "pull"
+    assert d0.delta("vllm:xpyd_loads_total") + d1.delta("vllm:xpyd_loads_total") == asked
+    for spec in (*prefill, *decode):
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=5, what=f"{spec.name} holds nothing")
+
+
+def settled(url):
+    """Tell whether the two pairs that are slow in one way have been found out."""
+    rows = modes(url)
+    slow = [("prefill-0", "decode-0"), ("prefill-1", "decode-1")]
+    return all(pair in rows and rows[pair]["mode"] in ("pull", "push") for pair in slow)

@@ -34,6 +34,7 @@ class Verdict(StrEnum):
     SPENT = auto()  # there were as many turns in the last hour as there may be
     BOUND = auto()  # the other role has no more engines than it must keep
     STUCK = auto()  # no engine of the other role can turn
+    ELSEWHERE = auto()  # another router decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class FleetSnapshot:
     turned_at: Sequence[float] = ()  # when engines began to turn in the last hour, by any controller
     queued_requests: int = 0  # in this router
     trouble: str = ""  # why there can be no decision
+    leads: bool = True  # this router decides; others measure, to go on at once
+    leader: str = ""  # who does, if it is another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,9 @@ class RoleController:
         self, fleet: FleetSnapshot, busy: Busy, lacks: Role | None, turned_at: Sequence[float], *, now: float
     ) -> tuple[Verdict, str]:
         engines = _engines(fleet)
+        if not fleet.leads:
+            self._lacks = None
+            return Verdict.ELSEWHERE, f"{fleet.leader or 'another router'} decides"
         if any(one.is_turning for one in fleet.readings):
             self._lacks = None
             return Verdict.TURNING, "an engine turns"

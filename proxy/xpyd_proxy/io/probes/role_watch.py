@@ -9,8 +9,10 @@ from typing import Final
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance
+from xpyd_proxy.core.ports import RoleTurns
 from xpyd_proxy.core.roles.engine_totals import EngineReading, EngineTotals, engine_totals
 from xpyd_proxy.core.roles.role_controller import FleetSnapshot, RoleController
+from xpyd_proxy.core.roles.role_lease import RoleHold
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.probes.checks import ProbeFailed
 from xpyd_proxy.io.probes.role_board import RoleBoard
@@ -34,7 +36,9 @@ class RoleWatch:
         queued: Callable[[], int],
         every_s: float,
         clock: Callable[[], float],
+        turns: RoleTurns | None = None,
     ) -> None:
+        """``turns``: has engines turn, if this router is the one that decides; None: a dry run."""
         self._registry = registry
         self._metrics = metrics  # raises ProbeFailed
         self._controller = controller
@@ -42,6 +46,7 @@ class RoleWatch:
         self._queued = queued  # requests that wait in this router
         self._every_s = every_s
         self._clock = clock  # seconds; only differences count
+        self._turns = turns
         self._asking = asyncio.Semaphore(_AT_ONCE)
 
     @asynccontextmanager
@@ -58,8 +63,21 @@ class RoleWatch:
             EngineReading(one.instance.id, one.instance.role, _key(one.instance), totals)
             for one, totals in zip(members, found, strict=True)
         ]
-        snapshot = FleetSnapshot(readings, queued_requests=self._queued(), trouble=self._trouble(members))
-        self._board.decided(self._controller.decide(snapshot, now=self._clock()))
+        hold = RoleHold(holds=True) if self._turns is None else await self._turns.hold()
+        snapshot = FleetSnapshot(
+            readings,
+            turned_at=hold.turned_at,
+            queued_requests=self._queued(),
+            trouble=hold.trouble or self._trouble(members),
+            leads=hold.holds,
+            leader=hold.holder,
+        )
+        decision = self._controller.decide(snapshot, now=self._clock())
+        self._board.decided(decision)
+        if decision.turn is not None and self._turns is not None:
+            instance, role = decision.turn.instance, decision.turn.role
+            if why := await self._turns.begin(instance, role):
+                logger.warning("%s does not turn to %s: %s", instance, role, why)
 
     async def _read(self, instance: Instance) -> EngineTotals | None:
         """Return what an engine shows; None: it does not answer, and the prober says so."""

@@ -52,6 +52,8 @@ class FaultKind(StrEnum):
     DROP = "drop"  # close the connection
     ERROR_EVENT = "error_event"  # send an error in place of an event and then [DONE], as vLLM does
     END = "end"  # end the stream early, as if that were all
+    WRONG = "wrong"  # answer with the text of another prompt, as from wrong KV
+    KEEP = "keep"  # prefill: show every lease as held, for ever
     FORGET = "forget"  # prefill: leave `names` out of the kv_transfer_params
 
 
@@ -161,13 +163,17 @@ class Sim:
     async def _metrics(self, _: Request) -> Response:
         running = sum(entry.state == "open" for entry in self.log)
         labels = f'{{model_name="{self._model}",engine="0"}}'
-        gauges = {"num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
+        gauges = {"num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": self._held_share()}
         lines = [f"# TYPE vllm:{name} gauge\nvllm:{name}{labels} {value}\n" for name, value in gauges.items()]
         lines.append(self.loads.exposition(self.engine_id, labels[1:-1]))
         if self._mode == _AUTO:
             info = f'vllm:xpyd_connector_info{{{labels[1:-1]},engine_id="{self.engine_id}",mode="{_AUTO}"}} 1.0\n'
             lines.append(info)
         return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+
+    def _held_share(self) -> float:
+        keeps = self._fault is not None and self._fault.kind is FaultKind.KEEP
+        return min(1.0, len(self.granted) / 1000) if keeps else 0.0
 
     async def _models(self, _: Request) -> Response:
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "vllm", "max_model_len": 2048}
@@ -222,13 +228,15 @@ class Sim:
                 return self._refuse(body)
             if not (transfer := rules.abandoned(body)):
                 self._check(raw, body, request)
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
             return _json(error(400, f"not a request: {exc!r}"), 400)
         except rules.Violation as exc:
             self.violations.append(str(exc))
             return _json(error(400, str(exc)), 400)
         if body.get("model", self._model) != self._model:
             return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
+        if fault is not None and fault.kind is FaultKind.WRONG:
+            body, fault = rules.of_another_prompt(body), None
         replies = self._replies(request, body, made)
         self._use_cache(body, made, entry)
         if self.role == "prefill":

@@ -25,6 +25,10 @@ class SharedText(Protocol):
         """Write it in place of the one that was read last; False: that has changed meanwhile. Raises StoreDown."""
         ...
 
+    async def aclose(self) -> None:
+        """Close what it has open."""
+        ...
+
 
 class RoleTurns(Protocol):
     """Has engines turn, for the one router that decides."""

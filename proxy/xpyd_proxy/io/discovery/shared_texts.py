@@ -33,6 +33,9 @@ class MemoryText:
         self._text = text
         return True
 
+    async def aclose(self) -> None:
+        """Close nothing."""
+
 
 class FileText:
     """A file beside that of the store; processes of one machine change it under a lock."""
@@ -55,6 +58,9 @@ class FileText:
             return await asyncio.to_thread(self._replaced, self._read, text)
         except OSError as exc:
             raise StoreDown(f"{self._path} cannot be written: {exc.strerror}") from exc
+
+    async def aclose(self) -> None:
+        """Close nothing: it is opened for each access."""
 
     def _content(self) -> str:
         try:
@@ -120,6 +126,10 @@ class LeaseText:
         except NotJson as exc:
             raise StoreDown(f"the Lease {self._name} was not changed: {exc}") from exc
         return True
+
+    async def aclose(self) -> None:
+        """Close the client."""
+        await self._api.__aexit__()
 
     def _taken(self, body: bytes) -> str:
         found = decode(body, _LeaseObject).metadata

@@ -324,7 +324,12 @@ def _has_open_admin_port(settings: Settings) -> bool:
 
 def _counters(fleet: LiveFleet, pairs: PairNotes) -> Counters:
     """Return the counters; some of them are counted where pairs are chosen, or remembered."""
-    counters = Counters(_PATHS, pair_failures=pairs.health.failures, pairs_dropped=pairs.matrix.counts)
+    counters = Counters(
+        _PATHS,
+        pair_failures=pairs.health.failures,
+        pairs_dropped=pairs.matrix.counts,
+        turns=fleet.registry.turns,
+    )
     if fleet.crossings is not None:
         counters.slice_crossings = fleet.crossings.counted
     return counters

@@ -287,6 +287,8 @@ class Settings:
     resume_streams: bool = RETRIES.option(False, "another decode engine continues a stream that breaks off", live=True)
     move_concurrency: Count = RETRIES.option(8,
         "streams that move at the same time from engines that are drained with --move", live=True)
+    turn_timeout_s: Seconds = RETRIES.option(120.0,
+        "until an engine that turns serves its new role, though something of the old one is left")
     move_timeout_s: Seconds = RETRIES.option(10.0,
         "an engine gets for its part in a move, before the stream goes on elsewhere", live=True)
 

@@ -224,7 +224,7 @@ def _engine(member: Member, parts: Sequence[Part], in_flight: Sequence[Mapping[I
     instance = member.instance
     return Engine(
         id=instance.id,
-        role=instance.role,
+        role=member.role if member.turn is None else f"{member.role}, to {member.turn.to}",
         state=member.life.state,
         why=member.life.why,
         in_flight=sum(legs.get(instance.id, 0) for legs in in_flight),

@@ -8,7 +8,7 @@ from typing import Final
 
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
-from xpyd_proxy.core.model import Instance
+from xpyd_proxy.core.model import EngineRole, Instance, Role
 from xpyd_proxy.core.ports import RoleTurns
 from xpyd_proxy.core.roles.engine_totals import EngineReading, EngineTotals, engine_totals
 from xpyd_proxy.core.roles.role_controller import FleetSnapshot, RoleController
@@ -57,16 +57,15 @@ class RoleWatch:
 
     async def look(self) -> None:
         """Look at every engine that serves, and decide."""
-        members = [one for one in self._registry.members() if one.life.state in _SERVE and not one.life.is_away]
+        known = self._registry.members()
+        members = [one for one in known if one.life.state in _SERVE and not one.life.is_away and one.turn is None]
         found = await asyncio.gather(*[self._read(member.instance) for member in members])
-        readings = [
-            EngineReading(one.instance.id, one.instance.role, _key(one.instance), totals)
-            for one, totals in zip(members, found, strict=True)
-        ]
+        readings = [self._reading(one, totals) for one, totals in zip(members, found, strict=True)]
         hold = RoleHold(holds=True) if self._turns is None else await self._turns.hold()
         snapshot = FleetSnapshot(
             readings,
-            turned_at=hold.turned_at,
+            turning=[one.instance.id for one in known if one.turn is not None],
+            turned_at=None if self._turns is None else hold.turned_at,
             queued_requests=self._queued(),
             trouble=hold.trouble or self._trouble(members),
             leads=hold.holds,
@@ -78,6 +77,12 @@ class RoleWatch:
             instance, role = decision.turn.instance, decision.turn.role
             if why := await self._turns.begin(instance, role):
                 logger.warning("%s does not turn to %s: %s", instance, role, why)
+
+    def _reading(self, member: Member, totals: EngineTotals | None) -> EngineReading:
+        one = member.instance
+        other = EngineRole.DECODE if one.role is Role.PREFILL else EngineRole.PREFILL
+        may_turn = self._registry.get(one.id) is member and self._registry.can_turn(one.id, other)
+        return EngineReading(one.id, one.role, _key(one), totals, may_turn)
 
     async def _read(self, instance: Instance) -> EngineTotals | None:
         """Return what an engine shows; None: it does not answer, and the prober says so."""
@@ -92,6 +97,8 @@ class RoleWatch:
         """Say why the engines cannot be divided; empty: they can."""
         if self._registry.slice_pairing is SlicePairing.REQUIRE:
             return "slice_pairing is require, and roles are decided for one pool of engines"
+        if both := [one.instance.id for one in members if one.role is EngineRole.BOTH]:
+            return f"{len(both)} engines serve both roles: turn each to one of them first ({both[0]})"
         return _mixed(members)
 
 

@@ -18,7 +18,7 @@ _MOST_TURNS: Final = 1000  # that are remembered
 _MOST_BYTES: Final = 64 * 1024
 
 
-class _Record(msgspec.Struct, forbid_unknown_fields=False):
+class _LeaseRecord(msgspec.Struct, forbid_unknown_fields=False):
     holder: str
     number: int  # rises with each write
     turned_at: tuple[float, ...] = ()  # seconds since 1970, by the clock of the holder of then
@@ -63,7 +63,7 @@ class RoleLease:
             turned_at = (*turned_at, wall)
         elif record.holder == self._me and now < self._renewed + _RENEWED_S:
             return LeaseView(holds=True, holder=self._me, turned_at=turned_at, text=None)
-        text = msgspec.json.encode(_Record(self._me, record.number + 1, turned_at)).decode()
+        text = msgspec.json.encode(_LeaseRecord(self._me, record.number + 1, turned_at)).decode()
         return LeaseView(holds=True, holder=self._me, turned_at=turned_at, text=text)
 
     def written(self, *, now: float) -> None:
@@ -76,9 +76,9 @@ class RoleLease:
         return now >= self._seen[1] + LASTS_S
 
 
-def _read(text: str) -> _Record:
+def _read(text: str) -> _LeaseRecord:
     """Read a text; what is none of ours counts as no lease at all: it is replaced."""
     try:
-        return msgspec.json.decode(text[:_MOST_BYTES], type=_Record)
+        return msgspec.json.decode(text[:_MOST_BYTES], type=_LeaseRecord)
     except (msgspec.DecodeError, msgspec.ValidationError):
-        return _Record("", 0)
+        return _LeaseRecord("", 0)

@@ -137,9 +137,9 @@ class LeaseText:
         return (found.annotations or {}).get(_ANNOTATION, "")
 
 
-class _Holder(msgspec.Struct):
+class _LeaseHolder(msgspec.Struct):
     holder: str = ""
 
 
 def _holder(text: str) -> str:
-    return decode(text.encode(), _Holder).holder
+    return decode(text.encode(), _LeaseHolder).holder

@@ -114,7 +114,7 @@ def _roles(args: argparse.Namespace) -> RolesPlan | None:
 
 def _trace(args: argparse.Namespace) -> Trace:
     if [args.trace, args.sessions, args.phase].count(None) != 2:
-        raise NoReplay("give either a trace, or --sessions, or --phase")
+        raise NoReplay("give either a trace or --sessions or --phase")
     if args.phase is not None:
         expected = sum(one.seconds * one.per_s for one in args.phase)
         if expected > _MOST_TURNS:

@@ -92,7 +92,7 @@ def test_the_command_shows_each_turn(capsys, tmp_path):
     [
         ("--sessions 5 --roles auto", "--roles auto needs --ttft and --itl"),
         ("--sessions 5 --roles auto --ttft 1 --itl 1 --kv-events", "without --kv-events"),
-        ("--sessions 5 --phase 1:1:1:1", "give either a trace, or --sessions, or --phase"),
+        ("--sessions 5 --phase 1:1:1:1", "give either a trace or --sessions or --phase"),
         ("--phase 1e6:9:1:1", "have about 9,000,000 requests, more than 1,000,000"),
     ],
 )

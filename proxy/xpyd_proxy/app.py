@@ -184,7 +184,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     gate, lifetime, history = Gate(settings, clock), Lifetime(), RequestHistory(settings.request_history)
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), BodyReader()
     salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
-    telemetry, queue = Telemetry(_counters(fleet, pairs), clock, history, pairs), gate.admission
+    telemetry, queue = Telemetry(_counters(fleet, pairs, gate), clock, history, pairs), gate.admission
     traces, releaser = _traces(settings), Releaser(engines, told=(telemetry,))
     requests = Requests(
         intake=Intake(settings, lifetime, keyring, sites, salts, _sessions(settings)),
@@ -208,9 +208,10 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
         spans=traces,
     )
-    (fleet.later, fleet.bounds, fleet.modes), (telemetry.legs_under_way, telemetry.stepped) = (
+    (fleet.later, fleet.bounds, fleet.modes), (telemetry.legs_under_way, telemetry.stepped), gate.outlook = (
         (telemetry.later, telemetry.counters.lone_prompts_bound, pairs.modes),
         (requests.engines_of_legs, fleet.stepped),
+        fleet.outlook,
     )
     checks = HttpChecks(
         timeout_s=settings.health_check_timeout_s,
@@ -336,14 +337,15 @@ def _has_open_admin_port(settings: Settings) -> bool:
     return settings.admin_port is not None and settings.tls_client_ca is not None and settings.api_keys_file is None
 
 
-def _counters(fleet: LiveFleet, pairs: PairNotes) -> Counters:
-    """Return the counters; some of them are counted where pairs are chosen, or remembered."""
+def _counters(fleet: LiveFleet, pairs: PairNotes, gate: Gate) -> Counters:
+    """Return the counters; some of them are counted where pairs are chosen, or remembered, or requests wait."""
     counters = Counters(
         _PATHS,
         pair_failures=pairs.health.failures,
         pairs_dropped=pairs.matrix.counts,
         turns=fleet.registry.turns,
     )
+    counters.class_waiting = gate.admission.waiting_by_class
     if fleet.crossings is not None:
         counters.slice_crossings = fleet.crossings.counted
     return counters

@@ -12,6 +12,7 @@
         * :exc:`UnsupportedMedia` -- the body is not declared as JSON
         * :exc:`Misdirected` -- the router has no such name
         * :exc:`CrossSite` -- a browser, on behalf of another web site, to a router that wants no keys
+        * :exc:`ClassNotAllowed` -- its key may not use the class that it names, or there is no such class
         * :exc:`UnknownModel` -- no engine serves the model that is asked for; the message names those that are served
     * :exc:`Refused` -- the client, says an engine, in words that reach the client unchanged
     * :exc:`Unauthorized` -- the client: it has no key, or a wrong one
@@ -79,6 +80,9 @@ class Misdirected(ClientError): ...
 
 
 class CrossSite(ClientError): ...
+
+
+class ClassNotAllowed(ClientError): ...
 
 
 class UnknownModel(ClientError): ...

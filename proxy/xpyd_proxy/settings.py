@@ -156,6 +156,7 @@ Network = Annotated[str, Kind("", "NETWORK")]
 Host = Annotated[str, Kind("the name of a host: write it without scheme and port, or * for all", "HOST")]
 Url = Annotated[str, Kind("a URL: write http://host:port or https://host:port", "URL")]
 Store = Annotated[str, Kind("a store: write memory, file:PATH, kubernetes:CONFIGMAP or redis://host:port/0", "STORE")]
+ClassText = Annotated[str, Kind("", "CLASS")]
 SessionName = Annotated[
     str, Kind("a name: write a header, or body:FIELD or body:FIELD.FIELD for a field of the body", "HEADER")
 ]
@@ -309,6 +310,11 @@ class Settings:
         "max_rate, max_key_rate and max_key_tokens_per_minute hold for all routers together; needs peers", live=True)
     min_priority: Priority = LIMITS.option(0,
         "least number, so the most urgent priority, of a client whose key has none of its own", live=True)
+    classes: tuple[ClassText, ...] = LIMITS.option((),
+        "classes of requests with targets, as NAME:ttft=SECONDS,on_miss=queue; in the file also tables [classes.NAME]",
+        live=True)
+    default_class: str | None = LIMITS.option(None,
+        "class of requests whose key has none, and which name none; needed where there are classes", live=True)
     max_connections: Count = LIMITS.option(16384, "connections of clients; more are answered with 503 and closed")
     max_connections_per_address: Count | None = LIMITS.option(None,
         "connections of one client address; behind a proxy all clients have the same")

@@ -173,12 +173,13 @@ class XpydConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Push the blocks of earlier steps while this step runs.
+        """Push the blocks of earlier steps while this step runs; take checksums before it writes into freed blocks.
 
         vLLM calls this before the forward (``v1/worker/kv_connector_model_runner_mixin.py``, 0.32).
         """
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
+            self._worker.take_sums(connector_metadata.sampled)
             self._worker.add_computed(connector_metadata.pieces)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

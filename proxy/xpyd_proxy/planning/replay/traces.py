@@ -30,6 +30,7 @@ class Turn:
     at_s: float  # when it comes; of one that waits: how long after the end of the turn before it
     goes_on: int | None = None  # the number of the turn before it in its conversation
     waits: bool = False  # for the end of that turn
+    service_class: str | None = None  # None: that of requests that name none, if there are classes
 
 
 @dataclass(frozen=True, slots=True)

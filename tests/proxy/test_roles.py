@@ -56,12 +56,15 @@ async def roles_of(client):
 
 
 async def passes(fleet, engines, clients, busy, steps):
-    """Let traffic come; engines that have turned serve their new role in the fleet, too."""
+    """Let traffic come, until all routers agree on the roles; those are the fleet's from then on."""
     for _ in range(steps):
         fleet.step(*busy)
         await looked(engines, len(clients))
         async with asyncio.timeout(20):
-            while None in (found := await roles_of(clients[0])).values():
+            while True:
+                found, *others = [await roles_of(each) for each in clients]
+                if None not in found.values() and all(other == found for other in others):
+                    break
                 fleet.now += 0.02  # an engine that shows no leases is believed to have none after a while
                 await asyncio.sleep(0.01)
         fleet.roles.update(found)
@@ -133,21 +136,26 @@ async def test_of_two_routers_one_decides_and_the_other_goes_on_when_it_is_gone(
     """The turns of the first one are the fleet's: they count for the second one, which has learned its rates."""
     fleet = FluidFleet(4, 4)
     engines, settings = shown(fleet), replace(AUTO, store=f"file:{tmp_path / 'set.json'}")
-    async with router(engines, settings, lambda: fleet.now) as second:
-        async with AsyncExitStack() as stack:
-            first = await stack.enter_async_context(router(engines, settings, lambda: fleet.now))
-            await passes(fleet, engines, [first, second], (4.0, 0.8), 4)
-            parts = [(await each.get("/stats")).json()["roles"] for each in (first, second)]
-            await passes(fleet, engines, [first, second], (4.0, 0.8), 3)
-            seen = [await roles_of(each) for each in (first, second)]
-        assert seen[0] == seen[1]
-        assert sum(role is Role.PREFILL for role in fleet.roles.values()) == 5
-        assert sum(part["verdict"] == "elsewhere" for part in parts) == 1
-        await passes(fleet, engines, [second], (4.0, 0.8), 15)
-        part = (await second.get("/stats")).json()["roles"]
 
-    assert sum(role is Role.PREFILL for role in fleet.roles.values()) == 6
-    assert part["turns"] == 2
+    async def until_prefill(count, clients):
+        for _ in range(40):
+            await passes(fleet, engines, clients, (4.0, 0.8), 1)
+            if len(fleet.of(Role.PREFILL)) == count:
+                return
+        raise AssertionError([(await each.get("/stats")).json()["roles"] for each in clients])
+
+    async with AsyncExitStack() as stack, AsyncExitStack() as ending:
+        first = await ending.enter_async_context(router(engines, settings, lambda: fleet.now))
+        await passes(fleet, engines, [first], (4.0, 0.8), 1)
+        second = await stack.enter_async_context(router(engines, settings, lambda: fleet.now))
+        await until_prefill(5, [first, second])
+        one, two = [(await each.get("/stats")).json()["roles"] for each in (first, second)]
+        await ending.aclose()
+        await until_prefill(6, [second])
+        last = (await second.get("/stats")).json()["roles"]
+
+    assert (one["last_turn"], two["last_turn"]) == ("decode-0 to prefill", "")
+    assert (last["last_turn"], last["turns"]) == ("decode-1 to prefill", 2)
 
 
 async def test_a_router_without_it_decides_nothing():

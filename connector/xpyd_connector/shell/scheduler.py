@@ -149,6 +149,7 @@ class XpydConnectorScheduler:
         metadata = self._decodes.metadata(output)
         metadata.number = number
         metadata.pieces = self._prefills.take_computed(output)
+        metadata.sampled = self._prefills.take_sampled()
         return metadata
 
     def _may_wait(self) -> bool:
@@ -169,6 +170,7 @@ class XpydConnectorScheduler:
         if isinstance(output.kv_connector_worker_meta, QuarantineMetadata):
             self._decodes.update_quarantine(output.kv_connector_worker_meta)
             self._cached.ended(output.kv_connector_worker_meta.step)
+            self._prefills.add_sums(output.kv_connector_worker_meta.sums)
         self._decodes.loads_ended(output.finished_recving or (), output.failed_recving)
 
     def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:

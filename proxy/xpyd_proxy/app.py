@@ -216,11 +216,19 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         transport=transport,
         guard=guard,
     )
-    prober = Prober(registry, checks, settings, clock, random.random, give_up=engines.give_up)
-    inflow, followers, peers = (
+    peers = _peers(settings, fleet, queue, keyring, telemetry)
+    prober, inflow, followers = (
+        Prober(
+            registry,
+            checks,
+            settings,
+            clock,
+            random.random,
+            give_up=engines.give_up,
+            looks=peers[0].looks if peers else None,
+        ),
         InflowWatch(registry, checks.metrics, telemetry, every_s=settings.engine_metrics_interval_s, clock=clock),
         _followers(registry, checks, index, known, telemetry),
-        _peers(settings, fleet, queue, keyring, telemetry),
     )
     discovery = _discovery(crew.stored(settings), registry, clock, crew.tell)
     board, role_watches = _roles(settings, registry, checks, telemetry, queue=queue, clock=clock, worker=crew.number)

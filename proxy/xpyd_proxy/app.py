@@ -88,6 +88,7 @@ from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.group import worker_group
 from xpyd_proxy.live import Live, check
 from xpyd_proxy.requests.body_reader import BodyReader
+from xpyd_proxy.requests.canaries import Canaries
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.intake import Intake
 from xpyd_proxy.requests.leg_bodies import LegBodies
@@ -198,6 +199,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         request_over=telemetry.request_over,
         reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
         spans=traces,
+        canaries=_canaries(settings, engines, pairs, registry, counters=telemetry.counters, clock=clock),
     )
     (fleet.later, fleet.bounds, fleet.modes), (telemetry.legs_under_way, telemetry.stepped) = (
         (telemetry.later, telemetry.counters.lone_prompts_bound, pairs.modes),
@@ -235,7 +237,16 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             (discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]),
             (*crew.running(), *[each.running() for each in peers]),
         )
-        return examiner, engines, releaser, *looking, reloads.running(), *others, requests
+        return (
+            examiner,
+            engines,
+            releaser,
+            *filter(None, [requests.canaries]),
+            *looking,
+            reloads.running(),
+            *others,
+            requests,
+        )
 
     explainer = Explainer(
         fleet.rehearsal,
@@ -356,6 +367,23 @@ def _peers(
         return ()
     fleet.changed = peers.changed
     return (peers,)
+
+
+def _canaries(
+    settings: Settings,
+    engines: WireEngines,
+    pairs: PairNotes,
+    registry: Registry,
+    *,
+    counters: Counters,
+    clock: Callable[[], float],
+) -> Canaries | None:
+    """Return what has requests answered once more; None: nothing shall."""
+    if not settings.canary_every:
+        return None
+    return Canaries(
+        settings.canary_every, engines, registry, counters.canaries, differs=pairs.answer_differs, clock=clock
+    )
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:

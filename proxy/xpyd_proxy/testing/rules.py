@@ -135,6 +135,12 @@ def check_prefill_leg(body: Json, *, pushes: bool = False, limits: Sequence[str]
         raise Violation("a prefill leg must name its transfer")
 
 
+def check_canary(body: Json) -> None:
+    """Raise Violation unless a request asks a prefill engine for a whole answer of its own."""
+    if body.get("kv_transfer_params") is not None or body.get("stream") is not False or not body.get("logprobs"):
+        raise Violation("a canary must ask for a whole answer with logprobs, and for no KV cache")
+
+
 def abandoned(body: Json) -> str | None:
     """Return the transfer that a request says is abandoned; None if it says nothing of the kind."""
     params: Json = body.get("kv_transfer_params") or {}

@@ -123,7 +123,6 @@ class Canaries:
         self._differs = differs
         self._clock = clock
         self._background = Background(_AT_ONCE)
-        counted.update({(outcome.value,): 0 for outcome in CanaryOutcome})
 
     async def __aenter__(self) -> Self:
         return self

@@ -13,6 +13,7 @@ import yaml
 
 from xpyd_connector.settings import Settings as ConnectorSettings
 from xpyd_proxy.cli import build_parser
+from xpyd_proxy.core.admission.service_classes import CLASS_KEYS
 from xpyd_proxy.core.fleet.pair_health import PairFailure
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.realtime import SessionOutcome
@@ -24,7 +25,7 @@ FOLDERS = ("docs", "examples", "helm")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 PAGES.remove(ROOT / "CHANGELOG.md")  # it names what is gone
 END = {"|", "&&", "||", "&", ";", ">"}  # of a command in a line
-COMMANDS = ("serve", "up", "plan", "replay", "instances", "pairs", "why", "doctor")
+COMMANDS = ("serve", "up", "plan", "replay", "instances", "pairs", "why", "doctor", "prove")
 FOREIGN = {  # flags of kubectl, helm and other programs, and words of other projects, that stand alone in backquotes
     "--previous", "--force", "--exclusive", "--grace-period", "device_ownership_from_security_context", "ibv_devices",
     "container_cpu_cfs_throttled_periods_total", "max_new_tokens", "--key",
@@ -152,7 +153,8 @@ def mistakes(text, page, vllm):
             own = word[1].startswith(("xpyd_", "test_"))  # metrics: test_operator_docs.py; tests: test_documents.py
             found += [word[1]] if word[1] not in WORDS | FOREIGN and not own else []
         if key := re.fullmatch(r"([a-z][a-z0-9_]*) = (?:[\d\[\"'].*|true|false)", line):
-            found += [f"{key[1]} ="] if key[1] not in OPTIONS | ConnectorSettings.__dataclass_fields__ else []
+            is_known = key[1] in {*OPTIONS, *ConnectorSettings.__dataclass_fields__, *CLASS_KEYS}
+            found += [] if is_known else [f"{key[1]} ="]
     for block in re.findall(r"(?ms)^ *```toml\n(.*?)^ *```", text):
         found += [f"{key} =" for key in tomllib.loads(block) if key not in OPTIONS]
     return found + [path for path in _values(text) if not has_value(path)]

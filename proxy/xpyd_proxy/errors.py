@@ -12,6 +12,7 @@
         * :exc:`UnsupportedMedia` -- the body is not declared as JSON
         * :exc:`Misdirected` -- the router has no such name
         * :exc:`CrossSite` -- a browser, on behalf of another web site, to a router that wants no keys
+        * :exc:`ClassNotAllowed` -- its key may not use the class that it names, or there is no such class
         * :exc:`UnknownModel` -- no engine serves the model that is asked for; the message names those that are served
     * :exc:`Refused` -- the client, says an engine, in words that reach the client unchanged
     * :exc:`Unauthorized` -- the client: it has no key, or a wrong one
@@ -33,6 +34,7 @@
         * :exc:`NotAllowed` -- the operator: no engine may be added there, by ``allowed_instances``
     * :exc:`AlreadyKnown` -- the operator: an engine with this role and address is there already
     * :exc:`UnknownInstance` -- the operator: no engine has this id (any more)
+    * :exc:`CannotTurn` -- the operator: an engine cannot serve this role, or is the last one of another
     * :exc:`ConfigError` -- the operator: a file cannot be read, or says what cannot be; the message names the place
 
 Messages name instances by id and never by address, because clients read them.
@@ -78,6 +80,9 @@ class Misdirected(ClientError): ...
 
 
 class CrossSite(ClientError): ...
+
+
+class ClassNotAllowed(ClientError): ...
 
 
 class UnknownModel(ClientError): ...
@@ -175,6 +180,9 @@ class AlreadyKnown(ProxyError): ...
 
 
 class UnknownInstance(ProxyError): ...
+
+
+class CannotTurn(ProxyError): ...
 
 
 class ConfigError(ProxyError): ...

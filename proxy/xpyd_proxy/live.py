@@ -7,6 +7,7 @@ from typing import Final, TypeAlias
 
 from xpyd_proxy.core.admission.admin_key import AdminKey
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
+from xpyd_proxy.core.admission.service_classes import ServiceClasses
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.origins import check_open
@@ -16,7 +17,7 @@ from xpyd_proxy.io.files import client_keys, engine_keys, operator_key
 from xpyd_proxy.io.peers import check_peers
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.service import Requests
-from xpyd_proxy.settings import KvEvents, PolicyName, QueueOrder, Settings
+from xpyd_proxy.settings import KvEvents, PolicyName, QueueOrder, RolesMode, Settings
 
 logger = logging.getLogger(__name__)
 _BY_CACHE: Final = frozenset({PolicyName.PREFIX, PolicyName.EXPECTED_TTFT})
@@ -47,6 +48,10 @@ class Live:
         """
         keys, shown, admin_key = client_keys(new), engine_keys(new), operator_key(new)
         check(new)
+        if new.classes and self.requests.fleet.costs is None:
+            raise ConfigError(
+                "there are classes now, and none when the router started, so it measures no engine: restart it"
+            )
         before, after = addresses_of(old), addresses_of(new)
 
         def change() -> None:
@@ -98,7 +103,12 @@ def check(settings: Settings) -> None:
         raise ConfigError("share_limits needs peers: routers that do not know each other share nothing")
     if settings.api_keys_file is None and settings.queue_order is QueueOrder.FAIR:
         raise ConfigError("queue_order fair needs api_keys_file: without keys all clients are one")
+    ServiceClasses.of(settings.classes, settings.default_class)  # raises ConfigError
     check_peers(settings)
+    if settings.roles is not RolesMode.OFF and (settings.target_ttft_s is None or settings.target_itl_s is None):
+        raise ConfigError(
+            f"roles is {settings.roles}, and what is wanted is not known: write target_ttft_s and target_itl_s"
+        )
     policies = {settings.prefill_policy, settings.decode_policy}
     if settings.kv_events is KvEvents.AUTO and policies.isdisjoint(_BY_CACHE):
         raise ConfigError(

@@ -88,7 +88,8 @@ class XpydConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
     ) -> XpydPromMetrics:
         """Register our Prometheus metrics."""
         # By this id peers know the engine; data-parallel ranks add "_dp" and their number (``vllm/v1/engine/core.py``).
-        info = info_labels(vllm_config) | {"engine_id": str(vllm_config.kv_transfer_config.engine_id)}
+        transfer = vllm_config.kv_transfer_config
+        info = info_labels(vllm_config) | {"engine_id": str(transfer.engine_id), "kv_role": str(transfer.kv_role)}
         return XpydPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, info)
 
     # ---- scheduler

@@ -193,6 +193,11 @@ class DecodeRequests:
             return 0, False
         return (missing, True) if remote_prefill.is_met else (None, False)
 
+    def is_meeting(self, request: Request) -> bool:
+        """Tell whether a request waits for the first handshake with its engine."""
+        remote_prefill = self._remote_prefills.get(RequestId(request.request_id))
+        return remote_prefill is not None and not remote_prefill.is_met
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
         own = RequestId(request.request_id)

@@ -124,7 +124,9 @@ class XpydConnectorScheduler:
         self._cached.considered(request, computed)
         if self._returned.searches(request, computed):
             return None, False
-        return self._decodes.matched_tokens(request, computed)
+        found = self._decodes.matched_tokens(request, computed)
+        self._notes.meeting(request, lasts=self._decodes.is_meeting(request))
+        return found
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""

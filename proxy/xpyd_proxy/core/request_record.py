@@ -8,6 +8,7 @@ import re
 from enum import auto
 from typing import Final
 
+from xpyd_proxy.core.class_record import ClassRecord
 from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role, SingleEngineReason, TransferId
@@ -114,6 +115,7 @@ class RequestRecord(RequestTimes):
         "end",
         "error",
         "moves",
+        "of_class",
         "past",
         "path",
         "prefill",
@@ -154,6 +156,7 @@ class RequestRecord(RequestTimes):
         self.status = 0  # once it is over
         self.answered = False  # all of it is with the client; what still happens is tidying up
         self.error = error  # what went wrong, for the log
+        self.of_class: ClassRecord | None = None  # where there are classes
         self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
         self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
         self.relayed = 0  # bytes of the answer, if they are counted
@@ -190,6 +193,7 @@ class RequestRecord(RequestTimes):
             or self.client_id
             or self.prefill_error
             or self.moves
+            or self.of_class
         )
 
     def id_headers(self) -> dict[str, str]:

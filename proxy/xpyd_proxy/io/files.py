@@ -4,6 +4,7 @@ import ssl
 from pathlib import Path
 
 from xpyd_proxy.core.admission.keys import Keys, outbound_key
+from xpyd_proxy.core.admission.service_classes import ServiceClasses, check_no_classes
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.settings import Settings
@@ -22,7 +23,14 @@ def read_text(path: str) -> str:
 def client_keys(settings: Settings) -> Keys | None:
     """Read the keys that clients must show; None: anybody may ask. Raises ConfigError."""
     path = settings.api_keys_file
-    return None if path is None else Keys.parse(read_text(path), path)
+    if path is None:
+        return None
+    keys, classes = Keys.parse(read_text(path), path), ServiceClasses.of(settings.classes, settings.default_class)
+    if classes is None:
+        check_no_classes(keys.classes, path)
+    else:
+        classes.check_granted(keys.classes, path)
+    return keys
 
 
 def engine_keys(settings: Settings) -> dict[Role, str]:

@@ -12,6 +12,7 @@ from xpyd_proxy.core.recent_stats import SPAN_S
 from xpyd_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups
 from xpyd_proxy.core.schemas import Bin
 from xpyd_proxy.core.schemas.pairs import PairRow
+from xpyd_proxy.core.schemas.roles import RolesPart
 from xpyd_proxy.core.steps import finish
 from xpyd_proxy.core.workers.reports import Part, Whole, bin_of
 from xpyd_proxy.io.request_path.pair_notes import PairNotes
@@ -102,6 +103,7 @@ class Snapshot:
     instances: list[Engine]
     groups: Sequence[EngineGroup]  # of engines that fit each other; empty: all of them do
     pairs: PairsStatus
+    roles: RolesPart | None  # None: the router does not decide on them, or has not yet
     queue: QueueStatus
     failures: list[Failed]
     worker: int  # which process has answered; the numbers are those of all
@@ -118,12 +120,15 @@ class Status:
         clock: Callable[[], float],
         may_be_alone: Callable[[], bool] = lambda: True,
         pairs: PairNotes | None = None,
+        *,
+        roles: Callable[[], RolesPart | None] = lambda: None,
     ) -> None:
         self._telemetry = telemetry
         self._engines = engines
         self._clock = clock  # the one of ``telemetry``
         self._may_be_alone = may_be_alone  # decode engines may serve alone, by the settings of now
         self._pairs = PairNotes(engines, PairMatrix(0)) if pairs is None else pairs
+        self._roles = roles  # what this worker has decided on them; None: nothing
         self._start = clock()
 
     def part(self) -> Part:
@@ -151,6 +156,7 @@ class Status:
             span=span,
             answers=answers,
             failures=[(now - one.at, _short(one.request), one.where, one.reason) for one in recent.failures],
+            roles=self._roles(),
         )
 
     def now(self, whole: Whole) -> Snapshot:
@@ -181,6 +187,7 @@ class Status:
             instances=engines,
             groups=groups,
             pairs=self._pair_status(),
+            roles=next((part.roles for part in parts if part.roles is not None), None),
             queue=QueueStatus(
                 sum(one.waiting for one in workers),
                 sum(one.admitted for one in workers),
@@ -217,7 +224,7 @@ def _engine(member: Member, parts: Sequence[Part], in_flight: Sequence[Mapping[I
     instance = member.instance
     return Engine(
         id=instance.id,
-        role=instance.role,
+        role=member.role if member.turn is None else f"{member.role}, to {member.turn.to}",
         state=member.life.state,
         why=member.life.why,
         in_flight=sum(legs.get(instance.id, 0) for legs in in_flight),

@@ -7,6 +7,7 @@ import msgspec
 from xpyd_proxy.errors import (
     BadRequest,
     BodyTooLarge,
+    ClassNotAllowed,
     CrossSite,
     EngineBusy,
     EngineError,
@@ -37,6 +38,7 @@ _KINDS: Final[dict[type[Exception], tuple[int, str]]] = {
     UnsupportedMedia: (415, "UnsupportedMediaTypeError"),
     Misdirected: (421, "MisdirectedRequestError"),
     CrossSite: (403, "PermissionDeniedError"),
+    ClassNotAllowed: (403, "PermissionDeniedError"),
     UnknownModel: (404, "NotFoundError"),
     Unauthorized: (401, "AuthenticationError"),
     KeyOverLimit: (429, "RateLimitError"),

@@ -12,6 +12,7 @@ from xpyd_proxy.core.admission.keys import ANYBODY, Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.admission.priority import limited
 from xpyd_proxy.core.admission.prompt_estimate import MEDIUM_TOKENS, prompt_tokens
+from xpyd_proxy.core.admission.service_classes import ServiceClass, ServiceClasses
 from xpyd_proxy.core.http.multipart import boundary_of, check_form, content_type
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.model import Api, GenerationRequest, Headers, PassthroughRequest, RoutingHints
@@ -29,6 +30,7 @@ JSON_TYPE: Final = b"application/json"
 PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
 _WITHOUT_KEY: Final = PASSED_ON - {b"authorization"}
 _RANK: Final = b"x-data-parallel-rank"
+_CLASS: Final = b"x-request-class"
 _FORM_TYPE: Final = b"multipart/form-data"
 _FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
 _NOTHING: Final[Mapping[bytes, bytes]] = {}
@@ -124,6 +126,15 @@ class Intake:
             _check_media(head.path, declared or b"")
         check_length(shown.get(b"content-length", b""), self.settings.max_body_bytes)
         return caller
+
+    def class_of(self, head: RequestHead, classes: ServiceClasses) -> ServiceClass:
+        """Return the class of a request.
+
+        Raises:
+            BadRequest, ClassNotAllowed: it names a class that its client may not use.
+        """
+        asked = [value for name, value in head.headers if name == _CLASS] if _CLASS in head.shown else ()
+        return classes.of_request(self.keyring.classes_of(head.caller), asked)
 
     def read(self, head: RequestHead, body: bytes) -> Fields:
         """Read a body, of a form nothing but its bounds; a long one is read in a thread. Raises BadRequest."""

@@ -20,6 +20,7 @@ from xpyd_proxy.core.served_tokens import served_tokens
 from xpyd_proxy.errors import BodyTooLarge, OutOfTime, ProxyError
 from xpyd_proxy.requests.body_reader import LARGE
 from xpyd_proxy.requests.canaries import KeptResponse
+from xpyd_proxy.requests.class_entry import arrive_in_class, judge
 from xpyd_proxy.requests.client_response import ClientGone, ClientResponse
 from xpyd_proxy.requests.dispatch import Dispatch
 from xpyd_proxy.requests.intake import RequestHead, RequestPlan
@@ -346,7 +347,11 @@ class Request:
         """Return the ticket of a request whose body has so many bytes: admitted, waiting or refused."""
         if self._body:
             self._free_body()  # its bytes are charged with the ticket from now on
-        ticket = self._ticket = self._of.gate.arrive(self._head.caller, plan.priority, size, plan.tokens)
+        of, levels = self._of, self._of.gate.admission.levels
+        if levels is None:
+            ticket = self._ticket = of.gate.arrive(self._head.caller, plan.priority, size, plan.tokens)
+        else:
+            ticket = self._ticket = arrive_in_class(self._life, levels.classes, self._head, plan, size)
         self._head.forget()  # the connection keeps us until its next request
         return ticket
 
@@ -377,7 +382,8 @@ class Request:
             of.over(self)
             ticket, self._ticket = self._ticket, None
             if ticket is not None:
-                if of.gate.admission.counts_tokens:
+                if of.gate.admission.counts_answers:
+                    judge(life.record, status, ticket, client.events)
                     of.gate.leave(ticket, served_tokens(life.record, status, ticket.tokens, client.events))
                 else:
                     of.gate.leave(ticket)

@@ -1335,6 +1335,18 @@ def test_the_timeline_of_a_load_names_each_step(noting):
     ]  # fmt: skip
 
 
+def test_the_first_handshake_with_an_engine_has_an_end_in_the_timeline(noting):
+    """Before it, vLLM allocates nothing: it would be taken for the time until there are blocks."""
+    request = noting.arrive(remote_engine_id="p1")
+    assert noting.side.matched_tokens(request, 0) == (None, False)
+    assert noting.side.matched_tokens(request, 0) == (None, False)
+    noting.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1")))
+    noting.side.matched_tokens(request, 0)
+    noting.allocate(request, 9)
+
+    assert [step for _, step, _ in steps(noting)] == ["arrived", "queued", "considered", "peer_met", "load_ordered"]
+
+
 def test_the_events_of_a_timeline_are_dated(monkeypatch):
     """By the wall clock, whatever the other one shows."""
     monkeypatch.setenv("VLLM_PLUGINS", "xpyd,xpyd_timelines")

@@ -15,8 +15,10 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # it stands in logs and in a
 _KEY: Final = re.compile(r"[!-~]+")  # what a header can carry
 _DIGEST: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _PRIORITY: Final = re.compile(r"priority=(-?[0-9]{1,9})")
+_CLASSES: Final = re.compile(r"class=([a-z0-9_-]{1,32}(?:,[a-z0-9_-]{1,32}){0,15})")
 _EXPECTED: Final = (
-    "name:key or name:sha256:<64 hexadecimal digits>, behind it priority=N if it may say so, and a # before a comment"
+    "name:key or name:sha256:<64 hexadecimal digits>, behind it priority=N if it may say so, class=NAME,NAME for its "
+    "classes, and a # before a comment"
 )
 
 
@@ -26,33 +28,43 @@ class Keys:
 
     owners: Mapping[bytes, str] = field(repr=False)
     least: Mapping[str, int] = field(default_factory=dict[str, int])  # by name: the least priority that it may ask for
+    # By name: the class of its requests, and then others that these may name.
+    classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
     @classmethod
     def parse(cls, text: str, source: str) -> Self:
         """Read a file of keys; one owner may have several, as while a key is being replaced.
 
         Raises:
-            ConfigError: a line is something else, a key occurs twice, there is none, or an owner has two priorities.
+            ConfigError: a line is something else, a key occurs twice, there is none, or an owner has two priorities or
+                two lists of classes.
         """
         owners: dict[bytes, str] = {}
         least: dict[str, int | None] = {}
+        classes: dict[str, tuple[str, ...]] = {}
         for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
             if not line or line.startswith("#"):
                 continue
             first, *more = line.split()
             name, _, key = first.partition(":")
-            digest, priority = _digest(key), _PRIORITY.fullmatch(more[0]) if more else None
-            if digest is None or not _NAME.fullmatch(name) or len(more) > 1 or (more and priority is None):
+            digest, priorities = _digest(key), [found for word in more if (found := _PRIORITY.fullmatch(word))]
+            lists = [found for word in more if (found := _CLASSES.fullmatch(word))]
+            is_odd = len(more) != len(priorities) + len(lists) or len(priorities) > 1 or len(lists) > 1
+            if digest is None or not _NAME.fullmatch(name) or is_odd:
                 raise ConfigError(f"{source}, line {number}, is not a key: write {_EXPECTED}")
             if digest in owners:
                 raise ConfigError(f"{source}, line {number}, has the key of {owners[digest]} once more")
             owners[digest] = name
-            lowest = None if priority is None else int(priority[1])
+            lowest = int(priorities[0][1]) if priorities else None
             if least.setdefault(name, lowest) != lowest:
                 raise ConfigError(f"{source}, line {number}, gives {name} another priority: write the same on each")
+            granted = tuple(lists[0][1].split(",")) if lists else ()
+            if classes.setdefault(name, granted) != granted:
+                raise ConfigError(f"{source}, line {number}, gives {name} other classes: write the same on each")
         if not owners:
             raise ConfigError(f"{source} has no key in it, so nobody could ask: write {_EXPECTED}")
-        return cls(owners, {name: lowest for name, lowest in least.items() if lowest is not None})
+        lowest_of = {name: lowest for name, lowest in least.items() if lowest is not None}
+        return cls(owners, lowest_of, {name: granted for name, granted in classes.items() if granted})
 
     def owner(self, shown: bytes) -> str | None:
         """Return whose key this is. It takes as long for a wrong one as for a right one."""
@@ -78,6 +90,11 @@ class Keyring:
         """Return the least priority that a client may ask for."""
         keys = self.keys
         return self.least if keys is None else keys.least.get(owner, self.least)
+
+    def classes_of(self, owner: str) -> tuple[str, ...]:
+        """Return the class of a client's requests, and then the others that it may name; none: those of anybody."""
+        keys = self.keys
+        return () if keys is None else keys.classes.get(owner, ())
 
     def caller(self, headers: Headers) -> str:
         """Return the name of the key in a client's headers.

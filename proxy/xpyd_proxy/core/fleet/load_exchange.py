@@ -192,5 +192,5 @@ class LoadExchange:
 def _name(member: Member) -> bytes:
     """Return what all routers call an engine."""
     instance = member.instance
-    text = f"{instance.role} {instance.address.authority} {instance.rank}"
+    text = f"{instance.pool} {instance.address.authority} {instance.rank}"
     return blake2b(text.encode(), digest_size=NAME_BYTES).digest()

@@ -39,7 +39,7 @@ _WHOLE_SOONEST: Final = 0.5  # and up to 1.5 times the usual pause, at random: a
 
 def keeps_blocks(member: Member) -> bool:
     """Tell whether an engine is asked what it keeps for decode engines, and not whether it lives."""
-    return member.life.state is HealthState.DRAINING and member.instance.role is Role.PREFILL
+    return member.life.state is HealthState.DRAINING and member.as_role(Role.PREFILL) is not None
 
 
 @dataclass(slots=True)

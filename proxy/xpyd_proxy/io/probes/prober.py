@@ -103,10 +103,10 @@ class Prober:
         decodes: dict[str | None, dict[object, Member]] = {}
         for member in members:
             facts = member.facts
-            if member.instance.role is Role.PREFILL:
+            if member.as_role(Role.PREFILL) is not None:
                 own = facts.engine_id if facts.engine_id in refused else None
                 prefills.setdefault(facts.pairs_within, {}).setdefault((compared(facts), own), member)
-            else:
+            if member.as_role(Role.DECODE) is not None:
                 key = compared(facts), facts.incompatible
                 decodes.setdefault(facts.pairs_within, {}).setdefault(key, member)
         found = {
@@ -114,7 +114,7 @@ class Prober:
             for within, some in decodes.items()
             for decode in some.values()
             for prefill in prefills.get(within, {}).values()
-            if not fit(prefill.facts, decode.facts)
+            if prefill is not decode and not fit(prefill.facts, decode.facts)
         }
         for (decode_id, prefill_id), why in found.items():
             if self._differences.get((decode_id, prefill_id)) != why:
@@ -161,6 +161,7 @@ class Prober:
                     protocol=shown.protocol,
                     fingerprint=shown.fingerprint,
                     engine_id=shown.engine_id,
+                    kv_role=shown.kv_role,
                 )
                 self._registry.learn(name, facts)
         member.life.seen(now=self._clock())

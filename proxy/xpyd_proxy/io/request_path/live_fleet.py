@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.admission.engine_outlook import EngineOutlook, OwnTimes
 from xpyd_proxy.core.counters import Key
 from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities, fit
 from xpyd_proxy.core.fleet.health import HealthState
@@ -104,6 +105,28 @@ class LiveFleet:
         if self._pairs.bound is not None:
             self._pairs.bound.counts = counts
 
+    def outlook(self) -> EngineOutlook | None:
+        """Return what engines still have to do; None: it is not known, as nobody asks, or nothing was measured."""
+        if self.costs is None:
+            return None
+        return self.costs.outlook(self._usable_now(_PREFILL), self._usable_now(_DECODE))
+
+    def own_times(self, ask: RoutingHints, outlook: EngineOutlook, least: int) -> OwnTimes | None:
+        """Return what a request takes beyond the queues of the engines; None: it is not known.
+
+        ``least``: bytes of a prompt that a decode engine must lack for a prefill engine to compute it.
+        """
+        prefill, decode = self._usable_now(_PREFILL), self._usable_now(_DECODE)
+        if self.costs is None or not decode:
+            return None
+        return self.costs.own_times(prefill, decode, ask, outlook, alone_new=least)
+
+    def _usable_now(self, role: Role) -> Sequence[Instance]:
+        try:
+            return self.usable(role)
+        except NoInstance:
+            return ()
+
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List all engines of a role."""
         return self.registry.known(role)
@@ -180,9 +203,10 @@ class LiveFleet:
     ) -> Chosen | None:
         """Return a pair that has rested for long enough, if this request may show whether it works."""
         health = self.registry.pairs
-        due, engines = health.due(now=now), {instance.id: instance for instance in (*prefill, *decode)}
+        due, sides = health.due(now=now), [{each.id: each for each in side} for side in (prefill, decode)]
         for names in due:
-            pair = [engines[name] for name in names if name in engines and self._may_try(engines[name], ask)]
+            found = [engines.get(name) for engines, name in zip(sides, names, strict=True)]
+            pair = [each for each in found if each is not None and self._may_try(each, ask)]
             if len(pair) == len(names) and fit(self.registry.facts(pair[0]), self.registry.facts(pair[1])):
                 health.tried(names, now=now)
                 for instance in pair:

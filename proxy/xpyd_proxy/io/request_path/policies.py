@@ -68,7 +68,8 @@ def fleet_of(
     if settings.return_kv and settings.decode_policy not in _REMEMBERING:
         names_known = " or ".join(_REMEMBERING)
         raise ConfigError(f"return_kv needs decode_policy {names_known}: others forget what decode engines have cached")
-    if set(names) == {PolicyName.ROUND_ROBIN}:
+    by_turns = set(names) == {PolicyName.ROUND_ROBIN}
+    if by_turns and not settings.classes:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
         return LiveFleet(registry, PairSelector(registry, choice), learned, clock)
@@ -84,16 +85,19 @@ def fleet_of(
         return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=costs)
     parts = PolicyParts(Loads(registry, clock).of, dice, turn, caches)
     prefill, decode = (policy_of(name, parts) for name in names)
-    if settings.decode_policy != PolicyName.PREFIX:
-        holders = prefill.holders if isinstance(prefill, Prefix) else None
-        bounds = ShareBounds(registry) if set(names) & _LOYAL else None
-        pairs = PairSelector(registry, PolicyPerLeg(prefill, decode), prefill_holders=holders, bounds=bounds)
-        return LiveFleet(registry, pairs, learned, clock, caches, learner=learner)
-    timing = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=itl_s) if itl_s else None
+    timing: EngineCosts | None = None
+    if settings.classes or (itl_s and settings.decode_policy == PolicyName.PREFIX):
+        timing = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=itl_s)
     prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches, notes=timing is None)
     if timing is not None and settings.prefill_policy == PolicyName.PREFIX:
         prefill = prefix.copy()  # the costs note what engines are sent, once they have looked at what these have
+    if settings.decode_policy != PolicyName.PREFIX:
+        holders = prefill.holders if isinstance(prefill, Prefix) else None
+        choice = RoundRobin(Rotation(turn), Rotation(turn)) if by_turns else PolicyPerLeg(prefill, decode)
+        bounds = ShareBounds(registry) if set(names) & _LOYAL else None
+        pairs = PairSelector(registry, choice, prefill_holders=holders, bounds=bounds)
+        return LiveFleet(registry, pairs, learned, clock, caches, learner=learner, costs=timing)
     choice = PolicyPerLeg(prefill, prefix, decode_first=True)
-    bound = AloneBound(registry, clock, None if timing is None else timing.spares_alone)
+    bound = AloneBound(registry, clock, timing.spares_alone if timing is not None and timing.may_be_alone else None)
     pairs = PairSelector(registry, choice, prefix, bound, bounds=ShareBounds(registry))
     return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=timing)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Final
 
+from xpyd_proxy.core.class_record import ClassRecord
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, RequestId
 from xpyd_proxy.core.protocol.engine_errors import Failure
@@ -300,6 +301,8 @@ class Telemetry:
         pairs, prefill, decode = self._pairs, record.prefill, record.decode
         if pairs is not None and prefill is not None and decode is not None:
             pairs.request_over(record, prefill, decode)
+        if record.of_class is not None:
+            self._class_over(record.of_class)
         for retry in record.retries:
             self._counters.retries[retry.role, retry.reason] += 1
         if kind.is_failed:
@@ -320,6 +323,12 @@ class Telemetry:
             over, self._over = self._over, []
             log_requests(over)
             self._history.add(over)
+
+    def _class_over(self, of_class: ClassRecord) -> None:
+        """Count what became of a request by its class."""
+        outcome = of_class.outcome
+        if outcome is not None:
+            self._counters.class_requests[of_class.name, outcome] += 1
 
     def _push_over(self, record: RequestRecord) -> None:
         """Count whether the KV cache of a push arrived; its answer may tell."""

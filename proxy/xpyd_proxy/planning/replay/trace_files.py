@@ -19,6 +19,7 @@ MOST_TOKENS: Final = 10_000_000  # of a prompt, or of an answer
 MOONCAKE_BLOCK: Final = 512  # tokens that each of its hash_ids stands for
 
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+_CSV: Final = ("prompt_tokens", "output_tokens")
 _T = TypeVar("_T")
 
 
@@ -31,9 +32,10 @@ class _Mooncake(msgspec.Struct):
     hash_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**62)]], msgspec.Meta(max_length=MOST_TOKENS)]
 
 
-class _Lengths(msgspec.Struct):
+class _Lengths(msgspec.Struct, rename={"service_class": "class"}):
     prompt_tokens: _Tokens
     output_tokens: _Tokens
+    service_class: str | None = None
 
 
 class _Message(msgspec.Struct):
@@ -106,7 +108,7 @@ def _mooncake_row(path: Path, number: int, line: bytes) -> _Mooncake:
 def _csv(path: Path, number: int, line: bytes) -> _Lengths:
     words = line.decode("ascii", "replace").split(",")
     try:
-        return msgspec.convert(dict(zip(_Lengths.__struct_fields__, words, strict=True)), _Lengths, strict=False)
+        return msgspec.convert(dict(zip(_CSV, words, strict=True)), _Lengths, strict=False)
     except (ValueError, msgspec.MsgspecError) as exc:
         raise NoReplay(f"{path}, line {number}: expected prompt_tokens,output_tokens ({exc})") from exc
 
@@ -115,7 +117,9 @@ def _lengths(rows: Sequence[_Lengths], arrivals: Arrivals) -> Trace:
     names, size, turns = BlockNames(0), arrivals.block_tokens, list[Turn]()
     for row, at_s in zip(rows, poisson(arrivals.per_s, arrivals.seed), strict=False):
         blocks = names.take(-(-(row.prompt_tokens + row.output_tokens) // size))
-        turns.append(Turn(f"r{len(turns)}", blocks, row.prompt_tokens, row.output_tokens, at_s))
+        turns.append(
+            Turn(f"r{len(turns)}", blocks, row.prompt_tokens, row.output_tokens, at_s, service_class=row.service_class)
+        )
     return Trace(size, turns)
 
 

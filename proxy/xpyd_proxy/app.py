@@ -49,6 +49,7 @@ from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import InstanceId, Role
+from xpyd_proxy.core.protocol.canary import CanaryOutcome
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.protocol.realtime import REALTIME_PATH
@@ -343,6 +344,7 @@ def _counters(fleet: LiveFleet, pairs: PairNotes, gate: Gate) -> Counters:
         turns=fleet.registry.turns,
     )
     counters.class_waiting = gate.admission.waiting_by_class
+    counters.canaries.update({(outcome.value,): 0 for outcome in CanaryOutcome})
     if fleet.crossings is not None:
         counters.slice_crossings = fleet.crossings.counted
     return counters

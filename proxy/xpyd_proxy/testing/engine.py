@@ -241,7 +241,9 @@ class Sim:
             body, fault = rules.of_another_prompt(body), None
         replies = self._replies(request, body, made)
         self._use_cache(body, made, entry)
-        if self._prefills(body) and not _request_id(request).endswith(CANARY):
+        if self._prefills(body) and _request_id(request).endswith(CANARY):
+            return _json(rules.with_logprobs(replies.whole()))
+        if self._prefills(body):
             return await self._prefill(request, replies, fault, abandoned=transfer)
         return await self._decode(request, replies, entry, fault)
 

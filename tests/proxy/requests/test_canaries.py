@@ -17,6 +17,7 @@ from xpyd_proxy.core.request_record import LegRecord, RequestRecord, Retry
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.canaries import ANSWER_MOST, BUSY, Canaries, KeptResponse
 from xpyd_proxy.settings import Settings
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 BODY = {"prompt": "once upon a time", "temperature": 0, "max_tokens": 4}
 CALL = GenerationRequest(Api.COMPLETIONS, msgspec.json.decode(json.dumps(BODY), type=dict[str, msgspec.Raw]), ())
@@ -205,3 +206,23 @@ async def test_a_routers_clients_get_the_same_and_their_requests_are_repeated():
     names = [entry.headers["x-request-id"] for entry in engines["p0"].log]
     assert sum(name.endswith("-canary") for name in names) == 3
     assert not any(entry.headers["x-request-id"].endswith("-canary") for entry in engines["d0"].log)
+
+
+async def test_a_pair_whose_texts_are_wrong_rests():
+    """Two of them are enough; the other pair gets its requests."""
+    engines = sims(1, 2)
+    engines["d0"].inject(SimulatedFault(FaultKind.WRONG))
+    chat = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
+    async with router(engines, Settings(canary_every=1)) as client:
+        async with asyncio.timeout(PATIENCE_S):
+            number = 0
+            while "xpyd_pairs_resting 1.0" not in (await client.get("/metrics")).text:
+                path, body = (("completions", BODY), ("chat/completions", chat))[number // 2 % 2]
+                assert (await client.post(f"/v1/{path}", json=body)).status_code == 200
+                number += 1
+        served = [(await client.post("/v1/completions", json=BODY)).headers["server-timing"] for _ in range(6)]
+        metrics = (await client.get("/metrics")).text
+
+    assert 'xpyd_canaries_total{outcome="different"} 2.0' in metrics
+    assert 'xpyd_pair_failures_total{reason="wrong_kv"} 2.0' in metrics
+    assert all("decode-1" in each for each in served)

@@ -37,28 +37,20 @@ class CanarySender(Protocol):
 class KeptResponse:
     """A client's response whose bytes are kept, too, as far as they are few. Implements ResponseWriter."""
 
-    __slots__ = ("_kept", "_size", "_writer", "call", "streams")
+    __slots__ = ("_kept", "_size", "_writer", "call", "keep_alive", "streams")
 
     def __init__(self, writer: ResponseWriter, call: GenerationRequest) -> None:
         self._writer = writer
         self._kept: list[bytes] | None = []
         self._size = 0
         self.call = call
+        self.keep_alive = writer.keep_alive
         self.streams = False
 
     @property
     def body(self) -> bytes | None:
         """All of its body; None: it was too long."""
         return None if self._kept is None else b"".join(self._kept)
-
-    @property
-    def keep_alive(self) -> bool:
-        """Tell whether the connection stays open behind the response."""
-        return self._writer.keep_alive
-
-    @keep_alive.setter
-    def keep_alive(self, value: bool) -> None:
-        self._writer.keep_alive = value
 
     @property
     def begun(self) -> bool:
@@ -74,6 +66,7 @@ class KeptResponse:
         """Write the head and what comes with it."""
         self.streams = streams
         self._keep(body)
+        self._writer.keep_alive = self.keep_alive
         self._writer.begin(status, lines, body, streams=streams, last=last)
 
     def write(self, piece: bytes, /) -> None:
@@ -88,6 +81,7 @@ class KeptResponse:
 
     def close(self) -> None:
         """Let go of the connection."""
+        self._writer.keep_alive = self.keep_alive
         self._writer.close()
 
     def _keep(self, piece: bytes) -> None:

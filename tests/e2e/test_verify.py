@@ -17,7 +17,6 @@ ALL_BLOCKS = 256  # more than a prompt here has
 ASKED = 30
 # The pairs of these engines fail all the time: here the router must go on with them.
 STUBBORN = ("--pair-failures", "0")
-EXTRA = ()
 
 
 def spoiling(name, model, **options):
@@ -99,10 +98,9 @@ def ask_with_canaries(url, asked, reference_answer):
 
 def test_a_canary_finds_wrong_texts_and_the_pair_rests(spoilt, start_router, reference_answer):
     """Without checksums. The prefill engine repeats each request alone, out of its own cache."""
-    args = ("--canary-every", "1", *EXTRA)
+    args = ("--canary-every", "1")
     url = start_router(f"router-canary-{spoilt.mode}", [spoilt.blind], [spoilt.d], args=args)
     counted, wrong = ask_with_canaries(url, questions(ASKED, seed=43), reference_answer)
-    print(f"{spoilt.mode}: {counted}, {len(wrong)} texts are wrong")
 
     assert 2 <= counted["different"] <= len(wrong)
     assert 'xpyd_pair_failures_total{reason="wrong_kv"}' in httpx.get(f"{url}/metrics").text
@@ -112,7 +110,6 @@ def test_a_canary_of_engines_that_are_well_finds_nothing(engines, start_router, 
     """A false alarm would take engines out that are well."""
     url = start_router("router-canary-well", [engines.p0], [engines.d0], args=("--canary-every", "1"))
     counted, wrong = ask_with_canaries(url, questions(ASKED, seed=44), reference_answer)
-    print(f"well: {counted}")
 
     assert wrong == []
     assert counted["equal"] > ASKED // 2

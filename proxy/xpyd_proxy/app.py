@@ -4,11 +4,12 @@ import asyncio
 import logging
 import os
 import random
+import secrets
 import socket
 import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -48,7 +49,8 @@ from xpyd_proxy.core.fleet.target import EngineSource, Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.known_prompts import KnownPrompts
-from xpyd_proxy.core.model import InstanceId, Role
+from xpyd_proxy.core.model import EngineRole, InstanceId, Role
+from xpyd_proxy.core.ports import SharedText
 from xpyd_proxy.core.protocol.canary import CanaryOutcome
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
@@ -66,6 +68,8 @@ from xpyd_proxy.io.discovery.inference_pool import PODS, PoolSource
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector
+from xpyd_proxy.io.discovery.role_turns import LeasedTurns
+from xpyd_proxy.io.discovery.shared_texts import FileText, LeaseText, MemoryText
 from xpyd_proxy.io.discovery.stores import Store, StoreObserver
 from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.io.discovery.stores.file import FileStore
@@ -219,14 +223,32 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         transport=transport,
         guard=guard,
     )
-    prober = Prober(registry, checks, settings, clock, random.random, give_up=engines.give_up)
-    inflow, followers, peers = (
+    peers = _peers(settings, fleet, queue, keyring, telemetry)
+    prober, inflow, followers = (
+        Prober(
+            registry,
+            checks,
+            settings,
+            clock,
+            random.random,
+            give_up=engines.give_up,
+            looks=peers[0].looks if peers else None,
+        ),
         InflowWatch(registry, checks.metrics, telemetry, every_s=settings.engine_metrics_interval_s, clock=clock),
         _followers(registry, checks, index, known, telemetry),
-        _peers(settings, fleet, queue, keyring, telemetry),
     )
     discovery = _discovery(crew.stored(settings), registry, clock, crew.tell)
-    board, role_watches = _roles(settings, registry, checks, telemetry, queue=queue, clock=clock, worker=crew.number)
+    board, deciding = _roles(
+        crew.stored(settings),
+        registry,
+        checks,
+        telemetry,
+        discovery,
+        queue=queue,
+        clock=clock,
+        wall=time.time if fabric is None else clock,  # noqa: TID251 (hosts have no other clock in common)
+        worker=crew.number,
+    )
     status, admin_key = (
         Status(telemetry, registry, clock, lambda: requests.settings.decode_only_fallback, pairs, roles=board),
         AdminKey(operator_key(settings)),
@@ -245,7 +267,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         looking, others = (
             (discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]),
-            (*crew.running(), *[each.running() for each in role_watches], *[each.running() for each in peers]),
+            (*crew.running(), *[each() for each in deciding], *[each.running() for each in peers]),
         )
         return (
             examiner,
@@ -375,11 +397,13 @@ def _roles(
     registry: Registry,
     checks: HttpChecks,
     telemetry: Telemetry,
+    discovery: Discovery,
     *,
     queue: Admission,
     clock: Callable[[], float],
+    wall: Callable[[], float],
     worker: int,
-) -> tuple[Callable[[], RolesPart | None], Sequence[RoleWatch]]:
+) -> tuple[Callable[[], RolesPart | None], Sequence[Callable[[], AbstractAsyncContextManager[object]]]]:
     """Return what is shown of decisions on roles, and what makes them: one of the workers does."""
     is_off = settings.roles is RolesMode.OFF or worker > 0
     if is_off or settings.target_ttft_s is None or settings.target_itl_s is None:
@@ -389,6 +413,14 @@ def _roles(
         settings.min_prefill, settings.min_decode, settings.turn_cooldown_s, turns_per_hour=settings.turns_per_hour
     )
     board = RoleBoard(settings.roles, telemetry.counters, settings.turns_per_hour, clock)
+    turns, text = None, None
+    if settings.roles is RolesMode.AUTO:
+        me, text = f"{socket.gethostname()}-{secrets.token_hex(4)}", _shared_text(settings)
+
+        async def turn(name: InstanceId, role: Role) -> None:
+            await discovery.turn(name, EngineRole(role.value))
+
+        turns = LeasedTurns(me, text, turn, clock=clock, wall=wall)
     watch = RoleWatch(
         registry,
         checks.metrics,
@@ -397,8 +429,26 @@ def _roles(
         queued=lambda: queue.waiting,
         every_s=settings.roles_interval_s,
         clock=clock,
+        turns=turns,
     )
-    return board.part, (watch,)
+    opened = () if text is None else (partial(aclosing, text),)
+    return board.part, (*opened, watch.running)
+
+
+def _shared_text(settings: Settings) -> SharedText:
+    """Return the text beside the engines of the store; raises ConfigError: what the store needs is missing."""
+    kind, _, where = settings.store.partition(":")
+    match kind:
+        case "memory":
+            return MemoryText()
+        case "file":
+            return FileText(f"{where}.roles")
+        case "kubernetes":
+            return LeaseText(Kubernetes(Cluster.around(settings.kubernetes_namespace)), where)
+        case _:
+            from xpyd_proxy.io.discovery.stores.redis import RedisText  # noqa: PLC0415 (_store has loaded it)
+
+            return RedisText(settings.store, "roles", password=os.environ.get("XPYD_REDIS_PASSWORD"))
 
 
 def _turn(settings: Settings, worker: int) -> int:

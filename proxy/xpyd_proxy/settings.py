@@ -89,6 +89,7 @@ class RolesMode(StrEnum):
 
     OFF = "off"
     DRY_RUN = "dry-run"  # it says what it would do
+    AUTO = "auto"  # engines turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +275,7 @@ class Settings:
     max_pair_rest_time_s: Seconds = HEALTH.option(600.0, "upper limit of that")
 
     roles: RolesMode = ROLES.option(RolesMode.OFF,
-        "dry-run: say by the load of all engines which one should turn to the other role, and how many each role needs")
+        "auto: engines turn to the role that lacks one, by the load of all; dry-run: say which one would")
     target_ttft_s: Seconds | None = ROLES.option(None, "time to first token that roles are to keep")
     target_itl_s: Seconds | None = ROLES.option(None, "mean time between two tokens that roles are to keep")
     min_prefill: Count = ROLES.option(1, "prefill engines that roles leaves at least")

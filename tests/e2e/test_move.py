@@ -73,9 +73,12 @@ def order(url, verb, name, **more):
     assert response.status_code == 200, response.text
 
 
+def instances(url):
+    return httpx.get(f"{url}/instances", headers=KEY, trust_env=False, timeout=30).json()["instances"]
+
+
 def row(url, name):
-    rows = httpx.get(f"{url}/instances", headers=KEY, trust_env=False, timeout=30).json()["instances"]
-    return next(row for row in rows if row["id"] == name)
+    return next(row for row in instances(url) if row["id"] == name)
 
 
 def counted(url):

@@ -1,10 +1,14 @@
 """``xpyd prove`` on real engines: green for ours, and a connector with a fault is found."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 
+from support.cluster import OVER_TCP, ROOT, engine_spec, start_engine
 from xpyd_proxy.cli import main
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.local.recipe import Connector, Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -47,3 +51,80 @@ def test_push_is_green(prove, pushing, engines):
 
     assert findings(page) == {}
     assert code == 0
+
+
+@pytest.mark.thorough  # an engine of its own for a fault that the tests without engines show, too
+def test_one_wrong_block_in_a_hundred_is_found(prove, fleet, model, engines):
+    """Every answer has status 200."""
+    config = {
+        "kv_connector": "SpoilingConnector",
+        "kv_connector_module_path": "support.corrupting",
+        "kv_role": "kv_consumer",
+    }
+    spec = engine_spec(
+        "one-percent",
+        model,
+        role=Role.DECODE,
+        connector=Connector.XPYD,
+        extra_args=("--kv-transfer-config", json.dumps(config)),
+        extra_env={"PYTHONPATH": str(ROOT / "tests"), "SPOILT_SHARE": "0.01"},
+    )
+    child = start_engine(fleet, spec)
+    fleet.wait_ready([child], timeout_s=180)
+    code, page = prove([engines.p0], [spec], engines.reference, "--only=equality", "--only=burst", "--only=waves")
+    fleet.stop(child)
+
+    assert code == 1
+    assert {name.split("/")[1] for name in findings(page)} <= {"wrong-text", "wrong-logprobs"}
+
+
+LEASE = 8  # s; vLLM's connector renews at most every 5 s
+
+
+@contextmanager
+def pair(fleet, model, connector, mode, **config):
+    """A prefill and a decode engine with short leases; yields them, and the flags to freeze them."""
+    specs = [
+        engine_spec(
+            f"prove-{connector}-{mode}-{role[0]}",
+            model,
+            role=role,
+            connector=connector,
+            mode=mode,
+            kv_cache_mib=32,
+            extra_env=OVER_TCP,
+            extra_connector_config={"kv_lease_duration": LEASE, **config},
+        )
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+    children = [start_engine(fleet, spec) for spec in specs]
+    try:
+        fleet.wait_ready(children, timeout_s=300)
+        pids = [f"--{role}-pid={child.pid}" for role, child in zip(("prefill", "decode"), children, strict=True)]
+        yield specs, [*pids, f"--lease-seconds={LEASE}"]
+    finally:
+        fleet.stop(*children)
+
+
+FAULTS = ("--only=features", "--only=handovers", "--only=faults", "--seconds=400")
+
+
+@pytest.mark.thorough  # a minute and a half for each mode: it waits for leases
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_faults_leave_ours_right(prove, fleet, model, reference, mode):
+    """Frozen engines, params of other requests and of earlier times: never a wrong text, never a block that stays."""
+    with pair(fleet, model, Connector.XPYD, mode) as (specs, flags):
+        code, page = prove(specs[:1], specs[1:], reference, *FAULTS, *flags)
+
+    assert findings(page) == {}
+    assert code == 0
+
+
+@pytest.mark.thorough  # more than a minute for each, and these engines burn a core even when idle
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_the_faults_of_vllms_connectors_are_found(prove, fleet, model, reference, mode):
+    with pair(fleet, model, Connector.NIXL, mode) as (specs, flags):
+        code, page = prove(specs[:1], specs[1:], reference, *FAULTS, *flags)
+
+    assert findings(page) != {}
+    assert code == 1

@@ -44,15 +44,17 @@ def fleet_of(request, fleet, model):
     specs = {name: engine_spec(f"turn-{mode}-{name}", model, mode=mode, **OPTIONS) for name in ("a", "b", "c")}
     children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
     fleet.wait_ready(list(children.values()), timeout_s=300)
-    yield SimpleNamespace(**specs, mode=mode, specs=list(specs.values()))
+    yield SimpleNamespace(**specs, mode=mode, specs=list(specs.values()), children=children, fleet=fleet)
     fleet.stop(*[child for child in children.values() if child in fleet.children])
 
 
 @pytest.fixture
-def router(fleet_of, start_router):
+def router(fleet_of, start_router, request):
     """1P2D: a is P."""
-    env = {"ADMIN_API_KEY": ADMIN_KEY}
-    url = start_router(f"router-turn-{fleet_of.mode}", [fleet_of.a], [fleet_of.b, fleet_of.c], args=ARGS, env=env)
+    env, name = {"ADMIN_API_KEY": ADMIN_KEY}, request.node.name.split("[")[0][5:]
+    url = start_router(
+        f"router-turn-{fleet_of.mode}-{name}", [fleet_of.a], [fleet_of.b, fleet_of.c], args=ARGS, env=env
+    )
     wait_until(lambda: all(row["version"] and row["connector"] for row in rows(url).values()), seconds=30, what="known")
     return url
 
@@ -68,14 +70,19 @@ def turn(url, name, to):
     body = {"id": name, "to": to}
     response = httpx.post(f"{url}/instances/turn", json=body, headers=KEY, trust_env=False, timeout=30)
     assert response.status_code == 200, response.text
-    done = lambda: (row := rows(url)[name])["role"] == to and row["turns_to"] is None  # noqa: E731
-    wait_until(done, seconds=200, what=f"{name} serves {to}")
+    wait_until(lambda: _serves(url, name, to), seconds=200, what=f"{name} serves {to}")
     return time.monotonic() - start
 
 
-def turns(url):
+def counted(url, name):
+    """What has become of turns, or of streams that were to move."""
     lines = httpx.get(f"{url}/metrics", trust_env=False, timeout=30).text.splitlines()
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("xpyd_turns")}
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)}
+
+
+def _serves(url, name, role):
+    row = rows(url)[name]
+    return row["role"] == role and row["turns_to"] is None
 
 
 class Wave:
@@ -119,7 +126,8 @@ def test_engines_turn_while_they_serve(fleet_of, router):
         found += Wave(router, 1, "fifth").end(expected[1])
     print(
         f"\n{fleet_of.mode}: {STREAMS} streams of {TOKENS} tokens in each of 5 waves: {dict(Counter(found))}; "
-        f"D to P after {took[0]:.2f} s, P to D {took[1]:.2f} s, D to both {took[2]:.2f} s; {turns(router)}"
+        f"D to P after {took[0]:.2f} s, P to D {took[1]:.2f} s, D to both {took[2]:.2f} s; "
+        f"{counted(router, 'xpyd_turns')}"
     )
 
     assert Counter(found) == {"right": 5 * STREAMS}
@@ -133,4 +141,4 @@ def test_engines_turn_while_they_serve(fleet_of, router):
         assert (a.delta(granted), b.delta(loads)) == (0, 0)
         assert b.delta(granted) + c.delta(granted) >= STREAMS
         assert a.delta(loads) + c.delta(loads) >= STREAMS
-    assert sum(turns(router).values()) == 3
+    assert sum(counted(router, "xpyd_turns").values()) == 3

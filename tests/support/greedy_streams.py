@@ -21,12 +21,15 @@ class Stream:
     usage: dict = field(default_factory=dict)
     finish: str = ""
     error: str = ""
+    is_broken: bool = False  # the router's connection was
     ids: set = field(default_factory=set)
     is_whole: bool = False
     longest_s: float = 0.0  # between two events
 
     def verdict(self, expected):
-        """Return right, honest (an error behind a right beginning), or what is wrong."""
+        """Return right, honest (an error behind a right beginning), broken (its connection was), or what is wrong."""
+        if self.is_broken and expected.text.startswith(self.text):
+            return "broken"
         if self.error and expected.text.startswith(self.text):
             return "honest"
         same = (self.text, self.usage, self.finish) == (expected.text, expected.usage, expected.finish)
@@ -54,7 +57,14 @@ def bodies(count, tokens, *, seed, salt):
 
 
 async def follow(client, url, stream):
-    """Read a stream to its end."""
+    """Read a stream to its end, or to that of its connection."""
+    try:
+        await _follow(client, url, stream)
+    except httpx.TransportError:
+        stream.is_broken = True
+
+
+async def _follow(client, url, stream):
     path = "/v1/chat/completions" if "messages" in stream.body else "/v1/completions"
     async with client.stream("POST", f"{url}{path}", json=stream.body) as response:
         assert response.status_code == 200, await response.aread()

@@ -60,6 +60,7 @@ class Bench:
     requests: int = 0  # that were sent to the service
     loads: list[Latencies] = field(default_factory=list[Latencies])
     usual: dict[str, Holdings] = field(default_factory=dict[str, Holdings])  # what engines hold at rest
+    down: str = ""  # which engine is down, and since when: nothing more is checked then
     _right: dict[str, Answer | None] = field(default_factory=dict[str, Answer | None])
 
     @property
@@ -73,6 +74,11 @@ class Bench:
         if not isinstance(self.service, EnginePairs):
             raise CheckSkipped("it needs the engines themselves (--prefill, --decode), not a router in front of them")
         return self.service
+
+    @property
+    def past_lease_s(self) -> float:
+        """Seconds after which a lease that nothing renews is over."""
+        return 1.1 * self.limits.lease_s
 
     @property
     def longest(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from xpyd_proxy.proving.bench import Bench
 from xpyd_proxy.proving.core.finding import Finding
@@ -17,6 +18,9 @@ class Seen:
     idle_s: float | None = None
 
 
+CheckRun: TypeAlias = Callable[[Bench], Awaitable[Seen]]
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One check."""
@@ -24,7 +28,7 @@ class Check:
     name: str
     group: str
     about: str  # in a sentence, for people who read the report
-    run: Callable[[Bench], Awaitable[Seen]]
+    run: CheckRun
     seconds: float = 20.0  # that it usually takes: it does not begin with less
     deeds: tuple[tuple[str, Deed], ...] = field(default=())  # what must be possible with engines, by role
     is_direct: bool = False  # it needs the engines themselves

@@ -10,7 +10,7 @@ from xpyd_proxy.proving.http_server import HttpServer
 
 _POLL_S: Final = 0.2
 _NUDGE_S: Final = 2.0  # vLLM's gauges move with a step: an engine that sleeps is given one
-_WATCHED_BEYOND_S: Final = 15.0  # after the lease
+_WATCHED_LEASES: Final = 1.5  # for which what is not back is watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ async def wait_idle(bench: Bench, since: float, *, bound_s: float) -> Idleness:
 
     What is not back within the bound is a finding. It is watched on for as long as a lease may last.
     """
-    watched = bound_s if bound_s > bench.limits.lease_s else bench.limits.lease_s + _WATCHED_BEYOND_S
+    watched = max(bound_s, _WATCHED_LEASES * bench.limits.lease_s)
     watch = _Watch(bench, since)
     nudged = since + _NUDGE_S
     while await watch.look() and now() - since <= watched:

@@ -7,7 +7,7 @@ from typing import Final
 
 from xpyd_proxy.proving.bench import Bench, CheckAborted, CheckSkipped, now
 from xpyd_proxy.proving.check import Check, Seen
-from xpyd_proxy.proving.checks import clients, equality, load, many
+from xpyd_proxy.proving.checks import clients, equality, faults, features, handovers, load, many
 from xpyd_proxy.proving.core.finding import CheckReport, CheckState, Finding, FindingName
 from xpyd_proxy.proving.idleness import wait_idle
 from xpyd_proxy.proving.peers import DeedFailed
@@ -17,7 +17,10 @@ ALL_CHECKS: Final[tuple[Check, ...]] = (
     *equality.CHECKS,
     *many.CHECKS,
     *clients.CHECKS,
+    *features.CHECKS,
     *load.CHECKS,
+    *faults.CHECKS,
+    *handovers.CHECKS,  # the last: engines were seen to die of them
 )
 _HEALTH_S: Final = 10.0
 _SAMPLED_EVERY_S: Final = 2.0
@@ -89,7 +92,10 @@ async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
     except TimeoutError:
         state, reason = CheckState.ABORTED, f"it took more than {now() - start:.0f} s"
     ended = now()
-    findings = [*seen.findings, *await _dead(bench)]
+    dead = await _dead(bench)
+    if dead:
+        bench.down = f"{dead[0].seen.partition(':')[0]} is down since the check {check.name}"
+    findings = [*seen.findings, *dead]
     idle = await wait_idle(bench, ended, bound_s=bench.limits.idle_s if seen.idle_s is None else seen.idle_s)
     findings += idle.findings
     if findings:
@@ -111,6 +117,8 @@ async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
 
 def _missing(bench: Bench, check: Check) -> str:
     """Say what a check needs and is not there; empty: nothing."""
+    if bench.down:
+        return bench.down
     if check.is_direct and not isinstance(bench.service, EnginePairs):
         return "it needs the engines themselves (--prefill and --decode without --router)"
     if check.needs_reference and bench.reference is None:

@@ -55,6 +55,7 @@ class FaultKind(StrEnum):
     END = "end"  # end the stream early, as if that were all
     WRONG = "wrong"  # answer with the text of another prompt, as from wrong KV
     KEEP = "keep"  # prefill: show every lease as held, for ever
+    ILL = "ill"  # fail health checks from the first request on, and nothing else
     FORGET = "forget"  # prefill: leave `names` out of the kv_transfer_params
 
 
@@ -133,7 +134,7 @@ class Sim:
         self._network = KvNetwork(pushed, moves_s or {})
         self.cache = PrefixCache(cache_blocks) if cache_blocks else None
         routes = [
-            Route("/health", _health),
+            Route("/health", self._health),
             Route("/version", _version),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
@@ -161,6 +162,10 @@ class Sim:
         self.loads.clear()
         if self.cache is not None:
             self.cache.clear()
+
+    async def _health(self, _: Request) -> Response:
+        is_ill = self._fault is not None and self._fault.kind is FaultKind.ILL and bool(self.log)
+        return Response(status_code=503 if is_ill else 200)
 
     async def _metrics(self, _: Request) -> Response:
         running = sum(entry.state == "open" for entry in self.log)
@@ -204,7 +209,10 @@ class Sim:
         return _json({"requests": [asdict(entry) for entry in self.log], "violations": self.violations})
 
     async def _generate(self, request: Request) -> Response:
-        raw, entry = await self._logged(request)
+        try:
+            raw, entry = await self._logged(request)
+        except ClientDisconnect:  # in the middle of its body
+            return Response(status_code=499)
         try:
             response = await self._answer(request, raw, entry)
         except ClientDisconnect:
@@ -364,10 +372,6 @@ class Sim:
             return None
         self._hits += 1
         return fault
-
-
-async def _health(_: Request) -> Response:
-    return Response()
 
 
 async def _version(_: Request) -> Response:

@@ -1,9 +1,12 @@
 """Flags, pages and exit codes of ``xpyd prove``."""
 
 import stat
+import sys
 
+import httpx
 import pytest
 
+from support.cluster import free_ports
 from support.sim import cluster
 from xpyd_proxy.cli import main
 from xpyd_proxy.settings import Settings
@@ -93,3 +96,18 @@ def test_keys_come_from_files_and_stay_out_of_the_page(prove, fleet, tmp_path):
     assert found.code == 0
     assert {entry.headers.get("authorization") for entry in fleet.d.log} == {"Bearer sesame"}
     assert "sesame" not in str(found.page)
+
+
+def test_what_is_started_is_waited_for_and_stopped(fleet, capsys):
+    """Here the reference; and a command that ends well has left something that runs."""
+    (port,) = free_ports(1)
+    command = f"{sys.executable} -P -m xpyd_proxy.testing.engine --role decode --port {port}"
+    at, url = fleet.at, f"http://127.0.0.1:{port}"
+    engines = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", url]
+
+    code = main(["prove", *engines, "--start", command, "--start", "true", "--only", "refused"])
+
+    assert code == 0
+    assert "logs of what is started" in capsys.readouterr().err
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health", trust_env=False)

@@ -7,7 +7,7 @@ SHORT = ("--idle-seconds", "0.5", "--lease-seconds", "0.5")
 
 def test_engines_that_are_well_are_green(prove, fleet):
     """And the suite keeps a router's rules while it plays one: simulated decode engines insist on them."""
-    found = prove(*SHORT)
+    found = prove("--skip", "handovers", "--skip", "faults", *SHORT)
 
     assert {name: names for name, names in found.findings.items() if names} == {}
     assert found.code == 0
@@ -60,6 +60,16 @@ def test_a_prefill_engine_without_a_connector_is_said(prove, fleet):
     assert "has it a KV connector?" in str(found.page)
 
 
+def test_after_an_engine_is_down_nothing_more_is_checked(prove, fleet):
+    """One finding, and not one for each check that follows."""
+    fleet.d.inject(SimulatedFault(FaultKind.ILL))
+    found = prove("--only", "boundaries", "--only", "burst", *SHORT)
+
+    assert found.findings["boundaries"][-1] == "engine-down"
+    assert found.page["checks"][1]["state"] == "skipped"
+    assert found.page["checks"][1]["reason"] == "decode-0 is down since the check boundaries"
+
+
 def test_what_takes_too_long_is_left_out(prove):
     """Ten minutes are ten minutes; the page says what was not done, and nothing done is not green."""
     found = prove("--only", "load", "--seconds", "1")
@@ -67,3 +77,45 @@ def test_what_takes_too_long_is_left_out(prove):
     assert found.code == 2
     assert found.page["checks"][0]["state"] == "skipped"
     assert "--seconds" in found.page["checks"][0]["reason"]
+
+
+DEEDS = [f"--{deed}-{role}=true" for role in ("prefill", "decode") for deed in ("kill", "freeze", "thaw", "restart")]
+
+
+def test_every_fault_can_be_tried(prove):
+    """With commands that do nothing, as the engines are well: all checks run, and all are green."""
+    found = prove("--only", "handovers", "--only", "faults", *DEEDS, *SHORT)
+
+    assert {name: names for name, names in found.findings.items() if names} == {}
+    assert {check["state"] for check in found.page["checks"]} == {"passed"}
+    assert found.code == 0
+
+
+def test_a_wrong_text_after_a_freeze_is_found(prove, fleet):
+    """Status 200 and the text of another prompt: what KV read too late gives."""
+    fleet.d.inject(SimulatedFault(FaultKind.WRONG))
+    found = prove("--only", "decode-frozen", *DEEDS, *SHORT)
+
+    assert (found.code, found.findings) == (1, {"decode-frozen": ["wrong-text"]})
+
+
+def test_params_of_another_request_that_are_believed_are_found(prove, fleet):
+    fleet.d.inject(SimulatedFault(FaultKind.WRONG))
+    found = prove("--only", "mixed-up", *SHORT)
+
+    assert (found.code, found.findings) == (1, {"mixed-up": ["wrong-text"]})
+
+
+def test_a_command_that_fails_is_no_finding(prove):
+    """The engines are not to blame, and the run is not green either."""
+    found = prove("--only", "decode-frozen", "--freeze-decode", "exit 3", "--thaw-decode", "true", *SHORT)
+
+    assert found.code == 2
+    assert "--freeze-decode ended with 3" in found.page["checks"][0]["reason"]
+
+
+def test_what_nothing_can_be_done_to_is_skipped(prove):
+    found = prove("--only", "faults", "--only", "refused", "--skip", "busy-left", *SHORT)
+
+    assert found.code == 0
+    assert {check["state"] for check in found.page["checks"] if check["group"] == "faults"} == {"skipped"}

@@ -277,6 +277,17 @@ async def test_a_pod_that_is_not_ready_for_a_while_still_turns():
     assert world.there[0][2] is HealthState.STARTING
 
 
+def test_streams_move_from_a_pod_that_is_deleted():
+    """Also if it was not ready before."""
+    world = World()
+    world.see(D, E)
+    world.see(replace(D, leaves=True), E)
+    assert not world.registry.moving
+    world.see(replace(D, leaves=True, moves=True), E)
+
+    assert list(world.registry.moving) == ["decode-0"]
+
+
 async def test_a_router_that_starts_serves_what_the_store_says_at_once():
     """It has nothing at any engine, so there is nothing to wait for; engines that come later do as well."""
     world = World("d:80", "e:80")

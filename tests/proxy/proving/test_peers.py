@@ -1,0 +1,62 @@
+"""What is done to engines' processes: by commands of the user, or by signals."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from support.proc import wait_stopped
+from xpyd_proxy.proving.peers import Deed, DeedFailed, Peers
+
+SLEEPS = "import subprocess, sys; subprocess.run(['sleep', '60'])"
+
+
+@pytest.fixture
+def process():
+    """A program that has started another one, as an engine does."""
+    with subprocess.Popen([sys.executable, "-c", SLEEPS], start_new_session=True) as started:
+        yield started
+        started.kill()
+
+
+async def test_a_frozen_process_stands_and_goes_on(process):
+    """By its number."""
+    peers = Peers({}, {"decode": process.pid})
+
+    await peers.do("decode", Deed.FREEZE)
+    wait_stopped(process.pid)
+    await peers.do("decode", Deed.THAW)
+    await peers.do("decode", Deed.KILL)
+
+    assert process.wait(10) == -signal.SIGKILL
+
+
+async def test_a_command_is_run(tmp_path):
+    """With a shell, as the user has written it."""
+    done = tmp_path / "done"
+    await Peers({("decode", Deed.RESTART): f"echo a > {done}"}).do("decode", Deed.RESTART)
+
+    assert done.read_text() == "a\n"
+
+
+@pytest.mark.parametrize(
+    ("peers", "said"),
+    [
+        (Peers({("decode", Deed.KILL): "echo no such pod; exit 3"}), "--kill-decode ended with 3: no such pod"),
+        (Peers(), "nothing says how to kill the decode engine: --kill-decode COMMAND"),
+        (Peers({}, {"decode": 2**22 + 1}), "there is no process"),
+    ],
+)
+async def test_what_fails_says_why(peers, said):
+    """The command itself is not repeated: it may have a password in it."""
+    with pytest.raises(DeedFailed, match=said):
+        await peers.do("decode", Deed.KILL)
+
+
+def test_a_number_is_enough_for_signals_and_not_for_a_restart():
+    peers = Peers({}, {"decode": 1})
+
+    assert peers.can("decode", Deed.KILL, Deed.FREEZE, Deed.THAW)
+    assert not peers.can("decode", Deed.KILL, Deed.RESTART)
+    assert not peers.can("prefill", Deed.KILL)

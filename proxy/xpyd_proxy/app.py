@@ -51,6 +51,7 @@ from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import EngineRole, InstanceId, Role
 from xpyd_proxy.core.ports import SharedText
+from xpyd_proxy.core.protocol.canary import CanaryOutcome
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.protocol.realtime import REALTIME_PATH
@@ -97,6 +98,7 @@ from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.group import worker_group
 from xpyd_proxy.live import Live, check
 from xpyd_proxy.requests.body_reader import BodyReader
+from xpyd_proxy.requests.canaries import Canaries
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.intake import Intake
 from xpyd_proxy.requests.leg_bodies import LegBodies
@@ -207,6 +209,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         request_over=telemetry.request_over,
         reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
         spans=traces,
+        canaries=_canaries(settings, engines, pairs, registry, counters=telemetry.counters, clock=clock),
     )
     (fleet.later, fleet.bounds, fleet.modes), (telemetry.legs_under_way, telemetry.stepped), gate.outlook = (
         (telemetry.later, telemetry.counters.lone_prompts_bound, pairs.modes),
@@ -266,7 +269,16 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             (discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]),
             (*crew.running(), *[each() for each in deciding], *[each.running() for each in peers]),
         )
-        return examiner, engines, releaser, *looking, reloads.running(), *others, requests
+        return (
+            examiner,
+            engines,
+            releaser,
+            *filter(None, [requests.canaries]),
+            *looking,
+            reloads.running(),
+            *others,
+            requests,
+        )
 
     explainer = Explainer(
         fleet.rehearsal,
@@ -354,6 +366,7 @@ def _counters(fleet: LiveFleet, pairs: PairNotes, gate: Gate) -> Counters:
         turns=fleet.registry.turns,
     )
     counters.class_waiting = gate.admission.waiting_by_class
+    counters.canaries.update({(outcome.value,): 0 for outcome in CanaryOutcome})
     if fleet.crossings is not None:
         counters.slice_crossings = fleet.crossings.counted
     return counters
@@ -452,6 +465,23 @@ def _peers(
         return ()
     fleet.changed = peers.changed
     return (peers,)
+
+
+def _canaries(
+    settings: Settings,
+    engines: WireEngines,
+    pairs: PairNotes,
+    registry: Registry,
+    *,
+    counters: Counters,
+    clock: Callable[[], float],
+) -> Canaries | None:
+    """Return what has requests answered once more; None: nothing shall."""
+    if not settings.canary_every:
+        return None
+    return Canaries(
+        settings.canary_every, engines, registry, counters.canaries, differs=pairs.answer_differs, clock=clock
+    )
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:

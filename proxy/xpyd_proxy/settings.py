@@ -268,6 +268,8 @@ class Settings:
         "time between two looks at the metrics of all decode engines: whether KV arrives, and whose does not")
     pair_failures: Natural = HEALTH.option(3,
         "transfers between two engines that fail in a row until the pair rests; 0: no pair rests")
+    canary_every: Natural = HEALTH.option(0,
+        "requests until a greedy one is repeated by its prefill engine alone: does KV arrive right? 0: none is")
     pair_rest_time_s: Seconds = HEALTH.option(30.0,
         "time before a pair gets one request again; doubled with each that fails")
     max_pair_rest_time_s: Seconds = HEALTH.option(600.0, "upper limit of that")

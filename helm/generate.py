@@ -21,7 +21,7 @@ import yaml
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "proxy"), str(HERE.parent / "connector")]
 
-from xpyd_connector.settings import AT_LEAST, CHOICES, FROM_ENVIRONMENT, SHARES, Settings  # noqa: E402 (found only now)
+from xpyd_connector.settings import AT_LEAST, BOUNDS, CHOICES, FROM_ENVIRONMENT, Settings  # noqa: E402 (found only now)
 from xpyd_proxy.options import DECLARED, OPTIONS, Setting  # noqa: E402
 from xpyd_proxy.settings import ENDLESS, Kind  # noqa: E402
 
@@ -133,7 +133,7 @@ def _connector(field: "dataclasses.Field[Any]") -> Schema:
     if field.name in CHOICES:
         return {"type": "string", "enum": [choice.value for choice in CHOICES[field.name]]}
     if field.name in AT_LEAST:
-        most: Schema = {"maximum": SHARES[field.name]} if field.name in SHARES else {}
+        most: Schema = {"maximum": BOUNDS[field.name]} if field.name in BOUNDS else {}
         kind = "integer" if isinstance(field.default, int) else "number"
         return {"type": kind, "minimum": AT_LEAST[field.name], **most}
     return {"type": ["boolean", "null"]}

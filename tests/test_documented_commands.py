@@ -25,7 +25,7 @@ FOLDERS = ("docs", "examples", "helm")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 PAGES.remove(ROOT / "CHANGELOG.md")  # it names what is gone
 END = {"|", "&&", "||", "&", ";", ">"}  # of a command in a line
-COMMANDS = ("serve", "up", "plan", "replay", "instances", "pairs", "why", "doctor")
+COMMANDS = ("serve", "up", "plan", "replay", "instances", "pairs", "why", "doctor", "prove")
 FOREIGN = {  # flags of kubectl, helm and other programs, and words of other projects, that stand alone in backquotes
     "--previous", "--force", "--exclusive", "--grace-period", "device_ownership_from_security_context", "ibv_devices",
     "container_cpu_cfs_throttled_periods_total", "max_new_tokens", "--key",

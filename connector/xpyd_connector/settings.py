@@ -71,6 +71,8 @@ class Settings:
     max_leases: int = 65536  # requests whose blocks may be held at once; beyond it prefills are not handed over
     max_held_share: float = 0.9  # of the cache's blocks that leases may hold; beyond it prefills are not handed over
     revoke_after: float = 10.0  # s that a prefill lacks blocks before unread leases are revoked; 0: never
+    verify_share: float = 0.0  # of prefills, of which sampled blocks are compared after their transfer; 0: of none
+    verify_blocks: int = 8  # blocks that are compared of each of them, at most
     return_kv: bool = False  # lend what the prefix cache has to prefill engines, and ask decode engines for the same
     return_timeout: float = 1.0  # s that a prefill waits for a decode engine to say what it has of the prompt
     engine_loop_timeout: float = 300.0  # s without a turn of the engine's loop before it renews nothing; 0: never
@@ -123,9 +125,12 @@ AT_LEAST: Mapping[str, float] = {
     "return_timeout": 0.01,
     "engine_loop_timeout": 0,
     "staging_blocks": 0,
+    "verify_share": 0,
+    "verify_blocks": 1,
 }
 AT_MOST = 1e9  # of anything: beyond it, the system's clocks and sockets overflow
-SHARES: Mapping[str, float] = {"max_held_share": 1.0}  # at most
+MOST_SAMPLED = 256  # blocks of one request: core/messages.py carries no more
+BOUNDS: Mapping[str, float] = {"max_held_share": 1.0, "verify_share": 1.0, "verify_blocks": MOST_SAMPLED}  # at most
 
 
 # Keys of vLLM 0.32's own NixlConnector (kv_connector/v1/nixl/) that mean the same here -> ours.
@@ -280,7 +285,7 @@ def _number(key: str, value: object) -> float | int:
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         kind = "a whole number" if whole else "a number"
         raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be {kind}")
-    most = SHARES.get(key, AT_MOST)
+    most = BOUNDS.get(key, AT_MOST)
     if not AT_LEAST[key] <= value <= most:
         raise SettingsError(
             f"kv_connector_extra_config[{key!r}] is {value!r}; it must be between {AT_LEAST[key]:g} and {most:g}"

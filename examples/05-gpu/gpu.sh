@@ -140,8 +140,9 @@ prove() {
     prepare
     if "$xpyd" prove --help >/dev/null 2>&1; then
         local code=0
-        XPYD_PROVE_KEY=$(secret engine-key) "$xpyd" prove --prefill "http://$address:$prefill_port" \
-            --decode "http://$address:$decode_port" >"$out/results/prove.txt" 2>&1 || code=$?
+        "$xpyd" prove --prefill "http://$address:$prefill_port" --prefill-key-file "$out/secrets/engine-key" \
+            --decode "http://$address:$decode_port" --decode-key-file "$out/secrets/engine-key" \
+            --report "$out/results/prove.html" --report "$out/results/prove.json" >"$out/results/prove.txt" 2>&1 || code=$?
         tail -n 40 "$out/results/prove.txt"
         [ "$code" -eq 0 ] || fail "xpyd prove ends with exit code $code: $out/results/prove.txt" || return 1
     else

@@ -53,9 +53,12 @@ from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.protocol.realtime import REALTIME_PATH
 from xpyd_proxy.core.request_history import RequestHistory
+from xpyd_proxy.core.roles.role_controller import RoleController, RoleLimits
+from xpyd_proxy.core.roles.work_meter import RoleTargets
 from xpyd_proxy.core.routing.explain import Explainer
 from xpyd_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
 from xpyd_proxy.core.routing.session_ids import SessionIds
+from xpyd_proxy.core.schemas.roles import RolesPart
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.discovery.inference_pool import PODS, PoolSource
@@ -74,6 +77,8 @@ from xpyd_proxy.io.probes.checks import HttpChecks
 from xpyd_proxy.io.probes.kv_events import KvEventFollower
 from xpyd_proxy.io.probes.kv_inflow import InflowWatch
 from xpyd_proxy.io.probes.prober import Prober
+from xpyd_proxy.io.probes.role_board import RoleBoard
+from xpyd_proxy.io.probes.role_watch import RoleWatch
 from xpyd_proxy.io.reloads import FileReloads
 from xpyd_proxy.io.request_path.ids import new_id, new_transfer
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
@@ -94,7 +99,7 @@ from xpyd_proxy.requests.leg_bodies import LegBodies
 from xpyd_proxy.requests.realtime.sessions import RealtimeSessions
 from xpyd_proxy.requests.release import Releaser
 from xpyd_proxy.requests.service import Requests
-from xpyd_proxy.settings import KvEvents, PolicyName, Settings
+from xpyd_proxy.settings import KvEvents, PolicyName, RolesMode, Settings
 
 if TYPE_CHECKING:
     from xpyd_proxy.io.traces import Traces
@@ -211,15 +216,26 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         transport=transport,
         guard=guard,
     )
-    prober = Prober(registry, checks, settings, clock, random.random, give_up=engines.give_up)
-    inflow, followers, peers = (
+    peers = _peers(settings, fleet, queue, keyring, telemetry)
+    prober, inflow, followers = (
+        Prober(
+            registry,
+            checks,
+            settings,
+            clock,
+            random.random,
+            give_up=engines.give_up,
+            looks=peers[0].looks if peers else None,
+        ),
         InflowWatch(registry, checks.metrics, telemetry, every_s=settings.engine_metrics_interval_s, clock=clock),
         _followers(registry, checks, index, known, telemetry),
-        _peers(settings, fleet, queue, keyring, telemetry),
     )
     discovery = _discovery(crew.stored(settings), registry, clock, crew.tell)
-    status = Status(telemetry, registry, clock, lambda: requests.settings.decode_only_fallback, pairs)
-    admin_key = AdminKey(operator_key(settings))
+    board, role_watches = _roles(settings, registry, checks, telemetry, queue=queue, clock=clock, worker=crew.number)
+    status, admin_key = (
+        Status(telemetry, registry, clock, lambda: requests.settings.decode_only_fallback, pairs, roles=board),
+        AdminKey(operator_key(settings)),
+    )
     reloads = FileReloads(
         lambda: requests.settings,
         server_tls(settings),
@@ -234,7 +250,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         looking, others = (
             (discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]),
-            (*crew.running(), *[each.running() for each in peers]),
+            (*crew.running(), *[each.running() for each in role_watches], *[each.running() for each in peers]),
         )
         return examiner, engines, releaser, *looking, reloads.running(), *others, requests
 
@@ -317,7 +333,12 @@ def _has_open_admin_port(settings: Settings) -> bool:
 
 def _counters(fleet: LiveFleet, pairs: PairNotes, gate: Gate) -> Counters:
     """Return the counters; some of them are counted where pairs are chosen, or remembered, or requests wait."""
-    counters = Counters(_PATHS, pair_failures=pairs.health.failures, pairs_dropped=pairs.matrix.counts)
+    counters = Counters(
+        _PATHS,
+        pair_failures=pairs.health.failures,
+        pairs_dropped=pairs.matrix.counts,
+        turns=fleet.registry.turns,
+    )
     counters.class_waiting = gate.admission.waiting_by_class
     if fleet.crossings is not None:
         counters.slice_crossings = fleet.crossings.counted
@@ -342,6 +363,37 @@ def _followers(
     if index is None:
         return ()
     return (KvEventFollower(registry, checks, index, telemetry.counters, random.random, known=known),)
+
+
+def _roles(
+    settings: Settings,
+    registry: Registry,
+    checks: HttpChecks,
+    telemetry: Telemetry,
+    *,
+    queue: Admission,
+    clock: Callable[[], float],
+    worker: int,
+) -> tuple[Callable[[], RolesPart | None], Sequence[RoleWatch]]:
+    """Return what is shown of decisions on roles, and what makes them: one of the workers does."""
+    is_off = settings.roles is RolesMode.OFF or worker > 0
+    if is_off or settings.target_ttft_s is None or settings.target_itl_s is None:
+        return lambda: None, ()
+    targets = RoleTargets(settings.target_ttft_s, settings.target_itl_s, slots=settings.decode_slots)
+    limits = RoleLimits(
+        settings.min_prefill, settings.min_decode, settings.turn_cooldown_s, turns_per_hour=settings.turns_per_hour
+    )
+    board = RoleBoard(settings.roles, telemetry.counters, settings.turns_per_hour, clock)
+    watch = RoleWatch(
+        registry,
+        checks.metrics,
+        RoleController(targets, limits),
+        board,
+        queued=lambda: queue.waiting,
+        every_s=settings.roles_interval_s,
+        clock=clock,
+    )
+    return board.part, (watch,)
 
 
 def _turn(settings: Settings, worker: int) -> int:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Declare the subcommands; what ``up``, ``plan``, ``replay`` and ``doctor`` need is not loaded for ``serve``."""
+    """Declare the subcommands; ``serve`` does not load what others need (``up``, ``plan``, ``prove``, ...)."""
     parser = _Parser(prog="xpyd", description="A prefill/decode router for vLLM.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     serve = commands.add_parser("serve", help="run the router in front of running engines", allow_abbrev=False)
@@ -50,6 +50,7 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     pairs.add_arguments(commands.add_parser("pairs", help="the pairs of engines of a running router"))
     plan = commands.add_parser("plan", help="how many prefill and decode engines a traffic needs")
     replay = commands.add_parser("replay", help="compare policies on a trace, with simulated engines")
+    prove = commands.add_parser("prove", help="try running engines and report what is wrong", allow_abbrev=False)
     doctor = commands.add_parser("doctor", help="examine the network between engines", allow_abbrev=False)
     if arguments[:1] == ["up"]:
         from xpyd_proxy.local.up import add_arguments as add_up_arguments  # noqa: PLC0415
@@ -63,6 +64,10 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         from xpyd_proxy.planning.replay.command import add_arguments as add_replay_arguments  # noqa: PLC0415
 
         add_replay_arguments(replay)
+    if arguments[:1] == ["prove"]:
+        from xpyd_proxy.proving.command import add_arguments as add_prove_arguments  # noqa: PLC0415
+
+        add_prove_arguments(prove)
     if arguments[:1] == ["doctor"]:
         from xpyd_proxy.commands.doctor import add_arguments as add_doctor_arguments  # noqa: PLC0415
 

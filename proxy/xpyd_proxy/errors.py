@@ -34,6 +34,7 @@
         * :exc:`NotAllowed` -- the operator: no engine may be added there, by ``allowed_instances``
     * :exc:`AlreadyKnown` -- the operator: an engine with this role and address is there already
     * :exc:`UnknownInstance` -- the operator: no engine has this id (any more)
+    * :exc:`CannotTurn` -- the operator: an engine cannot serve this role, or is the last one of another
     * :exc:`ConfigError` -- the operator: a file cannot be read, or says what cannot be; the message names the place
 
 Messages name instances by id and never by address, because clients read them.
@@ -179,6 +180,9 @@ class AlreadyKnown(ProxyError): ...
 
 
 class UnknownInstance(ProxyError): ...
+
+
+class CannotTurn(ProxyError): ...
 
 
 class ConfigError(ProxyError): ...

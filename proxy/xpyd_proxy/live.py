@@ -17,7 +17,7 @@ from xpyd_proxy.io.files import client_keys, engine_keys, operator_key
 from xpyd_proxy.io.peers import check_peers
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.service import Requests
-from xpyd_proxy.settings import KvEvents, PolicyName, QueueOrder, Settings
+from xpyd_proxy.settings import KvEvents, PolicyName, QueueOrder, RolesMode, Settings
 
 logger = logging.getLogger(__name__)
 _BY_CACHE: Final = frozenset({PolicyName.PREFIX, PolicyName.EXPECTED_TTFT})
@@ -105,6 +105,10 @@ def check(settings: Settings) -> None:
         raise ConfigError("queue_order fair needs api_keys_file: without keys all clients are one")
     ServiceClasses.of(settings.classes, settings.default_class)  # raises ConfigError
     check_peers(settings)
+    if settings.roles is not RolesMode.OFF and (settings.target_ttft_s is None or settings.target_itl_s is None):
+        raise ConfigError(
+            f"roles is {settings.roles}, and what is wanted is not known: write target_ttft_s and target_itl_s"
+        )
     policies = {settings.prefill_policy, settings.decode_policy}
     if settings.kv_events is KvEvents.AUTO and policies.isdisjoint(_BY_CACHE):
         raise ConfigError(

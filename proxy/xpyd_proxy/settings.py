@@ -84,6 +84,13 @@ class QueueOrder(StrEnum):
     FAIR = "fair"  # one of the key that was served the fewest tokens
 
 
+class RolesMode(StrEnum):
+    """Whether the router decides which engines are prefill and which are decode engines."""
+
+    OFF = "off"
+    DRY_RUN = "dry-run"  # it says what it would do
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """One sort of value, as it is written in the file and as an argument."""
@@ -174,6 +181,7 @@ Rate = Annotated[float, Kind("a rate: write a number of requests a second, above
 FIRST: Final = Group("what most routers need")
 ENGINES: Final = Group("engines, and how a request is split between them")
 HEALTH: Final = Group("health of engines")
+ROLES: Final = Group("roles of engines")
 RETRIES: Final = Group("retries")
 LIMITS: Final = Group("admission and limits")
 TIMEOUTS: Final = Group("timeouts")
@@ -263,12 +271,24 @@ class Settings:
         "time before a pair gets one request again; doubled with each that fails")
     max_pair_rest_time_s: Seconds = HEALTH.option(600.0, "upper limit of that")
 
+    roles: RolesMode = ROLES.option(RolesMode.OFF,
+        "dry-run: say by the load of all engines which one should turn to the other role, and how many each role needs")
+    target_ttft_s: Seconds | None = ROLES.option(None, "time to first token that roles are to keep")
+    target_itl_s: Seconds | None = ROLES.option(None, "mean time between two tokens that roles are to keep")
+    min_prefill: Count = ROLES.option(1, "prefill engines that roles leaves at least")
+    min_decode: Count = ROLES.option(1, "decode engines that roles leaves at least")
+    turns_per_hour: Count = ROLES.option(6, "engines that turn in an hour at most")
+    turn_cooldown_s: Seconds = ROLES.option(60.0, "time between two turns")
+    roles_interval_s: Seconds = ROLES.option(5.0, "time between two looks at all engines")
+
     retries: Retries = RETRIES.option(2, "failed legs of one request before the client gets the error", live=True)
     retry_budget_ratio: Ratio = RETRIES.option(0.2, "retries of all requests together, as a share of the requests")
     retry_budget_min_rate: Rate = RETRIES.option(1.0, "retries a second that are allowed with few requests, too")
     resume_streams: bool = RETRIES.option(False, "another decode engine continues a stream that breaks off", live=True)
     move_concurrency: Count = RETRIES.option(8,
         "streams that move at the same time from engines that are drained with --move", live=True)
+    turn_timeout_s: Seconds = RETRIES.option(120.0,
+        "until an engine that turns serves its new role, though something of the old one is left")
     move_timeout_s: Seconds = RETRIES.option(10.0,
         "an engine gets for its part in a move, before the stream goes on elsewhere", live=True)
 

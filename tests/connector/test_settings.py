@@ -14,6 +14,7 @@ from xpyd_connector.settings import (
     ALWAYS,
     AT_LEAST,
     AT_MOST,
+    BOUNDS,
     CHOICES,
     FROM_ENVIRONMENT,
     HOST_VARIABLE,
@@ -23,7 +24,6 @@ from xpyd_connector.settings import (
     SAME,
     SECRET_FILE_VARIABLE,
     SECRET_VARIABLE,
-    SHARES,
     Backend,
     Granularity,
     Mode,
@@ -167,12 +167,14 @@ def test_a_whole_number_must_be_whole():
         read_settings({"handshake_threads": 1.5}, {})
 
 
-@pytest.mark.parametrize(("key", "most"), SHARES.items())
-def test_a_share_is_at_most_one(key, most):
-    """More of the cache than there is would be no bound."""
+@pytest.mark.parametrize(("key", "most"), BOUNDS.items())
+def test_what_has_a_bound_is_at_most_that(key, most):
+    """More of the cache than there is, or more blocks than a message carries, would be no bound."""
     assert getattr(read_settings({key: most}, {}), key) == most
-    with pytest.raises(SettingsError, match=f"'{key}'\\] is 1.5; it must be between 0.01 and 1"):
-        read_settings({key: 1.5}, {})
+    with pytest.raises(
+        SettingsError, match=f"'{key}'\\] is {most + 1}; it must be between {AT_LEAST[key]:g} and {most:g}"
+    ):
+        read_settings({key: most + 1}, {})
 
 
 def test_a_misspelt_key_is_an_error_with_a_hint():

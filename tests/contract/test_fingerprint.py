@@ -79,6 +79,7 @@ def test_the_labels_are_in_the_metrics_before_anything_has_happened(make):
     types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     XpydConnector.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
     labels = {"model_name": "m", "engine": "0", "engine_id": config.kv_transfer_config.engine_id, **info_labels(config)}
+    labels["kv_role"] = "kv_both"
     try:
         assert labels["mode"] == "push"
         assert REGISTRY.get_sample_value("vllm:xpyd_connector_info", labels) == 1

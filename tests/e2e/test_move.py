@@ -3,15 +3,11 @@
 What is measured is printed: ``pytest -s tests/e2e/test_move.py`` makes the numbers of docs/moving-streams.md.
 """
 
-import asyncio
 import contextlib
-import json
-import random
 import signal
 import statistics
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import httpx
@@ -19,9 +15,9 @@ import pytest
 
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
+from support.greedy_streams import bodies, run, run_at
 from support.hand_chats import COMPUTED, LOADED
 from support.proc import pids_of, wait_stopped
-from support.questions import WORDS
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector
 
@@ -43,102 +39,6 @@ OPTIONS = {
 def is_thorough(test, params):
     """Tell what is only for ``make test-thorough``: who moves prompts makes no difference to what is cut."""
     return params.get("fleet_of") is TransferMode.PUSH and test != "test_engines_are_both_at_the_same_time"
-
-
-@dataclass
-class Stream:
-    """One stream, as its client sees it."""
-
-    body: dict
-    text: str = ""
-    tokens: int = 0  # events with a text
-    usage: dict = field(default_factory=dict)
-    finish: str = ""
-    error: str = ""
-    ids: set = field(default_factory=set)
-    is_whole: bool = False
-    longest_s: float = 0.0  # between two events
-
-    def verdict(self, expected):
-        """Return right, honest (an error behind a right beginning), or what is wrong."""
-        if self.error and expected.text.startswith(self.text):
-            return "honest"
-        same = (self.text, self.usage, self.finish) == (expected.text, expected.usage, expected.finish)
-        if self.is_whole and same and len(self.ids) == 1:
-            return "right"
-        return f"WRONG: {self.text!r} {self.usage} {self.finish} {self.ids} and not {expected.text!r} {expected.usage}"
-
-
-def bodies(count, tokens, *, seed, salt):
-    """Greedy streams, of completions and chats."""
-    dice = random.Random(seed)
-    for number in range(count):
-        said = {"prompt": [dice.randrange(10, 500) for _ in range(dice.randrange(20, 200))]}
-        if number % 2:
-            said = {"messages": [{"role": "user", "content": " ".join(dice.choices(WORDS, k=dice.randrange(5, 60)))}]}
-        yield said | {
-            "model": "tiny",
-            "temperature": 0,
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "cache_salt": salt,
-        }
-
-
-async def follow(client, url, stream):
-    """Read a stream to its end."""
-    path = "/v1/chat/completions" if "messages" in stream.body else "/v1/completions"
-    async with client.stream("POST", f"{url}{path}", json=stream.body) as response:
-        assert response.status_code == 200, await response.aread()
-        at = time.monotonic()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: "):
-                continue
-            now = time.monotonic()
-            stream.longest_s, at = max(stream.longest_s, now - at), now
-            if line == "data: [DONE]":
-                stream.is_whole = True
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                stream.error = chunk["error"]["message"]
-                continue
-            stream.ids.add(chunk["id"])
-            for choice in chunk["choices"]:
-                text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-                stream.text += text
-                stream.tokens += bool(text)
-                stream.finish = choice["finish_reason"] or stream.finish
-            if chunk.get("usage"):
-                names = ("prompt_tokens", "completion_tokens", "total_tokens")
-                stream.usage = {name: chunk["usage"][name] for name in names}
-
-
-def run(url, asked, act=None, *, behind=0):
-    """Run all streams at the same time; do something in a thread when each has so many tokens."""
-    return run_at([(url, body) for body in asked], act, behind=behind)
-
-
-def run_at(asked, act=None, *, behind=0):
-    """Run streams of several routers."""
-    urls, streams = [url for url, _ in asked], [Stream(body) for _, body in asked]
-
-    async def scene():
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(trust_env=False, timeout=180, limits=limits) as client:
-            tasks = [
-                asyncio.create_task(follow(client, url, stream)) for url, stream in zip(urls, streams, strict=True)
-            ]
-            if act is not None:
-                while any(stream.tokens < behind for stream in streams):
-                    await asyncio.sleep(0.01)
-                await asyncio.to_thread(act)
-            await asyncio.gather(*tasks)
-
-    asyncio.run(scene())
-    return streams
 
 
 @pytest.fixture(scope="module", params=TransferMode, ids=str)
@@ -173,9 +73,12 @@ def order(url, verb, name, **more):
     assert response.status_code == 200, response.text
 
 
+def instances(url):
+    return httpx.get(f"{url}/instances", headers=KEY, trust_env=False, timeout=30).json()["instances"]
+
+
 def row(url, name):
-    rows = httpx.get(f"{url}/instances", headers=KEY, trust_env=False, timeout=30).json()["instances"]
-    return next(row for row in rows if row["id"] == name)
+    return next(row for row in instances(url) if row["id"] == name)
 
 
 def counted(url):

@@ -1,14 +1,27 @@
 """``xpyd why`` on real engines: each part of a request is in a row of its own, in pull and in push."""
 
+import contextlib
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from support.cluster import MODEL_NAME, base_url, engine_spec, router_command, start_engine, wait_until
+from support.cluster import (
+    MODEL_NAME,
+    OVER_TCP,
+    base_url,
+    engine_spec,
+    metrics,
+    router_command,
+    start_engine,
+    wait_until,
+)
+from support.proc import pids_of, wait_stopped
+from support.valves import Passing, open_valves
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector
@@ -16,31 +29,51 @@ from xpyd_proxy.local.recipe import Connector
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 KEY = {"X-Api-Key": "sesame"}
 FROZEN_S = 0.3
+LONGER_S = 0.2  # that one part of a load takes
+WAITING = "vllm:xpyd_requests_waiting_for_remote_kv"
+LOADING = ("allocate blocks", "order to the worker", "handshake", "plan the read", "read KV", "fence")
 CLIENT_ID = "of-this-test"
 
 
 @pytest.fixture(scope="module", params=[TransferMode.PULL, TransferMode.PUSH], ids=str)
 def pair(request, fleet, model):
-    """One engine of each role that keeps timelines, and a router."""
+    """One engine of each role that keeps timelines, and a router; in pull also a decode engine that P has not met.
+
+    A valve is between each decode engine and its router. The first decode engine reads P's memory by itself, as it can
+    on one host; the second needs P for each read, as over a network.
+    """
     mode = request.param
-    specs = {
-        role: engine_spec(
-            f"why-{role}-{mode}", model, role=role, connector=Connector.XPYD, mode=mode, timelines=True,
-            extra_args=("--max-num-batched-tokens", "512"),
-        )
-        for role in Role
-    }  # fmt: skip
-    children = {role: start_engine(fleet, spec) for role, spec in specs.items()}
-    router = router_command(
-        "why-router", [specs[Role.PREFILL]], [specs[Role.DECODE]], env={"ADMIN_API_KEY": KEY["X-Api-Key"]}
-    )
-    served = fleet.start(router)
-    fleet.wait_ready([*children.values(), served], timeout_s=300)
-    ask(base_url(router), [9] * 50)  # both meet, and the router learns how P moves KV
-    yield mode, base_url(router), {role: child.pid for role, child in children.items()}
-    fleet.stop(served)
-    for child in children.values():
-        fleet.stop(child)
+
+    def engine(name, role, **more):
+        spec = engine_spec(
+            f"why-{name}-{mode}", model, role=role, connector=Connector.XPYD, mode=mode, timelines=True,
+            extra_args=("--max-num-batched-tokens", "512"), **more,
+        )  # fmt: skip
+        return spec, start_engine(fleet, spec)
+
+    p, d = (engine(role, role) for role in Role)
+    others = [engine("far", Role.DECODE, extra_env=OVER_TCP)] if mode is TransferMode.PULL else []
+    decoders = [d, *others]
+    with open_valves([spec for spec, _ in decoders]) as valves:
+        commands = [
+            router_command(f"why-router-{number}", [p[0]], [valve], env={"ADMIN_API_KEY": KEY["X-Api-Key"]})
+            for number, valve in enumerate(valves)
+        ]
+        routers = [fleet.start(command) for command in commands]
+        children = [p[1], *(child for _, child in decoders)]
+        fleet.wait_ready([*children, *routers], timeout_s=300)
+        urls = [base_url(command) for command in commands]
+        ask(urls[0], [9] * 50)  # both meet, and the router learns how P moves KV
+        decode_sides = [
+            SimpleNamespace(router=url, valve=valve, spec=spec)
+            for url, valve, (spec, _) in zip(urls, valves, decoders, strict=True)
+        ]
+        pids = {Role.PREFILL: p[1].pid, Role.DECODE: d[1].pid}
+        yield SimpleNamespace(mode=mode, router=urls[0], pids=pids, near=decode_sides[0], far=decode_sides[-1])
+        fleet.stop(*routers, *children)
+
+
+only_in_pull = pytest.mark.parametrize("pair", [TransferMode.PULL], indirect=True, ids=str)
 
 
 def ask(router, prompt, tokens=8):
@@ -73,7 +106,7 @@ def ms(found, leg, *whats):
 
 def test_each_part_of_a_request_has_a_row(pair):
     """The prompt is computed in chunks; D gets its KV, and computes the last token itself."""
-    mode, router, _ = pair
+    mode, router = pair.mode, pair.router
     name, waited = ask(router, [7 + number % 400 for number in range(1200)], 300)
     found = timeline(router, name, of={"prefill-0", "decode-0"})
 
@@ -96,7 +129,7 @@ def test_each_part_of_a_request_has_a_row(pair):
 @pytest.mark.parametrize("role", list(Role), ids=str)
 def test_an_engine_that_does_not_move_shows_in_its_own_leg(pair, role):
     """It is frozen, and its leg waits for it: that is where the time went."""
-    _, router, pids = pair
+    router, pids = pair.router, pair.pids
     os.kill(pids[role], signal.SIGSTOP)
     try:
         with ThreadPoolExecutor() as pool:
@@ -110,6 +143,61 @@ def test_an_engine_that_does_not_move_shows_in_its_own_leg(pair, role):
     found = timeline(router, name, of={"prefill-0", "decode-0"})
 
     assert ms(found, f"{role}-0", "reach the engine", "API server") >= FROZEN_S * 1e3
+
+
+@contextlib.contextmanager
+def frozen(leader):
+    """Stop an engine: its core, which computes and answers D, is a process of its own behind the API server."""
+    os.killpg(leader, signal.SIGSTOP)
+    try:
+        wait_stopped(*pids_of(leader))
+        yield
+    finally:
+        os.killpg(leader, signal.SIGCONT)
+
+
+def while_p_stands_still(pair, side, prompt):
+    """Have D load while P is frozen, from before it begins until `LONGER_S` after; return the rows, and the wait.
+
+    P has computed the prompt by then: the leg to D waits in the valve until P is frozen.
+    """
+    legs = side.valve.seen[Passing.REQUEST]
+    side.valve.hold(Passing.REQUEST)
+    with ThreadPoolExecutor() as pool:
+        try:
+            asked = pool.submit(ask, side.router, prompt)
+            wait_until(lambda: side.valve.seen[Passing.REQUEST] > legs, seconds=60, what="the leg to D is sent")
+            with frozen(pair.pids[Role.PREFILL]):
+                side.valve.release()
+                wait_until(lambda: metrics(side.spec).get(WAITING) == 1, seconds=20, what="D loads")
+                time.sleep(LONGER_S)
+        finally:
+            side.valve.release()
+        name, waited = asked.result()
+    return timeline(side.router, name, of={"prefill-0", "decode-0"}), waited
+
+
+def check_longest(found, waited, what):
+    """One part of the load took `LONGER_S` more, and no other; and all parts are those that the client waited for."""
+    took = {row: round(ms(found, "decode-0", row)) for row in LOADING}
+    others = sum(milliseconds for row, milliseconds in took.items() if row != what)
+    assert took[what] >= LONGER_S * 1e3, str(took)
+    assert others < took[what] / 2, str(took)
+    outer = sum(row["duration_ms"] for row in found["rows"] if not row["leg"])
+    assert outer == pytest.approx(waited, rel=0.05)
+
+
+@only_in_pull
+def test_a_slow_handshake_and_then_a_slow_read_show_in_their_rows(pair):
+    """The same engines stand still at the same point: first they have to meet, and the next time only to read."""
+    check_longest(*while_p_stands_still(pair, pair.far, [11] * 200), "handshake")
+    check_longest(*while_p_stands_still(pair, pair.far, [12] * 200), "read KV")
+
+
+@only_in_pull
+def test_a_slow_fence_shows_in_its_row(pair):
+    """D reads P's memory without P, and only then P must say that the lease still holds."""
+    check_longest(*while_p_stands_still(pair, pair.near, [13] * 200), "fence")
 
 
 def waiting_in(router):

@@ -20,7 +20,7 @@ with_processes = [pytest.mark.slow, pytest.mark.nixl]  # a router and engines st
 class Machine:
     """A machine with so many GPUs, as the script sees it."""
 
-    def __init__(self, folder, gpus):
+    def __init__(self, folder, gpus, *, has_prove=False):
         self.site = new_site(folder)
         self.out = folder / "run"
         listed = "; ".join(f"echo {number}" for number in range(gpus))
@@ -32,9 +32,15 @@ class Machine:
         vllm = f"{sys.executable} -P {ROOT}/tests/support/pretended_vllm.py"
         bench = f'echo "{BENCH}"; echo "$OPENAI_API_KEY|$*" >>{folder}/bench'
         program(self.site, "vllm", f'case $1 in bench) {bench} ;; --version) echo 0 ;; *) exec {vllm} "$@" ;; esac')
-        # No GPU is here: the doctor's ends move memory of the host.
+        # No GPU is here: the doctor's ends move memory of the host. Without a pretended one there is no xpyd prove.
         cli = f'exec {sys.executable} -P -m xpyd_proxy.cli "$@"'
-        program(self.site, "xpyd", f'case "$*" in doctor*) set -- $(echo "$*" | sed s/cuda:0/cpu/) ;; esac\n{cli}')
+        cpu = 'doctor*) set -- $(echo "$*" | sed s/cuda:0/cpu/) ;;'
+        proves = (
+            f'prove*) echo "$*" >>{folder}/proved; [ $2 = --help ] || exit ${{PROVE_FAILS:-0}}; exit 0 ;;'
+            if has_prove
+            else "prove*) exit 2 ;;"
+        )
+        program(self.site, "xpyd", f'case "$*" in {cpu} {proves} esac\n{cli}')
         names = ("ROUTER_PORT", "PREFILL_PORT", "DECODE_PORT", "DOCTOR_PORT", "SIDE_PORT")
         self.ports = dict(zip(names, map(str, free_ports(len(names))), strict=True))
 
@@ -127,6 +133,22 @@ def test_what_cannot_be_is_said_in_one_sentence(tmp_path, gpus, command, more, s
 
     assert done.returncode != 0
     assert said in done.stderr
+
+
+def test_xpyd_prove_gets_the_engines_and_their_keys_as_files(tmp_path):
+    """Where this version has it. Its findings fail the step, and the report is in the archive."""
+    machine = Machine(tmp_path, 2, has_prove=True)
+    assert machine.run("prove").returncode == 0
+    asked = (tmp_path / "proved").read_text().splitlines()[-1].split()
+    failed = machine.run("prove", PROVE_FAILS="1")
+
+    engines = {f"http://127.0.0.1:{machine.ports[f'{role}_PORT']}" for role in ("PREFILL", "DECODE")}
+    key = str(machine.out / "secrets/engine-key")
+    assert {asked[asked.index("--prefill") + 1], asked[asked.index("--decode") + 1]} == engines
+    assert [asked[asked.index(f"--{role}-key-file") + 1] for role in ("prefill", "decode")] == [key, key]
+    assert str(machine.out / "results/prove.html") in asked
+    assert failed.returncode == 1
+    assert "ends with exit code 1" in failed.stderr
 
 
 def test_no_archive_is_made_of_a_log_with_a_secret(tmp_path):

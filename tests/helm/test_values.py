@@ -244,6 +244,14 @@ CONTRADICTIONS = [
     ),
     ({"router": {"discovery": {"prefill": ["10.0.0.7:8100"]}}, **LOCKED}, "outside of the release"),
     (LOCKED, "keeps engines from the model hub"),
+    ({"prefill": {"autoscaling": {"wanted": True}}}, "write prefill.autoscaling.type: keda and monitoring"),
+    (
+        {
+            "decode": {"autoscaling": {"wanted": True, "type": "keda"}},
+            "monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}},
+        },
+        "no router counts engines: write router.settings.roles: dry-run",
+    ),
     ({"prefill": {"autoscaling": {"type": "keda"}}}, "write monitoring.podMonitor.enabled: true"),
     ({"prefill": {"extraArgs": ["--ssl-keyfile", "/tls/tls.key"]}}, "prefill.extraArgs has --ssl-keyfile: routers"),
     ({"decode": {"extraArgs": ["--ssl-certfile=/tls/tls.crt"]}}, "decode.extraArgs has --ssl-certfile: routers"),

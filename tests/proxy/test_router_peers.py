@@ -12,6 +12,7 @@ import pytest
 from support.sim import InMemory, sims, until_async
 from xpyd_proxy.app import Router, build
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.load_exchange import LoadExchange
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
@@ -30,8 +31,11 @@ class Holding:
 
     def __init__(self, sim: Sim) -> None:
         self.sim, self.may_answer, self.arrived = sim, asyncio.Event(), 0
+        self.is_gone = False
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self.is_gone:
+            raise httpx.ConnectError("refused", request=request)
         if request.method == "POST":
             self.arrived += 1
             await self.may_answer.wait()
@@ -204,3 +208,18 @@ def test_settings_that_contradict_each_other_are_refused(settings, said):
     """At the start, in one sentence."""
     with pytest.raises(ConfigError, match=said):
         check(settings)
+
+
+async def test_an_engine_that_others_watch_is_found_gone_and_back_by_their_word():
+    """Six routers, of which three look at an engine often; each of the others would do so in a minute."""
+    async with fleet(6, 1, health_check_interval_s=1.0) as found:
+        registries = [router.live.registry for router in found.routers]
+        await until_async(lambda: all(found.heard(number) == 5 for number in range(6)), seconds=30)
+        lives = [registry.known(Role.PREFILL)[0] for registry in registries]
+        lives = [registry.member(one.id).life for registry, one in zip(registries, lives, strict=True)]
+        await until_async(lambda: all(life.state is HealthState.HEALTHY for life in lives), seconds=30)
+
+        found.engines[0].is_gone = True
+        await until_async(lambda: all(life.state is HealthState.EJECTED for life in lives), seconds=30)
+        found.engines[0].is_gone = False
+        await until_async(lambda: all(life.state is HealthState.HEALTHY for life in lives), seconds=30)

@@ -308,6 +308,44 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_fail_nothing(tmp_pat
         assert metrics(new)["xpyd_worker_starts_total", "0"] == 2
 
 
+def test_all_workers_turn_an_engine_together(tmp_path):
+    """While one of them has a request there all wait; a worker that is started later serves the new role at once."""
+    with crew_of(tmp_path, "--health-check-interval", "0", kv_both=True) as (crew, engines, _):
+        zero, one = crew.worker(0), crew.worker(1)
+        engines["d0"].inject(SimulatedFault(FaultKind.STALL, after=1))
+        busy = one.build_request("POST", PATH, json=BODY | {"stream": True})
+        began = None
+        while began != "decode-0":
+            response = one.send(busy, stream=True)
+            began = re.findall(r'"(decode-\d+)"', response.headers["server-timing"])[0]
+            if began != "decode-0":
+                response.read()
+        other = crew.worker(1)
+        order(zero, "turn", id="decode-0", to="prefill")
+        until(lambda: rows(other)["decode-0"]["turns_to"] == "prefill")
+        time.sleep(0.5)
+        waiting = [rows(client)["decode-0"] for client in (zero, other)]
+        engines["d0"].inject(None)
+        response.close()
+        until(lambda: {rows(client)["decode-0"]["role"] for client in (zero, other)} == {"prefill"})
+        counted = {key: value for key, value in metrics(zero).items() if key[0] == "xpyd_turns_total"}
+        os.kill(crew.pids[0], signal.SIGKILL)
+        until(lambda: post(other) and len(crew.pids) == 3, seconds=30)
+        until(lambda: metrics(other)["xpyd_workers",] == 2)
+        new = crew.worker(0)
+        until(lambda: set(rows(new)) == set(rows(other)))
+
+        assert {(row["role"], row["turns_to"]) for row in waiting} == {("decode", "prefill")}
+        assert counted == {("xpyd_turns_total", "prefill", "turned"): 1}
+        assert {name: row["role"] for name, row in rows(new).items()} == {
+            "prefill-0": "prefill",
+            "decode-0": "prefill",
+            "decode-1": "decode",
+        }
+        order(new, "turn", id="decode-0", to="decode")
+        until(lambda: {rows(client)["decode-0"]["role"] for client in (new, other)} == {"decode"}, seconds=60)
+
+
 def test_workers_end_when_their_supervisor_is_killed(tmp_path):
     """And the last of them takes their folder along."""
     with crew_of(tmp_path) as (crew, _, _):

@@ -7,6 +7,7 @@ the two questions that matter: did a request get the right bytes, and did every 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from support.memory_reader import MemoryReader
 from xpyd_connector.core.control import ControlPlane
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
@@ -20,6 +21,8 @@ from xpyd_connector.core.pull.decode_worker import PullReader
 from xpyd_connector.core.pull.load import LoadOrder
 from xpyd_connector.core.results import BlocksReleased, LeaseLost, LoadResult
 from xpyd_connector.core.session.peers import PeerTable
+from xpyd_connector.core.verify.comparison import sums_of
+from xpyd_connector.core.verify.sampling import Sampling
 from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 
 FINGERPRINT = Fingerprint(
@@ -29,6 +32,7 @@ FINGERPRINT = Fingerprint(
 BLOCKS = 12  # beside block 0, which nobody uses
 BLOCK_SIZE = 4  # tokens
 LEASE, TIMEOUT, LOOP_TIMEOUT = 30.0, 20.0, 300.0
+NOTHING, EVERYTHING = Sampling(0.0, 1), Sampling(1.0, 256)
 
 
 def changed(struct, **changes):
@@ -111,6 +115,9 @@ class Engine(Blocks):
     into: dict = field(default_factory=dict)
     on_result: Callable[[LoadResult], None] = lambda result: None
     on_lost: Callable[[RequestId], None] = lambda request: None
+    sampling: Sampling = NOTHING
+    sampled: dict = field(default_factory=dict)  # of finished prefills, for the workers' next step
+    is_busy: bool = False  # its workers run a long step
     turned_at: float | None = None  # when the engine's loop hung up; nobody sets it while it turns
 
     def __post_init__(self):
@@ -147,8 +154,18 @@ class Engine(Blocks):
             rank_info(name, rank=rank, ranks=self.ranks, all_heads=self.heads) for rank, name in enumerate(names)
         )
         own = infos[self.rank]
+        self.caches = [
+            MemoryReader(memory, shape=f"{rank} of {self.ranks}", pieces=self.pieces, size=BLOCK_SIZE)
+            for rank, memory in enumerate(self.memories)
+        ]
         self.reader = PullReader(
-            self.worker_link, self.mover, worker_peers, self.worker_tally, own, timeout=self.timeout
+            self.worker_link,
+            self.mover,
+            worker_peers,
+            self.worker_tally,
+            own,
+            timeout=self.timeout,
+            cache=self.caches[self.rank],
         )
         self.worker_peers = worker_peers
         welcome = Welcome(PROTOCOL, EngineId(self.name), self.fingerprint, infos)
@@ -164,7 +181,13 @@ class Engine(Blocks):
                 heads = range(*heads_of(self.heads, self.ranks, rank))
                 memory[block * self.pieces : (block + 1) * self.pieces] = [right(request, number, h) for h in heads]
         self.held[RequestId(request)] = ids
-        self.control.lease_manager.grant(RequestId(request), now=now)
+        is_sampled = self.sampling.takes(RequestId(request))
+        if is_sampled:
+            tokens = blocks * BLOCK_SIZE + 1
+            self.sampled[RequestId(request)] = self.sampling.choose(
+                RequestId(request), [ids], sizes={0: BLOCK_SIZE}, states=set(), tokens=tokens
+            )
+        self.control.grant(RequestId(request), now=now, sampled=is_sampled)
         return PullParams(EngineId(self.name), RequestId(request), *self.address, (tuple(ids),), blocks * BLOCK_SIZE)
 
     def load(self, request, offer, *, now):
@@ -186,6 +209,10 @@ class Engine(Blocks):
         """One turn of both threads, then what the engine thread does with the outcome."""
         if not self.alive or self.frozen:
             return
+        while self.sampled and not self.is_busy:
+            name, sampled = self.sampled.popitem()
+            sums = [sums_of(rank, sampled, cache) for rank, cache in enumerate(self.caches)]
+            self.control.lease_manager.add_sums(name, sums, now=now)
         for link, core in ((self.link, self.control), (self.worker_link, self.reader)):
             for event in link.poll():
                 core.on(event, now=now)

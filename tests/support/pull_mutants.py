@@ -36,7 +36,7 @@ def accept_unfenced_reads(patch):
     patch.setattr(
         PullReader,
         "_on_fence_result",
-        lambda self, conn, request, now, *, held: whole(self, conn, request, now, held=True),
+        lambda self, conn, request, sums, now, *, held: whole(self, conn, request, sums, now, held=True),
     )
 
 

@@ -7,7 +7,8 @@ a write into any other fails at the very copy.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, LEASE, Blocks, Turns, lent, rank_info
+from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, LEASE, NOTHING, Blocks, Turns, lent, rank_info
+from support.memory_reader import MemoryReader
 from xpyd_connector.core.control import ControlPlane
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, BlockId, EngineEndpoint, EngineId, RequestId
@@ -23,6 +24,8 @@ from xpyd_connector.core.push.prefill_worker import PushWriter
 from xpyd_connector.core.push.push_job import ComputedBlocks, TransferOver
 from xpyd_connector.core.results import BlocksReleased, LeaseLost, LoadResult
 from xpyd_connector.core.session.peers import PeerTable
+from xpyd_connector.core.verify.comparison import compare, count
+from xpyd_connector.core.verify.sampling import Sampling
 from xpyd_connector.io.in_memory import InMemoryLink, InMemoryNetwork, InMemoryTransferAgent, pieces_of
 
 WAIT, WRITE, PATIENCE = 100.0, 20.0, 15.0  # s: registration_timeout, transfer_timeout, patience with a heartbeat
@@ -97,6 +100,7 @@ class PushEngine(Blocks):
     wait: float = WAIT
     alive: bool = True
     frozen: bool = False
+    sampling: Sampling = NOTHING
     is_busy: bool = False  # its workers run a long step: what the scheduler tells them with the next one waits
     computing: dict = field(default_factory=dict)
     held: dict = field(default_factory=dict)
@@ -141,6 +145,10 @@ class PushEngine(Blocks):
         self.worker_links = [InMemoryLink(network, f"{name}/{rank}", engine=name) for rank in self.ranks_()]
         self.movers = [WatchedMover(network, f"{name}/{rank}", self.world) for rank in self.ranks_()]
         self.worker_tally = Counters()
+        self.caches = [
+            MemoryReader(memory, shape=f"{rank} of {self.ranks}", pieces=self.pieces, size=BLOCK_SIZE)
+            for rank, memory in enumerate(self.memories)
+        ]
         self.writers = [
             WatchedWriter(
                 link,
@@ -150,8 +158,10 @@ class PushEngine(Blocks):
                 scheduler_endpoint=EngineEndpoint(name, self.address),
                 token=tokens[info.rank],
                 timeout=WRITE,
+                sampling=self.sampling,
+                cache=cache,
             )
-            for link, mover, info in zip(self.worker_links, self.movers, infos, strict=True)
+            for link, mover, info, cache in zip(self.worker_links, self.movers, infos, self.caches, strict=True)
         ]
         self.announced, self.on_their_way = [], []  # pieces, which the workers receive with the step after the next
         network.listen(self.address, self.link, Welcome(PROTOCOL, EngineId(name), FINGERPRINT, tuple(infos)))
@@ -276,14 +286,26 @@ class PushEngine(Blocks):
                 assert self.results[request].quarantined, "P let go of what nobody was told it held"
                 self._take_back(request)
                 self.finish(request)
-            case LoadResult(request, failure, quarantined):
+            case LoadResult(request, failure, quarantined, checks):
                 assert request not in self.results, "a load ended twice"
+                if checks is not None:  # as each worker does before it reports the load to vLLM
+                    comparisons = [compare(*each) for each in self._compared(checks)]
+                    failure = "".join(each.failure for each in comparisons)
+                    for each in comparisons:
+                        count(each, self.worker_tally)
+                    news = news._replace(failure=failure)
                 self.results[request] = news
                 if not quarantined:
                     self._take_back(request)
                 self.on_result(news)
                 if failure and not quarantined:
                     self.finish(request)
+
+    def _compared(self, checks):
+        """Return what each rank compares."""
+        for rank, cache in enumerate(self.caches):
+            sums = next((each for each in checks.sums if each.worker == rank), checks.sums[0])
+            yield sums, checks.token_ranges, cache
 
     def _take_back(self, request):
         for block in self.into[request]:
@@ -327,16 +349,18 @@ def right_bytes(name, numbers, ranks, heads=None):
 class PushWorld(Turns):
     """A prefill and a decode engine, more on demand, stepped together."""
 
-    def __init__(self, *, ranks=1, d_ranks=None, heads=None):
+    def __init__(self, *, ranks=1, d_ranks=None, heads=None, sampling=NOTHING):
         """P has ``ranks``, and if nothing is said D as many, and the model as many heads."""
         self.network, self.now, self.ranks = InMemoryNetwork(), 0.0, {"p": ranks, "d": d_ranks or ranks}
         self.heads = heads or max(self.ranks.values())
-        self.cut_at = None
+        self.cut_at, self.sampling = None, sampling
         self.engines, self.strays = [], []
         self.p, self.d = self.start("p0", 5600), self.start("d0", 5700)
 
     def start(self, name, port):
-        engine = PushEngine(self, name, Address("10.0.0.1", port), self.ranks[name[0]], self.heads)
+        engine = PushEngine(
+            self, name, Address("10.0.0.1", port), self.ranks[name[0]], self.heads, sampling=self.sampling
+        )
         self.engines.append(engine)
         return engine
 

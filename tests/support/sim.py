@@ -101,11 +101,19 @@ def _answering(engine: Answering, host: str) -> ASGIApp:
     return app
 
 
+_FLAGS = {"p": "--prefill", "d": "--decode"}
+
+
 def sims(x: int = 1, y: int = 1, **options: object) -> dict[str, Sim]:
-    """Pretend x prefill and y decode engines, named p0, p1, ... and d0, d1, ...; ``mode="push"`` connects them."""
+    """Pretend x prefill and y decode engines, named p0, p1, ... and d0, d1, ...; ``mode="push"`` connects them.
+
+    With ``kv_both`` each of them takes legs of both kinds.
+    """
+    kv_both = options.pop("kv_both", False)
     if options.get("mode") in ("push", "auto"):
         options.setdefault("pushed", {})
-    return {f"{role[0]}{i}": Sim(role, **options) for role, n in (("prefill", x), ("decode", y)) for i in range(n)}
+    counts = ("prefill", x), ("decode", y)
+    return {f"{role[0]}{i}": Sim("both" if kv_both else role, **options) for role, n in counts for i in range(n)}
 
 
 def _knowing(at: dict[str, str], settings: Settings | None) -> Settings:
@@ -181,7 +189,7 @@ def fleet(x: int = 1, y: int = 1, **options: object) -> Generator[tuple[dict[str
     engines = sims(x, y, **options)
     with ExitStack() as stack:
         at = {name: stack.enter_context(serving(sim)) for name, sim in engines.items()}
-        yield engines, at, [word for name, where in at.items() for word in (f"--{engines[name].role}", where)]
+        yield engines, at, [word for name, where in at.items() for word in (_FLAGS[name[0]], where)]
 
 
 @contextmanager

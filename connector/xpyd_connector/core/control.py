@@ -86,9 +86,9 @@ class ControlPlane:
             raise RuntimeError("this engine lends no cached blocks")
         return self._prefix_lender
 
-    def grant(self, request: RequestId, *, now: float) -> None:
-        """Lease the blocks of a finished prefill."""
-        self.lease_manager.grant(request, now=now)
+    def grant(self, request: RequestId, *, now: float, sampled: bool = False) -> None:
+        """Lease the blocks of a finished prefill; if ``sampled``, checksums follow, in pull."""
+        self.lease_manager.grant(request, now=now, sampled=sampled)
         if self._push_coordinator is not None:
             self._push_coordinator.granted(request, now=now)
 

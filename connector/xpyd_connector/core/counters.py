@@ -126,6 +126,7 @@ LOAD_OUTCOMES: Final = {
     "loads_failed_lease": "lease",
     "loads_failed_peer": "peer_lost",
     "loads_failed_staging": "staging",
+    "loads_failed_wrong_kv": "wrong_kv",
 }
 EVENTS_DROPPED = "timeline_events_dropped"
 COUNTERS = {
@@ -171,6 +172,11 @@ COUNTERS = {
     "loads_failed_lease": "Loads that failed because the lease was lost before the read ended.",
     "loads_failed_peer": "Loads that failed because the prefill engine's connection closed.",
     "loads_failed_staging": "Loads that failed because host memory was too small, or copying to or from it failed.",
+    "loads_failed_wrong_kv": "Loads that failed because a sampled block was not what the prefill engine computed.",
+    "prefills_sampled": "Prefills of which checksums of sampled blocks were ordered (verify_share).",
+    "blocks_checked": "Loaded blocks whose checksum was compared with the prefill engine's, counted on each rank.",
+    "blocks_wrong": "Loaded blocks whose checksum differed from the prefill engine's, counted on each rank.",
+    "loads_unchecked": "Loads with checksums of which no block could be compared: other shapes, or not loaded.",
     "bytes_staged_out": "Bytes of KV copied from the device into host memory.",
     "bytes_staged_in": "Bytes of KV copied from host memory into the device.",
     "loads_aborted": "Push: requests aborted before their KV was there.",

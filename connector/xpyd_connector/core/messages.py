@@ -52,7 +52,7 @@ from msgspec import Meta
 from xpyd_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
 from xpyd_connector.errors import ProtocolViolation
 
-PROTOCOL = 7  # raised with every change that an older engine would misunderstand
+PROTOCOL = 8  # raised with every change that an older engine would misunderstand
 MAX_FRAME = 1 << 20  # bytes of one message between engines that have proven themselves
 MAX_GREETING = 64 << 20  # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
 MAX_UNAUTHENTICATED_FRAME = 32768  # bytes of one message before the proof: a Hello that names MAX_RANKS workers fits
@@ -73,6 +73,9 @@ MAX_FOUND = 1 << 17  # blocks of one PrefixFound, at most 5 bytes each
 MAX_SALT = 1024  # characters of a cache salt
 MAX_DIGEST = 64  # characters of a prompt's digest
 MAX_REASON = 2048  # characters that say why a push stopped
+MAX_SUMS = 256  # sampled blocks of one request
+MAX_SUMMED = 64  # workers whose sums one PushDone carries: it fits into MAX_FRAME
+MAX_SHAPE = 64  # characters of a digest
 MAX_EXAMINATION = 1 << 17  # bytes that one message of xpyd doctor carries
 
 RequestName: TypeAlias = Annotated[RequestId, Meta(max_length=MAX_ID)]
@@ -239,11 +242,32 @@ class ReadDone(msgspec.Struct, frozen=True, tag="read_done"):
     ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 
 
+class BlockSum(msgspec.Struct, frozen=True, array_like=True):
+    """The CRC-32 of a block's bytes of the prompt's tokens from ``start`` to ``stop``, in one KV cache group."""
+
+    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+    start: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
+    stop: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
+    crc: Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class RankSums(msgspec.Struct, frozen=True):
+    """Checksums of sampled blocks as one worker of P has computed them. ``shape`` says of which bytes they are."""
+
+    worker: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    shape: Annotated[str, Meta(max_length=MAX_SHAPE)]
+    blocks: Annotated[tuple[BlockSum, ...], Meta(max_length=MAX_SUMS)]
+
+
 class FenceResult(msgspec.Struct, frozen=True, tag="fence_result"):
-    """Whether P still held the lease when the ReadDone of ``reader`` arrived: only then the bytes are valid."""
+    """Whether P still held the lease when the ReadDone of ``reader`` arrived: only then the bytes are valid.
+
+    ``sums`` are those of the worker with the reader's number, if P has sampled the request.
+    """
 
     reader: RequestName
     held: bool
+    sums: RankSums | None = None
 
 
 class DropLeases(msgspec.Struct, frozen=True, tag="drop_leases"):
@@ -316,6 +340,7 @@ class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
 
     reader: RequestName
     held: bool
+    sums: Annotated[tuple[RankSums, ...], Meta(max_length=MAX_SUMMED)] = ()  # of its workers, if P has sampled it
 
 
 class CancelPushes(msgspec.Struct, frozen=True, tag="cancel_pushes"):
@@ -383,6 +408,7 @@ class PushWritten(msgspec.Struct, frozen=True, tag="push_written"):
 
     peer: ConnId
     reader: RequestName
+    sums: RankSums | None = None
 
 
 class PushAborted(msgspec.Struct, frozen=True, tag="push_aborted"):

@@ -146,6 +146,23 @@ class CopyResult(NamedTuple):
     seconds: float
 
 
+class CacheReader(Protocol):
+    """Reads what this rank's cache holds, wherever it is. Its calls take as long as a copy of a block to the host."""
+
+    @property
+    def shape(self) -> str:
+        """A digest of which bytes a block consists of, and of which rank: blocks of one shape are compared."""
+        ...
+
+    def block_size(self, group: int) -> int:
+        """Return the tokens of a block of a KV cache group, 1 for a state; 0 if this rank has no layer of it."""
+        ...
+
+    def checksum(self, group: int, block: BlockId, start: int, stop: int) -> int:
+        """Return the CRC-32 of the block's tokens from ``start`` to ``stop``, rounded outwards to the kernel's rows."""
+        ...
+
+
 class Copier(Protocol):
     """Copies between cache blocks and slots of a host buffer, in the order of the calls.
 

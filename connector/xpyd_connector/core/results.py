@@ -1,8 +1,19 @@
 """The outcome of a load, as the engine must know it; pull and push report the same."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from xpyd_connector.core.ids import EngineId, RequestId
+from xpyd_connector.core.layout.transfer_plan import TokenRange
+from xpyd_connector.core.messages import RankSums
+
+
+class LoadChecks(NamedTuple):
+    """What each worker must compare before the blocks of a push are used; ``token_ranges`` name ours as local."""
+
+    engine: EngineId  # the prefill engine
+    sums: Sequence[RankSums]
+    token_ranges: Sequence[TokenRange]
 
 
 class LoadResult(NamedTuple):
@@ -14,6 +25,7 @@ class LoadResult(NamedTuple):
     request: RequestId
     failure: str
     quarantined: bool = False
+    checks: LoadChecks | None = None
 
 
 class BlocksReleased(NamedTuple):

@@ -88,7 +88,8 @@ class XpydConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
     ) -> XpydPromMetrics:
         """Register our Prometheus metrics."""
         # By this id peers know the engine; data-parallel ranks add "_dp" and their number (``vllm/v1/engine/core.py``).
-        info = info_labels(vllm_config) | {"engine_id": str(vllm_config.kv_transfer_config.engine_id)}
+        transfer = vllm_config.kv_transfer_config
+        info = info_labels(vllm_config) | {"engine_id": str(transfer.engine_id), "kv_role": str(transfer.kv_role)}
         return XpydPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, info)
 
     # ---- scheduler
@@ -172,12 +173,13 @@ class XpydConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Push the blocks of earlier steps while this step runs.
+        """Push the blocks of earlier steps while this step runs; take checksums before it writes into freed blocks.
 
         vLLM calls this before the forward (``v1/worker/kv_connector_model_runner_mixin.py``, 0.32).
         """
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
+            self._worker.take_sums(connector_metadata.sampled)
             self._worker.add_computed(connector_metadata.pieces)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -42,6 +42,7 @@ class _RemotePrefill:
     failure: str = ""  # of that handshake
     loading: bool = False  # its blocks are allocated and its load has begun; a request is never loaded twice
     into: Sequence[int] = ()  # the blocks it is loaded into
+    is_compared: bool = False  # by the workers, after a push: only then it counts as loaded
 
 
 @dataclass(slots=True)
@@ -192,6 +193,11 @@ class DecodeRequests:
             return 0, False
         return (missing, True) if remote_prefill.is_met else (None, False)
 
+    def is_meeting(self, request: Request) -> bool:
+        """Tell whether a request waits for the first handshake with its engine."""
+        remote_prefill = self._remote_prefills.get(RequestId(request.request_id))
+        return remote_prefill is not None and not remote_prefill.is_met
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
         own = RequestId(request.request_id)
@@ -239,6 +245,8 @@ class DecodeRequests:
                     self._loads_nothing(own)
                 elif isinstance(source, PullParams):
                     self._counters.count_peer_load(LOADED, source.remote_engine_id)
+                elif remote_prefill.is_compared:
+                    self._counters.count_load("loads", source.remote_engine_id)
 
     def finished(self, request: Request) -> None:
         """Abort the load of a finished request, or give its lease back if its load has not begun."""
@@ -274,6 +282,8 @@ class DecodeRequests:
             level("xpyd: the push of %s failed: %s", result.request, result.failure)
         if result.quarantined:
             self.update_quarantine(QuarantineMetadata(quarantined=[result.request]))
+        if result.checks is not None and (remote_prefill := self._remote_prefills.get(result.request)) is not None:
+            remote_prefill.is_compared = True
         self._push_decode.arrived.append(result)
 
     def update_quarantine(self, news: QuarantineMetadata) -> None:

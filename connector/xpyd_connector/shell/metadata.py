@@ -9,10 +9,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from xpyd_connector.core.ids import RequestId
-from xpyd_connector.core.messages import Fingerprint, RankInfo
+from xpyd_connector.core.messages import Fingerprint, RankInfo, RankSums
 from xpyd_connector.core.pull.load import LoadOrder
 from xpyd_connector.core.push.push_job import ComputedBlocks, TransferOver
 from xpyd_connector.core.results import LoadResult
+from xpyd_connector.core.verify.sampling import SampledBlock
 
 
 @dataclass
@@ -36,23 +37,32 @@ class StepMetadata(KVConnectorMetadata):
         default_factory=list[ComputedBlocks | TransferOver]
     )  # push: computed blocks, and ended transfers
     arrived: list[LoadResult] = field(default_factory=list[LoadResult])  # push: ended loads
+    # pull: the blocks of finished prefills of which checksums are to be taken
+    sampled: dict[RequestId, tuple[SampledBlock, ...]] = field(
+        default_factory=dict[RequestId, tuple[SampledBlock, ...]]
+    )
 
 
 @dataclass
 class QuarantineMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler: requests whose blocks NIXL may still write into, or no longer; one entry per rank.
 
-    ``step`` is the number of the step that it comes with, the same on all ranks.
+    ``step`` is the number of the step that it comes with, the same on all ranks. ``sums`` are the checksums that the
+    step ordered, of each rank.
     """
 
     quarantined: list[RequestId] = field(default_factory=list[RequestId])
     released: list[RequestId] = field(default_factory=list[RequestId])
     step: int = 0
+    sums: dict[RequestId, list[RankSums]] = field(default_factory=dict[RequestId, list[RankSums]])
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "QuarantineMetadata":
         """Append the entries of another rank."""
         if not isinstance(other, QuarantineMetadata):
             raise TypeError(f"{type(other).__name__} is no QuarantineMetadata")
         return QuarantineMetadata(
-            self.quarantined + other.quarantined, self.released + other.released, min(self.step, other.step)
+            self.quarantined + other.quarantined,
+            self.released + other.released,
+            min(self.step, other.step),
+            {name: self.sums.get(name, []) + other.sums.get(name, []) for name in {**self.sums, **other.sums}},
         )

@@ -19,11 +19,13 @@ from xpyd_connector.core.lease.kv_params import PullParams, parse_transfer_id, s
 from xpyd_connector.core.lease.lease_table import LeaseEvent
 from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.lease.transfer_names import TransferNames, abandoned_transfer, transfer_of
+from xpyd_connector.core.messages import RankSums
 from xpyd_connector.core.push.push_job import ComputedBlocks, TransferOver
+from xpyd_connector.core.verify.sampling import SampledBlock, Sampling
 from xpyd_connector.errors import InvalidKvParams
 from xpyd_connector.settings import Granularity, Mode
 from xpyd_connector.shell.block_shortage import BlockShortage
-from xpyd_connector.shell.decode_modes import BlockTables, Clock, Post, digest
+from xpyd_connector.shell.decode_modes import BlockTables, Clock, ControlCommand, Post, digest
 from xpyd_connector.shell.engine_config import EngineConfig
 from xpyd_connector.shell.held_blocks import HeldBlocks
 from xpyd_connector.shell.push_progress import PushProgress
@@ -60,6 +62,8 @@ class PrefillRequests:
         self._held = HeldBlocks()  # by the name that decode engines know
         self._transfers = TransferNames()
         self._window_pins = SlidingWindowPins(engine_config.groups, pool)
+        self._sampling = Sampling(settings.verify_share, settings.verify_blocks)
+        self._sampled: dict[RequestId, tuple[SampledBlock, ...]] = {}  # in pull: for the workers' next step
         self._shortage: BlockShortage | None = None  # only where leases may be revoked
         if engine_config.is_producer and settings.revoke_after:
             self._shortage = BlockShortage(engine_config.groups, threshold=settings.revoke_after)
@@ -124,6 +128,16 @@ class PrefillRequests:
         """Return the blocks that the workers can push, and the transfers that have ended; nothing in pull."""
         return [] if self._push_progress is None else self._push_progress.take_computed(output)
 
+    def take_sampled(self) -> dict[RequestId, tuple[SampledBlock, ...]]:
+        """Return the blocks of which the workers must take checksums before their next step; none in push."""
+        sampled, self._sampled = self._sampled, {}
+        return sampled
+
+    def add_sums(self, sums: Mapping[RequestId, Sequence[RankSums]]) -> None:
+        """Pass the workers' checksums on to the readers of these leases."""
+        for name, its in sums.items():
+            self._post(_adding(name, its))
+
     def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
         """Lease the blocks of a finished prefill, and return its kv_transfer_params; None for any other request."""
         try:
@@ -144,7 +158,7 @@ class PrefillRequests:
     @property
     def has_pending(self) -> bool:
         """Whether the next step's metadata must reach the workers, even if the model computes nothing."""
-        return self._push_progress is not None and self._push_progress.has_pending()
+        return bool(self._sampled) or (self._push_progress is not None and self._push_progress.has_pending())
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -213,11 +227,27 @@ class PrefillRequests:
             return None
         if transfer is not None:
             self._transfers.lend(transfer, name)
-        self._post(lambda control, now: control.grant(name, now=now))
+        is_sampled = not is_pushed and self._sample(name, prompt, tokens)
+        self._post(lambda control, now: control.grant(name, now=now, sampled=is_sampled))
         if self._push_progress is not None and is_pushed:
             self._push_progress.finish(request, prompt)
         offer = self._signatures.sign(self._params(request, name, prompt, is_pushed=is_pushed)).to_params()
         return offer if is_pushed else {**offer, **self._engine_config.first_token}
+
+    def _sample(self, name: RequestId, prompt: list[list[int]], tokens: int) -> bool:
+        """Order checksums of a prompt's blocks, if it is sampled; tell whether it is."""
+        if not self._sampling.takes(name):
+            return False
+        groups = self._engine_config.groups
+        self._sampled[name] = self._sampling.choose(
+            name,
+            [[BlockId(block) for block in ids] for ids in prompt],
+            sizes={number: group.block_size for number, group in enumerate(groups)},
+            states={number for number, group in enumerate(groups) if group.state},
+            tokens=tokens,
+        )
+        self._counters.count("prefills_sampled")
+        return True
 
     def hold(self, name: RequestId, blocks: list[KVCacheBlock], priority: int) -> bool:
         """Pin the blocks of a lease that is about to begin; false if that would exceed a limit."""
@@ -262,3 +292,7 @@ class PrefillRequests:
             xpyd_block_sizes=tuple(1 if group.state else group.block_size for group in self._engine_config.groups),
             xpyd_expires_at=ceil(self._wall_clock() + self._settings.kv_lease_duration),
         )
+
+
+def _adding(name: RequestId, sums: Sequence[RankSums]) -> ControlCommand:
+    return lambda control, now: control.lease_manager.add_sums(name, sums, now=now)

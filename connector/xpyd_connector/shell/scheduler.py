@@ -124,7 +124,9 @@ class XpydConnectorScheduler:
         self._cached.considered(request, computed)
         if self._returned.searches(request, computed):
             return None, False
-        return self._decodes.matched_tokens(request, computed)
+        found = self._decodes.matched_tokens(request, computed)
+        self._notes.meeting(request, lasts=self._decodes.is_meeting(request))
+        return found
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
@@ -147,6 +149,7 @@ class XpydConnectorScheduler:
         metadata = self._decodes.metadata(output)
         metadata.number = number
         metadata.pieces = self._prefills.take_computed(output)
+        metadata.sampled = self._prefills.take_sampled()
         return metadata
 
     def _may_wait(self) -> bool:
@@ -167,6 +170,7 @@ class XpydConnectorScheduler:
         if isinstance(output.kv_connector_worker_meta, QuarantineMetadata):
             self._decodes.update_quarantine(output.kv_connector_worker_meta)
             self._cached.ended(output.kv_connector_worker_meta.step)
+            self._prefills.add_sums(output.kv_connector_worker_meta.sums)
         self._decodes.loads_ended(output.finished_recving or (), output.failed_recving)
 
     def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:

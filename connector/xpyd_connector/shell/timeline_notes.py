@@ -45,6 +45,7 @@ class TimelineNotes:
         self._clock = clock
         self._wall_clock = wall_clock
         self._unconsidered: set[str] = set()
+        self._meeting: set[str] = set()  # wait for the first handshake with their peer
         self._computing: dict[str, Request] = {}  # without a token yet
 
     def began(self, request: Request) -> None:
@@ -63,6 +64,15 @@ class TimelineNotes:
         if request.request_id in self._unconsidered:
             self._unconsidered.discard(request.request_id)
             self._counters.note(request.request_id, TimelineStep.CONSIDERED, self._clock(), cached)
+
+    def meeting(self, request: Request, *, lasts: bool) -> None:
+        """Whether it waits for the first handshake with its peer, before which vLLM allocates nothing."""
+        name = request.request_id
+        if lasts and name in self._computing:
+            self._meeting.add(name)
+        elif not lasts and name in self._meeting:
+            self._meeting.discard(name)
+            self._counters.note(name, TimelineStep.PEER_MET, self._clock())
 
     def load_ordered(self, request: Request, tokens: int) -> None:
         """The KV of so many tokens will be loaded into its blocks."""
@@ -92,6 +102,7 @@ class TimelineNotes:
             return
         name, now = request.request_id, self._clock()
         self._unconsidered.discard(name)
+        self._meeting.discard(name)
         if self._computing.pop(name, None) is not None and request.num_output_tokens:
             self._counters.note(name, TimelineStep.FIRST_TOKEN, now)
         self._counters.note(name, TimelineStep.FINISHED, now, request.num_output_tokens)

@@ -21,13 +21,15 @@ from xpyd_connector.core.pull.load import LoadOrder
 from xpyd_connector.core.push.part_writer import PartWriteId
 from xpyd_connector.core.push.prefill_worker import PushWriter
 from xpyd_connector.core.push.push_job import ComputedBlocks, TransferOver
-from xpyd_connector.core.results import BlocksReleased, LoadResult
+from xpyd_connector.core.results import BlocksReleased, LoadChecks, LoadResult
 from xpyd_connector.core.returning_writer import ReturningWriter
 from xpyd_connector.core.session.handshake import ProcessRole, badge_of
 from xpyd_connector.core.session.peers import PeerTable
 from xpyd_connector.core.staging.host_buffer import HostBuffer
 from xpyd_connector.core.staging.slots import Slots
 from xpyd_connector.core.staging.worker import StagingWorker
+from xpyd_connector.core.verify.comparison import compare, count, sums_of
+from xpyd_connector.core.verify.sampling import SampledBlock, Sampling
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.nixl import NixlTransferAgent, RemoteAgents, make_agent
@@ -129,7 +131,39 @@ class XpydConnectorWorker:
                 raise RuntimeError(f"request {order.request} is to be loaded on an engine that is no consumer in pull")
             self._loading.add(order.request)
             self._runner.post(_loading(order))
-        self._push_results += step.arrived
+        self._push_results += [self._compared(result) for result in step.arrived]
+
+    def take_sums(self, sampled: Mapping[RequestId, Sequence[SampledBlock]]) -> None:
+        """Take checksums of finished prefills, for the scheduler. The next step may write into their blocks."""
+        for name, blocks in sampled.items():
+            memory = self._registered
+            self._quarantined.sums[name] = [sums_of(memory.producer.info.worker, blocks, memory.cache)]
+
+    def _compared(self, result: LoadResult) -> LoadResult:
+        """Compare what a push has brought to this rank with the checksums of the rank that has written it."""
+        if (checks := result.checks) is None:
+            return result
+        counters = Counters()
+        failure = self._mismatch(checks, counters)
+        if failure:
+            counters.count_load("loads_failed_wrong_kv", checks.engine)
+            logger.warning("xpyd: the push of %s failed: %s", result.request, failure)
+        self._forward(counters.take())
+        return result._replace(failure=failure)
+
+    def _mismatch(self, checks: LoadChecks, counters: Counters) -> str:
+        memory = self._registered
+        own = memory.consumer.info.worker
+        sums = next((each for each in checks.sums if each.worker == own), checks.sums[0])
+        comparison = compare(sums, checks.token_ranges, memory.cache)
+        count(comparison, counters)
+        return comparison.failure
+
+    @property
+    def _registered(self) -> RegisteredMemory:
+        if self._memory is None:
+            raise RuntimeError("the cache must be registered first")
+        return self._memory
 
     def add_computed(self, pieces: list[ComputedBlocks | TransferOver]) -> None:
         """Push the blocks of earlier steps; the transfer thread waits until the device has computed them."""
@@ -171,7 +205,7 @@ class XpydConnectorWorker:
     def take_quarantined(self) -> QuarantineMetadata | None:
         """Return the changes of quarantined blocks since the last call."""
         event, self._quarantined = self._quarantined, QuarantineMetadata()
-        return event if event.quarantined or event.released or event.step else None
+        return event if event.quarantined or event.released or event.step or event.sums else None
 
     def stats(self) -> XpydStats | None:
         """Return the numbers since the last call."""
@@ -199,7 +233,14 @@ class XpydConnectorWorker:
         if memory.buffer is not None:
             staging = HostBuffer(Slots[RequestId](memory.buffer.slots), self._copier(memory.buffer, link))
         return PullReader(
-            link, mover, peers, self._counters, memory.info, timeout=settings.transfer_timeout, staging=staging
+            link,
+            mover,
+            peers,
+            self._counters,
+            memory.info,
+            timeout=settings.transfer_timeout,
+            staging=staging,
+            cache=self._registered.cache,
         )
 
     def _start_writer(self, mover: NixlTransferAgent, memory: RoleMemory, token: bytes) -> None:
@@ -233,6 +274,8 @@ class XpydConnectorWorker:
             token=token,
             timeout=timeout,
             staging=staging,
+            sampling=Sampling(self._settings.verify_share, self._settings.verify_blocks),
+            cache=self._registered.cache,
         )
 
     def _start_stager(self, buffer: StagingBuffer, hello: WorkerHello) -> None:
@@ -245,9 +288,7 @@ class XpydConnectorWorker:
         runner.start()
 
     def _copier(self, buffer: StagingBuffer, link: SocketLink) -> ThreadCopier:
-        if self._memory is None:
-            raise RuntimeError("copies need the cache to be registered first")
-        copier = self._memory.copier(buffer, link.wake)
+        copier = self._registered.copier(buffer, link.wake)
         self._others.append(copier)
         copier.start()
         return copier

@@ -168,6 +168,14 @@
 {{- if and (eq $p.autoscaling.type "keda") (not $v.monitoring.podMonitor.enabled) -}}
 {{- fail (printf "%s.autoscaling.type is keda, which asks Prometheus by labels that the PodMonitor adds: write monitoring.podMonitor.enabled: true" $role) -}}
 {{- end -}}
+{{- if $p.autoscaling.wanted -}}
+{{- if or (ne $p.autoscaling.type "keda") (not $v.monitoring.serviceMonitor.enabled) -}}
+{{- fail (printf "%s.autoscaling.wanted is true: KEDA asks Prometheus for it, so write %s.autoscaling.type: keda and monitoring.serviceMonitor.enabled: true" $role $role) -}}
+{{- end -}}
+{{- if eq ($v.router.settings.roles | default "off") "off" -}}
+{{- fail (printf "%s.autoscaling.wanted is true, and no router counts engines: write router.settings.roles: dry-run with target_ttft_s and target_itl_s" $role) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $p.autoscaling.perOther (eq $p.autoscaling.type "hpa") -}}
 {{- fail (printf "%s.autoscaling.perOther is set, but %s.autoscaling.type is hpa: only KEDA can count the engines of the other pool" $role $role) -}}
 {{- end -}}

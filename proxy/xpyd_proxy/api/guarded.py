@@ -16,7 +16,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from xpyd_proxy.api.clients import Clients
-from xpyd_proxy.core.http.framing import HEAD_MOST, ChunkedBody, Head, RefusalReason, find_end, read_head
+from xpyd_proxy.core.http.framing import HEAD_MOST, ChunkedBody, Head, RefusalReason, find_end
+from xpyd_proxy.core.http.repeated_head import RepeatedHead
 from xpyd_proxy.core.protocol.realtime import upgrade_head
 from xpyd_proxy.errors import (
     BadFraming,
@@ -93,6 +94,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _network: str | None = None  # the name under which it is counted
     _over = False  # it is refused: what still comes is dropped
     _since = 0.0  # when the connection, the head or the body began, or the connection was over
+    _heads: RepeatedHead
     _head: bytearray | None = None  # the beginning of a head
     _in_body = False
     _is_ours = False  # the request that is being read is served without the parser
@@ -110,6 +112,7 @@ class GuardedProtocol(HttpToolsProtocol):
         # What each request looks at is found in an object in a fifth of the time that it takes to find it in a class.
         self._over, self._in_body, self._head, self._left = False, False, None, None
         self.flow = self._reading = ReadControl(transport)
+        self._heads = RepeatedHead()
         self._since = self.loop.time()
         self._limit_writes(transport)
         self._network, fault = self.clients.enter(self.client[0] if self.client else None)
@@ -209,7 +212,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._head is None and data[0] != _RETURN:  # nearly always all of it comes at once
             end = data.find(_HEAD_END, 0, HEAD_MOST) + len(_HEAD_END)
             if end >= len(_HEAD_END):
-                return self._begin(read_head(data[:end]), data[end:])
+                return self._begin(self._heads.read(data[:end]), data[end:])
         received: bytes | bytearray = data
         read, start = 0, 0
         if self._head is not None:
@@ -231,7 +234,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if read:
             self._head = None
             self.free(read)
-        return self._begin(read_head(bytes(received[start:end])), bytes(received[end:]))
+        return self._begin(self._heads.read(bytes(received[start:end])), bytes(received[end:]))
 
     def _begin(self, head: Head, rest: bytes) -> bytes:
         """Begin a request; return what is behind its head, unless all of the request is here and nothing else."""

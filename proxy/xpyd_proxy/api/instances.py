@@ -18,18 +18,27 @@ from xpyd_proxy.api.schemas import (
     InstanceList,
     InstanceName,
     InstanceRow,
+    TurnedInstance,
 )
 from xpyd_proxy.api.stepped import in_steps
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.pair_health import PairState
 from xpyd_proxy.core.fleet.registry import Member, Registry
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import Key, Target
 from xpyd_proxy.core.model import Api, GenerationRequest, InstanceId, Role, first_header
 from xpyd_proxy.core.protocol.request_bodies import parse
 from xpyd_proxy.core.routing.explain import Explainer, Explanation
 from xpyd_proxy.core.routing.routing_hints import ask_of_call, rank_of
 from xpyd_proxy.core.routing.slices import SliceCrossings
-from xpyd_proxy.errors import AddressError, AlreadyKnown, BadRequest, NoInstance, UnknownInstance, UnknownModel
+from xpyd_proxy.errors import (
+    AddressError,
+    AlreadyKnown,
+    BadRequest,
+    CannotTurn,
+    NoInstance,
+    UnknownInstance,
+    UnknownModel,
+)
 from xpyd_proxy.io.discovery.reconciler import Discovery, NotManagedHere
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.settings import SlicePairing
@@ -80,7 +89,9 @@ class InstanceAdmin:
             state, why = HealthState.DRAINING, "another worker has requests there"
         return InstanceRow(
             id=instance.id,
-            role=instance.role,
+            role=member.role,
+            declared=instance.pool,
+            turns_to=None if member.turn is None else member.turn.to,
             address=instance.address.authority,
             rank=instance.rank,
             state=state,
@@ -126,7 +137,7 @@ class InstanceAdmin:
             raise HTTPException(409, _NEEDS_IDS)
         for member in members:
             one = member.instance
-            if one.role is not Role.DECODE:
+            if member.as_role(Role.DECODE) is None:
                 raise HTTPException(400, f"{one.id} is a prefill engine: it has no streams, drain it without move")
             if member.facts.engine_id is None or one.rank is not None:
                 raise HTTPException(409, f"{one.id} {_NEEDS_NAME}")
@@ -137,12 +148,14 @@ class InstanceAdmin:
             return [self.registry.member(InstanceId(named.id))]
         if named.type is None or named.instance is None:
             raise UnknownInstance('name an instance: {"id": "decode-0"} or {"type": "decode", "instance": "host:port"}')
-        target = Target.parse(named.instance)
-        found = [
-            member
-            for member in self.registry.members()
-            if member.instance.role is named.type and member.instance.address.authority == target.address.authority
-        ]
+        key = Key(named.type, Target.parse(named.instance).address.authority)
+        found = self.registry.members_at([key])
+        if not found:  # what it serves is what is seen of it
+            found = [
+                member
+                for member in self.registry.members()
+                if member.as_role(key.role) is not None and member.instance.address.authority == key.authority
+            ]
         if not found:
             raise UnknownInstance(f"there is no {named.type} instance at {named.instance}")
         return found
@@ -176,6 +189,17 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
         request.state.target = named.id or f"{named.type} {named.instance}"
         return admin.rows(
             await _carried_out(admin, named, partial(admin.discovery.drain, moves=named.move), moves=named.move)
+        )
+
+    @router.post(
+        "/turn",
+        responses=OPERATOR_ERRORS,
+        summary="Have engines serve another role, as soon as nothing of the old one is left",
+    )
+    async def turn(request: Request, named: TurnedInstance) -> InstanceList:
+        request.state.target = f"{named.id or f'{named.type} {named.instance}'} to {named.to}"
+        return admin.rows(
+            await _carried_out(admin, named, partial(admin.discovery.turn, to=named.to, force=named.force))
         )
 
     @explaining.post("/explain", responses=OPERATOR_ERRORS, response_model=ExplainResponse)
@@ -220,12 +244,12 @@ async def _carried_out(
         for member in members:
             if admin.registry.get(member.instance.id) is member:  # else it went with another rank
                 await on(member.instance.id)
-                logger.info("%s is %s", member.instance.id, member.life.state)
+                logger.info("%s is %s: %s", member.instance.id, member.life.state, member.life.why)
     except UnknownInstance as exc:
         raise HTTPException(404, str(exc)) from exc
     except (AddressError, AlreadyKnown) as exc:
         raise HTTPException(400, str(exc)) from exc
-    except NotManagedHere as exc:
+    except (NotManagedHere, CannotTurn) as exc:
         raise HTTPException(409, str(exc)) from exc
     except StoreDown as exc:
         raise HTTPException(503, f"The change may or may not have been made: {exc}") from exc

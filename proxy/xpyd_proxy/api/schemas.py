@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
 
-from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.model import EngineRole, Role
 
 _HEADERS_MOST: Final = 64
 
@@ -38,6 +38,13 @@ class DrainedInstance(InstanceName):
     """Which engine is drained, and how."""
 
     move: bool = Field(default=False, description="its streams go on at other engines, where that is exact")
+
+
+class TurnedInstance(InstanceName):
+    """Which engine turns, and to what."""
+
+    to: EngineRole = Field(description="what it serves as soon as nothing of its old role is left")
+    force: bool = Field(default=False, description="also if it is the last engine that serves its old role")
 
 
 class NewInstance(BaseModel):
@@ -127,7 +134,9 @@ class InstanceRow(BaseModel):
     """One engine as operators see it."""
 
     id: str
-    role: Role
+    role: EngineRole = Field(description="what it serves now")
+    declared: Role = Field(description="what its source names it as; it names the engine in requests of operators")
+    turns_to: EngineRole | None = Field(description="what it serves as soon as nothing of its role is left")
     address: str
     rank: int | None
     state: str

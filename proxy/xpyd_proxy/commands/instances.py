@@ -43,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "--move", action="store_true", help="their streams go on at other engines (docs/moving-streams.md)"
             )
             one.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait until it is drained")
+    turn = verbs.add_parser("turn", help="have engines serve another role under the same process (kv_both)")
+    turn.add_argument("id", nargs="+", metavar="ID", help="such as decode-0: see list; or its HOST:PORT")
+    turn.add_argument("to", choices=["prefill", "decode", "both"], help="what they shall serve")
+    turn.add_argument("--force", action="store_true", help="also if no other engine serves what they leave")
+    turn.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait until they serve it")
+    turn.set_defaults(verb=_turn)
     explain = verbs.add_parser("explain", help="which engines a request would go to, and what each would get")
     explain.add_argument("file", metavar="FILE", help="the body of the request; - reads it from standard input")
     explain.add_argument("--path", default="/v1/completions", help="(%(default)s)")
@@ -70,7 +76,16 @@ def _change(router: RouterClient, args: argparse.Namespace) -> str:
     answers = [router.ask(f"/instances/{args.name}", {**_named(router, name), **how}) for name in args.id]
     rows = [row for answer in answers for row in answer["instances"]]
     if getattr(args, "wait", 0):
-        rows = _wait(router, args.id, args.wait)
+        rows = _wait(router, args.id, args.wait, lambda row: row["state"] == "drained")
+    return _shown({"instances": rows}, args)
+
+
+def _turn(router: RouterClient, args: argparse.Namespace) -> str:
+    how = {"to": args.to, "force": args.force}
+    answers = [router.ask("/instances/turn", {**_named(router, name), **how}) for name in args.id]
+    rows = [row for answer in answers for row in answer["instances"]]
+    if args.wait:
+        rows = _wait(router, args.id, args.wait, lambda row: row["role"] == args.to and row["turns_to"] is None)
     return _shown({"instances": rows}, args)
 
 
@@ -78,20 +93,20 @@ def _named(router: RouterClient, name: str) -> Mapping[str, object]:
     """Name an engine to the router; an address with its role, as that is the same at every router of a service."""
     if ":" not in name:
         return {"id": name}
-    roles = {row["role"] for row in router.ask("/instances")["instances"] if row["address"] == name}
+    roles = {row["declared"] for row in router.ask("/instances")["instances"] if row["address"] == name}
     if not roles:
         raise CommandFailed(f"there is no instance at {name}")
     if len(roles) > 1:
-        raise CommandFailed(f"{name} is a prefill and a decode instance: name it by its id, see list")
+        raise CommandFailed(f"{name} was added as a prefill and as a decode instance: name it by its id, see list")
     return {"type": roles.pop(), "instance": name}
 
 
-def _wait(router: RouterClient, names: Sequence[str], seconds: float) -> list[Json]:
-    """Wait until all of them are drained; one that is removed meanwhile is, too."""
+def _wait(router: RouterClient, names: Sequence[str], seconds: float, is_done: Callable[[Json], bool]) -> list[Json]:
+    """Wait until it is done with all of them; one that is removed meanwhile is done with, too."""
     deadline = time.monotonic() + seconds
     while True:
         rows = [row for row in router.ask("/instances")["instances"] if row["id"] in names or row["address"] in names]
-        left = [row for row in rows if row["state"] != "drained"]
+        left = [row for row in rows if not is_done(row)]
         if not left:
             return rows
         if time.monotonic() >= deadline:
@@ -142,7 +157,8 @@ def _shown(found: Json, args: argparse.Namespace) -> str:
         return json.dumps(found) + "\n"
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for row in found["instances"]:
-        values = {**row, "for": _duration(row["since_s"]), "models": ",".join(row["models"] or ())}
+        role = f"{row['role']}, to {row['turns_to']}" if row.get("turns_to") else row["role"]
+        values = {**row, "role": role, "for": _duration(row["since_s"]), "models": ",".join(row["models"] or ())}
         rows.append(tuple(str(values[name]) if values.get(name) not in (None, "") else "-" for name in _COLUMNS))
     return table(rows)
 

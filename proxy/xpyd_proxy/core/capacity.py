@@ -87,7 +87,7 @@ def capacity_of(
         role: [
             member
             for member in registry.members()
-            if member.instance.role is role and member.life.state not in _LEAVING
+            if member.as_role(role) is not None and member.life.state not in _LEAVING
         ]
         for role in Role
     }

@@ -96,6 +96,9 @@ class Counters:
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
     return_kv_legs: Counter[Key] = field(default_factory=Counter)  # named, unknown
     streams_moved: Counter[Key] = field(default_factory=Counter)  # MoveOutcome of core/request_record.py
+    turns: Counter[Key] = field(default_factory=Counter)  # EngineRole, TurnState of core/fleet/turns.py or refused
+    role_decisions: Counter[Key] = field(default_factory=Counter)  # Verdict, the role that lacks an engine or none
+    wanted_engines: Counter[Key] = field(default_factory=Counter)  # role: how many it needs, now
     class_requests: Counter[Key] = field(default_factory=Counter)  # class, ClassOutcome of core/class_record.py
     class_waiting: Counter[Key] = field(default_factory=Counter)  # class: requests in the queue, now
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome

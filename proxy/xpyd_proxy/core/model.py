@@ -41,6 +41,18 @@ class Role(FastStrEnum):
     DECODE = "decode"
 
 
+class EngineRole(FastStrEnum):
+    """Which requests an engine gets: what it was declared as, until it turns."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"  # the one leg of one request and the other leg of another
+
+    def serves(self, role: Role) -> bool:
+        """Tell whether it gets legs of this role."""
+        return self is EngineRole.BOTH or self.value == role.value
+
+
 class Api(FastStrEnum):
     """The calls that generate text, and so have two legs; the value is the path."""
 
@@ -88,12 +100,18 @@ class LegOrder(FastStrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One vLLM engine. Its id is what clients and logs see; its address stays inside."""
+    """One vLLM engine, as it serves one role. Its id is what clients and logs see; its address stays inside."""
 
     id: InstanceId
     role: Role
     address: Address
     rank: int | None = None  # data-parallel rank that its legs ask for (X-data-parallel-rank); None: the engine chooses
+    declared: Role | None = None  # as it was added, if it has turned since; None: as it serves
+
+    @property
+    def pool(self) -> Role:
+        """The role it was added with: which key it wants, and what other routers call it, go by that."""
+        return self.role if self.declared is None else self.declared
 
 
 @dataclass(slots=True, init=False)

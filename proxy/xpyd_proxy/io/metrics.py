@@ -16,6 +16,7 @@ from xpyd_proxy.core.discovery.reconcile import Freshness
 from xpyd_proxy.core.fleet.engine_speed import EngineSpeed
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
+from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.routing.fleet_groups import slices, unpaired_in_steps
 from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metric_families import SERIES_AT_ONCE, CountedFamilies, Family, counter_family, parts_of
@@ -147,6 +148,8 @@ class _Collector:
         yield from self._counted.counter("xpyd_streams_moved", text, ("outcome",), "streams_moved")
         text = "Seconds from the cut of a stream that moves to its next event."
         yield from self._counted.histogram("xpyd_stream_move_seconds", text, (), "move_gaps")
+        text = "Turns of engines to a role that are over, or were refused, by what became of them."
+        yield from self._counted.counter("xpyd_turns", text, ("to", "outcome"), "turns")
 
     def _legs(self) -> Iterator[Family | None]:
         text = "Legs that are over, by engine and by how they ended; ok: also those that were not needed any more."
@@ -215,13 +218,15 @@ class _Collector:
         for some in parts_of(members, SERIES_AT_ONCE // len(HealthState)):
             state.samples = []
             for member in some:
-                for word in HealthState:
-                    state.add_metric((member.instance.id, member.instance.role, word), word is member.life.state)
+                for role in Role:
+                    if member.as_role(role) is not None:
+                        for word in HealthState:
+                            state.add_metric((member.instance.id, role, word), word is member.life.state)
             yield state
         for some in parts_of(members, SERIES_AT_ONCE):
             legs.samples = []
             for member in some:
-                names = (member.instance.id, member.instance.role)
+                names = (member.instance.id, member.role)
                 legs.add_metric(names, sum([running.get(member.instance.id, 0) for running in in_flight]))
             yield legs
         text = "Engines that may serve, and fit no engine of the other role though there are some."
@@ -236,6 +241,12 @@ class _Collector:
         yield parts
         text = "Pairs whose engines are of two slices though one is preferred (slice_pairing), by reason."
         yield from self._counted.counter("xpyd_slice_crossings", text, ("reason",), "slice_crossings")
+        text = "Engines that a role needs for its traffic (roles); nothing while that is not known."
+        yield from self._counted.gauge("xpyd_wanted_engines", text, ("role",), "wanted_engines")
+        text = (
+            "Decisions on the roles of engines, each of which is a line of the log: by verdict, and by who lacks one."
+        )
+        yield from self._counted.counter("xpyd_role_decisions", text, ("verdict", "lacks"), "role_decisions")
         yield from _speeds(members)
 
     def _queue(self) -> Iterator[Family | None]:

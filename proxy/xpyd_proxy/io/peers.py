@@ -15,6 +15,7 @@ from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.quota_exchange import QUOTAS, QuotaExchange
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.load_exchange import LOADS, LoadExchange, SendPace
+from xpyd_proxy.core.fleet.look_exchange import LOOKS, LookExchange
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault
@@ -44,6 +45,7 @@ class RouterPeers(asyncio.DatagramProtocol):
         names: Sequence[Address],
         counters: Counters,
         *,
+        looks: LookExchange,
         introductions: PeerIntroductions,
         listen: tuple[str, int],
         clock: Callable[[], float] = time.monotonic,
@@ -56,7 +58,13 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._introductions = introductions
         self._exchange = exchange
         self._quotas = quotas
-        self._receivers = {INTRODUCTIONS: introductions.receive, QUOTAS: quotas.receive}  # the others are loads
+        self.looks = looks
+        looks.changed = self.looked
+        self._receivers = {  # the others are loads
+            INTRODUCTIONS: introductions.receive,
+            QUOTAS: quotas.receive,
+            LOOKS: looks.receive,
+        }
         self._admission = admission
         self._names = names
         self._listen = listen
@@ -70,6 +78,7 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._pace = SendPace()
         self._timer: asyncio.Handle | None = None
         self._introducing: asyncio.Handle | None = None
+        self._telling: asyncio.Handle | None = None  # of what has become of engines
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -90,7 +99,7 @@ class RouterPeers(asyncio.DatagramProtocol):
                 yield
         finally:
             self._transport = None
-            for timer in (self._timer, self._introducing):
+            for timer in (self._timer, self._introducing, self._telling):
                 if timer is not None:
                     timer.cancel()
             transport.close()
@@ -102,6 +111,11 @@ class RouterPeers(asyncio.DatagramProtocol):
             loop, now = asyncio.get_running_loop(), self._clock()
             due = self._pace.due(now=now)
             self._timer = loop.call_soon(self._send) if now >= due else loop.call_later(due - now, self._send)
+
+    def looked(self) -> None:
+        """An engine does not answer any more, or does again: the others are told at once."""
+        if self._telling is None and self._transport is not None:
+            self._telling = asyncio.get_running_loop().call_soon(self._tell_looks)
 
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:  # noqa: ARG002 (the tag says who it is)
         """Take in what another router says."""
@@ -123,10 +137,15 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._introducing = None
         self._send_all([self._introductions.datagram(wall=self._wall())])
 
+    def _tell_looks(self) -> None:
+        self._telling = None
+        self._send_all(self.looks.news(wall=self._wall()))
+
     async def _repeat(self) -> None:
         if silent := self._exchange.expire(now=self._clock()):
             logger.info("%d of the fleet's routers are silent: their requests do not count any more", silent)
         self._quotas.expire(now=self._clock())
+        self.looks.expire(now=self._clock())
         self._introductions.expire(now=self._clock())
         self._counters.peers["heard",], self._counters.peers["known",] = self._exchange.peers, self._known
         self._set_share()
@@ -134,6 +153,7 @@ class RouterPeers(asyncio.DatagramProtocol):
             self._introduce()
         if self._timer is None:
             self._send()
+        self._send_all(self.looks.datagrams(wall=self._wall()))
         if self._admission.limits.share_limits:
             self._send_all(self._quotas.datagrams(wall=self._wall()))
 
@@ -212,8 +232,11 @@ def peers_of(
     introductions = PeerIntroductions(me, secret)
     exchange = LoadExchange(registry, me, secret, introductions)
     quotas = QuotaExchange(admission, me, secret, keyring.names, introductions)
+    looks = LookExchange(registry, me, secret, introductions)
     listen = settings.host, settings.peer_port
-    return RouterPeers(exchange, quotas, admission, names, counters, introductions=introductions, listen=listen)
+    return RouterPeers(
+        exchange, quotas, admission, names, counters, looks=looks, introductions=introductions, listen=listen
+    )
 
 
 def check_peers(settings: Settings) -> None:

@@ -13,6 +13,7 @@ from xpyd_proxy.core.recent_stats import SPAN_S
 from xpyd_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups
 from xpyd_proxy.core.schemas import Bin
 from xpyd_proxy.core.schemas.pairs import PairRow
+from xpyd_proxy.core.schemas.roles import RolesPart
 from xpyd_proxy.core.steps import finish
 from xpyd_proxy.core.workers.reports import Part, Whole, bin_of
 from xpyd_proxy.io.request_path.pair_notes import PairNotes
@@ -114,6 +115,7 @@ class Snapshot:
     instances: list[Engine]
     groups: Sequence[EngineGroup]  # of engines that fit each other; empty: all of them do
     pairs: PairsStatus
+    roles: RolesPart | None  # None: the router does not decide on them, or has not yet
     queue: QueueStatus
     classes: list[ClassStatus]  # none: there are none, or nothing came for five minutes
     failures: list[Failed]
@@ -131,12 +133,15 @@ class Status:
         clock: Callable[[], float],
         may_be_alone: Callable[[], bool] = lambda: True,
         pairs: PairNotes | None = None,
+        *,
+        roles: Callable[[], RolesPart | None] = lambda: None,
     ) -> None:
         self._telemetry = telemetry
         self._engines = engines
         self._clock = clock  # the one of ``telemetry``
         self._may_be_alone = may_be_alone  # decode engines may serve alone, by the settings of now
         self._pairs = PairNotes(engines, PairMatrix(0)) if pairs is None else pairs
+        self._roles = roles  # what this worker has decided on them; None: nothing
         self._start = clock()
 
     def part(self) -> Part:
@@ -168,6 +173,7 @@ class Status:
                 name: (ring.last(_MINUTE_S, now=now), ring.last(SPAN_S, now=now))
                 for name, ring in recent.classes.items()
             },
+            roles=self._roles(),
         )
 
     def now(self, whole: Whole) -> Snapshot:
@@ -198,6 +204,7 @@ class Status:
             instances=engines,
             groups=groups,
             pairs=self._pair_status(),
+            roles=next((part.roles for part in parts if part.roles is not None), None),
             queue=QueueStatus(
                 sum(one.waiting for one in workers),
                 sum(one.admitted for one in workers),
@@ -252,7 +259,7 @@ def _engine(member: Member, parts: Sequence[Part], in_flight: Sequence[Mapping[I
     instance = member.instance
     return Engine(
         id=instance.id,
-        role=instance.role,
+        role=member.role if member.turn is None else f"{member.role}, to {member.turn.to}",
         state=member.life.state,
         why=member.life.why,
         in_flight=sum(legs.get(instance.id, 0) for legs in in_flight),

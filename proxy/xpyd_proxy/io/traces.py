@@ -13,12 +13,14 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.request_record import RequestOutcome, RequestRecord
+from xpyd_proxy.core.request_timeline import router_timeline
 from xpyd_proxy.io.request_path.access_log import fields
 
 _CONTEXT: Final = TraceContextTextMapPropagator()  # W3C: traceparent, tracestate
 _NAMES: Final = frozenset(name.encode() for name in _CONTEXT.fields)
 _ELSEWHERE: Final = frozenset({"path", "status", "mode", "retries"})  # fields of the log that spans name otherwise
 _BAD: Final = 400  # statuses from here on are errors
+_MOST_EVENTS: Final = 64  # of one span, the first ones; OpenTelemetry keeps the last 128
 
 
 class Traces:
@@ -88,7 +90,19 @@ class TracedRequest:
         span.set_attribute("xpyd.retries", len(record.retries))
         if outcome in (RequestOutcome.SERVER_ERROR, RequestOutcome.STREAM_ABORTED):
             span.set_status(StatusCode.ERROR, record.error)
+        if span.is_recording():  # a sampler may have left it out
+            self._add_timeline(time.time_ns())
         span.end()
+
+    def _add_timeline(self, now_ns: int) -> None:
+        """Add the router's rows of ``xpyd why`` as events, each at its begin, in nanoseconds since the epoch."""
+        record = self._record
+        began_ns = now_ns - int(record.duration_s * 1e9)
+        for row in router_timeline(record, record.duration_s).rows[:_MOST_EVENTS]:
+            attributes: dict[str, str | float] = {"xpyd.where": row.where, "xpyd.duration_ms": row.duration_ms}
+            if row.note:
+                attributes["xpyd.note"] = row.note
+            self._span.add_event(row.what, attributes, began_ns + int(row.begin_ms * 1e6))
 
 
 class TracedLeg:

@@ -78,7 +78,7 @@ class EngineSockets:
             EngineError: the engine cannot be reached, or failed.
             NotServed: the engine has no such path.
         """
-        shown = self._outbound.headers(instance.role, headers)
+        shown = self._outbound.headers(instance.pool, headers)
         address, limit_s = instance.address, self._settings.connect_timeout_s
         try:
             async with asyncio.timeout(limit_s):

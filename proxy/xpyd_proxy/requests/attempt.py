@@ -132,7 +132,7 @@ class Attempt(LegOwner):
             holder, ids, reuses, learns = move.cached_on, move.ids, False, False
             seconds = min(seconds, settings.move_timeout_s)
         elif settings.return_kv:
-            holder = cached_on(of.fleet, self._plan.ask)
+            holder = cached_on(of.fleet, self._plan.ask, prefill.id)
             of.telemetry.kv_return_looked_up(named=holder is not None)
         body = prefill_body(
             call,

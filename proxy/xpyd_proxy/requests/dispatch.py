@@ -4,6 +4,7 @@ requests/attempt.py is one try. What the client gets of it is up to requests/cli
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from xpyd_proxy.core.model import GenerationRequest, Instance, InstanceId, LegOrder, Role, SingleEngineReason
@@ -186,7 +187,9 @@ class Dispatch:
         if any(one.id not in attempt.retries.avoided for one in attempt.usable(_DECODE)):
             return None
         member = self._life.of.fleet.registry.get(self._life.record.moves[-1].source)
-        return None if member is None or member.instance.id in attempt.retries.avoided else member.instance
+        if member is None or member.instance.id in attempt.retries.avoided:
+            return None
+        return replace(member.instance, role=_DECODE, declared=member.instance.pool)  # it may have turned since
 
     def _choose_for_move(
         self, attempt: Attempt, move: StreamMove, single_body: Pieces | None

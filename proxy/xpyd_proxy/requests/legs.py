@@ -52,7 +52,7 @@ class LegOwner(ABC):
 
     @abstractmethod
     def prompt_counted(self, leg: "DecodeLeg", counted: int, /) -> None:
-        """A later event says how many tokens the prompt has."""
+        """The end of a stream says how many tokens the prompt has."""
 
     @abstractmethod
     def stream_ended(self, leg: "DecodeLeg", /) -> None:
@@ -221,7 +221,7 @@ class DecodeLeg(EngineLeg):
         self.gaps: list[float] | None = None  # takes the seconds between the reads of a stream, once it has begun
         self.read_at = 0.0  # the latest of them
         self._beginning: Beginning | None = None  # of a stream whose first event is not complete
-        self._pieces: list[bytes] = []  # of what is no stream
+        self._pieces: list[bytes] = []  # of what is no stream; of a stream the last two, while it counts
         self._size = 0  # bytes of those
         self._is_stream = False
         self.lines: WholeLines | None = None  # of a stream that has begun well
@@ -301,9 +301,9 @@ class DecodeLeg(EngineLeg):
         if lines.erred:
             self.failure = Failure.BAD_RESPONSE  # now, for many clients hang up at an error
         if self.counts:
-            counted = prompt_tokens_in(passing)
-            if counted is not None:
-                self.owner.prompt_counted(self, counted)
+            self._pieces.append(passing)
+            if len(self._pieces) > 2:
+                del self._pieces[0]
 
     def _pass_on(self, lines: WholeLines, passing: bytes) -> None:
         self._note(lines, passing)
@@ -346,10 +346,18 @@ class DecodeLeg(EngineLeg):
         """All of it is here."""
         self.is_over = True
         if self.lines is not None or self._is_stream:
+            if self.counts and self._pieces:
+                self._count_prompt()
             self.owner.stream_ended(self)
             return
         body, self._pieces = b"".join(self._pieces), []
         self.answered(body)
+
+    def _count_prompt(self) -> None:
+        """Look for the usage, which engines write into the first event or the last ones: to look at each costs more."""
+        counted = prompt_tokens_in(b"".join(self._pieces))
+        if counted is not None:
+            self.owner.prompt_counted(self, counted)
 
     def answered(self, body: bytes) -> None:
         """It is complete, and no stream."""

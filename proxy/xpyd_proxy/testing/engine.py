@@ -52,6 +52,8 @@ class FaultKind(StrEnum):
     DROP = "drop"  # close the connection
     ERROR_EVENT = "error_event"  # send an error in place of an event and then [DONE], as vLLM does
     END = "end"  # end the stream early, as if that were all
+    WRONG = "wrong"  # answer with the text of another prompt, as from wrong KV
+    KEEP = "keep"  # prefill: show every lease as held, for ever
     FORGET = "forget"  # prefill: leave `names` out of the kv_transfer_params
 
 
@@ -93,6 +95,7 @@ class Sim:
     the transfer. Decode sims that share it wait for that. Without it (in other processes) they believe what they are
     told, and answer at once. With a ``cache`` it tells routers what it has in it. In auto mode the prefill leg says
     whether it pushes. ``moves_s``: how long KV is under way to a decode engine, by the way it goes (pull, push).
+    One of role both (kv_both) takes legs of both kinds.
     """
 
     def __init__(
@@ -161,13 +164,17 @@ class Sim:
     async def _metrics(self, _: Request) -> Response:
         running = sum(entry.state == "open" for entry in self.log)
         labels = f'{{model_name="{self._model}",engine="0"}}'
-        gauges = {"num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
+        gauges = {"num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": self._held_share()}
         lines = [f"# TYPE vllm:{name} gauge\nvllm:{name}{labels} {value}\n" for name, value in gauges.items()]
         lines.append(self.loads.exposition(self.engine_id, labels[1:-1]))
         if self._mode == _AUTO:
             info = f'vllm:xpyd_connector_info{{{labels[1:-1]},engine_id="{self.engine_id}",mode="{_AUTO}"}} 1.0\n'
             lines.append(info)
         return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+
+    def _held_share(self) -> float:
+        keeps = self._fault is not None and self._fault.kind is FaultKind.KEEP
+        return min(1.0, len(self.granted) / 1000) if keeps else 0.0
 
     async def _models(self, _: Request) -> Response:
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "vllm", "max_model_len": 2048}
@@ -222,16 +229,18 @@ class Sim:
                 return self._refuse(body)
             if not (transfer := rules.abandoned(body)):
                 self._check(raw, body, request)
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
             return _json(error(400, f"not a request: {exc!r}"), 400)
         except rules.Violation as exc:
             self.violations.append(str(exc))
             return _json(error(400, str(exc)), 400)
         if body.get("model", self._model) != self._model:
             return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
+        if fault is not None and fault.kind is FaultKind.WRONG:
+            body, fault = rules.of_another_prompt(body), None
         replies = self._replies(request, body, made)
         self._use_cache(body, made, entry)
-        if self.role == "prefill":
+        if self._prefills(body):
             return await self._prefill(request, replies, fault, abandoned=transfer)
         return await self._decode(request, replies, entry, fault)
 
@@ -252,7 +261,7 @@ class Sim:
         if self.cache is None or not (ids := rules.ids_of(body, made)):
             return
         entry.cached = self.cache.use(ids, body.get("cache_salt"))
-        if self.role == "decode":
+        if not self._prefills(body):
             self.cache.use([*ids, *rules.made_ids(body, made)], body.get("cache_salt"))
 
     def _replies(self, request: Request, body: Json, made: int) -> AnyReplies:
@@ -319,12 +328,21 @@ class Sim:
     def _check(self, raw: bytes, body: Json, request: Request) -> None:
         if not rules.prompts_of(body) or rules.token_limit(body) < 0:
             raise ValueError("no prompt, or no tokens")
-        if self.role == "prefill":
+        if self._prefills(body):
             rules.check_prefill_leg(body, pushes=self._mode == "push", limits=_LIMITS[request.url.path])
         elif body.get("kv_transfer_params") is not None and [*body["kv_transfer_params"]] != ["prompt_token_ids"]:
             self._check_decode(raw, body, _request_id(request))
 
+    def _prefills(self, body: Json) -> bool:
+        """Tell whether a request is a prefill leg: one engine that is both gets those of both kinds."""
+        if self.role != "both":
+            return self.role == "prefill"
+        params: Json = body.get("kv_transfer_params") or {}
+        return bool(params.get("do_remote_decode")) or rules.abandoned(body) is not None
+
     def _check_decode(self, raw: bytes, body: Json, request_id: str) -> None:
+        if body["kv_transfer_params"].get("remote_engine_id") == self.engine_id:
+            raise rules.Violation("this engine has computed the prompt itself")
         params = bytes(msgspec.json.decode(raw, type=dict[str, msgspec.Raw])["kv_transfer_params"])
         if body["kv_transfer_params"].get("transfer_mode") == "push":
             rules.check_push_leg(body, request_id)
@@ -438,7 +456,7 @@ def _json(value: object, status: int = 200) -> Response:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one engine until it is told to stop."""
     parser = argparse.ArgumentParser(prog="python -m xpyd_proxy.testing.engine", description="A pretended vLLM engine.")
-    parser.add_argument("--role", choices=["prefill", "decode"], required=True)
+    parser.add_argument("--role", choices=["prefill", "decode", "both"], required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", default="sim")

@@ -85,6 +85,18 @@ def prompts_of(body: Json) -> list[object]:
     return [several] if several and isinstance(several[0], int) else several
 
 
+def of_another_prompt(body: Json) -> Json:
+    """Return a request with another prompt of the same length."""
+    prompt: object = body.get("prompt")
+    if isinstance(prompt, str):
+        return body | {"prompt": f"{prompt[:-1]}~"}
+    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], int):
+        return body | {"prompt": [*cast("list[int]", prompt)[:-1], prompt[-1] ^ 1]}
+    if "messages" in body:
+        return body | {"messages": [*body["messages"][:-1], {**body["messages"][-1], "role": "nobo"}]}
+    return body
+
+
 def token_limit(body: Json) -> int:
     """Return how many tokens a request asks for; 16 when it does not say."""
     asked = body.get("sampling_params", body)

@@ -33,8 +33,8 @@ from xpyd_connector.core.layout.transfer_plan import TokenRange
 from xpyd_connector.core.lease.kv_params import PullParams, digest_prompt, parse_pull_params
 from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent
 from xpyd_connector.core.lease.signatures import Signatures
-from xpyd_connector.core.messages import MAX_ID, LentBlocks
-from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult
+from xpyd_connector.core.messages import MAX_ID, LentBlocks, RankSums
+from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadChecks, LoadResult
 from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.settings import Granularity, Mode, Settings
 
@@ -151,6 +151,7 @@ def test_an_engine_that_can_only_take_kv_from_this_machine_says_so_at_start(borr
 
 def test_a_new_prefill_engine_is_met_before_its_kv_is_asked_for(engine):
     """Blocks that are allocated for a load that cannot be end in an error, where the policy says so."""
+    engine.side.handle_results = lambda: None  # the refused connection may have been reported by now
     request = engine.arrive(remote_engine_id="p1")
     short = engine.request({**offer().to_params(), "remote_engine_id": "p1"}, name="d-b", prompt=PROMPT[:1])
     engine.side.on_new_request(short)
@@ -961,7 +962,7 @@ class PushEngine(Engine):
             return Asked(name, self.asked)
         raise AttributeError(name)
 
-    def grant(self, request, *, now):
+    def grant(self, request, *, now, sampled=False):
         self.asked.append(("grant", request))
 
     def arrive(self, *, name="d-a", **changes):
@@ -1334,6 +1335,18 @@ def test_the_timeline_of_a_load_names_each_step(noting):
     ]  # fmt: skip
 
 
+def test_the_first_handshake_with_an_engine_has_an_end_in_the_timeline(noting):
+    """Before it, vLLM allocates nothing: it would be taken for the time until there are blocks."""
+    request = noting.arrive(remote_engine_id="p1")
+    assert noting.side.matched_tokens(request, 0) == (None, False)
+    assert noting.side.matched_tokens(request, 0) == (None, False)
+    noting.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1")))
+    noting.side.matched_tokens(request, 0)
+    noting.allocate(request, 9)
+
+    assert [step for _, step, _ in steps(noting)] == ["arrived", "queued", "considered", "peer_met", "load_ordered"]
+
+
 def test_the_events_of_a_timeline_are_dated(monkeypatch):
     """By the wall clock, whatever the other one shows."""
     monkeypatch.setenv("VLLM_PLUGINS", "xpyd,xpyd_timelines")
@@ -1379,3 +1392,34 @@ def test_a_prefill_engine_that_cannot_be_reached_or_refuses_is_named(engine):
     engine.side.after_step(KVConnectorOutput(finished_recving={"d-p1"}, failed_recving={"d-p1"}))
 
     assert peer_loads(engine) == {"p1": {"handshake": 1}, "p2": {"refused": 1}}
+
+
+def test_blocks_of_a_sampled_prefill_are_ordered_from_the_workers_and_their_sums_reach_the_lease():
+    """The order goes with the next step, even of an idle engine; until the sums are there the fence waits."""
+    engine = Engine(verify_share=1.0, verify_blocks=2)
+    request = engine.request({"do_remote_decode": True}, name="p-a")
+    blocks = [block.block_id for block in engine.pool.get_new_blocks(3)]
+    engine.side.finished(request, (blocks,))
+    assert engine.side.has_pending()
+    sampled = engine.side.step(IDLE).sampled
+    assert not engine.side.has_pending()
+
+    assert {name: {each.block for each in its} <= set(blocks) for name, its in sampled.items()} == {"p-a": True}
+    assert [len(its) for its in sampled.values()] == [2]
+    sums = {RequestId("p-a"): [RankSums(0, "s", ())]}
+    engine.side.after_step(KVConnectorOutput(kv_connector_worker_meta=QuarantineMetadata(sums=sums)))
+    settle(engine)
+
+    assert engine.side._control._runner._core.lease_manager._sampled["p-a"].of(0) == RankSums(0, "s", ())
+    assert counters(engine)["prefills_sampled"] == 1
+
+
+def test_a_compared_push_counts_as_loaded_when_all_ranks_have_found_it_right(pushing):
+    """Not before: the control thread does not know yet."""
+    for name, failed in (("d-a", set()), ("d-b", {"d-b"})):
+        pushing.allocate(pushing.arrive(name=name, transfer_id=f"t-{name}"), 9)
+        pushing.tell(LoadResult(RequestId(name), "", checks=LoadChecks(EngineId("p0"), (), ())))
+        pushing.step()
+        pushing.side.after_step(KVConnectorOutput(finished_recving={name}, failed_recving=failed))
+
+    assert pushing.side._counters.take().counters["loads"] == 1

@@ -17,9 +17,11 @@ from xpyd_connector.core.counters import StatsReport
 from xpyd_connector.core.ids import Address, EngineId, RequestId
 from xpyd_connector.core.layout.cache_groups import CacheGroup
 from xpyd_connector.core.layout.transfer_plan import TokenRange
+from xpyd_connector.core.messages import BlockSum, RankSums
 from xpyd_connector.core.pull.load import LoadOrder
 from xpyd_connector.core.push.push_job import ComputedBlocks
-from xpyd_connector.core.results import BlocksReleased, LoadResult
+from xpyd_connector.core.results import BlocksReleased, LoadChecks, LoadResult
+from xpyd_connector.core.verify.sampling import SampledBlock
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.settings import Settings
 
@@ -176,3 +178,66 @@ def test_what_the_scheduler_knows_to_have_arrived_is_reported_once(worker):
     assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"b"})
     assert worker.take_quarantined() is None
     assert worker.results().finished_recving == set()
+
+
+class Cache:
+    """Stands where the registered cache would be: each block has the checksum that it is given."""
+
+    shape = "whole"
+
+    def __init__(self, sums):
+        self.sums = sums
+        self.cache, self.producer = self, SimpleNamespace(info=SimpleNamespace(worker=0))
+        self.consumer = self.producer
+
+    def block_size(self, group):
+        return 4
+
+    def checksum(self, group, block, start, stop):
+        return self.sums[block]
+
+
+def arrived(worker, *crcs, shape="whole"):
+    """Take in a push of two blocks, which P says have these checksums."""
+    blocks = tuple(BlockSum(0, 4 * place, 4 * place + 4, crc) for place, crc in enumerate(crcs))
+    checks = LoadChecks(EngineId("p"), (RankSums(0, shape, blocks),), [TokenRange(0, 0, 8, (), [7, 8])])
+    worker.load(StepMetadata(arrived=[LoadResult(RequestId("a"), "", checks=checks)]))
+    return worker.results(), worker.stats().data
+
+
+def test_a_push_is_compared_before_vllm_hears_of_its_end(worker):
+    """Only the worker reaches the blocks; a wrong one is a failed load."""
+    worker._memory = Cache({7: 70, 8: 80})
+    results, report = arrived(worker, 70, 80)
+    assert (results.finished_recving, results.failed_recving) == ({"a"}, set())
+    assert report["counters"] == {"blocks_checked": 2}
+    results, report = arrived(worker, 70, 81)
+
+    assert (results.finished_recving, results.failed_recving) == ({"a"}, {"a"})
+    assert report["counters"] == {"blocks_checked": 2, "blocks_wrong": 1, "loads_failed_wrong_kv": 1}
+    assert report["peer_loads"] == {"p": {"wrong_kv": 1}}
+
+
+def test_a_push_of_another_shape_is_not_compared(worker):
+    """And used: its checksums are of other bytes."""
+    worker._memory = Cache({7: 70, 8: 80})
+    results, report = arrived(worker, 1, 2, shape="another")
+
+    assert results.failed_recving == set()
+    assert report["counters"] == {"loads_unchecked": 1}
+
+
+def test_checksums_of_finished_prefills_go_to_the_scheduler_with_the_step(worker):
+    """Which passes them on to those who read the blocks."""
+    worker._memory = Cache({7: 70, 8: 80})
+    worker.take_sums({RequestId("p-a"): (SampledBlock(0, 8, 4, 8),)})
+
+    assert worker.take_quarantined().sums == {"p-a": [RankSums(0, "whole", (BlockSum(0, 4, 8, 80),))]}
+    assert worker.take_quarantined() is None
+
+
+def test_checksums_of_all_ranks_add_up():
+    """The readers of each get those of its counterpart."""
+    one, other = (QuarantineMetadata(sums={RequestId("a"): [RankSums(rank, "s", ())]}) for rank in (0, 1))
+
+    assert one.aggregate(other).sums == {"a": [RankSums(0, "s", ()), RankSums(1, "s", ())]}

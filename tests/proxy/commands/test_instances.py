@@ -66,6 +66,21 @@ def test_an_engine_may_be_named_by_its_address(instances):
         assert instances("remove", address)[::2] == (1, f"xpyd instances: there is no instance at {address}\n")
 
 
+def test_an_engine_turns_and_the_list_shows_it(instances):
+    """Its role is what it serves; while it turns, the reason stands at the end of the line."""
+    code, out, _ = instances("turn", "decode-0", "both")
+    assert (code, out.splitlines()[1].split()[:2]) == (0, ["decode-0", "both"])
+    address = out.splitlines()[1].split()[2]
+    code, out, err = instances("turn", "--wait", "20", address, "decode-1", "prefill")
+    assert (code, err) == (1, "xpyd instances: decode-1 is the last decode engine that serves: turn another one to "
+            "decode before, or use force\n")  # fmt: skip
+    lines = instances("list")[1].splitlines()
+    turning = next(line for line in lines if line.startswith("decode-0 "))
+    assert "both, to prefill" in turning or " prefill " in turning
+    code, out, _ = instances("turn", "--force", "--wait", "20", "decode-0", "decode-1", "prefill")
+    assert (code, [line.split()[1] for line in out.splitlines()[1:]]) == (0, ["prefill", "prefill"])
+
+
 def test_a_drain_that_takes_too_long_is_an_error(instances, running):
     """A script must not stop the engine then."""
     body = {"prompt": "x", "max_tokens": 4}

@@ -10,6 +10,7 @@ from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.quota_exchange import QuotaExchange
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.load_exchange import LoadExchange
+from xpyd_proxy.core.fleet.look_exchange import LookExchange
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.peer_introductions import PeerIntroductions
 from xpyd_proxy.io.peers import RouterPeers
@@ -51,6 +52,7 @@ class OneRouter:
             self.admission,
             [Address("http", name, 8001) for name in names],
             self.counters,
+            looks=LookExchange(Registry(), name, SECRET, Everybody()),
             introductions=introductions,
             listen=("127.0.0.1", 0),
             clock=lambda: 0.0,

@@ -93,6 +93,32 @@ async def test_a_request_is_a_tree_of_spans_that_hangs_on_the_clients(spans):
     assert request.attributes["xpyd.queue_ms"] == 0.0
 
 
+async def test_the_span_of_a_request_has_its_timeline_as_events(spans):
+    """The rows of xpyd why, one after the other and without a gap, from the begin to the end of the request."""
+    await served(spans, sims())
+
+    request = spans[f"POST {PATH}"]
+    rows = [(event.name, event.attributes["xpyd.where"]) for event in request.events]
+    assert rows[-5:] == [
+        ("prefill leg", "prefill-0"), ("hand over", "router"), ("decode leg", "decode-0"),
+        ("write the first event", "router"), ("stream", "decode-0"),
+    ]  # fmt: skip
+    ends = [event.timestamp + event.attributes["xpyd.duration_ms"] * 1e6 for event in request.events]
+    begins = [event.timestamp for event in request.events]
+    assert begins[1:] == pytest.approx(ends[:-1], abs=2000)  # ns: floats of the epoch
+    assert ends[-1] <= request.end_time + 1e6
+
+
+async def test_a_retry_is_an_event_with_its_reason(spans):
+    """Where the time went, and why a second engine was asked."""
+    engines = sims()
+    engines["d0"].inject(SimulatedFault(FaultKind.DROP, times=1))
+    await served(spans, engines)
+
+    notes = [event.attributes.get("xpyd.note") for event in spans[f"POST {PATH}"].events if event.name == "decode leg"]
+    assert notes == ["failed: bad_response", None]
+
+
 @pytest.mark.parametrize(("name", "engine"), [("prefill leg", "p0"), ("decode leg", "d0")])
 async def test_an_engine_is_told_of_its_own_leg_and_not_of_the_clients_span(spans, name, engine):
     """Its spans hang under the leg that caused them."""

@@ -36,7 +36,16 @@ async def served(prefill, decode, *, turns=1, **fields):
     return dict(router.telemetry.counters.mismatches), client.record
 
 
-@pytest.mark.parametrize("parts", [[EVENT, usage(9), DONE], [usage(9), usage(9), DONE], [EVENT + usage(9) + DONE]])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [EVENT, usage(9), DONE],
+        [usage(9), usage(9), DONE],
+        [EVENT + usage(9) + DONE],
+        [usage(9), EVENT, EVENT, DONE],
+        [EVENT, EVENT + usage(9) + DONE],
+    ],
+)
 async def test_a_difference_is_told_once(parts):
     """Wherever in the stream it comes to light."""
     told, record = await served(prefill_counting(7, "pull"), decode_with(*parts))

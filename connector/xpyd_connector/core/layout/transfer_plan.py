@@ -333,6 +333,12 @@ def push_route(ours: RankInfo, theirs: RankInfo) -> Route:
     return Route(ours, theirs, source=ours, target=theirs)
 
 
+def row_runs(region: Region) -> list[tuple[int, int]]:
+    """Return the runs (offset from the row's first byte, bytes) that a row of a region consists of, in order."""
+    own = _geometry("our", region)
+    return [(offset, length) for _, offset, length in _pattern(own, own, region.heads).tolist()]
+
+
 def merge(runs: Spans) -> Spans:
     """Return the runs ordered by remote address, with runs merged that are adjacent on both sides."""
     if not runs.size:

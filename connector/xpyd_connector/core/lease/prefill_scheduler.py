@@ -1,6 +1,7 @@
 """P's scheduler: keeps blocks leased until they have been read, and answers whether a lease outlived a read."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from xpyd_connector.core.counters import Counters
@@ -12,6 +13,7 @@ from xpyd_connector.core.messages import (
     FenceResult,
     LeasesLost,
     Message,
+    RankSums,
     ReadDone,
     ReadsStarted,
     RenewLeases,
@@ -35,6 +37,22 @@ class RevocableLease(NamedTuple):
     blocks: int
 
 
+@dataclass(slots=True)
+class _SampledLease:
+    """The checksums of a lease's blocks, and the readers that have come before them."""
+
+    sums: Mapping[int, RankSums] | None = None  # by worker; None: our workers still compute them
+    waiting: list[tuple[ConnId, ReadDone]] = field(default_factory=list[tuple[ConnId, ReadDone]])
+
+    def of(self, rank: int) -> RankSums | None:
+        """Return the checksums of a reader's counterpart; of an engine with fewer workers, those of some other one.
+
+        The reader sees that they are of another shape, and counts that.
+        """
+        sums = self.sums or {}
+        return sums.get(rank, next(iter(sums.values()), None))
+
+
 class LeaseManager:
     """Runs on the control thread, which answers decode engines; the engine only takes the leases that ended."""
 
@@ -43,12 +61,25 @@ class LeaseManager:
         self.leases = leases
         self._counters = counters
         self._released: list[LeaseEnded] = []
+        self._sampled: dict[RequestId, _SampledLease] = {}
 
-    def grant(self, request: RequestId, *, now: float) -> None:
-        """Lease the blocks of a finished request."""
+    def grant(self, request: RequestId, *, now: float, sampled: bool = False) -> None:
+        """Lease the blocks of a finished request; if ``sampled``, fence results wait for :meth:`add_sums`."""
         self.leases.grant(request, now=now)
+        if sampled:
+            self._sampled[request] = _SampledLease()
         self._counters.count("leases_granted")
         self._counters.note(request, TimelineStep.LEASE_GRANTED, now)
+
+    def add_sums(self, request: RequestId, sums: Sequence[RankSums], *, now: float) -> None:
+        """Take the checksums of all workers in; readers that have waited for them get their fence results."""
+        self.advance(now=now)
+        if (sampled := self._sampled.get(request)) is None:
+            return  # its lease has ended
+        sampled.sums = {each.worker: each for each in sums}
+        waiting, sampled.waiting = sampled.waiting, []
+        for conn, done in waiting:
+            self._on_read_done(conn, done, now)
 
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of a decode engine's connection."""
@@ -177,7 +208,13 @@ class LeaseManager:
         if self.refuses(done.request, conn):
             self._link.send(conn, FenceResult(done.reader, held=False))
             return
-        self._link.send(conn, FenceResult(done.reader, held=True))
+        sampled = self._sampled.get(done.request)
+        if sampled is not None and sampled.sums is None:
+            sampled.waiting.append((conn, done))  # the lease is kept: its blocks are not summed yet
+            self.leases.read(done.request, now=now)
+            return
+        sums = sampled.of(done.rank) if sampled is not None else None
+        self._link.send(conn, FenceResult(done.reader, held=True, sums=sums))
         if released := self.leases.done(done.request, done.reader, done.rank, done.ranks):
             self._release([released])
         else:
@@ -186,4 +223,7 @@ class LeaseManager:
     def _release(self, released: list[LeaseEnded]) -> None:
         for lease in released:
             self._counters.count(_COUNTER[lease.why])
+            sampled = self._sampled.pop(lease.request, None)
+            for conn, done in sampled.waiting if sampled is not None else ():
+                self._link.send(conn, FenceResult(done.reader, held=False))
         self._released += released

@@ -17,8 +17,17 @@ from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import BlockId, ConnId, RequestId
 from xpyd_connector.core.layout.parts import cut, most_blocks, of_rank
 from xpyd_connector.core.layout.transfer_plan import TokenRange
-from xpyd_connector.core.messages import DropLeases, FenceResult, PartRefused, PartStaged, RankInfo, ReadDone, StagePart
-from xpyd_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived, TransferAgent
+from xpyd_connector.core.messages import (
+    DropLeases,
+    FenceResult,
+    PartRefused,
+    PartStaged,
+    RankInfo,
+    RankSums,
+    ReadDone,
+    StagePart,
+)
+from xpyd_connector.core.ports import CacheReader, ConnectionLost, Link, LinkEvent, MessageReceived, TransferAgent
 from xpyd_connector.core.pull.load import UNDER_WAY, Load, LoadEvent, LoadOrder, LoadState
 from xpyd_connector.core.results import BlocksReleased, LoadResult
 from xpyd_connector.core.session.peers import Peer, PeerState, PeerTable
@@ -27,6 +36,7 @@ from xpyd_connector.core.staging.slots import Slots
 from xpyd_connector.core.timeline import TimelineStep
 from xpyd_connector.core.transfer.remote_memory import RemoteEngines
 from xpyd_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL, StepEnded, Transfers
+from xpyd_connector.core.verify.comparison import compare, count
 from xpyd_connector.errors import ConnectorError, IllegalTransition
 
 STAGING_TIMEOUT_FACTOR = 4  # times the timeout: P stages for others first, and for all of our ranks at once
@@ -45,6 +55,7 @@ class PullReader:
         *,
         timeout: float,
         staging: HostBuffer[RequestId] | None = None,
+        cache: CacheReader | None = None,
     ) -> None:
         self._link = link
         self._peers = peers
@@ -52,6 +63,7 @@ class PullReader:
         self._own = own
         self._timeout = timeout
         self._staging = staging
+        self._cache = cache  # absent: checksums are not compared
         self._groups = 1 + max(region.group for region in own.regions)
         self._remote_engines = RemoteEngines(transfer_agent, own)
         self._transfers = Transfers[RequestId](
@@ -109,8 +121,8 @@ class PullReader:
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of a connection that we opened."""
         match event:
-            case MessageReceived(conn, FenceResult(reader, held)):
-                self._on_fence_result(conn, reader, now, held=held)
+            case MessageReceived(conn, FenceResult(reader, held, sums)):
+                self._on_fence_result(conn, reader, sums, now, held=held)
             case MessageReceived(conn, PartStaged(reader, part, groups)):
                 if (load := self._load_asking(conn, reader, part)) is not None:
                     self._read(load, _from_slots(load.parts[0], groups), now)
@@ -263,18 +275,30 @@ class PullReader:
 
     # ---- the end
 
-    def _on_fence_result(self, conn: ConnId, request: RequestId, now: float, *, held: bool) -> None:
+    def _on_fence_result(
+        self, conn: ConnId, request: RequestId, sums: RankSums | None, now: float, *, held: bool
+    ) -> None:
         load = self._load_of(conn, request)
         if load is None or load.state is not LoadState.CONFIRMING:
             return  # aborted before, or another peer's
-        if held:
+        if not held:
+            self._counters.count("reads_discarded")
+            self._fail(load, "loads_failed_lease", "its lease was over before the read ended")
+        elif failure := self._mismatch(load, sums):
+            self._fail(load, "loads_failed_wrong_kv", failure)
+        else:
             load.on(LoadEvent.CONFIRMED)
             self._counters.count("loads")
             self._counters.note(request, TimelineStep.LOADED, now)
             self._end(load, "")
-        else:
-            self._counters.count("reads_discarded")
-            self._fail(load, "loads_failed_lease", "its lease was over before the read ended")
+
+    def _mismatch(self, load: Load, sums: RankSums | None) -> str:
+        """Say what differs from P's checksums, or nothing."""
+        if sums is None or self._cache is None:
+            return ""
+        comparison = compare(sums, load.order.token_ranges, self._cache)
+        count(comparison, self._counters)
+        return comparison.failure
 
     def _load_of(self, conn: ConnId, request: RequestId) -> Load | None:
         load, peer = self._loads.get(request), self._peers.find(conn)

@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.deadlines import Deadlines
 from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
+from xpyd_connector.core.layout.transfer_plan import TokenRange
 from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
 from xpyd_connector.core.messages import (
     CancelPushes,
@@ -32,10 +33,11 @@ from xpyd_connector.core.messages import (
     PushStopped,
     RankInfo,
     RankMemory,
+    RankSums,
     RegisterPush,
 )
 from xpyd_connector.core.ports import Link
-from xpyd_connector.core.results import BlocksReleased, LoadResult
+from xpyd_connector.core.results import BlocksReleased, LoadChecks, LoadResult
 from xpyd_connector.core.session.peers import Peer, PeerState, PeerTable
 from xpyd_connector.core.staging.decode_scheduler import StagingReceiver
 from xpyd_connector.core.state_machine import transition
@@ -121,6 +123,7 @@ class _ExpectedPush:
     order: PushOrder
     state: ReceiveState = ReceiveState.WAITING
     lent: Sequence[LentBlocks] = ()  # what P may write into: our blocks, or slots
+    sums: Sequence[RankSums] = ()  # of what it has written, if it has sampled the prefill
     check_interval: float = 0.0  # s; these two only while QUARANTINED
     checks: int = 0
 
@@ -213,8 +216,8 @@ class PushReceiver:
     def on(self, conn: ConnId, message: Message) -> bool:
         """Take in what P says; false if that is not for us."""
         match message:
-            case PushDone(reader, held):
-                self._on_push_done(conn, reader, held=held)
+            case PushDone(reader, held, sums):
+                self._on_push_done(conn, reader, sums, held=held)
             case PushStopped():
                 self._on_stopped(conn, message)
             case PushStalled(reader, reason):
@@ -314,10 +317,11 @@ class PushReceiver:
             return None
         return push
 
-    def _on_push_done(self, conn: ConnId, reader: RequestId, *, held: bool) -> None:
+    def _on_push_done(self, conn: ConnId, reader: RequestId, sums: Sequence[RankSums], *, held: bool) -> None:
         push = self._found(conn, reader)
         if push is None:
             return
+        push.sums = sums
         if push.state is ReceiveState.STOPPING:
             self._release(push)  # it had written everything when it heard that we do not want it
         elif push.state is ReceiveState.REGISTERED and held and self._staging_receiver is not None:
@@ -341,7 +345,16 @@ class PushReceiver:
             self._succeed(push)
 
     def _succeed(self, push: _ExpectedPush) -> None:
+        """The blocks hold KV. If P has sampled the prefill, our workers compare them before they count as loaded."""
         push.on(ReceiveEvent.DONE)
+        if push.sums:
+            token_ranges = [
+                TokenRange(group, lent.start, lent.stop, (), lent.blocks)
+                for group, lent in enumerate(push.order.groups)
+                if lent.start < lent.stop
+            ]
+            self._end(push, "", LoadChecks(push.order.engine, push.sums, token_ranges))
+            return
         self._counters.count_load("loads", push.order.engine)
         self._end(push, "")
 
@@ -418,8 +431,8 @@ class PushReceiver:
         self._counters.count_load(counter, push.order.engine)
         self._end(push, why)
 
-    def _end(self, push: _ExpectedPush, failure: str) -> None:
+    def _end(self, push: _ExpectedPush, failure: str, checks: LoadChecks | None = None) -> None:
         order = push.order
         self._forget(push)
         self._lease_renewer.stop_renewing(order.request, order.engine)
-        self._results.append(LoadResult(order.request, failure))
+        self._results.append(LoadResult(order.request, failure, checks=checks))

@@ -18,6 +18,7 @@ from xpyd_connector.core.ids import ConnId, EngineId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseEnded
 from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
 from xpyd_connector.core.messages import (
+    MAX_SUMMED,
     CancelPushes,
     DropLeases,
     HeartbeatReply,
@@ -31,6 +32,7 @@ from xpyd_connector.core.messages import (
     PushWritten,
     RankInfo,
     RankMemory,
+    RankSums,
     RegisterPush,
     RenewLeases,
     StartPush,
@@ -80,6 +82,7 @@ class _Push:
     state: PushState = PushState.OPEN
     reason: str = ""  # why it stopped
     lease_lost: bool = False  # because the lease was over
+    sums: list[RankSums] = field(default_factory=list[RankSums])  # of the workers that have written
 
     def on(self, event: PushEvent) -> None:
         self.state = transition(TRANSITIONS, self.state, event, f"the push to {self.order.reader}")
@@ -380,8 +383,10 @@ class PushCoordinator:
             self._counters.count("unknown_transfer_messages")  # the decode engine has left meanwhile
             return
         match event:
-            case PushWritten():
+            case PushWritten(_, _, sums):
                 push.writing_ranks.discard(rank)
+                if sums is not None and len(push.sums) < MAX_SUMMED:
+                    push.sums.append(sums)
             case PushAborted(_, _, reason):
                 push.writing_ranks.discard(rank)
                 self._stop(push, reason)
@@ -412,7 +417,7 @@ class PushCoordinator:
             self._link.send(push.peer, PushStopped(reader, push.reason, push.lease_lost))
             return
         push.on(PushEvent.WRITTEN)
-        self._link.send(push.peer, PushDone(reader, self._lease_manager.holds(request)))
+        self._link.send(push.peer, PushDone(reader, self._lease_manager.holds(request), tuple(push.sums)))
         if request not in self._by_request:  # several readers may share a prompt: the last one ends the lease
             self._lease_manager.finish(request)
 

@@ -25,12 +25,13 @@ from xpyd_connector.core.messages import (
     PushAborted,
     PushWritten,
     RankInfo,
+    RankSums,
     StartPush,
     StopPush,
     WorkerHello,
     WriteStalled,
 )
-from xpyd_connector.core.ports import Link, LinkEvent, MessageReceived, TransferAgent
+from xpyd_connector.core.ports import CacheReader, Link, LinkEvent, MessageReceived, TransferAgent
 from xpyd_connector.core.push.part_writer import PartWriteEnded, PartWriteId, PartWriter
 from xpyd_connector.core.push.push_job import (
     ComputedBlocks,
@@ -46,6 +47,8 @@ from xpyd_connector.core.staging.host_buffer import HostBuffer
 from xpyd_connector.core.timeline import TimelineStep
 from xpyd_connector.core.transfer.remote_memory import RemoteRank
 from xpyd_connector.core.transfer.transfers import POLL_INTERVAL
+from xpyd_connector.core.verify.comparison import sums_of
+from xpyd_connector.core.verify.sampling import Sampling
 from xpyd_connector.errors import ConnectorError
 
 
@@ -63,6 +66,8 @@ class PushWriter:
         token: bytes,
         timeout: float,
         staging: HostBuffer[PartWriteId] | None = None,
+        sampling: Sampling | None = None,
+        cache: CacheReader | None = None,
     ) -> None:
         self._link = link
         self._transfer_agent = transfer_agent
@@ -72,6 +77,8 @@ class PushWriter:
         self._states = {region.group for region in own.regions if region.state}  # the groups that keep one
         self._scheduler = SchedulerLink(link, scheduler_endpoint, WorkerHello(own.worker, token))
         self._timeout = timeout
+        self._sampling = sampling  # absent, as is the cache: no checksums are taken
+        self._cache = cache
         self._part_writer = PartWriter(transfer_agent, counters, timeout=timeout, staging=staging)
         self._sources: dict[RequestId, PromptBlocks] = {}
         self._peers: dict[ConnId, DecodeTarget] = {}
@@ -210,7 +217,23 @@ class PushWriter:
         job.on(PushJobEvent.COMPLETED)
         self._counters.count("pushes")
         self._counters.note(job.order.request, TimelineStep.WRITTEN, now)
-        self._end(job, PushWritten(job.peer, job.order.reader))
+        self._end(job, PushWritten(job.peer, job.order.reader, self._sums(job, source)))
+
+    def _sums(self, job: PushJob, source: PromptBlocks) -> RankSums | None:
+        """Take checksums of what was written, if the transfer is sampled: the lease still keeps its blocks."""
+        order, sampling, cache = job.order, self._sampling, self._cache
+        if sampling is None or cache is None or not sampling.takes(order.request):
+            return None
+        self._counters.count("prefills_sampled")
+        blocks = sampling.choose(
+            order.request,
+            source.groups,
+            sizes=self._block_sizes,
+            states=self._states,
+            tokens=source.tokens,
+            wanted=order.groups,
+        )
+        return sums_of(self._own.worker, blocks, cache)
 
     def _writable(self, job: PushJob, source: PromptBlocks) -> int:
         """Return up to which token the blocks, ours and the decode engine's, are complete: nothing is written twice."""

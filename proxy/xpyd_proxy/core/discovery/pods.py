@@ -29,6 +29,7 @@ class Mark(StrEnum):
     RANKS = "xpyd.io/ranks"
     MODE = "xpyd.io/mode"
     SCHEME = "xpyd.io/scheme"
+    MOVE = "xpyd.io/move"
 
 
 class Meta(msgspec.Struct, rename="camel"):
@@ -100,7 +101,7 @@ def engine_of(pod: Pod, port: int | None = None, slice_label: str = Mark.SLICE) 
     """Return the engine; None: it has none (yet, or any more), or is a worker of another pod's engine.
 
     A pod that is being deleted leaves, and so does one that is not ready: it gets nothing new, and keeps its record
-    should it become ready again.
+    should it become ready again. Streams move from one that is deleted, if it says so: the other one may come back.
 
     Raises:
         AddressError: what the pod says of its engine cannot be; the message names the pod and the label.
@@ -114,8 +115,12 @@ def engine_of(pod: Pod, port: int | None = None, slice_label: str = Mark.SLICE) 
     if role not in tuple(Role):
         raise _wrong(pod, Mark.ROLE, role, "prefill or decode")
     is_ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
-    leaves = pod.metadata.deletion_timestamp is not None or not is_ready
-    return Wanted(Role(role), _target(pod, pod.status.ip, port, slice_label), pod.metadata.uid, leaves)
+    is_deleted, move = pod.metadata.deletion_timestamp is not None, _mark(pod, Mark.MOVE) or "false"
+    if move not in ("true", "false"):
+        raise _wrong(pod, Mark.MOVE, move, "true or false")
+    target = _target(pod, pod.status.ip, port, slice_label)
+    leaves, moves = is_deleted or not is_ready, is_deleted and move == "true"
+    return Wanted(Role(role), target, pod.metadata.uid, leaves, moves)
 
 
 def _target(pod: Pod, ip: str, port: int | None, slice_label: str) -> Target:

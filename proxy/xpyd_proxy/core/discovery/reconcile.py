@@ -12,8 +12,9 @@ from typing import Final, Literal
 
 import msgspec
 
+from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Wanted
-from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.model import EngineRole, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import AddressError
 
@@ -168,6 +169,28 @@ def _verb(origin: Origin, present: Origin | None) -> Literal["add", "drain", "un
     return None if is_known else "adopt"
 
 
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What an engine serves in place of the role that its source names, for all routers of a store."""
+
+    key: Key  # as its source names it
+    serves: EngineRole
+    identity: str = ""  # of the engine that is meant (a pod's uid); empty: whatever is there
+
+    def means(self, identity: str) -> bool:
+        """Tell whether an engine at its place is meant."""
+        return not (self.identity and identity) or self.identity == identity
+
+
+class _AssignmentEntry(msgspec.Struct, omit_defaults=True):
+    """An assignment in the store. Routers that know of none read no engine in it."""
+
+    declared: Role
+    at: str
+    serves: EngineRole
+    identity: str = ""
+
+
 class _StoreEntry(msgspec.Struct, omit_defaults=True):
     """An engine in the store; unknown fields are another version's."""
 
@@ -189,8 +212,27 @@ def entry_of(wanted: Wanted) -> str:
     return msgspec.json.encode(_StoreEntry(wanted.role, wanted.target.text, wanted.leaves, wanted.moves)).decode()
 
 
-def read_entry(text: str) -> Wanted:
-    """Read an engine from the store. Raises AddressError: it is none."""
+def assignment_name(key: Key) -> str:
+    """Name the entry of an assignment."""
+    return f"turn.{entry_name(key)}"
+
+
+def assignment_of(found: Assignment) -> str:
+    """Write an assignment for the store."""
+    entry = _AssignmentEntry(found.key.role, found.key.authority, found.serves, found.identity)
+    return msgspec.json.encode(entry).decode()
+
+
+def read_entry(text: str) -> Wanted | Assignment:
+    """Read an engine, or an assignment, from the store. Raises AddressError: it is neither."""
+    try:
+        turned = decode(text.encode(), _AssignmentEntry)
+    except NotJson:
+        return _read_engine(text)
+    return Assignment(Key(turned.declared, Address.parse(turned.at).authority), turned.serves, turned.identity)
+
+
+def _read_engine(text: str) -> Wanted:
     try:
         entry = decode(text.encode(), _StoreEntry)
     except NotJson as exc:

@@ -35,6 +35,7 @@ class EngineCapabilities:
     adapters: frozenset[str] | None = None  # those of the models that are LoRA adapters
     slice: str | None = None  # its zone, rack or NVLink domain, as its pod or its operator says
     pairs_within: str | None = None  # the slice that its partners must be of (slice_pairing require); None: any
+    kv_role: str | None = None  # vLLM's, as our connector shows it: only kv_both can serve another role
     resting: frozenset[InstanceId] | None = None  # decode: prefill engines that it cannot meet (pair_health.py)
 
     def serves(self, model: str | None) -> bool:
@@ -56,6 +57,7 @@ class EngineCapabilities:
             self.adapters if found.adapters is None else found.adapters,
             found.slice or self.slice,
             self.pairs_within if found.pairs_within is None else found.pairs_within,
+            found.kv_role or self.kv_role,
             self.resting if found.resting is None else found.resting,
         )
 

@@ -10,7 +10,7 @@ _LINE: Final = re.compile(
     re.MULTILINE,
 )
 _INFO: Final = re.compile(rb"^vllm:xpyd_connector_info\{(?P<labels>[^\n]*)\} 1(?:\.0)?$", re.MULTILINE)
-_LABEL: Final = re.compile(rb'(?:^|,)(protocol|fingerprint|mode|engine_id)="([0-9A-Za-z_.:-]{1,128})"')
+_LABEL: Final = re.compile(rb'(?:^|,)(protocol|fingerprint|mode|engine_id|kv_role)="([0-9A-Za-z_.:-]{1,128})"')
 _REFUSED: Final = re.compile(rb"^vllm:xpyd_incompatible_peer\{(?P<labels>[^\n]*)\} 1(?:\.0)?$", re.MULTILINE)
 _PEER: Final = re.compile(rb'(?:^|,)peer="([0-9A-Za-z_.:-]{1,128}?)(?:_dp[0-9]{1,6})?"')
 _CONNECTOR: Final = re.compile(rb"^vllm:(xpyd|nixl)_", re.MULTILINE)
@@ -38,10 +38,11 @@ class Numbers:
     connector: str | None = None  # xpyd or nixl
     leases: float | None = None  # requests whose blocks our connector keeps
     kv_usage: float | None = None  # share of its KV cache in use; blocks that are only cached are not
-    protocol: str | None = None  # these four as our connector says (vllm:xpyd_connector_info)
+    protocol: str | None = None  # these five as our connector says (vllm:xpyd_connector_info)
     fingerprint: str | None = None
     mode: str | None = None
     engine_id: str | None = None  # by which other engines know it; of all data-parallel ranks
+    kv_role: str | None = None  # vLLM's
 
     @property
     def kept(self) -> float | None:
@@ -70,6 +71,7 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
         fingerprint=info.get("fingerprint"),
         mode=info.get("mode"),
         engine_id=info.get("engine_id"),
+        kv_role=info.get("kv_role"),
     )
 
 
@@ -90,15 +92,15 @@ class ShownLoad:
 
 def shown_load(text: bytes, rank: int | None = None, *, now: float) -> ShownLoad | None:
     """Read how busy an engine is, or one of its data-parallel ranks; None: it does not show its requests."""
-    running, waiting = (_gauge(text, name, rank) for name in (_RUNNING, _WAITING))
+    running, waiting = (gauge_values(text, name, rank) for name in (_RUNNING, _WAITING))
     if not running:
         return None
-    usage = _gauge(text, _USAGE, rank)
+    usage = gauge_values(text, _USAGE, rank)
     requests = int(min(1e9, fsum([*running, *waiting])))
     return ShownLoad(now, requests, min(1.0, max(0.0, max(usage))) if usage else None)
 
 
-def _gauge(text: bytes, name: bytes, rank: int | None) -> list[float]:
+def gauge_values(text: bytes, name: bytes, rank: int | None) -> list[float]:
     """Read the values of a gauge. Its lines are searched for as bytes: a text has hundreds of kB, and it has a few."""
     found, at = list[float](), text.find(name)
     while at >= 0:

@@ -314,19 +314,19 @@ class EngineHealth:
         """Return for how long it has answered no probe at all; 0: it has answered the last one, well or badly."""
         return 0.0 if self._silent_since is None else now - self._silent_since
 
-    def drain(self, *, now: float) -> None:
+    def drain(self, *, now: float, why: str = "is to be drained") -> None:
         """It shall get nothing new."""
-        self._step(HealthEvent.DRAIN, "is to be drained", now)
+        self._step(HealthEvent.DRAIN, why, now)
 
     def empty(self, reason: str, *, now: float) -> None:
         """It has nothing left to do; ``reason``: how that is known."""
         self._step(HealthEvent.EMPTY, reason, now)
 
-    def undrain(self, *, now: float) -> None:
+    def undrain(self, *, now: float, why: str = "is in use again") -> None:
         """It shall get requests again; one that was not draining stays what it is."""
         if self.state not in _JUDGED:
             self._forgive()
-        self._step(HealthEvent.UNDRAIN, "is in use again", now)
+        self._step(HealthEvent.UNDRAIN, why, now)
 
     def remove(self, *, now: float) -> None:
         """It is taken out."""

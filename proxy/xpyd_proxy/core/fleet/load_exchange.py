@@ -182,15 +182,15 @@ class LoadExchange:
             return
         self._seen = changes
         members, before = self._registry.members(), self._names
-        self._names = {one.instance.id: before.get(one.instance.id) or _name(one) for one in members}
+        self._names = {one.instance.id: before.get(one.instance.id) or engine_name(one) for one in members}
         self._loads = {self._names[one.instance.id]: one.load for one in members}
         for engine, load in self._loads.items():
             counts = [peer.counts.get(engine) for peer in self._peers.values()]
             load.at_peers = sum([count.requests for count in counts if count is not None])
 
 
-def _name(member: Member) -> bytes:
+def engine_name(member: Member) -> bytes:
     """Return what all routers call an engine."""
     instance = member.instance
-    text = f"{instance.role} {instance.address.authority} {instance.rank}"
+    text = f"{instance.pool} {instance.address.authority} {instance.rank}"
     return blake2b(text.encode(), digest_size=NAME_BYTES).digest()

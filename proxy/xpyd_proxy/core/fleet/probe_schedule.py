@@ -3,6 +3,9 @@
 An engine that is gone can hold a probe until its timeout. So engines that have missed a probe have places of their own,
 and those that were slow to fail are asked less and less often. The most overdue engine comes first.
 
+Where several routers hear each other (look_exchange), each engine has a few of them that probe it in each interval. The
+others probe it once a minute, and at once when one of these says that it has missed a probe.
+
 A whole probe asks what an engine is, too: its models and its version. In a large fleet most probes of engines that live
 ask no more than whether they do.
 """
@@ -11,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member
@@ -27,6 +30,7 @@ _SLOW_S: Final = 1.0  # a probe that fails after so long costs a place: the engi
 # probed in each interval, and one that is gone is found within an interval and its timeouts.
 _SOONEST: Final = 0.7
 _JITTER: Final = 0.15
+_OTHERS_S: Final = 60.0  # seconds between two probes of an engine that other routers watch: half of it at least
 _LEAST_PLACES: Final = 16  # of each kind
 _MOST_PLACES: Final = 512
 _LIVING_SHARE: Final = 6  # engines for each place: a sixth of a fleet can go at once, and the others are still probed
@@ -39,7 +43,19 @@ _WHOLE_SOONEST: Final = 0.5  # and up to 1.5 times the usual pause, at random: a
 
 def keeps_blocks(member: Member) -> bool:
     """Tell whether an engine is asked what it keeps for decode engines, and not whether it lives."""
-    return member.life.state is HealthState.DRAINING and member.instance.role is Role.PREFILL
+    return member.life.state is HealthState.DRAINING and member.as_role(Role.PREFILL) is not None
+
+
+class Watching(Protocol):
+    """Knows which engines other routers probe, and what these say."""
+
+    def watches(self, name: InstanceId, /) -> bool:
+        """Tell whether this router probes an engine in each interval."""
+        ...
+
+    def missed_at(self, name: InstanceId, /) -> float | None:
+        """Return since when another router says that an engine does not answer it; None: none says so."""
+        ...
 
 
 @dataclass(slots=True)
@@ -54,9 +70,10 @@ class _ProbeTurn:
 class ProbeSchedule:
     """The turns of all engines. Times are seconds of a clock that only rises."""
 
-    def __init__(self, interval_s: float, chance: Callable[[], float]) -> None:
+    def __init__(self, interval_s: float, chance: Callable[[], float], watching: Watching | None = None) -> None:
         self._interval_s = interval_s  # 0: only engines that are drained are probed
         self._chance = chance  # 0 to 1
+        self._watching = watching  # None: no other routers are known
         self._turns = dict[InstanceId, _ProbeTurn]()
         self._waiting = {True: deque[Member](), False: deque[Member]()}  # by whether they are away
         self._active = dict[InstanceId, bool]()  # likewise: those that are probed now, and hold a place
@@ -139,12 +156,31 @@ class ProbeSchedule:
             return max(_DRAIN_S, back_off)
         if self._interval_s <= 0:
             return None
+        told_s = self._told_pause(member, turn)
+        if told_s is not None:
+            return told_s
         if not _is_missing(member):
             return self._interval_s * turn.stretch
         least = min(self._interval_s, _AWAY_S)
         if not member.life.is_away:  # the second miss decides, so it is asked again soon
             return 0.0 if turn.slow_failures else least
         return max(least if away_s <= _AWAY_S else away_s, back_off)
+
+    def _told_pause(self, member: Member, turn: _ProbeTurn) -> float | None:
+        """Return the pause that follows from what other routers do and say; None: it is this router's to probe."""
+        if self._watching is None:
+            return None
+        name = member.instance.id
+        told_at = self._watching.missed_at(name)
+        if told_at is not None and not _is_missing(member):
+            return 0.0 if turn.begun < told_at else self._interval_s * turn.stretch
+        # What is away for both, or well for both, is left to those that watch it. One that holds probes until their
+        # timeout is still probed as usual: it may hang, and keep requests (unresponsive_timeout).
+        is_left = not turn.slow_failures and member.life.is_away if told_at is not None else not _is_missing(member)
+        if is_left and not self._watching.watches(name):
+            drawn = (turn.stretch - _SOONEST) / _JITTER  # 0 to 1: a hundred routers may have started together
+            return max(self._interval_s, _OTHERS_S) * (1.0 + drawn) / 2.0
+        return None
 
 
 def _is_missing(member: Member) -> bool:

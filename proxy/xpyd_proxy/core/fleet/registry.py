@@ -1,6 +1,7 @@
 """Which engines exist, and what is known of each: one record, which dies in one line."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -14,10 +15,13 @@ from xpyd_proxy.core.fleet.load import Load
 from xpyd_proxy.core.fleet.lone_prompts import LonePrompts
 from xpyd_proxy.core.fleet.pair_health import PairHealth
 from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
+from xpyd_proxy.core.fleet.turns import RoleTurn, TurnEvent, TurnState
+from xpyd_proxy.core.model import EngineRole, Instance, InstanceId, Role
+from xpyd_proxy.errors import AlreadyKnown, CannotTurn, NoInstance, UnknownInstance
 from xpyd_proxy.settings import Settings, SlicePairing
 
+_KV_BOTH: Final = "kv_both"  # vLLM's kv_role of an engine that sends and loads KV
+_SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})
 _SURE: Final = 2  # readings in a row: vLLM's numbers are those of its step before
 
 
@@ -29,6 +33,7 @@ class Drain:
     kept: float | None = None  # as it said last; None: it does not say
     zeros: int = 0  # readings in a row that said that nothing is kept
     moves: bool = False  # its streams go on at other engines (requests/stream_moves.py)
+    by_turn: bool = False  # for a turn alone: nobody wants it drained when that is over
 
     def reading(self, kept: float | None) -> None:
         """Take in what it said of the blocks it keeps."""
@@ -58,7 +63,7 @@ class Drain:
 class Member:
     """One engine, and all that is known of it."""
 
-    instance: Instance
+    instance: Instance  # of one that serves both roles: as a prefill engine
     life: EngineHealth
     load: Load = field(default_factory=Load)
     speed: EngineSpeed = field(default_factory=EngineSpeed)  # filled in for the policies that ask for times
@@ -68,6 +73,37 @@ class Member:
     retires: bool = False  # it is forgotten once it is drained
     origin: Origin = BY_HAND  # who wants it here
     shown: ShownLoad | None = None  # decode: how busy it was by its own metrics; None: it does not say
+    as_decode: Instance | None = None  # of one that serves both roles; None: it serves that of ``instance``
+    turn: RoleTurn | None = None  # while it turns
+
+    @property
+    def role(self) -> EngineRole:
+        """What it serves, also while it turns to something else."""
+        if self.as_decode is not None:
+            return EngineRole.BOTH
+        return EngineRole.PREFILL if self.instance.role is Role.PREFILL else EngineRole.DECODE
+
+    @property
+    def heading(self) -> EngineRole:
+        """What it serves, or turns to."""
+        return self.role if self.turn is None else self.turn.to
+
+    def serves_or_will(self, role: Role) -> bool:
+        """Tell whether it serves a role, or turns to it."""
+        return self.role.serves(role) or self.heading.serves(role)
+
+    def as_role(self, role: Role) -> Instance | None:
+        """Return the engine as it serves a role; None: it does not."""
+        return self.instance if self.instance.role is role else self.as_decode
+
+    def serve(self, role: EngineRole) -> None:
+        """Serve this and nothing else."""
+        self.as_decode = self._as(Role.DECODE) if role is EngineRole.BOTH else None
+        self.instance = self._as(Role.DECODE if role is EngineRole.DECODE else Role.PREFILL)
+
+    def _as(self, role: Role) -> Instance:
+        one = self.instance
+        return Instance(one.id, role, one.address, one.rank, None if role is one.pool else one.pool)
 
 
 class Registry:
@@ -77,9 +113,11 @@ class Registry:
         self._settings = settings or Settings()
         self._members: dict[InstanceId, Member] = {}
         self.get: Final = self._members.get  # what is known of an engine; None if it was removed meanwhile
-        self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}  # the same by role, host and port; none is empty
+        # The same by the role they were added with, host and port; none is empty.
+        self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}
         self._added: dict[Role, int] = dict.fromkeys(Role, 0)
         self.moving: dict[InstanceId, None] = {}  # drained by moving their streams
+        self.turns: Final = Counter[tuple[str, ...]]()  # that are over, by EngineRole and TurnState; or refused
         self.changes = ChangeCount()
         self.pairs: Final = PairHealth(self._settings)
         self.slice_pairing: Final = self._settings.slice_pairing
@@ -113,8 +151,8 @@ class Registry:
 
     def claim(self, role: Role, authority: str) -> None:
         """Keep what is at an address whatever discovery says of it: the settings name it."""
-        for member in self._of(role):
-            if member.instance.address.authority == authority and not member.retires:
+        for member in self.members_at([Key(role, authority)]):
+            if not member.retires:
                 member.origin = BY_HAND
 
     def is_given(self, address: Address) -> bool:
@@ -128,6 +166,8 @@ class Registry:
     def remove(self, name: InstanceId, *, now: float) -> None:
         """Forget an engine; its legs go on, and are nobody's. Raises UnknownInstance: there is none of this id."""
         member = self.member(name)
+        if member.turn is not None:
+            self._end_turn(member, TurnEvent.REMOVE, now=now)
         member.life.remove(now=now)
         self.pairs.forget(name)
         del self._members[name]
@@ -140,13 +180,9 @@ class Registry:
     def drain(self, name: InstanceId, *, now: float, moves: bool = False) -> None:
         """Send it nothing new; ``moves``: its streams go on at other engines. Raises UnknownInstance."""
         member = self.member(name)
-        member.life.drain(now=now)
-        drain = member.drain = member.drain or Drain(now)
-        if moves and not drain.moves:
-            drain.moves = True
-            self.moving[name] = None
-            if member.life.state is HealthState.DRAINING:
-                member.life.why = "is to be drained, and its streams move"
+        self._drain(member, now=now, moves=moves)
+        if member.drain is not None:
+            member.drain.by_turn = False
 
     def retire(self, name: InstanceId, *, now: float) -> None:
         """Send it nothing new, and forget it as soon as it has nothing left; raises UnknownInstance."""
@@ -154,24 +190,80 @@ class Registry:
         self.member(name).retires = True
 
     def undrain(self, name: InstanceId, *, now: float) -> None:
-        """Send it requests again; raises UnknownInstance, or AlreadyKnown: it retires, and another is there."""
+        """Send it requests again, or as soon as it has turned.
+
+        Raises UnknownInstance, or AlreadyKnown: it retires, and another is there.
+        """
         member = self.member(name)
         if member.retires:
-            self._check_new(member.instance.role, member.instance.address, member.instance.rank)
-        member.life.undrain(now=now)
-        member.drain, member.retires = None, False
-        self.moving.pop(name, None)
+            self._check_new(member.instance.pool, member.instance.address, member.instance.rank)
+        member.retires = False
+        if member.turn is not None and member.drain is not None:
+            member.drain.by_turn = True
+        else:
+            self._undrain(member, now=now)
+
+    def check_turn(self, name: InstanceId, to: EngineRole, *, force: bool = False) -> None:
+        """Check whether an engine may turn; ``force``: also if no other one serves the role that it leaves.
+
+        Raises UnknownInstance, or CannotTurn, which says why.
+        """
+        member = self.member(name)
+        if member.heading is to:
+            return
+        why = self._why_not(member, to) or (None if force else self._last_of(member, to))
+        if why is not None:
+            self.turns[to.value, "refused"] += 1
+            raise CannotTurn(why)
+
+    def turn(self, name: InstanceId, to: EngineRole, *, now: float, at_once: bool = False) -> None:
+        """Have an engine serve another role as soon as it has nothing left of the one it leaves.
+
+        A turn to what it serves ends the one that is under way. ``at_once``: nothing of this router is there. One that
+        cannot turn stays what it is. Raises UnknownInstance.
+        """
+        member = self.member(name)
+        if member.heading is to or (member.role is not to and self._why_not(member, to) is not None):
+            return
+        if member.turn is not None:
+            self._end_turn(member, TurnEvent.CANCEL, now=now)
+        before = member.role
+        if before is to:
+            return
+        member.turn = RoleTurn(to, now, now + self._settings.turn_timeout_s)
+        leaves = [role for role in Role if before.serves(role) and not to.serves(role)]
+        if at_once or not leaves:
+            self._end_turn(member, TurnEvent.EMPTY, now=now)
+            return
+        is_new = member.drain is None
+        moves = leaves[0] is Role.DECODE
+        why = f"turns to {to}{', and its streams move' if moves else ''}"
+        self._drain(member, now=now, moves=moves, why=why)
+        if member.life.state is HealthState.DRAINING:
+            member.life.why = why
+        if member.drain is not None and is_new:
+            member.drain.by_turn = True
 
     def settle(self, *, patience_s: float, now: float) -> Sequence[Instance]:
-        """Let the engines that are drained now be so, and return them; those that retire are forgotten."""
+        """Let the engines that are drained now be so, and return them; those that retire are forgotten.
+
+        Those that turn serve their new role when they are drained, or when their time is over.
+        """
         drained = list[Instance]()
         for member in self.members():
             one, life = member.instance, member.life
             if life.state is HealthState.DRAINING and member.drain is not None:
-                found = member.drain.verdict(one.role, member.load.in_flight, patience_s=patience_s, now=now)
+                first = member.instance.role  # of one that serves both: it may keep blocks, too
+                found = member.drain.verdict(first, member.load.in_flight, patience_s=patience_s, now=now)
                 if found is not None:
                     life.empty(found, now=now)
                     drained.append(one)
+            turn = member.turn
+            if turn is not None and not member.retires:
+                if life.state is HealthState.DRAINED and self._is_drained_elsewhere(one.id):
+                    self._has_left(member, TurnEvent.EMPTY, now=now)
+                elif now >= turn.until:
+                    self._has_left(member, TurnEvent.TIMEOUT, now=now)
             if member.retires and life.state is HealthState.DRAINED:
                 self.remove(one.id, now=now)
         return drained
@@ -198,15 +290,16 @@ class Registry:
 
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List the engines of a role, also those that must not get a request now, in the order they were added."""
-        return tuple(member.instance for member in self._of(role))
+        return tuple([instance for _, instance in self._of(role)])
 
     def usable(self, role: Role, /, *, now: float = 0.0) -> Sequence[Instance]:
         """List the engines of a role that can take a request; raises NoInstance, with what has become of them."""
-        members = self._of(role)
-        if found := tuple(member.instance for member in members if member.life.may_serve(now=now)):
+        serving = self._of(role)
+        if found := tuple([instance for member, instance in serving if member.life.may_serve(now=now)]):
             return found
-        if not members:
+        if not serving:
             raise NoInstance(f"the router knows no {role} instance")
+        members = [member for member, _ in serving]
         states = list[str]()
         for member in members:
             state = "being tried" if member.life.state is HealthState.HALF_OPEN else member.life.state.value
@@ -229,9 +322,12 @@ class Registry:
         return [instance for instance in decode if self.fits(prefill, instance)]
 
     def fits(self, prefill: Instance, decode: Instance) -> bool:
-        """Tell whether two engines can share a request, as far as it is known, and do not rest as a pair."""
+        """Tell whether two engines can share a request, as far as it is known, and do not rest as a pair.
+
+        One that serves both roles shares none with itself: there would be nothing to transfer.
+        """
         facts = self.facts(decode)
-        return fit(self.facts(prefill), facts) and not rests(prefill.id, facts)
+        return prefill.id != decode.id and fit(self.facts(prefill), facts) and not rests(prefill.id, facts)
 
     def facts(self, instance: Instance) -> EngineCapabilities:
         """Return what is known of an engine that decides with whom it can share a request."""
@@ -255,16 +351,115 @@ class Registry:
         if member is not None and (member.facts.resting or frozenset()) != avoided:
             self.learn(decode, EngineCapabilities(resting=avoided))
 
-    def _check_new(self, role: Role, address: Address, rank: int | None) -> None:
-        for name in self._at.get((role, address.host, address.port), ()):
-            member = self._members[name]
-            overlaps = rank is None or member.instance.rank in (None, rank)
-            if overlaps and not member.retires:
-                raise AlreadyKnown(f"{address.authority} is already known as {name}")
+    def _drain(self, member: Member, *, now: float, moves: bool, why: str = "is to be drained") -> None:
+        member.life.drain(now=now, why=why)
+        drain = member.drain = member.drain or Drain(now)
+        if moves and not drain.moves:
+            drain.moves = True
+            self.moving[member.instance.id] = None
+            if member.life.state is HealthState.DRAINING and member.turn is None:
+                member.life.why = "is to be drained, and its streams move"
 
-    def _of(self, role: Role) -> list[Member]:
-        return [member for member in self._members.values() if member.instance.role is role]
+    def _undrain(self, member: Member, *, now: float, why: str = "is in use again") -> None:
+        member.life.undrain(now=now, why=why)
+        member.drain = None
+        self.moving.pop(member.instance.id, None)
+
+    def _why_not(self, member: Member, to: EngineRole) -> str | None:
+        """Say why an engine cannot serve a role; None: it can, as far as is known."""
+        one = member.instance
+        if one.rank is not None:
+            return f"{one.id} is rank {one.rank} of a data-parallel engine: its ranks share an address, and cannot turn"
+        if member.retires:
+            return f"{one.id} is no longer listed, and is forgotten when it is drained: it cannot turn"
+        if member.facts.kv_role not in (None, _KV_BOTH):
+            return f"{one.id} has kv_role {member.facts.kv_role}: only an engine that was started with kv_both can turn"
+        for role in Role:
+            for name in self._at.get((role, one.address.host, one.address.port), ()):
+                other = self._members[name]
+                shared = [each for each in Role if to.serves(each) and other.serves_or_will(each)]
+                if other is not member and not other.retires and shared:
+                    return f"{one.address.authority} is also {name}, which is {other.heading}: remove one of the two"
+        return None
+
+    def _last_of(self, member: Member, to: EngineRole) -> str | None:
+        """Say which role no other engine serves of those that one leaves; None: each has another."""
+        own = member.facts.models
+        for role in Role:
+            if to.serves(role) or not member.role.serves(role):
+                continue
+            others = [
+                other
+                for other in self._members.values()
+                if other is not member
+                and other.role.serves(role)
+                and other.heading.serves(role)
+                and other.life.state in _SERVING
+                and not other.life.is_away
+                and (own is None or other.facts.models is None or own & other.facts.models)
+            ]
+            if not others:
+                name = member.instance.id
+                return f"{name} is the last {role} engine that serves: turn another one to {role} before, or use force"
+        return None
+
+    def _has_left(self, member: Member, event: TurnEvent, *, now: float) -> None:
+        """Nothing of its old role is left at an engine, or its time is over."""
+        self._end_turn(member, event, now=now)
+
+    def _end_turn(self, member: Member, event: TurnEvent, *, now: float) -> None:
+        """A turn is over, in one way or another."""
+        turn, member.turn = member.turn, None
+        if turn is None:
+            return
+        state = turn.on(event)
+        self._count_turn(turn)
+        if state in (TurnState.TURNED, TurnState.LATE):
+            self._serve(member, turn.to)
+        if event is not TurnEvent.REMOVE and member.drain is not None:
+            if member.drain.by_turn:
+                why = f"serves {turn.to}" if state is not TurnState.CANCELLED else f"has not turned to {turn.to}"
+                left = member.load.in_flight if state is TurnState.LATE else 0
+                self._undrain(member, now=now, why=f"{why}, beside {left} of before" if left else why)
+            else:
+                self.moving.pop(member.instance.id, None)
+
+    def _serve(self, member: Member, role: EngineRole) -> None:
+        """Have an engine serve a role, and forget what was true of it in the role that it leaves.
+
+        Its prefix cache is what it was, and so is what is known of it: the process is the same.
+        """
+        name = member.instance.id
+        member.serve(role)
+        member.speed, member.lone, member.shown, member.load.report = EngineSpeed(), LonePrompts(), None, None
+        for _, decode in (*self.pairs.forget(name), (name, name)):
+            self.settle_rests(decode)
+        self.changes.count += 1
+
+    def _count_turn(self, turn: RoleTurn) -> None:
+        self.turns[turn.to.value, turn.state.value] += 1
+
+    def _is_drained_elsewhere(self, _name: InstanceId) -> bool:
+        """Tell whether no other worker of this router has requests at an engine."""
+        return True
+
+    def _check_new(self, role: Role, address: Address, rank: int | None) -> None:
+        for declared in Role:
+            for name in self._at.get((declared, address.host, address.port), ()):
+                member = self._members[name]
+                overlaps = rank is None or member.instance.rank in (None, rank)
+                if overlaps and not member.retires and (declared is role or member.serves_or_will(role)):
+                    raise AlreadyKnown(f"{address.authority} is already known as {name}")
+
+    def _of(self, role: Role) -> list[tuple[Member, Instance]]:
+        """List the engines that serve a role, and what they are called in it."""
+        found = list[tuple[Member, Instance]]()
+        for member in self._members.values():
+            instance = member.as_role(role)
+            if instance is not None:
+                found.append((member, instance))
+        return found
 
 
 def _place(instance: Instance) -> tuple[Role, str, int]:
-    return instance.role, instance.address.host, instance.address.port
+    return instance.pool, instance.address.host, instance.address.port

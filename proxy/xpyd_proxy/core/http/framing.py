@@ -15,12 +15,12 @@ HEAD_MOST: Final = 64 * 1024  # bytes of a request line with its headers, or of 
 LINES_MOST: Final = 256  # header lines, or lines of trailers
 _EXTENSIONS_MOST: Final = 64 * 1024  # bytes of all chunk extensions of a body
 _SIZE_LINE_MOST: Final = 4096  # bytes of the line with a chunk's size
-_DIGITS_MOST: Final = 15  # of a length
+LENGTH_DIGITS_MOST: Final = 15
 _REQUEST: Final = re.compile(rb"([-!#$%&'*+.^_`|~0-9A-Za-z]++) ([!-~]++) HTTP/1\.([01])\r\n")
 _NAME: Final = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
 _VALUE: Final = re.compile(rb"[\t -~\x80-\xff]*")
 _BARE: Final = re.compile(rb"(?<!\r)\n")  # a line feed on its own
-_SIZE_LINE: Final = re.compile(rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % _DIGITS_MOST)
+_SIZE_LINE: Final = re.compile(rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % LENGTH_DIGITS_MOST)
 _SHOWN_MOST: Final = 60  # bytes of what a client has sent that a sentence repeats
 # A good line: its name, and its value without the white space before it.
 _HEADER: Final = re.compile(rb"(?<=\r\n)([-!#$%&'*+.^_`|~0-9A-Za-z]++):[\t ]*+([\t -~\x80-\xff]*+)\r\n")
@@ -67,6 +67,14 @@ class Head:
         self.is_old = is_old  # HTTP/1.0
         self.keep_alive = keep_alive  # the client does not ask for the connection to be closed (RFC 9112, 9.6)
         self.expects = expects  # it waits for 100 Continue (RFC 9110, 10.1.1)
+
+    def with_length(self, raw: bytes, digits: bytes, place: int) -> "Head":
+        """Return the same head with another Content-Length, which is at this place among the headers."""
+        headers = [*self.headers]
+        headers[place] = b"content-length", digits
+        shown = {**self.shown, b"content-length": digits}
+        length, keep_alive, expects = int(digits), self.keep_alive, self.expects
+        return Head(raw, length, self.method, self.target, headers, shown, self.is_old, keep_alive, expects)
 
 
 def find_end(received: bytes | bytearray, start: int, *, read: int = 0) -> int:
@@ -194,7 +202,7 @@ def _length(length: bytes | None, coding: bytes | None, *, is_old: bool) -> int 
         return None
     if length is None:
         return 0
-    if not length.isdigit() or len(length) > _DIGITS_MOST:  # ASCII digits: these are bytes
+    if not length.isdigit() or len(length) > LENGTH_DIGITS_MOST:  # ASCII digits: these are bytes
         raise BadFraming(f"Content-Length is {_shown(length)}: send one whole number of bytes")
     return int(length)
 

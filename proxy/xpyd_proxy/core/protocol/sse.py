@@ -18,6 +18,9 @@ _EVENT: Final = b"event:"
 _BACKSLASH: Final = 92
 _RETURN: Final = 13  # a carriage return, which may end a line too
 _NEWLINE: Final = 10
+_D: Final = 100  # begins ``data``, and no ``event``
+_E: Final = 101  # begins ``error``
+_NAME_AT: Final = _ERROR.index(b"e")
 _BREAK: Final = re.compile(rb"[\r\n]")
 LINE_MOST: Final = 16 * 1024 * 1024  # bytes of a line; the last event of /v1/responses has a whole answer in it
 _END_MOST: Final = 32  # bytes of what has passed that tell a stream's end
@@ -108,7 +111,7 @@ class WholeLines:
         Raises:
             EngineError: a line is too long, or has parameters where they cannot be taken out.
         """
-        if chunk[-1:] == b"\n" and not self._rest:  # nearly always
+        if chunk and chunk[-1] == _NEWLINE and not self._rest:  # nearly always
             passing = chunk
         else:
             passing = self._whole_lines(chunk)
@@ -148,8 +151,9 @@ class WholeLines:
         return (rest if complete else b""), complete
 
     def _note(self, passing: bytes) -> None:
-        if passing[:5] == _DATA and _NEWLINE not in passing[:-2] and _RETURN not in passing:
-            self.erred = self.erred or passing[: len(_ERROR)] == _ERROR  # one event without a name: a token
+        if passing[0] == _D and _NEWLINE not in passing[:-2] and _RETURN not in passing:  # a token
+            if len(passing) > _NAME_AT and passing[_NAME_AT] == _E and passing[: len(_ERROR)] == _ERROR:
+                self.erred = True
         else:
             if passing.find(_EVENT) >= 0 and ((at := passing.rfind(b"\n" + _EVENT) + 1) or passing.startswith(_EVENT)):
                 self._name = passing[at + len(_EVENT) :].partition(b"\n")[0].strip()

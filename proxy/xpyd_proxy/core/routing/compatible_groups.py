@@ -37,7 +37,7 @@ class CompatibleGroup:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """All engines, by whom they fit. No decode engine is in two groups."""
+    """All engines, by whom they fit. No decode engine is in two groups; one that only fits itself is in none."""
 
     groups: Sequence[CompatibleGroup]
     unpaired_prefill: Sequence[Instance]  # they fit no decode engine
@@ -97,9 +97,29 @@ def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts
         )
         for fitting, kinds in partners.items()
     ]
+    names = {instance.id for instance in decode}
+    if not names.isdisjoint([instance.id for instance in prefill]):
+        groups = [_without_itself(group) for group in groups]
     paired = {i for fitting in partners for i in fitting}
     unpaired = _joined([kind for i, kind in enumerate(prefills) if i not in paired], prefill)
     return Grouping(_named_apart(_bounded(groups)), unpaired, comparisons)
+
+
+def _without_itself(group: CompatibleGroup) -> CompatibleGroup:
+    """Leave no engine in a group that serves both roles and fits itself alone: no request has one engine twice."""
+    names = {instance.id for instance in group.decode}
+    both = {instance.id for instance in group.prefill if instance.id in names}
+    prefill, decode = group.prefill, group.decode
+    if len(decode) == 1:
+        prefill = [instance for instance in prefill if instance.id not in both]
+    elif len(prefill) == 1:
+        decode = [instance for instance in decode if instance.id not in both]
+    if not both:
+        return group
+    if len(prefill) == len(group.prefill) and len(decode) == len(group.decode):
+        return replace(group, all_fit=False)
+    name = group.name if prefill else NO_PREFILL
+    return CompatibleGroup(name, prefill, decode, min(group.prefill_count, float(len(prefill))))
 
 
 def _decode_kinds(decode: Sequence[Instance], facts: Facts) -> Sequence[_EngineKind]:

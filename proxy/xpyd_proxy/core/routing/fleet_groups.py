@@ -32,9 +32,8 @@ class EngineGroup:
 def grouping_now(registry: Registry) -> Grouping:
     """Sort all engines that may serve into groups, whatever their models."""
     members = [member for member in registry.members() if member.life.state in _SERVING]
-    prefill = [member.instance for member in members if member.instance.role is Role.PREFILL]
-    decode = [member.instance for member in members if member.instance.role is Role.DECODE]
-    return group_engines(prefill, decode, registry.facts)
+    sides = [[one for member in members if (one := member.as_role(role)) is not None] for role in Role]
+    return group_engines(sides[0], sides[1], registry.facts)
 
 
 def slices(registry: Registry) -> dict[tuple[str, Role], int]:
@@ -45,7 +44,8 @@ def slices(registry: Registry) -> dict[tuple[str, Role], int]:
     for member in members:
         name = member.facts.slice
         if name is not None and member.life.state in _SERVING:
-            found[name, member.instance.role] += 1
+            for role in Role:
+                found[name, role] += member.as_role(role) is not None
     return found
 
 
@@ -64,7 +64,7 @@ def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, in
     members = registry.members()
     decodes = dict[object, list[Member]]()  # those of one kind fit the same engines
     for number, member in enumerate(members, start=1):
-        if member.instance.role is Role.DECODE and member.life.state in _SERVING:
+        if member.as_role(Role.DECODE) is not None and member.life.state in _SERVING:
             facts = member.facts
             decodes.setdefault((compared(facts), facts.incompatible, facts.resting or None), []).append(member)
         if number % _AT_ONCE == 0:
@@ -74,7 +74,7 @@ def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, in
     prefills = dict[object, list[Member]]()
     for number, member in enumerate(members, start=1):
         facts = member.facts
-        if member.instance.role is Role.PREFILL and member.life.state in _SERVING:
+        if member.as_role(Role.PREFILL) is not None and member.life.state in _SERVING:
             own = facts.engine_id if facts.engine_id in refused else None
             name = member.instance.id if member.instance.id in resting else None
             prefills.setdefault((compared(facts), own, name), []).append(member)

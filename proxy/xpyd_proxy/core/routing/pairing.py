@@ -394,7 +394,7 @@ class PairSelector:
             names = {name for member in self.registry.members() for name in member.facts.models or ()}
             there = ", ".join(sorted(names)) or "none"
             raise UnknownModel(f"the model {ask.model!r} is not served here; there is {there}")
-        members = [member for member in members if member.instance.role is role]
+        members = [member for member in members if member.as_role(role) is not None]
         if not any(_has_rank(member.instance, ask) for member in members):
             if ask.rank is not None and role is Role.DECODE:
                 raise BadRequest(f"X-data-parallel-rank is {ask.rank}, and no decode instance has this rank")
@@ -468,10 +468,12 @@ class PairSelector:
 
 def _paired(grouping: Grouping, prefill: Among, decode: Among) -> tuple[Among, Among]:
     """Drop the engines that fit none of the other side; the others stay in their order."""
-    lonely = {instance.id for instance in (*grouping.unpaired_prefill, *grouping.unpaired_decode)}
-    if not lonely:
+    pairs = grouping.pairs
+    if len(pairs) == 1 and len(pairs[0].prefill) == len(prefill) and len(pairs[0].decode) == len(decode):
         return prefill, decode
-    return [p for p in prefill if p.id not in lonely], [d for d in decode if d.id not in lonely]
+    paired_prefill = {instance.id for group in pairs for instance in group.prefill}
+    paired_decode = {instance.id for group in pairs for instance in group.decode}
+    return [p for p in prefill if p.id in paired_prefill], [d for d in decode if d.id in paired_decode]
 
 
 def _is_whole(shares: Shares, prefill: Among, decode: Among) -> bool:

@@ -204,7 +204,7 @@ class SliceCrossings:
         there = [
             member.life
             for member in self._registry.members()
-            if member.instance.role is role and member.facts.slice == name and member.facts.serves(model)
+            if member.as_role(role) is not None and member.facts.slice == name and member.facts.serves(model)
         ]
         if not there:
             return CrossingReason.NO_ENGINE

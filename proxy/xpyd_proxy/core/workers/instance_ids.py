@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import TypeAlias
 
-from xpyd_proxy.core.model import InstanceId, Role
+from xpyd_proxy.core.model import EngineRole, InstanceId, Role
 
 
 class Verb(StrEnum):
@@ -20,10 +20,11 @@ class Verb(StrEnum):
     DRAIN = auto()
     MOVE = auto()  # drain it, and move its streams
     UNDRAIN = auto()
+    TURNED = auto()  # it serves a role, and no worker has anything of the old one left, or its time is over
     REMOVE = auto()  # by hand, what the settings name: a worker that starts later does not bring it back
 
 
-Line: TypeAlias = tuple[Verb, str]  # NAME: the key of an engine; else its id
+Line: TypeAlias = tuple[Verb, str]  # NAME: the key of an engine; TURNED: its id and its role; else its id
 
 
 @dataclass(slots=True)
@@ -31,11 +32,23 @@ class _NamedEngine:
     key: str
     number: int
     order: Verb | None = None  # DRAIN, MOVE or REMOVE
+    role: EngineRole | None = None  # since it has turned
 
 
 def key_of(role: Role, authority: str, rank: int | None, source: str, identity: str) -> str:
     """Return what makes two engines the same in all workers."""
     return f"{role} {authority} {rank} {source} {identity}"
+
+
+def turned_text(name: InstanceId, role: EngineRole) -> str:
+    """Write which engine has turned, and to what."""
+    return f"{name} {role}"
+
+
+def turned_of(text: str) -> tuple[InstanceId, EngineRole]:
+    """Read the same."""
+    name, _, role = text.partition(" ")
+    return InstanceId(name), EngineRole(role)
 
 
 class InstanceIds:
@@ -57,8 +70,10 @@ class InstanceIds:
             self._keys[text] = InstanceId(f"{role}-{number}")
             self._entries[self._keys[text]] = _NamedEngine(text, number)
             self._counts[role] += 1
-        elif (entry := self._entries.get(name := InstanceId(text))) is None:
+        elif (entry := self._entries.get(name := InstanceId(text.partition(" ")[0]))) is None:
             return
+        elif verb is Verb.TURNED:
+            entry.role = turned_of(text)[1]
         elif verb is Verb.CLOSE:
             del self._entries[name], self._keys[entry.key]
         else:
@@ -73,6 +88,11 @@ class InstanceIds:
         """Return what was ordered for it last, if it still holds."""
         entry = self._entries.get(name)
         return None if entry is None else entry.order
+
+    def role(self, name: InstanceId) -> EngineRole | None:
+        """Return what it has turned to; None: it has not turned."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.role
 
     def is_removed(self, key: str) -> bool:
         """Tell whether an operator has taken out what the settings name there."""

@@ -10,6 +10,7 @@ import msgspec
 from xpyd_proxy.core.counters import Counters, Histogram, Histograms, Key
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.schemas import Bin
+from xpyd_proxy.core.schemas.roles import RolesPart
 
 Places: TypeAlias = tuple[Sequence[int], float]  # of a histogram: counts and total
 
@@ -31,6 +32,7 @@ class Part(msgspec.Struct, frozen=True):
     answers: Mapping[InstanceId, Bin]  # the same, of the seconds until answers
     failures: Sequence[tuple[float, str, str, str]]  # seconds ago, request, where, reason
     classes: Mapping[str, tuple[Bin, Bin]] = {}  # by class of requests: the last minute's, and the last five minutes'
+    roles: RolesPart | None = None  # of the worker that decides; None: another one does, or none
 
 
 class WorkerReport(msgspec.Struct, frozen=True):

@@ -4,12 +4,24 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
-from xpyd_proxy.core.discovery.reconcile import Action, Freshness, Sources, diff, entry_name, entry_of, read_entry
+from xpyd_proxy.core.discovery.reconcile import (
+    Action,
+    Assignment,
+    Freshness,
+    Sources,
+    assignment_name,
+    assignment_of,
+    diff,
+    entry_name,
+    entry_of,
+    read_entry,
+)
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Wanted
-from xpyd_proxy.core.model import InstanceId, Role
+from xpyd_proxy.core.model import EngineRole, InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import AddressError, AlreadyKnown
 from xpyd_proxy.io.background import meanwhile, repeatedly
@@ -30,6 +42,8 @@ class Reconciler:
         self._registry = registry
         self.clock = clock  # seconds; the one of the registry's times
         self.sources = Sources(sources, now=clock())
+        self.assignments: Mapping[Key, Assignment] = {}  # of engines that have turned, or shall
+        self._begins = True  # the store has not been heard, so this router has just started
         self._compared = -1, -1  # changes of the registry, and of the views, when all was compared last
 
     def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
@@ -57,7 +71,42 @@ class Reconciler:
     def reconcile(self) -> None:
         """Compare everything, and carry out the difference."""
         self._carry_out(self.sources.desired(), self._registry.members())
+        self._turn_all()
         self._compared = self._changes()
+
+    def assign(self, assignments: Mapping[Key, Assignment], view: Callable[[], None]) -> None:
+        """Take in what engines serve in place of what their sources say, and then a view of the store.
+
+        A router that has just started has nothing at engines that have turned: they serve their role at once.
+        """
+        changed, self.assignments = assignments != self.assignments, assignments
+        view()
+        if changed:
+            self._turn_all()
+        self._begins = False
+
+    def role_of(self, member: Member) -> EngineRole:
+        """Return what an engine should serve."""
+        found = self.assignments.get(_key(member))
+        wanted = member.origin.wanted
+        if found is None or not found.means("" if wanted is None else wanted.identity):
+            return EngineRole(member.instance.pool.value)
+        return found.serves
+
+    def _turn_all(self) -> None:
+        if EngineSource.STORE in self.sources.missing:
+            return  # nobody knows yet what has turned
+        for member in self._registry.members():
+            role = self.role_of(member)
+            if member.heading is not role:
+                self._turn(member, role, at_once=self._begins)
+
+    def _turn(self, member: Member, role: EngineRole, *, at_once: bool) -> None:
+        before = member.turn
+        self._registry.turn(member.instance.id, role, now=self.clock(), at_once=at_once)
+        if member.heading is role:
+            verb = "serves" if member.turn is None else "turns to"
+            logger.info("%s %s %s%s", member.instance.id, verb, role, "" if before is None else ", and not as before")
 
     def reconcile_again(self) -> None:
         """Compare everything if anything has changed since: an engine that has retired may have made room."""
@@ -91,6 +140,9 @@ class Reconciler:
         else:
             for instance in added:
                 logger.info("%s is at %s (%s)", instance.id, wanted.target.address.url, action.origin.source)
+                member = self._registry.member(instance.id)
+                if member.heading is not (role := self.role_of(member)):
+                    self._turn(member, role, at_once=True)
 
     def _change(self, action: Action, member: Member) -> None:
         name, now = member.instance.id, self.clock()
@@ -166,17 +218,22 @@ class Entries:
     """Hears what the store has: texts, which somebody may have edited."""
 
     def __init__(self, reconciler: Reconciler) -> None:
+        self._reconciler = reconciler
         self._view = Pods(reconciler, EngineSource.STORE)
-        self._read: dict[str, Wanted | AddressError] = {}  # by text
+        self._read: dict[str, Wanted | Assignment | AddressError] = {}  # by text
         self.heard = self._view.heard
 
     def view(self, entries: Mapping[str, str], /) -> None:
         """Take all entries."""
         self._read = {text: self._read.get(text) or _entry(text) for text in entries.values()}
-        found = ((name, self._read[text]) for name, text in entries.items())
-        self._view.view(
-            {name: one if isinstance(one, Wanted) else AddressError(f"entry {name}: {one}") for name, one in found}
-        )
+        engines, assignments = dict[str, Wanted | AddressError | None](), dict[Key, Assignment]()
+        for name, text in entries.items():
+            one = self._read[text]
+            if isinstance(one, Assignment):
+                assignments[one.key] = one
+            else:
+                engines[name] = one if isinstance(one, Wanted) else AddressError(f"entry {name}: {one}")
+        self._reconciler.assign(assignments, partial(self._view.view, engines))
 
 
 class Discovery:
@@ -234,6 +291,8 @@ class Discovery:
             raise NotManagedHere(f"{name} is a pod, and would be back at once: drain it, or delete the pod")
         if _key(member) in self._reconciler.sources.views[EngineSource.STORE].engines:
             await self._store.delete(entry_name(_key(member)))
+        if _key(member) in self._reconciler.assignments:
+            await self._store.delete(assignment_name(_key(member)))
         if self._registry.get(name) is member and member.origin.wanted is None:
             self._registry.remove(name, now=self._reconciler.clock())
             if member.origin.source is EngineSource.STATIC:
@@ -250,10 +309,48 @@ class Discovery:
         self._tell(Verb.MOVE if moves else Verb.DRAIN, name)
 
     async def undrain(self, name: InstanceId) -> None:
-        """Send it requests again. Raises as remove, and AlreadyKnown: its address has been added anew."""
+        """Send it requests again, and end a turn that is under way, for all routers of the store.
+
+        Raises as remove, and AlreadyKnown: its address has been added anew.
+        """
+        member = self._registry.member(name)
+        if member.turn is not None:
+            await self._assign(member, member.role)
         await self._leave(name, leaves=False)
         self._registry.undrain(name, now=self._reconciler.clock())
         self._tell(Verb.UNDRAIN, name)
+
+    async def turn(self, name: InstanceId, to: EngineRole, *, force: bool = False) -> None:
+        """Have an engine serve another role, at all routers of the store, as soon as nothing of the old one is left.
+
+        A turn to what it serves ends the one that is under way. This returns when it has begun: the registry's member
+        tells how it goes on.
+
+        Raises:
+            UnknownInstance: there is none of this id.
+            CannotTurn: it cannot, or is the last one that serves the role that it leaves, and ``force`` is not set.
+            StoreDown: the store has not acknowledged it.
+        """
+        self._registry.check_turn(name, to, force=force)
+        await self._forget_assignments()
+        await self._assign(self._registry.member(name), to)
+
+    async def _assign(self, member: Member, role: EngineRole) -> None:
+        key, wanted = _key(member), member.origin.wanted
+        if role.value == key.role.value:
+            await self._store.delete(assignment_name(key))
+        else:
+            identity = "" if wanted is None else wanted.identity
+            await self._store.put(assignment_name(key), assignment_of(Assignment(key, role, identity)))
+
+    async def _forget_assignments(self) -> None:
+        """Drop the assignments of pods that are gone."""
+        if self.missing:
+            return
+        there = {_key(member) for member in self._registry.members()}
+        pods = [key for key, found in self._reconciler.assignments.items() if found.identity]
+        for key in [key for key in pods if key not in there]:
+            await self._store.delete(assignment_name(key))
 
     async def _leave(self, name: InstanceId, *, leaves: bool, moves: bool = False) -> None:
         member = self._registry.member(name)
@@ -269,10 +366,10 @@ class Discovery:
 
 
 def _key(member: Member) -> Key:
-    return Key(member.instance.role, member.instance.address.authority)
+    return Key(member.instance.pool, member.instance.address.authority)
 
 
-def _entry(text: str) -> Wanted | AddressError:
+def _entry(text: str) -> Wanted | Assignment | AddressError:
     try:
         return read_entry(text)
     except AddressError as exc:

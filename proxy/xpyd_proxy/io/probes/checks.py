@@ -155,7 +155,7 @@ class HttpChecks:
                 return response.status_code, await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
 
     def _request(self, instance: Instance, path: str) -> httpx.Request:
-        return httpx.Request("GET", instance.address.url + path, headers=[*_HEADERS, *self._headers(instance.role)])
+        return httpx.Request("GET", instance.address.url + path, headers=[*_HEADERS, *self._headers(instance.pool)])
 
 
 def _check_coding(response: httpx.Response, path: str) -> None:

@@ -106,7 +106,7 @@ class KvEventFollower:
         by_place: dict[_Place, list[Instance]] = {}
         for member in self.registry.members():
             instance = member.instance
-            by_place.setdefault((instance.role, instance.address), []).append(instance)
+            by_place.setdefault((instance.pool, instance.address), []).append(instance)
         return {found[0].id: (found[0], {one.id: one.rank for one in found}) for found in by_place.values()}
 
     async def _drop(self, names: frozenset[InstanceId]) -> None:

@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, compared, difference, fit
 from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.fleet.look_exchange import LookExchange
 from xpyd_proxy.core.fleet.probe_schedule import ProbeSchedule, keeps_blocks
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
@@ -46,13 +47,16 @@ class Prober:
         chance: Callable[[], float],
         *,
         give_up: GiveUp | None = None,
+        looks: LookExchange | None = None,
     ) -> None:
+        """``looks``: what other routers probe and find; None: there are none."""
         self._registry = registry
         self._checks = checks
         self._settings = settings
         self._clock = clock  # seconds; only differences count
         self._give_up = give_up
-        self._schedule = ProbeSchedule(settings.health_check_interval_s, chance)
+        self._schedule = ProbeSchedule(settings.health_check_interval_s, chance, looks)
+        self._looks = looks
         self._told: dict[InstanceId, tuple[HealthState, str]] = {}
         self._compared = -1  # changes of the registry when pairs of engines were last compared
         self._differences: dict[tuple[InstanceId, InstanceId], str] = {}
@@ -103,10 +107,10 @@ class Prober:
         decodes: dict[str | None, dict[object, Member]] = {}
         for member in members:
             facts = member.facts
-            if member.instance.role is Role.PREFILL:
+            if member.as_role(Role.PREFILL) is not None:
                 own = facts.engine_id if facts.engine_id in refused else None
                 prefills.setdefault(facts.pairs_within, {}).setdefault((compared(facts), own), member)
-            else:
+            if member.as_role(Role.DECODE) is not None:
                 key = compared(facts), facts.incompatible
                 decodes.setdefault(facts.pairs_within, {}).setdefault(key, member)
         found = {
@@ -114,7 +118,7 @@ class Prober:
             for within, some in decodes.items()
             for decode in some.values()
             for prefill in prefills.get(within, {}).values()
-            if not fit(prefill.facts, decode.facts)
+            if prefill is not decode and not fit(prefill.facts, decode.facts)
         }
         for (decode_id, prefill_id), why in found.items():
             if self._differences.get((decode_id, prefill_id)) != why:
@@ -122,12 +126,14 @@ class Prober:
         self._differences = found
 
     async def _visit(self, member: Member, group: asyncio.TaskGroup) -> None:
-        failed = True
+        failed, begun, missed = True, self._clock(), member.life.misses
         try:
             await self._look(member)
             failed = False
         except ProbeFailed as sick:
             member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
+            if not missed and self._is_missed_elsewhere(member.instance.id, begun=begun):
+                member.life.missed(f"{sick}, and another router neither", now=self._clock(), silent=sick.silent)
             hung_s = self._settings.unresponsive_timeout_s
             hangs = member.life.silent_s(now=self._clock()) >= hung_s  # its connections may stay open for ever
             if hangs and self._give_up and (count := self._give_up(member.instance, silent_s=hung_s)):
@@ -135,9 +141,15 @@ class Prober:
                 logger.warning(said, member.instance.id, hung_s, count)
         except Exception:  # a bug must not end the probing of all the others
             logger.exception("the probe of %s failed", member.instance.id)
+        if self._looks is not None and (missed == 0) != (member.life.misses == 0):
+            self._looks.note(member.instance.id, is_missing=missed == 0)
         self._schedule.ended(member.instance.id, failed=failed, now=self._clock())
         for other in self._schedule.begin(now=self._clock()):
             group.create_task(self._visit(other, group))
+
+    def _is_missed_elsewhere(self, name: InstanceId, *, begun: float) -> bool:
+        """Tell whether a look that has failed is the second one in a row, for another router has missed it before."""
+        return self._looks is not None and self._looks.was_missed(name, begun=begun)
 
     async def _look(self, member: Member) -> None:
         name = member.instance.id
@@ -161,6 +173,7 @@ class Prober:
                     protocol=shown.protocol,
                     fingerprint=shown.fingerprint,
                     engine_id=shown.engine_id,
+                    kv_role=shown.kv_role,
                 )
                 self._registry.learn(name, facts)
         member.life.seen(now=self._clock())

@@ -156,7 +156,7 @@ class EngineCosts:
         if now >= self._priors_at + _PRIORS_S or not self._priors:
             self._priors_at = now
             for each in (Role.PREFILL, _DECODE):
-                speeds = [member.speed for member in self._registry.members() if member.instance.role is each]
+                speeds = [member.speed for member in self._registry.members() if member.as_role(each) is not None]
                 before = self._priors.get(Role.PREFILL, UNKNOWN) if each is _DECODE else UNKNOWN
                 self._priors[each] = Priors(
                     _median([speed.prefill for speed in speeds], before.prefill),

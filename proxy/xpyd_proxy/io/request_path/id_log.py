@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.workers.instance_ids import InstanceIds, Line, Verb
 
 
@@ -30,10 +29,10 @@ class InstanceIdLog:
         assert number is not None
         return number
 
-    def say(self, verb: Verb, name: InstanceId) -> None:
-        """Let all workers know."""
+    def say(self, verb: Verb, text: str) -> None:
+        """Let all workers know; ``text``: as it stands in the line of this verb."""
         with self._turn():
-            self._write(verb, name)
+            self._write(verb, text)
 
     def news(self) -> Sequence[Line]:
         """Return what other workers have named and ordered since the last time."""

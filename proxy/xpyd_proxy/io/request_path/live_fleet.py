@@ -203,9 +203,10 @@ class LiveFleet:
     ) -> Chosen | None:
         """Return a pair that has rested for long enough, if this request may show whether it works."""
         health = self.registry.pairs
-        due, engines = health.due(now=now), {instance.id: instance for instance in (*prefill, *decode)}
+        due, sides = health.due(now=now), [{each.id: each for each in side} for side in (prefill, decode)]
         for names in due:
-            pair = [engines[name] for name in names if name in engines and self._may_try(engines[name], ask)]
+            found = [engines.get(name) for engines, name in zip(sides, names, strict=True)]
+            pair = [each for each in found if each is not None and self._may_try(each, ask)]
             if len(pair) == len(names) and fit(self.registry.facts(pair[0]), self.registry.facts(pair[1])):
                 health.tried(names, now=now)
                 for instance in pair:

@@ -2,15 +2,17 @@
 
 from typing import Final
 
-from xpyd_proxy.core.model import Role, RoutingHints
+from xpyd_proxy.core.model import InstanceId, Role, RoutingHints
 from xpyd_proxy.core.protocol.returned_kv import CachedOn
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 
 LEAST: Final = 256  # bytes of the prompt: with less, an engine is not worth a question
 
 
-def cached_on(fleet: LiveFleet, ask: RoutingHints) -> CachedOn | None:
+def cached_on(fleet: LiveFleet, ask: RoutingHints, prefill: InstanceId | None = None) -> CachedOn | None:
     """Return the decode engine whose cache has most of the prompt; None if none is known to have enough of it.
+
+    ``prefill``: the engine that is told so, which need not be told of itself.
 
     A data-parallel rank is not named: its engine's metrics do not say by which id others know it.
     """
@@ -20,7 +22,7 @@ def cached_on(fleet: LiveFleet, ask: RoutingHints) -> CachedOn | None:
     most, best = LEAST, None
     for instance in fleet.known(Role.DECODE):
         engine_id = fleet.registry.facts(instance).engine_id
-        if engine_id is None or instance.rank is not None:
+        if engine_id is None or instance.rank is not None or instance.id == prefill:
             continue
         size = caches.matched(instance, ask, is_there=True)
         if size > most:

@@ -1,14 +1,16 @@
 """A registry whose engines have the same ids in all workers, and do what an operator has told any of them."""
 
 import logging
+from collections.abc import Callable
 from typing import Final
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Origin
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.workers.instance_ids import Verb, key_of
+from xpyd_proxy.core.fleet.turns import RoleTurn, TurnEvent
+from xpyd_proxy.core.model import EngineRole, Instance, InstanceId, Role
+from xpyd_proxy.core.workers.instance_ids import Verb, key_of, turned_of, turned_text
 from xpyd_proxy.errors import AlreadyKnown
 from xpyd_proxy.io.request_path.id_log import InstanceIdLog
 from xpyd_proxy.settings import Settings
@@ -25,9 +27,11 @@ _LEAVES: Final = {
 class SharedRegistry(Registry):
     """Asks the ledger for every id."""
 
-    def __init__(self, settings: Settings, ledger: InstanceIdLog) -> None:
+    def __init__(self, settings: Settings, ledger: InstanceIdLog, *, counts: bool = True) -> None:
         super().__init__(settings)
         self._ledger = ledger
+        self._counts = counts  # turns, which are those of all workers
+        self.is_drained_elsewhere: Callable[[InstanceId], bool] = lambda _: True  # for the other workers
         self._has_begun = False
         self._named: dict[str, InstanceId] = {}  # by key
 
@@ -52,8 +56,10 @@ class SharedRegistry(Registry):
         self._added[role] = self._ledger.number(key, anew=self._has_begun)
         instance = super().add(role, address, rank=rank, facts=facts, now=now, origin=origin)
         self._named[key] = instance.id
+        if (turned := self._ledger.roster.role(instance.id)) is not None:
+            self.turn(instance.id, turned, now=now, at_once=True)
         self._obey(self._ledger.roster.order(instance.id), instance.id, now=now)
-        return instance
+        return self.member(instance.id).instance
 
     def remove(self, name: InstanceId, *, now: float) -> None:
         """Forget an engine; raises UnknownInstance. If its source names it again, it has another id."""
@@ -73,19 +79,44 @@ class SharedRegistry(Registry):
             name = InstanceId(text)
             if verb is Verb.NAME:
                 self._rename(text, now=now)
+            elif verb is Verb.TURNED:
+                self._follow_turn(*turned_of(text), now=now)
             elif self.get(name) is not None:
                 self._obey(verb, name, now=now)
                 logger.info("%s is %s, as another worker was told", name, _LEAVES[verb])
+
+    def _follow_turn(self, name: InstanceId, role: EngineRole, *, now: float) -> None:
+        """Serve what another worker serves by now: it has heard that all of them are ready, or that time is over."""
+        member = self.get(name)
+        if member is None or (member.turn is None and member.role is role):
+            return
+        if member.turn is not None and member.turn.to is role:
+            self._end_turn(member, TurnEvent.EMPTY, now=now)
+        else:  # the store has not told of it yet
+            self.turn(name, role, now=now, at_once=True)
+        logger.info("%s serves %s, as another worker does", name, role)
+
+    def _has_left(self, member: Member, event: TurnEvent, *, now: float) -> None:
+        """Let the other workers know, who then do not wait for each other."""
+        super()._has_left(member, event, now=now)
+        self._ledger.say(Verb.TURNED, turned_text(member.instance.id, member.role))
+
+    def _count_turn(self, turn: RoleTurn) -> None:
+        if self._counts:
+            super()._count_turn(turn)
+
+    def _is_drained_elsewhere(self, name: InstanceId) -> bool:
+        return self.is_drained_elsewhere(name)
 
     def _rename(self, key: str, *, now: float) -> None:
         """Another worker has seen an engine go and come again, which happened too fast for this one."""
         old, number = self._named.get(key), self._ledger.roster.number(key)
         member = None if old is None else self.get(old)
-        if member is None or member.retires or old == f"{member.instance.role}-{number}":
+        if member is None or member.retires or old == f"{member.instance.pool}-{number}":
             return
         one = member.instance
         self._forget(one.id, now=now)
-        new = self.add(one.role, one.address, rank=one.rank, facts=member.facts, now=now, origin=member.origin)
+        new = self.add(one.pool, one.address, rank=one.rank, facts=member.facts, now=now, origin=member.origin)
         logger.info("%s went and came again: it is %s now", one.id, new.id)
 
     def _forget(self, name: InstanceId, *, now: float) -> None:

@@ -41,7 +41,7 @@ class LegSender:
         """Post the pieces of a body. ``request`` is an id of ours, which need not be looked at."""
         peer = self._pool.peer(instance)
         heads = peer.heads
-        headers = self._outbound.headers(instance.role, headers)
+        headers = self._outbound.headers(instance.pool, headers)
         length = len(body[0]) if len(body) == 1 else sum([len(piece) for piece in body])
         try:
             if content_type == _JSON:
@@ -55,7 +55,7 @@ class LegSender:
 
     def post(self, call: ResponseHandler, leg: LegRequest) -> None:
         """Post a leg that has its id among its headers."""
-        headers = (*self._outbound.headers(leg.instance.role, leg.headers), (b"content-type", leg.content_type))
+        headers = (*self._outbound.headers(leg.instance.pool, leg.headers), (b"content-type", leg.content_type))
         try:
             head = self._pool.peer(leg.instance).heads.post(leg.path, headers, len(leg.body))
         except Unsendable as exc:
@@ -66,7 +66,7 @@ class LegSender:
         self, call: ResponseHandler, instance: Instance, path: str, headers: Headers, *, bare: bool = False
     ) -> None:
         """Get a path; ``bare``: without showing a key."""
-        shown = self._outbound.bare(headers) if bare else self._outbound.headers(instance.role, headers)
+        shown = self._outbound.bare(headers) if bare else self._outbound.headers(instance.pool, headers)
         try:
             head = self._pool.peer(instance).heads.get(path, shown)
         except Unsendable as exc:

@@ -60,10 +60,10 @@ class GroupedWorker:
         self.number, self.of = place.number, place.of
         self._place = place
         ledger = InstanceIdLog(place.path / "ledger")
-        self.registry = SharedRegistry(settings, ledger)
+        self.registry = SharedRegistry(settings, ledger, counts=place.number == 0)
         self.tell = ledger.say  # what an operator has ordered here, for the others
         peers = WorkerHealth(self.registry)
-        self.is_drained = peers.is_drained
+        self.is_drained = self.registry.is_drained_elsewhere = peers.is_drained
         self._running = [HealthGossip(place, self.registry, peers, clock).running]
 
     def stored(self, settings: Settings) -> Settings:

@@ -102,6 +102,10 @@ class EngineLog:
     """What one engine has done."""
 
     busy_s: float = 0.0
+    computed_tokens: int = 0  # of prompts
+    legs: int = 0  # that are over
+    itl_sum_s: float = 0.0  # seconds that answers waited for their next tokens
+    itl_count: int = 0  # tokens that came after the first of their answer
     gaps: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])  # seconds, tokens that waited them
 
 
@@ -135,6 +139,7 @@ class VirtualEngine:
         self._context = 0  # tokens before the next ones of all answers
         self._steps = 0
         self._stepping = False
+        self._reading = 0  # legs whose KV is on its way
         self.link_free = 0.0  # the time at which its link has carried all that was asked of it
         self._api_free = 0.0  # the time at which its API server has done all that was asked of it
         self._sent_at = 0.0  # when clients got the latest tokens
@@ -143,6 +148,16 @@ class VirtualEngine:
     def kv_use(self) -> float:
         """Return the share of its blocks that are in use."""
         return self._cache.used / self._cache.blocks
+
+    @property
+    def running(self) -> int:
+        """Return how many legs it computes."""
+        return len(self._prefilling) + len(self._ends)
+
+    @property
+    def queued(self) -> int:
+        """Return how many legs it has that it does not compute yet: they wait for room, or for their KV."""
+        return len(self.waiting) + len(self._loaded) + self._reading
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
         """Tell whether an empty engine has room for a request."""
@@ -233,12 +248,14 @@ class VirtualEngine:
     def _read(self, leg: VirtualLeg, other: "VirtualEngine", lent: VirtualLeg) -> None:
         """Read what is missing over both engines' links, which carry one transfer after the other."""
         missing = leg.left * self.model.kv_bytes_per_token
+        self._reading += 1
         begins = max(self._loop.now, self.link_free, other.link_free)
         ends = begins + self.model.link_s + missing / self.model.link_bytes_per_s
         self.link_free = other.link_free = ends
 
         def arrived() -> None:
             other.release(lent)
+            self._reading -= 1
             leg.left = 1  # vLLM computes the last token of a prompt, even if it has all KV
             self._loaded.append(leg)
             self._wake()
@@ -255,6 +272,7 @@ class VirtualEngine:
             ended.append(heappop(self._ends)[2])
         for leg, tokens in chunks:
             leg.left -= tokens
+            self.log.computed_tokens += tokens
             if not leg.left:
                 self._prefilling.remove(leg)
                 begun.append(leg)
@@ -279,6 +297,8 @@ class VirtualEngine:
             if running:
                 gap = now - self._sent_at if self.model.api_token_s else seconds
                 self.log.gaps.append((gap, running))
+                self.log.itl_sum_s += gap * running
+                self.log.itl_count += running
                 self._told(gap)
             self._sent_at = now
             for leg in ended:
@@ -295,5 +315,6 @@ class VirtualEngine:
 
     def _free(self, leg: VirtualLeg) -> None:
         """Give the blocks of a leg back that has all its tokens."""
+        self.log.legs += 1
         if not leg.kept:
             self._cache.give(leg.blocks, self._unnamed(leg), leg.answer)

@@ -7,6 +7,7 @@ from functools import partial
 from xpyd_proxy.core.model import Instance, Role
 from xpyd_proxy.planning.replay.admission import ReplayGate
 from xpyd_proxy.planning.replay.engine import EngineLog, EngineModel, EventLoop, VirtualEngine, VirtualLeg
+from xpyd_proxy.planning.replay.roles import RolesPlan, SimulatedRoles, TurnedEngine
 from xpyd_proxy.planning.replay.routers import ReplayRouter
 from xpyd_proxy.planning.replay.traces import NoReplay, Trace, Turn
 from xpyd_proxy.settings import Settings
@@ -22,6 +23,7 @@ class SimulatedFleet:
     decode_model: EngineModel | None = None  # None: the same
     odd_model: EngineModel | None = None  # of the last prefill engine, if that is another
     kv_events: bool = False  # engines publish what is in their caches, and the router follows it
+    roles: RolesPlan | None = None  # engines turn; None: each keeps its role
     classes: Settings | None = None  # settings that have classes; None: all requests are alike
 
 
@@ -60,6 +62,7 @@ class Replayed:
     policy: str
     served: Sequence[Served]
     engines: Sequence[tuple[Role, EngineLog]]
+    turned: Sequence[TurnedEngine] = ()
     refused: Sequence[Turn] = ()  # at once, or after they had waited
 
 
@@ -99,6 +102,12 @@ class _Replay:
             for number, (name, model) in enumerate(by_id.items())
         }
         self._roles = {one.id: one.role for one in instances}
+        self._roles_of_engines = (
+            None
+            if fleet.roles is None
+            else SimulatedRoles(fleet.roles, self._router.fleet.registry, self._engines, self._roles, self._loop)
+        )
+        self._ended_count = 0
         self._served = list[Served]()
         self._refused = list[Turn]()
         self._known = set[int]()  # blocks of all prompts and answers so far
@@ -113,9 +122,14 @@ class _Replay:
                 self._next.setdefault(turn.goes_on, []).append(number)
             else:
                 self._loop.after(turn.at_s, partial(self._come, number))
+        turning = self._roles_of_engines
+        if turning is not None:
+            turning.start(lambda: self._ended_count == len(self._trace.turns))
         self._loop.run()
-        logs = [(self._roles[name], engine.log) for name, engine in self._engines.items()]
-        return Replayed(self._policy, self._served, logs, self._refused)
+        names = {id(engine): name for name, engine in self._engines.items()}  # the last one of an engine that turned
+        logs = [(self._roles[name], self._engines[name].log) for name in names.values()]
+        turned = () if turning is None else turning.turned
+        return Replayed(self._policy, self._served, logs, turned, self._refused)
 
     def _come(self, number: int) -> None:
         came = self._loop.now
@@ -127,6 +141,7 @@ class _Replay:
     def _refuse(self, number: int) -> None:
         """A turn is not served; its client goes on with the conversation all the same."""
         self._refused.append(self._trace.turns[number])
+        self._ended_count += 1
         self._router.drop(number)
         self._go_on(number)
 
@@ -167,6 +182,7 @@ class _Replay:
 
     def _ended(self, number: int, one: Served, decode: Instance, leg: VirtualLeg) -> None:
         one.ended = self._loop.now
+        self._ended_count += 1
         self._known.update(self._trace.answer_blocks(one.turn))
         self._router.answered(decode, number, leg.cached_tokens)
         if self._gate is not None:

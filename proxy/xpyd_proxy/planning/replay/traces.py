@@ -117,6 +117,31 @@ class Conversations:
         return Trace(block_tokens, turns)
 
 
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A time in which the traffic is of one kind. Lengths are exponentially distributed around their means."""
+
+    seconds: float
+    per_s: float  # requests in a second, independent of each other (Poisson)
+    prompt_tokens: float
+    output_tokens: float
+
+
+def phases(each: Sequence[Phase], block_tokens: int, seed: int) -> Trace:
+    """Return a trace of phases that follow each other; no two prompts share anything. The same seed, the same trace."""
+    chance, names, turns, begin = Random(seed), BlockNames(0), list[Turn](), 0.0
+    for phase in each:
+        now, end = begin + chance.expovariate(phase.per_s), begin + phase.seconds
+        while now < end:
+            prompt = 1 + int(chance.expovariate(1 / phase.prompt_tokens))
+            output = 1 + int(chance.expovariate(1 / phase.output_tokens))
+            blocks = names.take(-(-(prompt + output) // block_tokens))
+            turns.append(Turn(f"r{len(turns)}", blocks, prompt, output, now))
+            now += chance.expovariate(phase.per_s)
+        begin = end
+    return Trace(block_tokens, turns)
+
+
 @dataclass(slots=True)
 class BlockNames:
     """Gives out names that no block has yet."""

@@ -55,8 +55,20 @@ def test_a_pod_that_is_deleted_or_not_ready_leaves(said):
 
 
 @pytest.mark.parametrize(
+    ("move", "expected"), [("true", (True, False)), ("false", (False, False)), (None, (False, False))]
+)
+def test_streams_move_from_a_pod_that_is_deleted_if_it_says_so(move, expected):
+    """One that is not ready for a moment keeps them: it may come back."""
+    annotations = {} if move is None else {"xpyd.io/move": move}
+    deleted, unready = engine(deleted=True, annotations=annotations), engine(ready=False, annotations=annotations)
+
+    assert (deleted.moves, unready.moves) == expected
+
+
+@pytest.mark.parametrize(
     ("said", "named"),
     [
+        ({"annotations": {"xpyd.io/move": "yes"}}, "xpyd.io/move is 'yes': write true or false"),
         ({"role": "both"}, "xpyd.io/role is 'both': write prefill or decode"),
         ({"scheme": "ftp"}, "xpyd.io/scheme"),
         ({"revision": "a&b"}, "xpyd.io/revision"),

@@ -11,7 +11,7 @@ from support.several_routers import Everybody
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.load_exchange import LoadExchange, SendPace
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import RequestId, Role
+from xpyd_proxy.core.model import EngineRole, RequestId, Role
 from xpyd_proxy.core.peer_datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
 
 SECRET = b"of this fleet"
@@ -65,6 +65,16 @@ def test_a_router_knows_what_the_others_have_at_an_engine():
     one.end(0, "a")
     other.hears(one.says(now=0.1))
     assert [other.load(place).at_peers for place in range(3)] == [1, 0, 1]
+
+
+def test_an_engine_that_has_turned_is_the_same_to_all_routers():
+    """One router may be ahead of another: the name is by what the engine was added as."""
+    one, other = OneRouter(1), OneRouter(2)
+    other.registry.turn(other.names[0], EngineRole.DECODE, now=0.0, at_once=True)
+    one.send(0)
+
+    assert other.hears(one.says()) == [None]
+    assert other.load(0).at_peers == 1
 
 
 def test_only_what_has_changed_is_told_and_everything_once_a_second():

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.model import InstanceId, Role
-from xpyd_proxy.core.workers.instance_ids import InstanceIds, Verb, key_of
+from xpyd_proxy.core.model import EngineRole, InstanceId, Role
+from xpyd_proxy.core.workers.instance_ids import InstanceIds, Verb, key_of, turned_text
 
 D0, D1, P0 = (
     key_of(role, host, None, "static", "")
@@ -14,7 +14,10 @@ NAMES = ["decode-0", "decode-1", "decode-2", "prefill-0"]
 LINES = st.lists(
     st.one_of(
         st.tuples(st.just(Verb.NAME), st.sampled_from([D0, D1, P0])),
-        st.tuples(st.sampled_from([verb for verb in Verb if verb is not Verb.NAME]), st.sampled_from(NAMES)),
+        st.tuples(
+            st.sampled_from([verb for verb in Verb if verb not in (Verb.NAME, Verb.TURNED)]), st.sampled_from(NAMES)
+        ),
+        st.tuples(st.just(Verb.TURNED), st.builds(turned_text, st.sampled_from(NAMES), st.sampled_from(EngineRole))),
     )
 )
 
@@ -53,6 +56,17 @@ def test_the_latest_order_holds_until_it_is_taken_back():
     assert roster(*drained, (Verb.UNDRAIN, name)).order(name) is None
     assert roster(*drained, (Verb.REMOVE, name)).is_removed(D0)
     assert not roster(*drained, (Verb.REMOVE, name), (Verb.NAME, D0)).is_removed(D0)
+
+
+def test_what_an_engine_has_turned_to_holds_beside_what_was_ordered():
+    """Until it is closed: what comes to its address then is another engine."""
+    name = InstanceId("decode-0")
+    turned = (Verb.NAME, D0), (Verb.DRAIN, name), (Verb.TURNED, turned_text(name, EngineRole.PREFILL))
+
+    assert roster((Verb.NAME, D0)).role(name) is None
+    assert (roster(*turned).role(name), roster(*turned).order(name)) == (EngineRole.PREFILL, Verb.DRAIN)
+    assert roster(*turned, (Verb.UNDRAIN, name)).role(name) is EngineRole.PREFILL
+    assert roster(*turned, (Verb.CLOSE, name), (Verb.NAME, D0)).role(InstanceId("decode-1")) is None
 
 
 @given(LINES)

@@ -11,8 +11,8 @@ from xpyd_proxy.core.discovery.reconcile import MOST, entry_name, entry_of
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Target, Wanted
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.errors import AddressError, AlreadyKnown, UnknownInstance
+from xpyd_proxy.core.model import EngineRole, Role
+from xpyd_proxy.errors import AddressError, AlreadyKnown, CannotTurn, UnknownInstance
 from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, NotManagedHere, Pods, Reconciler
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
@@ -201,3 +201,165 @@ def test_a_change_of_one_pod_leaves_the_others_alone():
     assert len(registry.members()) == 299
     assert [m.instance.address.host for m in registry.members() if m.life.state is HealthState.DRAINING] == ["h7"]
     assert sum(member.origin is not origins[member.instance.id] for member in registry.members()) == 1
+
+
+# ---- turns: a store says what an engine serves in place of what its source says
+
+D = Wanted(Role.DECODE, Target.parse("d:80"), "uid-d")
+E = Wanted(Role.DECODE, Target.parse("e:80"), "uid-e")
+PREFILL, DECODE, BOTH = EngineRole
+
+
+def serving(world):
+    return {member.instance.id: member.role for member in world.registry.members()}
+
+
+async def turn_now(world, name, to, **more):
+    await world.discovery.turn(name, to, force=True, **more)
+    world.registry.settle(patience_s=60, now=world.now)
+
+
+@pytest.mark.parametrize("kind", ["settings", "pod", "store"])
+async def test_a_source_that_says_the_same_again_does_not_undo_a_turn(kind):
+    """Whatever it is; a look at everything neither."""
+    world = World(*(["d:80", "e:80"] if kind == "settings" else []))
+    if kind == "pod":
+        world.see(D, E)
+    elif kind == "store":
+        for wanted in (D, E):
+            await world.discovery.add(wanted.role, wanted.target)
+    await turn_now(world, "decode-0", PREFILL)
+    for pods in ((E, D), (D, E)) if kind == "pod" else ((), ()):
+        world.see(*pods)
+    world.reconciler.reconcile()
+
+    assert serving(world) == {"decode-0": PREFILL, "decode-1": DECODE}
+    await turn_now(world, "decode-0", DECODE)
+    world.registry.settle(patience_s=0, now=1)
+    assert serving(world) == {"decode-0": DECODE, "decode-1": DECODE}
+    assert not world.reconciler.assignments
+
+
+async def test_a_source_that_changes_the_role_ends_what_was_turned():
+    """The pod has another label by now: it is another engine, which serves what its label says."""
+    world = World()
+    world.see(D, E)
+    await turn_now(world, "decode-0", PREFILL)
+    world.see(replace(D, role=Role.PREFILL), E)
+
+    assert serving(world) == {"decode-1": DECODE, "prefill-0": PREFILL}
+
+
+async def test_another_pod_at_the_address_serves_what_its_label_says():
+    """The pod that has turned is gone; the next turn forgets what was said of it."""
+    world = World()
+    world.see(D, E)
+    await turn_now(world, "decode-0", PREFILL)
+    world.see(E)
+    world.see(replace(D, identity="uid-f"), E)
+    assert serving(world) == {"decode-1": DECODE, "decode-2": DECODE}
+    world.see(E, A)
+    await turn_now(world, "prefill-0", BOTH)
+
+    assert [key.authority for key in world.reconciler.assignments] == ["a:80"]
+
+
+async def test_a_pod_that_is_not_ready_for_a_while_still_turns():
+    """Unready it drains, Ready it is back in use: neither ends the turn."""
+    world = World()
+    world.see(D, E)
+    await world.discovery.turn("decode-0", PREFILL)
+    world.see(replace(D, leaves=True), E)
+    world.see(D, E)
+    world.registry.settle(patience_s=60, now=1)
+
+    assert serving(world) == {"decode-0": PREFILL, "decode-1": DECODE}
+    assert world.there[0][2] is HealthState.STARTING
+
+
+def test_streams_move_from_a_pod_that_is_deleted():
+    """Also if it was not ready before."""
+    world = World()
+    world.see(D, E)
+    world.see(replace(D, leaves=True), E)
+    assert not world.registry.moving
+    world.see(replace(D, leaves=True, moves=True), E)
+
+    assert list(world.registry.moving) == ["decode-0"]
+
+
+async def test_a_router_that_starts_serves_what_the_store_says_at_once():
+    """It has nothing at any engine, so there is nothing to wait for; engines that come later do as well."""
+    world = World("d:80", "e:80")
+    await turn_now(world, "decode-0", PREFILL)
+    told = dict(world.store._entries)
+    late = World("d:80", "e:80")
+    late.reconciler = Reconciler(late.registry, [EngineSource.STORE], lambda: 0.0)
+    Entries(late.reconciler).view(told)
+    assert serving(late) == {"decode-0": PREFILL, "decode-1": DECODE}
+    found = World("e:80")
+    found.entries.view(told)
+    found.see(D)
+
+    assert serving(found) == {"decode-0": DECODE, "decode-1": PREFILL}
+    assert not found.registry.moving
+
+
+async def test_two_routers_of_one_store_agree():
+    """Each has its own requests at the engine, and turns when they are over."""
+    world, other = World("d:80", "e:80"), World("d:80", "e:80")
+    other.registry.member("decode-0").load.enter("r")
+    await turn_now(world, "decode-0", PREFILL)
+    other.entries.view(dict(world.store._entries))
+    other.registry.settle(patience_s=60, now=1)
+    assert (serving(world)["decode-0"], serving(other)["decode-0"]) == (PREFILL, DECODE)
+    other.registry.member("decode-0").load.leave("r")
+    other.registry.settle(patience_s=60, now=2)
+    assert serving(other) == serving(world)
+    await world.discovery.turn("decode-0", DECODE, force=True)
+    await world.discovery.undrain("decode-0")
+    other.entries.view(dict(world.store._entries))
+
+    assert serving(other) == serving(world) == {"decode-0": PREFILL, "decode-1": DECODE}
+    assert all(member.turn is None for member in other.registry.members())
+
+
+async def test_an_engine_that_is_removed_leaves_no_assignment():
+    """If it is added again, it serves what is said then."""
+    world = World("e:80")
+    await world.discovery.add(D.role, D.target)
+    await turn_now(world, "decode-1", PREFILL)
+    await world.discovery.remove("decode-1")
+    assert not world.store._entries
+    await world.discovery.add(D.role, D.target)
+
+    assert serving(world) == {"decode-0": DECODE, "decode-2": DECODE}
+
+
+async def test_an_engine_that_cannot_turn_leaves_nothing_in_the_store():
+    """The other routers must not hear of it."""
+    world = World("d:80", "b:80#dp=2")
+    with pytest.raises(CannotTurn, match="rank 0"):
+        await world.discovery.turn("decode-1", PREFILL)
+    world.see(A)
+    with pytest.raises(CannotTurn, match="prefill-0 is the last"):
+        await world.discovery.turn("prefill-0", DECODE)
+
+    assert not world.store._entries
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"declared":"decode","at":"d:80","serves":"sideways"}',
+        '{"declared":"decode","at":"no port","serves":"prefill"}',
+        '{"declared":"decode","serves":"prefill"}',
+    ],
+)
+def test_an_assignment_that_is_none_is_left_out(text, caplog):
+    """Somebody has edited the store: one line says so, and no engine changes."""
+    world = World("d:80", "e:80")
+    world.entries.view({"turn.decode.d_3a80": text})
+
+    assert serving(world) == {"decode-0": DECODE, "decode-1": DECODE}
+    assert "left out: entry turn.decode.d_3a80" in caplog.text

@@ -11,7 +11,7 @@ from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.cache_index import CacheIndex
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import InstanceId, Role
+from xpyd_proxy.core.model import EngineRole, InstanceId, Role
 from xpyd_proxy.core.protocol.kv_event_stream import FRAME_MOST
 from xpyd_proxy.core.token_blocks import TokenPrompt
 from xpyd_proxy.io.probes.checks import HttpChecks
@@ -67,6 +67,24 @@ async def test_what_an_engine_has_is_known_at_once_and_as_it_changes():
         assert follower.index.cached(D0, PROMPT, None) is None
         assert len(follower.index) == 0
         await until_async(lambda: not engine.cache.readers)
+
+
+async def test_an_engine_that_turns_is_followed_on():
+    """Its process is the same, and so is its cache."""
+    engine = Sim("both", cache_blocks=8)
+    engine.cache.use(IDS[:64])
+    with serving(engine) as at:
+        async with following(at) as follower:
+            await until_async(has(follower, 64))
+            follower.registry.turn(D0, EngineRole.BOTH, now=0.0)
+            follower.registry.turn(D0, EngineRole.PREFILL, now=0.0, at_once=True)
+            await asyncio.sleep(0.5)  # two looks at who is there
+            assert has(follower, 64)()
+            engine.cache.use(IDS)
+            await until_async(has(follower, 96))
+
+            assert not follower.counters.kv_event_disconnects
+            assert len(engine.cache.readers) == 1
 
 
 async def test_ranks_of_one_address_share_a_connection():

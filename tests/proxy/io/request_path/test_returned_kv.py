@@ -53,6 +53,14 @@ def test_the_engine_with_most_of_the_prompt_is_named(fleet):
     assert 0.3 < found.share < 0.6
 
 
+def test_an_engine_is_not_told_of_itself(fleet):
+    """One that serves both roles may have the conversation as the decode engine that it is."""
+    has(fleet, 1, FIRST)
+
+    assert cached_on(fleet, hints(LATER), "prefill-0").engine_id == "d1"
+    assert cached_on(fleet, hints(LATER), "decode-1") is None
+
+
 def test_a_prompt_that_is_on_its_way_does_not_count(fleet):
     """An engine that was sent a prompt a moment ago has no answer to it."""
     fleet.caches.sent(fleet.known(Role.DECODE)[0], hints(FIRST))

@@ -1,0 +1,1 @@
+"""Checksums of sampled blocks: taken where KV was computed, compared where it has arrived."""

@@ -1,0 +1,74 @@
+"""Compares the checksums of a prefill engine's blocks with those of the blocks that have arrived."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import BlockId
+from xpyd_connector.core.layout.transfer_plan import TokenRange
+from xpyd_connector.core.messages import BlockSum, RankSums
+from xpyd_connector.core.ports import CacheReader
+from xpyd_connector.core.verify.sampling import SampledBlock
+
+
+class Comparison(NamedTuple):
+    """How many blocks were compared, and how many of them differ."""
+
+    checked: int
+    wrong: int
+
+    @property
+    def failure(self) -> str:
+        """Why the load has failed; nothing if all compared blocks are equal."""
+        if not self.wrong:
+            return ""
+        return f"{self.wrong} of {self.checked} sampled blocks are not what the prefill engine computed"
+
+
+def sums_of(worker: int, blocks: Iterable[SampledBlock], cache: CacheReader) -> RankSums:
+    """Take the checksums of sampled blocks of this rank's cache; layers of other pipeline stages are left out."""
+    return RankSums(
+        worker,
+        cache.shape,
+        tuple(
+            BlockSum(each.group, each.start, each.stop, _checksum(cache, each.block, each, size))
+            for each in blocks
+            if (size := cache.block_size(each.group))
+        ),
+    )
+
+
+def compare(sums: RankSums, token_ranges: Sequence[TokenRange], cache: CacheReader) -> Comparison:
+    """Compare what has arrived in the ``local`` blocks of these token ranges with the sums of the rank it came from.
+
+    Nothing is compared if the rank keeps KV in another shape, nor a block of which not all compared tokens were loaded.
+    """
+    checked = wrong = 0
+    for each in sums.blocks if sums.shape == cache.shape else ():
+        size = cache.block_size(each.group)
+        if size and (block := _arrived(each, token_ranges, size)) is not None:
+            checked += 1
+            wrong += _checksum(cache, block, each, size) != each.crc
+    return Comparison(checked, wrong)
+
+
+def count(comparison: Comparison, counters: Counters) -> None:
+    """Count a comparison."""
+    counters.count("blocks_checked", comparison.checked)
+    counters.count("blocks_wrong", comparison.wrong)
+    counters.count("loads_unchecked", int(not comparison.checked))
+
+
+def _arrived(each: BlockSum, token_ranges: Sequence[TokenRange], size: int) -> BlockId | None:
+    """Return our block of these tokens; None if not all of them were loaded, or they are not in one block."""
+    if each.start % size or not each.start < each.stop <= each.start + size:
+        return None
+    for known in token_ranges:
+        if known.group == each.group and known.start <= each.start and each.stop <= known.stop:
+            return known.local[each.start // size - known.start // size]
+    return None
+
+
+def _checksum(cache: CacheReader, block: BlockId, tokens: BlockSum | SampledBlock, size: int) -> int:
+    first = tokens.start // size * size
+    return cache.checksum(tokens.group, block, tokens.start - first, tokens.stop - first)

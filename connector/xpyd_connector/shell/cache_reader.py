@@ -1,0 +1,88 @@
+"""Reads blocks of the KV cache itself, on its device, for checksums."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from zlib import crc32
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from xpyd_connector.core.ids import BlockId
+from xpyd_connector.core.layout.buffer_device import HOST
+from xpyd_connector.core.layout.transfer_plan import row_runs
+from xpyd_connector.core.messages import Region
+from xpyd_connector.shell.engine_config import EngineConfig, WorkerRank
+from xpyd_connector.shell.host_staging import Tensors
+
+
+def shape_key(engine_config: EngineConfig, rank: WorkerRank) -> tuple[int, ...]:
+    """Return which worker of what engine this is: equal bytes are expected of the same one only."""
+    return (*rank, engine_config.ranks, engine_config.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadableRegion:
+    """One region: the bytes of its storage, and where its rows are in there."""
+
+    region: Region
+    bytes: torch.Tensor  # one dimension, the whole storage
+    first: int  # byte of row 0
+    runs: Sequence[tuple[int, int]]  # of a row: offset, bytes
+
+    def pieces(self, block: int, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """Yield the bytes of the rows of a block that the tokens from ``start`` to ``stop`` of it are in."""
+        region = self.region
+        rows = range(block * region.rows + start // region.tokens, block * region.rows - (-stop // region.tokens))
+        for row in rows:
+            at = self.first + row * region.row_stride
+            for offset, length in self.runs:
+                yield self.bytes[at + offset : at + offset + length]
+
+
+class TensorReader:
+    """Implements :class:`~xpyd_connector.core.ports.CacheReader` for torch's tensors."""
+
+    def __init__(self, caches: Tensors, regions: Sequence[Region], key: tuple[int, ...]) -> None:
+        """``regions`` describe the tensors, in the order in which all engines of this shape have them."""
+        by_storage = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in caches.values()}
+        flat = {
+            address: torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for address, storage in by_storage.items()
+        }
+        storages = sorted(flat, reverse=True)
+        self._groups: dict[int, list[_ReadableRegion]] = {}
+        for region in regions:
+            address = next(each for each in storages if each <= region.base)
+            readable = _ReadableRegion(region, flat[address], region.base - address, row_runs(region))
+            self._groups.setdefault(region.group, []).append(readable)
+        self._shape = _digest(regions, key)
+
+    @property
+    def shape(self) -> str:
+        """A digest of all that decides which bytes a block has: not of addresses, nor of how many blocks there are."""
+        return self._shape
+
+    def block_size(self, group: int) -> int:
+        """Return the tokens of a block of a KV cache group; 0 if this rank has no layer of it."""
+        regions = self._groups.get(group)
+        return regions[0].region.block_size if regions else 0
+
+    def checksum(self, group: int, block: BlockId, start: int, stop: int) -> int:
+        """Return the CRC-32 of the block's rows of these tokens, in all layers of the group.
+
+        Of memory on a device, they are copied to the host in one piece, on the stream of the calling thread.
+        """
+        pieces = [piece for region in self._groups[group] for piece in region.pieces(block, start, stop)]
+        if pieces[0].device.type != HOST:
+            return crc32(memoryview(torch.cat(pieces).cpu().numpy()))
+        crc = 0
+        for piece in pieces:
+            crc = crc32(memoryview(piece.numpy()), crc)
+        return crc
+
+
+def _digest(regions: Sequence[Region], key: tuple[int, ...]) -> str:
+    alike = [replace(region, base=0, count=1, row_stride=0) for region in regions]
+    return blake2b(msgspec.msgpack.encode((alike, key)), digest_size=16).hexdigest()

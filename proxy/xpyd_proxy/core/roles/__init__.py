@@ -1,0 +1,1 @@
+"""How many engines each role needs, and which engine should turn."""

@@ -1,0 +1,91 @@
+"""What one engine of a role can do, learned from all engines of that role: an engine that turns will be like them.
+
+Earlier measurements fade while there are new ones. What was learned is kept while there is no traffic.
+"""
+
+from typing import Final
+
+_HALF_LIFE_S: Final = 180.0
+_LONG_S: Final = (
+    600.0  # the same of prefill rates: whether an engine is busy shows at looks alone, so more of them count
+)
+_SURE_S: Final = 20.0  # seconds of work of one engine, from which on its rate is known
+_SURE: Final = 10.0  # looks at an engine with streams, from which on the time between tokens is known
+_DOUBLING: Final = 100.0  # streams that double the time between tokens, before it shows
+_FLAT: Final = 0.002  # square of the relative spread of batches, from which on they show it
+_LEAST: Final = 0.25  # of what is expected of the next stream: less is noise
+
+
+class PrefillRate:
+    """Prompt tokens that a prefill engine computes in a second in which it has a request."""
+
+    def __init__(self) -> None:
+        self._tokens = self._busy_s = 0.0
+
+    def add(self, tokens: float, busy_s: float, elapsed_s: float) -> None:
+        """Take in what all engines have computed since the last look; ``busy_s``: of all of them together."""
+        if busy_s <= 0 and tokens <= 0:
+            return
+        kept = 0.5 ** (elapsed_s / _LONG_S)
+        self._tokens = self._tokens * kept + tokens
+        self._busy_s = self._busy_s * kept + busy_s
+
+    @property
+    def per_s(self) -> float | None:
+        """Return the rate; None: too little was computed to tell."""
+        return self._tokens / self._busy_s if self._busy_s >= _SURE_S and self._tokens > 0 else None
+
+
+class DecodeLine:
+    """The time between two tokens by the streams of an engine: a line, by least squares.
+
+    Where all batches were about the same it is not known what the next stream costs: then a vague expectation decides,
+    that 100 streams double the time.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def fade(self, elapsed_s: float) -> None:
+        """Let what is known so far count less; once for each look that has streams."""
+        kept = 0.5 ** (elapsed_s / _HALF_LIFE_S)
+        self._weight, self._x, self._y = self._weight * kept, self._x * kept, self._y * kept
+        self._xx, self._xy = self._xx * kept, self._xy * kept
+
+    def add(self, batch: float, itl_s: float) -> None:
+        """Take in what one engine showed: its streams and their time between tokens, on the mean of a look."""
+        self._weight += 1.0
+        self._x += batch
+        self._y += itl_s
+        self._xx += batch * batch
+        self._xy += batch * itl_s
+
+    def tokens_per_s(self, itl_s: float, slots: int | None) -> float | None:
+        """Return the tokens an engine makes in a second, with as many streams as this time between tokens allows.
+
+        ``slots``: most streams of an engine; None: no limit is known. None: nothing was measured.
+        """
+        batch = self.batch(itl_s, slots)
+        return None if batch is None else batch / self._at(batch)
+
+    def batch(self, itl_s: float, slots: int | None) -> float | None:
+        """Return how many streams an engine can have at this time between tokens, at least one; None: unknown."""
+        if self._weight < _SURE or self._y <= 0:
+            return None
+        base, slope = self._line()
+        most = max(1.0, (itl_s - base) / slope)
+        return most if slots is None else min(most, float(slots))
+
+    def _at(self, batch: float) -> float:
+        base, slope = self._line()
+        return base + slope * batch
+
+    def _line(self) -> tuple[float, float]:
+        x, y = self._x / self._weight, self._y / self._weight
+        likely = y / (_DOUBLING + x)
+        spread = max(0.0, self._xx / self._weight - x * x)
+        together = self._xy / self._weight - x * y
+        doubt = _FLAT * max(x * x, 1.0)
+        slope = max((together + doubt * likely) / (spread + doubt), _LEAST * likely)
+        slope = min(slope, y / max(x, 1e-9))
+        return y - slope * x, slope

@@ -1,0 +1,96 @@
+"""Looks at all engines again and again, and has the controller of roles decide."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Final
+
+from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.fleet.registry import Member, Registry
+from xpyd_proxy.core.model import Instance
+from xpyd_proxy.core.roles.engine_totals import EngineReading, EngineTotals, engine_totals
+from xpyd_proxy.core.roles.role_controller import FleetSnapshot, RoleController
+from xpyd_proxy.io.background import meanwhile, repeatedly
+from xpyd_proxy.io.probes.checks import ProbeFailed
+from xpyd_proxy.io.probes.role_board import RoleBoard
+from xpyd_proxy.settings import SlicePairing
+
+logger = logging.getLogger(__name__)
+_AT_ONCE: Final = 8  # engines that are asked at the same time
+_SERVE: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
+
+
+class RoleWatch:
+    """One task of one worker; run it for as long as the router serves."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        metrics: Callable[[Instance], Awaitable[bytes]],
+        controller: RoleController,
+        board: RoleBoard,
+        *,
+        queued: Callable[[], int],
+        every_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._registry = registry
+        self._metrics = metrics  # raises ProbeFailed
+        self._controller = controller
+        self._board = board
+        self._queued = queued  # requests that wait in this router
+        self._every_s = every_s
+        self._clock = clock  # seconds; only differences count
+        self._asking = asyncio.Semaphore(_AT_ONCE)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Look and decide while the block lasts."""
+        async with meanwhile(repeatedly(self._every_s, self.look, logger, "the roles could not be decided")):
+            yield
+
+    async def look(self) -> None:
+        """Look at every engine that serves, and decide."""
+        members = [one for one in self._registry.members() if one.life.state in _SERVE and not one.life.is_away]
+        found = await asyncio.gather(*[self._read(member.instance) for member in members])
+        readings = [
+            EngineReading(one.instance.id, one.instance.role, _key(one.instance), totals)
+            for one, totals in zip(members, found, strict=True)
+        ]
+        snapshot = FleetSnapshot(readings, queued_requests=self._queued(), trouble=self._trouble(members))
+        self._board.decided(self._controller.decide(snapshot, now=self._clock()))
+
+    async def _read(self, instance: Instance) -> EngineTotals | None:
+        """Return what an engine shows; None: it does not answer, and the prober says so."""
+        async with self._asking:
+            try:
+                text = await self._metrics(instance)
+            except ProbeFailed:
+                return None
+            return engine_totals(text, instance.rank, now=self._clock())
+
+    def _trouble(self, members: Sequence[Member]) -> str:
+        """Say why the engines cannot be divided; empty: they can."""
+        if self._registry.slice_pairing is SlicePairing.REQUIRE:
+            return "slice_pairing is require, and roles are decided for one pool of engines"
+        return _mixed(members)
+
+
+def _key(instance: Instance) -> str:
+    """Name an engine as every router does: ids are each router's own."""
+    return f"{instance.address.authority} {instance.rank}"
+
+
+def _mixed(members: Sequence[Member]) -> str:
+    models = {
+        frozenset(one.facts.models) - (one.facts.adapters or frozenset())
+        for one in members
+        if one.facts.models is not None
+    }
+    if len(models) > 1:
+        return f"engines serve {len(models)} different sets of models, and roles are decided for one"
+    keys = [_key(one.instance) for one in members]
+    if len(set(keys)) < len(keys):
+        return "an engine has both roles at the same time"
+    return ""

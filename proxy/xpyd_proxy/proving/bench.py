@@ -1,0 +1,182 @@
+"""What every check gets: what is under test, the reference, fresh prompts, and the means to compare."""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from xpyd_proxy.proving.core.answer import SMALLEST_TOLERANCE, Answer, Malformed, self_difference
+from xpyd_proxy.proving.core.cards import ModelFacts
+from xpyd_proxy.proving.core.finding import Finding
+from xpyd_proxy.proving.core.holdings import Holdings, read_holdings
+from xpyd_proxy.proving.core.latencies import Latencies
+from xpyd_proxy.proving.core.question import Prompts, Question
+from xpyd_proxy.proving.core.reply import Reply, findings_of, read_reply, together
+from xpyd_proxy.proving.http_server import HttpServer
+from xpyd_proxy.proving.peers import Peers
+from xpyd_proxy.proving.services import EnginePairs, Service
+
+LARGEST_TOLERANCE: Final = 0.5  # of a logprob; beyond it a comparison says nothing
+_SAFETY: Final = 4.0  # a few questions do not show the largest difference
+_METRICS_S: Final = 10.0
+_REFERENCE_AT_ONCE: Final = 4
+
+
+class CheckSkipped(Exception):
+    """There is nothing of the kind to check; the message says what is missing."""
+
+
+class CheckAborted(Exception):
+    """The check could not be done; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long the suite waits, in seconds."""
+
+    request_s: float = 60.0  # for an answer
+    idle_s: float = 10.0  # for blocks after the last answer
+    lease_s: float = 30.0  # kv_lease_duration of the prefill engines
+    seconds: float = 600.0  # for the whole run
+
+
+@dataclass
+class Bench:
+    """One run: what is asked, and what became of it."""
+
+    service: Service
+    reference: Service | None
+    router: HttpServer | None
+    prefill: Sequence[HttpServer]
+    decode: Sequence[HttpServer]
+    facts: ModelFacts
+    block_size: int
+    limits: Limits
+    peers: Peers
+    prompts: Prompts
+    tolerance: float = SMALLEST_TOLERANCE
+    requests: int = 0  # that were sent to the service
+    loads: list[Latencies] = field(default_factory=list[Latencies])
+    usual: dict[str, Holdings] = field(default_factory=dict[str, Holdings])  # what engines hold at rest
+    _right: dict[str, Answer | None] = field(default_factory=dict[str, Answer | None])
+
+    @property
+    def engines(self) -> list[HttpServer]:
+        """All engines under test."""
+        return [*self.prefill, *self.decode]
+
+    @property
+    def pairs(self) -> EnginePairs:
+        """The engines, between which we are the router; raises CheckSkipped."""
+        if not isinstance(self.service, EnginePairs):
+            raise CheckSkipped("it needs the engines themselves (--prefill, --decode), not a router in front of them")
+        return self.service
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(2, min(1500, (self.facts.max_model_len or 2048) - 64))
+
+    async def ask(self, question: Question) -> Reply:
+        """Ask the service."""
+        self.requests += 1
+        return await self.service.ask(question, timeout_s=self.limits.request_s)
+
+    async def ask_all(self, questions: Sequence[Question], *, at_once: int) -> list[Reply]:
+        """Ask the service many questions, so many at a time."""
+        turns = asyncio.Semaphore(at_once)
+
+        async def one(question: Question) -> Reply:
+            async with turns:
+                return await self.ask(question)
+
+        return list(await asyncio.gather(*map(one, questions)))
+
+    async def right_answer(self, question: Question) -> Answer | None:
+        """Ask the reference, each question once; None: there is none, or it has no answer to this."""
+        if self.reference is None:
+            return None
+        key = repr(question)
+        if key not in self._right:
+            reply = await self.reference.ask(question, timeout_s=self.limits.request_s)
+            try:
+                self._right[key] = read_reply(question, reply)
+            except Malformed:
+                self._right[key] = None
+        return self._right[key]
+
+    async def right_answers(self, questions: Sequence[Question]) -> list[Answer | None]:
+        """Ask the reference many."""
+        turns = asyncio.Semaphore(_REFERENCE_AT_ONCE)
+
+        async def one(question: Question) -> Answer | None:
+            async with turns:
+                return await self.right_answer(question)
+
+        return list(await asyncio.gather(*map(one, questions)))
+
+    async def compare(
+        self, questions: Sequence[Question], *, at_once: int = 1, may_fail: bool = False
+    ) -> list[Finding]:
+        """Ask the service and the reference, and return what differs."""
+        replies = await self.ask_all(questions, at_once=at_once)
+        return await self.judge(questions, replies, may_fail=may_fail)
+
+    async def judge(
+        self, questions: Sequence[Question], replies: Sequence[Reply], *, may_fail: bool = False
+    ) -> list[Finding]:
+        """Compare replies with the reference's answers."""
+        right = await self.right_answers(questions)
+        found = [
+            finding
+            for question, reply, answer in zip(questions, replies, right, strict=True)
+            for finding in findings_of(question, reply, answer, self.tolerance, may_fail=may_fail)
+        ]
+        return together(found, len(questions))
+
+    async def calibrate(self) -> str:
+        """Find out by how much the reference differs from itself, and return what was found, in a sentence."""
+        if self.reference is None:
+            return "There is no reference: answers are compared with nothing."
+        asked = self.prompts.mixed(6, longest=self.longest)
+        first = [await self.reference.ask(question, timeout_s=self.limits.request_s) for question in asked]
+        again = await asyncio.gather(
+            *(self.reference.ask(question, timeout_s=self.limits.request_s) for question in asked)
+        )
+        worst = 0.0
+        for question, one, other in zip(asked, first, again, strict=True):
+            try:
+                worst = max(worst, self_difference(read_reply(question, one), read_reply(question, other)))
+            except Malformed as exc:
+                raise CheckAborted(f"the reference {self.reference.name} does not answer ({question}): {exc}") from exc
+        self.tolerance = min(LARGEST_TOLERANCE, max(SMALLEST_TOLERANCE, _SAFETY * worst))
+        said = (
+            f"{self.reference.name} differs from itself by {worst:.2g} in a logprob; {self.tolerance:.2g} is allowed."
+        )
+        return said + (
+            " So much hides wrong KV: its answers are not stable." if self.tolerance >= LARGEST_TOLERANCE else ""
+        )
+
+    async def holdings(self, server: HttpServer) -> Holdings | None:
+        """Look at an engine; None: it does not say."""
+        reply = await server.get("/metrics", timeout_s=_METRICS_S)
+        return None if reply.failure() else read_holdings(reply.body.decode(errors="replace"))
+
+    async def loaded(self) -> float | None:
+        """Return the tokens that decode engines have got from others so far; None: one of them does not say."""
+        seen = [await self.holdings(server) for server in self.decode]
+        counts = [None if each is None else each.loaded for each in seen]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known and len(known) == len(counts) else None
+
+
+def new_prompts(seed: int) -> Prompts:
+    """Return prompts that depend on a seed."""
+    return Prompts(random.Random(seed))
+
+
+def now() -> float:
+    """Return the time of the suite, in seconds."""
+    return time.monotonic()

@@ -1,0 +1,1 @@
+"""The checks, by what they try; ``suite.py`` lists them."""

@@ -1,0 +1,340 @@
+"""``xpyd prove``: flags to a run, its progress, its page and its exit code (docs/prove.md)."""
+
+import argparse
+import asyncio
+import os
+import ssl
+import sys
+import tempfile
+import urllib.parse
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from random import SystemRandom
+from typing import Final
+
+from xpyd_proxy.core.admission.keys import outbound_key
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.files import read_text
+from xpyd_proxy.local.errors import ChildFailed
+from xpyd_proxy.local.processes import Child, Command, open_fleet
+from xpyd_proxy.proving.bench import Bench, CheckAborted, Limits, new_prompts, now
+from xpyd_proxy.proving.check import Check
+from xpyd_proxy.proving.core.answer import Malformed
+from xpyd_proxy.proving.core.cards import ModelFacts, read_models
+from xpyd_proxy.proving.core.finding import CheckReport
+from xpyd_proxy.proving.core.run_report import COULD_NOT_RUN, RunReport, line
+from xpyd_proxy.proving.http_server import HttpServer, Transport, open_transport
+from xpyd_proxy.proving.peers import Deed, Peers
+from xpyd_proxy.proving.report.html_page import write_html
+from xpyd_proxy.proving.report.json_page import write_json
+from xpyd_proxy.proving.report.markdown import write_markdown
+from xpyd_proxy.proving.services import EnginePairs, OneServer, Service
+from xpyd_proxy.proving.suite import ALL_CHECKS, UsageSamples, chosen, run_checks
+
+_WRITERS: Final = {".html": write_html, ".md": write_markdown, ".json": write_json}
+_ROLES: Final = (Role.PREFILL.value, Role.DECODE.value)
+_KEYS: Final = {  # variables, as the router has them
+    "router": "XPYD_ROUTER_API_KEY",
+    "prefill": "XPYD_PREFILL_API_KEY",
+    "decode": "XPYD_DECODE_API_KEY",
+    "reference": "XPYD_REFERENCE_API_KEY",
+}
+_POLL_S: Final = 0.5
+_QUICK_S: Final = 10.0  # for health checks and lists of models
+_DEFAULT_BLOCK: Final = 16  # tokens; vLLM's own default, where engines do not say
+_GRACE_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Who is asked."""
+
+    router: HttpServer | None
+    prefill: Sequence[HttpServer]
+    decode: Sequence[HttpServer]
+    reference: HttpServer | None
+
+    @property
+    def all(self) -> list[HttpServer]:
+        """Every one of them."""
+        return [*self.prefill, *self.decode, *(each for each in (self.router, self.reference) if each is not None)]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    add("--prefill", action="append", default=[], metavar="URL", help="a prefill engine; once for each")
+    add("--decode", action="append", default=[], metavar="URL", help="a decode engine; once for each")
+    add("--router", metavar="URL", help="send requests to this router; without it the suite is the router itself")
+    add("--reference", metavar="URL", help="a single engine with the same model, whose answers are right")
+    add("--model", metavar="NAME", help="the model to ask (default: the first that is listed)")
+    add("--start", action="append", default=[], metavar="COMMAND", help="start this first, and stop it at the end")
+    add("--start-seconds", type=_seconds, default=600.0, metavar="S", help="until all answer (%(default)g)")
+    for role in _ROLES:
+        for deed in Deed:
+            add(f"--{deed}-{role}", metavar="COMMAND", help=f"how to {deed} the first {role} engine")
+        add(f"--{role}-pid", type=int, metavar="PID", help=f"the first {role} engine on this machine, for signals")
+    limits = Limits()
+    add("--seconds", type=_seconds, default=limits.seconds, metavar="S", help="for the whole run (%(default)g)")
+    add("--timeout", type=_seconds, default=limits.request_s, metavar="S", help="for an answer (%(default)g)")
+    add("--idle-seconds", type=_seconds, default=limits.idle_s, metavar="S", help="until blocks are free (%(default)g)")
+    said = "kv_lease_duration of the prefill engines (%(default)g)"
+    add("--lease-seconds", type=_seconds, default=limits.lease_s, metavar="S", help=said)
+    add("--block-size", type=int, metavar="TOKENS", help="of the engines (default: what their metrics say, or 16)")
+    add("--seed", type=int, metavar="N", help="of the prompts (default: another one each time)")
+    add("--only", action="append", default=[], metavar="NAME", help="these checks or groups; see --list")
+    add("--skip", action="append", default=[], metavar="NAME", help="not these checks or groups")
+    add("--list", action="store_true", help="print the checks and stop")
+    add("--report", action="append", default=[], metavar="FILE", help="write a page: .html, .md or .json")
+    for name, variable in _KEYS.items():
+        add(f"--{name}-key-file", metavar="FILE", help=f"file with its API key (default: ${variable})")
+    add("--ca", metavar="FILE", help="PEM file with the authorities of https URLs, and no others")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the suite; return the exit code: 0 all green, 1 findings, 2 it could not run."""
+    if args.list:
+        sys.stdout.write("".join(f"{check.group:10} {check.name:22} {check.about}\n" for check in ALL_CHECKS))
+        return 0
+    try:
+        checks = _check_flags(args)
+        with _started(args) as children:
+            report = asyncio.run(_prove(args, checks, children))
+        for path in args.report:
+            _write(path, report)
+    except (ConfigError, CheckAborted, ChildFailed) as exc:
+        sys.stderr.write(f"xpyd prove: {exc}\n")
+        return COULD_NOT_RUN
+    except KeyboardInterrupt:
+        sys.stderr.write("xpyd prove: interrupted; no page was written\n")
+        return COULD_NOT_RUN
+    sys.stdout.write(f"{report.verdict}\n")
+    return report.exit_code
+
+
+def _check_flags(args: argparse.Namespace) -> list[Check]:
+    if bool(args.prefill) != bool(args.decode) or not (args.prefill or args.router):
+        raise ConfigError("name engines of both roles (--prefill URL --decode URL), or a router (--router URL)")
+    for path in args.report:
+        if Path(path).suffix not in _WRITERS:
+            raise ConfigError(f"--report {path}: its name must end in {', '.join(_WRITERS)}")
+        if not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"--report {path}: its folder does not exist")
+    try:
+        return chosen(args.only, args.skip)
+    except KeyError as exc:
+        raise ConfigError(f"{exc.args[0]} is neither a check nor a group: see --list") from exc
+
+
+@contextmanager
+def _started(args: argparse.Namespace) -> Generator[list[Child]]:
+    """Start what --start says, and stop it at the end."""
+    if not args.start:
+        yield []
+        return
+    logs = Path(tempfile.mkdtemp(prefix="xpyd-prove-"))
+    sys.stderr.write(f"xpyd prove: logs of what is started: {logs}\n")
+    with open_fleet(logs, grace_s=_GRACE_S) as fleet:
+        yield [
+            fleet.start(Command(f"start-{number}", ("/bin/sh", "-c", command), os.environ, ""))
+            for number, command in enumerate(args.start)
+        ]
+
+
+async def _prove(args: argparse.Namespace, checks: Sequence[Check], children: Sequence[Child]) -> RunReport:
+    transport = open_transport(_tls(args))
+    try:
+        servers = _servers(args, transport)
+        await _wait_ready(servers, args.start_seconds if children else 0.0, children)
+        return await _measure(args, checks, servers)
+    finally:
+        await transport.close()
+
+
+async def _measure(args: argparse.Namespace, checks: Sequence[Check], servers: Servers) -> RunReport:
+    began, when = now(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    seed = SystemRandom().randrange(10**9) if args.seed is None else args.seed
+    bench = await _bench(args, servers, seed)
+    notes = [await _at_rest(bench), await bench.calibrate()]
+    for note in notes:
+        sys.stderr.write(f"{note}\n")
+    samples = UsageSamples(began)
+    reports = await run_checks(bench, checks, samples, _Progress(len(checks), began, bench).tell)
+    return RunReport(
+        subject=f"{bench.service.name}, model {bench.facts.name}",
+        reference="nothing" if bench.reference is None else bench.reference.name,
+        version=version("xpyd"),
+        when=when,
+        seed=seed,
+        seconds=now() - began,
+        tolerance=bench.tolerance,
+        notes=notes,
+        checks=reports,
+        loads=bench.loads,
+        usage=samples.of,
+    )
+
+
+async def _bench(args: argparse.Namespace, servers: Servers, seed: int) -> Bench:
+    front = servers.router or servers.decode[0]
+    facts = await _facts(front, args.model)
+    pairs = EnginePairs(servers.prefill, servers.decode, facts.name)
+    service: Service = pairs if servers.router is None else OneServer(servers.router, facts.name)
+    # Without one of its own: a prefill engine computes all of a prompt itself, and reads no KV.
+    alone = servers.reference or (servers.prefill[0] if servers.prefill else None)
+    commands = {
+        (role, deed): command for role in _ROLES for deed in Deed if (command := getattr(args, f"{deed}_{role}"))
+    }
+    pids = {role: pid for role in _ROLES if (pid := getattr(args, f"{role}_pid")) is not None}
+    bench = Bench(
+        service=service,
+        reference=None if alone is None else OneServer(alone, facts.name),
+        router=servers.router,
+        prefill=servers.prefill,
+        decode=servers.decode,
+        facts=facts,
+        block_size=args.block_size or _DEFAULT_BLOCK,
+        limits=Limits(args.timeout, args.idle_seconds, args.lease_seconds, args.seconds),
+        peers=Peers(commands, pids),
+        prompts=new_prompts(seed),
+    )
+    if args.block_size is None:
+        seen = [found.block_size for server in bench.engines if (found := await bench.holdings(server)) is not None]
+        bench.block_size = next((size for size in seen if size is not None), _DEFAULT_BLOCK)
+    return bench
+
+
+async def _facts(server: HttpServer, wanted: str | None) -> ModelFacts:
+    reply = await server.get("/v1/models", timeout_s=_QUICK_S)
+    if reply.failure():
+        raise CheckAborted(f"{server.name} at {server.url} lists no models: {reply.failure()}")
+    try:
+        return read_models(reply.body, wanted)
+    except Malformed as exc:
+        raise CheckAborted(f"{server.name} at {server.url}: {exc}") from exc
+
+
+async def _at_rest(bench: Bench) -> str:
+    """Look at the engines before anything is asked: what they hold then is not ours."""
+    unknown: list[str] = []
+    for server in bench.engines:
+        seen = await bench.holdings(server)
+        if seen is None:
+            unknown.append(server.name)
+            continue
+        bench.usual[server.name] = seen
+        if held := seen.beyond(None):
+            raise CheckAborted(f"{server.name} at {server.url} is not at rest: {held}. Take other clients away first")
+    if not bench.engines:
+        return "Blocks are not watched: name the engines behind the router, too (--prefill, --decode)."
+    return f"Without vLLM's metrics: {', '.join(unknown)}." if unknown else "All engines are at rest."
+
+
+async def _wait_ready(servers: Servers, seconds: float, children: Sequence[Child]) -> None:
+    """Wait until all serve; raises CheckAborted."""
+    deadline = now() + seconds
+    while True:
+        replies = await asyncio.gather(*(server.get("/health", timeout_s=_QUICK_S) for server in servers.all))
+        missing = [(server, reply) for server, reply in zip(servers.all, replies, strict=True) if reply.failure()]
+        if not missing:
+            return
+        for child in children:
+            if child.exit_code:  # one that ended with 0 has left something that runs
+                child.raise_if_dead()
+        if now() >= deadline:
+            server, reply = missing[0]
+            raise CheckAborted(f"{server.name} at {server.url} does not serve: {reply.failure()}")
+        await asyncio.sleep(_POLL_S)
+
+
+class _Progress:
+    """Says on standard error how far the run is: a line for each check, and one that moves on a terminal."""
+
+    def __init__(self, checks: int, began: float, bench: Bench) -> None:
+        self._checks = checks
+        self._began = began
+        self._bench = bench
+
+    def tell(self, number: int, check: Check, report: CheckReport | None) -> None:
+        """Hear of a check that begins, or has ended."""
+        is_terminal = sys.stderr.isatty()
+        if report is not None:
+            sys.stderr.write(f"{chr(13) + chr(27) + '[K' if is_terminal else ''}{line(report)}\n")
+        elif is_terminal:
+            spent = f"{now() - self._began:.0f} of {self._bench.limits.seconds:.0f} s"
+            sys.stderr.write(f"\r\x1b[K[{number}/{self._checks}] {check.name} ... {spent}")
+        sys.stderr.flush()
+
+
+def _servers(args: argparse.Namespace, transport: Transport) -> Servers:
+    def named(name: str, url: str, kind: str) -> HttpServer:
+        return HttpServer(name, _url(url), transport, _key(args, kind))
+
+    return Servers(
+        router=None if args.router is None else named("router", args.router, "router"),
+        prefill=[named(f"prefill-{number}", url, "prefill") for number, url in enumerate(args.prefill)],
+        decode=[named(f"decode-{number}", url, "decode") for number, url in enumerate(args.decode)],
+        reference=None if args.reference is None else named("reference", args.reference, "reference"),
+    )
+
+
+def _tls(args: argparse.Namespace) -> ssl.SSLContext | None:
+    urls = [*args.prefill, *args.decode, *filter(None, (args.router, args.reference))]
+    if not any(url.startswith("https://") for url in urls):
+        if args.ca is not None:
+            raise ConfigError("--ca is for URLs that begin with https://, and there is none")
+        return None
+    context = ssl.create_default_context()
+    if args.ca is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # these authorities and no others
+        try:
+            context.load_verify_locations(cadata=read_text(args.ca))
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"--ca {args.ca} has no certificate in PEM") from exc
+    return context
+
+
+def _url(text: str) -> str:
+    """Return a URL without a slash at its end; raises ConfigError."""
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_good, parts = False, None
+    if not is_good or parts is None or parts.username or parts.query or parts.fragment:
+        raise ConfigError(f"{text!r} is not the URL of a server: write http://HOST:PORT, and keys in files")
+    return url.rstrip("/")
+
+
+def _key(args: argparse.Namespace, name: str) -> str | None:
+    path: str | None = getattr(args, f"{name}_key_file")
+    if path is not None:
+        return outbound_key(read_text(path), path)
+    found = os.environ.get(_KEYS[name], "")
+    return outbound_key(found, f"${_KEYS[name]}") if found else None
+
+
+def _write(path: str, report: RunReport) -> None:
+    """Write a page for this user alone: prompts and addresses may be in it."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(_WRITERS[Path(path).suffix](report))
+    except OSError as exc:
+        raise ConfigError(f"--report {path} cannot be written: {exc.strerror}") from exc
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write seconds, above 0 and up to 86400")
+    return value

@@ -1,0 +1,1 @@
+"""What is asked, what answers mean and what follows from them: pure, without a clock or a socket."""

@@ -1,0 +1,44 @@
+"""Latencies of streams: what a client sees of each, and their percentiles."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+PERCENTILES: Final = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Of the requests of one load, in seconds and sorted."""
+
+    label: str  # who answered
+    ttft: tuple[float, ...]  # from sending to the first token
+    itl: tuple[float, ...]  # between tokens
+    requests: int
+    failed: int
+    seconds: float  # of the whole load
+    tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens of all requests."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+def latencies(
+    label: str, streams: Sequence[tuple[float, Sequence[float]]], *, failed: int, seconds: float
+) -> Latencies:
+    """Make figures of streams: when each was sent, and when its tokens came."""
+    ttft = sorted(times[0] - sent for sent, times in streams if times)
+    itl = sorted(later - earlier for _, times in streams for earlier, later in itertools.pairwise(times))
+    tokens = sum(len(times) for _, times in streams)
+    return Latencies(label, tuple(ttft), tuple(itl), len(streams) + failed, failed, seconds, tokens)
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float | None:
+    """Return the smallest value that so many percent do not exceed; None: there are no values."""
+    if not ordered:
+        return None
+    place = -(-len(ordered) * percent // 100)  # nearest rank
+    return ordered[max(0, min(len(ordered), int(place)) - 1)]

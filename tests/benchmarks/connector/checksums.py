@@ -1,0 +1,82 @@
+"""What the checksums of sampled blocks cost each engine, in CPU time of the thread that takes them.
+
+``nice .venv/bin/python tests/benchmarks/connector/checksums.py`` prints the table of docs/verify.md: a cache in host
+memory as Llama 3.1 8B has it on one rank (32 layers, 8 KV heads of 128 dimensions, bfloat16, blocks of 16 tokens), in
+the layout that the connector asks for. Medians of five runs.
+"""
+
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT / "connector"), str(ROOT / "tests")]
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    import torch
+
+    from xpyd_connector.shell.cache_reader import TensorReader
+    from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches
+    from xpyd_connector.shell.engine_config import EngineConfig
+
+from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId  # noqa: E402
+from xpyd_connector.core.layout.cache_groups import CacheGroup  # noqa: E402
+from xpyd_connector.core.verify.comparison import sums_of  # noqa: E402
+from xpyd_connector.core.verify.sampling import Sampling  # noqa: E402
+
+LAYERS, HEADS, DIMENSIONS, TOKENS, BLOCKS, RUNS = 32, 8, 128, 16, 256, 5
+PROMPT = 128  # blocks
+RATE, SHARE, SAMPLED = 20, 0.01, 8  # prefills a second of one engine; the settings that docs/verify.md advises
+
+
+def reader():
+    """Return the reader of such a cache, and the bytes of a block."""
+    caches = {
+        f"layers.{layer}": torch.randint(0, 99, (BLOCKS, HEADS, TOKENS, 2 * DIMENSIONS), dtype=torch.int16)
+        for layer in range(LAYERS)
+    }
+    engine_config = EngineConfig(
+        EngineId("e"), Address("127.0.0.1", 1), (CacheGroup(TOKENS),), dict.fromkeys(caches, 0), BLOCKS, HEADS, 1,
+        is_producer=True, is_consumer=True,
+    )  # fmt: skip
+    regions = describe_caches(caches, engine_config, BLOCKS, KernelLayout.ENTRIES)
+    return TensorReader(caches, regions, (0,)), sum(cache[0].numel() * 2 for cache in caches.values())
+
+
+def cpu_seconds(call, times):
+    """Return the CPU time of one call on this thread: the median of some runs."""
+    found = []
+    for _ in range(RUNS):
+        begun = time.thread_time()
+        for _ in range(times):
+            call()
+        found.append((time.thread_time() - begun) / times)
+    return statistics.median(found)
+
+
+def main():
+    cache, block_bytes = reader()
+    sampling, name = Sampling(1.0, SAMPLED), RequestId("cmpl-0")
+    prompt = [list(map(BlockId, range(1, PROMPT + 1)))]
+
+    def sums():
+        blocks = sampling.choose(name, prompt, sizes={0: TOKENS}, states=set(), tokens=PROMPT * TOKENS)
+        return sums_of(0, blocks, cache)
+
+    one = cpu_seconds(lambda: cache.checksum(0, BlockId(7), 0, TOKENS), 20)
+    request = cpu_seconds(sums, 3)
+    asked = cpu_seconds(lambda: sampling.takes(name), 10000)
+    print("| | |\n|---|---|")
+    print(f"| a block of {block_bytes / 2**20:.0f} MiB | {1e3 * one:.2f} ms |")
+    print(f"| CPU seconds for a GB | {one / block_bytes * 1e9:.2f} |")
+    print(f"| a sampled request, {SAMPLED} blocks of {PROMPT} | {1e3 * request:.1f} ms |")
+    print(f"| a request that is not sampled | {1e6 * asked:.2f} µs |")
+    share = RATE * (SHARE * request + asked)
+    print(f"| share of a core at {RATE} prefills a second and `verify_share` {SHARE:g} | {100 * share:.2f} % |")
+
+
+if __name__ == "__main__":
+    main()

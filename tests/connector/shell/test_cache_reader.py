@@ -1,0 +1,96 @@
+"""Checksums of a cache's own bytes: equal where blocks hold the same, whatever lies around them, and only there."""
+
+import warnings
+from zlib import crc32
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's and vLLM's own, at their import
+    import torch
+
+    from xpyd_connector.shell.cache_reader import TensorReader
+    from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches
+    from xpyd_connector.shell.engine_config import EngineConfig
+
+from xpyd_connector.core.ids import Address, EngineId
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+
+pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+HEADS, TOKENS, CONTENT = 2, 4, 8
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC")
+KERNELS = [KernelLayout.ENTRIES, KernelLayout.TRANSPOSED]
+
+
+def made(layout="LBHNC", *, blocks=5, seed=0, kernel=KernelLayout.ENTRIES, rows=1, key=(0, 1)):
+    """Return a cache of two layers as vLLM hands it over, and its reader; ``rows`` of the kernel make a block."""
+    sizes = {"L": 2, "B": blocks * rows, "H": HEADS, "N": TOKENS, "C": CONTENT}
+    memory = torch.rand([sizes[axis] for axis in layout], generator=torch.Generator().manual_seed(seed))
+    layers = memory.permute([layout.index(axis) for axis in "LBHNC"])
+    caches = {f"l.{number}": layer for number, layer in enumerate(layers)}
+    config = EngineConfig(
+        EngineId("e"), Address("127.0.0.1", 1), (CacheGroup(TOKENS * rows),), dict.fromkeys(caches, 0), blocks, HEADS,
+        1, is_producer=True, is_consumer=True,
+    )  # fmt: skip
+    return layers, TensorReader(caches, describe_caches(caches, config, blocks, kernel), key)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_block_that_was_copied_has_the_same_checksum(layout, kernel):
+    """In a cache of another size (if heads are not outside of blocks), at another place, among other blocks."""
+    there, p = made(layout, kernel=kernel, blocks=8)
+    here, d = made(layout, kernel=kernel, blocks=8 if layout == "LHBNC" else 9, seed=1)
+    assert p.shape == d.shape
+    assert p.checksum(0, 2, 0, TOKENS) != d.checksum(0, 7, 0, TOKENS)
+    here[:, 7] = there[:, 2]
+
+    assert p.checksum(0, 2, 0, TOKENS) == d.checksum(0, 7, 0, TOKENS)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_number_of_a_block_counts_and_no_other(layout, kernel):
+    """One that differs is a wrong block; one of its neighbours is not."""
+    layers, reader = made(layout, blocks=3, kernel=kernel)
+    before = reader.checksum(0, 1, 0, TOKENS)
+    for place in torch.cartesian_prod(*map(torch.arange, layers.shape)).tolist():
+        layer, block, *rest = place
+        kept = layers[tuple(place)].clone()
+        layers[tuple(place)] = -1.0
+        changed = reader.checksum(0, 1, 0, TOKENS) != before
+        layers[tuple(place)] = kept
+
+        assert changed == (block == 1), (layer, block, *rest)
+
+
+def test_of_a_blocks_beginning_the_kernels_rows_count_that_it_reaches_into():
+    """A transfer of two engines of one shape moves whole rows, too."""
+    layers, reader = made(rows=2)
+    before = [reader.checksum(0, 2, *tokens) for tokens in ((0, 3), (0, 5), (5, 8))]
+    layers[0, 5, 0, 3, 0] = -1.0  # the second row of block 2
+    after = [reader.checksum(0, 2, *tokens) for tokens in ((0, 3), (0, 5), (5, 8))]
+
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True, False, False]
+
+
+def test_a_dense_block_is_read_in_the_order_of_its_layers():
+    """The checksum is that of the bytes, one layer after the other: engines of later versions can agree."""
+    layers, reader = made()
+    whole = b"".join(layer[3].numpy().tobytes() for layer in layers)
+
+    assert reader.checksum(0, 3, 0, TOKENS) == crc32(whole)
+
+
+def test_other_layouts_ranks_and_block_sizes_are_other_shapes():
+    """Of which no two blocks are compared."""
+    kinds = [{}, {"layout": "LBNHC"}, {"kernel": KernelLayout.TRANSPOSED}, {"rows": 2}, {"key": (1, 2)}]
+    shapes = {made(**kind)[1].shape for kind in kinds}
+
+    assert len(shapes) == len(kinds)
+
+
+def test_a_group_of_other_stages_has_no_blocks_here():
+    """A pipeline stage may lack one."""
+    assert made()[1].block_size(0) == TOKENS
+    assert made()[1].block_size(1) == 0

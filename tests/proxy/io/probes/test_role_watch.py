@@ -1,0 +1,144 @@
+"""Decisions on roles, from the engines' metrics to the log, the counters and the status page."""
+
+import logging
+
+import pytest
+
+from support.fluid_fleet import LIMITS, TARGETS, FluidFleet
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.counters import Counters
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.roles.role_controller import RoleController
+from xpyd_proxy.io.probes.checks import ProbeFailed
+from xpyd_proxy.io.probes.role_board import RoleBoard
+from xpyd_proxy.io.probes.role_watch import RoleWatch
+from xpyd_proxy.settings import RolesMode, Settings, SlicePairing
+
+
+class World:
+    """A router that knows the engines of a fluid fleet by their names as hosts."""
+
+    def __init__(self, prefill, decode, settings=None):
+        self.fleet = FluidFleet(prefill, decode)
+        self.registry = Registry(settings)
+        for name, role in self.fleet.roles.items():
+            self.registry.add(role, Address("http", name, 80))
+        self.counters, self.silent = Counters(frozenset()), set()
+        self.board = RoleBoard(RolesMode.DRY_RUN, self.counters, 6, self.clock)
+        self.watch = RoleWatch(
+            self.registry, self.metrics, RoleController(TARGETS, LIMITS), self.board,
+            queued=lambda: 0, every_s=1.0, clock=self.clock,
+        )  # fmt: skip
+
+    def clock(self):
+        return self.fleet.now
+
+    async def metrics(self, instance):
+        if instance.id in self.silent:
+            raise ProbeFailed("cannot be reached")
+        return self.fleet.exposition(instance.address.host)
+
+    async def run(self, prefill_busy, decode_busy, seconds):
+        for _ in range(int(seconds / 10)):
+            self.fleet.step(prefill_busy, decode_busy)
+            await self.watch.look()
+        return self.board.part()
+
+
+async def test_a_dry_run_says_what_it_would_do_and_does_nothing(caplog):
+    """In the log with its numbers, in the metrics and on the page; and it keeps to the limits it would have."""
+    caplog.set_level(logging.INFO)
+    world = World(8, 8)
+    part = await world.run(8.5, 2.0, 1800)
+    lines = [record.getMessage() for record in caplog.records if record.name == "xpyd.roles"]
+    turns = [line for line in lines if "verdict=turn" in line]
+
+    assert len(world.registry.known(Role.PREFILL)) == 8
+    assert world.counters.role_decisions["turn", "prefill"] == len(turns) == 6
+    assert (part.mode, part.verdict, part.turns, part.turns_most) == ("dry-run", "spent", 6, 6)
+    assert part.last_turn == "decode-0 to prefill, in a dry run"
+    assert world.counters.wanted_engines["prefill",] == part.wanted_prefill >= 11
+    assert world.counters.wanted_engines["decode",] == part.wanted_decode <= 5
+    for fact in ("instance=decode-0", "to=prefill", "prefill_busy=8.", "decode_busy=", "itl_ms=", "queued_tokens="):
+        assert fact in turns[0]
+    assert "why='decode-0 to prefill: prefill lacks an engine: 8." in turns[0]
+
+
+async def test_equal_decisions_are_one_line(caplog):
+    """Every few seconds there is one: the log shows what changes."""
+    caplog.set_level(logging.INFO)
+    world = World(4, 4)
+    await world.run(2.0, 2.0, 1200)
+    verdicts = [record.facts["verdict"] for record in caplog.records if record.name == "xpyd.roles"]
+
+    assert verdicts == ["unknown", "balanced"]
+    assert sum(world.counters.role_decisions.values()) == 2
+
+
+async def test_engines_that_do_not_answer_are_named_and_nothing_is_wanted():
+    """A sum without them would be too small; an autoscaler that is told nothing keeps what there is."""
+    world = World(4, 4)
+    world.silent = {"decode-2"}
+    part = await world.run(2.0, 2.0, 300)
+
+    assert part.verdict == "unknown"
+    assert "decode-2" in part.why
+    assert not world.counters.wanted_engines
+
+
+async def test_an_engine_that_drains_is_no_engine_of_its_role():
+    """It gets nothing new: to count it would hide that the others are too few."""
+    world = World(8, 8)
+    await world.run(5.0, 5.0, 300)
+    for number in range(4):
+        world.registry.drain(f"prefill-{number}", now=world.fleet.now)
+    part = await world.run(5.0, 5.0, 60)
+
+    assert part.prefill == 4
+
+
+@pytest.mark.parametrize(
+    ("models", "settings", "why"),
+    [
+        ({"prefill-0": {"a"}, "decode-0": {"b"}}, None, "engines serve 2 different sets of models"),
+        ({}, Settings(slice_pairing=SlicePairing.REQUIRE), "slice_pairing is require"),
+    ],
+)
+async def test_engines_that_are_not_one_pool_are_left_alone(models, settings, why):
+    """An engine that turned would be of no use to the requests that lack one."""
+    world = World(4, 4, settings)
+    for name, served in models.items():
+        facts = EngineCapabilities(models=frozenset(served), adapters=frozenset())
+        world.registry.learn(name, facts)
+    part = await world.run(4.0, 1.0, 200)
+
+    assert (part.verdict, part.wanted_prefill) == ("unknown", None)
+    assert why in part.why
+
+
+async def test_an_engine_known_under_both_roles_is_not_counted_twice():
+    """Its numbers are those of both."""
+    world = World(2, 2)
+    world.registry.add(Role.DECODE, Address("http", "e00", 80))
+    part = await world.run(1.0, 1.0, 100)
+
+    assert part.why == "an engine has both roles at the same time"
+
+
+def test_the_page_has_nothing_before_the_first_look():
+    """Zeros would be a lie."""
+    assert World(1, 1).board.part() is None
+
+
+async def test_a_json_log_has_the_numbers_as_fields(caplog):
+    """For whoever counts decisions in the log."""
+    caplog.set_level(logging.INFO)
+    world = World(4, 4)
+    await world.run(2.0, 2.0, 300)
+    facts = [record.facts for record in caplog.records if record.name == "xpyd.roles"][-1]
+
+    assert facts["verdict"] == "balanced"
+    assert facts["prefill_rate"] == pytest.approx(10_000, rel=0.3)
+    assert {"decode_rate", "decode_batch", "full_kv_caches", "arriving_tokens_per_s"} <= facts.keys()

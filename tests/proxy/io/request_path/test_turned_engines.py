@@ -1,0 +1,92 @@
+"""What policies know of an engine that has turned: what is in its cache is true of its process, whatever it serves."""
+
+import json
+
+import pytest
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import EngineRole, RequestId, Role, RoutingHints
+from xpyd_proxy.core.schemas import Coordinates
+from xpyd_proxy.io.request_path.policies import fleet_of
+from xpyd_proxy.settings import PolicyName, Settings
+
+PROMPT = json.dumps([{"role": "user", "content": "a long question " * 60}]).encode()
+PREFILL, DECODE, BOTH = EngineRole
+
+
+def fleet(policy, learned=None):
+    settings = Settings(prefill_policy=policy, decode_policy=policy)
+    registry = Registry(settings)
+    for role in Role:
+        for number in range(3):
+            registry.add(role, Address("http", f"{role[0]}{number}", 80))
+    learned = PushCoordinates(at_once=True) if learned is None else learned
+    return fleet_of(settings, registry, learned, lambda: 0.0, lambda n: 0)
+
+
+def turn(fleet, name, to):
+    fleet.registry.turn(name, to, now=0.0)
+    fleet.registry.settle(patience_s=0, now=0.0)
+    assert fleet.registry.member(name).role is to
+
+
+def as_role(fleet, name, role):
+    return fleet.registry.member(name).as_role(role)
+
+
+def hints(**more):
+    return RoutingHints("m", **{"prompt": PROMPT} | more)
+
+
+@pytest.mark.parametrize("policy", [PolicyName.PREFIX, PolicyName.EXPECTED_TTFT])
+def test_its_prefix_cache_is_remembered(policy):
+    """A conversation that it has goes to it as a prefill engine, too; and back, when it turns back."""
+    found = fleet(policy)
+    found.caches.answered(as_role(found, "decode-1", Role.DECODE), hints(), 0)
+    before = found.caches.matched(as_role(found, "decode-1", Role.DECODE), hints())
+    turn(found, "decode-1", PREFILL)
+
+    assert found.caches.matched(as_role(found, "decode-1", Role.PREFILL), hints()) == before > 0
+    assert found.any_pair(hints())[0].id == "decode-1"
+    turn(found, "decode-1", DECODE)
+    assert found.any_pair(hints())[1].id == "decode-1"
+
+
+def test_sessions_go_elsewhere_and_come_back():
+    """Those of other engines stay where they are."""
+    found, sessions = fleet(PolicyName.SESSION), [f"session {number}" for number in range(40)]
+    before = {one: found.any_pair(hints(session=one))[1].id for one in sessions}
+    turn(found, "decode-1", PREFILL)
+    during = {one: found.any_pair(hints(session=one))[1].id for one in sessions}
+    turn(found, "decode-1", DECODE)
+
+    assert {during[one] for one in sessions} == {"decode-0", "decode-2"}
+    assert all(during[one] == before[one] for one in sessions if before[one] != "decode-1")
+    assert {one: found.any_pair(hints(session=one))[1].id for one in sessions} == before
+
+
+def test_rates_are_learned_anew():
+    """What it took as a decode engine says nothing of it as a prefill engine beside others of that kind."""
+    found = fleet(PolicyName.EXPECTED_TTFT)
+    costs, request, one = found.costs, RequestId("r"), as_role(found, "decode-1", Role.DECODE)
+    costs.sent(one, request, hints(), computes=True)
+    turn(found, "decode-1", PREFILL)
+    costs.answered(one, request, hints(), None)
+    found.leave(one, request)
+    speed = found.registry.member("decode-1").speed
+
+    assert (speed.prefill.line, speed.entered, len(speed.computing)) == (None, set(), 0)
+
+
+def test_where_it_pushes_from_is_known_when_it_is_a_prefill_engine_again():
+    """Its id and its port are those of the process; one that was restarted is noticed as any other."""
+    learned = PushCoordinates(at_once=True)
+    found = fleet(PolicyName.ROUND_ROBIN, learned)
+    told = Coordinates(remote_engine_id="e", remote_host="h", remote_port=1, tp_size=1)
+    learned.learn("prefill-1", told)
+    turn(found, "prefill-1", DECODE)
+    turn(found, "prefill-1", PREFILL)
+
+    assert learned.coordinates("prefill-1") == told

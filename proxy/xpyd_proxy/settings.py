@@ -314,9 +314,10 @@ class Settings:
         "least number, so the most urgent priority, of a client whose key has none of its own", live=True)
     classes: tuple[ClassText, ...] = LIMITS.option((),
         "classes of requests with targets, as NAME:ttft=SECONDS,on_miss=queue; in the file also tables [classes.NAME]",
-        live=True)
+        live=True, chart="router.classes")
     default_class: str | None = LIMITS.option(None,
-        "class of requests whose key has none, and which name none; needed where there are classes", live=True)
+        "class of requests whose key has none, and which name none; needed where there are classes", live=True,
+        chart="router.defaultClass")
     max_connections: Count = LIMITS.option(16384, "connections of clients; more are answered with 503 and closed")
     max_connections_per_address: Count | None = LIMITS.option(None,
         "connections of one client address; behind a proxy all clients have the same")

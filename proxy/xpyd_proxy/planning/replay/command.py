@@ -64,10 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--kv-events", action="store_true", help="they tell what they have cached, and prompts are token ids")
     said = "auto: they turn to the other role as --roles would have them, for --ttft and --itl (%(default)s)"
     option("--roles", choices=("off", "auto"), default="off", help=said)
-    option = parser.add_argument_group("classes").add_argument
-    said = "classes of requests, as xpyd serve takes them; a line of the trace may name its own (docs/slo.md)"
-    option("--classes", nargs="+", default=(), metavar="CLASS", help=said)
-    option("--default-class", metavar="NAME", help="class of requests that name none")
+    _add_classes(parser.add_argument_group("classes").add_argument)
     option = parser.add_argument_group("output").add_argument
     said = "seconds to the first token that a request served well takes, at most"
     option("--ttft", type=_positive, default=inf, metavar="S", help=said)
@@ -76,6 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--json", action="store_true", help="print JSON")
     option("--plot", type=Path, metavar="FILE", help="write a picture, as SVG")
     parser.set_defaults(run=run)
+
+
+def _add_classes(option: Callable[..., object]) -> None:
+    said = "classes of requests, as xpyd serve takes them; a line of the trace may name its own (docs/slo.md)"
+    option("--classes", nargs="+", default=(), metavar="CLASS", help=said)
+    option("--default-class", metavar="NAME", help="class of requests that name none")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -56,7 +56,8 @@ class RoleLease:
     def look(self, text: str, *, now: float, wall: float, turns: bool = False) -> LeaseView:
         """Take in the text as it is; ``turns``: an engine shall turn, which is to be written down before."""
         record = _read(text)
-        turned_at = tuple(at for at in record.turned_at if wall - _HOUR_S < at)[-_MOST_TURNS:]
+        # A turn of the future is one of now: its router's clock is ahead. The holder's next renewal writes that down.
+        turned_at = tuple(min(at, wall) for at in record.turned_at if wall - _HOUR_S < at)[-_MOST_TURNS:]
         if record.holder not in ("", self._me) and not self._is_over(text, now):
             return LeaseView(holds=False, holder=record.holder, turned_at=turned_at, text=None)
         if turns:

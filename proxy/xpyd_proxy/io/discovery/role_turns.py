@@ -44,7 +44,7 @@ class LeasedTurns:
             logger.info("roles are decided by %s", "this router" if holds else holder or "another router")
             self._holder = holder
         now, wall = self._clock(), self._wall()
-        # Another router's clock may be ahead: what it has written down is over all the same.
+        # The wall clock may have been set back since the look: what was written down is over all the same.
         return RoleHold(holds, holder, tuple(now - max(0.0, wall - at) for at in view.turned_at))
 
     async def begin(self, name: InstanceId, role: Role, /) -> str:

@@ -63,6 +63,18 @@ def test_turns_outlive_their_router():
     assert two.look(shared.text, now=LASTS_S, wall=8601.0).turned_at == ()
 
 
+def test_a_turn_of_the_future_becomes_older_like_all_others():
+    """A host whose clock was a day ahead would have stopped the controllers of the others for a day."""
+    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    look(one, shared, 0.0, wall=90_000.0, turns=True)
+    look(two, shared, 0.0, wall=3_600.0)
+    look(two, shared, LASTS_S, wall=3_600.0 + LASTS_S)
+    view = two.look(shared.text, now=LASTS_S + 600.0, wall=4_200.0 + LASTS_S)
+
+    assert (view.holds, view.turned_at) == (True, (3_600.0 + LASTS_S,))
+    assert two.look(shared.text, now=LASTS_S + 3_600.0, wall=7_200.0 + LASTS_S).turned_at == ()
+
+
 def test_a_turn_is_written_even_if_the_lease_is_fresh():
     """A holder that hung may have lost it: the write fails then, and nothing turns."""
     shared, one, two = Text(), RoleLease("one"), RoleLease("two")

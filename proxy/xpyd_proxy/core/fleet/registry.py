@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NoReturn
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities, fit, rests
@@ -221,10 +221,18 @@ class Registry:
         member = self.member(name)
         if member.heading is to:
             return
-        why = self._why_not(member, to) or (None if force else self._last_of(member, to))
+        why = self._why_not(member, to) or (None if force else self._last_of(member, member.role, to))
         if why is not None:
-            self.turns[to.value, "refused"] += 1
-            raise CannotTurn(why)
+            self._refuse(to, why)
+
+    def check_begun(self, name: InstanceId, before: EngineRole, to: EngineRole) -> None:
+        """Check once more, when it is known what others have begun meanwhile; ``before``: what it served when asked.
+
+        Raises UnknownInstance, or CannotTurn: it was the last one of a role that it leaves.
+        """
+        why = self._last_of(self.member(name), before, to)
+        if why is not None:
+            self._refuse(to, why)
 
     def can_turn(self, name: InstanceId, to: EngineRole) -> bool:
         """Tell whether an engine may turn, as far as is known, if it is not the last one; raises UnknownInstance."""
@@ -398,11 +406,15 @@ class Registry:
                     return f"{one.address.authority} is also {name}, which is {other.heading}: remove one of the two"
         return None
 
-    def _last_of(self, member: Member, to: EngineRole) -> str | None:
+    def _refuse(self, to: EngineRole, why: str) -> NoReturn:
+        self.turns[to.value, "refused"] += 1
+        raise CannotTurn(why)
+
+    def _last_of(self, member: Member, before: EngineRole, to: EngineRole) -> str | None:
         """Say which role no other engine serves of those that one leaves; None: each has another."""
         own = member.facts.models
         for role in Role:
-            if to.serves(role) or not member.role.serves(role):
+            if to.serves(role) or not before.serves(role):
                 continue
             others = [
                 other

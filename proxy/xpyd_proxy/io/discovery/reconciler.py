@@ -23,7 +23,7 @@ from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Wanted
 from xpyd_proxy.core.model import EngineRole, InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
-from xpyd_proxy.errors import AddressError, AlreadyKnown
+from xpyd_proxy.errors import AddressError, AlreadyKnown, CannotTurn
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.discovery.stores import Store
 
@@ -333,7 +333,17 @@ class Discovery:
         """
         self._registry.check_turn(name, to, force=force)
         await self._forget_assignments()
-        await self._assign(self._registry.member(name), to)
+        member = self._registry.member(name)
+        before, heading = member.role, member.heading
+        await self._assign(member, to)
+        if force or heading is to or self._registry.get(name) is not member:
+            return
+        try:
+            self._registry.check_begun(name, before, to)  # others may have asked for another one at the same moment
+        except CannotTurn:
+            if self._reconciler.role_of(member) is to:
+                await self._assign(member, heading)
+            raise
 
     async def _assign(self, member: Member, role: EngineRole) -> None:
         key, wanted = _key(member), member.origin.wanted

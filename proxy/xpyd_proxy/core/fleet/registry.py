@@ -92,7 +92,11 @@ class Member:
     @property
     def leaves_decode(self) -> bool:
         """Tell whether it turns away from decode."""
-        return self.turn is not None and self.role.serves(Role.DECODE) and not self.turn.to.serves(Role.DECODE)
+        return self.turn is not None and Role.DECODE in self.leaves_by(self.turn.to)
+
+    def leaves_by(self, to: EngineRole) -> Sequence[Role]:
+        """List the roles that it serves, and would not any more."""
+        return [role for role in Role if self.role.serves(role) and not to.serves(role)]
 
     def serves_or_will(self, role: Role) -> bool:
         """Tell whether it serves a role, or turns to it."""
@@ -253,8 +257,7 @@ class Registry:
         if before is to:
             return
         member.turn = RoleTurn(to, now, now + self._settings.turn_timeout_s)
-        leaves = [role for role in Role if before.serves(role) and not to.serves(role)]
-        if at_once or not leaves:
+        if at_once or not member.leaves_by(to):
             self._end_turn(member, TurnEvent.EMPTY, now=now)
             return
         is_new = member.drain is None

@@ -245,8 +245,9 @@ class Registry:
     def turn(self, name: InstanceId, to: EngineRole, *, now: float, at_once: bool = False) -> None:
         """Have an engine serve another role as soon as it has nothing left of the one it leaves.
 
-        A turn to what it serves ends the one that is under way. ``at_once``: nothing of this router is there. One that
-        cannot turn stays what it is. Raises UnknownInstance.
+        A turn to what it serves ends the one that is under way. ``at_once``: nothing of this router is there, so that
+        it has not turned for this one: it is not counted. One that cannot turn stays what it is. Raises
+        UnknownInstance.
         """
         member = self.member(name)
         if member.heading is to or (member.role is not to and self._why_not(member, to) is not None):
@@ -258,7 +259,7 @@ class Registry:
             return
         member.turn = RoleTurn(to, now, now + self._settings.turn_timeout_s)
         if at_once or not member.leaves_by(to):
-            self._end_turn(member, TurnEvent.EMPTY, now=now)
+            self._end_turn(member, TurnEvent.EMPTY, now=now, counts=not at_once)
             return
         is_new = member.drain is None
         drain = self._drain(member, now=now)
@@ -438,13 +439,14 @@ class Registry:
         """Nothing of its old role is left at an engine, or its time is over."""
         self._end_turn(member, event, now=now)
 
-    def _end_turn(self, member: Member, event: TurnEvent, *, now: float) -> None:
+    def _end_turn(self, member: Member, event: TurnEvent, *, now: float, counts: bool = True) -> None:
         """A turn is over, in one way or another."""
         turn, member.turn = member.turn, None
         if turn is None:
             return
         state = turn.on(event)
-        self._count_turn(turn)
+        if counts:
+            self._count_turn(turn)
         if state in (TurnState.TURNED, TurnState.LATE):
             self._serve(member, turn.to)
         if event is not TurnEvent.REMOVE and member.drain is not None:

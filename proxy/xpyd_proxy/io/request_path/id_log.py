@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.workers.instance_ids import InstanceIds, Line, Verb
 
 
@@ -46,6 +47,10 @@ class InstanceIdLog:
                 pass
         found, self._news = self._news, []
         return found
+
+    def catch_up(self, name: InstanceId) -> None:
+        """Drop the news of an engine: what the roster says of it is known."""
+        self._news = [line for line in self._news if line[0] is Verb.NAME or line[1].partition(" ")[0] != name]
 
     @contextmanager
     def _turn(self) -> Generator[None]:

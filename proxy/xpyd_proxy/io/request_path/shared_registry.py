@@ -62,6 +62,7 @@ class SharedRegistry(Registry):
         if (turned := self._ledger.roster.role(instance.id)) is not None:
             super().turn(instance.id, turned, now=now, at_once=True)
         self._obey(self._ledger.roster.order(instance.id), instance.id, now=now)
+        self._ledger.catch_up(instance.id)
         return self.member(instance.id).instance
 
     def remove(self, name: InstanceId, *, now: float) -> None:

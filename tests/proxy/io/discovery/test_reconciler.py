@@ -304,6 +304,7 @@ async def test_a_router_that_starts_serves_what_the_store_says_at_once():
 
     assert serving(found) == {"decode-0": DECODE, "decode-1": PREFILL}
     assert not found.registry.moving
+    assert [late.registry.turns, found.registry.turns] == [{}, {}]
 
 
 async def test_two_routers_of_one_store_agree():

@@ -1,4 +1,6 @@
-"""Workers of one router, and engines that turn: what each of them knows of the others, a worker that begins later too."""
+"""Workers of one router, and engines that turn: what each knows of the others, one that begins later too."""
+
+from collections import Counter
 
 import pytest
 
@@ -82,9 +84,7 @@ def test_a_worker_that_is_started_during_a_turn_turns_with_the_others(tmp_path, 
     talk(stays, new)
 
     assert (stays.role(), new.role()) == (PREFILL, PREFILL)
-    assert sum((worker.registry.turns for worker in (stays, new)), start=type(new.registry.turns)()) == {
-        ("prefill", "turned"): 1
-    }
+    assert sum([worker.registry.turns for worker in (stays, new)], start=Counter()) == {("prefill", "turned"): 1}
 
 
 @pytest.mark.parametrize("again", [0, 1])
@@ -120,6 +120,7 @@ def test_all_workers_of_a_router_that_starts_serve_what_the_store_says_at_once(t
 
     assert [worker.role() for worker in workers] == [role] * 3
     assert [worker.registry.member(D0).turn for worker in workers] == [None] * 3
+    assert not any(worker.registry.turns for worker in workers)
 
 
 def test_a_pod_that_comes_and_has_turned_serves_that_at_all_workers_at_once(tmp_path):
@@ -129,3 +130,41 @@ def test_a_pod_that_comes_and_has_turned_serves_that_at_all_workers_at_once(tmp_
         worker.pods.view({"pod": POD})
 
     assert [worker.role(InstanceId("decode-2")) for worker in workers] == [PREFILL, PREFILL]
+
+
+def turned_there_and_back(folder, *roles):
+    """Two workers whose engine has turned to some roles, one after the other."""
+    workers = crew(folder)
+    for role in roles:
+        for worker in workers:
+            worker.entries.view({} if role is DECODE else assigned("d", role))
+        talk(*workers)
+    return workers
+
+
+def test_a_worker_that_is_started_again_counts_no_turn_of_before(tmp_path):
+    """Worker 0 counts; the one that follows it reads in the ledger what has been since the router started."""
+    workers = turned_there_and_back(tmp_path, PREFILL, DECODE, PREFILL)
+    assert workers[0].registry.turns == {("prefill", "turned"): 2, ("decode", "turned"): 1}
+    new = Worker(tmp_path, 0)
+    new.entries.view(assigned("d", PREFILL))
+    changes = new.registry.changes.count
+    new.registry.begin(now=9.0)
+
+    assert new.role() is PREFILL
+    assert (new.registry.turns, new.registry.changes.count) == ({}, changes)
+
+
+@pytest.mark.parametrize("store_first", [True, False])
+def test_a_turn_of_before_does_not_end_one_that_is_under_way(tmp_path, store_first):
+    """The ledger says that it has turned to prefill and back; now it turns to prefill again."""
+    workers = turned_there_and_back(tmp_path, PREFILL, DECODE)
+    stays = workers[1]
+    stays.registry.member(D0).load.enter(BUSY)
+    stays.entries.view(assigned("d", PREFILL))
+    new = Worker(tmp_path, 0)
+    steps = [lambda: new.entries.view(assigned("d", PREFILL)), lambda: new.registry.begin(now=9.0)]
+    for step in steps if store_first else reversed(steps):
+        step()
+
+    assert (new.role(), new.registry.member(D0).heading, new.registry.turns) == (DECODE, PREFILL, {})

@@ -265,6 +265,32 @@ async def test_another_pod_at_the_address_serves_what_its_label_says():
     assert [key.authority for key in world.reconciler.assignments] == ["a:80"]
 
 
+async def turns_beside_an_assignment(*, pods, age_s=0.0):
+    """Return whose assignments are left when a router that has just started turns an engine; one was of pod D."""
+    world = World()
+    world.see(D, E)
+    await turn_now(world, "decode-0", PREFILL)
+    late = World()
+    late.store._entries |= world.store._entries
+    late.entries.view(dict(world.store._entries))
+    late.see(*pods, E, A)
+    late.now = age_s
+    await late.discovery.turn("prefill-0", BOTH)
+    return sorted(key.authority for key in late.reconciler.assignments)
+
+
+async def test_a_pod_that_is_not_ready_when_a_router_starts_keeps_its_role():
+    """It is no engine of that router yet, and the pod is the same when it is Ready again."""
+    assert await turns_beside_an_assignment(pods=[replace(D, leaves=True)]) == ["a:80", "d:80"]
+
+
+@pytest.mark.parametrize("pods", [[], [replace(D, identity="uid-f")]], ids=["gone", "another"])
+async def test_a_pod_is_gone_if_those_that_there_are_were_heard_of_lately(pods):
+    """Else a router that cannot reach Kubernetes would turn what it does not know of."""
+    assert await turns_beside_an_assignment(pods=pods, age_s=60.0) == ["a:80"]
+    assert await turns_beside_an_assignment(pods=pods, age_s=100.0) == ["a:80", "d:80"]
+
+
 async def test_a_pod_that_is_not_ready_for_a_while_still_turns():
     """Unready it drains, Ready it is back in use: neither ends the turn."""
     world = World()

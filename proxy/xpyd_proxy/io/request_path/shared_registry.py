@@ -51,7 +51,10 @@ class SharedRegistry(Registry):
         now: float = 0.0,
         origin: Origin = BY_HAND,
     ) -> Instance:
-        """Start to route to an engine, as all workers do; raises AlreadyKnown."""
+        """Start to route to an engine, as all workers do, unless one of them was told to remove it.
+
+        Raises AlreadyKnown.
+        """
         identity = "" if origin.wanted is None else origin.wanted.identity
         key = key_of(role, address.authority, rank, origin.source, identity)
         self._added[role], is_first = self._ledger.named(key, anew=self._has_begun)
@@ -61,9 +64,10 @@ class SharedRegistry(Registry):
             self._first.add(instance.id)
         if (turned := self._ledger.roster.role(instance.id)) is not None:
             super().turn(instance.id, turned, now=now, at_once=True)
+        member = self.member(instance.id)
         self._obey(self._ledger.roster.order(instance.id), instance.id, now=now)
         self._ledger.catch_up(instance.id)
-        return self.member(instance.id).instance
+        return member.instance
 
     def remove(self, name: InstanceId, *, now: float) -> None:
         """Forget an engine; raises UnknownInstance. If its source names it again, it has another id."""

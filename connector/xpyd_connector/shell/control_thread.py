@@ -171,6 +171,7 @@ def _build_control_plane(
         heartbeat_interval=settings.heartbeat_interval,
         loop_timeout=settings.engine_loop_timeout or inf,
         last_turn=last_turn,
+        tells_pulled=settings.mode is Mode.AUTO,
     )
     finder, lender = None, None
     if engine_config.prefix_hash:

@@ -962,7 +962,7 @@ class PushEngine(Engine):
             return Asked(name, self.asked)
         raise AttributeError(name)
 
-    def grant(self, request, *, now, sampled=False):
+    def grant(self, request, *, now, sampled=False, pushed=True):
         self.asked.append(("grant", request))
 
     def arrive(self, *, name="d-a", **changes):

@@ -4,11 +4,12 @@ import asyncio
 import logging
 import os
 import random
+import secrets
 import socket
 import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -48,7 +49,9 @@ from xpyd_proxy.core.fleet.target import EngineSource, Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.known_prompts import KnownPrompts
-from xpyd_proxy.core.model import InstanceId, Role
+from xpyd_proxy.core.model import EngineRole, InstanceId, Role
+from xpyd_proxy.core.ports import SharedText
+from xpyd_proxy.core.protocol.canary import CanaryOutcome
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.protocol.realtime import REALTIME_PATH
@@ -65,6 +68,8 @@ from xpyd_proxy.io.discovery.inference_pool import PODS, PoolSource
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector
+from xpyd_proxy.io.discovery.role_turns import LeasedTurns
+from xpyd_proxy.io.discovery.shared_texts import FileText, LeaseText, MemoryText
 from xpyd_proxy.io.discovery.stores import Store, StoreObserver
 from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.io.discovery.stores.file import FileStore
@@ -93,6 +98,7 @@ from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.group import worker_group
 from xpyd_proxy.live import Live, check
 from xpyd_proxy.requests.body_reader import BodyReader
+from xpyd_proxy.requests.canaries import Canaries
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.intake import Intake
 from xpyd_proxy.requests.leg_bodies import LegBodies
@@ -203,6 +209,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         request_over=telemetry.request_over,
         reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
         spans=traces,
+        canaries=_canaries(settings, engines, pairs, registry, counters=telemetry.counters, clock=clock),
     )
     (fleet.later, fleet.bounds, fleet.modes), (telemetry.legs_under_way, telemetry.stepped), gate.outlook = (
         (telemetry.later, telemetry.counters.lone_prompts_bound, pairs.modes),
@@ -231,7 +238,17 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         _followers(registry, checks, index, known, telemetry),
     )
     discovery = _discovery(crew.stored(settings), registry, clock, crew.tell)
-    board, role_watches = _roles(settings, registry, checks, telemetry, queue=queue, clock=clock, worker=crew.number)
+    board, deciding = _roles(
+        crew.stored(settings),
+        registry,
+        checks,
+        telemetry,
+        discovery,
+        queue=queue,
+        clock=clock,
+        wall=time.time if fabric is None else clock,  # noqa: TID251 (hosts have no other clock in common)
+        worker=crew.number,
+    )
     status, admin_key = (
         Status(telemetry, registry, clock, lambda: requests.settings.decode_only_fallback, pairs, roles=board),
         AdminKey(operator_key(settings)),
@@ -250,9 +267,18 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         looking, others = (
             (discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]),
-            (*crew.running(), *[each.running() for each in role_watches], *[each.running() for each in peers]),
+            (*crew.running(), *[each() for each in deciding], *[each.running() for each in peers]),
         )
-        return examiner, engines, releaser, *looking, reloads.running(), *others, requests
+        return (
+            examiner,
+            engines,
+            releaser,
+            *filter(None, [requests.canaries]),
+            *looking,
+            reloads.running(),
+            *others,
+            requests,
+        )
 
     explainer = Explainer(
         fleet.rehearsal,
@@ -340,6 +366,7 @@ def _counters(fleet: LiveFleet, pairs: PairNotes, gate: Gate) -> Counters:
         turns=fleet.registry.turns,
     )
     counters.class_waiting = gate.admission.waiting_by_class
+    counters.canaries.update({(outcome.value,): 0 for outcome in CanaryOutcome})
     if fleet.crossings is not None:
         counters.slice_crossings = fleet.crossings.counted
     return counters
@@ -370,11 +397,13 @@ def _roles(
     registry: Registry,
     checks: HttpChecks,
     telemetry: Telemetry,
+    discovery: Discovery,
     *,
     queue: Admission,
     clock: Callable[[], float],
+    wall: Callable[[], float],
     worker: int,
-) -> tuple[Callable[[], RolesPart | None], Sequence[RoleWatch]]:
+) -> tuple[Callable[[], RolesPart | None], Sequence[Callable[[], AbstractAsyncContextManager[object]]]]:
     """Return what is shown of decisions on roles, and what makes them: one of the workers does."""
     is_off = settings.roles is RolesMode.OFF or worker > 0
     if is_off or settings.target_ttft_s is None or settings.target_itl_s is None:
@@ -384,6 +413,14 @@ def _roles(
         settings.min_prefill, settings.min_decode, settings.turn_cooldown_s, turns_per_hour=settings.turns_per_hour
     )
     board = RoleBoard(settings.roles, telemetry.counters, settings.turns_per_hour, clock)
+    turns, text = None, None
+    if settings.roles is RolesMode.AUTO:
+        me, text = f"{socket.gethostname()}-{secrets.token_hex(4)}", _shared_text(settings)
+
+        async def turn(name: InstanceId, role: Role) -> None:
+            await discovery.turn(name, EngineRole(role.value))
+
+        turns = LeasedTurns(me, text, turn, clock=clock, wall=wall)
     watch = RoleWatch(
         registry,
         checks.metrics,
@@ -392,8 +429,26 @@ def _roles(
         queued=lambda: queue.waiting,
         every_s=settings.roles_interval_s,
         clock=clock,
+        turns=turns,
     )
-    return board.part, (watch,)
+    opened = () if text is None else (partial(aclosing, text),)
+    return board.part, (*opened, watch.running)
+
+
+def _shared_text(settings: Settings) -> SharedText:
+    """Return the text beside the engines of the store; raises ConfigError: what the store needs is missing."""
+    kind, _, where = settings.store.partition(":")
+    match kind:
+        case "memory":
+            return MemoryText()
+        case "file":
+            return FileText(f"{where}.roles")
+        case "kubernetes":
+            return LeaseText(Kubernetes(Cluster.around(settings.kubernetes_namespace)), where)
+        case _:
+            from xpyd_proxy.io.discovery.stores.redis import RedisText  # noqa: PLC0415 (_store has loaded it)
+
+            return RedisText(settings.store, "roles", password=os.environ.get("XPYD_REDIS_PASSWORD"))
 
 
 def _turn(settings: Settings, worker: int) -> int:
@@ -410,6 +465,23 @@ def _peers(
         return ()
     fleet.changed = peers.changed
     return (peers,)
+
+
+def _canaries(
+    settings: Settings,
+    engines: WireEngines,
+    pairs: PairNotes,
+    registry: Registry,
+    *,
+    counters: Counters,
+    clock: Callable[[], float],
+) -> Canaries | None:
+    """Return what has requests answered once more; None: nothing shall."""
+    if not settings.canary_every:
+        return None
+    return Canaries(
+        settings.canary_every, engines, registry, counters.canaries, differs=pairs.answer_differs, clock=clock
+    )
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:

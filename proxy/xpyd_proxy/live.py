@@ -109,6 +109,11 @@ def check(settings: Settings) -> None:
         raise ConfigError(
             f"roles is {settings.roles}, and what is wanted is not known: write target_ttft_s and target_itl_s"
         )
+    if settings.roles is RolesMode.AUTO and settings.peers and settings.store == "memory":
+        raise ConfigError(
+            "roles is auto, and several routers (peers) would decide at the same time, because store is memory: write "
+            "kubernetes:CONFIGMAP, redis://... or file:PATH"
+        )
     policies = {settings.prefill_policy, settings.decode_policy}
     if settings.kv_events is KvEvents.AUTO and policies.isdisjoint(_BY_CACHE):
         raise ConfigError(

@@ -89,6 +89,7 @@ class RolesMode(StrEnum):
 
     OFF = "off"
     DRY_RUN = "dry-run"  # it says what it would do
+    AUTO = "auto"  # engines turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,12 +268,14 @@ class Settings:
         "time between two looks at the metrics of all decode engines: whether KV arrives, and whose does not")
     pair_failures: Natural = HEALTH.option(3,
         "transfers between two engines that fail in a row until the pair rests; 0: no pair rests")
+    canary_every: Natural = HEALTH.option(0,
+        "requests until a greedy one is repeated by its prefill engine alone: does KV arrive right? 0: none is")
     pair_rest_time_s: Seconds = HEALTH.option(30.0,
         "time before a pair gets one request again; doubled with each that fails")
     max_pair_rest_time_s: Seconds = HEALTH.option(600.0, "upper limit of that")
 
     roles: RolesMode = ROLES.option(RolesMode.OFF,
-        "dry-run: say by the load of all engines which one should turn to the other role, and how many each role needs")
+        "auto: engines turn to the role that lacks one, by the load of all; dry-run: say which one would")
     target_ttft_s: Seconds | None = ROLES.option(None, "time to first token that roles are to keep")
     target_itl_s: Seconds | None = ROLES.option(None, "mean time between two tokens that roles are to keep")
     min_prefill: Count = ROLES.option(1, "prefill engines that roles leaves at least")
@@ -311,9 +314,10 @@ class Settings:
         "least number, so the most urgent priority, of a client whose key has none of its own", live=True)
     classes: tuple[ClassText, ...] = LIMITS.option((),
         "classes of requests with targets, as NAME:ttft=SECONDS,on_miss=queue; in the file also tables [classes.NAME]",
-        live=True)
+        live=True, chart="router.classes")
     default_class: str | None = LIMITS.option(None,
-        "class of requests whose key has none, and which name none; needed where there are classes", live=True)
+        "class of requests whose key has none, and which name none; needed where there are classes", live=True,
+        chart="router.defaultClass")
     max_connections: Count = LIMITS.option(16384, "connections of clients; more are answered with 503 and closed")
     max_connections_per_address: Count | None = LIMITS.option(None,
         "connections of one client address; behind a proxy all clients have the same")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
+from support.cluster import Watch, base_url, engine_spec, nothing_held, router_command, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run, run_at
 from support.hand_chats import COMPUTED, LOADED
@@ -207,6 +207,36 @@ def test_engines_are_both_at_the_same_time(fleet_of, start_router):
     for watch in (d0, d1):
         assert watch.delta("vllm:xpyd_leases_granted_total") >= 24
         assert watch.delta("vllm:xpyd_loads_total") >= 24
+
+
+def test_the_router_dies_in_the_middle(fleet_of, start_router):
+    """Clients lose their connections, and nothing of what they have got is wrong; the engines keep nothing for it."""
+    count, env = 8, {"ADMIN_API_KEY": ADMIN_KEY}
+    name = f"router-move-{fleet_of.mode}-dies"
+    command = router_command(name, [fleet_of.p0], [fleet_of.d0, fleet_of.d1], args=ARGS, env=env)
+    child, url = fleet_of.fleet.start(command), base_url(command)
+    fleet_of.fleet.wait_ready([child], timeout_s=30)
+    wait_until(lambda: all(one["connector"] for one in instances(url)), seconds=30, what="the router knows all engines")
+    asked, salt = list(bodies(count, 800, seed=6, salt="dies")), "alone 6"
+    expected = run(fleet_of.p0.base_url, bodies(count, 800, seed=6, salt=salt))
+
+    def drain():
+        order(url, "drain", "decode-0", move=True)
+        wait_until(lambda: counted(url)["moved"] >= 1, seconds=30, what="some have moved")
+        child.signal(signal.SIGKILL)
+        fleet_of.fleet.stop(child)
+
+    order(url, "drain", "decode-1")
+    found = run(url, asked, lambda: (order(url, "undrain", "decode-1"), drain()), behind=20)
+    has_nothing_held(fleet_of)
+    another = start_router(f"{name}-next", [fleet_of.p0], [fleet_of.d0, fleet_of.d1], args=ARGS, env=env)
+    again = run(another, bodies(count, 800, seed=6, salt="dies"))
+
+    verdicts = Counter(one.verdict(other) for one, other in zip(found, expected, strict=True))
+    print(f"\n{fleet_of.mode}: router killed: {dict(verdicts)}")
+    assert verdicts.keys() <= {"right", "broken"}
+    assert verdicts["broken"] > 0
+    assert Counter(one.verdict(other) for one, other in zip(again, expected, strict=True)) == {"right": count}
 
 
 def test_the_target_dies_in_the_middle(fleet_of, router):

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from support.cluster import ROOT, Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
@@ -76,3 +77,40 @@ def test_with_checksums_no_text_is_wrong(spoilt, start_router, reference_answer)
     assert metrics(spoilt.seeing)["vllm:xpyd_prefills_sampled_total"] == failed + ended
     for spec in (spoilt.seeing, spoilt.d):
         wait_until(lambda spec=spec: nothing_held(spec), seconds=5, what=f"{spec.name} holds nothing")
+
+
+def canaries(url):
+    """Return how many requests the router has repeated, by how the texts compare."""
+    name = "xpyd_canaries_total"
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return {line.split('"')[1]: float(line.split(" ")[1]) for line in lines if line.startswith(f"{name}{{")}
+
+
+def ask_with_canaries(url, asked, reference_answer):
+    """Ask every question, and wait until its repetition is over; return what was counted, and the wrong texts."""
+    wrong = []
+    for number, question in enumerate(asked):
+        _, found = compare(url, [question], reference_answer)
+        wrong += [name for name, each in found.items() if "text" in each]
+        wait_until(lambda n=number: sum(canaries(url).values()) > n, seconds=30, what="the canary is over")
+    return canaries(url), wrong
+
+
+def test_a_canary_finds_wrong_texts_and_the_pair_rests(spoilt, start_router, reference_answer):
+    """Without checksums. The prefill engine repeats each request alone, out of its own cache."""
+    args = ("--canary-every", "1")
+    url = start_router(f"router-canary-{spoilt.mode}", [spoilt.blind], [spoilt.d], args=args)
+    counted, wrong = ask_with_canaries(url, questions(ASKED, seed=43), reference_answer)
+
+    assert 2 <= counted["different"] <= len(wrong)
+    assert 'xpyd_pair_failures_total{reason="wrong_kv"}' in httpx.get(f"{url}/metrics").text
+
+
+def test_a_canary_of_engines_that_are_well_finds_nothing(engines, start_router, reference_answer):
+    """A false alarm would take engines out that are well."""
+    url = start_router("router-canary-well", [engines.p0], [engines.d0], args=("--canary-every", "1"))
+    counted, wrong = ask_with_canaries(url, questions(ASKED, seed=44), reference_answer)
+
+    assert wrong == []
+    assert counted["equal"] > ASKED // 2
+    assert counted["different"] == counted["failed"] == 0

@@ -212,6 +212,20 @@ async def test_without_classes_chats_wait_behind_batch():
     assert first > 0.5
 
 
+async def test_the_status_page_has_the_share_within_targets():
+    """Of the last five minutes, and what waits; a class without a target has no share."""
+    async with router(sims(1, 1), QUIET) as client:
+        for number, name in enumerate(("chat", "chat", "batch")):
+            assert (await ask(client, number, name)).status_code == 200
+        said = (await client.get("/stats")).json()
+    async with router(sims(1, 1), Settings(health_check_interval_s=0.0)) as client:
+        assert (await ask(client)).status_code == 200
+        plain = (await client.get("/stats")).json()
+
+    assert said["classes"] == [{"name": "chat", "met_per_s": 2 / 60, "met": 2, "missed": 0, "waiting": 0}]
+    assert plain["classes"] == []
+
+
 async def test_what_is_refused_is_in_the_log_and_in_the_metrics(caplog):
     """By the limit, as any other refusal, and with the class."""
     caplog.set_level("INFO", logger="xpyd.access")

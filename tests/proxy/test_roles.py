@@ -1,4 +1,8 @@
-"""Roles in a whole router: a dry run over engines whose metrics a fleet of fluids writes."""
+"""Roles in a whole router, over engines whose metrics a fleet of fluids writes."""
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from starlette.responses import PlainTextResponse
@@ -6,14 +10,19 @@ from starlette.routing import Route
 
 from support.fluid_fleet import FluidFleet
 from support.sim import router, until_async
+from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.live import check
 from xpyd_proxy.settings import RolesMode, Settings
 from xpyd_proxy.testing.engine import Sim
+from xpyd_proxy.testing.rules import expected_text
 
 DRY_RUN = Settings(
     roles=RolesMode.DRY_RUN, target_ttft_s=2.0, target_itl_s=0.05, roles_interval_s=0.01, health_check_interval_s=0.0
 )
+
+AUTO = replace(DRY_RUN, roles=RolesMode.AUTO, admin_key="sesame", drain_idle_time_s=0.1)
+KEY = {"X-Api-Key": "sesame"}
 
 
 class ShownSim(Sim):
@@ -29,10 +38,64 @@ class ShownSim(Sim):
         return PlainTextResponse(self._fleet.exposition(self._name))
 
 
+def shown(fleet):
+    """Engines that take legs of both kinds, by host."""
+    return {f"{role[0]}{name[1:]}": ShownSim("both", fleet, name) for name, role in fleet.roles.items()}
+
+
+async def looked(engines, routers=1):
+    """Wait until the router has looked at all of them, and decided."""
+    before = {name: engine.looks for name, engine in engines.items()}
+    await until_async(lambda: all(each.looks > before[name] + routers for name, each in engines.items()))
+
+
+async def roles_of(client):
+    """Say which role each engine serves, by its name in the fleet; None: it turns."""
+    rows = (await client.get("/instances", headers=KEY)).json()["instances"]
+    return {f"e{row['address'][1:3]}": None if row["turns_to"] else Role(row["role"]) for row in rows}
+
+
+async def passes(fleet, engines, clients, busy, steps):
+    """Let traffic come, until all routers agree on the roles; those are the fleet's from then on."""
+    for _ in range(steps):
+        fleet.step(*busy)
+        await looked(engines, len(clients))
+        async with asyncio.timeout(20):
+            while True:
+                found, *others = [await roles_of(each) for each in clients]
+                if None not in found.values() and all(other == found for other in others):
+                    break
+                fleet.now += 0.02  # an engine that shows no leases is believed to have none after a while
+                await asyncio.sleep(0.01)
+        fleet.roles.update(found)
+
+
+@asynccontextmanager
+async def asking(client, count=4):
+    """Ask all the time while the block lasts; yields what is not right, and what was asked."""
+    over, wrong, asked = asyncio.Event(), [], []
+
+    async def ask(number):
+        while not over.is_set():
+            body = {"prompt": f"client {number} asks {len(asked)}", "max_tokens": 4}
+            asked.append(body)
+            answer = await client.post("/v1/completions", json=body)
+            if answer.status_code != 200 or answer.json()["choices"][0]["text"] != expected_text(body):
+                wrong.append(answer.text)
+            await asyncio.sleep(0.005)
+
+    tasks = [asyncio.create_task(ask(number)) for number in range(count)]
+    try:
+        yield wrong, asked
+    finally:
+        over.set()
+        await asyncio.gather(*tasks)
+
+
 async def test_the_page_and_the_metrics_show_the_latest_decision():
     """What an operator reads before switching it on."""
     fleet = FluidFleet(4, 4)
-    engines = {f"{role[0]}{name[1:]}": ShownSim(role.value, fleet, name) for name, role in fleet.roles.items()}
+    engines = shown(fleet)
     async with router(engines, DRY_RUN, lambda: fleet.now) as client:
 
         async def stats():
@@ -40,14 +103,59 @@ async def test_the_page_and_the_metrics_show_the_latest_decision():
 
         for _ in range(9):
             fleet.step(4.2, 0.8)
-            before = {name: engine.looks for name, engine in engines.items()}
-            await until_async(lambda: all(each.looks > before[name] + 1 for name, each in engines.items()))  # noqa: B023
+            await looked(engines)
         found, metrics = await stats(), (await client.get("/metrics")).text
 
     assert (found["mode"], found["prefill"], found["decode"]) == ("dry-run", 4, 4)
     assert found["last_turn"] == "decode-0 to prefill, in a dry run"
     assert f'xpyd_wanted_engines{{role="prefill"}} {found["wanted_prefill"]}.0' in metrics
     assert 'xpyd_role_decisions_total{lacks="prefill",verdict="turn"} 1.0' in metrics
+
+
+async def test_engines_follow_the_traffic_and_no_request_is_lost():
+    """There and back, while clients are served."""
+    fleet = FluidFleet(4, 4)
+    engines = shown(fleet)
+    async with router(engines, AUTO, lambda: fleet.now) as client, asking(client) as (wrong, asked):
+        await passes(fleet, engines, [client], (4.0, 0.8), 25)
+        prompts = [name for name, role in fleet.roles.items() if role is Role.PREFILL]
+        await passes(fleet, engines, [client], (0.9, 3.9), 30)
+        answers = [name for name, role in fleet.roles.items() if role is Role.PREFILL]
+        found, metrics = (await client.get("/stats")).json()["roles"], (await client.get("/metrics")).text
+
+    assert wrong == []
+    assert len(asked) > 50
+    assert prompts == ["e00", "e01", "e02", "e03", "e04", "e05"]  # the first decode engines by their addresses
+    assert len(answers) < 4
+    assert found["mode"] == "auto"
+    assert found["turns"] == 2 + len(prompts) - len(answers)
+    assert 'xpyd_turns_total{outcome="turned",to="prefill"} 2.0' in metrics
+
+
+async def test_of_two_routers_one_decides_and_the_other_goes_on_when_it_is_gone(tmp_path):
+    """The turns of the first one are the fleet's: they count for the second one, which has learned its rates."""
+    fleet = FluidFleet(4, 4)
+    engines, settings = shown(fleet), replace(AUTO, store=f"file:{tmp_path / 'set.json'}")
+
+    async def until_prefill(count, clients):
+        for _ in range(40):
+            await passes(fleet, engines, clients, (4.0, 0.8), 1)
+            if len(fleet.of(Role.PREFILL)) == count:
+                return
+        raise AssertionError([(await each.get("/stats")).json()["roles"] for each in clients])
+
+    async with AsyncExitStack() as stack, AsyncExitStack() as ending:
+        first = await ending.enter_async_context(router(engines, settings, lambda: fleet.now))
+        await passes(fleet, engines, [first], (4.0, 0.8), 1)
+        second = await stack.enter_async_context(router(engines, settings, lambda: fleet.now))
+        await until_prefill(5, [first, second])
+        one, two = [(await each.get("/stats")).json()["roles"] for each in (first, second)]
+        await ending.aclose()
+        await until_prefill(6, [second])
+        last = (await second.get("/stats")).json()["roles"]
+
+    assert (one["last_turn"], two["last_turn"]) == ("decode-0 to prefill", "")
+    assert (last["last_turn"], last["turns"]) == ("decode-1 to prefill", 2)
 
 
 async def test_a_router_without_it_decides_nothing():
@@ -66,3 +174,12 @@ def test_roles_without_a_target_are_refused(missing):
 
     with pytest.raises(ConfigError, match="roles is dry-run, and what is wanted is not known"):
         check(Settings(roles=RolesMode.DRY_RUN, **targets))
+
+
+def test_several_routers_without_a_shared_store_are_refused():
+    """Each would turn engines by itself, and none would know of the others' turns."""
+    settings = replace(AUTO, peers=("router-2:8001",), peer_secret="s" * 32)
+
+    with pytest.raises(ConfigError, match=r"several routers .peers. would decide at the same time"):
+        check(settings)
+    check(replace(settings, store="redis://h:6379/0"))

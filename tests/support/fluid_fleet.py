@@ -83,7 +83,7 @@ class FluidFleet:
 
     def look(self, controller=None):
         decision = (controller or self.controller).decide(
-            FleetSnapshot(self.readings(), [at for at, _ in self.turned]), now=self.now
+            FleetSnapshot(self.readings(), turned_at=[at for at, _ in self.turned]), now=self.now
         )
         self.decisions.append(decision)
         if decision.turn is not None:

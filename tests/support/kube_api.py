@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-KINDS = {"pods": "Pod", "configmaps": "ConfigMap", "inferencepools": "InferencePool"}
-GROUPS = {"inferencepools": "inference.networking.k8s.io/v1"}  # the others are v1
+KINDS = {"pods": "Pod", "configmaps": "ConfigMap", "inferencepools": "InferencePool", "leases": "Lease"}
+GROUPS = {"inferencepools": "inference.networking.k8s.io/v1", "leases": "coordination.k8s.io/v1"}  # the others are v1
 Object = dict[str, object]
 Event = tuple[str, Object]  # ADDED, MODIFIED or DELETED, and the object
 

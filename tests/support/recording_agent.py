@@ -19,6 +19,8 @@ class RecordingAgent:
     def attach(self, peer):
         handle = peer.agent.decode()
         self._check(handle)
+        if handle in self.attached:  # as NIXL's does (io/nixl.py)
+            raise TransferError(f"NIXL agent {handle} is attached already, to another engine or with other memory")
         self.attached.append(handle)
         return handle
 

@@ -43,7 +43,7 @@ MUTANTS = {
     ),
     "of n answers one loads": Mutant(
         f"{SHELL}/decode_requests.py",
-        "        if prompt in self._loaders:",
+        "        if prompt in self._loaders and (loader is None or _is_same_prompt(request, loader)):",
         "        if False:",
         f"{UNIT}/test_scheduler.py::test_the_answers_of_one_prompt_share_a_load",
     ),
@@ -334,8 +334,8 @@ MUTANTS = {
     ),
     "what goes back is read in push, too": Mutant(
         f"{CORE}/control.py",
-        "elif self._push_coordinator is not None and self._prefix_lender is not None and",
-        "elif self._push_coordinator is None and",
+        "        elif self._prefix_lender is not None:",
+        "        elif self._prefix_lender is not None and self._push_coordinator is None:",
         "tests/connector/core/cached_prefix/test_returned_prefix.py::test_p_reads_what_d_has_computed",
     ),
     "an engine that reads steps without waiting": Mutant(

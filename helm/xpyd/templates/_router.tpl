@@ -87,10 +87,27 @@
 - --tls-client-ca
 - /etc/xpyd/client-ca/ca.crt
 {{- end }}
+{{- with $v.classes }}
+- --classes
+{{- range $name, $class := . }}
+- {{ include "xpyd.router.class" (list $name $class) | quote }}
+{{- end }}
+- --default-class
+- {{ $v.defaultClass | quote }}
+{{- end }}
 {{- range $name, $value := include "xpyd.router.settings" . | fromYaml }}
 - --{{ $name | trimSuffix "_s" | replace "_" "-" }}
 - {{ include "xpyd.argument" $value | quote }}
 {{- end }}
+{{- end -}}
+
+{{/* A class of requests as an argument: NAME:KEY=VALUE,KEY=VALUE. */}}
+{{- define "xpyd.router.class" -}}
+{{- $said := list -}}
+{{- range $key, $value := last . -}}
+{{- $said = append $said (printf "%s=%s" $key (include "xpyd.argument" $value)) -}}
+{{- end -}}
+{{- first . -}}{{- if $said -}}:{{- join "," $said -}}{{- end -}}
 {{- end -}}
 
 {{/* Settings of the router, by name: with kvEvents.enabled, returnKv.enabled or several routers those that make use of it, unless router.settings has others. */}}

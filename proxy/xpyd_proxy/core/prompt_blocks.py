@@ -83,7 +83,7 @@ class PromptBlocks:
 
 
 def _ends(text: bytes) -> list[int]:
-    ends = list[int]()
+    ends: list[int] = []
     separator = _SPACED if b'": ' in text[:_STYLE] else _COMPACT
     is_array, start, size = text[:1] == b"[", 0, len(text)
     while start < size and len(ends) < BLOCKS_MOST:
@@ -106,7 +106,8 @@ def _names(text: bytes, ends: list[int], context: Mapping[str, msgspec.Raw]) -> 
     if len(there) > 1:
         there = [field for field in _CONTEXT if field in context]
     name = hash(tuple([bytes(context[field]) for field in there]))
-    names, start = list[int](), 0
+    names: list[int] = []
+    start = 0
     for end in ends:
         name = hash((name, text[start:end]))
         names.append(name)

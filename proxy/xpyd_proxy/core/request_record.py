@@ -275,10 +275,10 @@ def client_id(header: bytes) -> str | None:
 
 def written_ms(ms: float) -> str:
     """Write milliseconds, 0 or more, with one decimal place."""
-    tenths = int(ms * 10 + 0.5)
-    if tenths < _TENTHS_MOST:
-        return _TENTHS[tenths]
-    return "%.1f" % ms  # noqa: UP031 (compiled, an f-string with a format costs half as much again)
+    try:
+        return _TENTHS[int(ms * 10 + 0.5)]
+    except IndexError:
+        return "%.1f" % ms  # noqa: UP031 (compiled, an f-string with a format costs half as much again)
 
 
 def _entry(name: str, description: str, ms: float | None) -> str:

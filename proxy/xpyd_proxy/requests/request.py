@@ -19,6 +19,7 @@ from xpyd_proxy.core.routing.retries import RetryAttempts
 from xpyd_proxy.core.served_tokens import served_tokens
 from xpyd_proxy.errors import BodyTooLarge, OutOfTime, ProxyError
 from xpyd_proxy.requests.body_reader import LARGE
+from xpyd_proxy.requests.canaries import KeptResponse
 from xpyd_proxy.requests.class_entry import arrive_in_class, judge
 from xpyd_proxy.requests.client_response import ClientGone, ClientResponse
 from xpyd_proxy.requests.dispatch import Dispatch
@@ -289,6 +290,9 @@ class Request:
         seconds = settings.stream_timeout_s if plan.streams else settings.total_timeout_s
         if seconds is not None:
             self._total_s, self._ends_at = seconds, now + seconds
+        canaries, call = of.canaries, plan.call
+        if canaries is not None and call is not None and canaries.takes(call):
+            self._client.writer = KeptResponse(self._client.writer, call)
         dispatch = self._dispatch = Dispatch(life, plan, settings, self._client)
         return dispatch
 
@@ -385,6 +389,8 @@ class Request:
                     of.gate.leave(ticket)
             if self._body:
                 self._free_body()
+            if of.canaries is not None and isinstance(client.writer, KeptResponse):
+                of.canaries.over(life.record, client.writer)
             of.telemetry.later.add(of.request_over, life.record)
             if life.span is not None:
                 life.span.end()

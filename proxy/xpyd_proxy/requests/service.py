@@ -16,6 +16,7 @@ from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.wire.response_handler import ResponseHandler
 from xpyd_proxy.requests.body_reader import BodyReader
+from xpyd_proxy.requests.canaries import Canaries
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.intake import Intake
 from xpyd_proxy.requests.leg_bodies import LegBodies
@@ -100,6 +101,7 @@ class Requests:
     request_over: Callable[[RequestRecord], None]
     reports: bool = False  # prefill engines are asked how busy they are
     spans: Spans | None = None
+    canaries: Canaries | None = None
     _under_way: "dict[Request, None]" = field(default_factory=lambda: dict["Request", None]())
     _timer: asyncio.TimerHandle | None = None
     good_legs: GoodLegs = field(init=False)

@@ -12,7 +12,7 @@ from xpyd_proxy.planning.replay.traces import BlockNames, Trace, Turn
 from xpyd_proxy.settings import Settings
 
 POLICIES = ("round_robin", "expected_ttft")
-SECONDS = 40
+SECONDS = 60
 TOKENS_PER_S = 66_000  # of prompts of this length that four engines compute, measured with this script
 TTFT_S, ITL_S = 0.5, 0.05
 SHORT, LONG = 500, 3000  # tokens of prompts, on the mean, exponentially distributed

@@ -34,6 +34,7 @@ class PairFailure(FastStrEnum):
     LEASE = auto()  # the prefill engine had freed the blocks
     PEER_LOST = auto()  # the prefill engine's connection closed
     STAGING = auto()  # host memory was too small, or copying failed
+    WRONG_KV = auto()  # it got other KV than the prefill engine had: by checksums, or by an answer that was repeated
 
 
 # Those that may be the pair's own. The others befall one engine, whoever the other is.
@@ -44,8 +45,11 @@ OF_THE_PAIR: Final = frozenset(
         PairFailure.TRANSFER,
         PairFailure.TIMEOUT,
         PairFailure.ENGINE_ERROR,
+        PairFailure.WRONG_KV,
     }
 )
+_WRONG_KV: Final = PairFailure.WRONG_KV  # looking a member up takes as long as a call
+DOUBT_S: Final = 3600.0  # within which a second answer that differs has a pair rest
 
 
 class PairState(FastStrEnum):
@@ -109,6 +113,7 @@ class PairHealth:
         self.has_any = False  # pairs that fail
         self.unkept = 0  # pairs that should rest, and did not because too many do
         self._pairs: dict[Pair, FailingPair] = {}
+        self._doubts: dict[Pair, float] = {}  # when an answer of a pair differed last
         self._avoided: dict[InstanceId, set[InstanceId]] = {}  # prefill engines, by the decode engine
 
     def __len__(self) -> int:
@@ -132,7 +137,10 @@ class PairHealth:
         return sum([len(each) for each in self._avoided.values()])
 
     def failed(self, pair: Pair, reason: PairFailure, count: int, *, now: float) -> FailingPair | None:
-        """Take in failures without a success between; return the pair if it begins to rest by them."""
+        """Take in failures without a success between; return the pair if it begins to rest by them.
+
+        One wrong block is enough, and the pair rests for as long as any may: most loads show nothing of their content.
+        """
         if reason not in OF_THE_PAIR or not self._least:
             return None
         found = self._pairs.get(pair)
@@ -142,9 +150,11 @@ class PairHealth:
                 return None
             found = self._pairs[pair] = FailingPair(reason, now)
             self.has_any = True
-        found.reason = reason
+        is_wrong = reason is _WRONG_KV
+        if found.reason is not _WRONG_KV:
+            found.reason = reason
         found.in_a_row += count
-        if found.state is PairState.RESTING or found.in_a_row < self._least:
+        if found.state is PairState.RESTING or (found.in_a_row < self._least and not is_wrong):
             found.on(PairEvent.FAILED, now)
             return None
         if found.state is PairState.FAILING and not self._may_rest(pair):
@@ -153,21 +163,40 @@ class PairHealth:
             return None
         is_new = found.state is PairState.FAILING
         found.rest_s = min(self._rest_most_s, 2 * found.rest_s) if found.rest_s else self._rest_s
+        if is_wrong:
+            found.rest_s = self._rest_most_s
         found.on(PairEvent.GIVEN_UP, now)
         self._wait(found, now + found.rest_s)
         self._avoided.setdefault(pair[1], set()).add(pair[0])
         return found if is_new else None
+
+    def doubted(self, pair: Pair, *, now: float) -> FailingPair | None:
+        """Take in an answer that differs from that of one engine; return the pair if it begins to rest by it.
+
+        One answer may have a reason of its own, so it takes a second one within an hour.
+        """
+        before = self._doubts.pop(pair, None)
+        if before is not None and now - before <= DOUBT_S:
+            return self.failed(pair, _WRONG_KV, 2, now=now)
+        if len(self._doubts) >= self._most:
+            del self._doubts[next(iter(self._doubts))]
+        self._doubts[pair] = now
+        return None
 
     def worked(self, pair: Pair, *, only: PairFailure | None = None) -> FailingPair | None:
         """Forget the failures of a pair; return it if it was resting. ``only``: unless it fails for another reason."""
         found = self._pairs.get(pair)
         if found is None or (only is not None and found.reason is not only):
             return None
+        if found.reason is _WRONG_KV and found.state is PairState.RESTING:
+            return None  # a load that was under way as the pair began to rest
         self._drop(pair)
         return None if found.state is PairState.FAILING else found
 
     def forget(self, engine: InstanceId) -> Sequence[Pair]:
         """Forget all pairs of an engine, which is gone or another one by now; return them."""
+        for pair in [pair for pair in self._doubts if engine in pair]:
+            del self._doubts[pair]
         gone = [pair for pair in self._pairs if engine in pair]
         for pair in gone:
             self._drop(pair)
@@ -175,6 +204,8 @@ class PairHealth:
 
     def keep(self, engines: frozenset[InstanceId]) -> None:
         """Forget the pairs of engines that are no longer known."""
+        for pair in [pair for pair in self._doubts if not engines.issuperset(pair)]:
+            del self._doubts[pair]
         for pair in [pair for pair in self._pairs if not engines.issuperset(pair)]:
             self._drop(pair)
 

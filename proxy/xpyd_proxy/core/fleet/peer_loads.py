@@ -35,9 +35,16 @@ class PeerNews:
 
     @property
     def worst(self) -> PairFailure | None:
-        """The pair's own reason that most of the failures have; None: there is none."""
+        """The pair's own reason that most of the failures have, or wrong KV if any has; None: there is none."""
+        if self.has_wrong_kv:
+            return PairFailure.WRONG_KV
         own = {reason: count for reason, count in self.failed.items() if reason in OF_THE_PAIR}
         return max(own, key=lambda reason: own[reason]) if own else None
+
+    @property
+    def has_wrong_kv(self) -> bool:
+        """Whether blocks have arrived that the prefill engine did not have."""
+        return PairFailure.WRONG_KV in self.failed
 
     @property
     def count(self) -> int:

@@ -79,7 +79,8 @@ class RankCache:
         fulls = [group for group in self.groups.values() if group.is_full]
         if not fulls:
             return 0
-        hashes, most = dict[int, BlockHash](), prompt.count
+        hashes: dict[int, BlockHash] = {}
+        most = prompt.count
         for group in fulls:
             most = min(most, _walk(group, prompt, lora, hashes))
         step = lcm(*(group.size for group in self.groups.values()))

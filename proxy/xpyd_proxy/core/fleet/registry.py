@@ -216,6 +216,10 @@ class Registry:
             self.turns[to.value, "refused"] += 1
             raise CannotTurn(why)
 
+    def can_turn(self, name: InstanceId, to: EngineRole) -> bool:
+        """Tell whether an engine may turn, as far as is known, if it is not the last one; raises UnknownInstance."""
+        return self._why_not(self.member(name), to) is None
+
     def turn(self, name: InstanceId, to: EngineRole, *, now: float, at_once: bool = False) -> None:
         """Have an engine serve another role as soon as it has nothing left of the one it leaves.
 

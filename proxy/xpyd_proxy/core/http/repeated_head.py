@@ -26,10 +26,11 @@ class RepeatedHead:
 
     def read(self, raw: bytes) -> Head:
         """Read a whole head; raises as ``read_head``."""
-        last, behind = self._last, self._behind
-        if last is not None and raw[: len(self._before)] == self._before and raw[-len(behind) :] == behind:
-            digits = raw[len(self._before) : -len(behind)]
-            if digits.isdigit() and len(digits) <= LENGTH_DIGITS_MOST:  # ASCII digits: these are bytes
+        last, before, behind = self._last, self._before, self._behind
+        start, end = len(before), len(raw) - len(behind)
+        if last is not None and start < end <= start + LENGTH_DIGITS_MOST and raw[:start] == before:
+            digits = raw[start:end]
+            if digits.isdigit() and raw[end:] == behind:  # ASCII digits: these are bytes
                 return last.with_length(raw, digits, self._place)
         head = read_head(raw)
         self._keep(head)

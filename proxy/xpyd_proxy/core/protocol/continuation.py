@@ -54,7 +54,7 @@ class Continuation(Protocol):
 
 def limits(api: Api, fields: Fields) -> Mapping[str, int]:
     """Return how many tokens a client wants at most, by the names that it has used."""
-    said = dict[str, int]()
+    said: dict[str, int] = {}
     for name in _LIMITS:
         if name in fields and (limit := maybe(fields[name], int)) is not None:
             said[name] = limit

@@ -99,7 +99,8 @@ class FirstToken:
 
     def _end(self) -> bytes:
         """Return the events of a token that is all of the answer."""
-        said, fingerprint = self._said, dict[str, msgspec.Raw]()
+        said = self._said
+        fingerprint: Fields = {}
         if said.system_fingerprint != NULL:
             fingerprint["system_fingerprint"] = said.system_fingerprint
         options = maybe(self.fields.get("stream_options", NULL), Fields) or {}

@@ -48,7 +48,6 @@ class EngineReading:
     key: str  # what all routers call it; the one that comes first turns first
     totals: EngineTotals | None  # None: it did not answer
     may_turn: bool = True
-    is_turning: bool = False  # towards ``role``
 
 
 def engine_totals(text: bytes, rank: int | None = None, *, now: float) -> EngineTotals | None:

@@ -18,7 +18,6 @@ from xpyd_proxy.core.roles.work_meter import DecodeWork, PrefillWork, RoleTarget
 
 HOUR_S: Final = 3600.0
 _NAMED: Final = 3  # engines that a sentence names
-_SAME_S: Final = 15.0  # a turn in the shared state and one that was decided here are one, if they are not further apart
 
 
 class Verdict(StrEnum):
@@ -34,6 +33,7 @@ class Verdict(StrEnum):
     SPENT = auto()  # there were as many turns in the last hour as there may be
     BOUND = auto()  # the other role has no more engines than it must keep
     STUCK = auto()  # no engine of the other role can turn
+    ELSEWHERE = auto()  # another router decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,13 @@ class RoleLimits:
 class FleetSnapshot:
     """The engines that serve, and what is known of earlier turns."""
 
-    readings: Sequence[EngineReading]
-    turned_at: Sequence[float] = ()  # when engines began to turn in the last hour, by any controller
+    readings: Sequence[EngineReading]  # without those that turn
+    turning: Sequence[InstanceId] = ()
+    turned_at: Sequence[float] | None = None  # when engines began to turn, by any controller; None: by this one alone
     queued_requests: int = 0  # in this router
     trouble: str = ""  # why there can be no decision
+    leads: bool = True  # this router decides; others measure, to go on at once
+    leader: str = ""  # who does, if it is another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class RoleController:
         self._meter = WorkMeter(targets)
         self._lacks: tuple[Role, float] | None = None  # which role lacks an engine, and since when
         self._needs = deque[tuple[float, Split]]()  # what was needed lately, the oldest first
-        self._own: tuple[float, ...] = ()  # turns that this one has decided: the shared state may lag behind
+        self._own: tuple[float, ...] = ()  # turns that this one has decided
 
     def decide(self, fleet: FleetSnapshot, *, now: float) -> RoleDecision:
         """Take in a snapshot and decide."""
@@ -119,11 +122,9 @@ class RoleController:
             self._own = turned_at
         return RoleDecision(verdict, why, engines, prefill, decode, self._kept(now), len(turned_at), lacks, turn)
 
-    def _turns(self, shared: Sequence[float], now: float) -> tuple[float, ...]:
-        """Return the turns of the last hour; those that were decided here may be in the shared state, too."""
-        known = [at for at in shared if now - HOUR_S < at <= now]
-        own = [at for at in self._own if now - HOUR_S < at and all(abs(at - each) > _SAME_S for each in known)]
-        return tuple(sorted([*known, *own]))
+    def _turns(self, shared: Sequence[float] | None, now: float) -> tuple[float, ...]:
+        """Return the turns of the last hour."""
+        return tuple([at for at in (self._own if shared is None else shared) if now - HOUR_S < at <= now])
 
     def _trouble(
         self, fleet: FleetSnapshot, engines: Split, prefill: PrefillWork | None, decode: DecodeWork | None, now: float
@@ -152,9 +153,12 @@ class RoleController:
         self, fleet: FleetSnapshot, busy: Busy, lacks: Role | None, turned_at: Sequence[float], *, now: float
     ) -> tuple[Verdict, str]:
         engines = _engines(fleet)
-        if any(one.is_turning for one in fleet.readings):
+        if not fleet.leads:
             self._lacks = None
-            return Verdict.TURNING, "an engine turns"
+            return Verdict.ELSEWHERE, f"{fleet.leader or 'another router'} decides"
+        if fleet.turning:
+            self._lacks = None
+            return Verdict.TURNING, f"{', '.join(fleet.turning[:_NAMED])} turns"
         if lacks is None:
             self._lacks = None
             return Verdict.SHORT if is_short(busy, engines) else Verdict.BALANCED, _state(busy, engines)

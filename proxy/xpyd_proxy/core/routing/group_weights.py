@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import fsum, log
 from typing import Final
 
-from xpyd_proxy.core.model import Instance, InstanceId
+from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping
 from xpyd_proxy.core.routing.share_bound import EACH, SPARE
 
@@ -58,14 +58,18 @@ class Shares:
 
     def rates(self) -> dict[InstanceId, float]:
         """Return the part of all requests that each engine may get (share_bound)."""
-        parts = dict[InstanceId, float]()
+        parts = dict[tuple[Role, InstanceId], float]()
         for share in self.all:
             for engines in (share.group.decode, () if share.alone else share.group.prefill):
                 for instance in engines:
-                    parts[instance.id] = parts.get(instance.id, 0.0) + share.weight / len(engines)
-        prefill = {instance.id: EACH / self.prefills for instance in self.prefill}
-        decode = {instance.id: EACH / self.decodes for instance in self.decode}
-        return {name: max(fair, SPARE * parts[name]) for name, fair in (prefill | decode).items()}
+                    key = instance.role, instance.id
+                    parts[key] = parts.get(key, 0.0) + share.weight / len(engines)
+        rates = dict[InstanceId, float]()
+        for side, count in ((self.prefill, self.prefills), (self.decode, self.decodes)):
+            for instance in side:  # one that serves both roles gets the parts of both
+                own = max(EACH / count, SPARE * parts[instance.role, instance.id])
+                rates[instance.id] = rates.get(instance.id, 0.0) + own
+        return rates
 
 
 def shares_of(grouping: Grouping, *, may_be_alone: bool) -> Shares:

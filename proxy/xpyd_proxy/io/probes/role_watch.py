@@ -8,9 +8,11 @@ from typing import Final
 
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
-from xpyd_proxy.core.model import Instance
+from xpyd_proxy.core.model import EngineRole, Instance, Role
+from xpyd_proxy.core.ports import RoleTurns
 from xpyd_proxy.core.roles.engine_totals import EngineReading, EngineTotals, engine_totals
 from xpyd_proxy.core.roles.role_controller import FleetSnapshot, RoleController
+from xpyd_proxy.core.roles.role_lease import RoleHold
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.probes.checks import ProbeFailed
 from xpyd_proxy.io.probes.role_board import RoleBoard
@@ -34,7 +36,9 @@ class RoleWatch:
         queued: Callable[[], int],
         every_s: float,
         clock: Callable[[], float],
+        turns: RoleTurns | None = None,
     ) -> None:
+        """``turns``: has engines turn, if this router is the one that decides; None: a dry run."""
         self._registry = registry
         self._metrics = metrics  # raises ProbeFailed
         self._controller = controller
@@ -42,6 +46,7 @@ class RoleWatch:
         self._queued = queued  # requests that wait in this router
         self._every_s = every_s
         self._clock = clock  # seconds; only differences count
+        self._turns = turns
         self._asking = asyncio.Semaphore(_AT_ONCE)
 
     @asynccontextmanager
@@ -52,14 +57,32 @@ class RoleWatch:
 
     async def look(self) -> None:
         """Look at every engine that serves, and decide."""
-        members = [one for one in self._registry.members() if one.life.state in _SERVE and not one.life.is_away]
+        known = self._registry.members()
+        members = [one for one in known if one.life.state in _SERVE and not one.life.is_away and one.turn is None]
         found = await asyncio.gather(*[self._read(member.instance) for member in members])
-        readings = [
-            EngineReading(one.instance.id, one.instance.role, _key(one.instance), totals)
-            for one, totals in zip(members, found, strict=True)
-        ]
-        snapshot = FleetSnapshot(readings, queued_requests=self._queued(), trouble=self._trouble(members))
-        self._board.decided(self._controller.decide(snapshot, now=self._clock()))
+        readings = [self._reading(one, totals) for one, totals in zip(members, found, strict=True)]
+        hold = RoleHold(holds=True) if self._turns is None else await self._turns.hold()
+        snapshot = FleetSnapshot(
+            readings,
+            turning=[one.instance.id for one in known if one.turn is not None],
+            turned_at=None if self._turns is None else hold.turned_at,
+            queued_requests=self._queued(),
+            trouble=hold.trouble or self._trouble(members),
+            leads=hold.holds,
+            leader=hold.holder,
+        )
+        decision = self._controller.decide(snapshot, now=self._clock())
+        self._board.decided(decision)
+        if decision.turn is not None and self._turns is not None:
+            instance, role = decision.turn.instance, decision.turn.role
+            if why := await self._turns.begin(instance, role):
+                logger.warning("%s does not turn to %s: %s", instance, role, why)
+
+    def _reading(self, member: Member, totals: EngineTotals | None) -> EngineReading:
+        one = member.instance
+        other = EngineRole.DECODE if one.role is Role.PREFILL else EngineRole.PREFILL
+        may_turn = self._registry.get(one.id) is member and self._registry.can_turn(one.id, other)
+        return EngineReading(one.id, one.role, _key(one), totals, may_turn)
 
     async def _read(self, instance: Instance) -> EngineTotals | None:
         """Return what an engine shows; None: it does not answer, and the prober says so."""
@@ -74,6 +97,8 @@ class RoleWatch:
         """Say why the engines cannot be divided; empty: they can."""
         if self._registry.slice_pairing is SlicePairing.REQUIRE:
             return "slice_pairing is require, and roles are decided for one pool of engines"
+        if both := [one.instance.id for one in members if one.role is EngineRole.BOTH]:
+            return f"{len(both)} engines serve both roles: turn each to one of them first ({both[0]})"
         return _mixed(members)
 
 

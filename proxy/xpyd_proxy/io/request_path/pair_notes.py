@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from xpyd_proxy.core.fleet.pair_health import Pair, PairFailure
+from xpyd_proxy.core.fleet.pair_health import FailingPair, Pair, PairFailure
 from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
 from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.peer_loads import PeerNews
@@ -19,6 +19,7 @@ _OURS: Final = "xpyd"  # an engine's metrics show which connector it has
 _OK: Final = 200
 _HTTP_5XX: Final = Failure.HTTP_5XX  # looking a member up takes as long as a call
 _REFUSED: Final = Failure.REFUSED
+_WRONG_KV: Final = PairFailure.WRONG_KV
 _AT_ONCE: Final = LegOrder.CONCURRENT
 _DECODE: Final = Role.DECODE
 _PREFILL: Final = Role.PREFILL
@@ -90,6 +91,14 @@ class PairNotes:
         if before is None or self.matrix.works_elsewhere(pair, before.since):
             self._failed(pair, {PairFailure.ENGINE_ERROR: 1}, PairFailure.ENGINE_ERROR, 1, now)
 
+    def answer_differs(self, pair: Pair, now: float) -> None:
+        """The prefill engine alone has made another text than the pair (requests/canaries.py)."""
+        self.health.failures[(_WRONG_KV.value,)] += 1
+        rests = self.health.doubted(pair, now=now)
+        if rests is not None:
+            self._warn_of_wrong_kv(pair, rests)
+        self._registry.settle_rests(pair[1])
+
     # ---- what decode engines show
 
     def loads(self, decode: Instance, news: Sequence[PeerNews], now: float) -> list[str]:
@@ -102,7 +111,7 @@ class PairNotes:
                 unknown.append(each.peer)
             for prefill in prefills:
                 pair = prefill.id, decode.id
-                if each.loaded:
+                if each.loaded and not each.has_wrong_kv:  # most loads are not compared
                     self._worked(pair)
                     self._count(decode.id, each.failed)
                 elif each.worst is not None:
@@ -145,7 +154,9 @@ class PairNotes:
         prefill, decode = pair
         self._count(decode, failed)
         rests = self.health.failed(pair, reason, count, now=now)
-        if rests is not None:
+        if rests is not None and rests.reason is _WRONG_KV:
+            self._warn_of_wrong_kv(pair, rests)
+        elif rests is not None:
             logger.warning(
                 "%s and %s cannot meet: %d transfers in a row have failed (%s), so the pair rests for %g s",
                 prefill,
@@ -155,6 +166,11 @@ class PairNotes:
                 rests.rest_s,
             )
         self._registry.settle_rests(decode)
+
+    def _warn_of_wrong_kv(self, pair: Pair, rests: FailingPair) -> None:
+        logger.warning(
+            "KV of %s arrives wrong at %s (%s), so the pair rests for %g s", *pair, rests.reason, rests.rest_s
+        )
 
     def _worked(self, pair: Pair) -> None:
         if self.health.worked(pair) is not None:

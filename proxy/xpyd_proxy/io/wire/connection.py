@@ -10,7 +10,7 @@ from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire.request_head import Heads
 from xpyd_proxy.io.wire.response_handler import ResponseHandler
 from xpyd_proxy.io.wire.response_reader import ResponseReader
-from xpyd_proxy.io.wire.simple_response import CONTENT_TYPE, match_simple_response, parse_single_chunk
+from xpyd_proxy.io.wire.simple_response import CONTENT_TYPE, SimpleResponses, parse_single_chunk
 
 
 class Owner(Protocol):
@@ -32,12 +32,13 @@ class Owner(Protocol):
 class Peer:
     """What is kept of one address: connections, the one used last at the end, and the beginnings of requests."""
 
-    __slots__ = ("address", "heads", "idle", "is_forgotten")
+    __slots__ = ("address", "heads", "idle", "is_forgotten", "responses")
 
     def __init__(self, address: Address) -> None:
         self.address = address
         self.idle: list[Connection] = []
         self.heads = Heads(address)
+        self.responses = SimpleResponses()
         self.is_forgotten = False  # nothing waited there: the next request to it gets another one of these
 
 
@@ -183,7 +184,7 @@ class Connection:
     def _read(self, reply: ResponseHandler, data: bytes) -> None:
         """Take what is no chunk that has come alone."""
         reader = self._reader
-        body = None if reader.in_response else match_simple_response(data)
+        body = None if reader.in_response else self.peer.responses.match(data)
         if body is not None:
             self._usable = self._usable and not (reader.is_tls and self._held_up)  # of which the reader knows nothing
             reply.arrived_whole(CONTENT_TYPE, body)

@@ -31,13 +31,32 @@ _STREAM_HEAD: Final = re.compile(
 )
 
 
-def match_simple_response(received: bytes) -> bytes | None:
-    """Return the body of a whole, usual answer: 200, JSON, kept alive; None: it is another one, or not all of it."""
-    head = _HEAD.match(received, 0, _MOST)
-    if head is None:
-        return None
-    end, length = head.end(), head[1] or head[2]
-    return received[end:] if len(received) - end == int(length) else None
+class SimpleResponses:
+    """Finds whole, usual answers among those of one engine: 200, JSON, kept alive.
+
+    An engine repeats its head but for the length, and once a second the date: a head that differs in nothing but the
+    digits of its length is compared with the one before, and not matched.
+    """
+
+    __slots__ = ("_before", "_behind", "_end", "_start", "_stop")
+
+    def __init__(self) -> None:
+        self._before = self._behind = b""  # the bytes of the head before, on both sides of the digits
+        self._start = self._stop = self._end = 0  # where its digits began and ended, and where it ended itself
+
+    def match(self, received: bytes) -> bytes | None:
+        """Return the body of such an answer; None: it is another one, or not all of it."""
+        start, stop, end = self._start, self._stop, self._end
+        digits = received[start:stop]
+        if digits.isdigit() and received[stop:end] == self._behind and received[:start] == self._before:
+            return received[end:] if len(received) - end == int(digits) else None
+        head = _HEAD.match(received, 0, _MOST)
+        if head is None:
+            return None
+        group = 1 if head[1] is not None else 2
+        start, stop, end = self._start, self._stop, self._end = head.start(group), head.end(group), head.end()
+        self._before, self._behind = received[:start], received[stop:end]
+        return received[end:] if len(received) - end == int(head[group]) else None
 
 
 def match_stream_head(received: bytes) -> re.Match[bytes] | None:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from math import inf, isfinite
@@ -12,16 +12,21 @@ from typing import Final
 
 import msgspec
 
+from xpyd_proxy.core.roles.work_meter import RoleTargets
 from xpyd_proxy.planning.replay import chart
+from xpyd_proxy.planning.replay.admission import classes_of
 from xpyd_proxy.planning.replay.engine import EngineModel
+from xpyd_proxy.planning.replay.roles import RolesPlan
 from xpyd_proxy.planning.replay.routers import CHOICES
-from xpyd_proxy.planning.replay.simulation import SimulatedFleet, replay
+from xpyd_proxy.planning.replay.simulation import Replayed, SimulatedFleet, replay
 from xpyd_proxy.planning.replay.summary import Summary, Targets, summarise
 from xpyd_proxy.planning.replay.trace_files import Arrivals, read_trace
-from xpyd_proxy.planning.replay.traces import Conversations, NoReplay, Trace
+from xpyd_proxy.planning.replay.traces import Conversations, NoReplay, Phase, Trace, phases
+from xpyd_proxy.settings import Settings
 
 _MOST_ENGINES: Final = 1000  # of a role
 _MOST_TURNS: Final = 1_000_000
+_MOST_MEAN: Final = 1_000_000  # tokens
 _DEFAULT_POLICIES: Final = ("round_robin", "prefix")
 _HEAD: Final = (
     *("", "TTFT p50", "p95", "p99", "later p50", "ITL p50", "p99"),
@@ -41,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system-tokens", type=_count, default=1000, metavar="N", help="that all generated ones share (%(default)s)")
     add("--prompt-tokens", default=500, metavar="N", help="that a turn adds, on the mean (%(default)s)")
     add("--output-tokens", default=200, metavar="N", help="of an answer, on the mean (%(default)s)")
+    said = "a time of one kind of traffic: seconds, requests a second, mean tokens of prompts and answers; repeat it"
+    add("--phase", type=_phase, action="append", metavar="S:R:P:O", help=said)
     said = "conversations, or requests of a file of lengths, that begin in a second (%(default)s)"
     add("--rate", default=2.0, metavar="R", help=said)
     add("--think", default=5.0, metavar="S", help="seconds from an answer to the next turn, on the mean (%(default)s)")
@@ -55,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     said = "tokens of a block, except with Mooncake's traces (%(default)s)"
     option("--block-size", type=_count, default=16, metavar="N", help=said)
     option("--kv-events", action="store_true", help="they tell what they have cached, and prompts are token ids")
+    said = "auto: they turn to the other role as --roles would have them, for --ttft and --itl (%(default)s)"
+    option("--roles", choices=("off", "auto"), default="off", help=said)
+    _add_classes(parser.add_argument_group("classes").add_argument)
     option = parser.add_argument_group("output").add_argument
     said = "seconds to the first token that a request served well takes, at most"
     option("--ttft", type=_positive, default=inf, metavar="S", help=said)
@@ -65,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+def _add_classes(option: Callable[..., object]) -> None:
+    said = "classes of requests, as xpyd serve takes them; a line of the trace may name its own (docs/slo.md)"
+    option("--classes", nargs="+", default=(), metavar="CLASS", help=said)
+    option("--default-class", metavar="NAME", help="class of requests that name none")
+
+
 def run(args: argparse.Namespace) -> int:
     """Print a row for each policy; return the exit code: 0, or 2 if that cannot be replayed."""
     try:
@@ -72,11 +88,22 @@ def run(args: argparse.Namespace) -> int:
         decode_model = None if args.decode_engine is None else _engine_model(args.decode_engine)
         odd_model = None if args.odd_engine is None else _engine_model(args.odd_engine)
         fleet = SimulatedFleet(
-            args.prefill, args.decode, _engine_model(args.engine), decode_model, odd_model, kv_events=args.kv_events
+            args.prefill,
+            args.decode,
+            _engine_model(args.engine),
+            decode_model,
+            odd_model,
+            kv_events=args.kv_events,
+            roles=_roles(args),
+            classes=_classes(args.classes, args.default_class),
         )
         policies: Sequence[str] = args.policy or _DEFAULT_POLICIES
         targets = Targets(args.ttft, args.itl)
-        rows = [summarise(replay(trace, policy, fleet, seed=args.seed), targets) for policy in policies]
+        by_class: Mapping[str, Targets] = {}
+        if fleet.classes is not None:
+            trace, by_class = trace.in_class(classes_of(fleet.classes).default.name), _targets(fleet.classes)
+        replays = [replay(trace, policy, fleet, seed=args.seed) for policy in policies]
+        rows = [summarise(each, targets, by_class) for each in replays]
         title = f"{len(trace.turns):,} requests on {args.prefill} prefill and {args.decode} decode engines"
         if args.plot is not None:
             _write(args.plot, chart.draw(rows, title))
@@ -84,13 +111,43 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"xpyd replay: {exc}\n")
         return 2
     as_json = json.dumps([asdict(row) for row in rows], indent=2) + "\n"
-    sys.stdout.write(as_json if args.json else _as_text(rows, title))
+    sys.stdout.write(as_json if args.json else _as_text(rows, title) + _turns_text(replays))
     return 0
 
 
+def _roles(args: argparse.Namespace) -> RolesPlan | None:
+    if args.roles == "off":
+        return None
+    if not (isfinite(args.ttft) and isfinite(args.itl)):
+        raise NoReplay("--roles auto needs --ttft and --itl: engines turn to keep them")
+    if args.kv_events or args.decode_engine or args.odd_engine:
+        raise NoReplay("--roles auto needs engines that are alike, without --kv-events")
+    return RolesPlan(RoleTargets(args.ttft, args.itl))
+
+
+def _classes(texts: Sequence[str], default: str | None) -> Settings | None:
+    """Return settings with these classes; None: there are none. Raises NoReplay."""
+    if not texts and default is None:
+        return None
+    settings = Settings(classes=tuple(texts), default_class=default)
+    classes_of(settings)
+    return settings
+
+
+def _targets(settings: Settings) -> Mapping[str, Targets]:
+    """Return the targets of each class."""
+    classes = classes_of(settings).by_name.values()
+    return {one.name: Targets(one.ttft_s or inf, one.itl_s or inf) for one in classes}
+
+
 def _trace(args: argparse.Namespace) -> Trace:
-    if (args.trace is None) == (args.sessions is None):
-        raise NoReplay("give either a trace or --sessions")
+    if [args.trace, args.sessions, args.phase].count(None) != 2:
+        raise NoReplay("give either a trace or --sessions or --phase")
+    if args.phase is not None:
+        expected = sum(one.seconds * one.per_s for one in args.phase)
+        if expected > _MOST_TURNS:
+            raise NoReplay(f"these phases have about {expected:,.0f} requests, more than {_MOST_TURNS:,}")
+        return phases(args.phase, args.block_size, args.seed)
     if args.trace is not None:
         return read_trace(args.trace, Arrivals(args.rate, args.think, args.block_size, args.speed, args.seed))
     if args.sessions * args.turns > _MOST_TURNS:
@@ -122,7 +179,28 @@ def _as_text(rows: Sequence[Summary], title: str) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     pad: Sequence[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
     lines = ["  ".join(fill(cell, w) for fill, cell, w in zip(pad, row, widths, strict=True)) for row in cells]
+    lines += [line for row in rows for line in _class_lines(row)]
     return "\n".join([f"{title}, {rows[0].seconds:,.0f} s", "", *lines, ""])
+
+
+def _turns_text(replays: Sequence[Replayed]) -> str:
+    """Write a line for each engine that turned."""
+    lines = [
+        f"{each.policy}: at {one.began:,.0f} s an engine turns to {one.role}, from {one.ended:,.0f} s on "
+        f"{one.prefill} prefill and {one.decode} decode engines"
+        for each in replays
+        for one in each.turned
+    ]
+    return "\n".join(["", *lines, ""]) if lines else ""
+
+
+def _class_lines(row: Summary) -> Sequence[str]:
+    """Write what became of each class."""
+    return [
+        f"{row.policy}, class {one.name}: {one.requests:,} requests, {one.good:.1%} good, {one.refused:.1%} refused, "
+        f"TTFT p50 {_ms(one.ttft_p50)}, p95 {_ms(one.ttft_p95)}, {one.tokens_per_s:,.0f} tokens/s"
+        for one in row.classes
+    ]
 
 
 def _cells(row: Summary) -> tuple[str, ...]:
@@ -152,6 +230,16 @@ def _positive(text: str) -> float:
     if isfinite(value) and 0 < value <= 1e9:
         return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
+def _phase(text: str) -> Phase:
+    parts = text.split(":")
+    if len(parts) != 4:
+        raise argparse.ArgumentTypeError(f"{text!r} is no phase: write seconds:requests a second:prompt:answer tokens")
+    seconds, per_s, prompt, output = map(_positive, parts)
+    if max(prompt, output) > _MOST_MEAN:
+        raise argparse.ArgumentTypeError(f"{text!r} has a mean of more than {_MOST_MEAN:,} tokens")
+    return Phase(seconds, per_s, prompt, output)
 
 
 def _count(text: str, most: int = _MOST_TURNS) -> int:

@@ -89,8 +89,8 @@ class SimulatedRoles:
             for one in self._registry.members()
             if one.life.state in _SERVE
         ]
-        trouble = "an engine turns" if self._leaving else ""
-        decision = self._controllers[number].decide(FleetSnapshot(readings, self._turned_at, trouble=trouble), now=now)
+        turning = list(self._leaving)
+        decision = self._controllers[number].decide(FleetSnapshot(readings, turning, self._turned_at), now=now)
         self.decisions.append((now, decision))
         if decision.turn is not None:
             self._begin(decision.turn.instance, decision.turn.role)

@@ -3,10 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Final
 
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.planning.replay.simulation import Replayed, Served
 from xpyd_proxy.planning.replay.traces import NoReplay
+
+NO_CLASSES: Final[Mapping[str, "Targets"]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class ClassSummary:
     ttft_p95: float | None
 
 
-def summarise(replayed: Replayed, targets: Targets, by_class: Mapping[str, Targets] | None = None) -> Summary:
+def summarise(replayed: Replayed, targets: Targets, by_class: Mapping[str, Targets] = NO_CLASSES) -> Summary:
     """Return the row of one policy; raises NoReplay: nothing was served. ``by_class``: targets of classes."""
     served = replayed.served
     if not served:
@@ -63,8 +66,7 @@ def summarise(replayed: Replayed, targets: Targets, by_class: Mapping[str, Targe
     ttft = sorted(one.ttft_s for one in served)
     later = sorted(one.ttft_s for one in served if one.turn.goes_on is not None)
     gaps = sorted(gap for _, log in replayed.engines for gap in log.gaps)
-    kept = by_class or {}
-    good = sum(_is_good(one, kept.get(one.turn.service_class or "", targets)) for one in served)
+    good = sum(_is_good(one, by_class.get(one.turn.service_class or "", targets)) for one in served)
     requests = len(served) + len(replayed.refused)
     computed = sum(leg.computed_tokens for one in served for _, leg in one.legs)
     return Summary(
@@ -85,7 +87,7 @@ def summarise(replayed: Replayed, targets: Targets, by_class: Mapping[str, Targe
         good_per_s=good / seconds,
         prefill_unevenness=_unevenness(log.busy_s for role, log in replayed.engines if role is Role.PREFILL),
         decode_unevenness=_unevenness(log.busy_s for role, log in replayed.engines if role is Role.DECODE),
-        classes=[_class(name, replayed, one, seconds) for name, one in kept.items()],
+        classes=[_class(name, replayed, one, seconds) for name, one in by_class.items()],
     )
 
 

@@ -1,7 +1,7 @@
 """What clients ask for, turn by turn, and a generator of conversations for those who have no trace."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
@@ -39,6 +39,10 @@ class Trace:
 
     block_tokens: int  # tokens of a block
     turns: Sequence[Turn]
+
+    def in_class(self, name: str) -> "Trace":
+        """Return the same turns, those without a class in this one."""
+        return Trace(self.block_tokens, [replace(one, service_class=one.service_class or name) for one in self.turns])
 
     def full_blocks(self, turn: Turn) -> Sequence[int]:
         """Return the blocks that the prompt fills: only those can be found in a prefix cache."""

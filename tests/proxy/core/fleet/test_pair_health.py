@@ -224,3 +224,48 @@ def test_whatever_happens_only_pairs_that_failed_in_a_row_are_avoided(steps):
         assert avoided == {each for each, count in in_a_row.items() if count >= 3}
         assert pairs.resting == len(avoided)
         assert pairs.next_at == min((each.due for _, each in pairs.pairs()), default=math.inf)
+
+
+def test_one_wrong_block_has_a_pair_rest_for_as_long_as_any_may():
+    """Other loads show nothing of their content, so those that were under way do not end the rest."""
+    pairs = health()
+    rests = fail(pairs, count=1, reason=PairFailure.WRONG_KV)
+    assert (rests.state, rests.rest_s) == (PairState.RESTING, 100.0)
+    assert pairs.worked(PAIR) is None
+    fail(pairs, count=1, reason=PairFailure.TIMEOUT)
+    assert (states(pairs), pairs.get(PAIR).reason) == ({PAIR: PairState.RESTING}, PairFailure.WRONG_KV)
+    pairs.tried(PAIR, now=100.0)
+
+    assert pairs.worked(PAIR) is rests
+    assert pairs.resting == 0
+
+
+def test_two_answers_that_differ_within_an_hour_have_a_pair_rest():
+    """One may have a reason of its own."""
+    pairs = health()
+    assert pairs.doubted(PAIR, now=0.0) is None
+    assert pairs.doubted(PAIR, now=3601.0) is None
+    assert pairs.resting == 0
+
+    assert pairs.doubted(PAIR, now=7000.0).reason is PairFailure.WRONG_KV
+    assert pairs.resting == 1
+
+
+def test_doubts_are_bounded_and_forgotten_with_their_engines():
+    """One for each pair of a large fleet would fill the memory."""
+    pairs = PairHealth(SETTINGS, most=2)
+    for number in range(3):
+        pairs.doubted((f"prefill-{number}", "decode-0"), now=0.0)
+    assert len(pairs._doubts) == 2
+    pairs.forget("prefill-1")
+    pairs.keep(frozenset({"prefill-0", "decode-0"}))
+
+    assert pairs._doubts == {}
+
+
+def test_without_rests_wrong_kv_changes_nothing():
+    """``--pair-failures 0``."""
+    pairs = health(pair_failures=0)
+    fail(pairs, reason=PairFailure.WRONG_KV)
+
+    assert pairs.resting == 0

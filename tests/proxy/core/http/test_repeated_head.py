@@ -1,7 +1,7 @@
 """A head that repeats the one before means what it would mean on its own connection."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.http.framing import Head, read_head
@@ -40,7 +40,11 @@ def meaning(read, raw):
     return [getattr(head, name) for name in Head.__slots__]
 
 
+LONG = [b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %b\r\n\r\n" % length for length in (b"12345", b"", b"1", b"12")]
+
+
 @given(st.lists(heads(), min_size=1, max_size=3))
+@example([LONG])
 def test_a_head_means_the_same_behind_any_other(clients):
     """Also one that is refused, and one behind that: an error of this would be a request smuggled in."""
     every = [raw for client in clients for raw in client]

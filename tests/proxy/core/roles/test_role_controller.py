@@ -169,10 +169,22 @@ def test_an_engine_that_turns_keeps_the_others_in_their_roles():
     fleet = FluidFleet(8, 8)
     fleet.run(9.0, 2.0, 30)
     fleet.step(9.0, 2.0)
-    readings = [replace(one, is_turning=one.name == "e09") for one in fleet.readings()]
-    found = fleet.controller.decide(FleetSnapshot(readings), now=fleet.now)
+    readings = [one for one in fleet.readings() if one.name != "e09"]
+    found = fleet.controller.decide(FleetSnapshot(readings, ["e09"]), now=fleet.now)
 
-    assert found.verdict is Verdict.TURNING
+    assert (found.verdict, found.why, found.turn) == (Verdict.TURNING, "e09 turns", None)
+    assert found.wanted is not None
+
+
+def test_a_router_that_does_not_lead_measures_and_waits():
+    """It goes on at once when the other one is gone: its rates are learned."""
+    fleet = FluidFleet(8, 8)
+    for _ in range(10):
+        fleet.step(9.0, 2.0)
+        found = fleet.controller.decide(FleetSnapshot(fleet.readings(), leads=False, leader="pod-2"), now=fleet.now)
+
+    assert (found.verdict, found.why, found.turn) == (Verdict.ELSEWHERE, "pod-2 decides", None)
+    assert found.wanted.prefill >= 12
 
 
 def test_engines_that_cannot_turn_are_said_to_be_stuck():

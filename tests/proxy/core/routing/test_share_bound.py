@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import RequestId, Role, RoutingHints
+from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role, RoutingHints
+from xpyd_proxy.core.routing.compatible_groups import CompatibleGroup
+from xpyd_proxy.core.routing.group_weights import GroupShare, Shares
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.session import Session
@@ -123,6 +125,19 @@ def test_nothing_is_bound_where_revisions_are_not_mixed(prefill, decode):
 
     rows = [[fleet.serve("everyone", number)[0] for number in range(200)] for fleet in (bound, free)]
     assert rows[0] == rows[1]
+
+
+def test_an_engine_that_serves_both_roles_may_get_its_share_of_both():
+    """It is counted twice: its legs of both roles are told to one bound."""
+    sides = [
+        [Instance(InstanceId(f"{number}"), role, Address("http", "h", number + 1)) for number in numbers]
+        for role, numbers in ((Role.PREFILL, (0, 1)), (Role.DECODE, (1, 2, 3, 4)))
+    ]
+    rates = Shares(
+        [GroupShare(CompatibleGroup("a", *sides, 2.0), alone=False, weight=1.0, limit=1.0)], 2.0, 4.0
+    ).rates()
+
+    assert rates == pytest.approx({"0": EACH / 2, "1": EACH / 2 + EACH / 4} | dict.fromkeys("234", EACH / 4))
 
 
 def test_models_are_bound_by_themselves():

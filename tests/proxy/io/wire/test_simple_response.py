@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.wiring import Told
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.io.wire.connection import Connection, Peer
-from xpyd_proxy.io.wire.simple_response import match_simple_response, parse_single_chunk
+from xpyd_proxy.io.wire.simple_response import SimpleResponses, parse_single_chunk
 
 LINES = st.sampled_from(
     [
@@ -242,8 +242,18 @@ def test_a_lone_chunk_is_one_as_engines_write_them(received, piece):
 
 def test_most_answers_are_usual():
     """Those of vLLM are, as uvicorn writes them."""
-    assert match_simple_response(usual(b'{"id":"cmpl-1"}')) == b'{"id":"cmpl-1"}'
-    assert match_simple_response(usual(b"")) == b""
+    assert SimpleResponses().match(usual(b'{"id":"cmpl-1"}')) == b'{"id":"cmpl-1"}'
+    assert SimpleResponses().match(usual(b"")) == b""
+
+
+@given(st.lists(answers(), min_size=2, max_size=5))
+@example([usual(b"{}"), usual(b"[]"), usual(b"{}x"), usual(b'{"a":1}') + b"x", usual(b'{"a":1234}')])
+@example([usual(b"{}"), usual(b"{}").replace(b"length: 2", b"length: +"), usual(b"{}").replace(b"now", b"2")])
+def test_an_answer_is_the_same_behind_any_other(conversation):
+    """Its head may differ from the one before in nothing but the length."""
+    engine = SimpleResponses()
+
+    assert [engine.match(said) for said in conversation] == [SimpleResponses().match(said) for said in conversation]
 
 
 @pytest.mark.parametrize("read_before", range(1, len(usual())))

@@ -42,6 +42,14 @@ end
 return {{redis.call('GET', KEYS[2]), redis.call('GET', KEYS[3]) or '0', redis.call('HGETALL', KEYS[1])}}
 """
 
+# KEYS: of the text. ARGV: as it was read, and what replaces it.
+_REPLACE: Final = """
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return {0} end
+redis.call('SET', KEYS[1], ARGV[2])
+return {1}
+"""
+_READ: Final = "return {redis.call('GET', KEYS[1]) or ''}"
+
 
 class _Listening(Protocol):
     async def subscribe(self, channel: str, /) -> object: ...
@@ -63,12 +71,8 @@ class RedisStore:
     """
 
     def __init__(self, url: str, told: StoreObserver, *, password: str | None = None, reread_s: float = 2.0) -> None:
-        limits = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
-        make = cast("Callable[..., _Client]", Redis.from_url)  # pyright: ignore[reportUnknownMemberType]
-        url, prefix = split_prefix(url)
-        tag = "{xpyd:" + prefix + "}" if prefix else "{xpyd}"  # in braces: one slot of a Redis Cluster
+        self._redis, tag = _connected(url, password)
         self._keys, self._channel = [f"{tag}:{name}" for name in _KEYS], f"{tag}:changed"
-        self._redis = make(url, decode_responses=True, password=password, **limits)
         self._told = told
         self._reread_s = reread_s
         self._seen = ("", -1)  # epoch and version of the view
@@ -147,3 +151,45 @@ class RedisStore:
                 self._trouble = ""
                 await listening.get_message(timeout=self._reread_s)
                 await self._settle(*await self._do("read"))
+
+
+class RedisText:
+    """A short text beside the engines: a core/ports.py SharedText."""
+
+    def __init__(self, url: str, name: str, *, password: str | None = None) -> None:
+        """``url``: as that of the store; ``name``: of the text."""
+        self._redis, tag = _connected(url, password)
+        self._key = f"{tag}:{name}"
+        self._text = ""
+
+    async def read(self) -> str:
+        """Return it; raises StoreDown."""
+        try:
+            (text,) = await self._redis.eval(_READ, 1, self._key)
+        except (RedisError, OSError, TimeoutError) as exc:
+            raise StoreDown(f"Redis did not answer: {exc}") from exc
+        self._text = str(text)
+        return self._text
+
+    async def replace(self, text: str, /) -> bool:
+        """Write it, if it is as it was read; raises StoreDown."""
+        try:
+            (done,) = await self._redis.eval(_REPLACE, 1, self._key, self._text, text)
+        except (RedisError, OSError, TimeoutError) as exc:
+            raise StoreDown(f"Redis did not make the change: {exc}") from exc
+        if done == 1:
+            self._text = text
+        return done == 1
+
+    async def aclose(self) -> None:
+        """Close its connections."""
+        await self._redis.aclose()
+
+
+def _connected(url: str, password: str | None) -> tuple[_Client, str]:
+    """Return a client, and what all keys begin with: in braces, so that they are in one slot of a Redis Cluster."""
+    limits = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
+    make = cast("Callable[..., _Client]", Redis.from_url)  # pyright: ignore[reportUnknownMemberType]
+    url, prefix = split_prefix(url)
+    tag = "{xpyd:" + prefix + "}" if prefix else "{xpyd}"
+    return make(url, decode_responses=True, password=password, **limits), tag

@@ -1,0 +1,110 @@
+"""The lease on roles: one router decides, and what it has done outlives it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.roles.role_lease import LASTS_S, RoleLease
+
+
+class Text:
+    """A text that is replaced as a whole, if it is as it was read."""
+
+    def __init__(self):
+        self.text = ""
+
+    def swap(self, before, after):
+        if self.text != before:
+            return False
+        self.text = after
+        return True
+
+
+def look(lease, shared, now, wall=None, *, turns=False):
+    """Read, decide, write; return what the router may believe."""
+    before = shared.text
+    view = lease.look(before, now=now, wall=now if wall is None else wall, turns=turns)
+    if view.holds and view.text is not None:
+        if not shared.swap(before, view.text):
+            return False
+        lease.written(now=now)
+    return view.holds
+
+
+def test_the_first_one_has_it_and_keeps_it():
+    """Whoever else looks measures, and waits."""
+    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+
+    assert look(one, shared, 0.0)
+    for now in range(1, 300):
+        assert look(one, shared, float(now))
+        assert not look(two, shared, now + 0.5)
+
+
+def test_another_one_takes_it_when_it_is_not_renewed():
+    """The holder was killed, perhaps in a turn. It is the other one's own clock that counts."""
+    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    look(one, shared, 1e6)
+
+    assert not look(two, shared, 5.0)
+    assert not look(two, shared, 5.0 + LASTS_S - 0.1)
+    assert look(two, shared, 5.0 + LASTS_S)
+    assert not look(one, shared, 1e6 + LASTS_S)
+
+
+def test_turns_outlive_their_router():
+    """The cool-down and the turns of an hour are the fleet's."""
+    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    look(one, shared, 0.0, wall=5000.0, turns=True)
+    two.look(shared.text, now=0.0, wall=5000.0)
+    view = two.look(shared.text, now=LASTS_S, wall=5000.0 + LASTS_S)
+
+    assert (view.holds, view.turned_at) == (True, (5000.0,))
+    assert two.look(shared.text, now=LASTS_S, wall=8601.0).turned_at == ()
+
+
+def test_a_turn_is_written_even_if_the_lease_is_fresh():
+    """A holder that hung may have lost it: the write fails then, and nothing turns."""
+    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    look(one, shared, 0.0)
+    before = shared.text
+    view = one.look(before, now=1.0, wall=1.0, turns=True)
+    look(two, shared, 1.0)
+    assert look(two, shared, 1.0 + LASTS_S)
+
+    assert view.text is not None
+    assert not shared.swap(before, view.text)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["one", "two", "three"]), st.floats(0.1, 15.0), st.booleans(), st.booleans()),
+        max_size=60,
+    )
+)
+def test_at_most_one_router_writes_a_turn_on_what_it_has_read(steps):
+    """Whatever hangs between reading and writing: each turn that is begun is in the text, once, in order."""
+    shared, now, begun = Text(), 0.0, []
+    leases = {name: RoleLease(name) for name in ("one", "two", "three")}
+    hung = {}
+    for name, later, turns, hangs in steps:
+        now += later
+        before, view = hung.pop(name, None) or (
+            shared.text,
+            leases[name].look(shared.text, now=now, wall=now, turns=turns),
+        )
+        if hangs:
+            hung[name] = before, view
+        elif view.holds and view.text is not None and shared.swap(before, view.text):
+            leases[name].written(now=now)
+            begun += [at for at in view.turned_at if at not in begun]
+    last = RoleLease("last").look(shared.text, now=now, wall=now).turned_at
+
+    assert list(last) == [at for at in begun if now - 3600 < at]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"holder":3}', '{"holder":"x"}', "\x00" * 100])
+def test_what_is_no_lease_is_replaced(text):
+    """Somebody has edited it, or another version has written it."""
+    assert RoleLease("one").look(text, now=0.0, wall=0.0).holds

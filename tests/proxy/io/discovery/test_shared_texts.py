@@ -1,0 +1,187 @@
+"""The text that routers share: whoever writes it replaces what it has read, or learns that it has changed."""
+
+from contextlib import asynccontextmanager
+
+import pytest
+
+from support.kube_api import KubeApi, Refusal
+from support.redis_server import RedisServer
+from xpyd_proxy.core.model import InstanceId, Role
+from xpyd_proxy.core.roles.role_lease import LASTS_S
+from xpyd_proxy.errors import UnknownInstance
+from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from xpyd_proxy.io.discovery.role_turns import LeasedTurns
+from xpyd_proxy.io.discovery.shared_texts import FileText, LeaseText, MemoryText
+from xpyd_proxy.io.discovery.stores import StoreDown
+from xpyd_proxy.io.discovery.stores.redis import RedisText
+
+
+@asynccontextmanager
+async def file_texts(folder):
+    path = folder / "set.json.roles"
+    yield lambda: FileText(str(path)), lambda: path.mkdir()
+
+
+@asynccontextmanager
+async def lease_texts(_):
+    api, clients = KubeApi(), []
+    await api.start()
+    api.put("leases", "r-roles", {"metadata": {}})
+
+    def text():
+        clients.append(Kubernetes(Cluster(api.url, "default"), timeout_s=2))
+        return LeaseText(clients[-1], "r-roles")
+
+    try:
+        yield text, lambda: api.delete("leases", "r-roles")
+    finally:
+        for client in clients:
+            async with client:
+                pass
+        await api.stop()
+
+
+@asynccontextmanager
+async def redis_texts(folder):
+    server, texts = RedisServer(folder), []
+    server.start()
+
+    def text():
+        texts.append(RedisText(server.url + "?prefix=a", "roles"))
+        return texts[-1]
+
+    try:
+        yield text, server.stop
+    finally:
+        for one in texts:
+            await one.aclose()
+        server.stop()
+
+
+@pytest.fixture(params=[file_texts, lease_texts, redis_texts], ids=["file", "kubernetes", "redis"])
+async def shared(request, tmp_path):
+    """Yield what makes another process's view of the same text, and what breaks it."""
+    async with request.param(tmp_path) as found:
+        yield found
+
+
+async def test_a_text_is_replaced_only_as_it_was_read(shared):
+    """The one promise that the lease stands on."""
+    another, _ = shared
+    one, two = another(), another()
+
+    assert (await one.read(), await two.read()) == ("", "")
+    assert await one.replace('{"holder":"one"}')
+    assert not await two.replace('{"holder":"two"}')
+    assert await two.read() == '{"holder":"one"}'
+    assert await two.replace('{"holder":"two"}')
+    assert not await one.replace('{"holder":"one again"}')
+    assert await one.read() == '{"holder":"two"}'
+    assert await one.replace('{"holder":"one"}')
+    assert await one.replace('{"holder":"one, later"}')  # without another reading
+
+
+async def test_a_store_that_is_away_says_so(shared):
+    """No lease, no turn: the reason is on the status page."""
+    another, breaks = shared
+    one = another()
+    await one.read()
+    breaks()
+
+    with pytest.raises(StoreDown):
+        await one.read()
+    with pytest.raises(StoreDown):
+        await one.replace("{}")
+
+
+async def test_kubectl_shows_who_holds_the_lease():
+    """``kubectl get lease`` reads these fields."""
+    api = KubeApi()
+    await api.start()
+    try:
+        api.put("leases", "r", {"metadata": {}})
+        async with Kubernetes(Cluster(api.url, "default"), timeout_s=2) as client:
+            text = LeaseText(client, "r")
+            await text.read()
+            assert await text.replace('{"holder":"pod-1","number":1}')
+        (found,) = [body for (kind, _, _), body in api.objects.items() if kind == "leases"]
+    finally:
+        await api.stop()
+
+    assert found["spec"]["holderIdentity"] == "pod-1"
+    assert found["spec"]["leaseDurationSeconds"] == LASTS_S
+    assert found["spec"]["renewTime"].endswith("Z")
+
+
+async def test_a_router_without_rights_is_told_so():
+    """The chart's Role names get and patch of one Lease."""
+    api = KubeApi()
+    await api.start()
+    try:
+        async with Kubernetes(Cluster(api.url, "default"), timeout_s=2) as client:
+            api.faults.refusals.append(Refusal(403, "Forbidden"))
+            with pytest.raises(StoreDown, match=r"the Lease r cannot be read: .*403"):
+                await LeaseText(client, "r").read()
+    finally:
+        await api.stop()
+
+
+class Router:
+    """One router's side of it, in a world whose clock the test moves."""
+
+    def __init__(self, name, text, times, fails=None):
+        self.begun, self._fails = [], fails
+        self.turns = LeasedTurns(name, text, self._turn, clock=lambda: times[0] + 7.0, wall=lambda: times[0] + 1e9)
+
+    async def _turn(self, name, role):
+        if self._fails is not None:
+            raise self._fails
+        self.begun.append((name, role))
+
+
+async def test_of_two_routers_one_turns_engines_and_the_other_knows_of_it(shared):
+    """And goes on when the first one is gone, with its turns."""
+    another, _ = shared
+    times = [100.0]
+    one, two = Router("one", another(), times), Router("two", another(), times)
+    first, second = await one.turns.hold(), await two.turns.hold()
+    engine = InstanceId("decode-0")
+
+    assert (first.holds, second.holds, second.holder) == (True, False, "one")
+    assert await one.turns.begin(engine, Role.PREFILL) == ""
+    assert await two.turns.begin(engine, Role.PREFILL) == "another router decides on roles"
+    assert (one.begun, two.begun) == ([(engine, Role.PREFILL)], [])
+    assert (await two.turns.hold()).turned_at == (107.0,)
+    times[0] += LASTS_S
+    assert (await two.turns.hold()).holds
+    assert await one.turns.begin(engine, Role.DECODE) == "another router decides on roles"
+    assert (await two.turns.hold()).turned_at == (107.0,)
+
+
+async def test_a_turn_that_is_refused_counts_as_one():
+    """Else a controller would try the same engine every few seconds."""
+    times = [100.0]
+    one = Router("one", MemoryText(), times, UnknownInstance("there is no instance 'decode-0'"))
+
+    assert await one.turns.begin(InstanceId("decode-0"), Role.PREFILL) == "there is no instance 'decode-0'"
+    assert (await one.turns.hold()).turned_at == (107.0,)
+
+
+async def test_a_clock_that_is_ahead_does_not_hide_a_turn():
+    """Hosts' clocks differ: a turn of the future is one of now."""
+    text, ahead, times = MemoryText(), [130.0], [100.0]
+    await Router("one", text, ahead).turns.begin(InstanceId("decode-0"), Role.PREFILL)
+
+    assert (await Router("two", text, times).turns.hold()).turned_at == (107.0,)
+
+
+async def test_while_the_store_is_away_the_reason_is_known():
+    """A controller that does nothing must say why."""
+
+    class Away(MemoryText):
+        async def read(self):
+            raise StoreDown("Redis did not answer: connection refused")
+
+    found = await Router("one", Away(), [0.0]).turns.hold()
+
+    assert (found.holds, found.trouble) == (False, "Redis did not answer: connection refused")

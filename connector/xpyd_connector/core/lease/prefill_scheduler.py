@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.deadlines import Deadlines
 from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent, LeaseTable
 from xpyd_connector.core.messages import (
@@ -56,15 +57,18 @@ class _SampledLease:
 class LeaseManager:
     """Runs on the control thread, which answers decode engines; the engine only takes the leases that ended."""
 
-    def __init__(self, link: Link, leases: LeaseTable, counters: Counters) -> None:
+    def __init__(self, link: Link, leases: LeaseTable, counters: Counters, *, sums_timeout: float = 5.0) -> None:
+        """``sums_timeout``: s that the first fence result of a sampled lease waits for its checksums, at most."""
         self._link = link
         self.leases = leases
         self._counters = counters
         self._released: list[LeaseEnded] = []
         self._sampled: dict[RequestId, _SampledLease] = {}
+        self._sums_timeout = sums_timeout
+        self._sums_due: Deadlines[RequestId] = Deadlines()  # of sampled leases for whose checksums readers wait
 
     def grant(self, request: RequestId, *, now: float, sampled: bool = False) -> None:
-        """Lease the blocks of a finished request; if ``sampled``, fence results wait for :meth:`add_sums`."""
+        """Lease the blocks of a finished request; if ``sampled``, fence results wait a while for :meth:`add_sums`."""
         self.leases.grant(request, now=now)
         if sampled:
             self._sampled[request] = _SampledLease()
@@ -75,7 +79,8 @@ class LeaseManager:
         """Take the checksums of all workers in; readers that have waited for them get their fence results."""
         self.advance(now=now)
         if (sampled := self._sampled.get(request)) is None:
-            return  # its lease has ended
+            return  # its lease has ended, or its readers could not wait any longer
+        self._sums_due.discard(request)
         sampled.sums = {each.worker: each for each in sums}
         waiting, sampled.waiting = sampled.waiting, []
         for conn, done in waiting:
@@ -95,7 +100,9 @@ class LeaseManager:
     def advance(self, *, now: float) -> float | None:
         """End what is due; return when to be called again at the latest."""
         self._release(self.leases.expire(now=now))
-        return self.leases.next_expiry()
+        for request in self._sums_due.take_due(now=now):
+            self._give_up_sums(request, now)
+        return min((due for due in (self.leases.next_expiry(), self._sums_due.next()) if due is not None), default=None)
 
     def holds(self, request: RequestId) -> bool:
         """Whether a lease is running."""
@@ -210,6 +217,8 @@ class LeaseManager:
             return
         sampled = self._sampled.get(done.request)
         if sampled is not None and sampled.sums is None:
+            if not sampled.waiting:
+                self._sums_due.set(done.request, now + self._sums_timeout)
             sampled.waiting.append((conn, done))  # the lease is kept: its blocks are not summed yet
             self.leases.read(done.request, now=now)
             return
@@ -220,9 +229,16 @@ class LeaseManager:
         else:
             self.leases.read(done.request, now=now)  # its other ranks do
 
+    def _give_up_sums(self, request: RequestId, now: float) -> None:
+        """Answer without checksums. A reader that waits longer takes us for hung, and fails all it loads from us."""
+        self._counters.count("sums_late")
+        for conn, done in self._sampled.pop(request).waiting:
+            self._on_read_done(conn, done, now)
+
     def _release(self, released: list[LeaseEnded]) -> None:
         for lease in released:
             self._counters.count(_COUNTER[lease.why])
+            self._sums_due.discard(lease.request)
             sampled = self._sampled.pop(lease.request, None)
             for conn, done in sampled.waiting if sampled is not None else ():
                 self._link.send(conn, FenceResult(done.reader, held=False))

@@ -10,6 +10,7 @@ from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent, LeaseTable
 from xpyd_connector.core.messages import (
     MAX_IDS,
+    MAX_RANKS,
     DropLeases,
     FenceResult,
     LeasesLost,
@@ -38,12 +39,32 @@ class RevocableLease(NamedTuple):
     blocks: int
 
 
+MAX_WAITING = MAX_RANKS  # ranks that wait for the checksums of one lease; beyond it they are answered without any
+
+
 @dataclass(slots=True)
 class _SampledLease:
     """The checksums of a lease's blocks, and the readers that have come before them."""
 
     sums: Mapping[int, RankSums] | None = None  # by worker; None: our workers still compute them
-    waiting: list[tuple[ConnId, ReadDone]] = field(default_factory=list[tuple[ConnId, ReadDone]])
+    # By reader and rank, which may repeat themselves; the connection is absent once it has closed.
+    waiting: dict[tuple[RequestId, int], tuple[ConnId | None, ReadDone]] = field(
+        default_factory=dict[tuple[RequestId, int], tuple[ConnId | None, ReadDone]]
+    )
+
+    def waits(self, conn: ConnId, done: ReadDone) -> bool:
+        """Have a reader wait; false if the checksums are there, or too many wait already."""
+        key = done.reader, done.rank
+        if self.sums is not None or (key not in self.waiting and len(self.waiting) >= MAX_WAITING):
+            return False
+        self.waiting[key] = conn, done
+        return True
+
+    def lose(self, conn: ConnId) -> None:
+        """Remember of the readers behind a closed connection only what they have read."""
+        for key, (its, done) in self.waiting.items():
+            if its == conn:
+                self.waiting[key] = None, done
 
     def of(self, rank: int) -> RankSums | None:
         """Return the checksums of a reader's counterpart; of an engine with fewer workers, those of some other one.
@@ -82,9 +103,7 @@ class LeaseManager:
             return  # its lease has ended, or its readers could not wait any longer
         self._sums_due.discard(request)
         sampled.sums = {each.worker: each for each in sums}
-        waiting, sampled.waiting = sampled.waiting, []
-        for conn, done in waiting:
-            self._on_read_done(conn, done, now)
+        self._answer(sampled, now)
 
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of a decode engine's connection."""
@@ -177,7 +196,9 @@ class LeaseManager:
             self._release([self.leases.end(request, LeaseEvent.DONE)])
 
     def on_connection_lost(self, conn: ConnId) -> None:
-        """End every lease claimed over a connection that closed."""
+        """End every lease claimed over a connection that closed; whoever waited behind it is answered no more."""
+        for sampled in self._sampled.values():
+            sampled.lose(conn)
         self._release(self.leases.lose(conn))
 
     def take_released(self) -> list[LeaseEnded]:
@@ -216,14 +237,18 @@ class LeaseManager:
             self._link.send(conn, FenceResult(done.reader, held=False))
             return
         sampled = self._sampled.get(done.request)
-        if sampled is not None and sampled.sums is None:
-            if not sampled.waiting:
-                self._sums_due.set(done.request, now + self._sums_timeout)
-            sampled.waiting.append((conn, done))  # the lease is kept: its blocks are not summed yet
+        is_first = sampled is not None and not sampled.waiting
+        if sampled is not None and sampled.waits(conn, done):  # the lease is kept: its blocks are not summed yet
             self.leases.read(done.request, now=now)
+            if is_first:
+                self._sums_due.set(done.request, now + self._sums_timeout)
             return
-        sums = sampled.of(done.rank) if sampled is not None else None
-        self._link.send(conn, FenceResult(done.reader, held=True, sums=sums))
+        self._link.send(conn, FenceResult(done.reader, held=True, sums=sampled.of(done.rank) if sampled else None))
+        self._note_read(done, now)
+
+    def _note_read(self, done: ReadDone, now: float) -> None:
+        if done.request not in self.leases:
+            return  # another reader's last rank has ended it
         if released := self.leases.done(done.request, done.reader, done.rank, done.ranks):
             self._release([released])
         else:
@@ -232,14 +257,23 @@ class LeaseManager:
     def _give_up_sums(self, request: RequestId, now: float) -> None:
         """Answer without checksums. A reader that waits longer takes us for hung, and fails all it loads from us."""
         self._counters.count("sums_late")
-        for conn, done in self._sampled.pop(request).waiting:
-            self._on_read_done(conn, done, now)
+        self._answer(self._sampled.pop(request), now)
+
+    def _answer(self, sampled: _SampledLease, now: float) -> None:
+        """Confirm the reads that have waited: the lease has held until now. They were allowed when they came."""
+        waiting, sampled.waiting = list(sampled.waiting.values()), {}
+        for conn, done in waiting:
+            if conn is not None:
+                self._link.send(conn, FenceResult(done.reader, held=True, sums=sampled.of(done.rank)))
+        for _, done in waiting:
+            self._note_read(done, now)
 
     def _release(self, released: list[LeaseEnded]) -> None:
         for lease in released:
             self._counters.count(_COUNTER[lease.why])
             self._sums_due.discard(lease.request)
             sampled = self._sampled.pop(lease.request, None)
-            for conn, done in sampled.waiting if sampled is not None else ():
-                self._link.send(conn, FenceResult(done.reader, held=False))
+            for conn, done in sampled.waiting.values() if sampled is not None else ():
+                if conn is not None:
+                    self._link.send(conn, FenceResult(done.reader, held=False))
         self._released += released

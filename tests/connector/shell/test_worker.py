@@ -236,6 +236,18 @@ def test_checksums_of_finished_prefills_go_to_the_scheduler_with_the_step(worker
     assert worker.take_quarantined() is None
 
 
+def test_a_worker_whose_cache_has_no_reader_answers_without_checksums(worker):
+    """Those who read the blocks need not wait; what a push brings is used."""
+    worker._memory = Cache({})
+    worker._memory.cache = None
+    worker.take_sums({RequestId("p-a"): (SampledBlock(0, 8, 4, 8),)})
+    assert worker.take_quarantined().sums == {"p-a": [RankSums(0, "", ())]}
+    results, report = arrived(worker, 1, 2)
+
+    assert results.failed_recving == set()
+    assert report["counters"] == {"loads_unchecked": 1}
+
+
 def test_checksums_of_all_ranks_add_up():
     """The readers of each get those of its counterpart."""
     one, other = (QuarantineMetadata(sums={RequestId("a"): [RankSums(rank, "s", ())]}) for rank in (0, 1))

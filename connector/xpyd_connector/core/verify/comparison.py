@@ -47,12 +47,14 @@ def compare(sums: RankSums, token_ranges: Sequence[TokenRange], cache: CacheRead
     """Compare what has arrived in the ``local`` blocks of these token ranges with the sums of the rank it came from.
 
     Nothing is compared if the rank keeps KV in another shape, nor is a block that cannot be read, or of which not all
-    compared tokens were loaded.
+    compared tokens were loaded. A block is read once, however often the rank names it: a hostile one costs us at most a
+    look at what was loaded, and at MAX_SUMS blocks.
     """
     checked = wrong = 0
     if cache is None or sums.shape != cache.shape:
         return Comparison(0, 0)
-    for each in sums.blocks:
+    distinct = {(each.group, each.start): each for each in reversed(sums.blocks)}  # the first of each stays
+    for each in distinct.values():
         size = cache.block_size(each.group)
         if size and (block := _arrived(each, token_ranges, size)) is not None:
             crc = _checksum(cache, block, each, size)

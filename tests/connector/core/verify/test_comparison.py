@@ -113,6 +113,15 @@ def test_a_peer_that_names_no_block_has_nothing_read(said):
     assert cache.read == []
 
 
+def test_a_peer_that_names_a_block_again_and_again_has_it_read_once():
+    """P decides what is compared, and D's thread works no more for it than for each loaded block once."""
+    cache, token_ranges = arrived()
+    said = tuple(BlockSum(0, 0, stop, 1) for stop in (4, 4, 3, 2)) + sums().blocks
+
+    assert compare(RankSums(0, "whole", said), token_ranges, cache) == Comparison(3, 1)
+    assert len(cache.read) == 3
+
+
 def test_sums_survive_their_message():
     """As arrays: a sampled block costs some bytes."""
     done = PushDone("reader", True, (sums(),))

@@ -214,8 +214,7 @@ def test_a_push_is_compared_before_vllm_hears_of_its_end(worker):
     results, report = arrived(worker, 70, 81)
 
     assert (results.finished_recving, results.failed_recving) == ({"a"}, {"a"})
-    assert report["counters"] == {"blocks_checked": 2, "blocks_wrong": 1, "loads_failed_wrong_kv": 1}
-    assert report["peer_loads"] == {"p": {"wrong_kv": 1}}
+    assert report["counters"] == {"blocks_checked": 2, "blocks_wrong": 1}  # the scheduler counts the load, once
 
 
 def test_a_push_of_another_shape_is_not_compared(worker):

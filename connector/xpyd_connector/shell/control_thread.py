@@ -163,7 +163,7 @@ def _build_control_plane(
         reading=settings.transfer_timeout,
         same_engine=link.are_of_one_engine,
     )
-    lease_manager = LeaseManager(link, leases, counters)
+    lease_manager = LeaseManager(link, leases, counters, sums_timeout=settings.sums_timeout)
     lease_renewer = LeaseRenewer(
         link,
         peers,

@@ -94,6 +94,11 @@ class Settings:
         return self.kv_lease_duration * 2 / 3
 
     @property
+    def sums_timeout(self) -> float:
+        """Seconds a fence result waits for checksums: well below ``transfer_timeout``, in which the load must end."""
+        return min(self.transfer_timeout / 4, 5.0)
+
+    @property
     def heartbeat_interval(self) -> float:
         """Seconds between two renewals of the same lease: a sixth of it, so three may be lost.
 

@@ -67,10 +67,11 @@ class Live:
     def _exchange(self, before: _Addresses, after: _Addresses) -> None:
         for role in Role:
             gone = {authority for authority, _ in before[role].items() - after[role].items()}
-            for instance in self.registry.known(role):
-                if instance.address.authority in gone:
-                    self.registry.retire(instance.id, now=self.clock())
-                    logger.info("%s is no longer listed: it is drained, and then forgotten", instance.id)
+            for member in self.registry.members():  # also those that have turned: the settings name what they were
+                one = member.instance
+                if one.pool is role and one.address.authority in gone:
+                    self.registry.retire(one.id, now=self.clock())
+                    logger.info("%s is no longer listed: it is drained, and then forgotten", one.id)
             for authority, target in after[role].items():
                 if before[role].get(authority) == target:
                     continue

@@ -101,7 +101,7 @@ def pair(fleet, model, connector, mode, **config):
     try:
         fleet.wait_ready(children, timeout_s=300)
         pids = [f"--{role}-pid={child.pid}" for role, child in zip(("prefill", "decode"), children, strict=True)]
-        yield specs, [*pids, f"--lease-seconds={LEASE}"]
+        yield specs, [*pids, f"--lease-seconds={LEASE}", "--idle-seconds=4"]  # a strand of a lease is longer
     finally:
         fleet.stop(*children)
 
@@ -121,10 +121,17 @@ def test_faults_leave_ours_right(prove, fleet, model, reference, mode):
 
 
 @pytest.mark.thorough  # more than a minute for each, and these engines burn a core even when idle
-@pytest.mark.parametrize("mode", list(TransferMode))
-def test_the_faults_of_vllms_connectors_are_found(prove, fleet, model, reference, mode):
+@pytest.mark.parametrize(
+    ("mode", "names"),
+    [
+        (TransferMode.PULL, {"decode-frozen/wrong-text", "mixed-up/wrong-text"}),
+        (TransferMode.PUSH, {"decode-frozen/no-answer", "decode-frozen/blocks-never-freed"}),
+    ],
+)
+def test_the_faults_of_vllms_connectors_are_found(prove, fleet, model, reference, mode, names):
+    """KV that is read too late, and pushes that never come."""
     with pair(fleet, model, Connector.NIXL, mode) as (specs, flags):
-        code, page = prove(specs[:1], specs[1:], reference, *FAULTS, *flags)
+        code, page = prove(specs[:1], specs[1:], reference, "--timeout=30", *FAULTS, *flags)
 
-    assert findings(page) != {}
+    assert findings(page).keys() >= names
     assert code == 1

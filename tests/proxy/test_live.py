@@ -9,7 +9,7 @@ import pytest
 from xpyd_proxy.app import build
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission import admission
-from xpyd_proxy.core.model import RequestId, Role
+from xpyd_proxy.core.model import EngineRole, InstanceId, RequestId, Role
 from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.options import OPTIONS, SECRETS
 from xpyd_proxy.requests import attempt, dispatch, gate, request, service, stream_moves
@@ -48,6 +48,37 @@ def test_an_engine_that_is_no_longer_listed_finishes_what_it_has():
     router.live.registry.settle(patience_s=60, now=1e9)
 
     assert known(router) == ["p0:1", "p1:1", "d1:1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "gone"),
+    [
+        ("decode-1", EngineRole.PREFILL, {"decode": ("d0:1",)}),
+        ("prefill-1", EngineRole.DECODE, {"prefill": ("p0:1",)}),
+        ("decode-1", EngineRole.BOTH, {"decode": ("d0:1",)}),
+        ("prefill-1", EngineRole.BOTH, {"prefill": ("p0:1",)}),
+    ],
+)
+def test_an_engine_that_has_turned_goes_with_its_line_of_the_settings(name, to, gone):
+    """They name the role with which it was added."""
+    settings = replace(OLD, decode=("d0:1", "d1:1"))
+    router = build(settings)
+    router.live.registry.turn(InstanceId(name), to, now=0.0, at_once=True)
+    assert router.live.registry.member(InstanceId(name)).role is to
+    router.live.prepared(settings, replace(settings, **gone))()
+
+    assert [member.instance.id for member in router.live.registry.members() if member.retires] == [name]
+
+
+def test_an_engine_that_has_turned_stays_if_its_address_leaves_the_other_list():
+    """There was another engine of that line."""
+    old = replace(OLD, decode=("d0:1", "d1:1"))
+    router = build(old)
+    router.live.registry.turn(InstanceId("decode-1"), EngineRole.PREFILL, now=0.0, at_once=True)
+    before = replace(old, prefill=("p0:1", "p1:1", "d1:1"))
+    router.live.prepared(before, old)()
+
+    assert not any(member.retires for member in router.live.registry.members())
 
 
 def test_an_engine_that_is_listed_otherwise_is_another_one():

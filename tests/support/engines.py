@@ -135,7 +135,7 @@ class Engine(Blocks):
             duration=LEASE, extension=LEASE * 2 / 3, reading=self.timeout, same_engine=self.link.are_of_one_engine
         )
         self.control = ControlPlane(
-            LeaseManager(self.link, leases, self.counters),
+            LeaseManager(self.link, leases, self.counters, sums_timeout=self.timeout / 4),
             LeaseRenewer(
                 self.link,
                 peers,

@@ -86,10 +86,13 @@ class ControlPlane:
             raise RuntimeError("this engine lends no cached blocks")
         return self._prefix_lender
 
-    def grant(self, request: RequestId, *, now: float, sampled: bool = False) -> None:
-        """Lease the blocks of a finished prefill; if ``sampled``, checksums follow, in pull."""
+    def grant(self, request: RequestId, *, now: float, sampled: bool = False, pushed: bool = True) -> None:
+        """Lease the blocks of a finished prefill; if ``sampled``, checksums follow, in pull.
+
+        ``pushed``: they are written into a decode engine's cache, if this engine pushes; else that reads them.
+        """
         self.lease_manager.grant(request, now=now, sampled=sampled)
-        if self._push_coordinator is not None:
+        if self._push_coordinator is not None and pushed:
             self._push_coordinator.granted(request, now=now)
 
     def abandon(self, request: RequestId) -> None:

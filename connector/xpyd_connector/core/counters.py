@@ -174,6 +174,7 @@ COUNTERS = {
     "loads_failed_staging": "Loads that failed because host memory was too small, or copying to or from it failed.",
     "loads_failed_wrong_kv": "Loads that failed because a sampled block was not what the prefill engine computed.",
     "prefills_sampled": "Prefills of which checksums of sampled blocks were ordered (verify_share).",
+    "sums_late": "Sampled prefills whose readers were answered without checksums: a step of the workers took too long.",
     "blocks_checked": "Loaded blocks whose checksum was compared with the prefill engine's, counted on each rank.",
     "blocks_wrong": "Loaded blocks whose checksum differed from the prefill engine's, counted on each rank.",
     "loads_unchecked": "Loads with checksums of which no block could be compared: other shapes, or not loaded.",

@@ -216,9 +216,13 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 
 class RenewLeases(msgspec.Struct, frozen=True, tag="renew_leases"):
-    """D extends the leases of these requests (P's ids). A lease ends with the connection that renewed it."""
+    """D extends the leases of these requests (P's ids). A lease ends with the connection that renewed it.
+
+    ``pulled``: in mode auto, they were offered to be read, so a prefill that has yet to end is none of them.
+    """
 
     requests: RequestNames
+    pulled: bool = False
 
 
 class LeasesLost(msgspec.Struct, frozen=True, tag="leases_lost"):
@@ -271,9 +275,10 @@ class FenceResult(msgspec.Struct, frozen=True, tag="fence_result"):
 
 
 class DropLeases(msgspec.Struct, frozen=True, tag="drop_leases"):
-    """D will not read the blocks of these requests."""
+    """D will not read the blocks of these requests. ``pulled``: as in :class:`RenewLeases`."""
 
     requests: RequestNames
+    pulled: bool = False
 
 
 class Reachable(msgspec.Struct, frozen=True, tag="reachable"):

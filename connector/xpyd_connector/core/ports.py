@@ -158,8 +158,11 @@ class CacheReader(Protocol):
         """Return the tokens of a block of a KV cache group, 1 for a state; 0 if this rank has no layer of it."""
         ...
 
-    def checksum(self, group: int, block: BlockId, start: int, stop: int) -> int:
-        """Return the CRC-32 of the block's tokens from ``start`` to ``stop``, rounded outwards to the kernel's rows."""
+    def checksum(self, group: int, block: BlockId, start: int, stop: int) -> int | None:
+        """Return the CRC-32 of the block's tokens from ``start`` to ``stop``, rounded outwards to the kernel's rows.
+
+        None if the block cannot be read now: the device may lack memory for a copy.
+        """
         ...
 
 

@@ -1,6 +1,6 @@
 """Reads blocks of the KV cache itself, on its device, for checksums."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from zlib import crc32
@@ -8,13 +8,17 @@ from zlib import crc32
 import msgspec
 import torch
 from msgspec.structs import replace
+from vllm.logger import init_logger
 
 from xpyd_connector.core.ids import BlockId
 from xpyd_connector.core.layout.buffer_device import HOST
 from xpyd_connector.core.layout.transfer_plan import row_runs
 from xpyd_connector.core.messages import Region
+from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.shell.engine_config import EngineConfig, WorkerRank
 from xpyd_connector.shell.host_staging import Tensors
+
+logger = init_logger("vllm.xpyd")
 
 
 def shape_key(engine_config: EngineConfig, rank: WorkerRank) -> tuple[int, ...]:
@@ -58,6 +62,7 @@ class TensorReader:
             readable = _ReadableRegion(region, flat[address], region.base - address, row_runs(region))
             self._groups.setdefault(region.group, []).append(readable)
         self._shape = _digest(regions, key)
+        self._has_failed = False
 
     @property
     def shape(self) -> str:
@@ -69,11 +74,21 @@ class TensorReader:
         regions = self._groups.get(group)
         return regions[0].region.block_size if regions else 0
 
-    def checksum(self, group: int, block: BlockId, start: int, stop: int) -> int:
-        """Return the CRC-32 of the block's rows of these tokens, in all layers of the group.
+    def checksum(self, group: int, block: BlockId, start: int, stop: int) -> int | None:
+        """Return the CRC-32 of the block's rows of these tokens, in all layers of the group; None if torch fails.
 
-        Of memory on a device, they are copied to the host in one piece, on the stream of the calling thread.
+        Of memory on a device, they are copied to the host in one piece, on the stream of the calling thread: it may be
+        out of memory, which must not end the engine. The first failure is logged.
         """
+        try:
+            return self._checksum(group, block, start, stop)
+        except (RuntimeError, MemoryError) as exc:
+            if not self._has_failed:
+                logger.warning("xpyd: a block's checksum cannot be taken, and it is not compared: %s", exc)
+            self._has_failed = True
+            return None
+
+    def _checksum(self, group: int, block: BlockId, start: int, stop: int) -> int:
         pieces = [piece for region in self._groups[group] for piece in region.pieces(block, start, stop)]
         if pieces[0].device.type != HOST:
             return crc32(memoryview(torch.cat(pieces).cpu().numpy()))
@@ -81,6 +96,15 @@ class TensorReader:
         for piece in pieces:
             crc = crc32(memoryview(piece.numpy()), crc)
         return crc
+
+
+def reader_of(caches: Tensors, describe: Callable[[], Sequence[Region]], key: tuple[int, ...]) -> TensorReader | None:
+    """Return the reader of a cache; None, and say so, if checksums of it cannot be taken: no load is compared then."""
+    try:
+        return TensorReader(caches, describe(), key)
+    except (UnsupportedCache, RuntimeError) as exc:
+        logger.warning("xpyd: no load is compared, for checksums of this cache cannot be taken: %s", exc)
+        return None
 
 
 def _digest(regions: Sequence[Region], key: tuple[int, ...]) -> str:

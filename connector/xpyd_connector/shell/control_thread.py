@@ -163,7 +163,7 @@ def _build_control_plane(
         reading=settings.transfer_timeout,
         same_engine=link.are_of_one_engine,
     )
-    lease_manager = LeaseManager(link, leases, counters)
+    lease_manager = LeaseManager(link, leases, counters, sums_timeout=settings.sums_timeout)
     lease_renewer = LeaseRenewer(
         link,
         peers,
@@ -171,6 +171,7 @@ def _build_control_plane(
         heartbeat_interval=settings.heartbeat_interval,
         loop_timeout=settings.engine_loop_timeout or inf,
         last_turn=last_turn,
+        tells_pulled=settings.mode is Mode.AUTO,
     )
     finder, lender = None, None
     if engine_config.prefix_hash:

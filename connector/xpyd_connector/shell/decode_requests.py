@@ -243,6 +243,8 @@ class DecodeRequests:
                 self._mode_of(source).ended(own, source)
                 if request in failed:
                     self._loads_nothing(own)
+                    if remote_prefill.is_compared:  # everything was written, so a rank has found it wrong
+                        self._counters.count_load("loads_failed_wrong_kv", source.remote_engine_id)
                 elif isinstance(source, PullParams):
                     self._counters.count_peer_load(LOADED, source.remote_engine_id)
                 elif remote_prefill.is_compared:

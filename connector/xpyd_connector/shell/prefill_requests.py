@@ -228,7 +228,7 @@ class PrefillRequests:
         if transfer is not None:
             self._transfers.lend(transfer, name)
         is_sampled = not is_pushed and self._sample(name, prompt, tokens)
-        self._post(lambda control, now: control.grant(name, now=now, sampled=is_sampled))
+        self._post(lambda control, now: control.grant(name, now=now, sampled=is_sampled, pushed=is_pushed))
         if self._push_progress is not None and is_pushed:
             self._push_progress.finish(request, prompt)
         offer = self._signatures.sign(self._params(request, name, prompt, is_pushed=is_pushed)).to_params()

@@ -6,7 +6,7 @@ from typing import Any
 
 from xpyd_connector.core.messages import MemoryKind, RankInfo, Region
 from xpyd_connector.io.nixl import register
-from xpyd_connector.shell.cache_reader import TensorReader, shape_key
+from xpyd_connector.shell.cache_reader import reader_of, shape_key
 from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches, place_of, spans_of
 from xpyd_connector.shell.engine_config import EngineConfig, WorkerRank
 from xpyd_connector.shell.host_staging import (
@@ -49,7 +49,9 @@ class RegisteredMemory:
             kind, number = place_of(caches)
             spans = spans_of(caches)
         self.kind, self.number = kind, number
-        self.cache = TensorReader(caches, self._describe(caches, engine_config.blocks), shape_key(engine_config, rank))
+        self.cache = reader_of(
+            caches, lambda: self._describe(caches, engine_config.blocks), shape_key(engine_config, rank)
+        )
         self._metadata = register(agent, kind, number, spans)
         self.producer = self._role_memory(caches, producer)
         self.consumer = self._role_memory(caches, consumer)

@@ -171,6 +171,7 @@ class XpydConnectorScheduler:
             self._decodes.update_quarantine(output.kv_connector_worker_meta)
             self._cached.ended(output.kv_connector_worker_meta.step)
             self._prefills.add_sums(output.kv_connector_worker_meta.sums)
+        self._notes.loads_reported(output.finished_recving or (), output.failed_recving)
         self._decodes.loads_ended(output.finished_recving or (), output.failed_recving)
 
     def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
@@ -190,8 +191,8 @@ class XpydConnectorScheduler:
                 case LeaseEnded(request, why):
                     self._notes.lease_ended(request, why)
                     self._prefills.lease_ended(request, why)
-                case LoadResult(request, failure):
-                    self._notes.load_ended(request, failure)
+                case LoadResult(request, failure, checks=checks):
+                    self._notes.load_ended(request, has_failed=bool(failure), is_compared=checks is not None)
                     self._decodes.push_ended(result, is_live=result.request in self._live)
                 case BlocksReleased(request):
                     self._decodes.update_quarantine(QuarantineMetadata(released=[request]))

@@ -1,7 +1,7 @@
 """Notes on the engine thread what happens to requests, for their timelines; does nothing where nobody can read them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 
 from vllm import envs
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -46,6 +46,7 @@ class TimelineNotes:
         self._wall_clock = wall_clock
         self._unconsidered: set[str] = set()
         self._meeting: set[str] = set()  # wait for the first handshake with their peer
+        self._comparing: set[str] = set()  # the workers compare what was pushed with P's checksums
         self._computing: dict[str, Request] = {}  # without a token yet
 
     def began(self, request: Request) -> None:
@@ -90,11 +91,23 @@ class TimelineNotes:
         for name in self._computing.keys() & output.num_scheduled_tokens.keys():
             self._counters.note(name, TimelineStep.COMPUTING, now, output.num_scheduled_tokens[name])
 
-    def load_ended(self, request: str, failure: str) -> None:
-        """The load of a request has ended, as the control thread says (push)."""
-        if request in self._computing:
-            step = TimelineStep.LOAD_FAILED if failure else TimelineStep.LOADED
-            self._counters.note(request, step, self._clock())
+    def load_ended(self, request: str, *, has_failed: bool, is_compared: bool = False) -> None:
+        """The load of a request has ended, as the control thread says (push).
+
+        If it ``is_compared`` by the workers first, they say how it has ended.
+        """
+        if request not in self._computing:
+            return
+        if is_compared:
+            self._comparing.add(request)
+        else:
+            self._counters.note(request, TimelineStep.LOAD_FAILED if has_failed else TimelineStep.LOADED, self._clock())
+
+    def loads_reported(self, requests: Iterable[str], failed: Container[str] = ()) -> None:
+        """The workers have reported the end of these requests' loads to vLLM."""
+        for request in self._comparing.intersection(requests) if self._comparing else ():
+            self._comparing.discard(request)
+            self.load_ended(request, has_failed=request in failed)
 
     def finished(self, request: Request) -> None:
         """It is over."""
@@ -103,6 +116,7 @@ class TimelineNotes:
         name, now = request.request_id, self._clock()
         self._unconsidered.discard(name)
         self._meeting.discard(name)
+        self._comparing.discard(name)
         if self._computing.pop(name, None) is not None and request.num_output_tokens:
             self._counters.note(name, TimelineStep.FIRST_TOKEN, now)
         self._counters.note(name, TimelineStep.FINISHED, now, request.num_output_tokens)

@@ -1,5 +1,6 @@
 """Checksums of a cache's own bytes: equal where blocks hold the same, whatever lies around them, and only there."""
 
+import logging
 import warnings
 from zlib import crc32
 
@@ -9,12 +10,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's and vLLM's own, at their import
     import torch
 
-    from xpyd_connector.shell.cache_reader import TensorReader
+    from xpyd_connector.shell.cache_reader import TensorReader, reader_of
     from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches
     from xpyd_connector.shell.engine_config import EngineConfig
 
 from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.layout.cache_groups import CacheGroup
+from xpyd_connector.errors import UnsupportedCache
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 HEADS, TOKENS, CONTENT = 2, 4, 8
@@ -22,10 +24,21 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC")
 KERNELS = [KernelLayout.ENTRIES, KernelLayout.TRANSPOSED]
 
 
-def made(layout="LBHNC", *, blocks=5, seed=0, kernel=KernelLayout.ENTRIES, rows=1, key=(0, 1)):
+@pytest.fixture
+def said():
+    """Return the warnings of the connector."""
+    lines, log = [], logging.getLogger("vllm.xpyd")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log.addHandler(handler)
+    yield lines
+    log.removeHandler(handler)
+
+
+def made(layout="LBHNC", *, blocks=5, seed=0, kernel=KernelLayout.ENTRIES, rows=1, key=(0, 1), device="cpu"):
     """Return a cache of two layers as vLLM hands it over, and its reader; ``rows`` of the kernel make a block."""
     sizes = {"L": 2, "B": blocks * rows, "H": HEADS, "N": TOKENS, "C": CONTENT}
-    memory = torch.rand([sizes[axis] for axis in layout], generator=torch.Generator().manual_seed(seed))
+    memory = torch.rand([sizes[axis] for axis in layout], generator=torch.Generator().manual_seed(seed)).to(device)
     layers = memory.permute([layout.index(axis) for axis in "LBHNC"])
     caches = {f"l.{number}": layer for number, layer in enumerate(layers)}
     config = EngineConfig(
@@ -94,3 +107,23 @@ def test_a_group_of_other_stages_has_no_blocks_here():
     """A pipeline stage may lack one."""
     assert made()[1].block_size(0) == TOKENS
     assert made()[1].block_size(1) == 0
+
+
+def test_a_block_that_torch_does_not_copy_has_no_checksum(said):
+    """As on a device that is out of memory. The engine goes on, and says so once."""
+    _, reader = made(device="meta")
+
+    assert [reader.checksum(0, block, 0, TOKENS) for block in (1, 2)] == [None, None]
+    (line,) = said
+    assert "a block's checksum cannot be taken" in line
+
+
+def test_a_cache_that_cannot_be_described_has_no_reader(said):
+    """With host staging such an engine works: only the copies in host memory are described to others."""
+
+    def describe():
+        raise UnsupportedCache("layer l.0 has shape (1, 2)")
+
+    assert reader_of({}, describe, (0, 1)) is None
+    (line,) = said
+    assert line.endswith("cannot be taken: layer l.0 has shape (1, 2)")

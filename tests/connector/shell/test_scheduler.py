@@ -962,7 +962,7 @@ class PushEngine(Engine):
             return Asked(name, self.asked)
         raise AttributeError(name)
 
-    def grant(self, request, *, now, sampled=False):
+    def grant(self, request, *, now, sampled=False, pushed=True):
         self.asked.append(("grant", request))
 
     def arrive(self, *, name="d-a", **changes):
@@ -1414,12 +1414,32 @@ def test_blocks_of_a_sampled_prefill_are_ordered_from_the_workers_and_their_sums
     assert counters(engine)["prefills_sampled"] == 1
 
 
-def test_a_compared_push_counts_as_loaded_when_all_ranks_have_found_it_right(pushing):
-    """Not before: the control thread does not know yet."""
+def compare_two_pushes(pushing):
+    """Have the workers find the push of d-a right, and that of d-b wrong."""
     for name, failed in (("d-a", set()), ("d-b", {"d-b"})):
         pushing.allocate(pushing.arrive(name=name, transfer_id=f"t-{name}"), 9)
         pushing.tell(LoadResult(RequestId(name), "", checks=LoadChecks(EngineId("p0"), (), ())))
         pushing.step()
         pushing.side.after_step(KVConnectorOutput(finished_recving={name}, failed_recving=failed))
 
-    assert pushing.side._counters.take().counters["loads"] == 1
+
+def test_a_compared_push_counts_once_when_all_ranks_have_compared_it(pushing):
+    """Not before: the control thread does not know yet. Nor on each rank: it is one load that has failed."""
+    compare_two_pushes(pushing)
+    report = pushing.side._counters.take()
+
+    assert (report.counters["loads"], report.counters["loads_failed_wrong_kv"]) == (1, 1)
+    assert report.peer_loads == {"p0": {"loaded": 1, "wrong_kv": 1}}
+
+
+def test_the_timeline_of_a_push_that_arrived_wrong_says_so(monkeypatch):
+    """It ends when the workers have compared it, and not as loaded."""
+    monkeypatch.setenv("VLLM_PLUGINS", "xpyd,xpyd_timelines")
+    engine = PushEngine()
+    try:
+        compare_two_pushes(engine)
+        found = [(name, step) for name, step, _ in steps(engine) if step in ("loaded", "load_failed")]
+    finally:
+        engine.stop()
+
+    assert found == [("d-a", "loaded"), ("d-b", "load_failed")]

@@ -5,7 +5,7 @@ lease is dropped as soon as its request no longer needs it. If the engine's loop
 while: this engine would not read the blocks.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final, TypeAlias
@@ -30,8 +30,12 @@ class _EngineLeases:
     params: dict[RequestId, Params] = field(default_factory=dict[RequestId, Params])  # by our own id
     by_remote: dict[RequestId, RequestSet] = field(default_factory=dict[RequestId, RequestSet])  # P's id -> ours
     loading: RequestSet = field(default_factory=RequestSet)  # our ids of those whose load is queued or running
-    to_drop: RequestSet = field(default_factory=RequestSet)
+    to_drop: dict[RequestId, bool] = field(default_factory=dict[RequestId, bool])  # whether they were to be read
     to_read: RequestSet = field(default_factory=RequestSet)
+
+    def is_pulled(self, remote: RequestId) -> bool:
+        """Whether one of P's requests was offered to be read."""
+        return any(isinstance(self.params[own], PullParams) for own in self.by_remote.get(remote, ()))
 
     @property
     def read(self) -> RequestSet:
@@ -73,7 +77,10 @@ class LeaseRenewer:
         heartbeat_interval: float,
         loop_timeout: float = inf,
         last_turn: Callable[[], float] = lambda: inf,
+        tells_pulled: bool = False,
     ) -> None:
+        """``tells_pulled``: P may have been asked to push or to be read, and is told which (mode auto)."""
+        self._tells_pulled = tells_pulled
         self._link = link
         self._peers = peers
         self._counters = counters
@@ -96,7 +103,7 @@ class LeaseRenewer:
         self._leases_by_engine.setdefault(params.remote_engine_id, _EngineLeases()).add(request, params)
         peer = self._peers.ensure_connected(params.remote_engine_id, params.address, now=now)
         if peer.state is PeerState.CONNECTED:
-            self._renew(peer, (params.remote_request_id,), now)
+            self._renew(peer, self._leases_by_engine[peer.engine], (params.remote_request_id,), now)
         if self._next_beat is None:
             self._next_beat = now + self._interval
 
@@ -120,7 +127,7 @@ class LeaseRenewer:
             return
         if params.remote_request_id not in leases.by_remote:
             self._counters.count("drops_sent")
-            leases.to_drop[params.remote_request_id] = None
+            leases.to_drop[params.remote_request_id] = isinstance(params, PullParams)
             self._pending[engine] = None
         self._prune(engine, leases)
 
@@ -184,7 +191,7 @@ class LeaseRenewer:
         params = next(iter(leases.params.values()))
         peer = self._peers.ensure_connected(engine, params.address, now=now)
         if peer.state is PeerState.CONNECTED:
-            self._renew(peer, leases.by_remote, now)
+            self._renew(peer, leases, leases.by_remote, now)
             self._send_reads(peer, leases.read)
 
     def _send_pending(self) -> None:
@@ -200,8 +207,17 @@ class LeaseRenewer:
 
     def _say(self, peer: Peer, leases: _EngineLeases) -> None:
         self._send_reads(peer, leases.to_read)
-        for names in _in_pieces(leases.to_drop):
-            self._link.send(peer.conn, DropLeases(names))
+        for pulled, requests in self._divided(leases.to_drop):
+            for names in _in_pieces(requests):
+                self._link.send(peer.conn, DropLeases(names, pulled))
+
+    def _divided(self, requests: Mapping[RequestId, bool]) -> Iterator[tuple[bool, Sequence[RequestId]]]:
+        """Divide requests by whether they were to be read, where P must know that."""
+        if not self._tells_pulled:
+            yield False, list(requests)
+            return
+        for pulled in (False, True):
+            yield pulled, [request for request, is_pulled in requests.items() if is_pulled == pulled]
 
     def _send_reads(self, peer: Peer, requests: Iterable[RequestId]) -> None:
         for names in _in_pieces(requests):
@@ -244,17 +260,18 @@ class LeaseRenewer:
         if peer is None or leases is None:
             return
         if peer.state is PeerState.CONNECTED:
-            self._renew(peer, leases.by_remote, now)
+            self._renew(peer, leases, leases.by_remote, now)
             leases.to_read.update(leases.read)  # P may not have heard it over the connection before
         if peer.state in _LISTENS:
             self._say(peer, leases)
         self._clear_pending(peer.engine, leases)
 
-    def _renew(self, peer: Peer, requests: Iterable[RequestId], now: float) -> None:
+    def _renew(self, peer: Peer, leases: _EngineLeases, requests: Iterable[RequestId], now: float) -> None:
         sent = 0
-        for names in _in_pieces(requests):
-            self._link.send(peer.conn, RenewLeases(names))
-            sent += len(names)
+        for pulled, some in self._divided({request: leases.is_pulled(request) for request in requests}):
+            for names in _in_pieces(some):
+                self._link.send(peer.conn, RenewLeases(names, pulled))
+                sent += len(names)
         if sent and peer.unanswered_since is None:
             peer.unanswered_since = now
         self._counters.count("renewals_sent", sent)

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.deadlines import Deadlines
 from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent, LeaseTable
 from xpyd_connector.core.messages import (
     MAX_IDS,
+    MAX_RANKS,
     DropLeases,
     FenceResult,
     LeasesLost,
@@ -37,12 +39,32 @@ class RevocableLease(NamedTuple):
     blocks: int
 
 
+MAX_WAITING = MAX_RANKS  # ranks that wait for the checksums of one lease; beyond it they are answered without any
+
+
 @dataclass(slots=True)
 class _SampledLease:
     """The checksums of a lease's blocks, and the readers that have come before them."""
 
     sums: Mapping[int, RankSums] | None = None  # by worker; None: our workers still compute them
-    waiting: list[tuple[ConnId, ReadDone]] = field(default_factory=list[tuple[ConnId, ReadDone]])
+    # By reader and rank, which may repeat themselves; the connection is absent once it has closed.
+    waiting: dict[tuple[RequestId, int], tuple[ConnId | None, ReadDone]] = field(
+        default_factory=dict[tuple[RequestId, int], tuple[ConnId | None, ReadDone]]
+    )
+
+    def waits(self, conn: ConnId, done: ReadDone) -> bool:
+        """Have a reader wait; false if the checksums are there, or too many wait already."""
+        key = done.reader, done.rank
+        if self.sums is not None or (key not in self.waiting and len(self.waiting) >= MAX_WAITING):
+            return False
+        self.waiting[key] = conn, done
+        return True
+
+    def lose(self, conn: ConnId) -> None:
+        """Remember of the readers behind a closed connection only what they have read."""
+        for key, (its, done) in self.waiting.items():
+            if its == conn:
+                self.waiting[key] = None, done
 
     def of(self, rank: int) -> RankSums | None:
         """Return the checksums of a reader's counterpart; of an engine with fewer workers, those of some other one.
@@ -56,15 +78,18 @@ class _SampledLease:
 class LeaseManager:
     """Runs on the control thread, which answers decode engines; the engine only takes the leases that ended."""
 
-    def __init__(self, link: Link, leases: LeaseTable, counters: Counters) -> None:
+    def __init__(self, link: Link, leases: LeaseTable, counters: Counters, *, sums_timeout: float = 5.0) -> None:
+        """``sums_timeout``: s that the first fence result of a sampled lease waits for its checksums, at most."""
         self._link = link
         self.leases = leases
         self._counters = counters
         self._released: list[LeaseEnded] = []
         self._sampled: dict[RequestId, _SampledLease] = {}
+        self._sums_timeout = sums_timeout
+        self._sums_due: Deadlines[RequestId] = Deadlines()  # of sampled leases for whose checksums readers wait
 
     def grant(self, request: RequestId, *, now: float, sampled: bool = False) -> None:
-        """Lease the blocks of a finished request; if ``sampled``, fence results wait for :meth:`add_sums`."""
+        """Lease the blocks of a finished request; if ``sampled``, fence results wait a while for :meth:`add_sums`."""
         self.leases.grant(request, now=now)
         if sampled:
             self._sampled[request] = _SampledLease()
@@ -75,11 +100,10 @@ class LeaseManager:
         """Take the checksums of all workers in; readers that have waited for them get their fence results."""
         self.advance(now=now)
         if (sampled := self._sampled.get(request)) is None:
-            return  # its lease has ended
+            return  # its lease has ended, or its readers could not wait any longer
+        self._sums_due.discard(request)
         sampled.sums = {each.worker: each for each in sums}
-        waiting, sampled.waiting = sampled.waiting, []
-        for conn, done in waiting:
-            self._on_read_done(conn, done, now)
+        self._answer(sampled, now)
 
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of a decode engine's connection."""
@@ -95,7 +119,9 @@ class LeaseManager:
     def advance(self, *, now: float) -> float | None:
         """End what is due; return when to be called again at the latest."""
         self._release(self.leases.expire(now=now))
-        return self.leases.next_expiry()
+        for request in self._sums_due.take_due(now=now):
+            self._give_up_sums(request, now)
+        return min((due for due in (self.leases.next_expiry(), self._sums_due.next()) if due is not None), default=None)
 
     def holds(self, request: RequestId) -> bool:
         """Whether a lease is running."""
@@ -170,7 +196,9 @@ class LeaseManager:
             self._release([self.leases.end(request, LeaseEvent.DONE)])
 
     def on_connection_lost(self, conn: ConnId) -> None:
-        """End every lease claimed over a connection that closed."""
+        """End every lease claimed over a connection that closed; whoever waited behind it is answered no more."""
+        for sampled in self._sampled.values():
+            sampled.lose(conn)
         self._release(self.leases.lose(conn))
 
     def take_released(self) -> list[LeaseEnded]:
@@ -209,21 +237,43 @@ class LeaseManager:
             self._link.send(conn, FenceResult(done.reader, held=False))
             return
         sampled = self._sampled.get(done.request)
-        if sampled is not None and sampled.sums is None:
-            sampled.waiting.append((conn, done))  # the lease is kept: its blocks are not summed yet
+        is_first = sampled is not None and not sampled.waiting
+        if sampled is not None and sampled.waits(conn, done):  # the lease is kept: its blocks are not summed yet
             self.leases.read(done.request, now=now)
+            if is_first:
+                self._sums_due.set(done.request, now + self._sums_timeout)
             return
-        sums = sampled.of(done.rank) if sampled is not None else None
-        self._link.send(conn, FenceResult(done.reader, held=True, sums=sums))
+        self._link.send(conn, FenceResult(done.reader, held=True, sums=sampled.of(done.rank) if sampled else None))
+        self._note_read(done, now)
+
+    def _note_read(self, done: ReadDone, now: float) -> None:
+        if done.request not in self.leases:
+            return  # another reader's last rank has ended it
         if released := self.leases.done(done.request, done.reader, done.rank, done.ranks):
             self._release([released])
         else:
             self.leases.read(done.request, now=now)  # its other ranks do
 
+    def _give_up_sums(self, request: RequestId, now: float) -> None:
+        """Answer without checksums. A reader that waits longer takes us for hung, and fails all it loads from us."""
+        self._counters.count("sums_late")
+        self._answer(self._sampled.pop(request), now)
+
+    def _answer(self, sampled: _SampledLease, now: float) -> None:
+        """Confirm the reads that have waited: the lease has held until now. They were allowed when they came."""
+        waiting, sampled.waiting = list(sampled.waiting.values()), {}
+        for conn, done in waiting:
+            if conn is not None:
+                self._link.send(conn, FenceResult(done.reader, held=True, sums=sampled.of(done.rank)))
+        for _, done in waiting:
+            self._note_read(done, now)
+
     def _release(self, released: list[LeaseEnded]) -> None:
         for lease in released:
             self._counters.count(_COUNTER[lease.why])
+            self._sums_due.discard(lease.request)
             sampled = self._sampled.pop(lease.request, None)
-            for conn, done in sampled.waiting if sampled is not None else ():
-                self._link.send(conn, FenceResult(done.reader, held=False))
+            for conn, done in sampled.waiting.values() if sampled is not None else ():
+                if conn is not None:
+                    self._link.send(conn, FenceResult(done.reader, held=False))
         self._released += released

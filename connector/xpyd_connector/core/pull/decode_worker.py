@@ -63,7 +63,7 @@ class PullReader:
         self._own = own
         self._timeout = timeout
         self._staging = staging
-        self._cache = cache  # absent: checksums are not compared
+        self._cache = cache  # absent: it cannot be read, and no load is compared
         self._groups = 1 + max(region.group for region in own.regions)
         self._remote_engines = RemoteEngines(transfer_agent, own)
         self._transfers = Transfers[RequestId](
@@ -294,7 +294,7 @@ class PullReader:
 
     def _mismatch(self, load: Load, sums: RankSums | None) -> str:
         """Say what differs from P's checksums, or nothing."""
-        if sums is None or self._cache is None:
+        if sums is None:
             return ""
         comparison = compare(sums, load.order.token_ranges, self._cache)
         count(comparison, self._counters)

@@ -168,6 +168,7 @@ class PushCoordinator:
         self._seen_ranks: set[int] = set()  # ranks that may write, connected or not
         self._peers: dict[ConnId, _DecodePeer] = {}
         self._open = 0  # pushes of all decode engines
+        self._leased: set[RequestId] = set()  # transfers whose lease has yet to be released
         self._by_request: dict[RequestId, dict[_PushKey, _Push]] = {}
         # These two are emptied from the front, which takes a plain dict longer the more it has lost.
         self._early: OrderedDict[RequestId, _EarlyInterest] = OrderedDict()  # the longest unheard of first
@@ -181,6 +182,7 @@ class PushCoordinator:
 
     def granted(self, request: RequestId, *, now: float) -> None:
         """The prefill is done and its blocks are leased: the lease is for the engine that named the transfer before."""
+        self._leased.add(request)
         self._over.pop(request, None)
         early, pushes = self._forget_early(request), self._by_request.get(request)
         if pushes:
@@ -202,6 +204,9 @@ class PushCoordinator:
     def released(self, ended: Iterable[LeaseEnded], *, now: float) -> None:
         """These leases are over: nothing of them is to be read any more."""
         for released in ended:
+            if released.request not in self._leased:
+                continue  # it was to be read
+            self._leased.discard(released.request)
             why = released.why.name.lower().replace("_", " ")
             self._stop_all(released.request, f"its lease is over ({why})", now, lease_lost=True)
 
@@ -227,13 +232,18 @@ class PushCoordinator:
 
     def _on_message(self, conn: ConnId, message: Message, now: float) -> None:
         match message:
+            case RenewLeases(requests, pulled=True):
+                self._lease_manager.send_leases_lost(conn, self._lease_manager.renew(conn, requests, now=now))
+                self._link.send(conn, HeartbeatReply())
+            case DropLeases(requests, pulled=True):
+                self._lease_manager.drop(requests, conn)
             case RenewLeases(requests):
                 self._lease_manager.send_leases_lost(conn, self._renewed(conn, requests, now))
                 self._link.send(conn, HeartbeatReply())
             case DropLeases(requests):
                 self._note_interest(self._lease_manager.drop(requests, conn), conn, now, wants=False)
             case RankMemory(rank):
-                self._on_rank_memory(conn, rank)
+                self._on_rank_memory(conn, rank, now)
             case RegisterPush():
                 self._register(conn, message, now)
             case CancelPushes(readers):
@@ -316,7 +326,14 @@ class PushCoordinator:
                 del self._early_by_conn[early.peer]
         return early
 
-    def _on_rank_memory(self, conn: ConnId, rank: RankInfo) -> None:
+    def _on_rank_memory(self, conn: ConnId, rank: RankInfo, now: float) -> None:
+        # After a silent cut D is back before our kernel gives its earlier connection up. Workers must hear the end of
+        # that first: NIXL attaches an agent once. D has renewed what it still wants over this one before.
+        for earlier in [
+            known for known in self._peers if known != conn and self._lease_manager.leases.is_same(known, conn)
+        ]:
+            self._link.close(earlier)
+            self._lost(earlier, now)
         if self._peers.setdefault(conn, _DecodePeer()).add_rank(rank):
             self._send_to_workers(PeerMemory(conn, rank, self._link.engine_of(conn) or EngineId("")))
         else:

@@ -134,7 +134,6 @@ class PushWriter:
     def _on_message(self, message: Message, now: float) -> None:
         match message:
             case PeerMemory(peer, rank, engine):
-                self._forget_earlier(peer, engine)
                 self._attach(self._peers.setdefault(peer, DecodeTarget(engine)), rank)
             case StartPush(peer, order) if peer in self._peers and (peer, order.reader) not in self._jobs:
                 job = self._jobs[peer, order.reader] = PushJob(peer, order)
@@ -184,16 +183,6 @@ class PushWriter:
         source.tokens, source.complete = piece.tokens, piece.last
         for job in list(self._by_request.get(piece.request, ())):
             self._write_computed(job, now)
-
-    def _forget_earlier(self, peer: ConnId, engine: str) -> None:
-        """Forget what an engine has told over other connections: it opens one at a time.
-
-        After a silent cut the earlier one ends here later, and NIXL attaches an agent once.
-        """
-        if not engine:
-            return
-        for earlier in [conn for conn, known in self._peers.items() if conn != peer and known.engine == engine]:
-            self._forget_peer(earlier)
 
     def _forget_peer(self, peer: ConnId) -> None:
         for job in [w for w in self._jobs.values() if w.peer == peer]:

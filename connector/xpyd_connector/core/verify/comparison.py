@@ -25,30 +25,41 @@ class Comparison(NamedTuple):
         return f"{self.wrong} of {self.checked} sampled blocks are not what the prefill engine computed"
 
 
-def sums_of(worker: int, blocks: Iterable[SampledBlock], cache: CacheReader) -> RankSums:
-    """Take the checksums of sampled blocks of this rank's cache; layers of other pipeline stages are left out."""
+def sums_of(worker: int, blocks: Iterable[SampledBlock], cache: CacheReader | None) -> RankSums:
+    """Take the checksums of sampled blocks of this rank's cache; layers of other pipeline stages are left out.
+
+    So are blocks that cannot be read, which are all of them without a ``cache``: the reader still has its answer.
+    """
+    if cache is None:
+        return RankSums(worker, "", ())
     return RankSums(
         worker,
         cache.shape,
         tuple(
-            BlockSum(each.group, each.start, each.stop, _checksum(cache, each.block, each, size))
+            BlockSum(each.group, each.start, each.stop, crc)
             for each in blocks
-            if (size := cache.block_size(each.group))
+            if (size := cache.block_size(each.group)) and (crc := _checksum(cache, each.block, each, size)) is not None
         ),
     )
 
 
-def compare(sums: RankSums, token_ranges: Sequence[TokenRange], cache: CacheReader) -> Comparison:
+def compare(sums: RankSums, token_ranges: Sequence[TokenRange], cache: CacheReader | None) -> Comparison:
     """Compare what has arrived in the ``local`` blocks of these token ranges with the sums of the rank it came from.
 
-    Nothing is compared if the rank keeps KV in another shape, nor a block of which not all compared tokens were loaded.
+    Nothing is compared if the rank keeps KV in another shape, nor is a block that cannot be read, or of which not all
+    compared tokens were loaded. A block is read once, however often the rank names it: a hostile one costs us at most a
+    look at what was loaded, and at MAX_SUMS blocks.
     """
     checked = wrong = 0
-    for each in sums.blocks if sums.shape == cache.shape else ():
+    if cache is None or sums.shape != cache.shape:
+        return Comparison(0, 0)
+    distinct = {(each.group, each.start): each for each in reversed(sums.blocks)}  # the first of each stays
+    for each in distinct.values():
         size = cache.block_size(each.group)
         if size and (block := _arrived(each, token_ranges, size)) is not None:
-            checked += 1
-            wrong += _checksum(cache, block, each, size) != each.crc
+            crc = _checksum(cache, block, each, size)
+            checked += crc is not None
+            wrong += crc not in (None, each.crc)
     return Comparison(checked, wrong)
 
 
@@ -69,6 +80,6 @@ def _arrived(each: BlockSum, token_ranges: Sequence[TokenRange], size: int) -> B
     return None
 
 
-def _checksum(cache: CacheReader, block: BlockId, tokens: BlockSum | SampledBlock, size: int) -> int:
+def _checksum(cache: CacheReader, block: BlockId, tokens: BlockSum | SampledBlock, size: int) -> int | None:
     first = tokens.start // size * size
     return cache.checksum(tokens.group, block, tokens.start - first, tokens.stop - first)

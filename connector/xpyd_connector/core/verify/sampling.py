@@ -1,7 +1,9 @@
 """Which prefills, and which of their blocks, a prefill engine takes checksums of."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 from zlib import crc32
 
@@ -46,27 +48,57 @@ class Sampling:
         ``groups`` are its blocks from the first token on, or the one block of a state, by KV cache group; ``sizes`` the
         tokens of a block. With ``wanted``, only those of which the decode engine gets all compared tokens.
         """
+        prompt = _Prompt(sizes, states, tokens)
         found = [
-            each
-            for each in _candidates(groups, sizes, states, tokens)
-            if wanted is None or (wanted[each.group].start <= each.start and each.stop <= wanted[each.group].stop)
+            (group, ids, numbers)
+            for group, ids in enumerate(groups)
+            if (numbers := prompt.numbers(group, ids, wanted[group] if wanted is not None else None))
         ]
-        count, first = min(self.blocks, len(found)), crc32(name.encode()[::-1])
-        return tuple(found[(first + number * len(found) // count) % len(found)] for number in range(count))
+        ends = list(accumulate(len(numbers) for _, _, numbers in found))
+        total = ends[-1] if ends else 0
+        count, first = min(self.blocks, total), crc32(name.encode()[::-1])
+        chosen: list[SampledBlock] = []
+        for place in ((first + number * total // count) % total for number in range(count)):
+            at = bisect_right(ends, place)
+            group, ids, numbers = found[at]
+            number = numbers[place - ends[at]]  # counted from the group's end
+            chosen.append(SampledBlock(group, ids[number], *prompt.span(group, number)))
+        return tuple(chosen)
 
 
-def _candidates(
-    groups: Sequence[Sequence[BlockId]], sizes: Mapping[int, int], states: Set[int], tokens: int
-) -> Iterator[SampledBlock]:
-    """Yield the blocks that hold something. A decode engine computes the last token, which a state has not taken in."""
-    end = tokens if states else tokens - 1
-    for group, ids in enumerate(groups):
-        if group not in sizes:
-            continue  # layers of another pipeline stage
-        if group in states:
-            yield from (SampledBlock(group, block, tokens - 1, tokens) for block in ids[-1:] if block != NULL)
-            continue
-        for number, block in enumerate(ids):
-            start, stop = number * sizes[group], min((number + 1) * sizes[group], end)
-            if block != NULL and start < stop:
-                yield SampledBlock(group, block, start, stop)
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What is the same for all KV cache groups of a prompt."""
+
+    sizes: Mapping[int, int]
+    states: Set[int]
+    tokens: int
+
+    @property
+    def end(self) -> int:
+        """Where the comparison ends: a decode engine computes the last token, which a state has not taken in."""
+        return self.tokens if self.states else self.tokens - 1
+
+    def span(self, group: int, number: int) -> tuple[int, int]:
+        """Return the tokens that are compared of a block of a group, or of its state."""
+        if group in self.states:
+            return self.tokens - 1, self.tokens
+        size = self.sizes[group]
+        return number * size, min((number + 1) * size, self.end)
+
+    def numbers(self, group: int, ids: Sequence[BlockId], wanted: LentBlocks | None) -> Sequence[int]:
+        """Return which blocks of a group hold something, without a look at each of them if all do."""
+        if group not in self.sizes:
+            return ()  # layers of another pipeline stage
+        if group in self.states:
+            first, last = max(len(ids) - 1, 0), len(ids)
+            if wanted is not None and not wanted.start < self.tokens <= wanted.stop:
+                return ()
+        else:
+            size = self.sizes[group]
+            first, last = 0, min(len(ids), -(-self.end // size))
+            if wanted is not None:
+                first = -(-wanted.start // size)
+                last = last if self.end <= wanted.stop else min(last, wanted.stop // size)
+        numbers = range(first, last)
+        return [number for number in numbers if ids[number] != NULL] if NULL in ids[first:last] else numbers

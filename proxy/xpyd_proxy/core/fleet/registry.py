@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NoReturn
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities, fit, rests
@@ -33,6 +33,7 @@ class Drain:
     kept: float | None = None  # as it said last; None: it does not say
     zeros: int = 0  # readings in a row that said that nothing is kept
     moves: bool = False  # its streams go on at other engines (requests/stream_moves.py)
+    moves_by_hand: bool = False  # they shall also when no turn asks for it
     by_turn: bool = False  # for a turn alone: nobody wants it drained when that is over
 
     def reading(self, kept: float | None) -> None:
@@ -87,6 +88,15 @@ class Member:
     def heading(self) -> EngineRole:
         """What it serves, or turns to."""
         return self.role if self.turn is None else self.turn.to
+
+    @property
+    def leaves_decode(self) -> bool:
+        """Tell whether it turns away from decode."""
+        return self.turn is not None and Role.DECODE in self.leaves_by(self.turn.to)
+
+    def leaves_by(self, to: EngineRole) -> Sequence[Role]:
+        """List the roles that it serves, and would not any more."""
+        return [role for role in Role if self.role.serves(role) and not to.serves(role)]
 
     def serves_or_will(self, role: Role) -> bool:
         """Tell whether it serves a role, or turns to it."""
@@ -180,9 +190,12 @@ class Registry:
     def drain(self, name: InstanceId, *, now: float, moves: bool = False) -> None:
         """Send it nothing new; ``moves``: its streams go on at other engines. Raises UnknownInstance."""
         member = self.member(name)
-        self._drain(member, now=now, moves=moves)
-        if member.drain is not None:
-            member.drain.by_turn = False
+        drain = self._drain(member, now=now)
+        drain.by_turn = False
+        drain.moves_by_hand = drain.moves_by_hand or moves
+        self._move_if_asked(member, drain)
+        if member.turn is None:
+            _say_drained(member, drain)
 
     def retire(self, name: InstanceId, *, now: float) -> None:
         """Send it nothing new, and forget it as soon as it has nothing left; raises UnknownInstance."""
@@ -199,7 +212,8 @@ class Registry:
             self._check_new(member.instance.pool, member.instance.address, member.instance.rank)
         member.retires = False
         if member.turn is not None and member.drain is not None:
-            member.drain.by_turn = True
+            member.drain.by_turn, member.drain.moves_by_hand = True, False
+            self._move_if_asked(member, member.drain)
         else:
             self._undrain(member, now=now)
 
@@ -211,10 +225,18 @@ class Registry:
         member = self.member(name)
         if member.heading is to:
             return
-        why = self._why_not(member, to) or (None if force else self._last_of(member, to))
+        why = self._why_not(member, to) or (None if force else self._last_of(member, member.role, to))
         if why is not None:
-            self.turns[to.value, "refused"] += 1
-            raise CannotTurn(why)
+            self._refuse(to, why)
+
+    def check_begun(self, name: InstanceId, before: EngineRole, to: EngineRole) -> None:
+        """Check once more, when it is known what others have begun meanwhile; ``before``: what it served when asked.
+
+        Raises UnknownInstance, or CannotTurn: it was the last one of a role that it leaves.
+        """
+        why = self._last_of(self.member(name), before, to)
+        if why is not None:
+            self._refuse(to, why)
 
     def can_turn(self, name: InstanceId, to: EngineRole) -> bool:
         """Tell whether an engine may turn, as far as is known, if it is not the last one; raises UnknownInstance."""
@@ -223,8 +245,9 @@ class Registry:
     def turn(self, name: InstanceId, to: EngineRole, *, now: float, at_once: bool = False) -> None:
         """Have an engine serve another role as soon as it has nothing left of the one it leaves.
 
-        A turn to what it serves ends the one that is under way. ``at_once``: nothing of this router is there. One that
-        cannot turn stays what it is. Raises UnknownInstance.
+        A turn to what it serves ends the one that is under way. ``at_once``: nothing of this router is there, so that
+        it has not turned for this one: it is not counted. One that cannot turn stays what it is. Raises
+        UnknownInstance.
         """
         member = self.member(name)
         if member.heading is to or (member.role is not to and self._why_not(member, to) is not None):
@@ -235,18 +258,15 @@ class Registry:
         if before is to:
             return
         member.turn = RoleTurn(to, now, now + self._settings.turn_timeout_s)
-        leaves = [role for role in Role if before.serves(role) and not to.serves(role)]
-        if at_once or not leaves:
-            self._end_turn(member, TurnEvent.EMPTY, now=now)
+        if at_once or not member.leaves_by(to):
+            self._end_turn(member, TurnEvent.EMPTY, now=now, counts=not at_once)
             return
         is_new = member.drain is None
-        moves = leaves[0] is Role.DECODE
-        why = f"turns to {to}{', and its streams move' if moves else ''}"
-        self._drain(member, now=now, moves=moves, why=why)
+        drain = self._drain(member, now=now)
+        drain.by_turn = drain.by_turn or is_new
+        self._move_if_asked(member, drain)
         if member.life.state is HealthState.DRAINING:
-            member.life.why = why
-        if member.drain is not None and is_new:
-            member.drain.by_turn = True
+            member.life.why = f"turns to {to}{', and its streams move' if member.leaves_decode else ''}"
 
     def settle(self, *, patience_s: float, now: float) -> Sequence[Instance]:
         """Let the engines that are drained now be so, and return them; those that retire are forgotten.
@@ -355,14 +375,18 @@ class Registry:
         if member is not None and (member.facts.resting or frozenset()) != avoided:
             self.learn(decode, EngineCapabilities(resting=avoided))
 
-    def _drain(self, member: Member, *, now: float, moves: bool, why: str = "is to be drained") -> None:
-        member.life.drain(now=now, why=why)
+    def _drain(self, member: Member, *, now: float) -> Drain:
+        member.life.drain(now=now)
         drain = member.drain = member.drain or Drain(now)
-        if moves and not drain.moves:
-            drain.moves = True
+        return drain
+
+    def _move_if_asked(self, member: Member, drain: Drain) -> None:
+        """Have its streams move as long as its turn, or whoever has drained it by hand, wants that."""
+        drain.moves = drain.moves_by_hand or member.leaves_decode
+        if drain.moves:
             self.moving[member.instance.id] = None
-            if member.life.state is HealthState.DRAINING and member.turn is None:
-                member.life.why = "is to be drained, and its streams move"
+        else:
+            self.moving.pop(member.instance.id, None)
 
     def _undrain(self, member: Member, *, now: float, why: str = "is in use again") -> None:
         member.life.undrain(now=now, why=why)
@@ -386,11 +410,15 @@ class Registry:
                     return f"{one.address.authority} is also {name}, which is {other.heading}: remove one of the two"
         return None
 
-    def _last_of(self, member: Member, to: EngineRole) -> str | None:
+    def _refuse(self, to: EngineRole, why: str) -> NoReturn:
+        self.turns[to.value, "refused"] += 1
+        raise CannotTurn(why)
+
+    def _last_of(self, member: Member, before: EngineRole, to: EngineRole) -> str | None:
         """Say which role no other engine serves of those that one leaves; None: each has another."""
         own = member.facts.models
         for role in Role:
-            if to.serves(role) or not member.role.serves(role):
+            if to.serves(role) or not before.serves(role):
                 continue
             others = [
                 other
@@ -411,13 +439,14 @@ class Registry:
         """Nothing of its old role is left at an engine, or its time is over."""
         self._end_turn(member, event, now=now)
 
-    def _end_turn(self, member: Member, event: TurnEvent, *, now: float) -> None:
+    def _end_turn(self, member: Member, event: TurnEvent, *, now: float, counts: bool = True) -> None:
         """A turn is over, in one way or another."""
         turn, member.turn = member.turn, None
         if turn is None:
             return
         state = turn.on(event)
-        self._count_turn(turn)
+        if counts:
+            self._count_turn(turn)
         if state in (TurnState.TURNED, TurnState.LATE):
             self._serve(member, turn.to)
         if event is not TurnEvent.REMOVE and member.drain is not None:
@@ -425,8 +454,9 @@ class Registry:
                 why = f"serves {turn.to}" if state is not TurnState.CANCELLED else f"has not turned to {turn.to}"
                 left = member.load.in_flight if state is TurnState.LATE else 0
                 self._undrain(member, now=now, why=f"{why}, beside {left} of before" if left else why)
-            else:
-                self.moving.pop(member.instance.id, None)
+            else:  # it stays drained, as it was asked to be by hand
+                self._move_if_asked(member, member.drain)
+                _say_drained(member, member.drain)
 
     def _serve(self, member: Member, role: EngineRole) -> None:
         """Have an engine serve a role, and forget what was true of it in the role that it leaves.
@@ -463,6 +493,11 @@ class Registry:
             if instance is not None:
                 found.append((member, instance))
         return found
+
+
+def _say_drained(member: Member, drain: Drain) -> None:
+    if member.life.state is HealthState.DRAINING:
+        member.life.why = f"is to be drained{', and its streams move' if drain.moves else ''}"
 
 
 def _place(instance: Instance) -> tuple[Role, str, int]:

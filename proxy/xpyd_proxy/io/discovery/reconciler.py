@@ -23,11 +23,12 @@ from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Wanted
 from xpyd_proxy.core.model import EngineRole, InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
-from xpyd_proxy.errors import AddressError, AlreadyKnown
+from xpyd_proxy.errors import AddressError, AlreadyKnown, CannotTurn
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.discovery.stores import Store
 
 logger = logging.getLogger(__name__)
+_FRESH_S: Final = 90.0  # a source that was not heard for longer may not know what there is; a watch says so by then
 _TICK_S: Final = 1.0  # seconds between two looks without a reason: what retired may have made room
 
 
@@ -92,6 +93,22 @@ class Reconciler:
         if found is None or not found.means("" if wanted is None else wanted.identity):
             return EngineRole(member.instance.pool.value)
         return found.serves
+
+    def of_gone_pods(self) -> Sequence[Key]:
+        """List the assignments of pods that are gone; none while it is not known which pods there are.
+
+        A pod that is not Ready is there, also if it is no engine of this router yet.
+        """
+        pods = self.sources.views.get(EngineSource.PODS)
+        if pods is None or self.sources.missing or self.clock() > pods.heard + _FRESH_S:
+            return ()
+        return [key for key, found in self.assignments.items() if found.identity and not self._is_there(key, found)]
+
+    def _is_there(self, key: Key, assignment: Assignment) -> bool:
+        wanted = [view.engines.get(key) for view in self.sources.views.values()]
+        if any(one is not None and assignment.means(one.identity) for one in wanted):
+            return True
+        return any(member.origin.wanted is None for member in self._registry.members_at([key]))  # the settings name it
 
     def _turn_all(self) -> None:
         if EngineSource.STORE in self.sources.missing:
@@ -333,7 +350,17 @@ class Discovery:
         """
         self._registry.check_turn(name, to, force=force)
         await self._forget_assignments()
-        await self._assign(self._registry.member(name), to)
+        member = self._registry.member(name)
+        before, heading = member.role, member.heading
+        await self._assign(member, to)
+        if force or heading is to or self._registry.get(name) is not member:
+            return
+        try:
+            self._registry.check_begun(name, before, to)  # others may have asked for another one at the same moment
+        except CannotTurn:
+            if self._reconciler.role_of(member) is to:
+                await self._assign(member, heading)
+            raise
 
     async def _assign(self, member: Member, role: EngineRole) -> None:
         key, wanted = _key(member), member.origin.wanted
@@ -345,11 +372,7 @@ class Discovery:
 
     async def _forget_assignments(self) -> None:
         """Drop the assignments of pods that are gone."""
-        if self.missing:
-            return
-        there = {_key(member) for member in self._registry.members()}
-        pods = [key for key, found in self._reconciler.assignments.items() if found.identity]
-        for key in [key for key in pods if key not in there]:
+        for key in self._reconciler.of_gone_pods():
             await self._store.delete(assignment_name(key))
 
     async def _leave(self, name: InstanceId, *, leaves: bool, moves: bool = False) -> None:

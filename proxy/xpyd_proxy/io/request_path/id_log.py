@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.workers.instance_ids import InstanceIds, Line, Verb
 
 
@@ -22,12 +23,17 @@ class InstanceIdLog:
 
     def number(self, key: str, *, anew: bool) -> int:
         """Return the number of an engine in all workers; ``anew``: one that was taken out by hand gets another."""
+        return self.named(key, anew=anew)[0]
+
+    def named(self, key: str, *, anew: bool) -> tuple[int, bool]:
+        """Return the same, and whether no worker had given it one before."""
         with self._turn():
-            if self.roster.number(key) is None or (anew and self.roster.is_removed(key)):
+            is_new = self.roster.number(key) is None or (anew and self.roster.is_removed(key))
+            if is_new:
                 self._write(Verb.NAME, key)
         number = self.roster.number(key)
         assert number is not None
-        return number
+        return number, is_new
 
     def say(self, verb: Verb, text: str) -> None:
         """Let all workers know; ``text``: as it stands in the line of this verb."""
@@ -41,6 +47,10 @@ class InstanceIdLog:
                 pass
         found, self._news = self._news, []
         return found
+
+    def catch_up(self, name: InstanceId) -> None:
+        """Drop the news of an engine: what the roster says of it is known."""
+        self._news = [line for line in self._news if line[0] is Verb.NAME or line[1].partition(" ")[0] != name]
 
     @contextmanager
     def _turn(self) -> Generator[None]:

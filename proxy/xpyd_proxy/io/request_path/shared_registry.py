@@ -34,6 +34,7 @@ class SharedRegistry(Registry):
         self.is_drained_elsewhere: Callable[[InstanceId], bool] = lambda _: True  # for the other workers
         self._has_begun = False
         self._named: dict[str, InstanceId] = {}  # by key
+        self._first: set[InstanceId] = set()  # those that no worker knew before this one
 
     def begin(self, *, now: float) -> None:
         """Be up to date: what the settings name by now is what all workers began with."""
@@ -50,16 +51,23 @@ class SharedRegistry(Registry):
         now: float = 0.0,
         origin: Origin = BY_HAND,
     ) -> Instance:
-        """Start to route to an engine, as all workers do; raises AlreadyKnown."""
+        """Start to route to an engine, as all workers do, unless one of them was told to remove it.
+
+        Raises AlreadyKnown.
+        """
         identity = "" if origin.wanted is None else origin.wanted.identity
         key = key_of(role, address.authority, rank, origin.source, identity)
-        self._added[role] = self._ledger.number(key, anew=self._has_begun)
+        self._added[role], is_first = self._ledger.named(key, anew=self._has_begun)
         instance = super().add(role, address, rank=rank, facts=facts, now=now, origin=origin)
         self._named[key] = instance.id
+        if is_first:
+            self._first.add(instance.id)
         if (turned := self._ledger.roster.role(instance.id)) is not None:
-            self.turn(instance.id, turned, now=now, at_once=True)
+            super().turn(instance.id, turned, now=now, at_once=True)
+        member = self.member(instance.id)
         self._obey(self._ledger.roster.order(instance.id), instance.id, now=now)
-        return self.member(instance.id).instance
+        self._ledger.catch_up(instance.id)
+        return member.instance
 
     def remove(self, name: InstanceId, *, now: float) -> None:
         """Forget an engine; raises UnknownInstance. If its source names it again, it has another id."""
@@ -72,6 +80,18 @@ class SharedRegistry(Registry):
         """Send it nothing new, and forget it soon; raises UnknownInstance."""
         super().retire(name, now=now)
         self._ledger.say(Verb.CLOSE, name)
+
+    def turn(self, name: InstanceId, to: EngineRole, *, now: float, at_once: bool = False) -> None:
+        """Have an engine serve another role; raises UnknownInstance.
+
+        ``at_once``: nothing of this worker is there. The others may have something there, and be turning it, unless
+        none of them has known it before: then all of them serve the role at once.
+        """
+        member = self.member(name)
+        before = member.role
+        super().turn(name, to, now=now, at_once=at_once and (name in self._first or not member.leaves_by(to)))
+        if at_once and name in self._first and member.role is not before:
+            self._ledger.say(Verb.TURNED, turned_text(name, member.role))
 
     def follow(self, *, now: float) -> None:
         """Go by what other workers have written."""
@@ -93,7 +113,7 @@ class SharedRegistry(Registry):
         if member.turn is not None and member.turn.to is role:
             self._end_turn(member, TurnEvent.EMPTY, now=now)
         else:  # the store has not told of it yet
-            self.turn(name, role, now=now, at_once=True)
+            super().turn(name, role, now=now, at_once=True)
         logger.info("%s serves %s, as another worker does", name, role)
 
     def _has_left(self, member: Member, event: TurnEvent, *, now: float) -> None:
@@ -121,6 +141,7 @@ class SharedRegistry(Registry):
 
     def _forget(self, name: InstanceId, *, now: float) -> None:
         self._named = {key: one for key, one in self._named.items() if one != name}
+        self._first.discard(name)
         super().remove(name, now=now)
 
     def _obey(self, verb: Verb | None, name: InstanceId, *, now: float) -> None:

@@ -7,7 +7,7 @@ from support.recording_link import ConnectingLink
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import BlockId, EngineId, RequestId
 from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
-from xpyd_connector.core.lease.kv_params import PullParams
+from xpyd_connector.core.lease.kv_params import PullParams, PushParams
 from xpyd_connector.core.messages import (
     MAX_IDS,
     PROTOCOL,
@@ -28,7 +28,7 @@ P = EngineId("p0")
 class Harness(ConnectingLink):
     """A borrower whose link goes nowhere: the test says what happens on it."""
 
-    def __init__(self):
+    def __init__(self, **choices):
         super().__init__()
         self.counters = Counters()
         self.peers = PeerTable(self, FINGERPRINT, self.counters, retry_after=1.0)
@@ -40,6 +40,7 @@ class Harness(ConnectingLink):
             heartbeat_interval=BEAT,
             loop_timeout=100.0,
             last_turn=lambda: self.turned_at,
+            **choices,
         )
 
     def start_renewing(self, name, engine=P, now=0.0, port=5600, remote=None):
@@ -283,3 +284,19 @@ def test_leases_of_an_engine_that_differs_are_given_back_at_once(harness):
     harness.lease_renewer.advance(now=2 * BEAT)
 
     assert harness.sent == [(conn, DropLeases(("p-a",))), (conn, DropLeases(("p-b",)))]
+
+
+def test_a_prefill_engine_that_can_do_either_hears_what_is_read():
+    """Of what is pushed it may not have heard yet, so it cannot tell a lease that is lost."""
+    harness = Harness(tells_pulled=True)
+    harness.start_renewing("a")
+    pushed = PushParams(P, "h", 5600, "t", RequestId("t"))
+    harness.lease_renewer.start_renewing(RequestId("d-b"), pushed, now=0.0)
+    harness.welcome()
+    assert harness.sent == [(1, RenewLeases(("t",))), (1, RenewLeases(("p-a",), pulled=True))]
+    harness.take_sent()
+
+    harness.release("a")
+    harness.release("b")
+    harness.lease_renewer.advance(now=0.0)
+    assert harness.sent == [(1, DropLeases(("t",))), (1, DropLeases(("p-a",), pulled=True))]

@@ -7,18 +7,19 @@ from support.recording_link import RecordingLink
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseEvent, LeaseTable
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
+from xpyd_connector.core.lease.prefill_scheduler import MAX_WAITING, LeaseManager, RevocableLease
 from xpyd_connector.core.messages import (
     MAX_IDS,
     Challenge,
     DropLeases,
     FenceResult,
     LeasesLost,
+    RankSums,
     ReadDone,
     ReadsStarted,
     RenewLeases,
 )
-from xpyd_connector.core.ports import MessageReceived
+from xpyd_connector.core.ports import ConnectionLost, MessageReceived
 
 A, B, READER = RequestId("a"), RequestId("b"), RequestId("reader")
 D, ELSE, WORKER = ConnId(1), ConnId(2), ConnId(3)
@@ -29,13 +30,21 @@ class Shop:
 
     def __init__(self):
         self.link, self.counters = RecordingLink(), Counters()
+        self.closed = set()
         leases = LeaseTable(
-            duration=30.0, extension=20.0, reading=10.0, same_engine=lambda one, other: {one, other} <= {D, WORKER}
+            duration=30.0,
+            extension=20.0,
+            reading=10.0,
+            same_engine=lambda one, other: {one, other} <= {D, WORKER} - self.closed,
         )
         self.lease_manager = LeaseManager(self.link, leases, self.counters)
 
     def hear(self, message, conn=D, now=0.0):
         self.lease_manager.on(MessageReceived(conn, message), now=now)
+
+    def close(self, conn, now=0.0):
+        self.closed.add(conn)
+        self.lease_manager.on(ConnectionLost(conn, "it closed"), now=now)
 
     def released(self):
         return [(request, why.name) for request, why in self.lease_manager.take_released()]
@@ -136,3 +145,76 @@ def test_every_end_of_a_lease_is_counted():
     from xpyd_connector.core.lease.prefill_scheduler import _COUNTER
 
     assert set(_COUNTER) == set(LeaseEvent) - {LeaseEvent.RENEWED}
+
+
+# ---- leases whose checksums are not there yet
+
+S, SUMS = RequestId("s"), RankSums(0, "shape", ())
+
+
+@pytest.fixture
+def sampled(shop):
+    shop.lease_manager.grant(S, now=0.0, sampled=True)
+    shop.hear(RenewLeases((S,)))
+    shop.counters.take()
+    return shop
+
+
+def waiting(shop):
+    return len(shop.lease_manager._sampled[S].waiting)
+
+
+def test_a_reader_that_repeats_itself_waits_once(sampled):
+    """A peer that never stops would fill the memory."""
+    for _ in range(10):
+        sampled.hear(ReadDone(S, READER, 0, 2), conn=WORKER)
+    assert waiting(sampled) == 1
+    sampled.lease_manager.add_sums(S, [SUMS], now=1.0)
+
+    assert sampled.link.sent == [(WORKER, FenceResult(READER, held=True, sums=SUMS))]
+
+
+def test_of_very_many_readers_some_do_not_wait(sampled):
+    """They are answered as if the lease were not sampled."""
+    for number in range(MAX_WAITING + 1):
+        sampled.hear(ReadDone(S, RequestId(f"reader {number}"), 0, 2), conn=WORKER)
+
+    assert waiting(sampled) == MAX_WAITING
+    assert sampled.link.sent == [(WORKER, FenceResult(RequestId(f"reader {MAX_WAITING}"), held=True))]
+
+
+@pytest.mark.parametrize("end", ["its checksums come", "they come too late"])
+def test_what_a_lost_reader_has_read_counts(sampled, end):
+    """It is no other engine's message, nobody is answered, and the lease ends with the last rank."""
+    sampled.hear(ReadDone(S, READER, 0, 2), conn=WORKER)
+    sampled.hear(ReadDone(S, READER, 1, 2), conn=D)
+    sampled.close(WORKER)
+    if end == "its checksums come":
+        sampled.lease_manager.add_sums(S, [SUMS], now=1.0)
+    else:
+        sampled.lease_manager.advance(now=5.0)
+
+    assert [conn for conn, _ in sampled.link.sent] == [D]
+    assert sampled.released() == [("s", "DONE")]
+    assert "foreign_messages" not in sampled.counters.take().counters
+
+
+def test_all_who_have_waited_have_read_in_time(sampled):
+    """The first one's end of the lease is no wrong for the others: their reads ended before it."""
+    for reader in "xy":
+        sampled.hear(ReadDone(S, RequestId(reader), 0, 1), conn=WORKER)
+    sampled.lease_manager.add_sums(S, [SUMS], now=1.0)
+
+    assert [message.held for _, message in sampled.link.sent] == [True, True]
+    assert sampled.released() == [("s", "DONE")]
+
+
+def test_the_thread_wakes_for_readers_that_have_waited_too_long(sampled):
+    """No message may come until then. Neither a second reader nor a repetition prolongs the wait."""
+    sampled.hear(ReadDone(S, READER, 0, 2), conn=WORKER, now=1.0)
+    sampled.hear(ReadDone(S, READER, 0, 2), conn=WORKER, now=2.0)
+    sampled.hear(ReadDone(S, READER, 1, 2), conn=WORKER, now=4.0)
+
+    assert sampled.lease_manager.advance(now=4.0) == 6.0
+    sampled.lease_manager.advance(now=6.0)
+    assert sampled.released() == [("s", "DONE")]

@@ -357,3 +357,60 @@ def test_nothing_is_left_when_everybody_has_left(harness):
 
     assert len(harness.push_coordinator) == 0
     assert harness.push_coordinator._workers._conns == {1: W1}
+
+
+# ---- an engine that is back before its connection ends
+
+
+def test_a_decode_engine_that_is_back_early_replaces_its_earlier_connection(harness):
+    """After a silent cut: the workers hear the end of the earlier one first, for NIXL attaches an agent once."""
+    harness.grant()
+    harness.hear(D, RenewLeases((T,)))
+    harness.register()
+    harness.take_sent()
+    harness.one_engine = {D, ELSE}
+    harness.hear(ELSE, RenewLeases((T,)))
+    harness.introduce(ELSE)
+    harness.register(ELSE, "d-b")
+
+    told = harness.take_sent(W0)
+    assert [type(message) for message in told] == [PeerGone, PeerMemory, PeerMemory, StartPush]
+    assert (told[0].peer, told[-1].peer) == (D, ELSE)
+    assert D in harness.link.closed
+    assert harness.lease_manager.holds(T)  # it was renewed over the new connection
+    harness.hear(W0, PushWritten(ELSE, RequestId("d-b")))
+    harness.hear(W1, PushWritten(ELSE, RequestId("d-b")))
+    assert not harness.lease_manager.holds(T)
+
+
+def test_another_engine_that_tells_its_memory_disturbs_none(harness):
+    """Whatever it calls itself: what counts is what the connections have proven."""
+    harness.register()
+    harness.take_sent()
+    harness.introduce(ELSE)
+
+    assert PeerGone(D) not in harness.take_sent(W0)
+    assert D not in harness.link.closed
+
+
+# ---- requests that are read, beside those that are pushed (mode auto)
+
+
+def test_an_unknown_lease_that_was_to_be_read_is_lost_at_once(harness):
+    """No prefill of it is to come: its decode engine computes the prompt, and does not read in vain."""
+    harness.hear(D, RenewLeases((T,), pulled=True))
+
+    assert harness.take_sent(D) == [LeasesLost((T,)), HeartbeatReply()]
+    harness.grant()
+    assert harness.lease_manager.leases.holder(T) is None
+
+
+def test_a_lease_that_was_read_is_not_remembered(harness):
+    """There are many, and none is waited for: they must not take the room of transfers."""
+    harness.lease_manager.grant(T, now=harness.now)
+    harness.turn()
+    before = len(harness.push_coordinator)
+    harness.hear(D, RenewLeases((T,), pulled=True), DropLeases((T, R), pulled=True))
+
+    assert harness.ended == [(T, "DROPPED")]
+    assert len(harness.push_coordinator) == before

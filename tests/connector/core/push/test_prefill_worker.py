@@ -9,7 +9,6 @@ from xpyd_connector.core.counters import Counters, ForwardingCounters, merge
 from xpyd_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId, RequestId
 from xpyd_connector.core.messages import (
     MAX_REASON,
-    PeerGone,
     PeerMemory,
     PushAborted,
     PushWritten,
@@ -97,19 +96,6 @@ def harness():
     harness = Harness()
     harness.arrive()
     return harness
-
-
-def test_a_decode_engine_that_comes_back_before_its_old_connection_ends_is_written_into(harness):
-    """The network was cut for a while: D has given up, and P's kernel notices after 20 s. NIXL knows an agent once."""
-    harness.arrive(D, "d")
-    harness.assign(5)
-    harness.arrive(ELSE, "d")
-    harness.assign(6, peer=ELSE, reader="d-b")
-    harness.compute(1, last=True)
-    harness.hear(PeerGone(D))
-
-    assert (harness.mover.attached, harness.mover.detached) == (["d"], ["d"])
-    assert harness.written() == [([1], [6])]
 
 
 def test_it_attends_at_its_own_scheduler_and_calls_again_until_it_listens():

@@ -65,6 +65,27 @@ def test_blocks_of_another_shape_are_not_compared():
     assert cache.read == []
 
 
+@given(here=st.sets(st.sampled_from([1, 2, 4])), there=st.sets(st.sampled_from([3, 5, 6])))
+def test_a_block_that_cannot_be_read_is_not_compared(here, there):
+    """On either side: an engine without memory for a copy goes on, and no load fails for it."""
+    p, (d, token_ranges) = MemoryReader(THERE), arrived()
+    p.unreadable, d.unreadable = there, here
+    read = {(1, 3), (2, 5), (4, 6)} - {(block, other) for block in here for other in (3, 5, 6)}
+    comparison = compare(sums_of(0, SAMPLED, p), token_ranges, d)
+
+    assert comparison == Comparison(sum(other not in there for _, other in read), 0)
+
+
+def test_without_a_reader_nothing_is_compared():
+    """P still answers, and a load that comes with checksums is counted as unchecked."""
+    cache, token_ranges = arrived()
+    counters = Counters()
+    count(compare(sums(), token_ranges, None), counters)
+    count(compare(sums_of(0, SAMPLED, None), token_ranges, cache), counters)
+
+    assert counters.take().counters == {"loads_unchecked": 2}
+
+
 def test_what_was_compared_is_counted():
     """As blocks, of which some are wrong."""
     cache, token_ranges = arrived(wrong={5})
@@ -90,6 +111,15 @@ def test_a_peer_that_names_no_block_has_nothing_read(said):
 
     assert compare(RankSums(0, "whole", (said,)), token_ranges, cache) == Comparison(0, 0)
     assert cache.read == []
+
+
+def test_a_peer_that_names_a_block_again_and_again_has_it_read_once():
+    """P decides what is compared, and D's thread works no more for it than for each loaded block once."""
+    cache, token_ranges = arrived()
+    said = tuple(BlockSum(0, 0, stop, 1) for stop in (4, 4, 3, 2)) + sums().blocks
+
+    assert compare(RankSums(0, "whole", said), token_ranges, cache) == Comparison(3, 1)
+    assert len(cache.read) == 3
 
 
 def test_sums_survive_their_message():

@@ -1,5 +1,7 @@
 """Which blocks are sampled: those that hold something that a decode engine gets, spread over the prompt."""
 
+from zlib import crc32
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,3 +74,65 @@ def test_every_block_is_sampled_for_some_name():
     names = [RequestId(f"cmpl-{number}") for number in range(500)]
 
     assert {chosen([list(range(1, 31))], blocks=1, tokens=121, name=name)[0].block for name in names} == {*range(1, 31)}
+
+
+def chosen_one_by_one(groups, *, blocks, sizes, states, tokens, wanted, name):
+    """Return the same choice, out of a list of all candidates: as slow as the prompt is long."""
+    found, end = [], tokens if states else tokens - 1
+    for group, ids in enumerate(groups):
+        if group >= len(sizes):
+            continue
+        if group in states:
+            found += [SampledBlock(group, block, tokens - 1, tokens) for block in ids[-1:] if block]
+            continue
+        for number, block in enumerate(ids):
+            start, stop = number * sizes[group], min((number + 1) * sizes[group], end)
+            if block and start < stop:
+                found.append(SampledBlock(group, block, start, stop))
+    if wanted is not None:
+        found = [
+            each for each in found if wanted[each.group].start <= each.start and each.stop <= wanted[each.group].stop
+        ]
+    count, first = min(blocks, len(found)), crc32(name.encode()[::-1])
+    return tuple(found[(first + number * len(found) // count) % len(found)] for number in range(count))
+
+
+@given(st.data())
+def test_the_choice_is_that_out_of_all_candidates(data):
+    """Whatever windows have left, states, and other stages there are, and whatever the decode engine wants."""
+    groups = data.draw(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=4))
+    sizes = data.draw(st.lists(st.integers(1, 5), max_size=len(groups)))
+    states = data.draw(st.sets(st.integers(0, 3)))
+    lent = st.builds(LentBlocks, st.integers(0, 50), st.integers(0, 50), st.just(()))
+    options = {
+        "blocks": data.draw(st.integers(1, 9)),
+        "sizes": sizes,
+        "states": states,
+        "tokens": data.draw(st.integers(0, 50)),
+        "wanted": data.draw(st.none() | st.lists(lent, min_size=len(groups), max_size=len(groups))),
+        "name": RequestId(data.draw(st.text(max_size=8))),
+    }
+
+    assert chosen(groups, **options) == chosen_one_by_one(groups, **options)
+
+
+class Prompt(list):
+    """Blocks, and how many were looked at one by one."""
+
+    looks = 0
+
+    def __getitem__(self, place):
+        self.looks += isinstance(place, int)
+        return super().__getitem__(place)
+
+    def __iter__(self):
+        self.looks += len(self)
+        return super().__iter__()
+
+
+def test_a_long_prompt_is_not_looked_at_block_by_block():
+    """The engine's thread chooses, between two steps of all other requests."""
+    prompt = Prompt(range(1, 8193))
+    assert len(chosen([prompt], blocks=8, tokens=4 * 8192)) == 8
+
+    assert prompt.looks == 8

@@ -159,6 +159,63 @@ def test_what_an_operator_drains_stays_drained_when_it_has_turned():
     assert sides(registry) == (["prefill-1", "decode-0"], ["prefill-0", "decode-1"])
 
 
+MOVES = "is to be drained, and its streams move"
+
+
+@pytest.mark.parametrize(
+    ("moves", "why", "moving"), [(True, MOVES, ["decode-0"]), (False, "is to be drained", [])], ids=["move", "wait"]
+)
+@pytest.mark.parametrize("drains_first", [True, False])
+@pytest.mark.parametrize("end", ["cancelled", "late"])
+def test_when_a_turn_is_over_a_drain_is_what_it_was_asked_to_be(moves, why, moving, drains_first, end):
+    """The turn moved the streams for itself; what it leaves goes on as whoever drained the engine wants."""
+    registry = registry_of(1, 2, turn_timeout_s=30.0)
+    member = registry.member(InstanceId("decode-0"))
+    member.load.enter(REQUEST)
+    steps = [
+        lambda: registry.drain("decode-0", now=0.0, moves=moves),
+        lambda: registry.turn("decode-0", PREFILL, now=0.0),
+    ]
+    for step in steps if drains_first else reversed(steps):
+        step()
+    assert (list(registry.moving), member.life.why) == (["decode-0"], "turns to prefill, and its streams move")
+    if end == "cancelled":
+        registry.turn("decode-0", DECODE, now=1.0)
+    else:
+        registry.settle(patience_s=60, now=30.0)
+
+    assert registry.turns == {("prefill", end): 1}
+    assert (member.life.state, member.life.why) == (HealthState.DRAINING, why)
+    assert (list(registry.moving), member.drain.moves) == (moving, moves)
+
+
+def test_an_engine_can_be_told_to_move_its_streams_after_a_turn_that_was_cancelled():
+    """Asked again, or for the first time."""
+    registry = registry_of(1, 2)
+    registry.member(InstanceId("decode-0")).load.enter(REQUEST)
+    registry.drain("decode-0", now=0.0)
+    registry.turn("decode-0", PREFILL, now=0.0)
+    registry.turn("decode-0", DECODE, now=1.0)
+    registry.drain("decode-0", now=2.0, moves=True)
+
+    assert list(registry.moving) == ["decode-0"]
+    assert registry.member("decode-0").life.why == MOVES
+
+
+def test_a_turn_to_decode_does_not_keep_the_streams_of_what_is_undrained_moving():
+    """An engine that is both, drained by moving, that gives up prefill: taken back, its streams stay."""
+    registry = registry_of(1, 2)
+    registry.turn("decode-0", BOTH, now=0.0)
+    registry.member(InstanceId("decode-0")).load.enter(REQUEST)
+    registry.drain("decode-0", now=1.0, moves=True)
+    registry.turn("decode-0", DECODE, now=1.0)
+    assert list(registry.moving) == ["decode-0"]
+    registry.undrain("decode-0", now=2.0)
+
+    assert not registry.moving
+    assert registry.member("decode-0").turn is not None
+
+
 def test_what_is_taken_back_into_use_while_it_turns_still_turns():
     """A pod that is Ready again; an operator's undrain also ends the turn (io/discovery/reconciler.py)."""
     registry = registry_of(1, 2)
@@ -463,8 +520,8 @@ class Turning(RuleBasedStateMachine):
 
     @invariant()
     def only_what_is_drained_moves(self):
-        for name in self.registry.moving:
-            assert self.registry.member(name).drain.moves
+        for member in self.registry.members():
+            assert (member.instance.id in self.registry.moving) == (member.drain is not None and member.drain.moves)
 
 
 Turning.TestCase.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)

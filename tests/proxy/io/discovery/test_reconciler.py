@@ -1,5 +1,6 @@
 """What the sources say becomes what the router has, whichever of them speaks, and in whatever order."""
 
+import asyncio
 import logging
 from dataclasses import replace
 
@@ -264,6 +265,32 @@ async def test_another_pod_at_the_address_serves_what_its_label_says():
     assert [key.authority for key in world.reconciler.assignments] == ["a:80"]
 
 
+async def turns_beside_an_assignment(*, pods, age_s=0.0):
+    """Return whose assignments are left when a router that has just started turns an engine; one was of pod D."""
+    world = World()
+    world.see(D, E)
+    await turn_now(world, "decode-0", PREFILL)
+    late = World()
+    late.store._entries |= world.store._entries
+    late.entries.view(dict(world.store._entries))
+    late.see(*pods, E, A)
+    late.now = age_s
+    await late.discovery.turn("prefill-0", BOTH)
+    return sorted(key.authority for key in late.reconciler.assignments)
+
+
+async def test_a_pod_that_is_not_ready_when_a_router_starts_keeps_its_role():
+    """It is no engine of that router yet, and the pod is the same when it is Ready again."""
+    assert await turns_beside_an_assignment(pods=[replace(D, leaves=True)]) == ["a:80", "d:80"]
+
+
+@pytest.mark.parametrize("pods", [[], [replace(D, identity="uid-f")]], ids=["gone", "another"])
+async def test_a_pod_is_gone_if_those_that_there_are_were_heard_of_lately(pods):
+    """Else a router that cannot reach Kubernetes would turn what it does not know of."""
+    assert await turns_beside_an_assignment(pods=pods, age_s=60.0) == ["a:80"]
+    assert await turns_beside_an_assignment(pods=pods, age_s=100.0) == ["a:80", "d:80"]
+
+
 async def test_a_pod_that_is_not_ready_for_a_while_still_turns():
     """Unready it drains, Ready it is back in use: neither ends the turn."""
     world = World()
@@ -303,6 +330,7 @@ async def test_a_router_that_starts_serves_what_the_store_says_at_once():
 
     assert serving(found) == {"decode-0": DECODE, "decode-1": PREFILL}
     assert not found.registry.moving
+    assert [late.registry.turns, found.registry.turns] == [{}, {}]
 
 
 async def test_two_routers_of_one_store_agree():
@@ -322,6 +350,70 @@ async def test_two_routers_of_one_store_agree():
 
     assert serving(other) == serving(world) == {"decode-0": PREFILL, "decode-1": DECODE}
     assert all(member.turn is None for member in other.registry.members())
+
+
+class SharedStore:
+    """A store of two routers: what is put is in the views of both when it is acknowledged, which takes a while."""
+
+    def __init__(self, *worlds):
+        self.entries, self._worlds = {}, worlds
+        for world in worlds:
+            world.discovery = Discovery(world.registry, world.reconciler, self)
+
+    async def put(self, name, text, /):
+        await asyncio.sleep(0)
+        self.entries[name] = text
+        self.tell()
+
+    async def delete(self, name, /):
+        await asyncio.sleep(0)
+        self.entries.pop(name, None)
+        self.tell()
+
+    def tell(self):
+        for world in self._worlds:
+            world.entries.view(dict(self.entries))
+
+
+@pytest.mark.parametrize("routers", [1, 2])
+@pytest.mark.parametrize("is_idle", [True, False])
+async def test_of_turns_that_begin_at_the_same_moment_none_takes_the_last_engine_of_a_role(routers, is_idle):
+    """Whichever router is asked for which: each saw the other's engine as the one that stays."""
+    worlds = [World("d:80", "e:80") for _ in range(routers)]
+    store = SharedStore(*worlds)
+    for world in worlds:
+        world.see(A)
+        if not is_idle:
+            world.registry.member("decode-0").load.enter("r")
+    asked = [worlds[0].discovery.turn("decode-0", PREFILL), worlds[-1].discovery.turn("decode-1", PREFILL)]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    for world in worlds:
+        world.registry.settle(patience_s=60, now=1)
+        world.registry.settle(patience_s=0, now=2)
+    refused = [error for error in found if error is not None]
+
+    assert {type(error) for error in refused} == {CannotTurn}
+    assert "is the last decode engine that serves" in str(refused[0])
+    for world in worlds:
+        assert any(member.heading is DECODE for member in world.registry.members())
+    assert len(store.entries) == 2 - len(refused)
+
+
+async def test_a_turn_that_is_refused_after_it_was_written_gives_back_what_was_assigned_before():
+    """It had been both; and with force it turns all the same."""
+    world = World("d:80", "e:80")
+    SharedStore(world)
+    world.see(A)
+    await world.discovery.turn("decode-0", BOTH)
+    first = asyncio.create_task(world.discovery.turn("decode-1", PREFILL, force=True))
+    await asyncio.sleep(0)  # it waits for the store
+    with pytest.raises(CannotTurn, match="decode-0 is the last decode engine"):
+        await world.discovery.turn("decode-0", PREFILL)
+    await first
+    assert [member.heading for member in world.registry.members()] == [BOTH, PREFILL, PREFILL]
+    await world.discovery.turn("decode-0", PREFILL, force=True)
+
+    assert [member.heading for member in world.registry.members()] == [PREFILL, PREFILL, PREFILL]
 
 
 async def test_an_engine_that_is_removed_leaves_no_assignment():

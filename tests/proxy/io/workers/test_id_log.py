@@ -72,6 +72,14 @@ def test_an_order_between_the_settings_and_the_first_look_is_not_missed(tmp_path
     assert [member.life.state for member in late.members()] == [HealthState.DRAINING, HealthState.STARTING]
 
 
+def test_a_worker_that_is_started_later_does_not_bring_back_what_was_taken_out_by_hand(tmp_path):
+    """Its settings still name it."""
+    worker(tmp_path, A, B)
+    InstanceIdLog(tmp_path / "ledger").say(Verb.REMOVE, D0)
+
+    assert [member.instance.id for member in worker(tmp_path, A, B).members()] == [D1]
+
+
 def test_an_engine_that_was_taken_out_by_hand_comes_back_under_another_id(tmp_path):
     """When the settings name it anew, that is an operator's word, too; both workers find the same id for it."""
     zero, one = worker(tmp_path, A), worker(tmp_path, A)

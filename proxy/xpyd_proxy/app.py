@@ -8,7 +8,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -61,8 +61,8 @@ from xpyd_proxy.core.roles.work_meter import RoleTargets
 from xpyd_proxy.core.routing.explain import Explainer
 from xpyd_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
 from xpyd_proxy.core.routing.session_ids import SessionIds
-from xpyd_proxy.core.schemas.roles import RolesPart
 from xpyd_proxy.core.workers.instance_ids import Verb
+from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.discovery.inference_pool import PODS, PoolSource
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
@@ -237,21 +237,32 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         InflowWatch(registry, checks.metrics, telemetry, every_s=settings.engine_metrics_interval_s, clock=clock),
         _followers(registry, checks, index, known, telemetry),
     )
-    discovery = _discovery(crew.stored(settings), registry, clock, crew.tell)
-    board, deciding = _roles(
+    discovery, board, admin_key = (
+        _discovery(crew.stored(settings), registry, clock, crew.tell),
+        _role_board(settings, telemetry, clock, crew.number),
+        AdminKey(operator_key(settings)),
+    )
+    status = Status(
+        telemetry,
+        registry,
+        clock,
+        lambda: requests.settings.decode_only_fallback,
+        pairs,
+        roles=(lambda: None) if board is None else board.part,
+    )
+    everybody, access = (
+        crew.everybody(telemetry, queue, status.part),
+        OperatorAccess(admin_key, Audit(telemetry.admin_action, clock), settings.max_body_bytes),
+    )
+    deciding = _deciding(
         crew.stored(settings),
+        board,
         registry,
         checks,
-        telemetry,
         discovery,
-        queue=queue,
+        everybody=everybody,
         clock=clock,
         wall=time.time if fabric is None else clock,  # noqa: TID251 (hosts have no other clock in common)
-        worker=crew.number,
-    )
-    status, admin_key = (
-        Status(telemetry, registry, clock, lambda: requests.settings.decode_only_fallback, pairs, roles=board),
-        AdminKey(operator_key(settings)),
     )
     reloads = FileReloads(
         lambda: requests.settings,
@@ -290,15 +301,11 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         fleet.caches,
         fleet.modes,
     )
-    access = OperatorAccess(admin_key, Audit(telemetry.admin_action, clock), settings.max_body_bytes)
     keys, browsers = (
         CLIENT_KEYS if keyring.keys is not None else (),
         require_any_key(admin_key, keyring, by_browsers=True),
     )
-    onlookers, everybody = (
-        Onlookers(require_any_key(admin_key, keyring), browsers, keys),
-        crew.everybody(telemetry, queue, status.part),
-    )
+    onlookers = Onlookers(require_any_key(admin_key, keyring), browsers, keys)
     scrapers = Onlookers() if settings.public_metrics else onlookers
     capacity = CapacityMeter(registry, discovery, lifetime, lambda: requests.settings, everybody=everybody, clock=clock)
     routes = Routes(
@@ -392,27 +399,31 @@ def _followers(
     return (KvEventFollower(registry, checks, index, telemetry.counters, random.random, known=known),)
 
 
-def _roles(
+def _role_board(settings: Settings, telemetry: Telemetry, clock: Callable[[], float], worker: int) -> RoleBoard | None:
+    """Return what shows decisions on roles; None: this worker makes none."""
+    if settings.roles is RolesMode.OFF or worker > 0:
+        return None
+    return RoleBoard(settings.roles, telemetry.counters, settings.turns_per_hour, clock)
+
+
+def _deciding(
     settings: Settings,
+    board: RoleBoard | None,
     registry: Registry,
     checks: HttpChecks,
-    telemetry: Telemetry,
     discovery: Discovery,
     *,
-    queue: Admission,
+    everybody: Callable[[], Awaitable[Whole]],
     clock: Callable[[], float],
     wall: Callable[[], float],
-    worker: int,
-) -> tuple[Callable[[], RolesPart | None], Sequence[Callable[[], AbstractAsyncContextManager[object]]]]:
-    """Return what is shown of decisions on roles, and what makes them: one of the workers does."""
-    is_off = settings.roles is RolesMode.OFF or worker > 0
-    if is_off or settings.target_ttft_s is None or settings.target_itl_s is None:
-        return lambda: None, ()
+) -> Sequence[Callable[[], AbstractAsyncContextManager[object]]]:
+    """Return what decides on roles, for a board."""
+    if board is None or settings.target_ttft_s is None or settings.target_itl_s is None:
+        return ()
     targets = RoleTargets(settings.target_ttft_s, settings.target_itl_s, slots=settings.decode_slots)
     limits = RoleLimits(
         settings.min_prefill, settings.min_decode, settings.turn_cooldown_s, turns_per_hour=settings.turns_per_hour
     )
-    board = RoleBoard(settings.roles, telemetry.counters, settings.turns_per_hour, clock)
     turns, text = None, None
     if settings.roles is RolesMode.AUTO:
         me, text = f"{socket.gethostname()}-{secrets.token_hex(4)}", _shared_text(settings)
@@ -421,18 +432,22 @@ def _roles(
             await discovery.turn(name, EngineRole(role.value))
 
         turns = LeasedTurns(me, text, turn, clock=clock, wall=wall)
+
+    async def waiting() -> int:
+        return sum([one.waiting for one in (await everybody()).all])
+
     watch = RoleWatch(
         registry,
         checks.metrics,
         RoleController(targets, limits),
         board,
-        queued=lambda: queue.waiting,
+        queued=waiting,
         every_s=settings.roles_interval_s,
         clock=clock,
         turns=turns,
     )
     opened = () if text is None else (partial(aclosing, text),)
-    return board.part, (*opened, watch.running)
+    return (*opened, watch.running)
 
 
 def _shared_text(settings: Settings) -> SharedText:

@@ -12,6 +12,7 @@ import pytest
 
 from support.helm_chart import CHART, Chart
 from support.helm_objects import container, pool, templates
+from support.helm_pods import drains
 
 
 class Engine:
@@ -91,11 +92,12 @@ def own_output(monkeypatch):
         ("prefill", [BUSY, QUEUED, LENDING, LENDING, IDLE], 6),
         ("prefill", [IDLE, LENDING, IDLE], 4),  # vLLM's numbers are those of its last step: zero must be seen twice
         ("decode", [BUSY, QUEUED, IDLE], 4),
-        ("decode", [LENDING], 2),  # nobody reads from a decode engine
+        ("decode", [LENDING, IDLE], 3),  # it has turned: under its decode label it served prefill
+        ("decode", [SILENT], 2),  # nobody reads from another connector's decode engine
     ],
 )
 def test_it_waits_until_nothing_is_left(role, answers, looks):
-    """Requests first; of a prefill engine also the KV that nobody has read yet."""
+    """Requests first, and the KV that nobody has read yet: a turned pod lends as well, whatever its label."""
     with serving(engine := Engine(*answers)) as port:
         said, _ = hook(role, port)
 
@@ -178,6 +180,22 @@ def test_a_pod_of_an_engine_of_several_waits_for_its_leader(monkeypatch):
     assert "drained after" in gone
     assert "not drained" not in gone
     assert took < 15  # of 20
+
+
+def test_pods_that_may_turn_have_the_time_of_both_roles():
+    """A pod keeps the times of the pool it was made in: turned, it has the other role's work to end."""
+    values = {
+        "returnKv": {"enabled": True},
+        "router": {"settings": {"roles": "auto", "target_ttft_s": 2, "target_itl_s": 0.05}},
+        "connector": {"leaseSeconds": 45},
+        "prefill": {"drain": {"settleSeconds": 7, "requestSeconds": 100}},
+        "decode": {"drain": {"settleSeconds": 5, "requestSeconds": 400}},
+    }
+    found = templates(pool(objects := Chart().objects(values), "prefill")) + templates(pool(objects, "decode"))
+    hooks = [container(one)["lifecycle"]["preStop"]["exec"]["command"] for one in found]
+
+    assert drains(objects) == []
+    assert [[arg for arg in hook if arg.startswith("--seconds=")] for hook in hooks] == [["--seconds=450"]] * 2
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -147,6 +147,19 @@ def test_keda_takes_silence_for_an_error_and_not_for_zero(helm):
     assert {one["metricType"] for one in o["spec"]["triggers"]} == {"AverageValue"}  # a fallback needs it
 
 
+def test_while_routers_do_not_know_what_is_wanted_the_number_stays():
+    """Each restart of the routers is a silence: `replicas` then would add engines that had been taken away for good."""
+    wanted = {"type": "keda", "min": 2, "wanted": True}
+    values = {
+        "prefill": {"autoscaling": wanted, "replicas": 5},
+        "router": {"settings": {"roles": "dry-run", "target_ttft_s": 2, "target_itl_s": 0.05}},
+        "monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}},
+    }
+    (o,) = kind(Chart().objects(values), "ScaledObject")
+
+    assert o["spec"]["fallback"] == {"failureThreshold": 5, "replicas": 2, "behavior": "currentReplicasIfHigher"}
+
+
 def test_autoscalers_aim_at_what_the_guide_says():
     """docs/scaling.md says why; the numbers are those of values.yaml."""
     page = " ".join((ROOT / "docs/scaling.md").read_text().split())

@@ -92,8 +92,8 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
     "grace is shorter than the lease": ("_pool.tpl", '{{ include "xpyd.pool.grace" . }}', "30", "drains"),
     "a prefill engine does not wait for its leases": (
         "_helpers.tpl",
-        '0 (eq .role "prefill")',
-        '0 (eq .role "nobody")',
+        "$v.prefill.drain.requestSeconds $lease",
+        "$v.prefill.drain.requestSeconds",
         "drains",
     ),
     "no preStop hook": ("_pool.tpl", "lifecycle:", "x-lifecycle:", "drains"),

@@ -5,7 +5,10 @@ import pytest
 from support.helm_chart import HELMS, Chart
 from support.helm_objects import kind
 
-AUTO = {"router": {"settings": {"roles": "auto", "target_ttft_s": 2, "target_itl_s": 0.05}}}
+AUTO = {
+    "returnKv": {"enabled": True},
+    "router": {"settings": {"roles": "auto", "target_ttft_s": 2, "target_itl_s": 0.05}},
+}
 
 
 @pytest.mark.parametrize("helm", HELMS)

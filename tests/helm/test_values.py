@@ -162,6 +162,7 @@ ACCEPTED = {"connector": {"acceptOpenDataPlane": True}}
 OUTSIDE = {"enabled": True, "routerTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}
 KEYED = {"apiKey": {"secretName": "engines"}}
 RETURNING = {"returnKv": {"enabled": True}}
+TURNING = {"router": {"settings": {"roles": "auto", "target_ttft_s": 2, "target_itl_s": 0.05}}}
 SHARING = {"settings": {"share_limits": True}}
 TELLING = {"kvEvents": {"enabled": True}, "prefill": KEYED, "decode": KEYED}
 GROUP = {"kind": "LeaderWorkerSet", "nodes": 2}
@@ -251,6 +252,14 @@ CONTRADICTIONS = [
             "monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}},
         },
         "no router counts engines: write router.settings.roles: dry-run",
+    ),
+    (TURNING, "so no engine can turn: write returnKv.enabled: true"),
+    (TURNING | RETURNING | {"prefill": {"autoscaling": {"type": "hpa"}}}, "prefill.autoscaling.type is hpa: pods that"),
+    (
+        TURNING
+        | RETURNING
+        | {"decode": {"autoscaling": {"type": "keda"}}, "monitoring": {"podMonitor": {"enabled": True}}},
+        "decode.autoscaling.type is keda: pods that have turned",
     ),
     ({"prefill": {"autoscaling": {"type": "keda"}}}, "write monitoring.podMonitor.enabled: true"),
     ({"prefill": {"extraArgs": ["--ssl-keyfile", "/tls/tls.key"]}}, "prefill.extraArgs has --ssl-keyfile: routers"),

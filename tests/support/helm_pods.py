@@ -217,7 +217,7 @@ def _side_ports(template, ranks):
 
 
 def drains(objects):
-    """Grace is longer than everything that happens before the end, and a prefill engine outlives its leases."""
+    """Grace is longer than everything that happens before the end, and what may be a prefill engine outlives leases."""
     problems = []
     template = templates(router(objects))[0]
     args, grace = container(template)["args"], template["spec"]["terminationGracePeriodSeconds"]
@@ -241,8 +241,9 @@ def drains(objects):
         needed = float(said["seconds"]) + float(flag(c["args"], "--shutdown-timeout"))
         if grace < needed + MARGIN_S:
             problems.append(f"{role}: grace is {grace} s, and it may take {needed:g} s")
-        if role == "prefill" and float(said["seconds"]) < math.ceil(lease) + float(said["settle"]):
-            problems.append(f"prefill: it waits {said['seconds']} s for leases of {lease:g} s")
-        if role == "prefill" and grace < lease + MARGIN_S:
-            problems.append(f"prefill: grace is {grace} s, shorter than its leases of {lease:g} s and {MARGIN_S} s")
+        lends = role == "prefill" or flag(args, "--roles") == "auto"  # an engine may turn
+        if lends and float(said["seconds"]) < math.ceil(lease) + float(said["settle"]):
+            problems.append(f"{role}: it waits {said['seconds']} s for leases of {lease:g} s")
+        if lends and grace < lease + MARGIN_S:
+            problems.append(f"{role}: grace is {grace} s, shorter than its leases of {lease:g} s and {MARGIN_S} s")
     return problems

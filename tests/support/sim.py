@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from xpyd_proxy.app import Fabric, build
+from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.engine import Sim
 
@@ -128,10 +129,12 @@ async def router(
     engines: dict[str, ASGIApp | Answering],
     settings: Settings | None = None,
     clock: Callable[[], float] = time.monotonic,
+    place: WorkerContext | None = None,
 ) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client of a router that knows these engines."""
+    """A client of a router that knows these engines, or of one of its workers."""
     network = InMemory(engines, clock)
-    app = build(_knowing({name: f"{name}:80" for name in engines}, settings), fabric=network.fabric).app
+    known = _knowing({name: f"{name}:80" for name in engines}, settings)
+    app = build(known, fabric=network.fabric, place=place).app
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         network.running(app),

@@ -1,9 +1,10 @@
 """The preStop hook of an engine's pod: waits until nobody needs it any more, or its time is over.
 
-Routers hear of the pod's deletion when this begins, and send nothing new. A decode engine is done when its last request
-is; a prefill engine, when decode engines have also read the KV cache blocks that it keeps for them. vLLM's numbers are
-those of its last step, so they count when they are seen twice in a row. In a pod of an engine of several, which cannot
-go on without it, the numbers are those of the engine's leader. Exit code 0 always: the pod ends either way.
+Routers hear of the pod's deletion when this begins, and send nothing new. An engine is done when its last request is,
+and when decode engines have read the KV cache blocks that it keeps for them. Whatever the pod's label says, it may have
+turned, so the role matters only where the engine does not show how many leases it has. vLLM's numbers are those of its
+last step, so they count when they are seen twice in a row. In a pod of an engine of several, which cannot go on without
+it, the numbers are those of the engine's leader. Exit code 0 always: the pod ends either way.
 """
 
 import argparse
@@ -49,11 +50,11 @@ def left(role: str, numbers: dict[str, float], *, quiet_s: float, lease_s: float
         return "an answer to /metrics"
     if requests := sum(numbers.get(name, 0.0) for name in REQUESTS):
         return f"{requests:g} requests"
-    if role == "decode":
+    if LEASES in numbers:
+        return f"{numbers[LEASES]:g} leases" if numbers[LEASES] else ""
+    if role == "decode" or quiet_s >= lease_s:  # another connector, which does not say: its leases end by themselves
         return ""
-    if LEASES not in numbers:  # another connector, which does not say: its leases end by themselves
-        return "" if quiet_s >= lease_s else f"leases of {lease_s:g} s"
-    return f"{numbers[LEASES]:g} leases" if numbers[LEASES] else ""
+    return f"leases of {lease_s:g} s"
 
 
 def drain(role: str, engine: str, *, settle_s: float, lease_s: float, seconds: float, pause_s: float) -> str:

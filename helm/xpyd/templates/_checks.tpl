@@ -176,6 +176,14 @@
 {{- fail (printf "%s.autoscaling.wanted is true, and no router counts engines: write router.settings.roles: dry-run with target_ttft_s and target_itl_s" $role) -}}
 {{- end -}}
 {{- end -}}
+{{- if eq ($v.router.settings.roles | default "off") "auto" -}}
+{{- if ne $p.autoscaling.type "none" -}}
+{{- fail (printf "router.settings.roles is auto, and %s.autoscaling.type is %s: pods that have turned count for the pool that they were made in, so write %s.autoscaling.type: none, or roles: dry-run" $role $p.autoscaling.type $role) -}}
+{{- end -}}
+{{- if not $v.returnKv.enabled -}}
+{{- fail (printf "router.settings.roles is auto, and %s engines are started for one role (kv_role), so no engine can turn: write returnKv.enabled: true, or roles: dry-run" $role) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $p.autoscaling.perOther (eq $p.autoscaling.type "hpa") -}}
 {{- fail (printf "%s.autoscaling.perOther is set, but %s.autoscaling.type is hpa: only KEDA can count the engines of the other pool" $role $role) -}}
 {{- end -}}

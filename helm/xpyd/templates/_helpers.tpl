@@ -123,11 +123,18 @@ annotations:
 {{- include "xpyd.grace" (dict "name" "router" "least" $least "given" .Values.router.terminationGracePeriodSeconds) -}}
 {{- end -}}
 
-{{/* dict root role: seconds that an engine's preStop may take. A prefill engine waits for its leases, too. */}}
+{{/* dict root role: seconds that an engine's preStop may take. A prefill engine waits for its leases, too. Where engines turn, each may
+have either role's work to end. */}}
 {{- define "xpyd.pool.drain" -}}
-{{- $d := (index .root.Values .role).drain -}}
-{{- $lease := ternary (ceil .root.Values.connector.leaseSeconds | int64) 0 (eq .role "prefill") -}}
-{{- add $d.settleSeconds $d.requestSeconds $lease -}}
+{{- $v := .root.Values -}}
+{{- $lease := ceil $v.connector.leaseSeconds | int64 -}}
+{{- $prefill := add $v.prefill.drain.settleSeconds $v.prefill.drain.requestSeconds $lease -}}
+{{- $decode := add $v.decode.drain.settleSeconds $v.decode.drain.requestSeconds -}}
+{{- if eq ($v.router.settings.roles | default "off") "auto" -}}
+{{- max $prefill (add $decode $lease) -}}
+{{- else -}}
+{{- ternary $prefill $decode (eq .role "prefill") -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "xpyd.pool.grace" -}}

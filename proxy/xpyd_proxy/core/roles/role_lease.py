@@ -52,11 +52,14 @@ class RoleLease:
         self._me = me
         self._seen: tuple[str, float] | None = None  # the text that another one wrote last, and when it was new
         self._renewed = float("-inf")
+        self._turned_at: tuple[float, ...] = ()  # as this one has written them last: a store may lose its memory
 
     def look(self, text: str, *, now: float, wall: float, turns: bool = False) -> LeaseView:
         """Take in the text as it is; ``turns``: an engine shall turn, which is to be written down before."""
         record = _read(text)
-        turned_at = tuple(at for at in record.turned_at if wall - _HOUR_S < at)[-_MOST_TURNS:]
+        # A turn of the future is one of now: its router's clock is ahead. The holder's next renewal writes that down.
+        known = {min(at, wall) for at in (*record.turned_at, *self._turned_at) if wall - _HOUR_S < at}
+        turned_at = tuple(sorted(known))[-_MOST_TURNS:]
         if record.holder not in ("", self._me) and not self._is_over(text, now):
             return LeaseView(holds=False, holder=record.holder, turned_at=turned_at, text=None)
         if turns:
@@ -66,9 +69,10 @@ class RoleLease:
         text = msgspec.json.encode(_LeaseRecord(self._me, record.number + 1, turned_at)).decode()
         return LeaseView(holds=True, holder=self._me, turned_at=turned_at, text=text)
 
-    def written(self, *, now: float) -> None:
-        """Note that the text was written."""
+    def written(self, view: LeaseView, *, now: float) -> None:
+        """Note that the text of a view was written."""
         self._renewed = now
+        self._turned_at = view.turned_at
 
     def _is_over(self, text: str, now: float) -> bool:
         if self._seen is None or self._seen[0] != text:

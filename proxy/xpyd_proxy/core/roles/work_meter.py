@@ -150,6 +150,8 @@ class WorkMeter:
         return before, now
 
     def _learn_prefill(self, steps: Sequence[tuple[EngineTotals, EngineTotals]]) -> None:
+        # Streams that a late turn has left keep an engine busy and compute no prompt: it shows nothing until they end.
+        steps = [(before, now) for before, now in steps if now.itl_count <= before.itl_count]
         if not steps:
             return
         tokens = fsum([now.computed_tokens - before.computed_tokens for before, now in steps])

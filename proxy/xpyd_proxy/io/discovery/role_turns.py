@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.ports import SharedText
-from xpyd_proxy.core.roles.role_lease import RoleHold, RoleLease
+from xpyd_proxy.core.roles.role_lease import LeaseView, RoleHold, RoleLease
 from xpyd_proxy.errors import ProxyError
 from xpyd_proxy.io.discovery.stores import StoreDown
 
@@ -36,7 +36,7 @@ class LeasedTurns:
         """Take the lease, or go on holding it."""
         try:
             view = self._lease.look(await self._text.read(), now=self._clock(), wall=self._wall())
-            holds = view.holds and (view.text is None or await self._written(view.text))
+            holds = view.holds and (view.text is None or await self._written(view))
         except StoreDown as exc:
             return RoleHold(holds=False, trouble=str(exc))
         holder = view.holder if holds == view.holds else ""
@@ -44,22 +44,22 @@ class LeasedTurns:
             logger.info("roles are decided by %s", "this router" if holds else holder or "another router")
             self._holder = holder
         now, wall = self._clock(), self._wall()
-        # Another router's clock may be ahead: what it has written down is over all the same.
+        # The wall clock may have been set back since the look: what was written down is over all the same.
         return RoleHold(holds, holder, tuple(now - max(0.0, wall - at) for at in view.turned_at))
 
     async def begin(self, name: InstanceId, role: Role, /) -> str:
         """Write a turn down, and begin it."""
         try:
             view = self._lease.look(await self._text.read(), now=self._clock(), wall=self._wall(), turns=True)
-            if not view.holds or view.text is None or not await self._written(view.text):
+            if not view.holds or not await self._written(view):
                 return "another router decides on roles"
             await self._turn(name, role)
         except (StoreDown, ProxyError) as exc:
             return str(exc)
         return ""
 
-    async def _written(self, text: str) -> bool:
-        if not await self._text.replace(text):
+    async def _written(self, view: LeaseView) -> bool:
+        if view.text is None or not await self._text.replace(view.text):
             return False
-        self._lease.written(now=self._clock())
+        self._lease.written(view, now=self._clock())
         return True

@@ -33,7 +33,7 @@ class RoleWatch:
         controller: RoleController,
         board: RoleBoard,
         *,
-        queued: Callable[[], int],
+        queued: Callable[[], Awaitable[int]],
         every_s: float,
         clock: Callable[[], float],
         turns: RoleTurns | None = None,
@@ -43,7 +43,7 @@ class RoleWatch:
         self._metrics = metrics  # raises ProbeFailed
         self._controller = controller
         self._board = board
-        self._queued = queued  # requests that wait in this router
+        self._queued = queued  # requests that wait in this router, at any worker
         self._every_s = every_s
         self._clock = clock  # seconds; only differences count
         self._turns = turns
@@ -61,12 +61,13 @@ class RoleWatch:
         members = [one for one in known if one.life.state in _SERVE and not one.life.is_away and one.turn is None]
         found = await asyncio.gather(*[self._read(member.instance) for member in members])
         readings = [self._reading(one, totals) for one, totals in zip(members, found, strict=True)]
+        queued = await self._queued()
         hold = RoleHold(holds=True) if self._turns is None else await self._turns.hold()
         snapshot = FleetSnapshot(
             readings,
             turning=[one.instance.id for one in known if one.turn is not None],
             turned_at=None if self._turns is None else hold.turned_at,
-            queued_requests=self._queued(),
+            queued_requests=queued,
             trouble=hold.trouble or self._trouble(members),
             leads=hold.holds,
             leader=hold.holder,

@@ -27,7 +27,7 @@ def look(lease, shared, now, wall=None, *, turns=False):
     if view.holds and view.text is not None:
         if not shared.swap(before, view.text):
             return False
-        lease.written(now=now)
+        lease.written(view, now=now)
     return view.holds
 
 
@@ -61,6 +61,44 @@ def test_turns_outlive_their_router():
 
     assert (view.holds, view.turned_at) == (True, (5000.0,))
     assert two.look(shared.text, now=LASTS_S, wall=8601.0).turned_at == ()
+
+
+def test_a_turn_of_the_future_becomes_older_like_all_others():
+    """A host whose clock was a day ahead would have stopped the controllers of the others for a day."""
+    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    look(one, shared, 0.0, wall=90_000.0, turns=True)
+    look(two, shared, 0.0, wall=3_600.0)
+    look(two, shared, LASTS_S, wall=3_600.0 + LASTS_S)
+    view = two.look(shared.text, now=LASTS_S + 600.0, wall=4_200.0 + LASTS_S)
+
+    assert (view.holds, view.turned_at) == (True, (3_600.0 + LASTS_S,))
+    assert two.look(shared.text, now=LASTS_S + 3_600.0, wall=7_200.0 + LASTS_S).turned_at == ()
+
+
+@pytest.mark.parametrize("later", ["", "as it was before the turns"])
+def test_a_store_that_loses_its_memory_does_not_give_the_turns_of_an_hour_anew(later):
+    """A Redis without a disk that starts again, or with yesterday's: the fleet has turned all the same."""
+    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    look(one, shared, 0.0, wall=5_000.0)
+    before = shared.text
+    for now in (1.0, 100.0):
+        look(one, shared, now, wall=5_000.0 + now, turns=True)
+    shared.text = later and before
+    view = one.look(shared.text, now=200.0, wall=5_200.0)
+
+    assert (view.holds, view.turned_at) == (True, (5_001.0, 5_100.0))
+    assert look(one, shared, 200.0, wall=5_200.0)
+    assert two.look(shared.text, now=200.0, wall=5_200.0).turned_at == (5_001.0, 5_100.0)
+    assert one.look("", now=3_700.0, wall=8_700.0).turned_at == ()
+
+
+def test_a_turn_that_was_not_written_is_none():
+    """The write has failed, so nothing has turned: to remember it would spend a turn."""
+    shared, one = Text(), RoleLease("one")
+    look(one, shared, 0.0)
+    one.look(shared.text, now=1.0, wall=1.0, turns=True)
+
+    assert one.look("", now=10.0, wall=10.0).turned_at == ()
 
 
 def test_a_turn_is_written_even_if_the_lease_is_fresh():
@@ -97,7 +135,7 @@ def test_at_most_one_router_writes_a_turn_on_what_it_has_read(steps):
         if hangs:
             hung[name] = before, view
         elif view.holds and view.text is not None and shared.swap(before, view.text):
-            leases[name].written(now=now)
+            leases[name].written(view, now=now)
             begun += [at for at in view.turned_at if at not in begun]
     last = RoleLease("last").look(shared.text, now=now, wall=now).turned_at
 

@@ -60,6 +60,22 @@ def test_requests_that_wait_in_the_router_are_part_of_the_queue():
     assert meter.prefill(10).queued_tokens == pytest.approx(10 * PROMPT, rel=0.01)
 
 
+def test_streams_that_a_late_turn_leaves_behind_do_not_spoil_the_rate():
+    """They keep the engine busy for as long as an answer takes, and compute no prompt: it is not slower for that."""
+    fleet = FluidFleet(2, 4)
+    fleet.run(0.8, 1.0, 300)
+    late = fleet.of(Role.PREFILL)[0]
+    for _ in range(30):
+        fleet.step(0.8, 1.0)
+        late.running += 4.0
+        late.itl_count += 2_000.0
+        late.itl_sum += 40.0
+        found = fleet.look()
+
+    assert found.prefill.rate == pytest.approx(RATE, rel=0.2)
+    assert found.prefill.tokens_per_s == pytest.approx(0.8 * RATE, rel=0.05)  # what it computes counts
+
+
 def test_a_restarted_engine_begins_anew():
     """Its counters begin at 0: the difference is no negative work."""
     fleet = FluidFleet(2, 2)

@@ -17,6 +17,10 @@ from xpyd_proxy.io.probes.role_watch import RoleWatch
 from xpyd_proxy.settings import RolesMode, Settings, SlicePairing
 
 
+async def nothing():
+    return 0
+
+
 class World:
     """A router that knows the engines of a fluid fleet by their names as hosts."""
 
@@ -29,7 +33,7 @@ class World:
         self.board = RoleBoard(RolesMode.DRY_RUN, self.counters, 6, self.clock)
         self.watch = RoleWatch(
             self.registry, self.metrics, RoleController(TARGETS, LIMITS), self.board,
-            queued=lambda: 0, every_s=1.0, clock=self.clock,
+            queued=nothing, every_s=1.0, clock=self.clock,
         )  # fmt: skip
 
     def clock(self):

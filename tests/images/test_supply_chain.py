@@ -55,6 +55,7 @@ EXCEPTIONS = {
         '"--disable-pip-version-check", "download"',
     ): "only unpacked, and checked against a SHA-256",
     ("tests/support/compiled.py", '"--no-deps", "--no-index"'): "this directory, as a wheel",
+    ("examples/05-gpu/wheels.py", "--no-index --no-deps --no-compile"): "the folder of wheels that was made elsewhere",
     ("hatch_build.py", "pip wheel .``"): "a sentence",
     ("proxy/xpyd_proxy/app.py", "pip install 'xpyd[tracing]'"): "a sentence for the operator",
     ("proxy/xpyd_proxy/app.py", "pip install 'xpyd[redis]'"): "a sentence for the operator",

@@ -5,7 +5,6 @@ where two tokens are about equally likely the other one may win. So the repetiti
 only if no such place explains it.
 """
 
-from collections.abc import Mapping
 from enum import auto
 from typing import Final
 
@@ -14,6 +13,7 @@ import msgspec
 from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.model import Api, GenerationRequest
 from xpyd_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, maybe
+from xpyd_proxy.core.schemas.canary import ChatPlaces, OtherToken, ShownAnswer, ShownPart, TextPlaces, TokenPlace
 
 CANARY: Final = "-canary"  # behind the name of the request that is repeated
 TOKENS_MOST: Final = 64  # of an answer that are compared
@@ -39,47 +39,6 @@ class CanaryOutcome(FastStrEnum):
     DIFFERENT = auto()
     SKIPPED = auto()  # it was not repeated, or what differs may be rounding
     FAILED = auto()  # the engine gave no answer that can be compared
-
-
-class _ShownPart(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: msgspec.Raw = NULL
-
-
-class _ShownChoice(msgspec.Struct):
-    text: str | None = None
-    message: _ShownPart | None = None
-    delta: _ShownPart | None = None
-    finish_reason: str | None = None
-    logprobs: msgspec.Raw = NULL
-
-
-class _ShownAnswer(msgspec.Struct):
-    choices: list[_ShownChoice] = []
-    error: msgspec.Raw = NULL
-
-
-class _OtherToken(msgspec.Struct):
-    token: str
-    logprob: float
-
-
-class _TokenPlace(msgspec.Struct):
-    token: str
-    logprob: float
-    top_logprobs: list[_OtherToken] = []
-
-
-class _ChatPlaces(msgspec.Struct):
-    content: list[_TokenPlace] = []
-
-
-class _TextPlaces(msgspec.Struct):
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[Mapping[str, float] | None] = []
 
 
 def may_repeat(call: GenerationRequest) -> bool:
@@ -130,11 +89,11 @@ def shown_text(body: bytes, *, streams: bool) -> str | None:
 def _text_of(answers: list[bytes]) -> str | None:
     text = list[str]()
     for body in answers:
-        answer = maybe(body, _ShownAnswer)
+        answer = maybe(body, ShownAnswer)
         if answer is None or answer.error != NULL or len(answer.choices) > 1:
             return None
         for choice in answer.choices:
-            said = choice.message or choice.delta or _ShownPart(content=choice.text)
+            said = choice.message or choice.delta or ShownPart(content=choice.text)
             if said.reasoning_content or said.reasoning or bytes(said.tool_calls) not in _NO_CALLS:
                 return None
             text.append(said.content or "")
@@ -143,7 +102,7 @@ def _text_of(answers: list[bytes]) -> str | None:
 
 def compared(api: Api, shown: str, repeated: bytes) -> CanaryOutcome:
     """Compare the text that the client got with the whole answer of one engine to the ``repetition``."""
-    answer, again = maybe(repeated, _ShownAnswer), _text_of([repeated])
+    answer, again = maybe(repeated, ShownAnswer), _text_of([repeated])
     if answer is None or again is None or len(answer.choices) != 1:
         return CanaryOutcome.FAILED
     choice = answer.choices[0]
@@ -155,20 +114,20 @@ def compared(api: Api, shown: str, repeated: bytes) -> CanaryOutcome:
     return CanaryOutcome.SKIPPED if _may_be_rounding(shown, places) else CanaryOutcome.DIFFERENT
 
 
-def _places(api: Api, logprobs: msgspec.Raw) -> list[_TokenPlace] | None:
+def _places(api: Api, logprobs: msgspec.Raw) -> list[TokenPlace] | None:
     if api is _CHAT:
-        chat = maybe(logprobs, _ChatPlaces)
+        chat = maybe(logprobs, ChatPlaces)
         return None if chat is None else chat.content
-    found = maybe(logprobs, _TextPlaces)
+    found = maybe(logprobs, TextPlaces)
     if found is None or not len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs):
         return None
     return [
-        _TokenPlace(token, logprob or 0.0, [_OtherToken(*each) for each in (others or {}).items()])
+        TokenPlace(token, logprob or 0.0, [OtherToken(*each) for each in (others or {}).items()])
         for token, logprob, others in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True)
     ]
 
 
-def _may_be_rounding(shown: str, places: list[_TokenPlace]) -> bool:
+def _may_be_rounding(shown: str, places: list[TokenPlace]) -> bool:
     """Tell whether the shown text leaves the repeated tokens at a place where another token is about as likely.
 
     A token's text may begin another's, so each place on the way is looked at.

@@ -358,6 +358,8 @@ class Client:
             last = last.removeprefix(b"\ndata: ") if last.startswith(b'\ndata: {"error"') else b"{}"
         elif self.status == 200:
             return None
+        if b"\n\n" in last.rstrip():  # several events: an engine's, which may begin with an error
+            return None
         said = json.loads(last).get("error")
         return None if said is None else (said.get("type"), said.get("message"))
 

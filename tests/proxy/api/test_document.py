@@ -31,7 +31,7 @@ from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 from xpyd_proxy.settings import Settings
 
 ADMIN = "sesame"
-VERBS = ("add", "remove", "drain", "undrain", "explain")
+VERBS = ("add", "remove", "drain", "undrain", "turn", "explain")
 OPERATORS = {"/status", "/instances", "/pairs", "/requests/{name}", *(f"/instances/{verb}" for verb in VERBS)}
 ERRORS = {"400", "401", "404", "413", "415", "429", "500", "502", "503", "504", "4XX"}
 KEY = {"X-Api-Key": ADMIN}

@@ -15,6 +15,7 @@ from xpyd_proxy.core.model import RequestId
 
 RAISED = {
     errors.BadRequest("b", param="n"): (400, "BadRequestError"),
+    errors.ClassNotAllowed("c"): (403, "PermissionDeniedError"),
     errors.BadFraming("two Host headers", param="n"): (400, "BadRequestError"),
     errors.HeadTooLarge("h"): (431, "RequestHeadTooLargeError"),
     errors.UriTooLong("u"): (414, "UriTooLongError"),
@@ -70,6 +71,7 @@ def test_errors_that_clients_never_see_are_accounted_for():
         errors.BadPort,
         errors.NotAllowed,
         errors.AlreadyKnown,
+        errors.CannotTurn,
         errors.BadKvEvents,
     }  # told on the command line, or by /instances
     every = {kind for _, kind in inspect.getmembers(errors, inspect.isclass)}

@@ -5,7 +5,7 @@ lease is dropped as soon as its request no longer needs it. If the engine's loop
 while: this engine would not read the blocks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final, TypeAlias
@@ -207,17 +207,20 @@ class LeaseRenewer:
 
     def _say(self, peer: Peer, leases: _EngineLeases) -> None:
         self._send_reads(peer, leases.to_read)
-        for pulled, requests in self._divided(leases.to_drop):
+        for pulled, requests in self._divided(leases.to_drop, leases.to_drop.__getitem__):
             for names in _in_pieces(requests):
                 self._link.send(peer.conn, DropLeases(names, pulled))
 
-    def _divided(self, requests: Mapping[RequestId, bool]) -> Iterator[tuple[bool, Sequence[RequestId]]]:
+    def _divided(
+        self, requests: Iterable[RequestId], is_pulled: Callable[[RequestId], bool]
+    ) -> Iterator[tuple[bool, Sequence[RequestId]]]:
         """Divide requests by whether they were to be read, where P must know that."""
+        names = list(requests)
         if not self._tells_pulled:
-            yield False, list(requests)
+            yield False, names
             return
         for pulled in (False, True):
-            yield pulled, [request for request, is_pulled in requests.items() if is_pulled == pulled]
+            yield pulled, [request for request in names if is_pulled(request) == pulled]
 
     def _send_reads(self, peer: Peer, requests: Iterable[RequestId]) -> None:
         for names in _in_pieces(requests):
@@ -268,7 +271,7 @@ class LeaseRenewer:
 
     def _renew(self, peer: Peer, leases: _EngineLeases, requests: Iterable[RequestId], now: float) -> None:
         sent = 0
-        for pulled, some in self._divided({request: leases.is_pulled(request) for request in requests}):
+        for pulled, some in self._divided(requests, leases.is_pulled):
             for names in _in_pieces(some):
                 self._link.send(peer.conn, RenewLeases(names, pulled))
                 sent += len(names)

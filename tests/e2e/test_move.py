@@ -140,9 +140,9 @@ def move_all(fleet_of, url, count, tokens, *, seed, behind):
     return taken[0]
 
 
-def has_nothing_held(fleet_of):
+def has_nothing_held(fleet_of, seconds=20):
     for spec in fleet_of.specs:
-        wait_until(lambda spec=spec: nothing_held(spec), seconds=20, what=f"{spec.name} is idle")
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=seconds, what=f"{spec.name} is idle")
 
 
 def test_streams_move(fleet_of, router):
@@ -228,7 +228,7 @@ def test_the_router_dies_in_the_middle(fleet_of, start_router):
 
     order(url, "drain", "decode-1")
     found = run(url, asked, lambda: (order(url, "undrain", "decode-1"), drain()), behind=20)
-    has_nothing_held(fleet_of)
+    has_nothing_held(fleet_of, seconds=30 + 10)  # what nobody came for is kept for kv_lease_duration
     another = start_router(f"{name}-next", [fleet_of.p0], [fleet_of.d0, fleet_of.d1], args=ARGS, env=env)
     again = run(another, bodies(count, 800, seed=6, salt="dies"))
 

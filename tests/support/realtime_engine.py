@@ -34,6 +34,8 @@ class RealtimeEngine:
         return f"127.0.0.1:{self.port}"
 
     def _offered(self, session, request):
+        if request.path == "/v1/models":  # the router asks when it likes; nothing of a client is in it
+            return session.respond(404, "no\n")
         self.heads.append({name.lower(): value for name, value in request.headers.raw_items()})
         self.paths.append(request.path)
         return None if self.status is None else session.respond(self.status, "no\n")

@@ -85,7 +85,7 @@ def test_times_are_bounded(capsys, value):
 
 @pytest.mark.parametrize("number", ["TERM", "HUP", "INT"])
 def test_no_engine_stays_frozen_when_the_run_is_ended(fleet, tmp_path, number):
-    """A job of CI is ended with SIGTERM. Here while the command that freezes is under way: it may have frozen by then."""
+    """A job of CI is ended with SIGTERM. Here while the command that freezes is under way."""
     done, at = tmp_path / "thawed", fleet.at
     program = [sys.executable, "-m", "xpyd_proxy.cli", "prove"]
     urls = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", at["reference"], "--only", "decode-frozen"]

@@ -51,7 +51,7 @@ class Holdings:
 
 
 def read_holdings(exposition: str) -> Holdings | None:
-    """Read an engine's metrics, all ranks together; None: they are not a vLLM engine's, or what is held is no number."""
+    """Read an engine's metrics, all ranks together; None: they are not a vLLM engine's, or NaN is among them."""
     totals: dict[str, float] = {}
     block_size = blocks = None
     usage: list[float] = []

@@ -63,7 +63,7 @@ def test_what_was_slow_is_tried_again():
 
 @pytest.mark.parametrize("works", [PULL, PUSH])
 def test_a_way_that_serves_nothing_is_not_chosen(works):
-    """A firewall that lets writes through and no reads: for ten minutes all requests would fail, or be computed twice."""
+    """A firewall that lets writes through and no reads: for ten minutes all requests would fail."""
     modes = PairModes()
     for _ in range(2 * SENT_MOST + 10):
         if (way := modes.next_way(A, now=0.0)) is works:

@@ -78,9 +78,15 @@ class Prefix:
 
     def _not_overloaded(self, among: Sequence[Instance]) -> Sequence[Instance]:
         loads = [self._load(instance) for instance in among]
-        most = min(loads) + SLACK
-        if max(loads) <= most:
+        least = most = loads[0]
+        for load in loads:  # ``min`` and ``max`` take three times as long for a few
+            if load < least:
+                least = load
+            elif load > most:
+                most = load
+        if most <= least + SLACK:
             return among
+        most = least + SLACK
         return [instance for instance, load in zip(among, loads, strict=True) if load <= most]
 
 

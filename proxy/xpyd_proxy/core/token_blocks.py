@@ -39,7 +39,8 @@ def packed_json(ids: bytes) -> bytes | None:
 
     Prompts begin alike, so it is read in pieces, and those that came before are remembered.
     """
-    at, end, pieces = 1, len(ids) - 1, list[bytes]()
+    pieces: list[bytes] = []
+    at, end = 1, len(ids) - 1
     if ids[:1] != b"[" or ids[end:] != b"]":
         return None
     while at < end:

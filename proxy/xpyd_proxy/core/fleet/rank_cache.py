@@ -116,11 +116,11 @@ def _held(group: GroupBlocks, prompt: TokenPrompt, most: int, lora: str | None) 
     """Return how many blocks a full group has from the beginning on, of ``most``."""
     size, hash_of = group.size, group.hash_of
     keys = prompt.keys(size, lora)
-    made = keys[:most]
-    for place, key in enumerate(made):
-        if key not in hash_of:
+    place = 0
+    for key in keys:
+        if place >= most or key not in hash_of:
             return place
-    place = len(made)
+        place += 1
     while place < most and prompt.more(keys, size, lora) in hash_of:
         place += 1
     return place

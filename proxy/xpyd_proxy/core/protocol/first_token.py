@@ -7,6 +7,7 @@ its answer may be; until they have, and wherever something is odd, the decode en
 The decode engine's stream passes as bytes: only its first event, and those with a usage, are parsed.
 """
 
+import re
 from typing import Final
 
 import msgspec
@@ -15,7 +16,7 @@ from msgspec import UNSET
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.core.protocol.continuation import Rest, least, limits, limits_behind, prompt_of, raw, raw_fields
 from xpyd_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, encode, maybe
-from xpyd_proxy.core.schemas import FirstTokenChoice, FirstTokenOffer, RoleChoice, TokensAnswer
+from xpyd_proxy.core.schemas import FirstTokenChoice, FirstTokenOffer, RoleEvent, TokensAnswer
 
 STREAM: Final = b"text/event-stream; charset=utf-8"
 _COMPLETIONS: Final = Api.COMPLETIONS  # looking a member up takes as long as a call
@@ -27,13 +28,15 @@ _NO_TEXT: Final = raw("")
 _HALF: Final = "\N{REPLACEMENT CHARACTER}"  # the token is a part of a character
 _MARKS: Final = frozenset("<[{|")  # they begin tool calls and the like, which a parser must see from their beginning on
 _TEXT: Final = ("role", "content")  # what a message has that is a text
-_EMPTY: Final = (b"null", b"[]", b"{}")
+_EMPTY: Final = (NULL, msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
 _NO_PROMPT: Final = b',"prompt_token_ids":null,"prompt_text":null'  # in the first event of a chat
 _ZERO: Final = msgspec.Raw(b"0")
 _ONE: Final = msgspec.Raw(b"1")
 _DATA: Final = b"data:"
 _DONE: Final = b"data: [DONE]\n\n"
-_IN_ALL: Final = (("id", b'"id":'), ("created", b'"created":'))  # what each event of a stream says, and how
+# How vLLM begins each event of a stream: with a name of the answer and a time that are the same in all of them.
+_BEGINNING: Final = re.compile(rb'data: \{"id":("[^"\\]*"),"object":"[a-z._]+","created":([0-9]+),')
+_IN_ALL: Final = ("id", "created")
 _ROLE: Final = b'"role"'
 _BACKSLASH: Final = 92
 _USAGE: Final = b'"usage":{'  # vLLM leaves the field out, or writes null, where there is none
@@ -72,7 +75,7 @@ def offered(offer: msgspec.Raw) -> FirstTokenOffer | None:
 class FirstToken:
     """The first token of an answer, which may be all of it. It does not change."""
 
-    __slots__ = ("_choice", "_said", "_text", "api", "fields", "head", "is_all", "prompt", "token")
+    __slots__ = ("_begin", "_choice", "_said", "_text", "api", "fields", "head", "is_all", "prompt", "token")
 
     def __init__(  # noqa: PLR0917 (by name they cost several hundred instructions more)
         self, api: Api, fields: Fields, said: TokensAnswer, token: int, text: str, prompt: msgspec.Raw
@@ -84,6 +87,7 @@ class FirstToken:
         self._choice = choice
         self._text = text
         self.head: Fields = {"id": said.id, "object": _CHUNKS[api], "created": said.created, "model": said.model}
+        self._begin = b"data: " + encode(self.head)[:-1] + b',"choices":['  # of each event
         self.prompt = prompt  # its tokens
         self.token = token
         self.is_all = choice.finish_reason == "stop"
@@ -133,7 +137,7 @@ class FirstToken:
     def _event(self, choice: dict[str, object] | None, more: bytes = b"") -> bytes:
         """Write an event; ``choice``: its only one; ``more``: the fields behind it."""
         written = b"" if choice is None else msgspec.json.encode(choice)
-        return b'data: %b,"choices":[%b]%b}\n\n' % (encode(self.head)[:-1], written, more)
+        return self._begin + written + b"]" + more + b"}\n\n"
 
     def decode_fields(self, fields: Fields, params: msgspec.Raw) -> Fields:
         """Return what a decode engine is asked that reads the blocks; ``fields`` are those for a whole answer."""
@@ -179,7 +183,7 @@ def _content(choice: FirstTokenChoice) -> str | None:
     """Return the text of a message that has nothing else."""
     message = choice.message or {}
     for name, value in message.items():
-        if name not in _TEXT and bytes(value) not in _EMPTY:
+        if name not in _TEXT and value not in _EMPTY:
             return None
     return maybe(message.get("content", NULL), str)
 
@@ -236,42 +240,43 @@ class Spliced:
         if self._ends_event and not line.strip():
             self._ends_event = False
             return b""
+        if not self._passes:
+            self._learn(line)
+            if line.startswith(_DATA) and _is_role(line[len(_DATA) :]):
+                self._ends_event = True
+                return b""
         if self._passes and line.find(_USAGE) < 0:
             return self._as_bytes(line)
         chunk = maybe(line[len(_DATA) :], Fields) if line.startswith(_DATA) else None
         if chunk is None or "error" in chunk:
             return line
-        if not self._passes:
-            self._learn(chunk, line)
-            if _is_role(chunk):
-                self._ends_event = True
-                return b""
         self._is_read = True
-        for name, _ in _IN_ALL:
+        for name in _IN_ALL:
             if name in chunk:
                 chunk[name] = self._first.head[name]
         if "usage" in chunk and (said := maybe(chunk["usage"], Fields)):
             chunk["usage"] = _whole_usage(said)
         return _DATA + b" " + encode(chunk) + b"\n"
 
-    def _learn(self, chunk: Fields, line: bytes) -> None:
-        """See how the decode engine writes what all of its events have in common."""
-        self._renamed.clear()
-        self._passes = True
-        for name, written in _IN_ALL:
-            theirs = written + bytes(chunk.get(name, NULL)) + b","
-            ours = written + bytes(self._first.head[name]) + b","
-            self._passes = self._passes and line.find(theirs) >= 0
-            if theirs != ours:
-                self._renamed.append((theirs, ours))
+    def _learn(self, line: bytes) -> None:
+        """See what the decode engine says in all of its events; where it writes them otherwise, each is parsed."""
+        begun = _BEGINNING.match(line)
+        if begun is None:
+            return
+        self._passes, head = True, self._first.head
+        theirs, ours = b'"id":%b,' % begun[1], b'"id":%b,' % bytes(head["id"])
+        self._renamed = [(theirs, ours)]
+        theirs, ours = b'"created":%b,' % begun[2], b'"created":%b,' % bytes(head["created"])
+        if theirs != ours:
+            self._renamed.append((theirs, ours))
 
 
-def _is_role(chunk: Fields) -> bool:
+def _is_role(written: bytes) -> bool:
     """Tell the event that only says who speaks."""
-    written = bytes(chunk.get("choices", NULL))
     if written.find(_ROLE) < 0 and _BACKSLASH not in written:  # a name may be written in escapes
         return False
-    choices = maybe(written, list[RoleChoice]) or []
+    event = maybe(written, RoleEvent)
+    choices = () if event is None else event.choices
     for choice in choices:
         if choice.delta is None or choice.delta.role is UNSET or maybe(choice.delta.content, str):
             return False

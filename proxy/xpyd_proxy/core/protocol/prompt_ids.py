@@ -33,7 +33,12 @@ def asking_for_ids(fields: Fields) -> Fields:
 
 def is_even(ask: RoutingHints) -> bool:
     """Tell whether the tokens of a prompt come in the order of its text, as far as its fields show."""
-    return ask.prompt[:1] != b"[" or all(ask.context.get(name, NULL) == NULL for name in _UNEVEN)
+    if ask.prompt[:1] != b"[":
+        return True
+    for name in _UNEVEN:  # noqa: SIM110 (a generator takes twice as long)
+        if name in ask.context and ask.context[name] != NULL:
+            return False
+    return True
 
 
 def ids_in(answer: TokensAnswer | None) -> bytes:

@@ -80,6 +80,12 @@ class RoleChoice(msgspec.Struct):
     delta: RoleDelta | None = None
 
 
+class RoleEvent(msgspec.Struct):
+    """Such an event."""
+
+    choices: tuple[RoleChoice, ...] = ()
+
+
 class PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
     """A message of a chat that is a text, and nothing else."""
 

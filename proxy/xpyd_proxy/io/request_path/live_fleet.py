@@ -53,12 +53,12 @@ class Loads:
     """How busy engines are, for policies."""
 
     def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
-        self._registry = registry
+        self._find = registry.get
         self._clock = clock  # seconds; the one of the fleet
 
     def of(self, instance: Instance) -> float:
         """Return a number that is higher the busier an engine is."""
-        member = self._registry.get(instance.id)
+        member = self._find(instance.id)
         return 0.0 if member is None else member.load.score(self._clock())
 
 

@@ -278,7 +278,10 @@ def _is_role(written: bytes) -> bool:
     event = maybe(written, RoleEvent)
     choices = () if event is None else event.choices
     for choice in choices:
-        if choice.delta is None or choice.delta.role is UNSET or maybe(choice.delta.content, str):
+        if choice.delta is None or choice.delta.role is UNSET:
+            return False
+        text = maybe(choice.delta.content, str)
+        if text:
             return False
     return bool(choices)
 

@@ -13,7 +13,7 @@ from xpyd_proxy.proving.core.finding import Finding
 from xpyd_proxy.proving.core.holdings import Holdings, read_holdings
 from xpyd_proxy.proving.core.latencies import Latencies
 from xpyd_proxy.proving.core.question import Prompts, Question
-from xpyd_proxy.proving.core.reply import Reply, findings_of, read_reply, together
+from xpyd_proxy.proving.core.reply import Reply, findings_of, is_uncompared, read_reply, together
 from xpyd_proxy.proving.http_server import HttpServer
 from xpyd_proxy.proving.peers import Peers
 from xpyd_proxy.proving.services import EnginePairs, Service
@@ -61,7 +61,10 @@ class Bench:
     loads: list[Latencies] = field(default_factory=list[Latencies])
     usual: dict[str, Holdings] = field(default_factory=dict[str, Holdings])  # what engines hold at rest
     down: str = ""  # which engine is down, and since when: nothing more is checked then
+    uncompared: int = 0  # answers to questions that the reference did not answer
+    unanswered: str = ""  # what it said to the latest of these
     _right: dict[str, Answer | None] = field(default_factory=dict[str, Answer | None])
+    _refused: set[str] = field(default_factory=set[str])
 
     @property
     def engines(self) -> list[HttpServer]:
@@ -101,7 +104,7 @@ class Bench:
         return list(await asyncio.gather(*map(one, questions)))
 
     async def right_answer(self, question: Question) -> Answer | None:
-        """Ask the reference, each question once; None: there is none, or it has no answer to this."""
+        """Ask the reference, each question once; None: there is none, or it has no answer to this (``unanswered``)."""
         if self.reference is None:
             return None
         key = repr(question)
@@ -109,9 +112,15 @@ class Bench:
             reply = await self.reference.ask(question, timeout_s=self.limits.request_s)
             try:
                 self._right[key] = read_reply(question, reply)
-            except Malformed:
-                self._right[key] = None
+            except Malformed as exc:
+                self._right[key], self.unanswered = None, f"{question}: {exc}"
+                if reply.is_refusal:
+                    self._refused.add(key)
         return self._right[key]
+
+    def is_refused(self, question: Question) -> bool:
+        """Tell whether the reference has said that it does not serve a question."""
+        return repr(question) in self._refused
 
     async def right_answers(self, questions: Sequence[Question]) -> list[Answer | None]:
         """Ask the reference many."""
@@ -133,8 +142,11 @@ class Bench:
     async def judge(
         self, questions: Sequence[Question], replies: Sequence[Reply], *, may_fail: bool = False
     ) -> list[Finding]:
-        """Compare replies with the reference's answers."""
+        """Compare replies with the reference's answers; ``uncompared`` counts those that it has none for."""
         right = await self.right_answers(questions)
+        if self.reference is not None:
+            asked = zip(questions, replies, right, strict=True)
+            self.uncompared += sum(is_uncompared(question, reply, answer) for question, reply, answer in asked)
         found = [
             finding
             for question, reply, answer in zip(questions, replies, right, strict=True)

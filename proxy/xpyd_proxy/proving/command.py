@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import signal
 import ssl
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from random import SystemRandom
+from types import FrameType
 from typing import Final
 
 from xpyd_proxy.core.admission.keys import outbound_key
@@ -27,7 +29,7 @@ from xpyd_proxy.proving.check import Check
 from xpyd_proxy.proving.core.answer import Malformed
 from xpyd_proxy.proving.core.cards import ModelFacts, read_models
 from xpyd_proxy.proving.core.finding import CheckReport
-from xpyd_proxy.proving.core.run_report import COULD_NOT_RUN, RunReport, line
+from xpyd_proxy.proving.core.run_report import COULD_NOT_RUN, RunReport, line, plain
 from xpyd_proxy.proving.http_server import HttpServer, Transport, open_transport
 from xpyd_proxy.proving.peers import Deed, Peers
 from xpyd_proxy.proving.report.html_page import write_html
@@ -48,6 +50,7 @@ _POLL_S: Final = 0.5
 _QUICK_S: Final = 10.0  # for health checks and lists of models
 _DEFAULT_BLOCK: Final = 16  # tokens; vLLM's own default, where engines do not say
 _GRACE_S: Final = 30.0
+_PID_DIGITS: Final = 7  # Linux has at most 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for role in _ROLES:
         for deed in Deed:
             add(f"--{deed}-{role}", metavar="COMMAND", help=f"how to {deed} the first {role} engine")
-        add(f"--{role}-pid", type=int, metavar="PID", help=f"the first {role} engine on this machine, for signals")
+        add(f"--{role}-pid", type=_pid, metavar="PID", help=f"the first {role} engine on this machine, for signals")
     limits = Limits()
     add("--seconds", type=_seconds, default=limits.seconds, metavar="S", help="for the whole run (%(default)g)")
     add("--timeout", type=_seconds, default=limits.request_s, metavar="S", help="for an answer (%(default)g)")
@@ -104,18 +107,22 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         checks = _check_flags(args)
-        with _started(args) as children:
+        with _ended_like_ctrl_c(), _started(args) as children:
             report = asyncio.run(_prove(args, checks, children))
         for path in args.report:
             _write(path, report)
     except (ConfigError, CheckAborted, ChildFailed) as exc:
-        sys.stderr.write(f"xpyd prove: {exc}\n")
+        sys.stderr.write(f"xpyd prove: {_printable(str(exc))}\n")  # words of engines may be in it
         return COULD_NOT_RUN
     except KeyboardInterrupt:
         sys.stderr.write("xpyd prove: interrupted; no page was written\n")
         return COULD_NOT_RUN
     sys.stdout.write(f"{report.verdict}\n")
     return report.exit_code
+
+
+def _printable(text: str) -> str:
+    return "\n".join(plain(each) for each in text.split("\n"))
 
 
 def _check_flags(args: argparse.Namespace) -> list[Check]:
@@ -130,6 +137,23 @@ def _check_flags(args: argparse.Namespace) -> list[Check]:
         return chosen(args.only, args.skip)
     except KeyError as exc:
         raise ConfigError(f"{exc.args[0]} is neither a check nor a group: see --list") from exc
+
+
+@contextmanager
+def _ended_like_ctrl_c() -> Generator[None]:
+    """End well by SIGTERM and SIGHUP, too: an engine may be frozen."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:  # one that is ignored stays so: nohup
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
@@ -328,6 +352,13 @@ def _write(path: str, report: RunReport) -> None:
             file.write(_WRITERS[Path(path).suffix](report))
     except OSError as exc:
         raise ConfigError(f"--report {path} cannot be written: {exc.strerror}") from exc
+
+
+def _pid(text: str) -> int:
+    """Read the number of one process: signals to 0, -1 and -N go to many."""
+    if text.isascii() and text.isdigit() and len(text) <= _PID_DIGITS and int(text) > 1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not the number of an engine's process: write one above 1")
 
 
 def _seconds(text: str) -> float:

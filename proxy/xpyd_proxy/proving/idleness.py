@@ -1,6 +1,7 @@
 """Waits until engines hold nothing, and says for how long they held what."""
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,6 +11,7 @@ from xpyd_proxy.proving.http_server import HttpServer
 
 _POLL_S: Final = 0.2
 _NUDGE_S: Final = 2.0  # vLLM's gauges move with a step: an engine that sleeps is given one
+_METRICS_S: Final = 10.0
 _WATCHED_LEASES: Final = 1.5  # for which what is not back is watched
 
 
@@ -21,13 +23,14 @@ class Idleness:
     findings: tuple[Finding, ...]
 
 
-async def wait_idle(bench: Bench, since: float, *, bound_s: float) -> Idleness:
+async def wait_idle(bench: Bench, since: float, *, bound_s: float, dead: Collection[str] = ()) -> Idleness:
     """Watch all engines until they hold nothing, from ``since`` (the last request's end) on.
 
-    What is not back within the bound is a finding. It is watched on for as long as a lease may last.
+    What is not back within the bound is a finding. It is watched on for as long as a lease may last. So is an engine
+    that does not show any more what it holds, unless it is ``dead`` (names), which is another finding.
     """
     watched = max(bound_s, _WATCHED_LEASES * bench.limits.lease_s)
-    watch = _Watch(bench, since)
+    watch = _Watch(bench, since, dead)
     nudged = since + _NUDGE_S
     while await watch.look() and now() - since <= watched:
         if now() >= nudged:
@@ -41,20 +44,26 @@ async def wait_idle(bench: Bench, since: float, *, bound_s: float) -> Idleness:
 class _Watch:
     """Who still holds something, and since when others hold nothing."""
 
-    def __init__(self, bench: Bench, since: float) -> None:
+    def __init__(self, bench: Bench, since: float, dead: Collection[str]) -> None:
         self.left: list[HttpServer] = list(bench.engines)
         self.held: dict[str, str] = {}  # what was seen first, by engine
+        self.unseen: set[str] = set()  # those that have shown what they hold, and do not now
         self.back: dict[str, float] = {}  # seconds
         self.since = since
         self._bench = bench
+        self._dead = dead
 
     async def look(self) -> bool:
         """Look at those that held something; tell whether one of them still does."""
         left: list[HttpServer] = []
         for server in self.left:
             seen = await self._bench.holdings(server)
-            if seen is None:  # it does not say, or is dead, which is another finding
+            if seen is None:
+                if server.name in self._bench.usual and server.name not in self._dead:
+                    self.unseen.add(server.name)
+                    left.append(server)
                 continue
+            self.unseen.discard(server.name)
             if held := seen.beyond(self._bench.usual.get(server.name)):
                 self.held.setdefault(server.name, held)
                 left.append(server)
@@ -77,6 +86,11 @@ class _Watch:
 
 async def _never(bench: Bench, server: HttpServer, watch: _Watch) -> Finding:
     """Report what is not back, and take it as usual from now on: later checks are not blamed for it."""
+    if server.name in watch.unseen:
+        del bench.usual[server.name]
+        reply = await server.get("/metrics", timeout_s=_METRICS_S)
+        why = reply.failure() or "its metrics have no numbers of vLLM's cache"
+        return Finding(FindingName.BLOCKS_UNSEEN, f"{server.name}: {why}")
     if (seen := await bench.holdings(server)) is not None:
         bench.usual[server.name] = seen
     said = f"{server.name} still held {watch.held[server.name]} after {now() - watch.since:.0f} s"

@@ -63,9 +63,11 @@ async def _run(command: str, flag: str) -> None:
         async with asyncio.timeout(_COMMAND_S):
             said, _ = await process.communicate()
     except TimeoutError as exc:
-        os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
         raise DeedFailed(f"the command of {flag} did not end within {_COMMAND_S:g} s") from exc
+    finally:
+        if process.returncode is None:  # nobody waits for it any more
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
     if process.returncode:
         shown = said.decode(errors="replace").strip()[-_SHOWN:]
         raise DeedFailed(f"the command of {flag} ended with {process.returncode}: {shown}")

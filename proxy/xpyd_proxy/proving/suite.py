@@ -76,7 +76,7 @@ async def run_checks(
 
 
 async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
-    start, before = now(), bench.requests
+    start, before, uncompared = now(), bench.requests, bench.uncompared
     if (missing := _missing(bench, check)) or (missing := _no_time(bench, check, start - began)):
         return CheckReport(
             check.name, check.group, check.about, CheckState.SKIPPED, start - began, 0.0, 0, reason=missing
@@ -91,12 +91,17 @@ async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
         state, reason = CheckState.ABORTED, str(exc)
     except TimeoutError:
         state, reason = CheckState.ABORTED, f"it took more than {now() - start:.0f} s"
+    if state is CheckState.PASSED and (missed := bench.uncompared - uncompared):
+        state = CheckState.ABORTED
+        reason = f"{missed} of {bench.requests - before} answers were compared with nothing, as the reference did not "
+        reason += f"answer: {bench.unanswered}"
     ended = now()
     dead = await _dead(bench)
     if dead:
         bench.down = f"{dead[0].seen.partition(':')[0]} is down since the check {check.name}"
     findings = [*seen.findings, *dead]
-    idle = await wait_idle(bench, ended, bound_s=bench.limits.idle_s if seen.idle_s is None else seen.idle_s)
+    bound_s = bench.limits.idle_s if seen.idle_s is None else seen.idle_s
+    idle = await wait_idle(bench, ended, bound_s=bound_s, dead={each.seen.partition(":")[0] for each in dead})
     findings += idle.findings
     if findings:
         state = CheckState.FAILED

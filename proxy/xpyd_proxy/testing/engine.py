@@ -56,6 +56,7 @@ class FaultKind(StrEnum):
     WRONG = "wrong"  # answer with the text of another prompt, as from wrong KV
     KEEP = "keep"  # prefill: show every lease as held, for ever
     ILL = "ill"  # fail health checks from the first request on, and nothing else
+    MUTE = "mute"  # answer for metrics with an error from the first request on, and nothing else
     FORGET = "forget"  # prefill: leave `names` out of the kv_transfer_params
 
 
@@ -69,6 +70,7 @@ class SimulatedFault:
     body: str | None = None  # of STATUS; None: what vLLM would say
     names: tuple[str, ...] = ()
     times: int | None = None  # how many requests it hits; None: all
+    passes: int = 0  # how many requests are served well before that
 
 
 @dataclass(slots=True)
@@ -168,6 +170,8 @@ class Sim:
         return Response(status_code=503 if is_ill else 200)
 
     async def _metrics(self, _: Request) -> Response:
+        if self._fault is not None and self._fault.kind is FaultKind.MUTE and self.log:
+            return Response(status_code=500)
         running = sum(entry.state == "open" for entry in self.log)
         labels = f'{{model_name="{self._model}",engine="0"}}'
         gauges = {"num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": self._held_share()}
@@ -368,10 +372,10 @@ class Sim:
     def _due(self) -> SimulatedFault | None:
         """Return the fault that hits this request."""
         fault = self._fault
-        if fault is None or (fault.times is not None and self._hits >= fault.times):
+        if fault is None or (fault.times is not None and self._hits >= fault.passes + fault.times):
             return None
         self._hits += 1
-        return fault
+        return fault if self._hits > fault.passes else None
 
 
 async def _version(_: Request) -> Response:

@@ -17,8 +17,9 @@ def fleet():
     engines = sims(1, 1)
     with ExitStack() as stack:
         at = {name: f"http://{stack.enter_context(serving(sim))}" for name, sim in engines.items()}
-        at["reference"] = f"http://{stack.enter_context(serving(Sim('decode')))}"
-        yield SimpleNamespace(p=engines["p0"], d=engines["d0"], at=at)
+        reference = Sim("decode")
+        at["reference"] = f"http://{stack.enter_context(serving(reference))}"
+        yield SimpleNamespace(p=engines["p0"], d=engines["d0"], reference=reference, at=at)
 
 
 @pytest.fixture

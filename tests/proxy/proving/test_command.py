@@ -1,6 +1,7 @@
 """Flags, pages and exit codes of ``xpyd prove``."""
 
 import stat
+import subprocess
 import sys
 
 import httpx
@@ -80,6 +81,39 @@ def test_times_are_bounded(capsys, value):
         main(["prove", "--seconds", value])
 
     assert "is not a time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["TERM", "HUP", "INT"])
+def test_no_engine_stays_frozen_when_the_run_is_ended(fleet, tmp_path, number):
+    """A job of CI is ended with SIGTERM. Here while the command that freezes is under way."""
+    done, at = tmp_path / "thawed", fleet.at
+    program = [sys.executable, "-m", "xpyd_proxy.cli", "prove"]
+    urls = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", at["reference"], "--only", "decode-frozen"]
+    deeds = ["--freeze-decode", f"kill -{number} $PPID; exec sleep 60", "--thaw-decode", f"echo a >> {done}"]
+    ended = subprocess.run([*program, *urls, *deeds], capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.read_text() == "a\n"
+    assert (ended.returncode, "interrupted" in ended.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("value", ["0", "1", "-1", "-4711", "x", "99999999999"])
+def test_only_one_process_is_signalled(capsys, value):
+    """0 and negative numbers are groups, and -1 is all processes of the user: SIGKILL would end them."""
+    with pytest.raises(SystemExit):
+        main(["prove", f"--decode-pid={value}"])
+
+    assert "is not the number of an engine's process" in capsys.readouterr().err
+
+
+def test_words_of_a_server_that_is_refused_do_not_reach_the_terminal(fleet, capsys):
+    """Also where no page is written."""
+    fleet.reference.inject(SimulatedFault(FaultKind.STATUS, body=EVIL))
+    at = fleet.at
+    code = main(["prove", "--prefill", at["p0"], "--decode", at["d0"], "--reference", at["reference"]])
+
+    assert code == 2
+    assert "alert(1)" in (said := capsys.readouterr().err)
+    assert "\x1b" not in said
 
 
 def test_the_checks_can_be_listed(capsys):

@@ -119,3 +119,46 @@ def test_what_nothing_can_be_done_to_is_skipped(prove):
 
     assert found.code == 0
     assert {check["state"] for check in found.page["checks"] if check["group"] == "faults"} == {"skipped"}
+
+
+CALIBRATION = 12  # requests that the reference gets before the first check
+
+
+def test_what_the_reference_does_not_answer_is_not_green(prove, fleet):
+    """Else a decode engine may answer with any text as soon as the reference is ill: nothing is compared."""
+    fleet.reference.inject(SimulatedFault(FaultKind.STATUS, passes=CALIBRATION))
+    fleet.d.inject(SimulatedFault(FaultKind.WRONG))
+    found = prove("--only", "burst", *SHORT)
+
+    assert (found.code, found.page["checks"][0]["state"]) == (2, "aborted")
+    assert "24 of 24 answers were compared with nothing" in found.page["checks"][0]["reason"]
+    assert "HTTP 500" in found.page["checks"][0]["reason"]
+
+
+def test_what_was_found_beside_it_stays(prove, fleet):
+    """A reference that misses one answer hides no finding of the others."""
+    fleet.reference.inject(SimulatedFault(FaultKind.STATUS, passes=CALIBRATION, times=1))
+    fleet.d.inject(SimulatedFault(FaultKind.WRONG, passes=12, times=1))
+    found = prove("--only", "burst", *SHORT)
+
+    assert (found.code, found.findings) == (1, {"burst": ["wrong-text"]})
+    assert "1 of 24 answers were compared with nothing" in found.page["checks"][0]["reason"]
+
+
+def test_features_of_an_ill_reference_are_not_left_out(prove, fleet):
+    """A refusal (4xx) says that it does not serve them; an error does not."""
+    fleet.reference.inject(SimulatedFault(FaultKind.STATUS, passes=CALIBRATION))
+    found = prove("--only", "seeds", *SHORT)
+    assert (found.code, found.page["checks"][0]["state"]) == (2, "aborted")
+
+    fleet.reference.inject(SimulatedFault(FaultKind.STATUS, status=400, passes=CALIBRATION))
+    assert prove("--only", "seeds", "--seed", "8", *SHORT).page["checks"][0]["state"] == "skipped"
+
+
+def test_an_engine_that_shows_nothing_any_more_is_not_idle(prove, fleet):
+    """It showed its blocks at the beginning, so what it holds now is not known: that is not green."""
+    fleet.p.inject(SimulatedFault(FaultKind.MUTE))
+    found = prove("--only", "refused", *SHORT)
+
+    assert (found.code, found.findings) == (1, {"refused": ["blocks-unseen"]})
+    assert "HTTP 500" in found.page["checks"][0]["findings"][0]["seen"]

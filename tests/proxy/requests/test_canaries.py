@@ -11,7 +11,7 @@ import pytest
 from support.sim import router, sims
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Api, EngineResponse, GenerationRequest, RequestId, Role
+from xpyd_proxy.core.model import Api, EngineResponse, GenerationRequest, RequestId, Role, SingleEngineReason
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord, Retry
 from xpyd_proxy.errors import EngineError
@@ -138,7 +138,7 @@ async def test_an_engine_that_does_not_answer_well_accuses_nobody(says):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"single_reason": "n"},
+        {"single_reason": SingleEngineReason.ONE_LEG},
         {"decode": None},
         {"retries": [Retry(LegRecord("decode-1"), Failure.REFUSED, Role.DECODE)]},
         {"error": "it broke off"},

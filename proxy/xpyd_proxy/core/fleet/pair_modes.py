@@ -57,8 +57,8 @@ class PairMode:
             self.chosen, self.pull, self.push = None, WayTried(), WayTried()
         way, mode = (self.pull, _PULL) if self.pull.sent <= self.push.sent else (self.push, _PUSH)
         way.sent += 1
-        if self.push.sent >= SENT_MOST:
-            self._choose(_PULL, now)
+        if self.push.sent >= SENT_MOST:  # the default, unless all requests that went this way have failed
+            self._choose(_PUSH if self.push.streams and not self.pull.streams else _PULL, now)
         return mode
 
     def served(self, mode: TransferMode, seconds: float, now: float) -> None:

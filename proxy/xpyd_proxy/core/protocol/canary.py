@@ -25,11 +25,14 @@ _COMPLETIONS, _CHAT = Api.COMPLETIONS, Api.CHAT  # looking a member up takes as 
 _UNSUITED: Final = frozenset(
     {"tools", "tool_choice", "functions", "use_beam_search", "best_of", "echo", "suffix", "prompt_embeds", "audio"}
 )
-_LEFT_OUT: Final = frozenset({"stream_options", "prompt_logprobs", "logprob_token_ids", "return_token_ids"})
+_LEFT_OUT: Final = frozenset(
+    {"stream_options", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids"}
+)
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 _LINES: Final = b"data:"
 _NO_CALLS: Final = b"null", b"[]"
 _GARBLED: Final = "�"  # of a character whose bytes are in several tokens
+_NUMBERED: Final = "token_id:"  # in place of a token's text, with vLLM's --return-tokens-as-token-ids
 
 
 class CanaryOutcome(FastStrEnum):
@@ -134,7 +137,7 @@ def _may_be_rounding(shown: str, places: list[TokenPlace]) -> bool:
     """
     at = 0
     for place in places:
-        if _GARBLED in place.token:
+        if _GARBLED in place.token or place.token.startswith(_NUMBERED):
             return True  # its text is not known
         near = [
             other.token

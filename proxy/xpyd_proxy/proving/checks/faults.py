@@ -35,9 +35,9 @@ async def _judge(bench: Bench, offers: Sequence[Offered], replies: Sequence[Repl
 
 @asynccontextmanager
 async def _frozen(bench: Bench, role: str) -> AsyncGenerator[None]:
-    """Freeze the first engine of a role, and thaw it whatever happens."""
-    await bench.peers.do(role, Deed.FREEZE)
+    """Freeze the first engine of a role, and thaw it whatever happens: what fails half-way may have frozen it."""
     try:
+        await bench.peers.do(role, Deed.FREEZE)
         yield
     finally:
         await bench.peers.do(role, Deed.THAW)

@@ -29,9 +29,9 @@ _SCHEMA: Final = {
 
 
 async def _each(bench: Bench, questions: Sequence[Question], missing: str) -> Seen:
-    """Compare those that the reference serves; raises CheckSkipped: it serves none of them."""
-    right = await bench.right_answers(questions)
-    served = [question for question, answer in zip(questions, right, strict=True) if answer is not None]
+    """Compare those that the reference does not refuse; raises CheckSkipped: it serves none of them."""
+    await bench.right_answers(questions)
+    served = [question for question in questions if not bench.is_refused(question)]
     if not served:
         raise CheckSkipped(missing)
     left = len(questions) - len(served)

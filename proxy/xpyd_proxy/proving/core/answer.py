@@ -203,10 +203,18 @@ def differences(ours: Answer, reference: Answer, tolerance: float) -> list[Diffe
     found: list[Difference] = []
     for one, other in zip(ours.choices, reference.choices, strict=True):
         found += _of_choice(one, other, tolerance)
+    have_same_end = all(map(_has_same_end, ours.choices, reference.choices))  # else there was a tie
+    if have_same_end and ours.completion_tokens != reference.completion_tokens:
+        said = f"{ours.completion_tokens} tokens in the answer, not {reference.completion_tokens}"
+        found.append(Difference(FindingName.WRONG_USAGE, said))
     if ours.prompt_tokens != reference.prompt_tokens:
         said = f"{ours.prompt_tokens} prompt tokens, not {reference.prompt_tokens}"
         found.append(Difference(FindingName.WRONG_USAGE, said))
     return found
+
+
+def _has_same_end(ours: OneAnswer, reference: OneAnswer) -> bool:
+    return (ours.text, ours.tools, ours.tokens) == (reference.text, reference.tools, reference.tokens)
 
 
 def _of_choice(ours: OneAnswer, reference: OneAnswer, tolerance: float) -> list[Difference]:

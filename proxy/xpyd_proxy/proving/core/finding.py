@@ -17,6 +17,7 @@ class FindingName(StrEnum):
     MALFORMED_ANSWER = "malformed-answer"
     BLOCKS_HELD = "blocks-held"
     BLOCKS_NEVER_FREED = "blocks-never-freed"
+    BLOCKS_UNSEEN = "blocks-unseen"
     NOTHING_MOVED = "nothing-moved"
     BAD_INPUT_ACCEPTED = "bad-input-accepted"
     BAD_INPUT_ERROR = "bad-input-error"
@@ -37,6 +38,8 @@ MEANINGS: Final[Mapping[FindingName, str]] = {
     " prompts have less room; with many such requests an engine stops.",
     FindingName.BLOCKS_NEVER_FREED: "KV blocks were still pinned when the suite stopped watching. Every such request"
     " makes the cache smaller until the engine is restarted.",
+    FindingName.BLOCKS_UNSEEN: "An engine showed its KV blocks in its metrics at the beginning, and does not any more:"
+    " whether it still holds some is not known.",
     FindingName.NOTHING_MOVED: "The decode engines loaded no KV: they computed the prompts again. Texts are right and"
     " the prefill engines' work is for nothing.",
     FindingName.BAD_INPUT_ACCEPTED: "A request that makes no sense was answered with a success.",

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from math import isfinite
 from typing import Final
 
 _LINE: Final = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}\n]*)\})? (\S+)", re.MULTILINE)
@@ -14,6 +15,7 @@ _TABLES: Final = (
     "vllm:xpyd_requests_waiting_for_remote_kv",
     "vllm:xpyd_blocks_quarantined",
 )
+_WATCHED: Final = {_USAGE, *_QUEUES, *_TABLES}
 _BY_SOURCE: Final = "vllm:prompt_tokens_by_source_total"
 _NOTHING: Final = 1e-6  # of a cache's usage
 
@@ -49,7 +51,7 @@ class Holdings:
 
 
 def read_holdings(exposition: str) -> Holdings | None:
-    """Read an engine's metrics, all ranks together; None: they are not a vLLM engine's."""
+    """Read an engine's metrics, all ranks together; None: they are not a vLLM engine's, or NaN is among them."""
     totals: dict[str, float] = {}
     block_size = blocks = None
     usage: list[float] = []
@@ -62,6 +64,10 @@ def read_holdings(exposition: str) -> Holdings | None:
         try:
             value = float(number)
         except ValueError:
+            continue
+        if not isfinite(value):
+            if name in _WATCHED:
+                return None  # NaN is more than nothing in no comparison
             continue
         if name == _USAGE:
             usage.append(value)

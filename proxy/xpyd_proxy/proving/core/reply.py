@@ -24,6 +24,11 @@ class Reply:
     seconds: float
     event_times: tuple[float, ...] = ()  # when each event of a stream came
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the server has said that it does not serve this: not a time out, and not a server's error."""
+        return self.status is not None and not self.is_late and (self.status < 500 or self.status == 501)
+
     def failure(self) -> str:
         """Say what was answered in place of an answer; empty: it is a success."""
         if self.why:
@@ -62,6 +67,16 @@ def findings_of(
     if reference is None:
         return []
     return [Finding(each.name, f"{question}: {each.seen}") for each in differences(answer, reference, tolerance)]
+
+
+def is_uncompared(question: Question, reply: Reply, reference: Answer | None) -> bool:
+    """Tell whether a reply is an answer, and no reference's is there that would show whether it is right."""
+    if reference is not None:
+        return False
+    try:
+        return bool(read_reply(question, reply).choices)
+    except Malformed:
+        return False
 
 
 def together(findings: Sequence[Finding], asked: int) -> list[Finding]:

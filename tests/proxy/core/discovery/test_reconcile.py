@@ -10,7 +10,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.discovery.reconcile import MOST, Action, Sources, diff, entry_name, entry_of, read_entry
 from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target, Wanted
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.errors import AddressError
 
 A = Wanted(Role.PREFILL, Target.parse("a:80"), "uid-a")
@@ -180,7 +180,7 @@ def test_a_view_is_bounded():
     st.sampled_from(Role),
     st.sampled_from(["h:80", "https://h_x-y.example:1", "[fd00::1]:8000", "10.0.0.1:65535", "x" * 60 + ".y:1"]),
     st.sampled_from([(None,), (0,), (0, 1, 2)]),
-    st.sampled_from([None, *TransferMode]),
+    st.sampled_from([None, *EngineMode]),
     st.sampled_from([None, "v1", "5f6d-a.b_c"]),
     st.booleans(),
     st.booleans(),

@@ -4,7 +4,7 @@ import pytest
 
 from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities, difference, fit
 from xpyd_proxy.core.fleet.push_coordinates import CoordinatesState
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 
 
 @pytest.mark.parametrize(
@@ -15,8 +15,8 @@ from xpyd_proxy.core.protocol.push import TransferMode
         (EngineCapabilities(version="0.32"), EngineCapabilities(), True),
         (EngineCapabilities(connector="xpyd"), EngineCapabilities(connector="nixl"), False),
         (EngineCapabilities(connector="xpyd"), EngineCapabilities(connector="xpyd"), True),
-        (EngineCapabilities(mode=TransferMode.PUSH), EngineCapabilities(mode=TransferMode.PULL), False),
-        (EngineCapabilities(mode=TransferMode.PUSH), EngineCapabilities(), True),
+        (EngineCapabilities(mode=EngineMode.PUSH), EngineCapabilities(mode=EngineMode.PULL), False),
+        (EngineCapabilities(mode=EngineMode.PUSH), EngineCapabilities(), True),
         (EngineCapabilities(protocol="4"), EngineCapabilities(protocol="3"), False),
         (EngineCapabilities(fingerprint="0123456789abcdef"), EngineCapabilities(fingerprint="fedcba9876543210"), False),
         (EngineCapabilities(protocol="4", fingerprint="0123456789abcdef"), EngineCapabilities(connector="xpyd"), True),
@@ -52,11 +52,11 @@ def test_news_replace_what_they_speak_of_and_nothing_else():
     """Probes and answers each know a part."""
     facts = (
         EngineCapabilities(frozenset({"m"}), "0.32")
-        .updated(EngineCapabilities(mode=TransferMode.PUSH))
+        .updated(EngineCapabilities(mode=EngineMode.PUSH))
         .updated(EngineCapabilities(frozenset(), "0.33"))
     )
 
-    assert facts == EngineCapabilities(frozenset(), "0.33", None, TransferMode.PUSH)
+    assert facts == EngineCapabilities(frozenset(), "0.33", None, EngineMode.PUSH)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,17 @@ def test_what_was_slow_is_tried_again():
     assert modes.get(A).chosen is PULL
 
 
+@pytest.mark.parametrize("works", [PULL, PUSH])
+def test_a_way_that_serves_nothing_is_not_chosen(works):
+    """A firewall that lets writes through and no reads: for ten minutes all requests would fail."""
+    modes = PairModes()
+    for _ in range(2 * SENT_MOST + 10):
+        if (way := modes.next_way(A, now=0.0)) is works:
+            modes.served(A, way, 0.1, now=0.0)
+
+    assert modes.get(A).chosen is works
+
+
 def test_requests_that_show_nothing_end_the_trial():
     """Clients that stream nothing: the engines' default is as good as any."""
     modes = PairModes()

@@ -14,7 +14,7 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import InstanceId, RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
 from xpyd_proxy.settings import Settings
 
@@ -43,10 +43,10 @@ def test_an_engine_is_added_once_to_a_role():
 def test_each_rank_is_an_instance_of_its_own():
     """With its own load, health and cache."""
     registry = Registry()
-    added = registry.add_target(Role.DECODE, Target(A, (0, 1), TransferMode.PUSH), now=0)
+    added = registry.add_target(Role.DECODE, Target(A, (0, 1), EngineMode.PUSH), now=0)
 
     assert [(one.id, one.rank) for one in added] == [("decode-0", 0), ("decode-1", 1)]
-    assert registry.member(added[0].id).facts == EngineCapabilities(mode=TransferMode.PUSH)
+    assert registry.member(added[0].id).facts == EngineCapabilities(mode=EngineMode.PUSH)
     with pytest.raises(AlreadyKnown):
         registry.add_target(Role.DECODE, Target(A, (1,)), now=0)
 
@@ -161,9 +161,9 @@ def test_facts_are_added_up_and_those_of_the_removed_are_dropped():
     registry = Registry()
     name = registry.add(Role.PREFILL, A).id
     registry.learn(name, EngineCapabilities(frozenset({"m"}), "0.32"))
-    registry.learn(name, EngineCapabilities(mode=TransferMode.PULL))
+    registry.learn(name, EngineCapabilities(mode=EngineMode.PULL))
     registry.learn(name, EngineCapabilities(version="0.33", connector="xpyd"))
-    assert registry.member(name).facts == EngineCapabilities(frozenset({"m"}), "0.33", "xpyd", TransferMode.PULL)
+    assert registry.member(name).facts == EngineCapabilities(frozenset({"m"}), "0.33", "xpyd", EngineMode.PULL)
     registry.remove(name, now=0)
     registry.learn(name, EngineCapabilities())
 

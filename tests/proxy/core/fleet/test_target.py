@@ -4,7 +4,7 @@ import pytest
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.errors import AddressError, BadPort
 
 H = Address("http", "h", 80)
@@ -16,11 +16,11 @@ H = Address("http", "h", 80)
         ("h:80", Target(H)),
         ("http://h:80/", Target(H)),
         ("h:80#dp=3", Target(H, (0, 1, 2))),
-        ("h:80#mode=push", Target(H, mode=TransferMode.PUSH)),
-        ("h:80#dp=1&mode=pull", Target(H, (0,), TransferMode.PULL)),
+        ("h:80#mode=push", Target(H, mode=EngineMode.PUSH)),
+        ("h:80#dp=1&mode=pull", Target(H, (0,), EngineMode.PULL)),
         ("h:80#revision=v1&slice=rack-1", Target(H, revision="v1", slice="rack-1")),
         ("h:80#slice=zone.a", Target(H, slice="zone.a")),
-        ("h:80#dp=1&mode=pull&revision=v1&slice=a", Target(H, (0,), TransferMode.PULL, "v1", "a")),
+        ("h:80#dp=1&mode=pull&revision=v1&slice=a", Target(H, (0,), EngineMode.PULL, "v1", "a")),
     ],
 )
 def test_a_target_is_an_address_and_what_it_is_beyond_that(text, target):

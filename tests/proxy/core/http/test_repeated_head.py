@@ -8,6 +8,7 @@ from xpyd_proxy.core.http.framing import Head, read_head
 from xpyd_proxy.core.http.repeated_head import RepeatedHead
 from xpyd_proxy.errors import ClientError
 
+NAMES = Head.__mypyc_attrs__ if hasattr(Head, "__mypyc_attrs__") else Head.__slots__  # a compiled class has no slots
 LINES = st.lists(
     st.sampled_from([
         b"Host: x", b"host: y", b"Content-Type: application/json", b"Connection: close", b"Expect: 100-continue",
@@ -37,7 +38,7 @@ def meaning(read, raw):
         head = read(raw)
     except ClientError as error:
         return type(error), str(error)
-    return [getattr(head, name) for name in Head.__slots__]
+    return [getattr(head, name) for name in NAMES]
 
 
 LONG = [b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %b\r\n\r\n" % length for length in (b"12345", b"", b"1", b"12")]

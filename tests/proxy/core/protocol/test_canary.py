@@ -76,6 +76,14 @@ def test_the_repetition_is_short_whole_and_has_logprobs():
     assert (body["max_tokens"], body["logprobs"]) == (7, 5)
 
 
+@pytest.mark.parametrize("api", [CHAT, TEXT])
+def test_the_repetition_shows_texts_of_tokens(api):
+    """With vLLM's ``return_tokens_as_token_ids`` no place would be found, so rounding would be a fault of the pair."""
+    fields = repetition(call(api, return_tokens_as_token_ids=True))
+
+    assert "return_tokens_as_token_ids" not in fields
+
+
 def event(**fields):
     return b"data: " + json.dumps({"choices": [fields]}).encode() + b"\n\n"
 
@@ -162,6 +170,14 @@ def test_a_tie_whose_token_begins_the_shown_one_is_found_later():
     places = [(("the", -0.7), ("there", -0.8)), (("m", -0.1),)]
 
     assert compared(TEXT, "there", repeated(TEXT, *places)) == CanaryOutcome.SKIPPED
+
+
+def test_numbers_in_place_of_tokens_accuse_nobody():
+    """An engine that was started with --return-tokens-as-token-ids shows no texts, so a tie cannot be found."""
+    places = json.loads(repeated(TEXT, (("token_id:7", -0.7), ("token_id:8", -0.7))))
+    places["choices"][0]["text"] = "b"
+
+    assert compared(TEXT, "c", json.dumps(places).encode()) == CanaryOutcome.SKIPPED
 
 
 def test_a_text_that_ended_is_compared_to_its_end():

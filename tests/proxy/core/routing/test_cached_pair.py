@@ -15,7 +15,7 @@ from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
 from xpyd_proxy.core.protocol.engine_errors import Failure
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.core.routing.alone_bound import AloneBound
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
@@ -68,7 +68,7 @@ FACTS = st.one_of(
     st.just(EngineCapabilities()),
     st.builds(EngineCapabilities, models=st.sampled_from([frozenset("a"), frozenset("ab")])),
     st.builds(EngineCapabilities, version=st.sampled_from("12")),
-    st.builds(EngineCapabilities, mode=st.sampled_from(TransferMode)),
+    st.builds(EngineCapabilities, mode=st.sampled_from(EngineMode)),
     st.builds(EngineCapabilities, revision=st.sampled_from("rs")),
 )
 ANSWERS = st.sampled_from(

@@ -15,7 +15,7 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
-from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.io.probes.checks import ProbeFailed, ProbeInvalid
 from xpyd_proxy.io.probes.prober import Prober
 from xpyd_proxy.settings import Settings, SlicePairing
@@ -73,7 +73,7 @@ async def test_an_engine_is_looked_at_at_once_and_again(registry, engines):
 
     assert member.life.state is HealthState.HEALTHY
     assert member.facts == EngineCapabilities(
-        frozenset({"m"}), "0.32", "xpyd", TransferMode.PUSH, protocol="4", fingerprint="0123456789abcdef"
+        frozenset({"m"}), "0.32", "xpyd", EngineMode.PUSH, protocol="4", fingerprint="0123456789abcdef"
     )
     assert engines.readings == 1
 

@@ -77,6 +77,14 @@ def test_counts_of_prompts_are_compared():
     assert names(replace(RIGHT, prompt_tokens=8)) == [FindingName.WRONG_USAGE]
 
 
+def test_counts_of_answers_are_compared():
+    """Clients pay by them. Behind a tie the answers may be of other lengths."""
+    assert names(replace(RIGHT, completion_tokens=4)) == [FindingName.WRONG_USAGE]
+    assert names(replace(RIGHT, completion_tokens=None)) == [FindingName.WRONG_USAGE]
+    tied = changed(text="ad", tokens=("a", "d"), logprobs=(-0.1, -0.5))
+    assert names(replace(tied, completion_tokens=2)) == []
+
+
 def test_a_missing_choice_is_wrong_text():
     assert names(replace(RIGHT, choices=())) == [FindingName.WRONG_TEXT]
 

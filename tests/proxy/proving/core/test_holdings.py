@@ -55,3 +55,11 @@ def test_ranks_are_added_up():
 @pytest.mark.parametrize("text", ["", "<html>", "vllm:kv_cache_usage_perc x", "python_gc 1\n" * 3])
 def test_other_texts_are_no_metrics_of_an_engine(text):
     assert read_holdings(text) is None
+
+
+@pytest.mark.parametrize("value", ["NaN", "nan", "+Inf", "inf", "1e999"])
+def test_what_is_no_number_is_no_gauge(value):
+    """NaN is more than nothing in no comparison, and an infinite cache has no blocks to count."""
+    assert read_holdings(IDLE.replace('"m"} 0.0', f'"m"}} {value}')) is None
+    assert read_holdings(IDLE.replace('leases_held{engine="0"} 0.0', f'leases_held{{engine="0"}} {value}')) is None
+    assert read_holdings(IDLE.replace("99.0", value)).loaded is None

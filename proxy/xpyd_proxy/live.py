@@ -106,14 +106,10 @@ def check(settings: Settings) -> None:
         raise ConfigError("queue_order fair needs api_keys_file: without keys all clients are one")
     ServiceClasses.of(settings.classes, settings.default_class)  # raises ConfigError
     check_peers(settings)
-    if settings.roles is not RolesMode.OFF and (settings.target_ttft_s is None or settings.target_itl_s is None):
+    _check_roles(settings)
+    if settings.move_above is not None and not settings.resume_streams:
         raise ConfigError(
-            f"roles is {settings.roles}, and what is wanted is not known: write target_ttft_s and target_itl_s"
-        )
-    if settings.roles is RolesMode.AUTO and settings.peers and settings.store == "memory":
-        raise ConfigError(
-            "roles is auto, and several routers (peers) would decide at the same time, because store is memory: write "
-            "kubernetes:CONFIGMAP, redis://... or file:PATH"
+            f"move_above is {settings.move_above:g}, and no stream could move: write resume_streams = true, too"
         )
     policies = {settings.prefill_policy, settings.decode_policy}
     if settings.kv_events is KvEvents.AUTO and policies.isdisjoint(_BY_CACHE):
@@ -152,3 +148,15 @@ def addresses_of(settings: Settings) -> _Addresses:
                 raise ConfigError(f"{name} stands twice among the {role} engines: name each once")
             found[role][name] = target
     return found
+
+
+def _check_roles(settings: Settings) -> None:
+    if settings.roles is not RolesMode.OFF and (settings.target_ttft_s is None or settings.target_itl_s is None):
+        raise ConfigError(
+            f"roles is {settings.roles}, and what is wanted is not known: write target_ttft_s and target_itl_s"
+        )
+    if settings.roles is RolesMode.AUTO and settings.peers and settings.store == "memory":
+        raise ConfigError(
+            "roles is auto, and several routers (peers) would decide at the same time, because store is memory: write "
+            "kubernetes:CONFIGMAP, redis://... or file:PATH"
+        )

@@ -294,6 +294,8 @@ class Settings:
         "until an engine that turns serves its new role, though something of the old one is left")
     move_timeout_s: Seconds = RETRIES.option(10.0,
         "an engine gets for its part in a move, before the stream goes on elsewhere", live=True)
+    move_above: Ratio | None = RETRIES.option(None,
+        "share of a decode engine's KV cache in use from which some of its streams move to engines with room")
 
     max_concurrency: Count = LIMITS.option(4096, "requests served at the same time; more wait", live=True)
     max_queue: Natural = LIMITS.option(1024, "requests that wait; more are refused", live=True)

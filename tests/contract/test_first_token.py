@@ -14,7 +14,8 @@ with warnings.catch_warnings():
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.core.protocol.first_token import first_token
 from xpyd_proxy.core.protocol.request_bodies import parse
-from xpyd_proxy.core.schemas import FirstTokenOffer
+from xpyd_proxy.core.raw_json import maybe
+from xpyd_proxy.core.schemas import FirstTokenOffer, TokensAnswer
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 OFFER = FirstTokenOffer(("completions", "chat"), 4096)
@@ -31,7 +32,7 @@ def shown(api, answer, **options):
     body = {"prompt": "hi", "messages": [], "stream": True, "max_tokens": 4} | options
     fields = parse(json.dumps(body).encode(), strip_private=False)
     written = json.dumps(answer.model_dump(), ensure_ascii=False, separators=(",", ":"))  # as Starlette's JSONResponse
-    return first_token(api, fields, OFFER, written.encode()).events().decode()
+    return first_token(api, fields, OFFER, maybe(written.encode(), TokensAnswer)).events().decode()
 
 
 def events(*chunks):

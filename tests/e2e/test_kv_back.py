@@ -26,11 +26,21 @@ BOTH = {
 }
 
 
+EQUAL_IN_PUSH = {
+    "test_nothing_is_read_that_is_not_the_prompts",
+    "test_hardly_a_token_is_computed_twice",
+    "test_a_decode_engine_of_two_ranks",
+}
+
+
 def is_thorough(test, params):
     """Tell what is only for ``make test-thorough``: who moves prompts makes no difference to what is looked up."""
-    if params.get("both") is not TransferMode.PUSH:
-        return False
-    return test == "test_nothing_is_read_that_is_not_the_prompts" or params.get("pairs") == "one"
+    if params.get("pairs") == "one" or params.get("chats") == 6:
+        return True
+    is_push = params.get("both") is TransferMode.PUSH
+    if test == "test_chats_over_the_router":
+        return params["stream"] is is_push
+    return is_push and test in EQUAL_IN_PUSH
 
 
 @pytest.fixture(scope="module", params=TransferMode, ids=str)
@@ -182,17 +192,19 @@ def test_chats_over_the_router(both, routers, words, pairs, stream):
     has_nothing_held(both.p0, both.p1, both.d0, both.d1)
 
 
-def test_hardly_a_token_is_computed_twice(both, routers, words):
-    """6 chats of 5 turns, streamed and not, over the router: what all engines compute, and what there is to compute.
+@pytest.mark.parametrize("chats", [2, 6])
+def test_hardly_a_token_is_computed_twice(both, routers, words, chats):
+    """Chats of 5 turns, streamed and not, over the router: what all engines compute, and what there is to compute.
 
     Beside what is new, a turn costs three tokens and what is no whole block of D: the last token of the answer before,
     P's own token, and the last token of the prompt, which D computes.
     """
     sizes = {"first": 600, "later": 260, "answer": 240}
-    alone = [says(both.d1.base_url, words, seed, stream=seed % 2 == 1, **sizes) for seed in range(10, 16)]
+    seeds = range(10 * chats, 11 * chats)
+    alone = [says(both.d1.base_url, words, seed, stream=seed % 2 == 1, **sizes) for seed in seeds]
     new, answers = 0, []
     with Watch(both.p0) as p, Watch(both.d0) as d:
-        for seed in range(10, 16):
+        for seed in seeds:
             counted = []
             answers.append(says(routers.one, words, seed, stream=seed % 2 == 1, counted=counted, **sizes))
             new += counted[-1]

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
-import httpx
 import pytest
 
 from support.cluster import Watch, base_url, engine_spec, nothing_held, router_command, start_engine, wait_until
@@ -18,13 +17,13 @@ from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run, run_at
 from support.hand_chats import COMPUTED, LOADED
 from support.proc import pids_of, wait_stopped
+from support.router_orders import all_at, instances, moved_streams, order, row, states
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
 
 BLOCK = 32  # tokens of a block of the engines here
-KEY = {"X-Api-Key": ADMIN_KEY}
 # The times are long: only what is frozen may take as long, and not a busy machine.
 ARGS = ("--resume-streams", "true", "--health-check-interval", "0.5", "--move-timeout", "60")
 OPTIONS = {
@@ -63,46 +62,6 @@ def router(fleet_of, start_router, request):
     return url
 
 
-def states(url):
-    return [row["state"] for row in httpx.get(f"{url}/stats", trust_env=False).json()["instances"]]
-
-
-def order(url, verb, name, **more):
-    body = {"id": name} | more
-    response = httpx.post(f"{url}/instances/{verb}", json=body, headers=KEY, trust_env=False, timeout=30)
-    assert response.status_code == 200, response.text
-
-
-def instances(url):
-    return httpx.get(f"{url}/instances", headers=KEY, trust_env=False, timeout=30).json()["instances"]
-
-
-def row(url, name):
-    return next(row for row in instances(url) if row["id"] == name)
-
-
-def counted(url):
-    """What has become of the streams that were to move."""
-    text, found = httpx.get(f"{url}/metrics", trust_env=False, timeout=30).text, Counter()
-    for line in text.splitlines():
-        if line.startswith("xpyd_streams_moved_total{"):
-            found[line.split('outcome="')[1].split('"')[0]] = int(float(line.rsplit(" ", 1)[1]))
-    return found
-
-
-def all_at(url, busy, idle, asked, act, *, behind):
-    """Run streams that all begin at one decode engine."""
-    order(url, "drain", idle)
-
-    def then():
-        order(url, "undrain", idle)
-        act()
-
-    streams = run(url, asked, then, behind=behind)
-    order(url, "undrain", busy)
-    return streams
-
-
 def emptied(url, name, taken):
     """Drain an engine by moving its streams; ``taken`` gets the seconds until it has none."""
     start = time.monotonic()
@@ -131,10 +90,10 @@ def move_all(fleet_of, url, count, tokens, *, seed, behind):
         f"\n{fleet_of.mode}: {count} streams of {tokens} tokens: empty after {taken[0]:.2f} s; longest pause of a "
         f"stream {statistics.median(gaps):.0f} ms (median), {gaps[-1]:.0f} ms (worst); P computed "
         f"{p.delta(COMPUTED):.0f} tokens and read {p.delta(LOADED):.0f}, the other D computed {d.delta(COMPUTED):.0f} "
-        f"and read {d.delta(LOADED):.0f}; {dict(counted(url))}"
+        f"and read {d.delta(LOADED):.0f}; {dict(moved_streams(url))}"
     )
     assert Counter(one.verdict(other) for one, other in zip(streams, expected, strict=True)) == {"right": count}
-    assert counted(url) == {"moved": count}
+    assert moved_streams(url) == {"moved": count}
     assert p.delta(COMPUTED) <= count * BLOCK
     assert d.delta(COMPUTED) <= count
     return taken[0]
@@ -180,8 +139,8 @@ def test_the_engine_that_drains_is_frozen(fleet_of, router):
     def drain():
         with frozen(fleet_of.children["d0"]):
             order(router, "drain", "decode-0", move=True)
-            wait_until(lambda: counted(router).total() >= 8, seconds=120, what="all have moved")
-            ended.append(counted(router))
+            wait_until(lambda: moved_streams(router).total() >= 8, seconds=120, what="all have moved")
+            ended.append(moved_streams(router))
 
     streams = all_at(router, "decode-0", "decode-1", asked, drain, behind=20)
     print(f"\n{fleet_of.mode}: frozen: {dict(ended[0])}")
@@ -222,7 +181,7 @@ def test_the_router_dies_in_the_middle(fleet_of, start_router):
 
     def drain():
         order(url, "drain", "decode-0", move=True)
-        wait_until(lambda: counted(url)["moved"] >= 1, seconds=30, what="some have moved")
+        wait_until(lambda: moved_streams(url)["moved"] >= 1, seconds=30, what="some have moved")
         child.signal(signal.SIGKILL)
         fleet_of.fleet.stop(child)
 
@@ -248,13 +207,13 @@ def test_the_target_dies_in_the_middle(fleet_of, router):
 
     def drain():
         order(router, "drain", "decode-0", move=True)
-        wait_until(lambda: counted(router)["moved"] >= 1, seconds=30, what="some have moved")
+        wait_until(lambda: moved_streams(router)["moved"] >= 1, seconds=30, what="some have moved")
         victim.signal(signal.SIGKILL)
         fleet_of.fleet.stop(victim)
 
     streams = all_at(router, "decode-0", "decode-1", asked, drain, behind=20)
     verdicts = Counter(one.verdict(other) for one, other in zip(streams, expected, strict=True))
-    print(f"\n{fleet_of.mode}: target killed: {dict(verdicts)}; {dict(counted(router))}")
+    print(f"\n{fleet_of.mode}: target killed: {dict(verdicts)}; {dict(moved_streams(router))}")
     for spec in (fleet_of.p0, fleet_of.d0):
         wait_until(lambda spec=spec: nothing_held(spec), seconds=40, what=f"{spec.name} is idle")
 

@@ -24,6 +24,15 @@ GRANULARITIES = ["chunk", "request"]
 fresh = itertools.count(1000)  # numbers of prompts that no engine has in its cache
 
 
+def is_thorough(test, params):
+    """Tell what is only for ``make test-thorough``: what a part is makes no difference to who is served with which."""
+    name = {params.get("granularity"), params.get("pair")}
+    return "request" in name and test in {
+        "test_fifty_prompts_through_the_router",
+        "test_prompts_that_share_a_beginning_and_come_at_the_same_time",
+    }
+
+
 @pytest.fixture(scope="module", params=GRANULARITIES)
 def pair(request, pushing):
     """A prefill engine of either granularity, the decode engine, and how the second finds the first."""

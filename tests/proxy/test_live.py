@@ -153,6 +153,7 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
         "peers",
         "kubernetes_selector",
         "roles",
+        "move_above",
         *("admin_port", "admin_host", "admin_tls_cert", "admin_tls_key"),
         *SECRETS,
     }  # to refuse what is wrong

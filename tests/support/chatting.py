@@ -13,12 +13,13 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import Api, GenerationRequest, Role
 from xpyd_proxy.core.protocol.kv_event_stream import read_batch
-from xpyd_proxy.core.raw_json import Fields, decode
+from xpyd_proxy.core.raw_json import Fields, decode, maybe
 from xpyd_proxy.core.routing.alone_bound import AloneBound
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.prefix import Prefix
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
+from xpyd_proxy.core.schemas import TokensAnswer
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.request_path.policies import fleet_of
 from xpyd_proxy.settings import PolicyName, Settings
@@ -159,7 +160,7 @@ class World:
         if prefill is not None:
             self.caches[prefill.id].use(ids, salt)
             if self.fleet.asks_for_ids(call, ask):
-                self.fleet.learn(ask, self.prefilled(body))
+                self.fleet.learn(ask, maybe(self.prefilled(body), TokensAnswer))
         self.caches[decode_engine.id].use(ids, salt)
         self.caches[decode_engine.id].use([*ids, *token_ids(answer)], salt)
         if self.fleet.caches is not None:

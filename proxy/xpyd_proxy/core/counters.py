@@ -96,7 +96,7 @@ class Counters:
     pairs_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
     return_kv_legs: Counter[Key] = field(default_factory=Counter)  # named, unknown
-    streams_moved: Counter[Key] = field(default_factory=Counter)  # MoveOutcome of core/request_record.py
+    streams_moved: Counter[Key] = field(default_factory=Counter)  # MoveReason, MoveOutcome of core/request_record.py
     turns: Counter[Key] = field(default_factory=Counter)  # EngineRole, TurnState of core/fleet/turns.py or refused
     role_decisions: Counter[Key] = field(default_factory=Counter)  # Verdict, the role that lacks an engine or none
     wanted_engines: Counter[Key] = field(default_factory=Counter)  # role: how many it needs, now

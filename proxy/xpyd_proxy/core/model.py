@@ -15,8 +15,8 @@ from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.found_matches import FoundMatches
 from xpyd_proxy.core.known_prompts import KnownPrefix, KnownPrompts
 from xpyd_proxy.core.prompt_blocks import PromptBlocks
-from xpyd_proxy.core.raw_json import TRUE, Fields
-from xpyd_proxy.core.schemas import Coordinates
+from xpyd_proxy.core.raw_json import NULL, TRUE, Fields
+from xpyd_proxy.core.schemas import Coordinates, TokensAnswer
 from xpyd_proxy.core.token_blocks import TokenPrompt, token_prompt
 
 InstanceId = NewType("InstanceId", str)
@@ -264,17 +264,23 @@ class PrefillResult:
     counted: int | None  # tokens of the prompt; None: it does not say
     transfer: TransferId | None  # None: this engine does not push
     replaced: str | None  # the host that it named, where nobody can reach it; None: what it named stands
+    offer: msgspec.Raw  # what it says of its first token, if it does not push
+    read: TokensAnswer | None  # the answer, if it was asked for token ids
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (by name they cost several hundred instructions more)
         self,
         params: msgspec.Raw,
         coordinates: Coordinates | None,
         counted: int | None = None,
         transfer: TransferId | None = None,
         replaced: str | None = None,
+        offer: msgspec.Raw = NULL,
+        read: TokensAnswer | None = None,
     ) -> None:
         self.params = params
         self.replaced = replaced
         self.coordinates = coordinates
         self.counted = counted
         self.transfer = transfer
+        self.offer = offer
+        self.read = read

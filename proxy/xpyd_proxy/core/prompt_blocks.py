@@ -84,7 +84,7 @@ class PromptBlocks:
 
 def _ends(text: bytes) -> list[int]:
     ends: list[int] = []
-    separator = _SPACED if b'": ' in text[:_STYLE] else _COMPACT
+    separator = _SPACED if text.find(b'": ', 0, _STYLE) >= 0 else _COMPACT
     is_array, start, size = text[:1] == b"[", 0, len(text)
     while start < size and len(ends) < BLOCKS_MOST:
         found = text.find(separator, start) if is_array else -1

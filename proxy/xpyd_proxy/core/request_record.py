@@ -30,8 +30,15 @@ class RequestOutcome(FastStrEnum):
     STREAM_ABORTED = auto()  # its status was 200, and then it failed
 
 
+class MoveReason(FastStrEnum):
+    """Why a stream leaves its engine."""
+
+    DRAIN = auto()  # it is drained by moving its streams, or turns to prefill
+    KV_ROOM = auto()  # its KV cache is full
+
+
 class MoveOutcome(FastStrEnum):
-    """What became of a stream of an engine that is drained by moving its streams."""
+    """What became of a stream that was to leave its engine."""
 
     MOVED = auto()  # another engine goes on, with its KV cache
     RESUMED = auto()  # that failed: another engine goes on, or the same, which has computed the rest anew

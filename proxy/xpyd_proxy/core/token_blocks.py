@@ -3,23 +3,24 @@
 vLLM hashes a block with its parent's hash, its token ids and its extra keys (``hash_block_tokens`` in
 vllm/v1/core/kv_cache_utils.py). Its first hash is random or configured, and the function is chosen by the operator, so
 its hashes are its own. The keys here are made of the same contents in the same way, for events and for prompts alike.
+They are Python's hashes: 61 bits, and of bytes with a secret of the process, so no client can choose them.
 """
 
 from array import array
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
-from typing import Final
+from functools import lru_cache
+from typing import Final, TypeAlias
 
 import msgspec
 
-from xpyd_proxy.core.raw_json import NULL, maybe
+from xpyd_proxy.core.raw_json import NULL, NotJson, decode, maybe
 
-ROOT: Final = bytes(16)  # the parent of a first block
+BlockKey: TypeAlias = int
+ROOT: Final[BlockKey] = 0  # the parent of a first block
 ITEM: Final = 4  # bytes of a token id
 PROMPT_MOST: Final = 1 << 23  # bytes of JSON; a longer prompt is not looked at
-_SIZE: Final = 16  # bytes of a key
-_NOTHING_HASHED: Final = blake2b(digest_size=_SIZE)  # a copy costs less than another one
-_EXTRAS: Final = b"xpyd extra keys"
+_PIECE: Final = 512  # bytes of the JSON of token ids that are read together
+_PIECES_MOST: Final = 4096  # that are remembered: 8 MB
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _BRACKET: Final = 91
 _DIGITS: Final = frozenset(b"0123456789")
@@ -31,6 +32,33 @@ _OTHER_CONTENT: Final = ("truncate_prompt_tokens", "prompt_embeds", "features", 
 def packed(ids: Sequence[int]) -> bytes:
     """Return token ids as bytes, ITEM each; raises OverflowError: one is no token id."""
     return array("I", ids).tobytes()
+
+
+def packed_json(ids: bytes) -> bytes | None:
+    """Return the token ids of a JSON list as bytes; None: it is no list of token ids.
+
+    Prompts begin alike, so it is read in pieces, and those that came before are remembered.
+    """
+    pieces: list[bytes] = []
+    at, end = 1, len(ids) - 1
+    if ids[:1] != b"[" or ids[end:] != b"]":
+        return None
+    while at < end:
+        cut = ids.find(b",", at + _PIECE, end)
+        if cut < 0:
+            cut = end
+        try:
+            pieces.append(_packed_piece(ids[at:cut]))
+        except (NotJson, OverflowError):
+            return None
+        at = cut + 1
+    return b"".join(pieces)
+
+
+@lru_cache(maxsize=_PIECES_MOST)
+def _packed_piece(ids: bytes) -> bytes:
+    """Read some of the ids of a list; raises NotJson, or OverflowError: one is no token id."""
+    return packed(decode(b"[%b]" % ids, list[int]))
 
 
 def extras_of(lora: str | None, keys: Sequence[msgspec.Raw]) -> bytes:
@@ -45,12 +73,9 @@ def extras_of(lora: str | None, keys: Sequence[msgspec.Raw]) -> bytes:
     return b"\xc0" + (found if found.startswith(name) else name + found)  # the nil tells a name from a salt
 
 
-def key_of(parent: bytes, tokens: bytes, extras: bytes) -> bytes:
+def key_of(parent: BlockKey, tokens: bytes, extras: bytes) -> BlockKey:
     """Return the key of a block."""
-    if not extras:
-        return blake2b(parent + tokens, digest_size=_SIZE).digest()
-    length = len(tokens).to_bytes(_SIZE, "big")
-    return blake2b(parent + length + tokens + extras, digest_size=_SIZE, person=_EXTRAS).digest()
+    return hash((parent, tokens, extras)) if extras else hash((parent, tokens))
 
 
 class TokenPrompt:
@@ -63,7 +88,7 @@ class TokenPrompt:
         self.tokens = ids if isinstance(ids, bytes) else packed(ids)
         self.count = len(self.tokens) // ITEM
         self.salts = (msgspec.Raw(_ENCODER.encode(salt)),) if salt else ()
-        self.made: dict[tuple[int, str | None], list[bytes]] = {}  # by block size and adapter
+        self.made: dict[tuple[int, str | None], list[BlockKey]] = {}  # by block size and adapter
 
     def common(self, other: "TokenPrompt") -> int:
         """Return how many token ids both begin with."""
@@ -86,26 +111,23 @@ class TokenPrompt:
         for (size, lora), keys in other.made.items():
             self.made[size, lora] = keys[: count // size]
 
-    def keys(self, size: int, lora: str | None) -> list[bytes]:
+    def keys(self, size: int, lora: str | None) -> list[BlockKey]:
         """Return the keys that are made, of the first blocks of this size; ``more`` makes the next."""
         found = self.made.get((size, lora))
         if found is None:
             found = self.made[size, lora] = []
         return found
 
-    def more(self, keys: list[bytes], size: int, lora: str | None) -> bytes:
+    def more(self, keys: list[BlockKey], size: int, lora: str | None) -> BlockKey:
         """Make and return the next key; ``keys``: what ``keys`` has returned. The block must be full."""
         place, step = len(keys), size * ITEM
         start = place * step
-        tokens = self.tokens[start : start + step]
+        tokens, parent = self.tokens[start : start + step], keys[-1] if place else ROOT
         if lora is None and (place or not self.salts):
-            hashed = _NOTHING_HASHED.copy()  # as ``key_of`` does
-            hashed.update((keys[-1] if place else ROOT) + tokens)
-            key = hashed.digest()
+            key = hash((parent, tokens))  # as ``key_of`` does
         else:
             name = () if lora is None else (msgspec.Raw(_ENCODER.encode(lora)),)
-            extras = extras_of(lora, name if place else (*name, *self.salts))
-            key = key_of(keys[-1] if place else ROOT, tokens, extras)
+            key = key_of(parent, tokens, extras_of(lora, name if place else (*name, *self.salts)))
         keys.append(key)
         return key
 
@@ -116,7 +138,7 @@ def token_prompt(prompt: bytes | memoryview, context: Mapping[str, msgspec.Raw])
         return None
     if not is_plain(context):
         return None
-    ids = maybe(bytes(prompt), list[int])
+    ids = packed_json(bytes(prompt).strip(_SPACES))
     return None if ids is None else prompt_of(ids, context)
 
 

@@ -342,7 +342,7 @@ class Attempt(LegOwner):
             return
         if self._shows_token:
             leg.first = of.handovers.first_token(
-                call, leg.instance.id, handover, body, shows=leg.shows, is_auto=self.mode is not None
+                call, leg.instance.id, handover, shows=leg.shows, is_auto=self.mode is not None
             )
         leg.answered_s = _note_time(leg, came)
         if of.fleet.caches is not None:
@@ -358,7 +358,7 @@ class Attempt(LegOwner):
             self._compare()
         self._life.wake()
         if leg.learns:  # last: the decode leg does not wait for it
-            of.fleet.learn(self._plan.ask, body)
+            of.fleet.learn(self._plan.ask, handover.read)
 
     def _read_handover(self, leg: PrefillLeg, call: GenerationRequest, body: bytes) -> PrefillResult | None:
         """Return what the prefill engine's answer is good for; None: nothing, and the leg has failed."""
@@ -374,6 +374,7 @@ class Attempt(LegOwner):
                 told=self.coordinates,
                 answer=body,
                 reuses=reuses,
+                tells_ids=leg.shows or leg.learns,
                 is_auto=self.mode is not None,
             )
         except (EngineError, Refused) as error:

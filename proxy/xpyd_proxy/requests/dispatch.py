@@ -165,7 +165,7 @@ class Dispatch:
     def pair_for_move(self, source: InstanceId) -> tuple[Instance, Instance] | None:
         """Choose two engines that can go on with a stream; None: there are none now."""
         try:
-            return self._pair_for_move(RetryAttempts(0, {source}))
+            return self._pair_for_move(RetryAttempts(0, {source, *self._life.of.fleet.registry.relief.full()}))
         except ProxyError:
             return None
 

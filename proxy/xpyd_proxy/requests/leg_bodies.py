@@ -102,7 +102,8 @@ class LegBodies:
     ) -> None:
         self._learned = learned
         self._manner = manner
-        self._offers: dict[InstanceId, FirstTokenOffer] = {}  # of engines whose token may be shown
+        # Of engines whose token may be shown: what they say, and what it means.
+        self._offers: dict[InstanceId, tuple[bytes, FirstTokenOffer]] = {}
         self._replaced = replaced  # is told of each answer that named an unreachable host
 
     def take(
@@ -115,11 +116,13 @@ class LegBodies:
         told: Coordinates | None,
         answer: bytes,
         reuses: bool,
+        tells_ids: bool = False,
         is_auto: bool = False,
     ) -> PrefillResult:
         """Read an answer; ``told``: what the decode engine has been told of the prefill engine already.
 
-        ``is_auto``: the engine can do either, so one that is read shows nothing of the next request.
+        ``tells_ids``: the engine was asked for token ids; ``is_auto``: it can do either, so one that is read shows
+        nothing of the next request.
 
         Raises:
             EngineError: a decode engine would not survive it.
@@ -134,6 +137,7 @@ class LegBodies:
             transfer=transfer,
             host=prefill.address.host,
             is_followed=told is None,
+            tells_ids=tells_ids,
         )
         if found.replaced is not None:
             self._replaced(prefill, found.replaced)
@@ -147,14 +151,14 @@ class LegBodies:
 
     def may_show(self, call: GenerationRequest, prefill: InstanceId) -> bool:
         """Tell whether the client may see the token of a prefill engine, as far as its earlier answers say."""
-        return may_show(call.api, call.fields, self._offers.get(prefill))
+        known = self._offers.get(prefill)
+        return known is not None and may_show(call.api, call.fields, known[1])
 
     def first_token(
         self,
         call: GenerationRequest,
         prefill: InstanceId,
         handover: PrefillResult,
-        answer: bytes,
         *,
         shows: bool,
         is_auto: bool = False,
@@ -163,13 +167,17 @@ class LegBodies:
 
         ``is_auto``: the engine can do either, and offers nothing where it pushes.
         """
-        offer = None if handover.coordinates is not None else offered(handover.params)
-        if offer is None:
+        written, known = bytes(handover.offer), self._offers.get(prefill)
+        if known is not None and known[0] == written:
+            offer = known[1]
+        elif (read := offered(handover.offer)) is not None:
+            offer = read
+            self._offers[prefill] = written, offer
+        else:
             if not is_auto:
                 self.forget(prefill)
             return None
-        self._offers[prefill] = offer
-        return first_token(call.api, call.fields, offer, answer) if shows else None
+        return first_token(call.api, call.fields, offer, handover.read) if shows else None
 
     def forget(self, prefill: InstanceId) -> None:
         """It has failed: what answers next under this address may offer nothing."""

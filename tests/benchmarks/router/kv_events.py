@@ -17,6 +17,8 @@ from xpyd_proxy.core.fleet.cache_index import CacheIndex
 from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import InstanceId, RoutingHints
 from xpyd_proxy.core.protocol.kv_event_stream import KvEventStream, read_batch
+from xpyd_proxy.core.raw_json import maybe
+from xpyd_proxy.core.schemas import TokensAnswer
 from xpyd_proxy.core.token_blocks import TokenPrompt, token_prompt
 from xpyd_proxy.io.request_path.prompt_learner import PromptLearner
 
@@ -99,7 +101,7 @@ async def reading(count, dice):
     learner = PromptLearner(known, time.monotonic)
     assert ask.blocks.size < next_ask.blocks.size
     began = last = time.process_time()
-    learner.learn(ask, answer)
+    learner.learn(ask, maybe(answer, TokensAnswer))
     longest = time.process_time() - last
     while not known.counts:
         last = time.process_time()
@@ -108,7 +110,7 @@ async def reading(count, dice):
     seen[f"ms to learn {count} ids"] = (time.process_time() - began) * 1e3
     seen[f"ms of it in the longest turn, {count} ids"] = longest * 1e3
     seen[f"µs to find them for the next turn, {count} ids"] = timed(lambda: known.find(next_ask.blocks, now=0), 20)
-    learner.learn(next_ask, next_answer)
+    learner.learn(next_ask, maybe(next_answer, TokensAnswer))
     while known.counts["learned"] < 2:
         await asyncio.sleep(0)
     assert known.counts["continued"] == 1

@@ -2,21 +2,36 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.greedy import HALF, event, events, ids_of, read
-from support.scripted import Scripted, call, never, params_of, prefilled, pulled_prefill, request_id, router_of, until
+from support.scripted import (
+    NEVER_BROKEN,
+    Scripted,
+    call,
+    never,
+    params_of,
+    prefilled,
+    pulled_prefill,
+    request_id,
+    router_of,
+    until,
+)
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
+from xpyd_proxy.core.fleet.engine_metrics import ShownLoad
 from xpyd_proxy.core.model import Api, EngineResponse, Role
 from xpyd_proxy.core.request_record import MoveOutcome
 from xpyd_proxy.core.request_timeline import router_timeline
-from xpyd_proxy.errors import EngineError
+from xpyd_proxy.errors import ConfigError, EngineError
 from xpyd_proxy.io.request_path.access_log import text
+from xpyd_proxy.live import check
 from xpyd_proxy.requests.lifecycle import RequestState
+from xpyd_proxy.settings import Settings
 
 BODY = {"stream": True, "temperature": 0, "max_tokens": 24, "stream_options": {"include_usage": True}}
 PROMPTS = {Api.COMPLETIONS: {"prompt": "hi"}, Api.CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
@@ -65,7 +80,7 @@ class Fleet:
     @property
     def outcomes(self):
         self.router.telemetry.later.settle()
-        return dict(self.router.telemetry.counters.streams_moved)
+        return {(outcome,): n for (_, outcome), n in self.router.telemetry.counters.streams_moved.items()}
 
 
 def whole(api, **fields):
@@ -498,3 +513,59 @@ async def test_two_drains_in_a_row():
     assert len(set(legs)) == 3
     assert [move.source for move in client.record.moves] == legs[:2]
     assert len({request_id(leg) for leg in fleet.engines.of(Role.DECODE)}) == 3
+
+
+class TestFullEngines:
+    """Streams leave a decode engine that has no KV room, as many as it says, the newest first."""
+
+    def test_streams_that_could_not_move_are_told_at_the_start(self):
+        check(Settings(move_above=0.9, resume_streams=True))
+        with pytest.raises(ConfigError, match=r"move_above is 0\.9, and no stream could move"):
+            check(Settings(move_above=0.9))
+
+    def _stopped(self, count):
+        fleet = Fleet(holds_at=(8,) * count, breaking=replace(NEVER_BROKEN, move_above=0.95))
+        fleet.router.registry.drain("decode-1", now=0.0)
+        return fleet
+
+    async def _begun(self, fleet, count):
+        clients = []
+        for n in range(count):
+            clients.append(fleet.router.start(asked(Api.COMPLETIONS), f"r{n}"))
+            await until(lambda: clients[-1].request.streams_from == "decode-0" and fleet.sent)
+            fleet.sent = 0
+        fleet.router.registry.undrain("decode-1", now=0.0)
+        return clients
+
+    def _shown(self, fleet, usage, **others):
+        loads = {"decode_0": usage} | others
+        shown = {name.replace("_", "-"): ShownLoad(0.0, 1, value) for name, value in loads.items()}
+        fleet.router.registry.relief.look(shown)
+        fleet.router.moves.look()
+
+    async def test_the_newest_leave_and_the_others_stay(self):
+        fleet = self._stopped(5)
+        clients = await self._begun(fleet, 5)
+
+        self._shown(fleet, 1.0, decode_1=0.0)
+        await clients[-1].end()
+        self._shown(fleet, 0.8, decode_1=0.2)
+        fleet.go_on.set()
+        for client in clients:
+            await client.end()
+
+        assert [bool(client.request.record.moves) for client in clients] == [False] * 4 + [True]
+        assert dict(fleet.router.telemetry.counters.streams_moved) == {("kv_room", "moved"): 1}
+        assert {read(client.body)[0] for client in clients} == {whole(Api.COMPLETIONS)[0]}
+
+    async def test_no_stream_goes_to_another_full_engine(self):
+        fleet = self._stopped(2)
+        clients = await self._begun(fleet, 2)
+
+        self._shown(fleet, 1.0, decode_1=1.0, decode_9=0.0)  # there is room, but the router cannot use it
+        fleet.go_on.set()
+        for client in clients:
+            await client.end()
+
+        assert [client.request.record.moves for client in clients] == [(), ()]
+        assert fleet.outcomes == {}

@@ -24,6 +24,7 @@ _RECEIVED: Final = re.compile(
 _RUNNING: Final = b"\nvllm:num_requests_running"
 _WAITING: Final = b"\nvllm:num_requests_waiting"
 _USAGE: Final = b"\nvllm:kv_cache_usage_perc"
+_PREEMPTED: Final = b"\nvllm:num_preemptions_total"
 _VALUE: Final = re.compile(
     rb"vllm:[a-z_]{1,40}(?:\{(?P<labels>[^\n]{0,2000})\})? "
     rb"(?P<value>[0-9]{1,18}(?:\.[0-9]{1,18})?(?:[eE][+-]?[0-9]{1,2})?)"
@@ -88,6 +89,7 @@ class ShownLoad:
     at: float  # seconds of the registry's clock
     requests: int  # running and waiting
     kv_usage: float | None  # share of its KV cache in use; None: it does not show it
+    preempted: float = 0.0  # requests since it started, for want of KV blocks
 
 
 def shown_load(text: bytes, rank: int | None = None, *, now: float) -> ShownLoad | None:
@@ -97,11 +99,15 @@ def shown_load(text: bytes, rank: int | None = None, *, now: float) -> ShownLoad
         return None
     usage = gauge_values(text, _USAGE, rank)
     requests = int(min(1e9, fsum([*running, *waiting])))
-    return ShownLoad(now, requests, min(1.0, max(0.0, max(usage))) if usage else None)
+    preempted = fsum(gauge_values(text, _PREEMPTED, rank))
+    return ShownLoad(now, requests, min(1.0, max(0.0, max(usage))) if usage else None, preempted)
 
 
 def gauge_values(text: bytes, name: bytes, rank: int | None) -> list[float]:
-    """Read the values of a gauge. Its lines are searched for as bytes: a text has hundreds of kB, and it has a few."""
+    """Read the values of a gauge or a counter.
+
+    Its lines are searched for as bytes: a text has hundreds of kB, and it has a few.
+    """
     found, at = list[float](), text.find(name)
     while at >= 0:
         end = text.find(b"\n", at + 1)

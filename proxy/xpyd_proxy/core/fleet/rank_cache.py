@@ -11,7 +11,7 @@ from typing import Final
 
 from xpyd_proxy.core.known_prompts import HeldBeginning
 from xpyd_proxy.core.schemas.kv_events import BlockHash
-from xpyd_proxy.core.token_blocks import TokenPrompt
+from xpyd_proxy.core.token_blocks import BlockKey, TokenPrompt
 
 BEHIND_MOST: Final = 16_384  # blocks, 2 ms
 
@@ -26,15 +26,15 @@ class GroupBlocks:
         self.is_full = is_full
         self.needed = needed  # blocks before the end of a hit, if it is not full
         self.held: dict[BlockHash, int] = {}  # how often
-        self.key_of: dict[BlockHash, bytes] = {}  # of a full group
-        self.hash_of: dict[bytes, BlockHash] = {}
-        self.child_of: dict[bytes, bytes] = {}  # the block behind one that was stored last; it may be gone
+        self.key_of: dict[BlockHash, BlockKey] = {}  # of a full group
+        self.hash_of: dict[BlockKey, BlockHash] = {}
+        self.child_of: dict[BlockKey, BlockKey] = {}  # the block behind one that was stored last; it may be gone
 
     def clear(self) -> None:
         """Forget all blocks."""
         self.held, self.key_of, self.hash_of, self.child_of = {}, {}, {}, {}
 
-    def behind(self, key: bytes) -> int:
+    def behind(self, key: BlockKey) -> int:
         """Return how many blocks follow one, each the latest behind the one before it."""
         child_of, hash_of, count = self.child_of, self.hash_of, 0
         child = child_of.get(key)
@@ -116,11 +116,11 @@ def _held(group: GroupBlocks, prompt: TokenPrompt, most: int, lora: str | None) 
     """Return how many blocks a full group has from the beginning on, of ``most``."""
     size, hash_of = group.size, group.hash_of
     keys = prompt.keys(size, lora)
-    made = keys[:most]
-    for place, key in enumerate(made):
-        if key not in hash_of:
+    place = 0
+    for key in keys:
+        if place >= most or key not in hash_of:
             return place
-    place = len(made)
+        place += 1
     while place < most and prompt.more(keys, size, lora) in hash_of:
         place += 1
     return place

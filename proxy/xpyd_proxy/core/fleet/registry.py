@@ -11,6 +11,7 @@ from xpyd_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities, fi
 from xpyd_proxy.core.fleet.engine_metrics import ShownLoad
 from xpyd_proxy.core.fleet.engine_speed import EngineSpeed
 from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
+from xpyd_proxy.core.fleet.kv_relief import KvRelief
 from xpyd_proxy.core.fleet.load import Load
 from xpyd_proxy.core.fleet.lone_prompts import LonePrompts
 from xpyd_proxy.core.fleet.pair_health import PairHealth
@@ -127,6 +128,7 @@ class Registry:
         self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}
         self._added: dict[Role, int] = dict.fromkeys(Role, 0)
         self.moving: dict[InstanceId, None] = {}  # drained by moving their streams
+        self.relief: Final = KvRelief(self._settings.move_above)
         self.turns: Final = Counter[tuple[str, ...]]()  # that are over, by EngineRole and TurnState; or refused
         self.changes = ChangeCount()
         self.pairs: Final = PairHealth(self._settings)

@@ -7,14 +7,16 @@ its answer may be; until they have, and wherever something is odd, the decode en
 The decode engine's stream passes as bytes: only its first event, and those with a usage, are parsed.
 """
 
+import re
 from typing import Final
 
 import msgspec
+from msgspec import UNSET
 
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.core.protocol.continuation import Rest, least, limits, limits_behind, prompt_of, raw, raw_fields
 from xpyd_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, encode, maybe
-from xpyd_proxy.core.schemas import FirstTokenAnswer, FirstTokenChoice, FirstTokenOffer, FirstTokenParams
+from xpyd_proxy.core.schemas import FirstTokenChoice, FirstTokenOffer, RoleEvent, TokensAnswer
 
 STREAM: Final = b"text/event-stream; charset=utf-8"
 _COMPLETIONS: Final = Api.COMPLETIONS  # looking a member up takes as long as a call
@@ -26,20 +28,23 @@ _NO_TEXT: Final = raw("")
 _HALF: Final = "\N{REPLACEMENT CHARACTER}"  # the token is a part of a character
 _MARKS: Final = frozenset("<[{|")  # they begin tool calls and the like, which a parser must see from their beginning on
 _TEXT: Final = ("role", "content")  # what a message has that is a text
-_EMPTY: Final = (b"null", b"[]", b"{}")
+_EMPTY: Final = (NULL, msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
+_NO_PROMPT: Final = b',"prompt_token_ids":null,"prompt_text":null'  # in the first event of a chat
 _ZERO: Final = msgspec.Raw(b"0")
 _ONE: Final = msgspec.Raw(b"1")
 _DATA: Final = b"data:"
 _DONE: Final = b"data: [DONE]\n\n"
-_IN_ALL: Final = {"id": b'"id":%b,', "created": b'"created":%b,'}  # what each event of a stream says, and how
+# How vLLM begins each event of a stream: with a name of the answer and a time that are the same in all of them.
+_BEGINNING: Final = re.compile(rb'data: \{"id":("[^"\\]*"),"object":"[a-z._]+","created":([0-9]+),')
+_IN_ALL: Final = ("id", "created")
 _ROLE: Final = b'"role"'
 _BACKSLASH: Final = 92
 _USAGE: Final = b'"usage":{'  # vLLM leaves the field out, or writes null, where there is none
 
 
-def may_show(api: Api, fields: Fields, offer: FirstTokenOffer | None) -> bool:
+def may_show(api: Api, fields: Fields, offer: FirstTokenOffer) -> bool:
     """Tell whether a prefill engine may be asked for the first token of a request that can be resumed."""
-    if offer is None or _NAMES.get(api) not in offer.apis:
+    if _NAMES.get(api) not in offer.apis:
         return False
     if "skip_special_tokens" in fields and fields["skip_special_tokens"] == FALSE:
         return False
@@ -62,18 +67,19 @@ def asked_for_token(fields: Fields) -> Fields:
     return {"return_token_ids": TRUE, "min_tokens": _ONE if least(fields) > 0 else _ZERO}
 
 
-def offered(params: msgspec.Raw) -> FirstTokenOffer | None:
-    """Return what a prefill engine's parameters say of its tokens; None: they are not to be shown."""
-    found = maybe(params, FirstTokenParams)
-    return None if found is None else found.xpyd_first_token
+def offered(offer: msgspec.Raw) -> FirstTokenOffer | None:
+    """Return what a prefill engine says of its tokens; None: they are not to be shown."""
+    return maybe(offer, FirstTokenOffer)
 
 
 class FirstToken:
     """The first token of an answer, which may be all of it. It does not change."""
 
-    __slots__ = ("_choice", "_said", "_text", "api", "fields", "head", "is_all", "prompt", "token")
+    __slots__ = ("_begin", "_choice", "_said", "_text", "api", "fields", "head", "is_all", "prompt", "token")
 
-    def __init__(self, api: Api, fields: Fields, said: FirstTokenAnswer, text: str, prompt: msgspec.Raw) -> None:
+    def __init__(  # noqa: PLR0917 (by name they cost several hundred instructions more)
+        self, api: Api, fields: Fields, said: TokensAnswer, token: int, text: str, prompt: msgspec.Raw
+    ) -> None:
         (choice,) = said.choices
         self.api = api
         self.fields = fields  # the client's
@@ -81,8 +87,9 @@ class FirstToken:
         self._choice = choice
         self._text = text
         self.head: Fields = {"id": said.id, "object": _CHUNKS[api], "created": said.created, "model": said.model}
+        self._begin = b"data: " + encode(self.head)[:-1] + b',"choices":['  # of each event
         self.prompt = prompt  # its tokens
-        self.token = choice.token_ids[0]
+        self.token = token
         self.is_all = choice.finish_reason == "stop"
 
     def events(self) -> bytes:
@@ -91,36 +98,46 @@ class FirstToken:
         if self.api is _CHAT:
             message = self._choice.message or {}
             begun = {"role": message.get("role", _ASSISTANT), "content": _NO_TEXT}
-            role: dict[str, object] = {"delta": begun, "logprobs": None, "finish_reason": None}
-            shown = self._event(role, {"prompt_token_ids": NULL, "prompt_text": NULL})
+            shown = self._event({"index": 0, "delta": begun, "logprobs": None, "finish_reason": None}, _NO_PROMPT)
         if not self.is_all:
-            return shown + self._event(self._content(None), {})
+            return shown + self._event(self._content(None))
         return shown + self._end()
 
     def _end(self) -> bytes:
         """Return the events of a token that is all of the answer."""
         said = self._said
-        fingerprint: Fields = {}
+        fingerprint = b""
         if said.system_fingerprint != NULL:
-            fingerprint["system_fingerprint"] = said.system_fingerprint
+            fingerprint = b',"system_fingerprint":' + bytes(said.system_fingerprint)
         options = maybe(self.fields.get("stream_options", NULL), Fields) or {}
         if options.get("include_usage") != TRUE:
             return self._event(self._content("stop"), fingerprint) + _DONE
-        counts = {name: value for name, value in said.usage.items() if value != NULL}
-        usage: Fields = {"choices": raw([]), "usage": raw_fields(counts)}
-        counted = _DATA + b" " + encode(self.head | usage | fingerprint) + b"\n\n"
-        return self._event(self._content("stop"), {}) + counted + _DONE
+        counts = {name: value for name, value in (said.usage or {}).items() if value != NULL}
+        counted = self._event(None, b',"usage":' + encode(counts) + fingerprint)
+        return self._event(self._content("stop")) + counted + _DONE
 
     def _content(self, finish: str | None) -> dict[str, object]:
         if self.api is _COMPLETIONS:
-            ends: dict[str, object] = {"finish_reason": finish, "stop_reason": self._choice.stop_reason}
-            return {"text": self._text, "logprobs": None} | ends | {"prompt_token_ids": None, "token_ids": None}
-        said: dict[str, object] = {"delta": {"content": self._text}, "logprobs": None, "finish_reason": finish}
-        return said | ({"stop_reason": self._choice.stop_reason} if finish else {}) | {"token_ids": None}
+            return {
+                "index": 0,
+                "text": self._text,
+                "logprobs": None,
+                "finish_reason": finish,
+                "stop_reason": self._choice.stop_reason,
+                "prompt_token_ids": None,
+                "token_ids": None,
+            }
+        said: dict[str, object] = {"index": 0, "delta": {"content": self._text}, "logprobs": None}
+        said["finish_reason"] = finish
+        if finish:
+            said["stop_reason"] = self._choice.stop_reason
+        said["token_ids"] = None
+        return said
 
-    def _event(self, choice: dict[str, object], more: Fields) -> bytes:
-        choices: Fields = {"choices": raw([{"index": 0} | choice])}
-        return _DATA + b" " + encode(self.head | choices | more) + b"\n\n"
+    def _event(self, choice: dict[str, object] | None, more: bytes = b"") -> bytes:
+        """Write an event; ``choice``: its only one; ``more``: the fields behind it."""
+        written = b"" if choice is None else msgspec.json.encode(choice)
+        return self._begin + written + b"]" + more + b"}\n\n"
 
     def decode_fields(self, fields: Fields, params: msgspec.Raw) -> Fields:
         """Return what a decode engine is asked that reads the blocks; ``fields`` are those for a whole answer."""
@@ -141,16 +158,16 @@ class FirstToken:
         return msgspec.Raw(bytes(self.prompt).rstrip()[:-1] + b",%d]" % self.token)
 
 
-def first_token(api: Api, fields: Fields, offer: FirstTokenOffer, answer: bytes) -> FirstToken | None:
+def first_token(api: Api, fields: Fields, offer: FirstTokenOffer, said: TokensAnswer | None) -> FirstToken | None:
     """Return the token of a prefill engine's answer; None: it cannot be shown."""
-    said = maybe(answer, FirstTokenAnswer)
-    if said is None or len(said.choices) != 1:
+    if said is None or len(said.choices) != 1 or said.usage is None or NULL in (said.id, said.created, said.model):
         return None
     (choice,) = said.choices
+    tokens = choice.token_ids
     is_completion = api is _COMPLETIONS
     text = choice.text if is_completion else _content(choice)
     prompt = choice.prompt_token_ids if is_completion else said.prompt_token_ids
-    if text is None or _HALF in text or len(choice.token_ids) != 1 or not bytes(prompt).startswith(b"["):
+    if text is None or _HALF in text or tokens is None or len(tokens) != 1 or not bytes(prompt).startswith(b"["):
         return None
     if api is _CHAT and not _MARKS.isdisjoint(text):
         return None
@@ -159,14 +176,14 @@ def first_token(api: Api, fields: Fields, offer: FirstTokenOffer, answer: bytes)
     asked = maybe(said.usage.get("prompt_tokens", NULL), int)
     if asked is None or asked + 1 >= offer.max_model_len:
         return None
-    return FirstToken(api, fields, said, text, prompt)
+    return FirstToken(api, fields, said, tokens[0], text, prompt)
 
 
 def _content(choice: FirstTokenChoice) -> str | None:
     """Return the text of a message that has nothing else."""
     message = choice.message or {}
     for name, value in message.items():
-        if name not in _TEXT and bytes(value) not in _EMPTY:
+        if name not in _TEXT and value not in _EMPTY:
             return None
     return maybe(message.get("content", NULL), str)
 
@@ -188,6 +205,9 @@ class Spliced:
         """Take whole lines of the decode engine's stream; return what the client gets in their place."""
         if not self._passes or self._ends_event or lines.find(_USAGE) >= 0:
             return b"".join([self._line(line) for line in lines.splitlines(keepends=True)])
+        return self._as_bytes(lines)
+
+    def _as_bytes(self, lines: bytes) -> bytes:
         self._is_read = True
         for theirs, ours in self._renamed:
             lines = lines.replace(theirs, ours)  # in a text the quotes would be escaped
@@ -220,14 +240,16 @@ class Spliced:
         if self._ends_event and not line.strip():
             self._ends_event = False
             return b""
+        if not self._passes:
+            self._learn(line)
+            if line.startswith(_DATA) and _is_role(line[len(_DATA) :]):
+                self._ends_event = True
+                return b""
+        if self._passes and line.find(_USAGE) < 0:
+            return self._as_bytes(line)
         chunk = maybe(line[len(_DATA) :], Fields) if line.startswith(_DATA) else None
         if chunk is None or "error" in chunk:
             return line
-        if not self._passes:
-            self._learn(chunk, line)
-            if _is_role(chunk):
-                self._ends_event = True
-                return b""
         self._is_read = True
         for name in _IN_ALL:
             if name in chunk:
@@ -236,26 +258,32 @@ class Spliced:
             chunk["usage"] = _whole_usage(said)
         return _DATA + b" " + encode(chunk) + b"\n"
 
-    def _learn(self, chunk: Fields, line: bytes) -> None:
-        """See how the decode engine writes what all of its events have in common."""
-        self._renamed.clear()
-        self._passes = True
-        for name, written in _IN_ALL.items():
-            theirs = written % bytes(chunk.get(name, NULL))
-            ours = written % bytes(self._first.head[name])
-            self._passes = self._passes and line.find(theirs) >= 0
-            if theirs != ours:
-                self._renamed.append((theirs, ours))
+    def _learn(self, line: bytes) -> None:
+        """See what the decode engine says in all of its events; where it writes them otherwise, each is parsed."""
+        begun = _BEGINNING.match(line)
+        if begun is None:
+            return
+        self._passes, head = True, self._first.head
+        theirs, ours = b'"id":%b,' % begun[1], b'"id":%b,' % bytes(head["id"])
+        self._renamed = [(theirs, ours)]
+        theirs, ours = b'"created":%b,' % begun[2], b'"created":%b,' % bytes(head["created"])
+        if theirs != ours:
+            self._renamed.append((theirs, ours))
 
 
-def _is_role(chunk: Fields) -> bool:
+def _is_role(written: bytes) -> bool:
     """Tell the event that only says who speaks."""
-    written = bytes(chunk.get("choices", NULL))
     if written.find(_ROLE) < 0 and _BACKSLASH not in written:  # a name may be written in escapes
         return False
-    choices = maybe(written, list[Fields]) or []
-    deltas = [maybe(choice.get("delta", NULL), Fields) or {} for choice in choices]
-    return bool(deltas) and all("role" in delta and not maybe(delta.get("content", NULL), str) for delta in deltas)
+    event = maybe(written, RoleEvent)
+    choices = () if event is None else event.choices
+    for choice in choices:
+        if choice.delta is None or choice.delta.role is UNSET:
+            return False
+        text = maybe(choice.delta.content, str)
+        if text:
+            return False
+    return bool(choices)
 
 
 def _whole_usage(said: Fields) -> msgspec.Raw:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from xpyd_proxy.core.model import Api, GenerationRequest, RoutingHints
-from xpyd_proxy.core.raw_json import NULL, TRUE, Fields, maybe
-from xpyd_proxy.core.schemas import PromptIdsAnswer
-from xpyd_proxy.core.token_blocks import is_plain, packed
+from xpyd_proxy.core.raw_json import NULL, TRUE, Fields
+from xpyd_proxy.core.schemas import TokensAnswer
+from xpyd_proxy.core.token_blocks import is_plain, packed_json
 from xpyd_proxy.errors import EngineError
 
 IDS_MOST: Final = 1 << 21  # bytes of their JSON: 300,000 ids
@@ -33,15 +33,21 @@ def asking_for_ids(fields: Fields) -> Fields:
 
 def is_even(ask: RoutingHints) -> bool:
     """Tell whether the tokens of a prompt come in the order of its text, as far as its fields show."""
-    return ask.prompt[:1] != b"[" or all(ask.context.get(name, NULL) == NULL for name in _UNEVEN)
+    if ask.prompt[:1] != b"[":
+        return True
+    for name in _UNEVEN:  # noqa: SIM110 (a generator takes twice as long)
+        if name in ask.context and ask.context[name] != NULL:
+            return False
+    return True
 
 
-def ids_in(answer: bytes) -> bytes:
+def ids_in(answer: TokensAnswer | None) -> bytes:
     """Return the JSON of the ids in an answer; empty: it has none."""
-    said = maybe(answer, PromptIdsAnswer)
-    ids = NULL if said is None else said.prompt_token_ids
-    if said is not None and ids == NULL and len(said.choices) == 1:
-        ids = said.choices[0].prompt_token_ids
+    if answer is None:
+        return b""
+    ids = answer.prompt_token_ids
+    if ids == NULL and len(answer.choices) == 1:
+        ids = answer.choices[0].prompt_token_ids
     return bytes(ids).strip() if ids != NULL else b""
 
 
@@ -57,11 +63,8 @@ def packed_ids(ids: bytes) -> Iterator[bytes]:
     while at < end:
         cut = ids.find(b",", at + PIECE, end)
         cut = end if cut < 0 else cut
-        found = maybe(b"[%b]" % ids[at:cut], list[int])
+        found = packed_json(b"[%b]" % ids[at:cut])
         if found is None:
-            raise EngineError("the ids of a prompt are no numbers")
-        try:
-            yield packed(found)
-        except (OverflowError, TypeError) as exc:
-            raise EngineError("the ids of a prompt are no token ids") from exc
+            raise EngineError("the ids of a prompt are no token ids")
+        yield found
         at = cut + 1

@@ -15,8 +15,8 @@ import msgspec
 
 from xpyd_proxy.core.model import Api, InstanceId, PrefillResult, RequestId, TransferId
 from xpyd_proxy.core.protocol import request_bodies
-from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode, encode_text, text
-from xpyd_proxy.core.schemas import Coordinates, KvParams, TransferNaming
+from xpyd_proxy.core.raw_json import NULL, Fields, NotJson, decode, encode, encode_text, maybe, text
+from xpyd_proxy.core.schemas import Coordinates, KvParams, TokensAnswer, TransferNaming
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.settings import KvTransferMode
 
@@ -100,18 +100,23 @@ def handover(
     transfer: TransferId,
     host: str | None = None,
     is_followed: bool = True,
+    tells_ids: bool = False,
 ) -> PrefillResult:
     """Read the answer of a prefill engine; ``transfer`` is the name that it was told.
 
     ``host``: where the router reaches it, and so do decode engines if it names a place where none could.
-    ``is_followed``: a decode engine is yet to be told.
+    ``is_followed``: a decode engine is yet to be told; ``tells_ids``: the engine was asked for token ids.
 
     Raises:
         EngineError: it is such that a decode engine would not survive it, or would wait for ever.
     """
-    params, naming, count = request_bodies.kv_params(prefill, answer)
+    read = maybe(answer, TokensAnswer) if tells_ids else None
+    params, naming, count = request_bodies.kv_params(prefill, answer, read)
     said = naming or _read(prefill, params, TransferNaming)
-    named = said.remote_host if isinstance(said, KvParams) else _host_in(params)
+    if isinstance(said, KvParams):
+        named, offer = said.remote_host, said.xpyd_first_token
+    else:
+        named, offer = _host_in(params), decode(params, Fields).get("xpyd_first_token", NULL)
     is_replaced = host is not None and is_nowhere(named)
     if is_replaced:
         params = msgspec.Raw(encode(decode(params, Fields) | {"remote_host": text(host or "")}))
@@ -121,13 +126,13 @@ def handover(
             f"{prefill} does not push its KV cache, and this router was started with --kv-transfer-mode push"
         )
     if mode is _PULL:
-        return PrefillResult(params, None, count, None, named if is_replaced else None)
+        return PrefillResult(params, None, count, None, named if is_replaced else None, offer, read)
     if not _is_same(said.remote_request_id, known_as(api, request)):
         raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
     if is_followed:
         params = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
     coordinates = _read(prefill, params, Coordinates)
-    return PrefillResult(params, coordinates, count, transfer, named if is_replaced else None)
+    return PrefillResult(params, coordinates, count, transfer, named if is_replaced else None, NULL, read)
 
 
 def is_nowhere(said: str) -> bool:

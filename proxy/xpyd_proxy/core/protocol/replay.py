@@ -22,6 +22,7 @@ from xpyd_proxy.core.model import Api
 from xpyd_proxy.core.protocol.continuation import Rest, limits_behind, prompt_of, raw, raw_fields
 from xpyd_proxy.core.protocol.first_token import FirstToken
 from xpyd_proxy.core.raw_json import NULL, TRUE, Fields, encode, maybe
+from xpyd_proxy.core.schemas import PlainMessage
 
 # Whatever their value: they do not depend on where a request begins.
 _FREE: Final = frozenset(
@@ -258,5 +259,4 @@ def _is_text_only(messages: msgspec.Raw) -> bool:
     """Tell chats of plain texts: others are rendered anew, and the replayed ids ignored."""
     if len(memoryview(messages)) > _MESSAGES_MOST:
         return False
-    said = maybe(messages, list[dict[str, str | None]])
-    return said is not None and all(message.keys() <= {"role", "content", "name"} for message in said)
+    return maybe(messages, list[PlainMessage]) is not None

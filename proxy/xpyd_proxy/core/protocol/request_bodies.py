@@ -27,7 +27,7 @@ from xpyd_proxy.core.raw_json import (
     maybe,
     text,
 )
-from xpyd_proxy.core.schemas import KvParams, PlainPrefillAnswer, PrefillAnswer, TransferNaming
+from xpyd_proxy.core.schemas import KvParams, PlainPrefillAnswer, PrefillAnswer, TokensAnswer, TransferNaming
 from xpyd_proxy.errors import BadRequest, EngineError
 
 _RESPONSES: Final = Api.RESPONSES  # looking a member up takes as long as a call
@@ -203,8 +203,10 @@ def _about_blocks(fields: Fields, tokens: msgspec.Raw, kv_params: msgspec.Raw) -
     return encode({name: fields[name] for name in ("model",) if name in fields} | asked)
 
 
-def kv_params(prefill: InstanceId, answer: bytes) -> tuple[msgspec.Raw, TransferNaming | None, int | None]:
-    """Take the KV parameters out of a prefill engine's answer.
+def kv_params(
+    prefill: InstanceId, answer: bytes, read: TokensAnswer | None = None
+) -> tuple[msgspec.Raw, TransferNaming | None, int | None]:
+    """Take the KV parameters out of a prefill engine's answer; ``read``: the same, if it was read.
 
     Return them, unread but checked; what they name, if that was read; and the tokens of the prompt, if it says them.
 
@@ -212,8 +214,11 @@ def kv_params(prefill: InstanceId, answer: bytes) -> tuple[msgspec.Raw, Transfer
         EngineError: they are missing, or such that a decode engine would not survive them.
     """
     try:
-        plain = maybe(answer, PlainPrefillAnswer)
-        if plain is not None:
+        plain = None if read is not None else maybe(answer, PlainPrefillAnswer)
+        if read is not None:
+            found = read.kv_transfer_params
+            count = None if read.usage is None else maybe(read.usage.get("prompt_tokens", NULL), int)
+        elif plain is not None:
             found, count = plain.kv_transfer_params, None if plain.usage is None else prompt_of(plain.usage)
         else:
             said = decode(answer, PrefillAnswer)

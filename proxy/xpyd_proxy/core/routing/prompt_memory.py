@@ -65,9 +65,9 @@ class PromptMemory:
         new: _Entry | None = None
         there: _Entry | None = None
         entries, oldest = self._entries, max(since, now - self._lifetime_s)
-        for name in reversed(blocks.names):
+        for name in blocks.names[::-1]:
             key = engine, name
-            old = entries.pop(key, None)
+            old = entries.get(key)
             if old is None or not old.is_there or old.at < oldest:
                 if new is None:
                     new = _Entry(now, _IS_NEW, _IS_COMING)
@@ -78,6 +78,8 @@ class PromptMemory:
                 if there is None:
                     there = _Entry(now, _IS_THERE, _IS_COMING)
                 entries[key] = there
+            if old is not None:  # to take it out and put it in again costs twice as much
+                entries.move_to_end(key)
         if now >= self._shrinks_at or len(entries) > self._most:
             self._shrink(now)
 
@@ -86,13 +88,16 @@ class PromptMemory:
         self.changes += 1
         if not blocks.names:
             return
-        *earlier, last = blocks.names
-        entries, there = self._entries, _Entry(now, _IS_THERE, _HAS_COME)
-        entries.pop((engine, last), None)
-        entries[engine, last] = _Entry(now, _IS_THERE, _HAS_COME, answer, now)
-        for name in reversed(earlier):
-            old = entries.pop((engine, name), None)
-            entries[engine, name] = there if old is None or not old.answer else _arrived(old, now)
+        entries, there, is_last = self._entries, _Entry(now, _IS_THERE, _HAS_COME), True
+        for name in blocks.names[::-1]:
+            key = engine, name
+            old = entries.get(key)
+            if is_last:
+                entries[key], is_last = _Entry(now, _IS_THERE, _HAS_COME, answer, now), False
+            else:
+                entries[key] = there if old is None or not old.answer else _arrived(old, now)
+            if old is not None:
+                entries.move_to_end(key)
         if now >= self._shrinks_at or len(entries) > self._most:
             self._shrink(now)
 

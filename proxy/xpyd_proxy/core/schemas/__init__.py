@@ -24,19 +24,6 @@ class PrefillAnswer(msgspec.Struct):
     usage: msgspec.Raw = NULL
 
 
-class PromptIdsChoice(msgspec.Struct):
-    """A choice of /v1/completions has the ids of its own prompt."""
-
-    prompt_token_ids: msgspec.Raw = NULL
-
-
-class PromptIdsAnswer(msgspec.Struct):
-    """The token ids of a prompt, where one of the two APIs that tell them has them."""
-
-    prompt_token_ids: msgspec.Raw = NULL
-    choices: tuple[PromptIdsChoice, ...] = ()
-
-
 class PlainPrefillAnswer(msgspec.Struct):
     """The same of one whose usage is as engines write it: read in one go."""
 
@@ -59,6 +46,7 @@ class KvParams(TransferNaming, kw_only=True):
     remote_host: _Text
     remote_port: int
     remote_block_ids: msgspec.Raw
+    xpyd_first_token: msgspec.Raw = NULL  # a FirstTokenOffer, for routers alone
 
 
 class FirstTokenOffer(msgspec.Struct, frozen=True):
@@ -68,12 +56,6 @@ class FirstTokenOffer(msgspec.Struct, frozen=True):
     max_model_len: Annotated[int, msgspec.Meta(ge=1)]  # tokens of a prompt and its answer together
 
 
-class FirstTokenParams(msgspec.Struct):
-    """The part of the parameters that is for routers alone."""
-
-    xpyd_first_token: FirstTokenOffer | None = None
-
-
 class FirstTokenChoice(msgspec.Struct):
     """The choice of an answer that has one token."""
 
@@ -81,20 +63,48 @@ class FirstTokenChoice(msgspec.Struct):
     message: dict[str, msgspec.Raw] | None = None
     finish_reason: str | None = None
     stop_reason: msgspec.Raw = NULL
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] | None = None
     prompt_token_ids: msgspec.Raw = NULL
 
 
-class FirstTokenAnswer(msgspec.Struct):
-    """A prefill engine's answer, as a client may come to see it."""
+class RoleDelta(msgspec.Struct):
+    """What an event of a chat's stream adds, as far as it tells whether it only says who speaks."""
 
-    id: msgspec.Raw
-    created: msgspec.Raw
-    model: msgspec.Raw
-    choices: tuple[FirstTokenChoice, ...]
-    usage: dict[str, msgspec.Raw]
-    prompt_token_ids: msgspec.Raw = NULL
+    role: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    content: msgspec.Raw = NULL
+
+
+class RoleChoice(msgspec.Struct):
+    """The choice of such an event."""
+
+    delta: RoleDelta | None = None
+
+
+class RoleEvent(msgspec.Struct):
+    """Such an event."""
+
+    choices: tuple[RoleChoice, ...] = ()
+
+
+class PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """A message of a chat that is a text, and nothing else."""
+
+    role: str | None = None
+    content: str | None = None
+    name: str | None = None
+
+
+class TokensAnswer(msgspec.Struct):
+    """A prefill engine's answer that tells token ids: read once, for all that is read of it."""
+
+    id: msgspec.Raw = NULL
+    created: msgspec.Raw = NULL
+    model: msgspec.Raw = NULL
+    choices: tuple[FirstTokenChoice, ...] = ()
+    usage: dict[str, msgspec.Raw] | None = None
+    prompt_token_ids: msgspec.Raw = NULL  # of a chat
     system_fingerprint: msgspec.Raw = NULL
+    kv_transfer_params: msgspec.Raw = NULL
 
 
 class Coordinates(msgspec.Struct, frozen=True):

@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.engine_metrics import incompatible_peers, read, received, shown_load
+from xpyd_proxy.core.fleet.engine_metrics import ShownLoad, incompatible_peers, read, received, shown_load
 from xpyd_proxy.core.fleet.kv_inflow import KvInflow
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Instance, Role
+from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.probes.checks import ProbeFailed
 from xpyd_proxy.io.probes.pair_watch import PairWatch
@@ -53,6 +53,7 @@ class InflowWatch:
         self._telemetry.keep(frozenset(instance.id for instance in known))  # also if nobody ever looks at the numbers
         self._inflow.keep(frozenset(decode.id for decode in decodes))
         refused: frozenset[str] = frozenset()
+        loads = dict[InstanceId, ShownLoad]()
         for decode in decodes:
             promised = self._telemetry.transfers_expected[decode.id]  # before the engine counts: see KvInflow
             exposition = await self._read(decode)
@@ -61,14 +62,18 @@ class InflowWatch:
                 incompatible = incompatible_peers(exposition, decode.rank)
                 self._registry.learn(decode.id, EngineCapabilities(incompatible=incompatible))
                 refused |= incompatible
+                now = self._clock()
                 if (member := self._registry.get(decode.id)) is not None:
-                    member.shown = shown_load(exposition, decode.rank, now=self._clock())
+                    member.shown = load = shown_load(exposition, decode.rank, now=now)
+                    if load is not None and decode.rank is None and member.life.may_serve(now=now):
+                        loads[decode.id] = load
                 if self._pairs is not None:
                     self._pairs.look(decode, exposition, self._clock())
             if dry := self._inflow.look(decode.id, found, promised):
                 said = "%s got no KV cache for its last %d legs with a transfer: it computes the prompts"
                 logger.warning(said, decode.id, dry)
                 self._telemetry.transfers_missing(decode.id, dry)
+        self._registry.relief.look(loads)
         doubtful = () if self._pairs is None else self._pairs.end_round()
         for prefill in self._registry.known(Role.PREFILL):
             # It may have been restarted, under another id.

@@ -30,6 +30,7 @@ from xpyd_proxy.core.protocol.push import EngineMode, TransferMode
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.pairing import Chosen, PairSelector
 from xpyd_proxy.core.routing.slices import SliceCrossings, nearest
+from xpyd_proxy.core.schemas import TokensAnswer
 from xpyd_proxy.errors import NoInstance
 from xpyd_proxy.io.request_path.caches import Caches
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
@@ -52,12 +53,12 @@ class Loads:
     """How busy engines are, for policies."""
 
     def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
-        self._registry = registry
+        self._find = registry.get
         self._clock = clock  # seconds; the one of the fleet
 
     def of(self, instance: Instance) -> float:
         """Return a number that is higher the busier an engine is."""
-        member = self._registry.get(instance.id)
+        member = self._find(instance.id)
         return 0.0 if member is None else member.load.score(self._clock())
 
 
@@ -262,8 +263,8 @@ class LiveFleet:
         """Tell whether a prefill engine shall tell the tokens of a prompt."""
         return self.learner is not None and may_tell_ids(call, ask)
 
-    def learn(self, ask: RoutingHints, answer: bytes) -> None:
-        """A prefill engine has answered that was asked for the tokens of the prompt."""
+    def learn(self, ask: RoutingHints, answer: TokensAnswer | None) -> None:
+        """A prefill engine has answered that was asked for the tokens of the prompt; None: it cannot be read."""
         if self.learner is not None:
             self.learner.learn(ask, answer)
 

@@ -7,6 +7,7 @@ from typing import Final
 from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import RoutingHints
 from xpyd_proxy.core.protocol.prompt_ids import IDS_MOST, PIECE, ids_in, is_even, packed_ids
+from xpyd_proxy.core.schemas import TokensAnswer
 from xpyd_proxy.core.token_blocks import prompt_of
 from xpyd_proxy.errors import EngineError
 
@@ -21,8 +22,8 @@ class PromptLearner:
         self._clock = clock  # seconds; the one of the fleet
         self._readings = 0
 
-    def learn(self, ask: RoutingHints, answer: bytes) -> None:
-        """A prefill engine has answered that was asked for the ids of the prompt."""
+    def learn(self, ask: RoutingHints, answer: TokensAnswer | None) -> None:
+        """A prefill engine has answered that was asked for the ids of the prompt; None: it cannot be read."""
         ids, counts = ids_in(answer), self._known.counts
         if not ids:
             counts["missing"] += 1

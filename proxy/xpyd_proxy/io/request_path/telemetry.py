@@ -17,7 +17,7 @@ from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from xpyd_proxy.core.recent_stats import RecentStats
 from xpyd_proxy.core.request_history import RequestHistory
-from xpyd_proxy.core.request_record import MoveOutcome, PromptRecord, RequestOutcome, RequestRecord
+from xpyd_proxy.core.request_record import MoveOutcome, MoveReason, PromptRecord, RequestOutcome, RequestRecord
 from xpyd_proxy.io.logs import lines_together
 from xpyd_proxy.io.request_path.access_log import log_requests
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
@@ -370,9 +370,9 @@ class Telemetry:
         """A prefill leg was sent that names a decode engine with KV of earlier answers, or for which none is known."""
         self._counters.return_kv_legs[("named" if named else "unknown",)] += 1
 
-    def stream_moved(self, outcome: MoveOutcome, gap_s: float | None) -> None:
+    def stream_moved(self, reason: MoveReason, outcome: MoveOutcome, gap_s: float | None) -> None:
         """A stream has moved, so long after it was cut; or it did not."""
-        self._counters.streams_moved[(outcome,)] += 1
+        self._counters.streams_moved[(reason, outcome)] += 1
         if gap_s is not None:
             self._counters.move_gaps.observe(gap_s)
 

@@ -12,8 +12,8 @@ from support.greedy import events, first_answer, ids_of, read
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.core.protocol.first_token import Spliced, first_token, may_show, offered
 from xpyd_proxy.core.protocol.request_bodies import parse
-from xpyd_proxy.core.raw_json import encode
-from xpyd_proxy.core.schemas import FirstTokenOffer
+from xpyd_proxy.core.raw_json import encode, maybe
+from xpyd_proxy.core.schemas import FirstTokenOffer, TokensAnswer
 
 OFFER = FirstTokenOffer(("completions", "chat"), 4096)
 BASE = {"stream": True, "temperature": 0, "max_tokens": 8}
@@ -30,7 +30,7 @@ def fields_of(body):
 
 def token_of(api, body, **changes):
     answer = first_answer(body | {"return_token_ids": True}, name="cmpl-r") | changes
-    return first_token(api, fields_of(body), OFFER, json.dumps(answer).encode())
+    return first_token(api, fields_of(body), OFFER, maybe(json.dumps(answer).encode(), TokensAnswer))
 
 
 def rest_of(first, body, name="cmpl-r"):
@@ -141,19 +141,19 @@ def test_an_end_has_the_fingerprint_where_vllm_has_it():
 
 
 @pytest.mark.parametrize(
-    ("params", "expected"),
+    ("offer", "expected"),
     [
-        ({"xpyd_first_token": {"apis": ["chat"], "max_model_len": 5}}, FirstTokenOffer(("chat",), 5)),
+        ({"apis": ["chat"], "max_model_len": 5}, FirstTokenOffer(("chat",), 5)),
+        (None, None),
         ({}, None),
-        ({"xpyd_first_token": {}}, None),
-        ({"xpyd_first_token": {"apis": "chat", "max_model_len": 5}}, None),
-        ({"xpyd_first_token": {"apis": [], "max_model_len": 0}}, None),
+        ({"apis": "chat", "max_model_len": 5}, None),
+        ({"apis": [], "max_model_len": 0}, None),
     ],
     ids=repr,
 )
-def test_an_offer_is_whole_or_none(params, expected):
+def test_an_offer_is_whole_or_none(offer, expected):
     """What is odd is as if nothing had been said."""
-    assert offered(msgspec.Raw(json.dumps(params).encode())) == expected
+    assert offered(msgspec.Raw(json.dumps(offer).encode())) == expected
 
 
 @pytest.mark.parametrize(("api", "apis"), [(Api.CHAT, ["completions"]), (Api.COMPLETIONS, ["chat"])])

@@ -7,8 +7,9 @@ import pytest
 
 from xpyd_proxy.core.model import Api, GenerationRequest
 from xpyd_proxy.core.protocol.prompt_ids import PIECE, asking_for_ids, ids_in, is_even, may_tell_ids, packed_ids
-from xpyd_proxy.core.raw_json import Fields, decode
+from xpyd_proxy.core.raw_json import Fields, decode, maybe
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
+from xpyd_proxy.core.schemas import TokensAnswer
 from xpyd_proxy.core.token_blocks import packed
 from xpyd_proxy.errors import EngineError
 
@@ -66,13 +67,13 @@ def test_others_are_not(api, body):
     [{"prompt_token_ids": [1, 2, 3], "choices": [{}]}, {"choices": [{"prompt_token_ids": [1, 2, 3], "text": "x"}]}],
 )
 def test_ids_are_found_in_both_shapes_of_answers(answer):
-    assert b"".join(packed_ids(ids_in(json.dumps(answer).encode()))) == packed([1, 2, 3])
+    assert b"".join(packed_ids(ids_in(maybe(json.dumps(answer).encode(), TokensAnswer)))) == packed([1, 2, 3])
 
 
 @pytest.mark.parametrize("answer", [{}, {"choices": []}, {"prompt_token_ids": None}, {"choices": [{}, {}]}, []])
 def test_answers_without_ids_have_none(answer):
     """Engines of an older version ignore the question."""
-    assert ids_in(json.dumps(answer).encode()) == b""
+    assert ids_in(maybe(json.dumps(answer).encode(), TokensAnswer)) == b""
 
 
 @pytest.mark.parametrize("ids", [b"7", b"[1,", b'["1"]', b"[1.5]", b"[-1]", b"[4294967296]", b"{}", b"[1,,2]"])

@@ -3,9 +3,12 @@
 import asyncio
 import json
 
+import msgspec
+
 from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import RoutingHints
 from xpyd_proxy.core.protocol.prompt_ids import IDS_MOST, PIECE
+from xpyd_proxy.core.schemas import TokensAnswer
 from xpyd_proxy.io.request_path.prompt_learner import READINGS_MOST, PromptLearner
 
 
@@ -14,7 +17,7 @@ def ask(text="hello"):
 
 
 def answer(ids):
-    return json.dumps({"prompt_token_ids": ids}).encode()
+    return TokensAnswer(prompt_token_ids=msgspec.Raw(json.dumps(ids).encode()))
 
 
 def learner():
@@ -37,7 +40,7 @@ def test_a_short_list_is_learned_at_once():
 def test_answers_without_ids_are_counted():
     """Of an engine that does not know the question, or of another API."""
     known, learning = learner()
-    for said in (b"{}", b"not json", answer([]), answer(["1"]), answer([-1]), answer([1 << 32])):
+    for said in (None, TokensAnswer(), answer([]), answer(["1"]), answer([-1]), answer([1 << 32])):
         learning.learn(ask(), said)
 
     assert (len(known), dict(known.counts)) == (0, {"missing": 6})
@@ -55,7 +58,7 @@ async def test_a_long_list_is_read_between_other_work():
         turns += 1
 
     assert count(known) == len(ids)
-    assert turns >= len(answer(ids)) // (PIECE * 2)
+    assert turns >= len(json.dumps(ids)) // (PIECE * 2)
 
 
 async def test_few_long_lists_are_read_at_a_time_and_others_are_left_out():

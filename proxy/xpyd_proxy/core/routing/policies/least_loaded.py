@@ -1,6 +1,7 @@
 """The engine that has the least to do."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 from xpyd_proxy.core.model import ANY, Instance, RoutingHints
 
@@ -14,9 +15,13 @@ class LeastLoaded:
 
     def one(self, among: Sequence[Instance], _ask: RoutingHints = ANY, /) -> Instance:
         """Return the least loaded engine."""
-        loads = [self._load(instance) for instance in among]
-        least = min(loads)
-        equals = [instance for instance, load in zip(among, loads, strict=True) if load == least]
+        least, equals = inf, list(among[:0])
+        for instance in among:  # one loop takes a third of a comprehension, ``min`` and another comprehension
+            load = self._load(instance)
+            if load < least:
+                least, equals = load, [instance]
+            elif load == least:
+                equals.append(instance)
         if len(equals) > 1:
             self._turn += 1
         return equals[self._turn % len(equals)]

@@ -10,7 +10,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from hmac import compare_digest
 from struct import Struct
-from typing import Final
+from typing import Final, Protocol
 
 MOST_BYTES: Final = 1200  # of a datagram: less than any MTU
 MOST_PEERS: Final = 128
@@ -41,6 +41,14 @@ class Opened:
         self.router = router
         self.sequence = sequence
         self.body = body
+
+
+class Admits(Protocol):
+    """Knows which routers are there."""
+
+    def admits(self, router: bytes, /, *, now: float) -> bool:
+        """Tell whether what has come from a router just now is to be taken in."""
+        ...
 
 
 class Envelope:
@@ -76,6 +84,17 @@ class Envelope:
         if not abs(wall - sent) <= SKEW_S:
             return DatagramFault.CLOCK
         return Opened(router, sequence, data[_HEAD.size : -_TAG])
+
+    def open_admitted(
+        self, data: bytes, routers: Admits, /, *, now: float, wall: float
+    ) -> Opened | DatagramFault | None:
+        """Return the same of a router that is there; None: this one has sent it. ``now``: of a rising clock."""
+        opened = self.open(data, wall)
+        if isinstance(opened, DatagramFault):
+            return opened
+        if opened.router == self.me:
+            return None
+        return opened if routers.admits(opened.router, now=now) else DatagramFault.UNKNOWN
 
     def _tag(self, text: bytes) -> bytes:
         return blake2b(text, key=self._key, digest_size=_TAG).digest()

@@ -8,20 +8,12 @@ The body of a datagram is (router 8) * n.
 """
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault, Envelope
 
 INTRODUCTIONS: Final = b"xpI1"  # the kind of these datagrams
 _SILENT_S: Final = 3.0  # seconds without a datagram, after which a router has to name this one again
-
-
-class Admits(Protocol):
-    """Knows which routers are there."""
-
-    def admits(self, router: bytes, /, *, now: float) -> bool:
-        """Tell whether what has come from a router just now is to be taken in."""
-        ...
 
 
 @dataclass(slots=True)

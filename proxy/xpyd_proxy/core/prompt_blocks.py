@@ -48,7 +48,7 @@ class PromptBlocks:
     def __init__(self, prompt: bytes | memoryview, context: Mapping[str, msgspec.Raw]) -> None:
         """``prompt``: as it came; ``context``: the fields of its request."""
         text = self._text = bytes(prompt[:BYTES_MOST]).rstrip(_ENDS)
-        self.size = max(len(text), len(prompt) if len(prompt) > BYTES_MOST else 0)  # without what closes the array
+        self.size = len(text) if len(prompt) <= BYTES_MOST else len(prompt)  # without what closes the array
         self.ends = _ends(text)  # of the blocks, in bytes; the last one is the size, unless the prompt is too long
         self.names = _names(text, self.ends, context)
 

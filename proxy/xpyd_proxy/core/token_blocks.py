@@ -134,9 +134,9 @@ class TokenPrompt:
 
 def token_prompt(prompt: bytes | memoryview, context: Mapping[str, msgspec.Raw]) -> TokenPrompt | None:
     """Read a prompt's JSON; None: it is not one list of token ids, or its blocks depend on more than these."""
-    if len(prompt) > PROMPT_MOST or not _begins_with_digit(bytes(prompt[:64])):
+    if len(prompt) > PROMPT_MOST or not prompt or not is_plain(context):
         return None
-    if not is_plain(context):
+    if (prompt[0] != _BRACKET or prompt[1] not in _DIGITS) and not _begins_with_digit(bytes(prompt[:64])):
         return None
     ids = packed_json(bytes(prompt).strip(_SPACES))
     return None if ids is None else prompt_of(ids, context)

@@ -18,8 +18,7 @@ from typing import Final
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.key_usage import KeyUsage
 from xpyd_proxy.core.departed_routers import DepartedRouters
-from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault, Envelope
-from xpyd_proxy.core.peer_introductions import Admits
+from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, Admits, DatagramFault, Envelope
 
 QUOTAS: Final = b"xpQ1"  # the kind of these datagrams
 _ENTRY: Final = Struct(">8sqqii")
@@ -99,13 +98,9 @@ class QuotaExchange:
 
     def receive(self, data: bytes, *, now: float, wall: float) -> DatagramFault | None:
         """Charge what another router has let in; say why a datagram was dropped, or None."""
-        opened = self._envelope.open(data, wall)
-        if isinstance(opened, DatagramFault):
+        opened = self._envelope.open_admitted(data, self._introductions, now=now, wall=wall)
+        if opened is None or isinstance(opened, DatagramFault):
             return opened
-        if opened.router == self._envelope.me:
-            return None
-        if not self._introductions.admits(opened.router, now=now):
-            return DatagramFault.UNKNOWN
         peer = self._peer(opened.router, opened.sequence, now)
         if isinstance(peer, DatagramFault):
             return peer

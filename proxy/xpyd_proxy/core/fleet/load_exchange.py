@@ -15,8 +15,7 @@ from xpyd_proxy.core.departed_routers import DepartedRouters
 from xpyd_proxy.core.fleet.load import Load
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault, Envelope
-from xpyd_proxy.core.peer_introductions import Admits
+from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, Admits, DatagramFault, Envelope
 
 LOADS: Final = b"xpL1"  # the kind of these datagrams
 _ENTRY: Final = Struct(">8sH")
@@ -111,16 +110,14 @@ class LoadExchange:
 
     def receive(self, data: bytes, *, now: float, wall: float) -> DatagramFault | None:
         """Take in what another router says; say why it was dropped, or None. One's own datagrams say nothing."""
-        opened = self._envelope.open(data, wall)
-        if isinstance(opened, DatagramFault):
-            return opened
-        router, sequence = opened.router, opened.sequence
-        if router == self._envelope.me:
+        opened = self._envelope.open_admitted(data, self._introductions, now=now, wall=wall)
+        if opened is None:
             self.hears_itself = True
             return None
-        if not self._introductions.admits(router, now=now):
-            return DatagramFault.UNKNOWN
-        peer = self._peer(router, sequence, now)
+        if isinstance(opened, DatagramFault):
+            return opened
+        sequence = opened.sequence
+        peer = self._peer(opened.router, sequence, now)
         if isinstance(peer, DatagramFault):
             return peer
         peer.heard, peer.sequence = now, max(peer.sequence, sequence)

@@ -18,8 +18,7 @@ from xpyd_proxy.core.departed_routers import DepartedRouters
 from xpyd_proxy.core.fleet.load_exchange import engine_name
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.peer_datagrams import MOST_PEERS, DatagramFault, Envelope
-from xpyd_proxy.core.peer_introductions import Admits
+from xpyd_proxy.core.peer_datagrams import MOST_PEERS, Admits, DatagramFault, Envelope
 
 LOOKS: Final = b"xpP1"  # the kind of these datagrams
 WATCHERS: Final = 3  # of an engine: one may end, and one may be cut off from it
@@ -106,13 +105,9 @@ class LookExchange:
 
     def receive(self, data: bytes, *, now: float, wall: float) -> DatagramFault | None:
         """Take in what another router says; say why it was dropped, or None. One's own datagrams say nothing."""
-        opened = self._envelope.open(data, wall)
-        if isinstance(opened, DatagramFault):
+        opened = self._envelope.open_admitted(data, self._introductions, now=now, wall=wall)
+        if opened is None or isinstance(opened, DatagramFault):
             return opened
-        if opened.router == self._envelope.me:
-            return None
-        if not self._introductions.admits(opened.router, now=now):
-            return DatagramFault.UNKNOWN
         watcher = self._watcher(opened.router, opened.sequence, now)
         if isinstance(watcher, DatagramFault):
             return watcher

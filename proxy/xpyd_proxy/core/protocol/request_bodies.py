@@ -23,7 +23,6 @@ from xpyd_proxy.core.raw_json import (
     OtherJson,
     decode,
     encode,
-    encode_text,
     maybe,
     text,
 )
@@ -38,7 +37,7 @@ _TOO_MANY: Final = msgspec.Raw(b"2147483647")
 _ASK_FOR_PREFILL: Final[Fields] = {"do_remote_decode": TRUE, "do_remote_prefill": FALSE} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"), NULL
 )
-_ASKING: Final = encode(_ASK_FOR_PREFILL)[:-1] + b',"transfer_id":%b}'
+_ASKING: Final = encode(_ASK_FOR_PREFILL)[:-1] + b',"transfer_id":"%b"}'  # the router's own id: nothing to escape
 
 _ASKING_PUSH: Final = _ASKING[:-1] + b',"transfer_mode":"push"}'
 
@@ -145,7 +144,7 @@ def prefill_fields(api: Api, fields: Fields, transfer: TransferId, *, pushes: bo
             sampling["n"] = _ONE
         kept[SAMPLING] = msgspec.Raw(encode(sampling))
     kept["stream"] = FALSE  # a streamed answer carries no kv_transfer_params
-    kept["kv_transfer_params"] = msgspec.Raw((_ASKING_PUSH if pushes else _ASKING) % encode_text(transfer))
+    kept["kv_transfer_params"] = msgspec.Raw((_ASKING_PUSH if pushes else _ASKING) % transfer.encode())
     return kept
 
 

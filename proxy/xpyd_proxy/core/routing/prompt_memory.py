@@ -116,7 +116,10 @@ class PromptMemory:
 
         What has arrived counts for a moment, until the engine's events tell of it; later it may be gone again.
         """
-        low, found = self._deepest(engine, blocks, max(since, now - self._lifetime_s), is_there=False)
+        oldest = now - self._lifetime_s
+        if since > oldest:  # noqa: PLR1730 (a call of ``max`` takes as long as a step of the search)
+            oldest = since
+        low, found = self._deepest(engine, blocks, oldest, is_there=False)
         return 0 if found is None or (not found.is_coming and now > found.at + _EVENTS_S) else blocks.ends[low - 1]
 
     def matched(
@@ -124,7 +127,7 @@ class PromptMemory:
     ) -> int:
         """Return how many bytes of a prompt an engine has; ``is_there``: what is on its way does not count."""
         oldest = now - self._lifetime_s
-        if since > oldest:  # noqa: PLR1730 (a call of ``max`` takes as long as a step of the search)
+        if since > oldest:  # noqa: PLR1730 (as above)
             oldest = since
         low, found = self._deepest(engine, blocks, oldest, is_there=is_there)
         if found is None:

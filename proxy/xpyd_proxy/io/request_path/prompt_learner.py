@@ -8,7 +8,7 @@ from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import RoutingHints
 from xpyd_proxy.core.protocol.prompt_ids import IDS_MOST, PIECE, ids_in, is_even, packed_ids
 from xpyd_proxy.core.schemas import TokensAnswer
-from xpyd_proxy.core.token_blocks import prompt_of
+from xpyd_proxy.core.token_blocks import packed_json, prompt_of
 from xpyd_proxy.errors import EngineError
 
 READINGS_MOST: Final = 8  # long answers that are read at a time: 2 ms in one turn of the event loop
@@ -28,7 +28,7 @@ class PromptLearner:
         if not ids:
             counts["missing"] += 1
         elif len(ids) <= PIECE:
-            self._learn(ask, self._next(packed_ids(ids)))
+            self._learn(ask, packed_json(ids))
         elif len(ids) > IDS_MOST or self._readings >= READINGS_MOST:
             counts["skipped"] += 1
         else:

@@ -35,6 +35,45 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 # Around the blocks of 32 and 64 tokens, and the steps of 256.
 LENGTHS = (2, 32, 33, 64, 65, 66, 97, 257, 700, 1500)
 MODES = [mode.value for mode in TransferMode]
+# Both modes have the same plan. Replicated heads, whose two engines take half a minute to start, are moved in one.
+REPLICATED = [row for row in ROWS if row.startswith("shared-head")]
+EXTRA = 1  # token that :func:`watched` has each engine compute at the end
+
+
+@pytest.fixture(scope="module")
+def models(model, tmp_path_factory):
+    """Where the models of :data:`SHAPES` are."""
+    made = tmp_path_factory.mktemp("models")
+    return {"tiny": model, "one-head": one_head_model(made / "one-head")}
+
+
+@pytest.fixture(scope="module")
+def single(fleet, models, reference):
+    """What an engine of that model without a connector answers."""
+    others = {name: engine_spec(f"reference-{name}", path) for name, path in models.items() if name != "tiny"}
+    children = [start_engine(fleet, spec) for spec in others.values()]
+    fleet.wait_ready(children, timeout_s=300)
+    specs = {"tiny": reference, **others}
+
+    def answers_of(name):
+        def answer(question):
+            with client(specs[name].base_url) as api:
+                return ask(api, question)
+
+        return answer
+
+    yield answers_of
+    fleet.stop(*children)
+
+
+@pytest.fixture(scope="module")
+def gang(request, fleet, models, single):
+    """The engines that move KV in one way."""
+    gang = Gang(fleet, models, TransferMode(request.param))
+    yield gang
+    gang.stop()
+
+
 # Both modes have the same plan: the ordinary tests have each row in one of them (the one from one rank to two is the
 # row whose heads are shared), and staging on both sides in both, by the hundred requests below. Engines of two ranks
 # each, whose ranks pair up as single ones do, are four processes on two cores.

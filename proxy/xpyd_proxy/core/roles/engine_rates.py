@@ -42,9 +42,9 @@ class DecodeLine:
     """The time between two tokens by the streams of an engine: a line.
 
     A step that is slow for a reason of its own makes more streams of the same tokens: a line by least squares through
-    such looks runs through the origin, and a nearly idle engine seems to be full. For such engines the tokens of a second
-    decide, as an instrumental variable. They tell nothing of an engine that makes all it can, whose batches have any
-    size at the same tokens: for all others it is least squares.
+    such looks runs through the origin, and a nearly idle engine seems to be full. For such engines the tokens of a
+    second decide, as an instrumental variable. They tell nothing of an engine that makes all it can, whose batches have
+    any size at the same tokens: for all others it is least squares.
 
     Where all looks were about the same it is not known what the next stream costs: then a vague expectation decides,
     that 100 streams double the time.

@@ -160,8 +160,10 @@ class FirstToken:
         return bytes(self.prompt).rstrip()[:-1] + b",%d]" % self.token
 
 
-def first_token(api: Api, fields: Fields, offer: FirstTokenOffer, said: TokensAnswer | None) -> FirstToken | None:
-    """Return the token of a prefill engine's answer; None: it cannot be shown."""
+def first_token(
+    api: Api, fields: Fields, offer: FirstTokenOffer, said: TokensAnswer | None, counted: int | None
+) -> FirstToken | None:
+    """Return the token of a prefill engine's answer; None: it cannot be shown. ``counted``: tokens of the prompt."""
     if said is None or len(said.choices) != 1 or said.usage is None or NULL in (said.id, said.created, said.model):
         return None
     (choice,) = said.choices
@@ -175,8 +177,7 @@ def first_token(api: Api, fields: Fields, offer: FirstTokenOffer, said: TokensAn
         return None
     if choice.finish_reason != "stop" and (choice.finish_reason != "length" or not text):
         return None
-    asked = maybe(said.usage.get("prompt_tokens", NULL), int)
-    if asked is None or asked + 1 >= offer.max_model_len:
+    if counted is None or counted + 1 >= offer.max_model_len:
         return None
     return FirstToken(api, fields, said, tokens[0], text, prompt)
 
@@ -242,6 +243,8 @@ class Spliced:
         if self._ends_event and not line.strip():
             self._ends_event = False
             return b""
+        if line == b"\n":  # the end of an event
+            return line
         if not self._passes:
             self._learn(line)
             if line.startswith(_DATA) and _is_role(line[len(_DATA) :]):

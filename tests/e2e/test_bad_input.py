@@ -8,6 +8,7 @@ import pytest
 
 from support.cluster import Watch, nothing_held, wait_until
 from support.questions import Question, ask, client, differences
+from xpyd_proxy.proving.checks.handovers import MALFORMED
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -129,23 +130,7 @@ def test_a_mixed_up_offer_never_becomes_a_wrong_answer(engines, reference_answer
     wait_until(lambda: nothing_held(engines.p0), seconds=1, what="P holds nothing")
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"do_remote_prefill": True},
-        {"do_remote_prefill": True, "remote_block_ids": "nonsense", "remote_engine_id": 7},
-        {"do_remote_prefill": True, **{key: REMOTE[key] for key in ("remote_block_ids", "remote_engine_id")}},
-        {
-            "do_remote_prefill": True,
-            "remote_engine_id": "gone",
-            "remote_request_id": "gone",
-            "remote_host": "127.0.0.1",
-            "remote_port": 9,
-            "remote_block_ids": [[1, 2, 3]],
-            "remote_num_tokens": 70,
-        },
-    ],
-)
+@pytest.mark.parametrize("params", MALFORMED)
 def test_malformed_params_never_kill_a_decode_engine(engines, reference_answer, params):
     """vLLM's own connector dies of the first one (seen on 0.32); ours computes the prompt itself."""
     prompt = [(23 * i) % 450 + 20 for i in range(70)]

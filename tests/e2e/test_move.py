@@ -198,6 +198,7 @@ def test_the_router_dies_in_the_middle(fleet_of, start_router):
     assert Counter(one.verdict(other) for one, other in zip(again, expected, strict=True)) == {"right": count}
 
 
+@pytest.mark.thorough
 def test_the_target_dies_in_the_middle(fleet_of, router):
     """What it had not begun goes back, and what it had begun, too; at worst a client gets an error."""
     count = 12

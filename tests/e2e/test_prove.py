@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from support.cluster import OVER_TCP, ROOT, engine_spec, start_engine
+from support.cluster import OVER_TCP, engine_spec, faulty_decode, start_engine
 from xpyd_proxy.cli import main
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector, Role
@@ -56,23 +56,8 @@ def test_push_is_green(prove, pushing, engines):
 @pytest.mark.thorough  # an engine of its own for a fault that the tests without engines show, too
 def test_one_wrong_block_in_a_hundred_is_found(prove, fleet, model, engines):
     """Every answer has status 200."""
-    config = {
-        "kv_connector": "SpoilingConnector",
-        "kv_connector_module_path": "support.corrupting",
-        "kv_role": "kv_consumer",
-    }
-    spec = engine_spec(
-        "one-percent",
-        model,
-        role=Role.DECODE,
-        connector=Connector.XPYD,
-        extra_args=("--kv-transfer-config", json.dumps(config)),
-        extra_env={"PYTHONPATH": str(ROOT / "tests"), "SPOILT_SHARE": "0.01"},
-    )
-    child = start_engine(fleet, spec)
-    fleet.wait_ready([child], timeout_s=180)
-    code, page = prove([engines.p0], [spec], engines.reference, "--only=equality", "--only=burst", "--only=waves")
-    fleet.stop(child)
+    with faulty_decode(fleet, model, "one-percent", "SpoilingConnector", SPOILT_SHARE="0.01") as spec:
+        code, page = prove([engines.p0], [spec], engines.reference, "--only=equality", "--only=burst", "--only=waves")
 
     assert code == 1
     assert {name.split("/")[1] for name in findings(page)} <= {"wrong-text", "wrong-logprobs"}

@@ -74,9 +74,9 @@ def gang(request, fleet, models, single):
     gang.stop()
 
 
-# Both modes have the same plan: the ordinary tests have each row in one of them, and staging on both sides in both, by
-# the hundred requests below. Engines of two ranks each, whose
-# ranks pair up as single ones do, are four processes on two cores.
+# Both modes have the same plan: the ordinary tests have each row in one of them, or its twin with shared heads, and
+# staging on both sides. Engines of two ranks each, whose ranks pair up as single ones do, are four processes on two
+# cores.
 THOROUGH = {
     ("tp1-to-tp2", "push"),
     ("tp2-to-tp1", "pull"),

@@ -36,6 +36,12 @@ def spoiling(name, model, **options):
     )
 
 
+def is_thorough(test, params):
+    """Tell what is only for ``make test-thorough``: which way spoilt blocks came makes no difference to a router."""
+    mode = params.get("spoilt")
+    return mode is TransferMode.PULL if "canary" in test else mode is TransferMode.PUSH and "without" in test
+
+
 @pytest.fixture(scope="module", params=TransferMode, ids=lambda mode: mode.value)
 def spoilt(request, fleet, model):
     """Two prefill engines, of which one takes checksums of all blocks, and a decode engine."""

@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import functools
 import itertools
+import json
 import os
 import random
 import socket
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
 from support import nursery, router_kind
 from xpyd_proxy.local.processes import Command
-from xpyd_proxy.local.recipe import EngineSpec, engine
+from xpyd_proxy.local.recipe import Connector, EngineSpec, Role, engine
 
 ROOT = Path(__file__).parents[2]
 MODEL_NAME = "tiny"
@@ -87,6 +89,28 @@ def engine_spec(name, model, **options):
 def start_engine(fleet, spec):
     """Start an engine; wait for it with ``fleet.wait_ready``."""
     return nursery.start(fleet, engine(spec, os.environ), program=SERVER, prefix=spec.prefix)
+
+
+@contextmanager
+def faulty_decode(fleet, model, name, connector, **env):
+    """Yield a decode engine whose connector has a fault (support/corrupting.py)."""
+    config = {
+        "kv_connector": connector,
+        "kv_connector_module_path": "support.corrupting",
+        "kv_role": "kv_consumer",
+    }
+    spec = engine_spec(
+        name,
+        model,
+        role=Role.DECODE,
+        connector=Connector.XPYD,
+        extra_args=("--kv-transfer-config", json.dumps(config)),
+        extra_env={"PYTHONPATH": str(ROOT / "tests"), **env},
+    )
+    child = start_engine(fleet, spec)
+    fleet.wait_ready([child], timeout_s=180)
+    yield spec
+    fleet.stop(child)
 
 
 def prepare_engine(fleet, spec):

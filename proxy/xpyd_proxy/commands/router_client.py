@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias, cast
 
 import httpx
 
+from xpyd_proxy.commands.tables import printable
 from xpyd_proxy.core.admission.keys import outbound_key
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.files import load_chain, read_text
@@ -39,9 +40,9 @@ def run_command(name: str, args: argparse.Namespace, answer: "Callable[[RouterCl
     """Print what a command answers; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
     try:
         with RouterClient(args) as router:
-            sys.stdout.write(answer(router))
+            sys.stdout.write(printable(answer(router)))
     except (CommandFailed, ConfigError) as exc:
-        sys.stderr.write(f"xpyd {name}: {exc}\n")
+        sys.stderr.write(f"xpyd {name}: {printable(str(exc))}\n")
         return 2 if isinstance(exc, ConfigError) else 1
     return 0
 

@@ -1,6 +1,11 @@
-"""Tables for people at a terminal."""
+"""Texts and tables for people at a terminal."""
 
 from collections.abc import Sequence
+
+
+def printable(text: str) -> str:
+    """Leave out what would move a terminal's cursor, but for line ends: words of engines and clients are in it."""
+    return "".join([letter if letter.isprintable() or letter == "\n" else " " for letter in text])
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

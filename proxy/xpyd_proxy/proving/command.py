@@ -18,6 +18,7 @@ from random import SystemRandom
 from types import FrameType
 from typing import Final
 
+from xpyd_proxy.commands.tables import printable
 from xpyd_proxy.core.admission.keys import outbound_key
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ConfigError
@@ -29,7 +30,7 @@ from xpyd_proxy.proving.check import Check
 from xpyd_proxy.proving.core.answer import Malformed
 from xpyd_proxy.proving.core.cards import ModelFacts, read_models
 from xpyd_proxy.proving.core.finding import CheckReport
-from xpyd_proxy.proving.core.run_report import COULD_NOT_RUN, RunReport, line, plain
+from xpyd_proxy.proving.core.run_report import COULD_NOT_RUN, RunReport, line
 from xpyd_proxy.proving.http_server import HttpServer, Transport, open_transport
 from xpyd_proxy.proving.peers import Deed, Peers
 from xpyd_proxy.proving.report.html_page import write_html
@@ -112,17 +113,13 @@ def run(args: argparse.Namespace) -> int:
         for path in args.report:
             _write(path, report)
     except (ConfigError, CheckAborted, ChildFailed) as exc:
-        sys.stderr.write(f"xpyd prove: {_printable(str(exc))}\n")  # words of engines may be in it
+        sys.stderr.write(f"xpyd prove: {printable(str(exc))}\n")  # words of engines may be in it
         return COULD_NOT_RUN
     except KeyboardInterrupt:
         sys.stderr.write("xpyd prove: interrupted; no page was written\n")
         return COULD_NOT_RUN
     sys.stdout.write(f"{report.verdict}\n")
     return report.exit_code
-
-
-def _printable(text: str) -> str:
-    return "\n".join(plain(each) for each in text.split("\n"))
 
 
 def _check_flags(args: argparse.Namespace) -> list[Check]:

@@ -1,5 +1,6 @@
 """``xpyd why``, against a router on a real socket."""
 
+import argparse
 import json
 import socket
 import time
@@ -10,7 +11,8 @@ import httpx
 import pytest
 
 from support.sim import cluster, until
-from xpyd_proxy.commands.why import chrome_trace, text
+from xpyd_proxy.commands.router_client import run_command
+from xpyd_proxy.commands.why import add_arguments, chrome_trace, text
 from xpyd_proxy.settings import Settings
 
 ROW = {"what": "prefill leg", "where": "prefill-0", "leg": "", "begin_ms": 1.0, "duration_ms": 60.0, "note": ""}
@@ -83,6 +85,24 @@ def test_the_parts_of_a_leg_are_below_it_with_a_bar():
     assert lines[6].split() == ["11.0", "30.0", "compute", "#" * 15, "9", "tokens"]
     assert lines[7] == "note: decode-0: it is gone"
     assert lines[-1] == "2 more have this name."
+
+
+@pytest.mark.parametrize("words", ["\x1b[2J", "\x9b2J", "\x07", "\u202e", "\r"])
+def test_words_of_engines_do_not_move_the_cursor(monkeypatch, capsys, words):
+    """An engine's error may repeat what a client has sent, and the terminal is an operator's."""
+    monkeypatch.setenv("ADMIN_API_KEY", "k")
+    code = run_command("why", access(), lambda _: text({"requests": [REQUEST | {"error": f"a{words}b"}], "omitted": 0}))
+
+    assert code == 0
+    assert "error: a" in (out := capsys.readouterr().out)
+    assert words not in out
+
+
+def access():
+    """What the flags say when none is given."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["xpyd-0"])
 
 
 def test_the_trace_has_a_thread_for_each_place():

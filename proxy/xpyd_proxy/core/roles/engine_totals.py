@@ -14,6 +14,8 @@ _WAITING: Final = b"\nvllm:num_requests_waiting"
 _KV: Final = b"\nvllm:kv_cache_usage_perc"
 _PROMPT: Final = b"\nvllm:prompt_tokens_total"
 _PROMPTS: Final = b"\nvllm:request_prompt_tokens_count"
+_PREFILL_SUM: Final = b"\nvllm:request_prefill_time_seconds_sum"
+_STEPS: Final = b"\nvllm:iteration_tokens_total_count"
 _ITL_SUM: Final = b"\nvllm:inter_token_latency_seconds_sum"
 _ITL_COUNT: Final = b"\nvllm:inter_token_latency_seconds_count"
 _COMPUTED: Final = re.compile(
@@ -37,6 +39,8 @@ class EngineTotals:
     prompts: float  # requests that are over
     itl_sum_s: float  # seconds between two tokens of an answer, of all answers
     itl_count: float  # how many those were
+    prefill_s: float | None = None  # from the first step of a request to its first token, of all; None: not shown
+    steps: float | None = None  # of the engine, that made a token; None: not shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ def engine_totals(text: bytes, rank: int | None = None, *, now: float) -> Engine
     if not running:
         return None
     usage, computed = gauge_values(text, _KV, rank), _computed(text, rank)
+    prefill, steps = gauge_values(text, _PREFILL_SUM, rank), gauge_values(text, _STEPS, rank)
     return EngineTotals(
         at=now,
         running=fsum(running),
@@ -65,6 +70,8 @@ def engine_totals(text: bytes, rank: int | None = None, *, now: float) -> Engine
         prompts=fsum(gauge_values(text, _PROMPTS, rank)),
         itl_sum_s=fsum(gauge_values(text, _ITL_SUM, rank)),
         itl_count=fsum(gauge_values(text, _ITL_COUNT, rank)),
+        prefill_s=fsum(prefill) if prefill else None,
+        steps=fsum(steps) if steps else None,
     )
 
 

@@ -6,6 +6,7 @@ replaces the text that was read, or fails. There is no consensus: a holder that 
 still holds the lease, so a turn is written down before it is made, and that write fails then.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,8 +59,9 @@ class RoleLease:
         """Take in the text as it is; ``turns``: an engine shall turn, which is to be written down before."""
         record = _read(text)
         # A turn of the future is one of now: its router's clock is ahead. The holder's next renewal writes that down.
-        known = {min(at, wall) for at in (*record.turned_at, *self._turned_at) if wall - _HOUR_S < at}
-        turned_at = tuple(sorted(known))[-_MOST_TURNS:]
+        # Several of those may have the same time from then on, and are several.
+        known = Counter(record.turned_at) | Counter(self._turned_at)
+        turned_at = tuple(sorted([min(at, wall) for at in known.elements() if wall - _HOUR_S < at]))[-_MOST_TURNS:]
         if record.holder not in ("", self._me) and not self._is_over(text, now):
             return LeaseView(holds=False, holder=record.holder, turned_at=turned_at, text=None)
         if turns:

@@ -66,6 +66,7 @@ class _Track:
 
     role: Role
     looks: deque[EngineTotals]
+    owed_s: float = 0.0  # of work that ended lately, and was done before the look at which it showed
 
     def is_known(self, now: float) -> bool:
         return self.looks[-1].at - self.looks[0].at >= _KNOWN_S and now - self.looks[-1].at <= _STALE_S
@@ -73,6 +74,25 @@ class _Track:
     @property
     def elapsed_s(self) -> float:
         return self.looks[-1].at - self.looks[0].at
+
+    def worked_s(self, before: EngineTotals, now: EngineTotals) -> float:
+        """Return for how long a prefill engine had something to do between its last two looks.
+
+        vLLM's gauges are those behind its last step: prompts that take one step are in none of them. It also shows how
+        long prompts took from their first step to their token (vllm/v1/metrics/stats.py), which is as long, but for
+        prompts that share steps: those of one last step count once, and there is no more time than has passed.
+        """
+        elapsed_s = now.at - before.at
+        if now.prefill_s is None or before.prefill_s is None:
+            return elapsed_s * (_is_busy(before) + _is_busy(now)) / 2
+        took_s, prompts = now.prefill_s - before.prefill_s, now.prompts - before.prompts
+        steps = prompts if now.steps is None or before.steps is None else now.steps - before.steps
+        together = max(1.0, prompts / steps) if steps > 0 else 1.0
+        most_s = max(self.owed_s, elapsed_s, took_s / prompts if prompts > 0 else 0.0)
+        self.owed_s = min(self.owed_s + took_s / together, most_s)
+        worked_s = min(self.owed_s, elapsed_s)
+        self.owed_s -= worked_s
+        return worked_s
 
 
 class WorkMeter:
@@ -89,9 +109,9 @@ class WorkMeter:
         names = {reading.name for reading in readings}
         for gone in self._tracks.keys() - names:
             del self._tracks[gone]
-        steps = [(reading.role, step) for reading in readings if (step := self._step(reading)) is not None]
-        self._learn_prefill([step for role, step in steps if role is Role.PREFILL])
-        self._learn_decode([step for role, step in steps if role is Role.DECODE])
+        steps = [(reading, step) for reading in readings if (step := self._step(reading)) is not None]
+        self._learn_prefill([(self._tracks[one.name], *step) for one, step in steps if one.role is Role.PREFILL])
+        self._learn_decode([step for one, step in steps if one.role is Role.DECODE])
 
     def unknown(self, readings: Iterable[EngineReading], now: float) -> Sequence[InstanceId]:
         """List the engines that were not looked at for long enough, or lately."""
@@ -149,14 +169,14 @@ class WorkMeter:
             looks.popleft()
         return before, now
 
-    def _learn_prefill(self, steps: Sequence[tuple[EngineTotals, EngineTotals]]) -> None:
+    def _learn_prefill(self, steps: Sequence[tuple[_Track, EngineTotals, EngineTotals]]) -> None:
         # Streams that a late turn has left keep an engine busy and compute no prompt: it shows nothing until they end.
-        steps = [(before, now) for before, now in steps if now.itl_count <= before.itl_count]
+        steps = [(track, before, now) for track, before, now in steps if now.itl_count <= before.itl_count]
         if not steps:
             return
-        tokens = fsum([now.computed_tokens - before.computed_tokens for before, now in steps])
-        busy_s = fsum([(now.at - before.at) * (_is_busy(before) + _is_busy(now)) / 2 for before, now in steps])
-        self._prefill_rate.add(tokens, busy_s, max(now.at - before.at for before, now in steps))
+        tokens = fsum([now.computed_tokens - before.computed_tokens for _, before, now in steps])
+        busy_s = fsum([track.worked_s(before, now) for track, before, now in steps])
+        self._prefill_rate.add(tokens, busy_s, max(now.at - before.at for _, before, now in steps))
 
     def _learn_decode(self, steps: Sequence[tuple[EngineTotals, EngineTotals]]) -> None:
         shown = list[tuple[float, float]]()

@@ -65,7 +65,7 @@ class RoleWatch:
         hold = RoleHold(holds=True) if self._turns is None else await self._turns.hold()
         snapshot = FleetSnapshot(
             readings,
-            turning=[one.instance.id for one in known if one.turn is not None],
+            turning=[one.instance.id for one in known if one.turn is not None and not one.retires],
             turned_at=None if self._turns is None else hold.turned_at,
             queued_requests=queued,
             trouble=hold.trouble or self._trouble(members),

@@ -19,6 +19,8 @@ vllm:request_prompt_tokens_count{engine="1",model_name="m"} 9.0
 vllm:request_prompt_tokens_sum{engine="1",model_name="m"} 999.0
 vllm:inter_token_latency_seconds_sum{engine="1",model_name="m"} 1.5
 vllm:inter_token_latency_seconds_count{engine="1",model_name="m"} 30.0
+vllm:request_prefill_time_seconds_sum{engine="1",model_name="m"} 4.5
+vllm:iteration_tokens_total_count{engine="1",model_name="m"} 60.0
 """
 
 
@@ -28,6 +30,7 @@ def test_the_ranks_of_an_engine_add_up():
 
     assert (found.at, found.running, found.waiting, found.kv_usage) == (5.0, 5.0, 4.0, 0.5)
     assert (found.computed_tokens, found.prompts, found.itl_sum_s, found.itl_count) == (90.0, 9.0, 1.5, 30.0)
+    assert (found.prefill_s, found.steps) == (4.5, 60.0)
 
 
 def test_a_rank_has_its_own_numbers():
@@ -35,6 +38,7 @@ def test_a_rank_has_its_own_numbers():
     found = engine_totals(RANKS, 0, now=5.0)
 
     assert (found.running, found.waiting, found.kv_usage, found.computed_tokens) == (2.0, 0.0, 0.125, 40.0)
+    assert (found.prefill_s, found.steps) == (None, None)
 
 
 def test_an_older_engine_counts_all_its_prompt_tokens():

@@ -75,6 +75,21 @@ def test_a_turn_of_the_future_becomes_older_like_all_others():
     assert two.look(shared.text, now=LASTS_S + 3_600.0, wall=7_200.0 + LASTS_S).turned_at == ()
 
 
+def test_turns_of_the_future_stay_as_many_as_they_were():
+    """A clock that was set back by hours: six turns would have counted as one, and five more could follow at once."""
+    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    for minute in range(6):
+        look(one, shared, 60.0 * minute, wall=10_000.0 + 60.0 * minute, turns=True)
+    two.look(shared.text, now=0.0, wall=3_600.0)
+
+    for lease, now in ((one, 400.0), (two, LASTS_S), (two, LASTS_S + 10.0)):
+        view = lease.look(shared.text, now=now, wall=3_600.0)
+        assert len(view.turned_at) == 6
+        if view.text is not None:
+            shared.text = view.text
+            lease.written(view, now=now)
+
+
 @pytest.mark.parametrize("later", ["", "as it was before the turns"])
 def test_a_store_that_loses_its_memory_does_not_give_the_turns_of_an_hour_anew(later):
     """A Redis without a disk that starts again, or with yesterday's: the fleet has turned all the same."""

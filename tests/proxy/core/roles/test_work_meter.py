@@ -3,7 +3,8 @@
 import pytest
 
 from support.fluid_fleet import MADE, OUTPUT, PROMPT, RATE, TARGETS, FluidFleet
-from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.model import InstanceId, Role
+from xpyd_proxy.core.roles.engine_totals import EngineReading, EngineTotals
 from xpyd_proxy.core.roles.role_controller import RoleLimits
 from xpyd_proxy.core.roles.work_meter import WorkMeter
 from xpyd_proxy.planning.queueing import Spread
@@ -86,3 +87,50 @@ def test_a_restarted_engine_begins_anew():
 
     assert "e00" in found.why
     assert found.prefill.tokens_per_s > 0
+
+
+def shown_by_vllm(looks, *, per_s, prompt, prefill_s, together=1, running=0.0):
+    """Return what a meter makes of a prefill engine as vLLM shows it, with so many steps of prompts a second.
+
+    Its gauges are those behind its last step: a prompt that takes one step is in none of them.
+    """
+    meter = WorkMeter(TARGETS)
+    for look in range(looks):
+        steps = float(int(look * 5 * per_s))
+        prompts = together * steps
+        totals = EngineTotals(
+            5.0 * look, running, 0.0, 0.1, prompts * prompt, prompts, 0.0, 0.0, prompts * prefill_s, steps
+        )
+        meter.look([EngineReading(InstanceId("p0"), Role.PREFILL, "p0", totals)])
+    return meter.prefill(0)
+
+
+def test_the_rate_of_prompts_that_take_one_step_is_known():
+    """vLLM's gauges never show them: an engine that is busy 80 % of the time seemed to be idle, and infinitely fast."""
+    found = shown_by_vllm(20, per_s=2.0, prompt=1_000, prefill_s=0.4)
+
+    assert found.rate == pytest.approx(2_500, rel=0.05)
+    assert found.busy == pytest.approx(0.8, rel=0.05)
+
+
+def test_prompts_of_one_step_share_its_time():
+    """Each of them has taken as long as the step: together they have not."""
+    found = shown_by_vllm(20, per_s=2.0, prompt=250, prefill_s=0.4, together=4)
+
+    assert found.rate == pytest.approx(2_500, rel=0.05)
+    assert found.busy == pytest.approx(0.8, rel=0.05)
+
+
+def test_an_engine_is_busy_for_no_longer_than_there_was_time():
+    """Prompts that share some of their steps count those twice."""
+    found = shown_by_vllm(20, per_s=2.0, prompt=1_000, prefill_s=0.9)
+
+    assert found.rate == pytest.approx(2_000, rel=0.05)
+    assert found.busy == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_prompt_that_takes_longer_than_a_look_is_all_counted():
+    """Its time is shown at its end, at once."""
+    found = shown_by_vllm(40, per_s=1 / 20, prompt=40_000, prefill_s=16.0)
+
+    assert found.rate == pytest.approx(2_500, rel=0.15)

@@ -9,7 +9,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.model import EngineRole, Role
 from xpyd_proxy.core.roles.role_controller import RoleController
 from xpyd_proxy.io.probes.checks import ProbeFailed
 from xpyd_proxy.io.probes.role_board import RoleBoard
@@ -101,6 +101,22 @@ async def test_an_engine_that_drains_is_no_engine_of_its_role():
     part = await world.run(5.0, 5.0, 60)
 
     assert part.prefill == 4
+
+
+async def test_an_engine_that_retires_before_it_has_turned_holds_up_nothing():
+    """It is no longer listed, and its last stream may take hours: it will not turn, and others may."""
+    world = World(8, 8)
+    await world.run(8.5, 2.0, 60)
+    world.registry.member("decode-7").load.enter("endless")
+    world.registry.turn("decode-7", EngineRole.PREFILL, now=world.fleet.now)
+    assert (await world.run(8.5, 2.0, 60)).verdict == "turning"
+
+    world.registry.retire("decode-7", now=world.fleet.now)
+    before = world.counters.role_decisions["turn", "prefill"]
+    await world.run(8.5, 2.0, 600)
+
+    assert world.registry.member("decode-7").turn is not None
+    assert world.counters.role_decisions["turn", "prefill"] > before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""What an engine can do, by what it shows while it has little to do."""
+
+from random import Random
+
+import pytest
+
+from xpyd_proxy.core.roles.engine_rates import DecodeLine
+
+BASE_S, SLOPE_S, TARGET_S = 0.04, 0.004, 0.08  # 10 streams, and 125 tokens a second
+
+
+def line_of(streams_per_s, *, noise, seed, looks=40):
+    """Return what is learned at so many tokens a second, more or less; the machine is now fast, now slow."""
+    line, chance = DecodeLine(), Random(seed)
+    for _ in range(looks):
+        line.fade(5.0)
+        made = streams_per_s * chance.uniform(0.7, 1.3)
+        slowness = 1.0 + chance.uniform(-noise, noise)
+        itl_s = BASE_S * slowness / (1.0 - made * SLOPE_S)
+        line.add(made * itl_s, itl_s)
+    return line
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("made", [15.0, 40.0, 80.0])
+def test_an_engine_that_is_now_slow_now_fast_is_not_believed_to_be_full(made, seed):
+    """Slower steps make larger batches of the same tokens: that is not what a larger batch costs.
+
+    A line through these points runs through the origin: an engine with 0.7 streams seemed to have room for one.
+    """
+    found = line_of(made, noise=0.2, seed=seed).tokens_per_s(TARGET_S, None)
+
+    assert found > 0.4 * 125
+
+
+@pytest.mark.parametrize("made", [40.0, 80.0, 110.0])
+def test_the_line_is_found_where_batches_differ(made):
+    """Without noise, and at whatever load."""
+    found = line_of(made, noise=0.0, seed=1).tokens_per_s(TARGET_S, None)
+
+    assert found == pytest.approx(125, rel=0.35)

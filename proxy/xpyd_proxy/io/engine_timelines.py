@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -22,8 +22,8 @@ _NONE: Final = "it keeps no timelines: add xpyd_timelines to its VLLM_PLUGINS (d
 
 class _NotedEvent(msgspec.Struct):
     step: str
-    at: float
-    count: int = 0
+    at: Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # infinity, for one, is no JSON
+    count: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
 
 
 class _NotedRequest(msgspec.Struct):

@@ -61,6 +61,23 @@ async def test_what_engines_noted_is_asked_for_under_their_name_of_the_request()
     ]
 
 
+@pytest.mark.parametrize(("at", "count"), [(1e308, 1), (-1e308, 1), (0.0, 1 << 99)])
+async def test_an_engine_that_notes_nonsense_hides_nothing_of_the_router(at, count):
+    """A time or a number without bounds is one that the answer cannot hold."""
+    engines = sims()
+    async with router(engines, OPEN) as client:
+        response = await client.post("/v1/completions", json=PROMPT)
+        name = response.headers["x-request-id"]
+        events = [{"step": step, "at": at, "count": count} for step in ("arrived", "considered", "finished")]
+        engines["p0"].timelines, engines["d0"].timelines = {name: events}, {}
+        status, found = await ask(client, name)
+
+    (request,) = found["requests"]
+    assert status == 200
+    assert "prefill-0: it answers something else than a timeline" in request["notes"]
+    assert [row["what"] for row in request["rows"]].count("prefill leg") == 1
+
+
 async def test_a_request_under_way_is_shown_as_far_as_it_has_come():
     """When one hangs, this says where; it is found by what its client calls it."""
     engines = sims()

@@ -1,5 +1,6 @@
 """Flags, pages and exit codes of ``xpyd prove``."""
 
+import json
 import stat
 import subprocess
 import sys
@@ -50,6 +51,18 @@ def test_a_router_is_asked_as_a_client_does(fleet, capsys):
 
     assert code == 0
     assert "Blocks are not watched" in capsys.readouterr().err
+
+
+def test_equality_with_nothing_is_not_green(tmp_path):
+    """A router alone: there is no answer that would be known to be right."""
+    page = tmp_path / "page.json"
+    with cluster(1, 1, Settings(health_check_interval_s=0.0)) as running:
+        running.engines["d0"].inject(SimulatedFault(FaultKind.WRONG))
+        code = main(["prove", "--router", f"http://{running.router}", "--only", "equality", "--report", str(page)])
+    checks = json.loads(page.read_text())["checks"]
+
+    assert code == 2
+    assert {check["reason"] for check in checks} == {"it needs a single engine to compare with (--reference)"}
 
 
 @pytest.mark.parametrize(

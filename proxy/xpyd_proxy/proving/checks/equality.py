@@ -47,8 +47,25 @@ async def prefix_hits(bench: Bench) -> Seen:
 
 CHECKS = (
     Check(
-        "lengths", "equality", "prompts of every length, as text, tokens and chats, whole and streamed", lengths, 30.0
+        "lengths",
+        "equality",
+        "prompts of every length, as text, tokens and chats, whole and streamed",
+        lengths,
+        30.0,
+        needs_reference=True,
     ),
-    Check("boundaries", "equality", "prompts that end before, at and after the end of a block", boundaries),
-    Check("prefix-hits", "equality", "prompts of which an engine has some blocks already, or all", prefix_hits),
+    Check(
+        "boundaries",
+        "equality",
+        "prompts that end before, at and after the end of a block",
+        boundaries,
+        needs_reference=True,
+    ),
+    Check(
+        "prefix-hits",
+        "equality",
+        "prompts of which an engine has some blocks already, or all",
+        prefix_hits,
+        needs_reference=True,
+    ),
 )

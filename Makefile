@@ -145,6 +145,10 @@ bench-router: $(STAMPS)/dev ## the router beside others: docs/benchmarks/router.
 bench-chats: $(STAMPS)/dev ## chats of several turns on real engines, beside an oracle: docs/benchmarks/chats.md, 8 minutes, on an idle machine; QUICK=1
 	$(BIN)/python tests/benchmarks/chats/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
 
+.PHONY: bench-roles
+bench-roles: $(STAMPS)/dev ## roles that follow the traffic, on real engines: docs/benchmarks/roles.md, 15 minutes, on an idle machine; QUICK=1
+	$(BIN)/python tests/benchmarks/roles/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+
 .PHONY: soak
 soak: $(STAMPS)/dev ## the router for a long time: docs/benchmarks/soak.md, 35 minutes; MINUTES=30
 	$(BIN)/python tests/benchmarks/router/soak.py $(if $(MINUTES),--minutes $(MINUTES))

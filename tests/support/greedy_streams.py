@@ -25,6 +25,13 @@ class Stream:
     ids: set = field(default_factory=set)
     is_whole: bool = False
     longest_s: float = 0.0  # between two events
+    first_s: float = 0.0  # from the request to its first text
+    last_s: float = 0.0  # from the request to its last text
+
+    @property
+    def itl_s(self):
+        """Return the mean time between two tokens."""
+        return (self.last_s - self.first_s) / max(1, self.usage.get("completion_tokens", 0) - 1)
 
     def verdict(self, expected):
         """Return right, honest (an error behind a right beginning), broken (its connection was), or what is wrong."""
@@ -65,11 +72,11 @@ async def follow(client, url, stream):
 
 
 async def _follow(client, url, stream):
-    path = "/v1/chat/completions" if "messages" in stream.body else "/v1/completions"
+    path, began = "/v1/chat/completions" if "messages" in stream.body else "/v1/completions", time.monotonic()
     async with client.stream("POST", f"{url}{path}", json=stream.body) as response:
         assert response.status_code == 200, await response.aread()
         at = time.monotonic()
-        async for line in response.aiter_lines():
+        async for line in _lines(response):
             if not line.startswith("data: "):
                 continue
             now = time.monotonic()
@@ -86,10 +93,21 @@ async def _follow(client, url, stream):
                 text = choice.get("text") or choice.get("delta", {}).get("content") or ""
                 stream.text += text
                 stream.tokens += bool(text)
+                if text:
+                    stream.first_s, stream.last_s = stream.first_s or now - began, now - began
                 stream.finish = choice["finish_reason"] or stream.finish
             if chunk.get("usage"):
                 names = ("prompt_tokens", "completion_tokens", "total_tokens")
                 stream.usage = {name: chunk["usage"][name] for name in names}
+
+
+async def _lines(response):
+    """Yield the lines of a stream; httpx ends lines at characters that a text may have, such as U+0085, too."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.decode()
 
 
 def run(url, asked, act=None, *, behind=0):

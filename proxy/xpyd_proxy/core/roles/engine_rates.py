@@ -12,7 +12,8 @@ _LONG_S: Final = (
 _SURE_S: Final = 20.0  # seconds of work of one engine, from which on its rate is known
 _SURE: Final = 10.0  # looks at an engine with streams, from which on the time between tokens is known
 _DOUBLING: Final = 100.0  # streams that double the time between tokens, before it shows
-_FEW: Final = 4.0  # streams, up to which one more or less tells little of many
+_FEW: Final = 3.0  # streams, up to which one more or less tells little of many
+_IDLE: Final = 1.5  # streams, below which they differ by how slow steps are rather than by how many there are
 _FLAT: Final = 0.002  # square of the relative spread of batches, from which on they show it
 _LEAST: Final = 0.25  # of what is expected of the next stream: less is noise
 
@@ -40,22 +41,24 @@ class PrefillRate:
 class DecodeLine:
     """The time between two tokens by the streams of an engine: a line.
 
-    The tokens of a second tell which looks had more to do, as an instrumental variable. Streams do not: a step that is
-    slow for a reason of its own makes more streams of the same tokens, and a line by least squares through such looks
-    runs through the origin, so a nearly idle engine seems to be full.
+    A step that is slow for a reason of its own makes more streams of the same tokens: a line by least squares through
+    such looks runs through the origin, and a nearly idle engine seems to be full. For such engines the tokens of a
+    second decide, as an instrumental variable. They tell nothing of an engine that makes all it can, whose batches have
+    any size at the same tokens: for all others it is least squares.
 
     Where all looks were about the same it is not known what the next stream costs: then a vague expectation decides,
     that 100 streams double the time.
     """
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._z = self._xz = self._yz = 0.0
+        self._weight = self._x = self._y = self._z = self._xz = self._yz = self._xx = self._xy = 0.0
 
     def fade(self, elapsed_s: float) -> None:
         """Let what is known so far count less; once for each look that has streams."""
         kept = 0.5 ** (elapsed_s / _HALF_LIFE_S)
         self._weight, self._x, self._y = self._weight * kept, self._x * kept, self._y * kept
         self._z, self._xz, self._yz = self._z * kept, self._xz * kept, self._yz * kept
+        self._xx, self._xy = self._xx * kept, self._xy * kept
 
     def add(self, batch: float, itl_s: float) -> None:
         """Take in what one engine showed: its streams and their time between tokens (above 0), means of a look."""
@@ -66,6 +69,8 @@ class DecodeLine:
         self._z += tokens_per_s
         self._xz += batch * tokens_per_s
         self._yz += itl_s * tokens_per_s
+        self._xx += batch * batch
+        self._xy += batch * itl_s
 
     def tokens_per_s(self, itl_s: float, slots: int | None) -> float | None:
         """Return the tokens an engine makes in a second, with as many streams as this time between tokens allows.
@@ -90,8 +95,11 @@ class DecodeLine:
     def _line(self) -> tuple[float, float]:
         x, y, z = self._x / self._weight, self._y / self._weight, self._z / self._weight
         likely, streams = y / (_DOUBLING + x), x / z  # of one token a second
-        spread = max(0.0, self._xz / self._weight - x * z) * streams
-        together = (self._yz / self._weight - y * z) * streams
+        spread = max(0.0, self._xx / self._weight - x * x)
+        together = self._xy / self._weight - x * y
+        by_tokens = (self._xz / self._weight - x * z) * streams
+        if x < _IDLE and by_tokens > 0:
+            spread, together = by_tokens, (self._yz / self._weight - y * z) * streams
         doubt = _FLAT * max(x * x, _FEW * _FEW)
         slope = max((together + doubt * likely) / (spread + doubt), _LEAST * likely)
         slope = min(slope, y / max(x, 1e-9))

@@ -39,3 +39,15 @@ def test_the_line_is_found_where_batches_differ(made):
     found = line_of(made, noise=0.0, seed=1).tokens_per_s(TARGET_S, None)
 
     assert found == pytest.approx(125, rel=0.35)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_engine_that_makes_all_it_can_is_believed_to_be_full(seed):
+    """Its tokens are about the same in batches of any size: the line is that of its batches, and not one of chance."""
+    line, chance = DecodeLine(), Random(seed)
+    for _ in range(12):
+        line.fade(5.0)
+        batch = chance.uniform(15.0, 32.0)
+        line.add(batch, (BASE_S + SLOPE_S * batch) * chance.uniform(0.95, 1.05))
+
+    assert line.tokens_per_s(TARGET_S, None) == pytest.approx(125, rel=0.5)

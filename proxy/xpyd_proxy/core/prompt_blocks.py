@@ -65,6 +65,8 @@ class PromptBlocks:
             return False
         if not self.is_compared:
             return True
+        if text.find(b"[", 1) < 0:
+            return False
         has_lists = text.find(b'":[') >= 0 or text.find(b'": [') >= 0  # without them all messages are plain texts
         return has_lists and any(text.find(name) >= 0 for name in _MEDIA)
 

@@ -8,7 +8,6 @@ They are Python's hashes: 61 bits, and of bytes with a secret of the process, so
 
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Final, TypeAlias
 
 import msgspec
@@ -20,7 +19,8 @@ ROOT: Final[BlockKey] = 0  # the parent of a first block
 ITEM: Final = 4  # bytes of a token id
 PROMPT_MOST: Final = 1 << 23  # bytes of JSON; a longer prompt is not looked at
 _PIECE: Final = 512  # bytes of the JSON of token ids that are read together
-_PIECES_MOST: Final = 4096  # that are remembered: 8 MB
+_PIECES_MOST: Final = 4096  # that are remembered: 5 MB
+_PIECES: Final[dict[bytes, bytes]] = {}  # the ids by their JSON
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _BRACKET: Final = 91
 _DIGITS: Final = frozenset(b"0123456789")
@@ -44,21 +44,28 @@ def packed_json(ids: bytes) -> bytes | None:
     if ids[:1] != b"[" or ids[end:] != b"]":
         return None
     while at < end:
-        cut = ids.find(b",", at + _PIECE, end)
+        cut = ids.find(b",", at + _PIECE, end) if at + _PIECE < end else end
         if cut < 0:
             cut = end
-        try:
-            pieces.append(_packed_piece(ids[at:cut]))
-        except (NotJson, OverflowError):
+        text = ids[at:cut]
+        piece = _PIECES.get(text) or _packed_piece(text)
+        if piece is None:
             return None
+        pieces.append(piece)
         at = cut + 1
     return b"".join(pieces)
 
 
-@lru_cache(maxsize=_PIECES_MOST)
-def _packed_piece(ids: bytes) -> bytes:
-    """Read some of the ids of a list; raises NotJson, or OverflowError: one is no token id."""
-    return packed(decode(b"[%b]" % ids, list[int]))
+def _packed_piece(ids: bytes) -> bytes | None:
+    """Read some of the ids of a list, and remember them; None: one is no token id."""
+    try:
+        piece = packed(decode(b"[%b]" % ids, list[int]))
+    except (NotJson, OverflowError):
+        return None
+    if len(_PIECES) >= _PIECES_MOST:
+        _PIECES.clear()
+    _PIECES[ids] = piece
+    return piece
 
 
 def extras_of(lora: str | None, keys: Sequence[msgspec.Raw]) -> bytes:

@@ -177,7 +177,7 @@ class LegBodies:
             if not is_auto:
                 self.forget(prefill)
             return None
-        return first_token(call.api, call.fields, offer, handover.read) if shows else None
+        return first_token(call.api, call.fields, offer, handover.read, handover.counted) if shows else None
 
     def forget(self, prefill: InstanceId) -> None:
         """It has failed: what answers next under this address may offer nothing."""

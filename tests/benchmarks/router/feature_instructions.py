@@ -220,7 +220,7 @@ async def play(case, switch):
 
         connection.connection_made(Memory(written))
 
-    router = build(Settings(**given | settings), fabric=Fabric(Probes(), dial))
+    router = build(Settings(**given | settings), fabric=Fabric(Probes(), dial, loop.time))
     config, state = listeners.main_config(router, Settings(**given | settings)), ServerState()
     config.load()
     state.default_headers = [(b"date", b"today")]

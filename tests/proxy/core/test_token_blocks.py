@@ -5,7 +5,18 @@ import json
 import msgspec
 import pytest
 
-from xpyd_proxy.core.token_blocks import PROMPT_MOST, ROOT, TokenPrompt, extras_of, key_of, packed, token_prompt
+from xpyd_proxy.core.token_blocks import (
+    _PIECES,
+    _PIECES_MOST,
+    PROMPT_MOST,
+    ROOT,
+    TokenPrompt,
+    extras_of,
+    key_of,
+    packed,
+    packed_json,
+    token_prompt,
+)
 
 
 def names(ids, size=2, *, salt=None, lora=None):
@@ -71,6 +82,29 @@ def test_a_prompt_of_ids_is_read(text):
 def test_other_prompts_are_none_of_ids(text, context):
     """Texts, several prompts, what no engine takes, and prompts of which the ids are not all."""
     assert token_prompt(text.encode(), {name: msgspec.Raw(value) for name, value in context.items()}) is None
+
+
+@pytest.mark.parametrize("written", [(",", ":"), (", ", ": ")], ids=["compact", "spaced"])
+def test_ids_that_come_again_are_the_same(written):
+    """A long list is read in pieces, and those that are remembered are of the very same text."""
+    ids = [number * 37 % 150_000 for number in range(1000)]
+    other = [*ids[:900], 7, *ids[901:]]
+    for each in (ids, ids, other, ids[:900], []):
+        assert packed_json(json.dumps(each, separators=written).encode()) == packed(each)
+
+
+def test_few_pieces_are_remembered():
+    """Whatever clients send."""
+    for number in range(_PIECES_MOST + 5):
+        packed_json(b"[%d]" % number)
+    assert 0 < len(_PIECES) <= _PIECES_MOST
+
+
+def test_what_was_no_list_of_ids_is_none_again():
+    """Nothing is remembered of it."""
+    for _ in range(2):
+        assert packed_json(b"[1,true]") is None
+        assert packed_json(b"[1,2],3]") is None
 
 
 def test_a_salt_is_taken_and_null_is_none():

@@ -35,7 +35,7 @@ _ONE: Final = msgspec.Raw(b"1")
 _DATA: Final = b"data:"
 _DONE: Final = b"data: [DONE]\n\n"
 # How vLLM begins each event of a stream: with a name of the answer and a time that are the same in all of them.
-_BEGINNING: Final = re.compile(rb'data: \{"id":("[^"\\]*"),"object":"[a-z._]+","created":([0-9]+),')
+_BEGINNING: Final = re.compile(rb'data: \{("id":"[^"\\]*",)"object":"[a-z._]+",("created":[0-9]+,)')
 _IN_ALL: Final = ("id", "created")
 _ROLE: Final = b'"role"'
 _BACKSLASH: Final = 92
@@ -143,21 +143,27 @@ class FirstToken:
         if behind is None:
             raise RuntimeError("there is no second token")  # such a request is not split
         if self.api is _COMPLETIONS:
-            return fields | behind | {"prompt": self._tokens(), "kv_transfer_params": params}
-        told = bytes(params).rstrip()[:-1] + b',"prompt_token_ids":' + bytes(self._tokens()) + b"}"
+            return fields | behind | {"prompt": msgspec.Raw(self._tokens()), "kv_transfer_params": params}
+        told = bytes(params).rstrip()[:-1] + b',"prompt_token_ids":' + self._tokens() + b"}"
         return fields | behind | {"kv_transfer_params": msgspec.Raw(told)}
 
     def alone_fields(self) -> Fields:
         """Return what a decode engine is asked that computes the prompt itself."""
-        return self.fields | (limits_behind(self.api, self.fields, 1) or {}) | prompt_of(self.api, self._tokens())
+        return (
+            self.fields
+            | (limits_behind(self.api, self.fields, 1) or {})
+            | prompt_of(self.api, msgspec.Raw(self._tokens()))
+        )
 
-    def _tokens(self) -> msgspec.Raw:
+    def _tokens(self) -> bytes:
         """Return the prompt and the token; they may be many, and are not read."""
-        return msgspec.Raw(bytes(self.prompt).rstrip()[:-1] + b",%d]" % self.token)
+        return bytes(self.prompt).rstrip()[:-1] + b",%d]" % self.token
 
 
-def first_token(api: Api, fields: Fields, offer: FirstTokenOffer, said: TokensAnswer | None) -> FirstToken | None:
-    """Return the token of a prefill engine's answer; None: it cannot be shown."""
+def first_token(
+    api: Api, fields: Fields, offer: FirstTokenOffer, said: TokensAnswer | None, counted: int | None
+) -> FirstToken | None:
+    """Return the token of a prefill engine's answer; None: it cannot be shown. ``counted``: tokens of the prompt."""
     if said is None or len(said.choices) != 1 or said.usage is None or NULL in (said.id, said.created, said.model):
         return None
     (choice,) = said.choices
@@ -165,14 +171,13 @@ def first_token(api: Api, fields: Fields, offer: FirstTokenOffer, said: TokensAn
     is_completion = api is _COMPLETIONS
     text = choice.text if is_completion else _content(choice)
     prompt = choice.prompt_token_ids if is_completion else said.prompt_token_ids
-    if text is None or _HALF in text or tokens is None or len(tokens) != 1 or not bytes(prompt).startswith(b"["):
+    if text is None or _HALF in text or tokens is None or len(tokens) != 1 or bytes(prompt)[:1] != b"[":
         return None
     if api is _CHAT and not _MARKS.isdisjoint(text):
         return None
     if choice.finish_reason != "stop" and (choice.finish_reason != "length" or not text):
         return None
-    asked = maybe(said.usage.get("prompt_tokens", NULL), int)
-    if asked is None or asked + 1 >= offer.max_model_len:
+    if counted is None or counted + 1 >= offer.max_model_len:
         return None
     return FirstToken(api, fields, said, tokens[0], text, prompt)
 
@@ -238,6 +243,8 @@ class Spliced:
         if self._ends_event and not line.strip():
             self._ends_event = False
             return b""
+        if line == b"\n":  # the end of an event
+            return line
         if not self._passes:
             self._learn(line)
             if line.startswith(_DATA) and _is_role(line[len(_DATA) :]):
@@ -262,11 +269,10 @@ class Spliced:
         if begun is None:
             return
         self._passes, head = True, self._first.head
-        theirs, ours = b'"id":%b,' % begun[1], b'"id":%b,' % bytes(head["id"])
-        self._renamed = [(theirs, ours)]
-        theirs, ours = b'"created":%b,' % begun[2], b'"created":%b,' % bytes(head["created"])
-        if theirs != ours:
-            self._renamed.append((theirs, ours))
+        self._renamed = [(begun[1], b'"id":%b,' % head["id"])]
+        ours = b'"created":%b,' % head["created"]
+        if begun[2] != ours:
+            self._renamed.append((begun[2], ours))
 
 
 def _is_role(written: bytes) -> bool:

@@ -88,14 +88,19 @@ class PromptMemory:
         self.changes += 1
         if not blocks.names:
             return
-        entries, there, is_last = self._entries, _Entry(now, _IS_THERE, _HAS_COME), True
+        there: _Entry | None = None
+        entries, is_last = self._entries, True
         for name in blocks.names[::-1]:
             key = engine, name
             old = entries.get(key)
             if is_last:
                 entries[key], is_last = _Entry(now, _IS_THERE, _HAS_COME, answer, now), False
+            elif old is not None and old.answer:
+                entries[key] = _arrived(old, now)
             else:
-                entries[key] = there if old is None or not old.answer else _arrived(old, now)
+                if there is None:
+                    there = _Entry(now, _IS_THERE, _HAS_COME)
+                entries[key] = there
             if old is not None:
                 entries.move_to_end(key)
         if now >= self._shrinks_at or len(entries) > self._most:

@@ -30,7 +30,8 @@ def fields_of(body):
 
 def token_of(api, body, **changes):
     answer = first_answer(body | {"return_token_ids": True}, name="cmpl-r") | changes
-    return first_token(api, fields_of(body), OFFER, maybe(json.dumps(answer).encode(), TokensAnswer))
+    said = maybe(json.dumps(answer).encode(), TokensAnswer)
+    return first_token(api, fields_of(body), OFFER, said, (answer.get("usage") or {}).get("prompt_tokens"))
 
 
 def rest_of(first, body, name="cmpl-r"):

@@ -3,23 +3,20 @@
 What is measured is printed: ``pytest -s tests/e2e/test_turn.py`` makes the numbers of docs/turning-roles.md.
 """
 
-import threading
-import time
 from collections import Counter
 from types import SimpleNamespace
 
-import httpx
 import pytest
 
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run
+from support.turning import Wave, counted, rows, turn, wait_known
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
 
-KEY = {"X-Api-Key": ADMIN_KEY}
 # The times are long: only what is broken may take as long, and not a busy machine.
 ARGS = ("--resume-streams", "true", "--health-check-interval", "0.5", "--move-timeout", "60", "--turn-timeout", "200")
 OPTIONS = {
@@ -55,54 +52,8 @@ def router(fleet_of, start_router, request):
     url = start_router(
         f"router-turn-{fleet_of.mode}-{name}", [fleet_of.a], [fleet_of.b, fleet_of.c], args=ARGS, env=env
     )
-    wait_until(lambda: all(row["version"] and row["connector"] for row in rows(url).values()), seconds=30, what="known")
+    wait_known(url)
     return url
-
-
-def rows(url):
-    found = httpx.get(f"{url}/instances", headers=KEY, trust_env=False, timeout=30).json()["instances"]
-    return {row["id"]: row for row in found}
-
-
-def turn(url, name, to):
-    """Turn an engine, and return how many seconds that took."""
-    start = time.monotonic()
-    body = {"id": name, "to": to}
-    response = httpx.post(f"{url}/instances/turn", json=body, headers=KEY, trust_env=False, timeout=30)
-    assert response.status_code == 200, response.text
-    wait_until(lambda: _serves(url, name, to), seconds=200, what=f"{name} serves {to}")
-    return time.monotonic() - start
-
-
-def counted(url, name):
-    """What has become of turns, or of streams that were to move."""
-    lines = httpx.get(f"{url}/metrics", trust_env=False, timeout=30).text.splitlines()
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)}
-
-
-def _serves(url, name, role):
-    row = rows(url)[name]
-    return row["role"] == role and row["turns_to"] is None
-
-
-class Wave:
-    """Streams that run beside what a test does."""
-
-    def __init__(self, url, seed, salt):
-        self._asked = list(bodies(STREAMS, TOKENS, seed=seed, salt=salt))
-        self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(url,))
-        self.streams = []
-        self._thread.start()
-        assert self._begun.wait(200), "the streams have not begun"
-
-    def _run(self, url):
-        self.streams = run(url, self._asked, self._begun.set, behind=20)
-
-    def end(self, expected):
-        """Wait for the end, and return what has become of the streams."""
-        self._thread.join(300)
-        return [one.verdict(other) for one, other in zip(self.streams, expected, strict=True)]
 
 
 def test_engines_turn_while_they_serve(fleet_of, router):
@@ -111,19 +62,23 @@ def test_engines_turn_while_they_serve(fleet_of, router):
         seed: run(fleet_of.a.base_url, bodies(STREAMS, TOKENS, seed=seed, salt=f"alone {seed}")) for seed in (1, 2)
     }
     took, found = [], []
-    one = Wave(router, 1, "first")
+
+    def wave(seed, salt):
+        return Wave(router, bodies(STREAMS, TOKENS, seed=seed, salt=salt))
+
+    one = wave(1, "first")
     took.append(turn(router, "decode-0", "prefill"))
-    two = Wave(router, 2, "second")
+    two = wave(2, "second")
     took.append(turn(router, "prefill-0", "decode"))
     found += one.end(expected[1])
-    three = Wave(router, 1, "third")
+    three = wave(1, "third")
     took.append(turn(router, "decode-1", "both"))
-    four = Wave(router, 2, "fourth")
+    four = wave(2, "fourth")
     found += two.end(expected[2]) + three.end(expected[1]) + four.end(expected[2])
     for spec in fleet_of.specs:
         wait_until(lambda spec=spec: nothing_held(spec), seconds=30, what=f"{spec.name} is idle")
     with Watch(fleet_of.a) as a, Watch(fleet_of.b) as b, Watch(fleet_of.c) as c:
-        found += Wave(router, 1, "fifth").end(expected[1])
+        found += wave(1, "fifth").end(expected[1])
     print(
         f"\n{fleet_of.mode}: {STREAMS} streams of {TOKENS} tokens in each of 5 waves: {dict(Counter(found))}; "
         f"D to P after {took[0]:.2f} s, P to D {took[1]:.2f} s, D to both {took[2]:.2f} s; "

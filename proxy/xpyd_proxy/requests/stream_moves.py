@@ -145,6 +145,7 @@ class StreamMoves:
             return False
         pair = request.pair_for_move(source)
         if pair is None:
+            self._to_leave.pop(source, None)  # until the next look at KV caches: choosing engines costs too much
             return False
         self._under_way += 1
         hold = RequestId(f"{record.request_id}-m{len(record.moves)}")

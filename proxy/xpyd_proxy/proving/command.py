@@ -8,7 +8,7 @@ import ssl
 import sys
 import tempfile
 import urllib.parse
-from collections.abc import Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -108,14 +108,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         checks = _check_flags(args)
-        with _ended_like_ctrl_c(), _started(args) as children:
-            report = asyncio.run(_prove(args, checks, children))
+        with _ended_like_ctrl_c() as running, _started(args) as children:
+            report = asyncio.run(running.until_ended(_prove(args, checks, children)))
         for path in args.report:
             _write(path, report)
     except (ConfigError, CheckAborted, ChildFailed) as exc:
         sys.stderr.write(f"xpyd prove: {printable(str(exc))}\n")  # words of engines may be in it
         return COULD_NOT_RUN
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stderr.write("xpyd prove: interrupted; no page was written\n")
         return COULD_NOT_RUN
     sys.stdout.write(f"{report.verdict}\n")
@@ -136,18 +136,36 @@ def _check_flags(args: argparse.Namespace) -> list[Check]:
         raise ConfigError(f"{exc.args[0]} is neither a check nor a group: see --list") from exc
 
 
+class _Running:
+    """What a signal ends: the run, or what is before and behind it."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[RunReport] | None = None
+
+    async def until_ended(self, run: Coroutine[object, object, RunReport]) -> RunReport:
+        """Run it; raises CancelledError when a signal has come."""
+        self._task = asyncio.ensure_future(run)
+        try:
+            return await self._task
+        finally:
+            self._task = None
+
+    def interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        """End it well. SIGINT is not raised for that: a job in the background of a script ignores it."""
+        if self._task is None:
+            raise KeyboardInterrupt
+        self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+
 @contextmanager
-def _ended_like_ctrl_c() -> Generator[None]:
+def _ended_like_ctrl_c() -> Generator[_Running]:
     """End well by SIGTERM and SIGHUP, too: an engine may be frozen."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        signal.raise_signal(signal.SIGINT)
-
+    running = _Running()
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     for number in numbers:  # one that is ignored stays so: nohup
-        signal.signal(number, interrupt)
+        signal.signal(number, running.interrupt)
     try:
-        yield
+        yield running
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)

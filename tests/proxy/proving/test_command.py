@@ -1,9 +1,11 @@
 """Flags, pages and exit codes of ``xpyd prove``."""
 
 import json
+import signal
 import stat
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -96,17 +98,29 @@ def test_times_are_bounded(capsys, value):
     assert "is not a time" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", ["TERM", "HUP", "INT"])
-def test_no_engine_stays_frozen_when_the_run_is_ended(fleet, tmp_path, number):
-    """A job of CI is ended with SIGTERM. Here while the command that freezes is under way."""
+@pytest.mark.parametrize(("number", "ignored"), [("TERM", ()), ("HUP", ()), ("INT", ()), ("TERM", ("INT", "HUP"))])
+def test_no_engine_stays_frozen_when_the_run_is_ended(fleet, tmp_path, number, ignored):
+    """A job of CI is ended with SIGTERM. Here while the command that freezes is under way.
+
+    One in the background of a script ignores SIGINT, and one of nohup ignores SIGHUP.
+    """
     done, at = tmp_path / "thawed", fleet.at
     program = [sys.executable, "-m", "xpyd_proxy.cli", "prove"]
     urls = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", at["reference"], "--only", "decode-frozen"]
-    deeds = ["--freeze-decode", f"kill -{number} $PPID; exec sleep 60", "--thaw-decode", f"echo a >> {done}"]
-    ended = subprocess.run([*program, *urls, *deeds], capture_output=True, text=True, timeout=60, check=False)
+    deeds = ["--freeze-decode", f"kill -{number} $PPID; exec sleep 50", "--thaw-decode", f"echo a >> {done}"]
+
+    def begin():
+        for name in ("TERM", "HUP", "INT"):
+            signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN if name in ignored else signal.SIG_DFL)
+
+    began = time.monotonic()
+    ended = subprocess.run(
+        [*program, *urls, *deeds], capture_output=True, text=True, timeout=58, check=False, preexec_fn=begin
+    )
 
     assert done.read_text() == "a\n"
     assert (ended.returncode, "interrupted" in ended.stderr) == (2, True)
+    assert time.monotonic() - began < 50  # the command that freezes has not run to its end
 
 
 @pytest.mark.parametrize("value", ["0", "1", "-1", "-4711", "x", "99999999999"])

@@ -562,14 +562,28 @@ class TestFullEngines:
         fleet = self._stopped(2)
         clients = await self._begun(fleet, 2)
 
-        looked, usable = [], fleet.router.fleet.usable
-        fleet.router.fleet.usable = lambda role: looked.append(role) or usable(role)
         self._shown(fleet, 1.0, decode_1=1.0, decode_9=0.0)  # there is room, but the router cannot use it
-        fleet.router.moves.look()
-        assert len(looked) == 1  # the engines are the same for each stream: the next look at KV caches may change that
         fleet.go_on.set()
         for client in clients:
             await client.end()
 
         assert [client.request.record.moves for client in clients] == [(), ()]
         assert fleet.outcomes == {}
+
+    async def test_without_a_target_nothing_is_tried_until_the_next_look_at_kv_caches(self):
+        """Engines are chosen for each stream: that of thousands, four times a second, would take the event loop."""
+        fleet = self._stopped(2)
+        clients = await self._begun(fleet, 2)
+        registry = fleet.router.registry
+
+        registry.drain("decode-1", now=0.0)
+        self._shown(fleet, 1.0, decode_1=0.0)
+        registry.undrain("decode-1", now=0.0)
+        fleet.router.moves.look()
+        assert [client.request.record.moves for client in clients] == [(), ()]
+
+        self._shown(fleet, 1.0, decode_1=0.0)
+        await clients[-1].end()
+        fleet.go_on.set()
+        await clients[0].end()
+        assert [len(client.request.record.moves) for client in clients] == [0, 1]

@@ -19,7 +19,7 @@ ROOT: Final[BlockKey] = 0  # the parent of a first block
 ITEM: Final = 4  # bytes of a token id
 PROMPT_MOST: Final = 1 << 23  # bytes of JSON; a longer prompt is not looked at
 _PIECE: Final = 512  # bytes of the JSON of token ids that are read together
-_PIECES_MOST: Final = 4096  # that are remembered: 5 MB
+_PIECES_MOST: Final = 4096  # that are remembered: 7 MB, and 13 at most
 _PIECES: Final[dict[bytes, bytes]] = {}  # the ids by their JSON
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _BRACKET: Final = 91
@@ -57,11 +57,16 @@ def packed_json(ids: bytes) -> bytes | None:
 
 
 def _packed_piece(ids: bytes) -> bytes | None:
-    """Read some of the ids of a list, and remember them; None: one is no token id."""
+    """Read some of the ids of a list, and remember them; None: one is no token id.
+
+    With white space between them they may have any length, and are not remembered.
+    """
     try:
         piece = packed(decode(b"[%b]" % ids, list[int]))
     except (NotJson, OverflowError):
         return None
+    if len(ids) > 2 * _PIECE:
+        return piece
     if len(_PIECES) >= _PIECES_MOST:
         _PIECES.clear()
     _PIECES[ids] = piece

@@ -114,3 +114,12 @@ def test_a_salt_is_taken_and_null_is_none():
     first = [prompt.more(prompt.keys(2, None), 2, None) for prompt in (plain, null, salted)]
 
     assert first[0] == first[1] != first[2]
+
+
+def test_what_is_remembered_of_ids_is_bounded():
+    """JSON may have as much white space between two ids as a body may have bytes."""
+    _PIECES.clear()
+    ids = b"[1," + b" " * 100_000 + b"2]"
+
+    assert packed_json(ids) == packed([1, 2])
+    assert sum(map(len, _PIECES)) < 2048

@@ -5,24 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from support.both_roles import BOTH, MOVES
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run
 from support.router_orders import all_at, moved_streams, states
 from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 # All streams begin at one of the two: together they need 1.5 times the KV cache of one.
 COUNT, TOKENS, ROOM_MIB = 5, 500, 8  # 2,048 tokens of room
-OPTIONS = {
-    "role": None,
-    "connector": Connector.XPYD,
-    "extra_connector_config": {"return_kv": True, "return_timeout": 10.0, "transfer_timeout": 10.0},
-    "max_model_len": 1024,
-}
-ARGS = ("--resume-streams", "true", "--health-check-interval", "0.5", "--move-timeout", "60")
 PREEMPTED = "vllm:num_preemptions_total"
 
 
@@ -31,7 +24,9 @@ def trio(fleet, model):
     """1P2D in pull; the decode engines are small."""
     sizes = {"p0": 128, "d0": ROOM_MIB, "d1": ROOM_MIB}
     specs = {
-        name: engine_spec(f"full-{name}", model, mode=TransferMode.PULL, kv_cache_mib=size, **OPTIONS)
+        name: engine_spec(
+            f"full-{name}", model, mode=TransferMode.PULL, **BOTH | {"kv_cache_mib": size, "max_model_len": 1024}
+        )
         for name, size in sizes.items()
     }
     children = [start_engine(fleet, spec) for spec in specs.values()]
@@ -42,7 +37,7 @@ def trio(fleet, model):
 
 def served(trio, start_router, name, *args):
     """Run all streams at one engine, the other of which comes back soon; return them, and the times it preempted."""
-    url = start_router(name, [trio.p0], [trio.d0, trio.d1], args=(*ARGS, *args), env={"ADMIN_API_KEY": ADMIN_KEY})
+    url = start_router(name, [trio.p0], [trio.d0, trio.d1], args=(*MOVES, *args), env={"ADMIN_API_KEY": ADMIN_KEY})
     wait_until(lambda: states(url) == ["healthy"] * 3, seconds=20, what="the router has seen all engines")
     with Watch(trio.d0) as watch:
         asked = list(bodies(COUNT, TOKENS, seed=3, salt=name))

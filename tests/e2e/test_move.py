@@ -8,31 +8,21 @@ import signal
 import statistics
 import time
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
-from support.cluster import Watch, base_url, engine_spec, nothing_held, router_command, start_engine, wait_until
+from support.both_roles import MOVES, both_engines
+from support.cluster import Watch, base_url, nothing_held, router_command, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run, run_at
 from support.hand_chats import COMPUTED, LOADED
 from support.proc import pids_of, wait_stopped
-from support.router_orders import all_at, instances, moved_streams, order, row, states
+from support.router_orders import all_at, moved_streams, order, rows, states
 from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
 
 BLOCK = 32  # tokens of a block of the engines here
-# The times are long: only what is frozen may take as long, and not a busy machine.
-ARGS = ("--resume-streams", "true", "--health-check-interval", "0.5", "--move-timeout", "60")
-OPTIONS = {
-    "role": None,
-    "connector": Connector.XPYD,
-    "extra_connector_config": {"return_kv": True, "return_timeout": 10.0, "transfer_timeout": 10.0},
-    "max_model_len": 4096,
-    "kv_cache_mib": 512,
-}
 
 
 def is_thorough(test, params):
@@ -43,12 +33,8 @@ def is_thorough(test, params):
 @pytest.fixture(scope="module", params=TransferMode, ids=str)
 def fleet_of(request, fleet, model):
     """Engines that lend and take KV in both directions."""
-    mode = request.param
-    specs = {name: engine_spec(f"move-{mode}-{name}", model, mode=mode, **OPTIONS) for name in ("p0", "d0", "d1")}
-    children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
-    fleet.wait_ready(list(children.values()), timeout_s=300)
-    yield SimpleNamespace(**specs, mode=mode, children=children, fleet=fleet, specs=list(specs.values()))
-    fleet.stop(*[child for child in children.values() if child in fleet.children])
+    with both_engines(fleet, model, "move", ("p0", "d0", "d1"), request.param) as engines:
+        yield engines
 
 
 @pytest.fixture
@@ -56,7 +42,7 @@ def router(fleet_of, start_router, request):
     """1P2D."""
     name = f"router-move-{fleet_of.mode}-{request.node.name.split('[')[0][5:]}"
     env = {"ADMIN_API_KEY": ADMIN_KEY}
-    url = start_router(name, [fleet_of.p0], [fleet_of.d0, fleet_of.d1], args=ARGS, env=env)
+    url = start_router(name, [fleet_of.p0], [fleet_of.d0, fleet_of.d1], args=MOVES, env=env)
     wait_until(lambda: states(url) == ["healthy"] * 3, seconds=20, what="the router has seen all engines")
     time.sleep(1)  # the engines' metrics, by which the router knows their ids, are read behind their health
     return url
@@ -66,7 +52,7 @@ def emptied(url, name, taken):
     """Drain an engine by moving its streams; ``taken`` gets the seconds until it has none."""
     start = time.monotonic()
     order(url, "drain", name, move=True)
-    wait_until(lambda: row(url, name)["in_flight"] == 0, seconds=60, what=f"{name} is empty")
+    wait_until(lambda: rows(url)[name]["in_flight"] == 0, seconds=60, what=f"{name} is empty")
     taken.append(time.monotonic() - start)
 
 
@@ -151,8 +137,8 @@ def test_the_engine_that_drains_is_frozen(fleet_of, router):
 
 def test_engines_are_both_at_the_same_time(fleet_of, start_router):
     """Each of two engines is P of one router's requests and D of the other's."""
-    one = start_router(f"router-both-{fleet_of.mode}-1", [fleet_of.d0], [fleet_of.d1], args=ARGS)
-    other = start_router(f"router-both-{fleet_of.mode}-2", [fleet_of.d1], [fleet_of.d0], args=ARGS)
+    one = start_router(f"router-both-{fleet_of.mode}-1", [fleet_of.d0], [fleet_of.d1], args=MOVES)
+    other = start_router(f"router-both-{fleet_of.mode}-2", [fleet_of.d1], [fleet_of.d0], args=MOVES)
     expected = run(fleet_of.p0.base_url, bodies(24, 60, seed=4, salt="alone 4"))
     asked = [
         (url, body) for url, salt in ((one, "one"), (other, "other")) for body in bodies(24, 60, seed=4, salt=salt)
@@ -172,10 +158,12 @@ def test_the_router_dies_in_the_middle(fleet_of, start_router):
     """Clients lose their connections, and nothing of what they have got is wrong; the engines keep nothing for it."""
     count, env = 8, {"ADMIN_API_KEY": ADMIN_KEY}
     name = f"router-move-{fleet_of.mode}-dies"
-    command = router_command(name, [fleet_of.p0], [fleet_of.d0, fleet_of.d1], args=ARGS, env=env)
+    command = router_command(name, [fleet_of.p0], [fleet_of.d0, fleet_of.d1], args=MOVES, env=env)
     child, url = fleet_of.fleet.start(command), base_url(command)
     fleet_of.fleet.wait_ready([child], timeout_s=30)
-    wait_until(lambda: all(one["connector"] for one in instances(url)), seconds=30, what="the router knows all engines")
+    wait_until(
+        lambda: all(one["connector"] for one in rows(url).values()), seconds=30, what="the router knows all engines"
+    )
     asked, salt = list(bodies(count, 800, seed=6, salt="dies")), "alone 6"
     expected = run(fleet_of.p0.base_url, bodies(count, 800, seed=6, salt=salt))
 
@@ -188,7 +176,7 @@ def test_the_router_dies_in_the_middle(fleet_of, start_router):
     order(url, "drain", "decode-1")
     found = run(url, asked, lambda: (order(url, "undrain", "decode-1"), drain()), behind=20)
     has_nothing_held(fleet_of, seconds=30 + 10)  # what nobody came for is kept for kv_lease_duration
-    another = start_router(f"{name}-next", [fleet_of.p0], [fleet_of.d0, fleet_of.d1], args=ARGS, env=env)
+    another = start_router(f"{name}-next", [fleet_of.p0], [fleet_of.d0, fleet_of.d1], args=MOVES, env=env)
     again = run(another, bodies(count, 800, seed=6, salt="dies"))
 
     verdicts = Counter(one.verdict(other) for one, other in zip(found, expected, strict=True))

@@ -16,11 +16,11 @@ from support.cluster import engine_spec, nothing_held, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import Stream, follow, run
 from support.pacing import paced
+from support.router_orders import rows
 from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-KEY = {"X-Api-Key": ADMIN_KEY}
 PACE = (0.04, 5e-4, 4e-3)  # seconds: of a step, of a prompt token, of a stream; support/pacing.py
 ARGS = (
     "--roles", "auto", "--target-ttft", "2", "--target-itl", "0.08", "--roles-interval", "2",
@@ -55,8 +55,7 @@ def bodies():
 
 def serving(url):
     """Return how many engines serve each role; those that turn serve none."""
-    rows = httpx.get(f"{url}/instances", headers=KEY, trust_env=False, timeout=30).json()["instances"]
-    return Counter(row["role"] for row in rows if row["turns_to"] is None)
+    return Counter(row["role"] for row in rows(url).values() if row["turns_to"] is None)
 
 
 def ask_until(url, is_over, most_s):

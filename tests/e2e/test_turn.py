@@ -4,28 +4,18 @@ What is measured is printed: ``pytest -s tests/e2e/test_turn.py`` makes the numb
 """
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
-from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
+from support.both_roles import TURNS, both_engines
+from support.cluster import Watch, nothing_held, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run
-from support.turning import Wave, counted, rows, turn, wait_known
+from support.router_orders import Wave, counted, rows, turn, wait_known
 from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
 
-# The times are long: only what is broken may take as long, and not a busy machine.
-ARGS = ("--resume-streams", "true", "--health-check-interval", "0.5", "--move-timeout", "60", "--turn-timeout", "200")
-OPTIONS = {
-    "role": None,
-    "connector": Connector.XPYD,
-    "extra_connector_config": {"return_kv": True, "return_timeout": 10.0, "transfer_timeout": 10.0},
-    "max_model_len": 4096,
-    "kv_cache_mib": 512,
-}
 STREAMS, TOKENS = 8, 400
 
 
@@ -37,12 +27,8 @@ def is_thorough(_test, params):
 @pytest.fixture(scope="module", params=TransferMode, ids=str)
 def fleet_of(request, fleet, model):
     """Engines that lend and take KV in both directions."""
-    mode = request.param
-    specs = {name: engine_spec(f"turn-{mode}-{name}", model, mode=mode, **OPTIONS) for name in ("a", "b", "c")}
-    children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
-    fleet.wait_ready(list(children.values()), timeout_s=300)
-    yield SimpleNamespace(**specs, mode=mode, specs=list(specs.values()), children=children, fleet=fleet)
-    fleet.stop(*[child for child in children.values() if child in fleet.children])
+    with both_engines(fleet, model, "turn", "abc", request.param) as engines:
+        yield engines
 
 
 @pytest.fixture
@@ -50,7 +36,7 @@ def router(fleet_of, start_router, request):
     """1P2D: a is P."""
     env, name = {"ADMIN_API_KEY": ADMIN_KEY}, request.node.name.split("[")[0][5:]
     url = start_router(
-        f"router-turn-{fleet_of.mode}-{name}", [fleet_of.a], [fleet_of.b, fleet_of.c], args=ARGS, env=env
+        f"router-turn-{fleet_of.mode}-{name}", [fleet_of.a], [fleet_of.b, fleet_of.c], args=TURNS, env=env
     )
     wait_known(url)
     return url

@@ -8,29 +8,19 @@ import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
-from support.cluster import base_url, engine_spec, nothing_held, router_command, start_engine, wait_until
+from support.both_roles import TURNS, both_engines
+from support.cluster import base_url, nothing_held, router_command, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run
-from support.turning import Wave, begin_turn, counted, rows, serves, turn, wait_known
+from support.router_orders import Wave, moved_streams, order, rows, serves, turn, wait_known
 from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector
 
 # Each test takes streams of a thousand tokens, and most an engine's start: minutes of two cores.
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(500)]
 
-# The times are long: only what is broken may take as long, and not a busy machine.
-ARGS = ("--resume-streams", "true", "--health-check-interval", "0.5", "--move-timeout", "60", "--turn-timeout", "200")
-OPTIONS = {
-    "role": None,
-    "connector": Connector.XPYD,
-    "extra_connector_config": {"return_kv": True, "return_timeout": 10.0, "transfer_timeout": 10.0},
-    "max_model_len": 4096,
-    "kv_cache_mib": 512,
-}
 STREAMS, TOKENS = 8, 1200
 ENV = {"ADMIN_API_KEY": ADMIN_KEY}
 
@@ -38,19 +28,15 @@ ENV = {"ADMIN_API_KEY": ADMIN_KEY}
 @pytest.fixture(scope="module", params=TransferMode, ids=str)
 def fleet_of(request, fleet, model):
     """Engines that lend and take KV in both directions: a is P, b and c are D."""
-    mode = request.param
-    specs = {name: engine_spec(f"moves-{mode}-{name}", model, mode=mode, **OPTIONS) for name in ("a", "b", "c")}
-    children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
-    fleet.wait_ready(list(children.values()), timeout_s=300)
-    yield SimpleNamespace(mode=mode, specs=specs, children=children, fleet=fleet)
-    fleet.stop(*[child for child in children.values() if child in fleet.children])
+    with both_engines(fleet, model, "moves", "abc", request.param) as engines:
+        yield engines
 
 
 @pytest.fixture
 def engines(fleet_of):
     """The same, and all of them are alive."""
     dead = [name for name, child in fleet_of.children.items() if child not in fleet_of.fleet.children]
-    fleet_of.children |= {name: start_engine(fleet_of.fleet, fleet_of.specs[name]) for name in dead}
+    fleet_of.children |= {name: start_engine(fleet_of.fleet, fleet_of.named[name]) for name in dead}
     fleet_of.fleet.wait_ready([fleet_of.children[name] for name in dead], timeout_s=300)
     return fleet_of
 
@@ -58,15 +44,15 @@ def engines(fleet_of):
 @pytest.fixture
 def expected(engines):
     """What one engine says."""
-    return run(engines.specs["c"].base_url, asked("alone"))
+    return run(engines.named["c"].base_url, asked("alone"))
 
 
 @pytest.fixture
 def router(engines, start_router, request):
     """1P2D."""
     name = f"router-moves-{engines.mode}-{request.node.name.split('[')[0][5:]}"
-    a, *others = engines.specs.values()
-    url = start_router(name, [a], others, args=ARGS, env=ENV)
+    a, *others = engines.specs
+    url = start_router(name, [a], others, args=TURNS, env=ENV)
     wait_known(url)
     return url
 
@@ -82,22 +68,14 @@ def kill(engines, name):
     engines.fleet.stop(child)
 
 
-def moves(url):
-    """Return what has become of the streams that were to move."""
-    found = Counter()
-    for name, value in counted(url, "xpyd_streams_moved_total").items():
-        found[name.split('outcome="')[1].split('"')[0]] += int(value)
-    return found
-
-
 def some_have_moved(url):
-    wait_until(lambda: moves(url)["moved"] >= 1, seconds=60, what="some have moved")
+    wait_until(lambda: moved_streams(url)["moved"] >= 1, seconds=60, what="some have moved")
 
 
 def at_rest(engines, *names):
     """Wait until engines hold nothing; what nobody came for is kept for kv_lease_duration (30 s)."""
     for name in names:
-        spec = engines.specs[name]
+        spec = engines.named[name]
         wait_until(lambda spec=spec: nothing_held(spec), seconds=45, what=f"{spec.name} is idle")
 
 
@@ -112,7 +90,7 @@ def in_the_middle(url, act):
 
 
 def said(engines, what, found, took, url):
-    print(f"\n{engines.mode}: {what}: {dict(found)}; after {took:.2f} s; were to move: {dict(moves(url))}")
+    print(f"\n{engines.mode}: {what}: {dict(found)}; after {took:.2f} s; were to move: {dict(moved_streams(url))}")
 
 
 def test_the_streams_of_an_engine_that_turns_move(engines, expected, router):
@@ -126,8 +104,8 @@ def test_the_streams_of_an_engine_that_turns_move(engines, expected, router):
     at_rest(engines, "a", "b", "c")
 
     assert found == {"right": 2 * STREAMS}
-    assert moves(router).keys() == {"moved"}
-    assert moves(router)["moved"] >= 2
+    assert moved_streams(router).keys() == {"moved"}
+    assert moved_streams(router)["moved"] >= 2
     assert back < 60
 
 
@@ -152,7 +130,7 @@ def test_the_decode_engine_that_takes_them_dies(engines, expected, router):
     found = Counter(wave.end(expected))
     said(engines, "D killed", found, took, router)
     at_rest(engines, "a", "b")
-    engines.children["c"] = start_engine(engines.fleet, engines.specs["c"])
+    engines.children["c"] = start_engine(engines.fleet, engines.named["c"])
     engines.fleet.wait_ready([engines.children["c"]], timeout_s=300)
     wait_until(lambda: rows(router)["decode-1"]["state"] == "healthy", seconds=90, what="D is back")
     again = Counter(Wave(router, asked("d is back")).end(expected))
@@ -166,13 +144,13 @@ def test_the_decode_engine_that_takes_them_dies(engines, expected, router):
 def test_the_engine_that_turns_dies(engines, expected, router):
     """Its streams go on at the other D, and it comes back in its new role: the router has not forgotten the turn."""
     wave = Wave(router, asked("it dies"))
-    begin_turn(router, "decode-0", "prefill")
+    order(router, "turn", "decode-0", to="prefill")
     some_have_moved(router)
     kill(engines, "b")
     found = Counter(wave.end(expected))
     said(engines, "the engine that turns killed", found, 0.0, router)
     at_rest(engines, "a", "c")
-    engines.children["b"] = start_engine(engines.fleet, engines.specs["b"])
+    engines.children["b"] = start_engine(engines.fleet, engines.named["b"])
     engines.fleet.wait_ready([engines.children["b"]], timeout_s=300)
     wait_until(lambda: serves(router, "decode-0", "prefill"), seconds=90, what="it has turned")
     wait_until(lambda: rows(router)["decode-0"]["state"] == "healthy", seconds=90, what="it is back")
@@ -186,8 +164,8 @@ def test_the_engine_that_turns_dies(engines, expected, router):
 
 def test_the_router_dies(engines, expected, tmp_path):
     """Clients lose their connections, and nothing they have got is wrong; another router of the store ends the turn."""
-    args, name = (*ARGS, "--store", f"file:{tmp_path / 'store'}"), f"router-moves-{engines.mode}-dies"
-    a, *others = engines.specs.values()
+    args, name = (*TURNS, "--store", f"file:{tmp_path / 'store'}"), f"router-moves-{engines.mode}-dies"
+    a, *others = engines.specs
     routers = []
     try:
         for number in range(2):
@@ -199,7 +177,7 @@ def test_the_router_dies(engines, expected, tmp_path):
             wait_known(url)
             if number == 0:
                 wave = Wave(url, asked("router dies"))
-                begin_turn(url, "decode-0", "prefill")
+                order(url, "turn", "decode-0", to="prefill")
                 some_have_moved(url)
                 child.signal(signal.SIGKILL)
                 engines.fleet.stop(routers.pop())

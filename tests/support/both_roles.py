@@ -1,0 +1,28 @@
+"""Engines that can serve either role: they lend KV and take it in both directions, so streams and roles can move."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+from support.cluster import engine_spec, start_engine
+from xpyd_proxy.local.recipe import Connector
+
+BOTH = {
+    "role": None,
+    "connector": Connector.XPYD,
+    "extra_connector_config": {"return_kv": True, "return_timeout": 10.0, "transfer_timeout": 10.0},
+    "max_model_len": 4096,
+    "kv_cache_mib": 512,
+}
+# Of their router. The times are long: only what is frozen or broken may take as long, and not a busy machine.
+MOVES = ("--resume-streams", "true", "--health-check-interval", "0.5", "--move-timeout", "60")
+TURNS = (*MOVES, "--turn-timeout", "200")
+
+
+@contextmanager
+def both_engines(fleet, model, prefix, names, mode):
+    """Yield such engines: by their names, as a list ``specs``, and as ``named``; ``children`` may die."""
+    named = {name: engine_spec(f"{prefix}-{mode}-{name}", model, mode=mode, **BOTH) for name in names}
+    children = {name: start_engine(fleet, spec) for name, spec in named.items()}
+    fleet.wait_ready(list(children.values()), timeout_s=300)
+    yield SimpleNamespace(**named, named=named, specs=list(named.values()), mode=mode, children=children, fleet=fleet)
+    fleet.stop(*[child for child in children.values() if child in fleet.children])

@@ -12,6 +12,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
@@ -39,3 +40,13 @@ def test_requests_and_pools_have_what_we_read():
     assert isinstance(Request.num_tokens, property)
     assert "num_gpu_blocks" in inspect.signature(BlockPool.__init__).parameters
     assert callable(BlockPool.get_num_free_blocks)
+    assert "block_hashes" in inspect.getsource(Request.__init__)
+    assert "hash_block_size" in inspect.signature(BlockPool.__init__).parameters
+    assert [*inspect.signature(BlockPool.get_cached_block).parameters][1:] == ["block_hash", "kv_cache_group_ids"]
+
+
+def test_free_blocks_that_are_cached_for_a_request_count_as_blocks_to_allocate():
+    """They leave the free list, too: a request can lack blocks although as many are free as it has yet to fill."""
+    source = inspect.getsource(SingleTypeKVCacheManager.get_num_blocks_to_allocate)
+
+    assert "return num_new_blocks + num_evictable_blocks" in source

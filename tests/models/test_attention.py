@@ -60,7 +60,7 @@ def test_the_text_depends_on_every_part_of_the_prompt(trio):
 @cases
 def test_equal(trio):
     """From 1 to 1,900 tokens, streamed and not, some of them twice and with a common beginning."""
-    (mode,) = trio.pairs
+    (mode,) = trio.modes
     asked = random_questions((*LENGTHS, *EDGES), seed=f"equal {mode}")
     (long,) = (question.prompt for question in asked if len(question.prompt) == 1900)
     again = [
@@ -90,7 +90,7 @@ def test_equal(trio):
 @cases
 def test_eight_at_once(trio):
     """And only what the layers still need is sent: of a window, that and a block at either end."""
-    (mode,) = trio.pairs
+    (mode,) = trio.modes
     lengths = range(90, 890, 100)
     moved = trio.compare(mode, random_questions(lengths, seed=f"at once {mode}"), at_once=8)
 
@@ -103,7 +103,7 @@ def test_eight_at_once(trio):
 @cases
 def test_preempted(trio):
     """The cache is too small for eight long answers: what is thrown out is computed again."""
-    (mode,) = trio.pairs
+    (mode,) = trio.modes
     asked = random_questions(range(80, 240, 20), seed=f"preempted {mode}")
     moved = trio.compare(mode, asked, at_once=8, tokens=256)
 
@@ -115,7 +115,7 @@ def test_preempted(trio):
 @cases
 def test_fifty_prompts(trio):
     """Random lengths, streamed every other time."""
-    (mode,) = trio.pairs
+    (mode,) = trio.modes
     lengths = [2 + (number * number * 37) % 1800 for number in range(50)]
     moved = trio.compare(mode, random_questions(lengths, seed=f"fifty {mode}"))
 

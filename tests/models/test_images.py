@@ -46,7 +46,7 @@ class Routed(Pair):
 def test_images(mode, fleet, start_router, tmp_path):
     """One or two in a prompt, the same one again, and another one in its place."""
     trio = Trio(fleet, LLAVA, make_llava(tmp_path / "llava"), caching=True, modes=[mode])
-    pair = trio.pairs[mode]
+    pair = trio.pair(mode)
     url = start_router(f"router-images-{mode.value}", [pair.p], [pair.d])
     trio.pairs[mode] = Routed(pair.p, pair.d, mode, pair.where, url)
     alone = [trio.alone(question) for question in ASKED]

@@ -17,15 +17,19 @@ from xpyd_proxy.core.protocol.push import TransferMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-# What make test runs: one architecture without prefix caching and one with it.
+# What make test runs: one architecture without prefix caching and one with it, each in one mode. What a state is, the
+# layout of the cache says, which has no mode.
 QUICK, QUICK_CACHING = "granitemoehybrid", "lfm2"
+QUICK_MODES = {"trio": TransferMode.PUSH, "caching": TransferMode.PULL}
 LENGTHS = (1, 2, 3, 31, 32, 33, 64, 65, 96, 97, 128, 129, 255, 256, 257, 258, 300, 400, 512, 513, 700, 1023, 1500, 1900)
 
 
 def is_thorough(test, params):
-    """Tell what is only for ``make test-thorough``: all architectures but two, and long tests of those."""
+    """Tell what is only for ``make test-thorough``: all architectures but two, their other mode, and long tests."""
     is_quick = params.get("trio", QUICK) == QUICK and params.get("caching", QUICK_CACHING) == QUICK_CACHING
-    return not is_quick or test.startswith(("test_fifty", "test_through_host"))
+    modes = [QUICK_MODES[kind] for kind in QUICK_MODES if kind in params]
+    is_other_mode = "mode" in params and params["mode"] not in modes
+    return not is_quick or is_other_mode or test.startswith(("test_fifty", "test_through_host"))
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +137,7 @@ def test_prefix_hits(caching, mode):
     mixed = Question("ids", stream=False, prompt=(*long.prompt[:960], *tail, 7))
     asked = [first, second, second, third, third, fourth, long, long, part, mixed]
     for question in (third, long):
-        plain(caching.pairs[mode].d, list(question.prompt[:640]), tokens=1)
+        plain(caching.pair(mode).d, list(question.prompt[:640]), tokens=1)
     moved = caching.compare(mode, asked)
     _, repeated = (caching.compare(mode, [fresh]) for _ in range(2))
 

@@ -44,7 +44,9 @@ class BlockShortage:
     def step(self, pool: BlockPool, *, now: float) -> ShortRequest | None:
         """Return the request that has lacked blocks for too long, at most once a second. Called once per step."""
         considered, self._considered = self._considered, None
-        blocks = self._blocks(*considered) - pool.get_num_free_blocks() if considered is not None else 0
+        blocks = 0
+        if considered is not None:
+            blocks = self._blocks(*considered) + self._cached(pool, *considered) - pool.get_num_free_blocks()
         if considered is None or blocks <= 0:
             self._look_at = None
             return None
@@ -58,3 +60,18 @@ class BlockShortage:
     def _blocks(self, request: Request, computed: int) -> int:
         """Return how many blocks the uncached tokens of a request need, over all KV cache groups."""
         return sum(group.new_blocks(request.num_tokens, computed) for group in self._groups)
+
+    def _cached(self, pool: BlockPool, request: Request, computed: int) -> int:
+        """Return how many free blocks are cached for a request, over all KV cache groups.
+
+        The request would use them, so they are no room for its other tokens: vLLM counts them as blocks to allocate
+        (``get_num_blocks_to_allocate`` in ``v1/core/single_type_kv_cache_manager.py``).
+        """
+        cached = 0
+        for number, group in enumerate(self._groups if computed else ()):
+            if group.block_size != pool.hash_block_size:
+                continue  # vLLM joins hashes for it; without them its blocks count as room
+            for each in request.block_hashes[group.blocks_of(group.first_needed(computed), computed)]:
+                blocks = pool.get_cached_block(each, [number])
+                cached += blocks is not None and blocks[0].ref_cnt == 0
+        return cached

@@ -1,6 +1,5 @@
 """The control thread of a scheduler process: built from the settings, started once, and reached through commands."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, TypeAlias
@@ -130,7 +129,7 @@ class ControlThread:
                 )
             else:
                 logger.info("xpyd: the engine's loop turns again: leases are renewed")
-        self._outbox.put(control.take_results(now=time.monotonic()), control.counters.take())
+        self._outbox.put(control.take_results(now=self._clock()), control.counters.take())
 
 
 def _fingerprint(handshakes: Handshakes) -> Fingerprint:

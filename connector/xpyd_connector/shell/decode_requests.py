@@ -214,12 +214,13 @@ class DecodeRequests:
             failure = f"{remote_prefill.source.address} was not met: {remote_prefill.failure}"
             logger.warning("xpyd: the load of %s failed: %s", own, failure)
             self._mode.arrived.append(LoadResult(own, failure))
+            engine = remote_prefill.source.remote_engine_id
+            self._post(lambda control, _: control.lease_renewer.release(own, engine))  # no load of ours ends it
             return
         source = remote_prefill.source
         remote_prefill.into = self._mode_of(source).start(request, source, external, blocks.get_block_ids())
         if isinstance(source, PullParams):  # in push, our registration tells P the same
-            engine = source.remote_engine_id
-            self._post(lambda control, _: control.lease_renewer.read_started(own, engine))
+            self._post(lambda control, _: control.lease_renewer.read_started(own, source.remote_engine_id))
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Return this step's metadata for the workers."""

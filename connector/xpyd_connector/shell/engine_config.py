@@ -27,7 +27,7 @@ from xpyd_connector.errors import SettingsError, UnsupportedCache
 from xpyd_connector.settings import Granularity, Mode, Settings, read_settings
 from xpyd_connector.shell import vllm_versions
 from xpyd_connector.shell.devices import check_copies, check_events
-from xpyd_connector.shell.first_token import first_token
+from xpyd_connector.shell.first_token import first_token, looks_back
 
 SUPPORTED = (
     FullAttentionSpec,
@@ -59,6 +59,7 @@ class EngineConfig:
     prefix_hash: str = ""  # vLLM's hash of cached blocks; "": return_kv is off, or cannot be on
     recomputes: bool = True  # a load that fails costs a prefill, not the request
     first_token: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what routers are told of it, in pull
+    looks_back: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the same, in both modes
 
 
 class WorkerRank(NamedTuple):
@@ -102,6 +103,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         prefix_hash=_prefix_hash(config, settings, groups),
         recomputes=not settings.return_kv or transfer.kv_load_failure_policy == "recompute",
         first_token=first_token(config, groups) if settings.mode.pulls else {},
+        looks_back=looks_back(config),
     )
     _check_stages(engine_config)
     return engine_config, settings

@@ -231,8 +231,12 @@ class PrefillRequests:
         self._post(lambda control, now: control.grant(name, now=now, sampled=is_sampled, pushed=is_pushed))
         if self._push_progress is not None and is_pushed:
             self._push_progress.finish(request, prompt)
-        offer = self._signatures.sign(self._params(request, name, prompt, is_pushed=is_pushed)).to_params()
-        return offer if is_pushed else {**offer, **self._engine_config.first_token}
+        engine, offer = (
+            self._engine_config,
+            self._signatures.sign(self._params(request, name, prompt, is_pushed=is_pushed)),
+        )
+        said = engine.looks_back if is_pushed else {**engine.first_token, **engine.looks_back}
+        return {**offer.to_params(), **said}
 
     def _sample(self, name: RequestId, prompt: list[list[int]], tokens: int) -> bool:
         """Order checksums of a prompt's blocks, if it is sampled; tell whether it is."""

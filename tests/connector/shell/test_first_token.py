@@ -10,7 +10,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's and vLLM's own, at their import
     from vllm.config import ModelConfig, StructuredOutputsConfig
 
-    from xpyd_connector.shell.first_token import first_token
+    from xpyd_connector.shell.first_token import first_token, looks_back
 
 from xpyd_connector.core.layout.cache_groups import CacheGroup
 
@@ -63,6 +63,22 @@ def test_the_token_of_a_chat_that_may_reason_is_not_shown(parser):
 def test_what_would_begin_anew_behind_the_token_is_not_continued(engine):
     """The answer would not be that of one engine."""
     assert said(**engine) == {}
+
+
+@pytest.mark.parametrize(
+    ("defaults", "processors", "says"),
+    [
+        ({}, None, {}),
+        ({"temperature": 0.7, "repetition_penalty": 1.1}, None, {}),  # the penalty counts the prompt's tokens, too
+        ({"max_new_tokens": 50}, None, {"xpyd_looks_back": True}),
+        ({}, ["my.Processor"], {"xpyd_looks_back": True}),
+    ],
+)
+def test_an_engine_says_that_its_own_defaults_look_back(defaults, processors, says):
+    """Routers neither resume nor move its streams."""
+    model = model_with(defaults, processors=processors)
+
+    assert looks_back(SimpleNamespace(model_config=model)) == says
 
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])

@@ -62,6 +62,7 @@ class Engine:
         name="here",
         width=16,
         first_token=None,
+        looks_back=None,
         prefix_hash="",
         **choices,
     ):
@@ -69,6 +70,7 @@ class Engine:
         engine_config = EngineConfig(
             EngineId(name), Address("127.0.0.1", free_port()), groups, {"l.0": 0}, BLOCKS, all_heads=1, ranks=1,
             is_producer=True, is_consumer=is_consumer, first_token=first_token or {}, prefix_hash=prefix_hash,
+            looks_back=looks_back or {},
         )  # fmt: skip
         self.now = 1000.0
         # Nobody is there to be met: only a test that waits for the end of a handshake has it end.
@@ -86,7 +88,7 @@ class Engine:
             request_id=name, kv_transfer_params=params, prompt_token_ids=prompt, num_prompt_tokens=len(prompt),
             num_computed_tokens=len(prompt), mm_features=[], lora_request=None, cache_salt=None, status=status,
             abort_immediately=False, num_tokens=len(prompt), priority=priority, arrival_time=4990.0,
-            num_output_tokens=0,
+            num_output_tokens=0, block_hashes=[],
         )  # fmt: skip
 
     def arrive(self, *, name="d-a", **changes):
@@ -200,6 +202,22 @@ def test_the_load_from_an_engine_that_does_not_answer_has_failed(engine):
     assert metadata.orders == []
     assert engine.side.stats().data["counters"]["loads_failed_handshake"] == 1
     assert engine.side.matched_tokens(engine.arrive(remote_engine_id="p1", name="d-b"), 0) == (None, False)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_nothing_is_renewed_at_an_engine_that_does_not_answer(mode):
+    """Else each request that met a dead engine has that engine dialled for as long as this one runs."""
+    engine = Engine(mode=mode)
+    transfer = {"transfer_id": "t"} if mode is Mode.PULL else {"transfer_id": "t", "transfer_mode": "push"}
+    request = engine.arrive(remote_engine_id="p1", **transfer)
+    renewer = engine.side._control._runner._core.lease_renewer
+    wait_until(lambda: len(renewer) == 1, seconds=10, what="the lease is renewed")
+    engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1"), failure="timed out", is_final=False))
+    engine.allocate(request, 9)
+    engine.ended(*[str(result.request) for result in engine.side.step(IDLE).arrived], failed=("d-a",))
+
+    wait_until(lambda: len(renewer) == 0, seconds=10, what="the lease is given back")
+    engine.side.stop()
 
 
 def test_pipeline_stages_with_other_attention_backends_are_refused():
@@ -1034,6 +1052,22 @@ def test_an_engine_that_can_do_either_loads_as_each_request_says(either):
     assert [name for name, *_ in either.asks()].count("push_receiver.expect") == 1
     (order,) = either.step().orders
     assert (order.request, order.remote_request) == ("d-b", "p-b")
+
+
+def test_routers_are_told_where_no_other_engine_may_go_on():
+    """Both ways: streams move and are resumed in push as well."""
+    engine = PushEngine(mode=Mode.AUTO, looks_back={"xpyd_looks_back": True})
+    asked = engine.request({"do_remote_decode": True, "transfer_id": "t-b", "transfer_mode": "push"}, name="p-b")
+    asked.num_preemptions = 0
+    engine.side.on_new_request(asked)
+    said = [
+        engine.side.finished(engine.prefill("p-a", "t-a"), ([1, 2, 3],)),
+        engine.side.finished(asked, ([4, 5, 6],)),
+    ]
+    engine.side.stop()
+
+    assert [params["transfer_mode"] for params in said] == ["pull", "push"]
+    assert all(params["xpyd_looks_back"] is True for params in said)
 
 
 def test_an_engine_that_can_do_either_lends_as_each_request_says(either):

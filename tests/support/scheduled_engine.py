@@ -1,0 +1,412 @@
+"""Engines with vLLM's own scheduler and block pool, our whole connector, an in-memory network and virtual time.
+
+Played are the model, which writes into each token's place in memory what all tokens up to it make of it, and the loop
+and the threads, which have a turn when the test says so. Every token is computed from KV that is compared with what it
+must be, byte for byte.
+"""
+
+import copy
+import dataclasses
+import functools
+import hashlib
+import tempfile
+import warnings
+from collections import Counter, deque
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from support.engines import BLOCK_SIZE, FINGERPRINT, rank_info
+from support.push_engines import WatchedMover
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import EngineEndpoint, EngineId
+from xpyd_connector.core.messages import PROTOCOL, Welcome
+from xpyd_connector.core.pull.decode_worker import PullReader
+from xpyd_connector.core.push.prefill_worker import PushWriter
+from xpyd_connector.core.returning_writer import ReturningWriter
+from xpyd_connector.core.session.peers import PeerTable
+from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryTransferAgent, pieces_of
+from xpyd_proxy.local.model import ensure_model
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import (
+        get_request_block_hasher,
+        init_none_hash,
+        make_block_hash_with_group_id,
+    )
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import FinishReason
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from xpyd_connector.shell.connector import XpydConnector
+    from xpyd_connector.shell.control_thread import _build_control_plane
+    from xpyd_connector.shell.engine_config import WorkerRank, read_engine_config
+    from xpyd_connector.shell.engine_waker import EngineWaker
+    from xpyd_connector.shell.metadata import RankHandshake
+    from xpyd_connector.shell.scheduler import XpydConnectorScheduler
+    from xpyd_connector.shell.worker import XpydConnectorWorker
+
+BLOCKS = 24  # with block 0, which nothing uses
+VOCABULARY = 3  # so that prompts have common beginnings
+LEASE, TRANSFER, REGISTRATION, REVOKE = 30.0, 20.0, 60.0, 10.0  # s, of the connector's settings
+TOKEN = b"token"  # by which a scheduler process knows its worker
+
+
+@functools.cache
+def kv(prefix, token):
+    """What the KV cache has of a token: it depends on all before it."""
+    return hashlib.blake2b(prefix + bytes([token]), digest_size=8).digest()
+
+
+def kv_of(tokens):
+    """What the KV cache must have of each of the tokens."""
+    found, last = [], b""
+    for token in tokens:
+        found.append(last := kv(last, token))
+    return found
+
+
+def next_token(tokens):
+    """What the model makes of these tokens."""
+    return kv_of(tokens)[-1][0] % VOCABULARY
+
+
+class Output(NamedTuple):
+    """What a client sees of one step of its request."""
+
+    request: str
+    tokens: list
+    end: FinishReason | None
+    params: dict | None
+
+
+class InMemoryRunner:
+    """Stands for a ``Runner``: a thread of the connector, which has a turn when its process has one."""
+
+    def __init__(self, core, link, after_turn=lambda core: None):
+        self.core, self._link, self._after_turn = core, link, after_turn
+        self.commands = deque()
+        self._due = 0.0
+
+    def post(self, command):
+        self.commands.append(command)
+
+    def check(self):
+        """No thread has died: its bugs are raised in the test."""
+
+    def turn(self, now):
+        if self.commands or self._link.inbox or (self._due is not None and now >= self._due):
+            self.wake(now)
+
+    def wake(self, now):
+        while self.commands:
+            self.commands.popleft()(self.core, now)
+        for event in self._link.poll():
+            self.core.on(event, now=now)
+        self._due = self.core.advance(now=now)
+        self._after_turn(self.core)
+
+
+class TimedConnector(XpydConnector):
+    """The connector of a scheduler process whose clock is the test's."""
+
+    worlds: ClassVar = {}  # by the engine's id
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        assert role == KVConnectorRole.SCHEDULER
+        self._engine_config, self._settings = read_engine_config(vllm_config, kv_cache_config)
+        world = self.worlds[self._engine_config.engine]
+        clock = lambda: world.now  # noqa: E731
+        self._engine_config = dataclasses.replace(
+            self._engine_config, address=world.addresses[self._engine_config.engine]
+        )
+        self._scheduler = XpydConnectorScheduler(self._engine_config, self._settings, EngineWaker(None), clock, clock)
+        self._sides = [self._scheduler]
+        self.gauges, self.seen = {}, Counter()  # what vLLM's metrics have shown of us
+
+    def get_kv_connector_stats(self):
+        """Remember what vLLM is about to export."""
+        if (stats := super().get_kv_connector_stats()) is not None:
+            self.gauges.update(stats.data["gauges"])
+            self.seen.update(stats.data["counters"])
+        return stats
+
+
+@functools.cache
+def _configured():
+    """Return vLLM's configuration, and what all engines share; read once."""
+    folder = Path(tempfile.mkdtemp())
+    ensure_model(folder)
+    init_none_hash(sha256)
+    config = EngineArgs(
+        model=str(folder),
+        max_model_len=BLOCK_SIZE * (BLOCKS - 1),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        async_scheduling=False,
+        kv_transfer_config={
+            "kv_connector": TimedConnector.__name__,
+            "kv_connector_module_path": __name__,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "mode": "auto",
+                "kv_lease_duration": LEASE,
+                "transfer_timeout": TRANSFER,
+                "registration_timeout": REGISTRATION,
+                "revoke_after": REVOKE,
+                "idle_wait": 0.0,
+            },
+        },
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = BLOCKS
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float16)
+    cache = KVCacheConfig(BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l.0"], spec)])
+    return config, cache, StructuredOutputManager(config), get_request_block_hasher(BLOCK_SIZE, sha256)
+
+
+class WatchedReader(InMemoryTransferAgent):
+    """Looks at every block that it reads into."""
+
+    def __init__(self, network, memory, world):
+        super().__init__(network, memory)
+        self.memory, self.world = memory, world
+
+    def _copy(self, flight):
+        self.world.check_write(self.memory, [local for _, local in pieces_of(flight.spans)], None)
+        super()._copy(flight)
+
+
+class ScheduledEngine:
+    """One engine process of ``kv_role`` kv_both and mode auto: it lends and takes, in pull and in push."""
+
+    def __init__(self, world, name, address):
+        self.world, self.name, self.address = world, name, address
+        self.alive, self.frozen = True, False
+        self.inbox = deque()  # what clients ask for, until the next step
+        self.lent = {}  # lease -> its blocks and what must be in them
+        TimedConnector.worlds[name] = world
+        world.addresses[name] = address
+        shared, cache, structured, self._hasher = _configured()
+        config = copy.copy(shared)
+        config.kv_transfer_config = dataclasses.replace(shared.kv_transfer_config, engine_id=name)
+        self.scheduler = Scheduler(config, cache, structured, BLOCK_SIZE)
+        self.connector = self.scheduler.connector
+        self.prefills, self.decodes = self.connector._scheduler._prefills, self.connector._scheduler._decodes
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self._start_threads(self.connector._engine_config, self.connector._settings)
+
+    def _start_threads(self, engine_config, settings):
+        network = self.world.network
+        self.memory = network.memories[self.name] = [b"zero"] * (BLOCKS * BLOCK_SIZE)
+        self.links = [InMemoryLink(network, self.name, engine=self.name) for _ in range(2)]
+        info = rank_info(self.name, BLOCKS, width=BLOCK_BYTES)
+        handshakes = {0: RankHandshake(info, info, FINGERPRINT, TOKEN)}
+        thread = self.connector._scheduler._control
+        self.counters, self.worker_counters = Counters(), Counters()
+        self.control = _build_control_plane(
+            engine_config,
+            settings,
+            self.links[0],
+            self.counters,
+            handshakes,
+            last_turn=lambda: thread._last_turn,
+        )
+        self.control_runner = thread._runner = InMemoryRunner(self.control, self.links[0], thread._after_turn)
+        network.listen(self.address, self.links[0], _welcome(self.name, info))
+        self.movers = [mover(network, self.name, self.world) for mover in (WatchedMover, WatchedReader)]
+        self.writer = PushWriter(
+            self.links[1],
+            self.movers[0],
+            self.worker_counters,
+            info,
+            scheduler_endpoint=EngineEndpoint(EngineId(self.name), self.address),
+            token=TOKEN,
+            timeout=TRANSFER,
+        )
+        self.worker_peers = PeerTable(
+            self.links[1], FINGERPRINT, self.worker_counters, retry_after=settings.retry_after
+        )
+        self.reader = PullReader(
+            self.links[1], self.movers[1], self.worker_peers, self.worker_counters, info, timeout=TRANSFER
+        )
+        self.worker = XpydConnectorWorker(engine_config, settings, WorkerRank(0))
+        self.worker_runner = InMemoryRunner(
+            ReturningWriter(self.writer, self.reader), self.links[1], self.worker._after_turn
+        )
+        self.worker._runner = self.worker._push_writer = self.worker_runner
+
+    # ---- what clients do
+
+    def ask(self, name, tokens, *, most, params=None):
+        """Send a request, which the engine sees with its next step."""
+        self.inbox.append(lambda: self._add(name, tokens, most, params))
+
+    def abort(self, name):
+        """Close the connection of a request."""
+        self.inbox.append(lambda: self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED))
+
+    def _add(self, name, tokens, most, params):
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=most, ignore_eos=True, extra_args={"kv_transfer_params": params}
+        )
+        self.scheduler.add_request(Request(name, list(tokens), sampling, None, block_hasher=self._hasher))
+
+    # ---- the process
+
+    def turn(self, now):
+        """One turn of both threads, and one step of the loop; returns what clients see of it."""
+        if not self.alive or self.frozen:
+            return []
+        for runner in (self.control_runner, self.worker_runner):
+            runner.turn(now)
+        while self.inbox:
+            self.inbox.popleft()()
+        return self._step() if self.scheduler.has_requests() else []
+
+    def _step(self):
+        """As ``EngineCore.step`` and the model runner's mixin for connectors do it."""
+        scheduled = self.scheduler.schedule()
+        metadata = scheduled.kv_connector_metadata
+        self.worker.add_computed(metadata.pieces)
+        sampled = self._compute(scheduled)
+        self.worker.load(metadata)
+        ended = self.worker.results()
+        output = KVConnectorOutput(
+            finished_recving=ended.finished_recving,
+            failed_recving=ended.failed_recving,
+            kv_connector_worker_meta=self.worker.take_quarantined(),
+        )
+        model = ModelRunnerOutput(
+            list(sampled), {name: place for place, name in enumerate(sampled)}, list(sampled.values()),
+            kv_connector_output=output,
+        )  # fmt: skip
+        found = self.scheduler.update_from_output(scheduled, model)
+        return [
+            Output(each.request_id, each.new_token_ids, each.finish_reason, each.kv_transfer_params)
+            for outputs in found.values()
+            for each in outputs.outputs
+        ]
+
+    def _compute(self, scheduled):
+        """Compute the KV of the scheduled tokens from that of those before, and sample."""
+        for request in self.scheduler.requests.values():
+            self._note_hashes(request)
+        sampled = {}
+        for name, count in scheduled.num_scheduled_tokens.items():
+            request, stop = self.scheduler.requests[name], self.scheduler.requests[name].num_computed_tokens
+            tokens, places = request.all_token_ids[:stop], self.places(self.blocks_of(name))
+            wanted = kv_of(tokens)
+            for number in range(stop):
+                if number >= stop - count:
+                    self.memory[places[number]] = wanted[number]
+                assert self.memory[places[number]] == wanted[number], f"{name} was computed from other KV"
+            sampled[name] = [next_token(tokens)] if stop == request.num_tokens else []
+        return sampled
+
+    def _note_hashes(self, request):
+        wanted = None
+        for number, each in enumerate(request.block_hashes):
+            key = make_block_hash_with_group_id(each, 0)
+            if key not in self.world.cached:
+                wanted = wanted or kv_of(request.all_token_ids)
+                self.world.cached[key] = wanted[number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE]
+
+    def die(self):
+        """The process ends. What its worker had on its way may still arrive."""
+        self.alive = False
+        self.world.strays += [self.world.stray(self.movers[0], flight) for flight in self.movers[0]._xfers.values()]
+        for link in self.links:
+            self.world.network.kill(link)
+
+    # ---- what can be seen of it
+
+    @property
+    def leases(self):
+        return self.control.lease_manager.leases
+
+    @property
+    def is_empty(self):
+        """Whether a router would show it as empty: no request, and no lease in its metrics."""
+        return not self.inbox and not self.scheduler.requests and not self.connector.gauges.get("leases_held")
+
+    def blocks_of(self, name):
+        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        return blocks
+
+    @staticmethod
+    def places(blocks):
+        return [block * BLOCK_SIZE + token for block in blocks for token in range(BLOCK_SIZE)]
+
+    def note_offer(self, output, tokens):
+        """Remember what another engine may read, or is written, of a finished prefill."""
+        params = output.params
+        name = params["transfer_id"] if params["transfer_mode"] == "push" else params["remote_request_id"]
+        self.lent[name] = list(params["remote_block_ids"][0]), kv_of(tokens)
+
+    # ---- what must hold
+
+    def check(self):
+        """Each block has exactly the owners that know of it, and what they have put there."""
+        held = {name: [block.block_id for block in lease.blocks] for name, lease in self.prefills._held._held.items()}
+        quarantined = {
+            name: [block.block_id for block in each.blocks] for name, each in self.decodes._quarantined.items()
+        }
+        used = {name: self.blocks_of(name) for name in self.scheduler.requests}
+        owners = Counter(block for each in (held, quarantined, used) for blocks in each.values() for block in blocks)
+        for block in self.pool.blocks[1:]:
+            assert block.ref_cnt == owners[block.block_id], f"block {block.block_id} of {self.name}: other owners"
+            if block.block_hash is not None:
+                found = self.memory[block.block_id * BLOCK_SIZE : (block.block_id + 1) * BLOCK_SIZE]
+                assert found == self.world.cached[block.block_hash], f"block {block.block_id} is not what its hash says"
+        for name, blocks in held.items():
+            known = self.lent.get(name)
+            if known is not None:
+                assert known[0] == blocks, f"lease {name} is of other blocks than it says"
+                found = [self.memory[place] for place in self.places(blocks)][: len(known[1])]
+                assert found == known[1], f"lease {name} has other KV than it says"
+        for name, each in self.decodes._remote_prefills.items():
+            if each.into:
+                most = 2 if name in quarantined else 1
+                assert all(owners[block] <= most for block in each.into), f"{name} is loaded into another's blocks"
+        leases = self.leases._leases.keys()
+        assert leases <= held.keys(), f"leases without blocks: {leases - held.keys()}"
+        if not self.control_runner.commands and not self.connector._scheduler._control.has_results:
+            assert leases == held.keys(), f"blocks without a lease: {held.keys() - leases}"
+
+    def check_is_at_rest(self, living):
+        """Nothing is left: no request, block, lease or entry of any table."""
+        for runner in (self.control_runner, self.worker_runner):
+            runner.wake(self.world.now)  # refused engines are forgotten with the next turn, whenever that is
+        assert not self.scheduler.requests
+        assert self.pool.get_num_free_blocks() == BLOCKS - 1, f"{self.name} lost blocks"
+        control, writer = self.control, self.writer
+        assert (list(self.prefills._held._held), list(self.leases._leases)) == ([], [])
+        renewed = control.lease_renewer._leases_by_engine
+        assert renewed == {}, f"{self.name} still renews {renewed}"
+        assert (self.decodes._remote_prefills, self.decodes._quarantined) == ({}, {})
+        assert self.decodes._prompts == {}
+        assert (len(control.push_receiver), len(self.reader)) == (0, 0)
+        coordinator = control.push_coordinator
+        assert coordinator._by_request == coordinator._early == {}
+        assert all(peer.pushes == {} for peer in coordinator._peers.values())
+        assert writer._sources == writer._jobs == writer._by_request == writer._by_part == {}
+        assert [mover._xfers for mover in self.movers] == [{}, {}]
+        assert (self.prefills._push_progress._names, len(self.prefills._push_progress)) == (set(), 0)
+        for peers in (control._peers, self.worker_peers):
+            assert {peer.engine for peer in peers._peers.values()} <= living, "an engine that is gone is still known"
+        assert set(self.reader._remote_engines) <= living
+
+
+def _welcome(name, info):
+    return Welcome(PROTOCOL, EngineId(name), FINGERPRINT, (info,))

@@ -60,7 +60,7 @@ def test_the_files_of_ci_show_every_kind_of_object():
 
     crds = {"HTTPRoute", "LeaderWorkerSet", "PodMonitor", "PrometheusRule", "ScaledObject", "ServiceMonitor"}
     core = {"ConfigMap", "Deployment", "HorizontalPodAutoscaler", "Ingress", "NetworkPolicy", "Pod", "Secret"}
-    core |= {"StatefulSet"}
+    core |= {"Lease", "StatefulSet"}
     core |= {"PodDisruptionBudget", "Role", "RoleBinding", "Service", "ServiceAccount"}
     assert kinds == crds | core
 

@@ -51,9 +51,11 @@ def test_the_router_understands_the_pods_of_the_chart(case):
             continue
         found[component] = wanted
         assert wanted.role is Role(component)
+        assert wanted.serves == meta["labels"]["xpyd.io/role"]
         assert wanted.target.address.host == "10.0.0.7"
         assert wanted.target.address.port == ports["http"]
-    assert found["prefill"].target.revision == found["decode"].target.revision is not None
+    assert found["decode"].target.revision is not None
+    assert {one.target.revision for one in found.values()} == {found["decode"].target.revision}
 
 
 def test_ranks_and_mode_reach_the_router():

@@ -91,8 +91,8 @@ def test_vllm_reads_the_arguments_of_every_pod_as_they_are_meant(tmp_path):
     for (name, c), one in zip(pods.items(), found, strict=True):
         assert "refused" not in one, f"{name}: vLLM refuses {c['args']}"
         assert c["args"][0] == "serve"
-        role = "prefill" if "prefill" in name else "decode"
-        assert one["role"] == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+        role = name.split("-")[-2]
+        assert one["role"] == {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[role]
         assert (one["module"], one["pp"], one["host"]) == ("xpyd_connector", 1, "0.0.0.0")
         assert one["headless"] == ("http" not in {port["name"] for port in c.get("ports", ())})
         assert one["shutdown"] == 10

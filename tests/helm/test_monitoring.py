@@ -42,7 +42,7 @@ def queries():
     for board in dashboards():
         for panel in board["panels"]:
             found |= {f"{board['title']}/{panel['title']}/{t['refId']}": t["expr"] for t in panel["targets"]}
-    for case in ("2p4d", "tp8-multinode", "wanted-engines"):
+    for case in ("2p4d", "tp8-multinode", "wanted-engines", "one-pool"):
         for scaled in kind(default(case), "ScaledObject"):
             for number, trigger in enumerate(scaled["spec"]["triggers"]):
                 found[f"{case} {scaled['metadata']['name']}/{number}"] = trigger["metadata"]["query"]
@@ -92,7 +92,7 @@ def test_a_metric_that_is_not_there_would_be_noticed():
 
 def test_autoscalers_look_at_metrics_that_engines_have():
     """And KEDA's by the name that vLLM gives the model: model_name."""
-    for case in ("2p4d", "tp8-multinode", "wanted-engines"):
+    for case in ("2p4d", "tp8-multinode", "wanted-engines", "one-pool"):
         for o in kind(default(case), "HorizontalPodAutoscaler"):
             assert all(m["pods"]["metric"]["name"] in real() for m in o["spec"]["metrics"] if m["type"] == "Pods")
     query = queries()["2p4d r-xpyd-prefill/0"]
@@ -118,6 +118,16 @@ def test_a_pool_may_be_as_large_as_the_routers_say():
     given |= {'xpyd_wanted_engines{namespace="ns",job="other-router",role="decode"}': "7"}
 
     assert Evaluation(series(given), 0.0).of(parsed(query)) == {frozenset(): 5}
+
+
+def test_one_pool_is_as_large_as_both_roles_need():
+    """Of the same router: the largest number of one and the largest of the other may be of different moments."""
+    query = queries()["one-pool r-xpyd-decode/0"]
+    wanted = f'xpyd_wanted_engines{{{ROUTER},pod="%s",role="%s"}}'
+    given = {wanted % ("a", "decode"): "5", wanted % ("a", "prefill"): "3"}
+    given |= {wanted % ("b", "decode"): "2", wanted % ("b", "prefill"): "7"}
+
+    assert Evaluation(series(given), 0.0).of(parsed(query)) == {frozenset(): 9}
 
 
 @pytest.mark.parametrize(

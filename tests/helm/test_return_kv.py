@@ -28,6 +28,21 @@ def engines_of(objects, policy):
     ]
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_engines_serve_both_roles_only_when_asked(both):
+    """Those that do can turn, and hand over streams that move; KV of answers does not go back."""
+    found = {
+        role: transfer(template)
+        for role, template in engine_pods(Chart().objects({"connector": {"kvBoth": True}} if both else {}))
+    }
+
+    own = {"prefill": "kv_producer", "decode": "kv_consumer"}
+    assert {role: config["kv_role"] for role, config in found.items()} == (
+        dict.fromkeys(own, "kv_both") if both else own
+    )
+    assert not any("return_kv" in config["kv_connector_extra_config"] for config in found.values())
+
+
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_one_value_has_kv_go_back(mode):
     """Both roles lend and take, a read that fails costs no request, and routers know where conversations are."""

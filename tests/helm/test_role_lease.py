@@ -6,7 +6,7 @@ from support.helm_chart import HELMS, Chart
 from support.helm_objects import kind
 
 AUTO = {
-    "returnKv": {"enabled": True},
+    "connector": {"kvBoth": True},
     "router": {"settings": {"roles": "auto", "target_ttft_s": 2, "target_itl_s": 0.05}},
 }
 

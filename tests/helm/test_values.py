@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.helm_care import gib
 from support.helm_chart import CASES, CHART, HELMS, Chart, Refused, default
 from support.helm_checks import complaints
-from support.helm_objects import container, flag, ident, kind, matches, pods, pool, router, templates
+from support.helm_objects import container, engine_pods, flag, ident, kind, matches, pods, pool, router, templates
 from support.helm_pods import drains
 
 BAD = [
@@ -38,6 +38,8 @@ BAD = [
     ("kvEvents.enabled", "auto"),
     ("timelines.enabled", "yes"),
     ("returnKv.enabled", "push"),
+    ("onePool.enabled", "both"),
+    ("connector.kvBoth", "decode"),
     ("prefill.kvEvents.from", [{"cidr": "10.0.0.0/8"}]),
     ("router.replicas", 0),
     ("router.replicas", "2"),
@@ -163,6 +165,7 @@ OUTSIDE = {"enabled": True, "routerTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}
 KEYED = {"apiKey": {"secretName": "engines"}}
 RETURNING = {"returnKv": {"enabled": True}}
 TURNING = {"router": {"settings": {"roles": "auto", "target_ttft_s": 2, "target_itl_s": 0.05}}}
+ONE_POOL, NO_PREFILL = {"onePool": {"enabled": True}}, {"prefill": {"enabled": False}}
 SHARING = {"settings": {"share_limits": True}}
 TELLING = {"kvEvents": {"enabled": True}, "prefill": KEYED, "decode": KEYED}
 GROUP = {"kind": "LeaderWorkerSet", "nodes": 2}
@@ -253,7 +256,24 @@ CONTRADICTIONS = [
         },
         "no router counts engines: write router.settings.roles: dry-run",
     ),
-    (TURNING, "so no engine can turn: write returnKv.enabled: true"),
+    (TURNING, "so no engine can turn: write connector.kvBoth: true"),
+    (ONE_POOL, "its engines are those of decode, so write prefill.enabled: false"),
+    (ONE_POOL | NO_PREFILL, "no router gives its engines their roles: write router.settings.roles: auto"),
+    (
+        TURNING | ONE_POOL | NO_PREFILL | {"decode": {"dataParallel": 2}},
+        "decode.dataParallel is 2: ranks of one",
+    ),
+    (
+        TURNING | ONE_POOL | NO_PREFILL | {"decode": {"autoscaling": {"type": "hpa"}}},
+        "decode.autoscaling.type is hpa: no metric of one engine says",
+    ),
+    (
+        TURNING
+        | ONE_POOL
+        | NO_PREFILL
+        | {"decode": {"autoscaling": {"type": "keda"}}, "monitoring": {"podMonitor": {"enabled": True}}},
+        "so write decode.autoscaling.wanted: true",
+    ),
     (TURNING | RETURNING | {"prefill": {"autoscaling": {"type": "hpa"}}}, "prefill.autoscaling.type is hpa: pods that"),
     (
         TURNING
@@ -488,8 +508,7 @@ def test_a_router_asks_for_a_core_for_each_of_its_processes():
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_that_is_downloaded_fits_where_it_goes(case):
     """Two bytes a parameter, by the number in its name; a pod that writes more than it asked for is evicted first."""
-    for role in ("prefill", "decode"):
-        template = templates(pool(default(case), role))[0]
+    for role, template in engine_pods(default(case)):
         c, volumes = container(template), {v["name"]: v for v in template["spec"]["volumes"]}
         billions = re.search(r"([\d.]+)[bB]\b", c["args"][1])
         if "model" in volumes or not billions:

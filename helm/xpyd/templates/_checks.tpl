@@ -177,11 +177,11 @@
 {{- end -}}
 {{- end -}}
 {{- if eq ($v.router.settings.roles | default "off") "auto" -}}
-{{- if ne $p.autoscaling.type "none" -}}
+{{- if and (ne $p.autoscaling.type "none") (not $v.onePool.enabled) -}}
 {{- fail (printf "router.settings.roles is auto, and %s.autoscaling.type is %s: pods that have turned count for the pool that they were made in, so write %s.autoscaling.type: none, or roles: dry-run" $role $p.autoscaling.type $role) -}}
 {{- end -}}
-{{- if not $v.returnKv.enabled -}}
-{{- fail (printf "router.settings.roles is auto, and %s engines are started for one role (kv_role), so no engine can turn: write returnKv.enabled: true, or roles: dry-run" $role) -}}
+{{- if not (or $v.connector.kvBoth $v.returnKv.enabled $v.onePool.enabled) -}}
+{{- fail (printf "router.settings.roles is auto, and %s engines are started for one role (kv_role), so no engine can turn: write connector.kvBoth: true, or roles: dry-run" $role) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $p.autoscaling.perOther (eq $p.autoscaling.type "hpa") -}}
@@ -199,6 +199,23 @@
 {{- end -}}
 {{- end -}}
 {{- include "xpyd.check.ports" (dict "role" $role "pool" $p) -}}
+{{- end -}}
+{{- end -}}
+{{- if $v.onePool.enabled -}}
+{{- if or $v.prefill.enabled (not $v.decode.enabled) -}}
+{{- fail "onePool.enabled is true: its engines are those of decode, so write prefill.enabled: false and decode.enabled: true" -}}
+{{- end -}}
+{{- if ne ($v.router.settings.roles | default "off") "auto" -}}
+{{- fail "onePool.enabled is true, and no router gives its engines their roles: write router.settings.roles: auto with target_ttft_s and target_itl_s" -}}
+{{- end -}}
+{{- if gt (int $v.decode.dataParallel) 1 -}}
+{{- fail (printf "onePool.enabled is true, and decode.dataParallel is %d: ranks of one engine share an address, and cannot turn, so write 1" (int $v.decode.dataParallel)) -}}
+{{- end -}}
+{{- if has $v.decode.autoscaling.type (list "hpa") -}}
+{{- fail "onePool.enabled is true, and decode.autoscaling.type is hpa: no metric of one engine says how many both roles need, so write keda with wanted: true, or none" -}}
+{{- end -}}
+{{- if and (eq $v.decode.autoscaling.type "keda") (not $v.decode.autoscaling.wanted) -}}
+{{- fail "onePool.enabled is true, and decode.autoscaling.type is keda: no metric of one engine says how many both roles need, so write decode.autoscaling.wanted: true" -}}
 {{- end -}}
 {{- end -}}
 {{- if and $v.prefill.enabled $v.decode.enabled $v.prefill.hostNetwork $v.decode.hostNetwork -}}

@@ -8,6 +8,8 @@
 {{- $role := ternary "kv_producer" "kv_consumer" (eq .role "prefill") -}}
 {{- if .root.Values.returnKv.enabled -}}
 {{- $_ := set $extra "return_kv" true -}}
+{{- end -}}
+{{- if or .root.Values.returnKv.enabled $c.kvBoth .root.Values.onePool.enabled -}}
 {{- $role = "kv_both" -}}
 {{- end -}}
 {{- $config := dict "kv_connector" "XpydConnector" "kv_connector_module_path" "xpyd_connector" -}}
@@ -286,7 +288,7 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 {{- end -}}
 
 {{- define "xpyd.pool.labels" -}}
-{{- $more := merge (dict "xpyd.io/role" .role "xpyd.io/release" .root.Release.Name "xpyd.io/revision" (include "xpyd.revision" .root)) (index .root.Values .role).podLabels -}}
+{{- $more := merge (dict "xpyd.io/role" (ternary "both" .role .root.Values.onePool.enabled) "xpyd.io/release" .root.Release.Name "xpyd.io/revision" (include "xpyd.revision" .root)) (index .root.Values .role).podLabels -}}
 {{- include "xpyd.podLabels" (dict "root" .root "component" .role "more" $more) -}}
 {{- end -}}
 

@@ -3,7 +3,7 @@
 What is measured is printed: ``pytest -s tests/e2e/test_pair_modes.py``.
 """
 
-import json
+import os
 import random
 import time
 from types import SimpleNamespace
@@ -11,42 +11,39 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from support.cluster import ROOT, Watch, engine_spec, nothing_held, start_engine, wait_until
+from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
-from support.legs import SLOW_OPERATION, SLOW_TRANSFERS
 from support.questions import Question, ask, client, differences
-from xpyd_proxy.local.recipe import Connector, Role
+from support.slow_memory import COMPILER, NEEDED, slow
+from xpyd_proxy.local.recipe import Connector, Role, engine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(500),
+    pytest.mark.thorough,  # two minutes, most of it for engines that no nursery can bear: what is loaded before libc
+    pytest.mark.skipif(COMPILER is None, reason=NEEDED),
+]
 
 KEY = {"X-Api-Key": ADMIN_KEY}
-SLOW_S = 0.4  # a transfer of the slow way takes longer by this
-ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+SLOW_MB_PER_S = 2.0  # the KV of a prompt of 200 tokens has 0.8 MB
 
 
 @pytest.fixture(scope="module")
 def autos(fleet, model):
     """2P2D: d0 reads slowly, and p1 writes slowly."""
-    slow = {"p0": None, "p1": "WRITE", "d0": "READ", "d1": None}
+    slow_ways = {"p0": None, "p1": "WRITE", "d0": "READ", "d1": None}
     specs, children = {}, []
-    for name, operation in slow.items():
-        role = Role.PREFILL if name[0] == "p" else Role.DECODE
-        config = {
-            "kv_connector": "SlowConnector",
-            "kv_connector_module_path": "support.slow_transfers",
-            "kv_role": ROLES[role],
-            "kv_connector_extra_config": {"mode": "auto"},
-        }
-        env = {"PYTHONPATH": str(ROOT / "tests"), SLOW_OPERATION: operation or "", SLOW_TRANSFERS: str(SLOW_S)}
+    for name, way in slow_ways.items():
         specs[name] = engine_spec(
             f"auto-{name}",
             model,
-            role=role,
+            role=Role.PREFILL if name[0] == "p" else Role.DECODE,
             connector=Connector.XPYD,
-            extra_args=("--kv-transfer-config", json.dumps(config)),
-            extra_env=env,
+            extra_connector_config={"mode": "auto"},
+            extra_env=slow(**{way: SLOW_MB_PER_S}) if way else {},
         )
-        children.append(start_engine(fleet, specs[name]))
+        start = fleet.start(engine(specs[name], os.environ)) if way else start_engine(fleet, specs[name])
+        children.append(start)
     fleet.wait_ready(children, timeout_s=300)
     yield SimpleNamespace(**specs)
     fleet.stop(*children)

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from support.cluster import OVER_TCP, engine_spec, faulty_decode, start_engine
+from support.cluster import OVER_TCP, engine_spec, faulty_decode
+from support.restarting import restartable
 from xpyd_proxy.cli import main
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector, Role
@@ -64,11 +65,13 @@ def test_one_wrong_block_in_a_hundred_is_found(prove, fleet, model, engines):
 
 
 LEASE = 8  # s; vLLM's connector renews at most every 5 s
+READY_S = 300.0
 
 
 @contextmanager
-def pair(fleet, model, connector, mode, **config):
-    """A prefill and a decode engine with short leases; yields them, and the flags to freeze them."""
+def pair(folder, model, connector, mode, **config):
+    """A prefill and a decode engine with short leases; yields them, and the flags to freeze, kill and restart them."""
+    roles = (Role.PREFILL, Role.DECODE)
     specs = [
         engine_spec(
             f"prove-{connector}-{mode}-{role[0]}",
@@ -80,42 +83,44 @@ def pair(fleet, model, connector, mode, **config):
             extra_env=OVER_TCP,
             extra_connector_config={"kv_lease_duration": LEASE, **config},
         )
-        for role in (Role.PREFILL, Role.DECODE)
+        for role in roles
     ]
-    children = [start_engine(fleet, spec) for spec in specs]
-    try:
-        fleet.wait_ready(children, timeout_s=300)
-        pids = [f"--{role}-pid={child.pid}" for role, child in zip(("prefill", "decode"), children, strict=True)]
-        yield specs, [*pids, f"--lease-seconds={LEASE}", "--idle-seconds=4"]  # a strand of a lease is longer
-    finally:
-        fleet.stop(*children)
+    with restartable(folder, *specs, timeout_s=READY_S) as found:
+        flags = [flag for role, each in zip(roles, found, strict=True) for flag in each.flags(role)]
+        yield specs, [*flags, f"--lease-seconds={LEASE}", "--idle-seconds=4"]  # a strand of a lease is longer
 
 
-FAULTS = ("--only=features", "--only=handovers", "--only=faults", "--seconds=400")
+FAULTS = ("--only=clients", "--only=features", "--only=handovers", "--only=faults", "--seconds=500")
 
 
-@pytest.mark.thorough  # a minute and a half for each mode: it waits for leases
+@pytest.mark.thorough  # minutes for each mode: it waits for leases, and starts engines again
 @pytest.mark.parametrize("mode", list(TransferMode))
-def test_faults_leave_ours_right(prove, fleet, model, reference, mode):
-    """Frozen engines, params of other requests and of earlier times: never a wrong text, never a block that stays."""
-    with pair(fleet, model, Connector.XPYD, mode) as (specs, flags):
+def test_faults_leave_ours_right(prove, tmp_path, model, reference, mode):
+    """Frozen and killed engines, params of other requests and of earlier times: no wrong text, no block that stays."""
+    with pair(tmp_path, model, Connector.XPYD, mode) as (specs, flags):
         code, page = prove(specs[:1], specs[1:], reference, *FAULTS, *flags)
 
     assert findings(page) == {}
     assert code == 0
 
 
-@pytest.mark.thorough  # more than a minute for each, and these engines burn a core even when idle
+@pytest.mark.thorough  # minutes for each, and these engines burn a core even when idle
 @pytest.mark.parametrize(
     ("mode", "names"),
     [
-        (TransferMode.PULL, {"decode-frozen/wrong-text", "mixed-up/wrong-text"}),
-        (TransferMode.PUSH, {"decode-frozen/no-answer", "decode-frozen/blocks-never-freed"}),
+        (
+            TransferMode.PULL,
+            {"decode-frozen/wrong-text", "mixed-up/wrong-text", "decode-killed/blocks-stranded"},
+        ),
+        (
+            TransferMode.PUSH,
+            {"decode-frozen/no-answer", "decode-frozen/blocks-never-freed", "refused/blocks-stranded"},
+        ),
     ],
 )
-def test_the_faults_of_vllms_connectors_are_found(prove, fleet, model, reference, mode, names):
-    """KV that is read too late, and pushes that never come."""
-    with pair(fleet, model, Connector.NIXL, mode) as (specs, flags):
+def test_the_faults_of_vllms_connectors_are_found(prove, tmp_path, model, reference, mode, names):
+    """KV that is read too late, pushes that never come, and blocks that stay until a lease has ended."""
+    with pair(tmp_path, model, Connector.NIXL, mode) as (specs, flags):
         code, page = prove(specs[:1], specs[1:], reference, "--timeout=30", *FAULTS, *flags)
 
     assert findings(page).keys() >= names

@@ -33,7 +33,7 @@ MOST_S = 120.0  # until the turn; 50 on an idle machine
 @pytest.fixture
 def engines(fleet, model):
     """Engines that can be P and D, each in its own time."""
-    options = {"role": None, "connector": Connector.XPYD, "extra_connector_config": {"return_kv": True}}
+    options = {"role": None, "connector": Connector.XPYD}
     args = ("--max-num-batched-tokens", "512", "--max-num-seqs", "32")
     specs = [paced(engine_spec(f"roles-{name}", model, extra_args=args, **options), *PACE) for name in "abc"]
     children = [start_engine(fleet, spec) for spec in specs]

@@ -29,7 +29,7 @@ from xpyd_proxy.local.recipe import Connector
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 KEY = {"X-Api-Key": "sesame"}
 FROZEN_S = 0.3
-LONGER_S = 0.2  # that one part of a load takes
+LONGER_S = 1.0  # that one part of a load takes: a busy machine takes 0.1 s of its own, which is nobody's row
 WAITING = "vllm:xpyd_requests_waiting_for_remote_kv"
 LOADING = ("allocate blocks", "order to the worker", "handshake", "plan the read", "read KV", "fence")
 CLIENT_ID = "of-this-test"

@@ -9,7 +9,7 @@ from xpyd_proxy.local.recipe import Connector
 BOTH = {
     "role": None,
     "connector": Connector.XPYD,
-    "extra_connector_config": {"return_kv": True, "return_timeout": 10.0, "transfer_timeout": 10.0},
+    "extra_connector_config": {"transfer_timeout": 10.0},
     "max_model_len": 4096,
     "kv_cache_mib": 512,
 }
@@ -19,9 +19,9 @@ TURNS = (*MOVES, "--turn-timeout", "200")
 
 
 @contextmanager
-def both_engines(fleet, model, prefix, names, mode):
+def both_engines(fleet, model, prefix, names, mode, **options):
     """Yield such engines: by their names, as a list ``specs``, and as ``named``; ``children`` may die."""
-    named = {name: engine_spec(f"{prefix}-{mode}-{name}", model, mode=mode, **BOTH) for name in names}
+    named = {name: engine_spec(f"{prefix}-{mode}-{name}", model, mode=mode, **BOTH | options) for name in names}
     children = {name: start_engine(fleet, spec) for name, spec in named.items()}
     fleet.wait_ready(list(children.values()), timeout_s=300)
     yield SimpleNamespace(**named, named=named, specs=list(named.values()), mode=mode, children=children, fleet=fleet)

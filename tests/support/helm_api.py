@@ -1,7 +1,18 @@
 """Checks of what pods may ask for, and who may reach them: see helm_checks.py."""
 
-from support.helm_calls import PODS, STORE
-from support.helm_objects import COMPONENT, WORKER_INDEX, container, engine_pods, flag, ident, kind, router, templates
+from support.helm_calls import LEASE, PODS, STORE
+from support.helm_objects import (
+    COMPONENT,
+    WORKER_INDEX,
+    container,
+    engine_pods,
+    flag,
+    ident,
+    kind,
+    pools,
+    router,
+    templates,
+)
 
 
 def rbac(objects):
@@ -12,6 +23,8 @@ def rbac(objects):
     wanted = (PODS if "--kubernetes-selector" in args else set()) | (
         STORE if store.startswith("kubernetes:") else set()
     )
+    if flag(args, "--roles") == "auto" and store.startswith("kubernetes:"):
+        wanted |= LEASE
     given = {
         (group, resource, verb)
         for role in kind(objects, "Role")
@@ -46,7 +59,7 @@ def discovery(objects):
         labels = template["metadata"]["labels"]
         if key and labels.get(key) != value:
             problems.append(f"{role} pods are not found by {key}={value}")
-        if labels.get("xpyd.io/role") != role:
+        if labels.get("xpyd.io/role") not in ({role} if len(pools(objects)) > 1 else {"both"}):
             problems.append(f"{role} pods say they are {labels.get('xpyd.io/role')}")
         revisions.add(labels.get("xpyd.io/revision"))
         if WORKER_INDEX in labels:
@@ -60,7 +73,7 @@ def isolation(objects):
     """Engines are open to engines and, for HTTP, to routers and named peers; to nobody else."""
     problems = []
     policies = {o["metadata"]["labels"][COMPONENT]: o for o in kind(objects, "NetworkPolicy")}
-    for role in ("prefill", "decode"):
+    for role in pools(objects):
         if role not in policies:
             problems.append(f"{role} has no NetworkPolicy")
             continue
@@ -70,7 +83,7 @@ def isolation(objects):
             }
             if not rule.get("from"):
                 problems.append(f"{role}: a rule is open to everybody")
-            elif "ports" not in rule and peers != {"prefill", "decode"}:
+            elif "ports" not in rule and peers != set(pools(objects)):
                 problems.append(f"{role}: all ports are open to {peers}")
             elif "ports" in rule and [port["port"] for port in rule["ports"]] != ["http"]:
                 events = all(str(port["port"]).startswith("kv-events-") for port in rule["ports"])

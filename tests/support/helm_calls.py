@@ -4,4 +4,5 @@
 """
 
 PODS = {("", "pods", verb) for verb in ("list", "watch")}
+LEASE = {("coordination.k8s.io", "leases", verb) for verb in ("get", "patch")}
 STORE = {("", "configmaps", verb) for verb in ("list", "watch", "patch")}

@@ -42,9 +42,16 @@ def pods(objects):
     return found + [(o, o["metadata"], o["spec"]) for o in kind(objects, "Pod")]
 
 
+def pools(objects):
+    """Return the names of the pools: those of one role each, or the only one, whose pods serve both."""
+    labels = [template["metadata"]["labels"] for o in kind(objects, *WORKLOADS) for template in templates(o)]
+    is_one = any(one.get("xpyd.io/role") == "both" for one in labels)
+    return ["decode"] if is_one else ["prefill", "decode"]
+
+
 def engine_pods(objects):
-    """Return (role, template) for every pod of an engine that answers requests."""
-    return [(role, templates(pool(objects, role))[0]) for role in ("prefill", "decode")]
+    """Return (pool, template) for every pod of an engine that answers requests."""
+    return [(role, templates(pool(objects, role))[0]) for role in pools(objects)]
 
 
 def container(template):

@@ -16,6 +16,7 @@ from support.helm_objects import (
     kind,
     pods,
     pool,
+    pools,
     router,
     templates,
 )  # fmt: skip
@@ -117,7 +118,7 @@ def secrets(objects):
 def connector_secret(objects):
     """All pods of engines read one secret from a file; if the chart makes it, it is the one that they mount."""
     problems, mounted = [], set()
-    for role in ("prefill", "decode"):
+    for role in pools(objects):
         for template in templates(pool(objects, role)):
             path = env(template).get("XPYD_CONNECTOR_SECRET_FILE", {}).get("value", "")
             mounts = {m["mountPath"]: m["name"] for m in container(template)["volumeMounts"]}
@@ -160,8 +161,9 @@ def engine_args(objects):
         args, ports = c["args"], {port["name"]: port["containerPort"] for port in c["ports"]}
         config = json.loads(flag(args, "--kv-transfer-config") or "{}")
         extra = config.get("kv_connector_extra_config", {})
-        own = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
-        if config.get("kv_role") != ("kv_both" if extra.get("return_kv") else own):
+        own = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+        own = own[template["metadata"]["labels"]["xpyd.io/role"]]
+        if config.get("kv_role") not in ({"kv_both"} if extra.get("return_kv") else {own, "kv_both"}):
             problems.append(f"{role} has kv_role {config.get('kv_role')}")
         if config.get("kv_connector") != "XpydConnector":
             problems.append(f"{role} has the connector {config.get('kv_connector')}")

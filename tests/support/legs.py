@@ -13,8 +13,6 @@ from support.questions import ask, client
 TOKENS = 16
 STALL_TOKENS = 77  # a prompt of exactly so many tokens keeps an engine of support.stalling in one step
 STALL_SECONDS = "XPYD_TEST_STALL_SECONDS"  # for so long
-SLOW_OPERATION = "XPYD_TEST_SLOW_OPERATION"  # READ or WRITE, with SLOW_TRANSFERS (support/slow_transfers.py)
-SLOW_TRANSFERS = "XPYD_TEST_SLOW_TRANSFERS"  # seconds that such a transfer takes longer
 SLOW_TOKENS, SLOW_SECONDS = 9, 0.05  # and one of so many, or of hundreds more, keeps each of its steps for so long
 OPEN = {"do_remote_decode": True, "do_remote_prefill": False}
 

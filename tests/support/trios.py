@@ -45,7 +45,7 @@ class Moved:
 
 
 class Trio:
-    """A single engine without a connector, and a pair of engines for each mode."""
+    """A single engine without a connector, and a pair of engines for each mode, from when it is first asked for."""
 
     def __init__(self, fleet, architecture, model, *, config=None, caching=False, blocks=None, modes=TransferMode):
         self.architecture = architecture
@@ -56,15 +56,22 @@ class Trio:
         self._options = {"extra_args": (*args, *architecture.args), "kv_cache_mib": 64}
         self._blocks = blocks  # of D: a P with so few could not lend eight prompts
         self._fleet, self._model = fleet, model
+        self.modes, self.pairs, self._children = modes, {}, []
         self.single = engine_spec(f"{architecture.label}-single", model, **self._options)
-        specs = {mode: [self._spec(mode, side) for side in "pd"] for mode in modes}
-        everyone = [self.single, *(spec for pair in specs.values() for spec in pair)]
-        self._children = [start_engine(fleet, spec) for spec in everyone]
-        fleet.wait_ready(self._children, timeout_s=300)
-        self.pairs = {
-            mode: Pair(p, d, mode, meet(p, d, 1) if mode is TransferMode.PUSH else None)
-            for mode, (p, d) in specs.items()
-        }
+        self._start(self.single)
+
+    def pair(self, mode):
+        """Return the engines that move KV in one way."""
+        if mode not in self.pairs:
+            p, d = (self._spec(mode, side) for side in "pd")
+            self._start(p, d)
+            self.pairs[mode] = Pair(p, d, mode, meet(p, d, 1) if mode is TransferMode.PUSH else None)
+        return self.pairs[mode]
+
+    def _start(self, *specs):
+        children = [start_engine(self._fleet, spec) for spec in specs]
+        self._children += children
+        self._fleet.wait_ready(children, timeout_s=300)
 
     def _spec(self, mode, side, connector=Connector.XPYD):
         name = f"{self.architecture.label}-{connector.value}-{mode.value}-{side}"
@@ -93,7 +100,7 @@ class Trio:
 
         D is asked so many at once, all of which P has begun before: else the first would be over before the last came.
         """
-        pair = self.pairs[mode]
+        pair = self.pair(mode)
         with Watch(pair.p) as prefilled, Watch(pair.d) as decoded:
             ours = []
             with ThreadPoolExecutor(at_once) as pool:

@@ -49,10 +49,6 @@ _NEEDS_IDS: Final = (
     "streams can only move while the router knows their tokens: set resume_streams (--resume-streams true), which "
     "holds for streams that begin from then on; or drain without move"
 )
-_NEEDS_NAME: Final = (
-    "shows no engine id, by which a prefill engine could ask it for its KV cache: that takes our connector with "
-    "return_kv, health checks, and no data-parallel ranks; drain it without move"
-)
 logger = logging.getLogger(__name__)
 
 
@@ -139,8 +135,6 @@ class InstanceAdmin:
             one = member.instance
             if member.as_role(Role.DECODE) is None:
                 raise HTTPException(400, f"{one.id} is a prefill engine: it has no streams, drain it without move")
-            if member.facts.engine_id is None or one.rank is not None:
-                raise HTTPException(409, f"{one.id} {_NEEDS_NAME}")
 
     def found(self, named: InstanceName) -> Sequence[Member]:
         """Return the engines that are meant; raises UnknownInstance, or AddressError: the address is none."""

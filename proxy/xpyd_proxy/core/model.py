@@ -266,6 +266,7 @@ class PrefillResult:
     replaced: str | None  # the host that it named, where nobody can reach it; None: what it named stands
     offer: msgspec.Raw  # what it says of its first token, if it does not push
     read: TokensAnswer | None  # the answer, if it was asked for token ids
+    looks_back: bool  # no other engine goes on exactly with its streams
 
     def __init__(  # noqa: PLR0917 (by name they cost several hundred instructions more)
         self,
@@ -276,6 +277,7 @@ class PrefillResult:
         replaced: str | None = None,
         offer: msgspec.Raw = NULL,
         read: TokensAnswer | None = None,
+        looks_back: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
         self.params = params
         self.replaced = replaced
@@ -284,3 +286,4 @@ class PrefillResult:
         self.transfer = transfer
         self.offer = offer
         self.read = read
+        self.looks_back = looks_back

@@ -37,6 +37,9 @@ class RoleTurns(Protocol):
         """Take the lease, or go on holding it, and tell who has it; never raises."""
         ...
 
-    async def begin(self, name: InstanceId, role: Role, /) -> str:
-        """Write down that an engine turns, and have it begin; say why it does not. Empty: it does. Never raises."""
+    async def begin(self, name: InstanceId, role: Role, /, *, counts: bool = True) -> str:
+        """Write down that an engine turns, and have it begin; say why it does not. Empty: it does. Never raises.
+
+        ``counts``: it is one of the turns of an hour.
+        """
         ...

@@ -84,10 +84,11 @@ class Retry:
 class MoveRecord:
     """A stream was cut, to go on at another engine."""
 
-    __slots__ = ("cut_at", "gap_s", "outcome", "source")
+    __slots__ = ("cut_at", "gap_s", "outcome", "prefill", "source")
 
     def __init__(self, source: InstanceId, cut_at: float) -> None:
         self.source = source
+        self.prefill: LegRecord | None = None  # the prefill leg before it
         self.cut_at = cut_at  # by the router's clock
         self.gap_s: float | None = None  # from there to the next event
         self.outcome: MoveOutcome | None = None  # None: it is under way
@@ -247,6 +248,7 @@ class RequestRecord(RequestTimes):
 
     def move_on(self, move: MoveRecord) -> None:
         """The stream was cut: put its legs aside."""
+        move.prefill = self.prefill
         self.start_over()
         self.single_reason = None
         self.moves = (*self.moves, move)

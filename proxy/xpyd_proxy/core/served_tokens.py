@@ -27,8 +27,9 @@ def served_tokens(record: RequestRecord, status: int, prompt: int, events: int) 
     """
     if status >= 400 and status != CLIENT_CLOSED_REQUEST:
         return 0
-    if record.prefill is not None and record.prefill.tokens is not None:
-        prompt = record.prefill.tokens
+    told = record.prefill if not record.moves else record.moves[0].prefill  # later ones have some of the answer, too
+    if told is not None and told.tokens is not None:
+        prompt = told.tokens
     counted, answered = _counted(record.path, b"".join(record.end))
     prompt = prompt if counted is None else _bounded(counted)
     return prompt + (events if answered is None else _bounded(answered))

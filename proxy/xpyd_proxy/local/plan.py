@@ -35,6 +35,7 @@ class LocalPlan:
     decode_port: int = 8200  # of the first decode engine
     side_channel_port: int = 5600  # of the first prefill engine; decode engines follow
     kv_events: bool = False  # the router knows from the engines what they have cached
+    dtype: str | None = None  # of the engines; None: vLLM's choice
     home: Path = Path(".xpyd")  # logs, caches and the tiny model
     model: Path = Path(".xpyd/models/tiny")
 
@@ -71,6 +72,7 @@ class LocalPlan:
                 cache_dir=self.home / "cache",
                 kv_events=self.kv_events_dir if self.kv_events else None,
                 timelines=self.connector is Connector.XPYD,
+                dtype=self.dtype,
             )
             for number, (role, index, port) in enumerate(places)
         )

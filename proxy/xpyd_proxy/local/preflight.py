@@ -105,6 +105,19 @@ def _is_free(port: int) -> bool:
     return True
 
 
+def safe_dtype(root: Path = Path("/")) -> str | None:
+    """Return the `--dtype` that engines need on this CPU; None where vLLM's own choice works.
+
+    vLLM 0.32.0's attention in bfloat16 uses the tiles of Intel's AMX where the CPU has them (`_get_attn_isa` in
+    vllm/v1/attention/backends/cpu_attn.py). A thread whose first work is a single token runs a tile instruction before
+    it has configured tiles, and the engine dies of an illegal instruction. A decode engine begins with one token.
+    """
+    with suppress(OSError):
+        if "amx_tile" in (root / "proc/cpuinfo").read_text().split():
+            return "float32"
+    return None
+
+
 def free_memory(root: Path = Path("/")) -> int | None:
     """Return how many bytes this machine, or the container we are in, can still give; None where it does not say."""
     known = list[int]()

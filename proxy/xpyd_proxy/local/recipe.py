@@ -49,7 +49,8 @@ class EngineSpec:
     side_channel_host: str = HOST  # where other engines reach it
     max_model_len: int = 2048  # tokens
     block_size: int = 32  # tokens; attention on CPUs needs a multiple of 32
-    kv_cache_mib: int = 128  # 65,536 tokens of the tiny model
+    kv_cache_mib: int = 128  # 65,536 tokens of the tiny model in bfloat16, half as many in float32
+    dtype: str | None = None  # of the model and its KV cache; None: vLLM's choice
     kv_events: Path | None = None  # directory of this user alone, for the sockets: the engine serves its KV events
     timelines: bool = False  # the engine notes what happens to each request, for `xpyd why`
     failure_policy: str = "recompute"  # or "fail": what a decode engine does when KV cannot be loaded
@@ -120,6 +121,8 @@ def options(spec: EngineSpec) -> list[str]:
     options += ["--enforce-eager", "--distributed-executor-backend", "uni"]
     options += ["--enable-prompt-tokens-details"]  # lets a decode engine report the tokens that prefill had cached
     options += ["--disable-access-log-for-endpoints", "/health,/metrics"]
+    if spec.dtype:
+        options += ["--dtype", spec.dtype]
     if spec.connector:
         options += ["--kv-transfer-config", json.dumps(transfer_config(spec))]
     if spec.kv_events:

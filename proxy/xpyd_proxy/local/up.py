@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         mode=EngineMode(args.mode),
         return_kv=args.return_kv,
         model=args.model or _DEFAULT.model,
+        dtype=preflight.safe_dtype(),
         **{name: getattr(args, name) for name in as_given},
     )
     screen = Screen()
@@ -96,6 +97,8 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool) -> int:
     make_home(plan)
     if plan.kind is EngineKind.VLLM:
         _make_model(plan, screen)
+        if plan.dtype:
+            screen.step("dtype", f"{plan.dtype}: with its own choice, bfloat16, vLLM may crash on a CPU with AMX")
     with open_fleet(plan.log_dir, grace_s=GRACE_S) as fleet:
         try:
             _start(plan, fleet, screen)

@@ -9,7 +9,7 @@ from typing import Final
 
 from xpyd_proxy.proving.core.answer import SMALLEST_TOLERANCE, Answer, Malformed, self_difference
 from xpyd_proxy.proving.core.cards import ModelFacts
-from xpyd_proxy.proving.core.finding import Finding
+from xpyd_proxy.proving.core.finding import Finding, FindingName
 from xpyd_proxy.proving.core.holdings import Holdings, read_holdings
 from xpyd_proxy.proving.core.latencies import Latencies
 from xpyd_proxy.proving.core.question import Prompts, Question
@@ -20,6 +20,7 @@ from xpyd_proxy.proving.services import EnginePairs, Service
 
 LARGEST_TOLERANCE: Final = 0.5  # of a logprob; beyond it a comparison says nothing
 _SAFETY: Final = 4.0  # a few questions do not show the largest difference
+_SLOW: Final = 10.0  # times the reference: more than the most requests at once explain
 _METRICS_S: Final = 10.0
 _REFERENCE_AT_ONCE: Final = 4
 
@@ -64,6 +65,7 @@ class Bench:
     uncompared: int = 0  # answers to questions that the reference did not answer
     unanswered: str = ""  # what it said to the latest of these
     _right: dict[str, Answer | None] = field(default_factory=dict[str, Answer | None])
+    _took_s: dict[str, float] = field(default_factory=dict[str, float])  # by the reference, for an answer
     _refused: set[str] = field(default_factory=set[str])
 
     @property
@@ -110,6 +112,7 @@ class Bench:
         key = repr(question)
         if key not in self._right:
             reply = await self.reference.ask(question, timeout_s=self.limits.request_s)
+            self._took_s[key] = reply.seconds
             try:
                 self._right[key] = read_reply(question, reply)
             except Malformed as exc:
@@ -152,7 +155,17 @@ class Bench:
             for question, reply, answer in zip(questions, replies, right, strict=True)
             for finding in findings_of(question, reply, answer, self.tolerance, may_fail=may_fail)
         ]
+        if not may_fail:
+            for question, reply in zip(questions, replies, strict=True):
+                found += self.slow(f"{question}", reply, self._took_s.get(repr(question)))
         return together(found, len(questions))
+
+    def slow(self, asked: str, reply: Reply, reference_s: float | None) -> list[Finding]:
+        """Tell whether an answer waited for the end of a lease; ``reference_s``: how long the reference's took."""
+        if reference_s is None or reply.failure() or reply.seconds < max(self.limits.lease_s, _SLOW * reference_s):
+            return []
+        seen = f"{reply.seconds:.1f} s, where the single engine took {reference_s:.1f} s and a lease lasts"
+        return [Finding(FindingName.SLOW_ANSWER, f"{asked}: {seen} {self.limits.lease_s:g} s")]
 
     async def calibrate(self) -> str:
         """Find out by how much the reference differs from itself, and return what was found, in a sentence."""

@@ -12,6 +12,7 @@ from xpyd_proxy.proving.http_server import HttpServer
 _POLL_S: Final = 0.2
 _NUDGE_S: Final = 2.0  # vLLM's gauges move with a step: an engine that sleeps is given one
 _METRICS_S: Final = 10.0
+_RENEWED: Final = 2 / 3  # of a lease: what a renewal adds to the time of vLLM's own
 _WATCHED_LEASES: Final = 1.5  # for which what is not back is watched
 
 
@@ -23,14 +24,17 @@ class Idleness:
     findings: tuple[Finding, ...]
 
 
-async def wait_idle(bench: Bench, since: float, *, bound_s: float, dead: Collection[str] = ()) -> Idleness:
+async def wait_idle(
+    bench: Bench, since: float, *, began: float, bound_s: float, dead: Collection[str] = ()
+) -> Idleness:
     """Watch all engines until they hold nothing, from ``since`` (the last request's end) on.
 
-    What is not back within the bound is a finding. It is watched on for as long as a lease may last. So is an engine
+    What is not back within the bound is a finding. It is watched on for as long as a lease may last: blocks of a
+    prefill engine that are back when a lease that ``began`` with the check may be over were stranded. So is an engine
     that does not show any more what it holds, unless it is ``dead`` (names), which is another finding.
     """
     watched = max(bound_s, _WATCHED_LEASES * bench.limits.lease_s)
-    watch = _Watch(bench, since, dead)
+    watch = _Watch(bench, since, began, dead)
     nudged = since + _NUDGE_S
     while await watch.look() and now() - since <= watched:
         if now() >= nudged:
@@ -44,12 +48,13 @@ async def wait_idle(bench: Bench, since: float, *, bound_s: float, dead: Collect
 class _Watch:
     """Who still holds something, and since when others hold nothing."""
 
-    def __init__(self, bench: Bench, since: float, dead: Collection[str]) -> None:
+    def __init__(self, bench: Bench, since: float, began: float, dead: Collection[str]) -> None:
         self.left: list[HttpServer] = list(bench.engines)
         self.held: dict[str, str] = {}  # what was seen first, by engine
         self.unseen: set[str] = set()  # those that have shown what they hold, and do not now
         self.back: dict[str, float] = {}  # seconds
         self.since = since
+        self._began = began
         self._bench = bench
         self._dead = dead
 
@@ -75,13 +80,22 @@ class _Watch:
     def late(self, bound_s: float) -> list[Finding]:
         """Return what was back, and too late."""
         return [
-            Finding(
-                FindingName.BLOCKS_HELD,
-                f"{name} held {self.held.get(name)} for {seconds:.1f} s; {bound_s:g} s are allowed",
-            )
+            self._late(name, seconds, bound_s)
             for name, seconds in self.back.items()
             if seconds > bound_s and name in self.held
         ]
+
+    def _late(self, name: str, seconds: float, bound_s: float) -> Finding:
+        seen = f"{name} held {self.held[name]} for {seconds:.1f} s after the last request was over"
+        if not is_strand(self._bench, name, seconds + self.since - self._began):
+            return Finding(FindingName.BLOCKS_HELD, f"{seen}; {bound_s:g} s are allowed")
+        lease = f"until leases of {self._bench.limits.lease_s:g} s had ended"
+        return Finding(FindingName.BLOCKS_STRANDED, f"{seen}, {lease}; {bound_s:g} s are allowed")
+
+
+def is_strand(bench: Bench, name: str, seconds: float) -> bool:
+    """Tell whether an engine lends blocks, and held them so long after the first prompt that a lease may have ended."""
+    return name in {server.name for server in bench.prefill} and seconds >= _RENEWED * bench.limits.lease_s
 
 
 async def _never(bench: Bench, server: HttpServer, watch: _Watch) -> Finding:

@@ -101,7 +101,9 @@ async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
         bench.down = f"{dead[0].seen.partition(':')[0]} is down since the check {check.name}"
     findings = [*seen.findings, *dead]
     bound_s = bench.limits.idle_s if seen.idle_s is None else seen.idle_s
-    idle = await wait_idle(bench, ended, bound_s=bound_s, dead={each.seen.partition(":")[0] for each in dead})
+    idle = await wait_idle(
+        bench, ended, began=start, bound_s=bound_s, dead={each.seen.partition(":")[0] for each in dead}
+    )
     findings += idle.findings
     if findings:
         state = CheckState.FAILED

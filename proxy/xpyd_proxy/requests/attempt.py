@@ -4,7 +4,7 @@ A request that is sent again gets another attempt, with another id for both engi
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from xpyd_proxy.core.expected_time import ExpectedTime
@@ -27,14 +27,14 @@ from xpyd_proxy.core.protocol.usage import prompt_tokens
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
 from xpyd_proxy.core.schemas import Coordinates
-from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, Refused
+from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, ProxyError, Refused
 from xpyd_proxy.io.request_path.engine_costs import EngineCosts
 from xpyd_proxy.io.request_path.returned_kv import cached_on
 from xpyd_proxy.requests.intake import RequestPlan
 from xpyd_proxy.requests.leg_bodies import prefill_body
 from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from xpyd_proxy.requests.life import RequestLife
-from xpyd_proxy.requests.stream_moves import StreamMove
+from xpyd_proxy.requests.stream_moves import StreamMove, StuckPrompts
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ _FASTER: Final = SingleEngineReason.FASTER
 _BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)  # what the engine has decided
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 _PUSH: Final = TransferMode.PUSH
+_TIMEOUT: Final = Failure.TIMEOUT
 _RANK: Final = b"x-data-parallel-rank"
 _RELEASES_MOST: Final = 16  # decode engines of which one is asked to free blocks
 
@@ -122,6 +123,36 @@ class Attempt(LegOwner):
             fleet.costs.reserved(decode, self.id)
             self._expected = fleet.costs.take_expected(self._plan.ask)
 
+    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
+        """Hold the slot at another decode engine, if its engine is left and another can take its place.
+
+        ``stuck``: prompts like these were tried a moment ago, and no engine could.
+        """
+        slot, prefill = self._slot, self.prefill
+        if slot is None or prefill is None or slot.id not in leaving:
+            return
+        ask, avoided = self._plan.ask, self.retries.avoided
+        kind = slot.id, prefill.instance.id, ask.model, ask.rank, frozenset(avoided)
+        if kind in stuck:
+            return
+        fleet = self._of.fleet
+        fitting = fleet.fitting(prefill.instance, self.usable(_DECODE))
+        others = fleet.nearest(prefill.instance, [one for one in fitting if one.id not in avoided])
+        try:
+            other = self.one(others) if others else None
+        except ProxyError:  # none of them serves the model, or is the rank that the client wants
+            other = None
+        if other is None:
+            stuck.add(kind)
+            return
+        self._leave_slot()
+        self.hold_slot(other)
+        fleet.took_over(prefill.instance, other, ask)
+
+    def slot_or(self, decode: Instance) -> Instance:
+        """Return the decode engine at which a slot is held; if none is, the one that was chosen first."""
+        return self._slot or decode
+
     def send_prefill(self, call: GenerationRequest, prefill: Instance, *, reuses: bool) -> PrefillLeg:
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
         of, settings = self._of, self._settings
@@ -129,8 +160,8 @@ class Attempt(LegOwner):
         learns = of.fleet.learner is not None and of.fleet.asks_for_ids(call, self._plan.ask)
         holder, ids, move, seconds = None, None, self.move, settings.prefill_timeout_s
         if move is not None:
-            holder, ids, reuses, learns = move.cached_on, move.ids, False, False
-            seconds = min(seconds, settings.move_timeout_s)
+            ids, reuses, learns = move.ids, False, False
+            seconds = min(seconds, move.seconds_for(prefill))
         elif settings.return_kv:
             holder = cached_on(of.fleet, self._plan.ask, prefill.id)
             of.telemetry.kv_return_looked_up(named=holder is not None)
@@ -340,6 +371,7 @@ class Attempt(LegOwner):
         handover = self._read_handover(leg, call, body)
         if handover is None:
             return
+        of.handovers.note_looks_back(self._plan.ask.model, leg.instance.id, looks_back=handover.looks_back)
         if self._shows_token:
             leg.first = of.handovers.first_token(
                 call, leg.instance.id, handover, shows=leg.shows, is_auto=self.mode is not None
@@ -375,7 +407,7 @@ class Attempt(LegOwner):
                 answer=body,
                 reuses=reuses,
                 tells_ids=leg.shows or leg.learns,
-                is_auto=self.mode is not None,
+                is_auto=self.mode is not None or self.move is not None,  # a move asks to be lent what might be pushed
             )
         except (EngineError, Refused) as error:
             self.leg_failed(leg, error)
@@ -460,7 +492,8 @@ class Attempt(LegOwner):
             if self.is_streaming or (self.decode is not None and self.decode.shown is not None):
                 self.record.prefill_error = str(failed)  # the client is not concerned
         self.close(leg)
-        if leg is self.prefill and leg.status == _OK:  # it had a prompt to show for it, and so a lease
+        # It had a prompt to show for it, and so a lease; or may have finished as its time was over.
+        if leg is self.prefill and (leg.status == _OK or failed.failure is _TIMEOUT):
             self._abandon(leg)
         self._life.wake()
 
@@ -531,9 +564,10 @@ class Attempt(LegOwner):
                 self.leg_failed(leg, EngineTimeout(self._late(leg), reached=leg.source is not None))
 
     def _late(self, leg: EngineLeg) -> str:
-        settings = self._settings
+        settings, decode = self._settings, self.decode
         if self.move is not None and not self.is_streaming:
-            return f"{leg.engine} did not answer within {settings.move_timeout_s:g} s, the time for a move"
+            seconds = settings.move_timeout_s if leg is decode else self.move.seconds_for(leg.instance)
+            return f"{leg.engine} did not answer within {seconds:g} s, the time for a move"
         if leg is self.prefill:
             return f"{leg.engine} did not answer within {settings.prefill_timeout_s:g} s"
         if self.is_streaming:
@@ -563,6 +597,8 @@ class Attempt(LegOwner):
             of.good_legs.over(instance, self.id, answered_s, seconds, now)
         else:
             self._count_end(leg, seconds, now)
+        if failure is _TIMEOUT and self.move is not None:
+            failure = None  # a move gives an engine little of its time: probes tell whether it lives
         of.fleet.ended(instance, self.id, failure)
         if leg.span is not None:
             leg.span.end(None if leg.fault is None else leg.fault.error)

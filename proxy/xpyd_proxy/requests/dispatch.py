@@ -3,8 +3,7 @@
 requests/attempt.py is one try. What the client gets of it is up to requests/client_response.py.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from xpyd_proxy.core.model import GenerationRequest, Instance, InstanceId, LegOrder, Role, SingleEngineReason
@@ -20,7 +19,7 @@ from xpyd_proxy.requests.leg_bodies import decode_body
 from xpyd_proxy.requests.legs import DecodeLeg, PrefillLeg
 from xpyd_proxy.requests.life import RequestLife
 from xpyd_proxy.requests.lifecycle import RequestEvent, RequestState
-from xpyd_proxy.requests.stream_moves import StreamMove
+from xpyd_proxy.requests.stream_moves import RequestKind, StreamMove, StuckPrompts
 from xpyd_proxy.settings import Settings
 
 # Looking a member up takes as long as a call.
@@ -28,6 +27,7 @@ _PULL, _PUSH, _SINGLE, _RETRY = RequestEvent.PULL, RequestEvent.PUSH, RequestEve
 _PREFILLED, _FIRST_TOKEN = RequestEvent.PREFILLED, RequestEvent.FIRST_TOKEN
 _NEXT_DECODE, _FIRST_EVENT = RequestEvent.NEXT_DECODE, RequestEvent.FIRST_EVENT
 _CONTINUING: Final = RequestState.CONTINUING
+_PREFILL: Final = Role.PREFILL
 _DECODE: Final = Role.DECODE
 _SEVERAL: Final = SingleEngineReason.N
 _CONCURRENT: Final = LegOrder.CONCURRENT
@@ -54,6 +54,18 @@ class Dispatch:
         """List the engines of the legs that are under way."""
         return () if self._attempt is None else self._attempt.engines
 
+    @property
+    def kind(self) -> RequestKind:
+        """Return what decides which engines can serve it."""
+        ask = self._plan.ask
+        return ask.model, ask.rank
+
+    @property
+    def looks_back(self) -> bool:
+        """Tell whether no other engine would go on exactly with the stream: the engines' own defaults begin anew."""
+        of = self._life.of
+        return of.handovers.look_back(self._plan.ask.model, of.fleet.registry.get)
+
     def pause(self) -> None:
         """Have the engine wait."""
         if self._attempt is not None:
@@ -68,6 +80,11 @@ class Dispatch:
         """See whether a leg has taken too long; a client that reads slowly is not held against the engine."""
         if self._attempt is not None:
             self._attempt.look(now, paused=self._client.is_paused)
+
+    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
+        """Let go of a decode engine that is left, while the prefill engine has not answered."""
+        if self._attempt is not None:
+            self._attempt.change_slot(leaving, stuck)
 
     def close_attempt(self) -> Attempt | None:
         """Drop what is under way; return the attempt."""
@@ -110,10 +127,10 @@ class Dispatch:
                         lent_by.raise_failure()
                         await life
                     if move is not None:
-                        move.handed_over()
+                        move.handed_over(lent_by.instance)
                     if self._hand_over(attempt, call, lent_by):
                         return
-                await self._decode(attempt, decode, lent_by)
+                await self._decode(attempt, attempt.slot_or(decode), lent_by)
                 return
             except LegFailed as latest:
                 failed = latest.with_traceback(None)  # it leads here: a circle
@@ -126,6 +143,9 @@ class Dispatch:
     def _start_over(self, failed: LegFailed) -> None:
         """Return if the request may be sent again, else raise the error for the client."""
         life, attempt, role = self._life, self.close_attempt(), failed.instance.role
+        move = None if attempt is None else attempt.move
+        if move is not None and role is _PREFILL and move.is_lent_by(failed.instance):
+            move.lender_failed()
         if life.state is _CONTINUING or attempt is None or not attempt.may_repeat(failed, attempt.usable(role)):
             raise failed.error
         life.record.set_aside(role, failed.failure)
@@ -162,21 +182,33 @@ class Dispatch:
         attempt.body = single_body
         return None, attempt.one(fleet.usable(_DECODE))
 
-    def pair_for_move(self, source: InstanceId) -> tuple[Instance, Instance] | None:
+    def pair_for_move(self, source: InstanceId, lender: Instance | None) -> tuple[Instance, Instance] | None:
         """Choose two engines that can go on with a stream; None: there are none now."""
+        retries, leg = (
+            RetryAttempts(0, {source, *self._life.of.fleet.registry.relief.full()}),
+            self._life.record.prefill,
+        )
         try:
-            return self._pair_for_move(RetryAttempts(0, {source, *self._life.of.fleet.registry.relief.full()}))
+            return self._pair_for_move(retries, lender, None if leg is None else leg.instance)
         except ProxyError:
             return None
 
-    def _pair_for_move(self, retries: RetryAttempts) -> tuple[Instance, Instance]:
-        """Choose the prefill engine of the stream, which has met the engine that drains, or another; and a new one."""
+    def _pair_for_move(
+        self, retries: RetryAttempts, lender: Instance | None, met: InstanceId | None
+    ) -> tuple[Instance, Instance]:
+        """Choose the engine that the stream leaves, which has its KV cache, and a decode engine that may read from it.
+
+        Without one, a prefill engine computes the prompt and the tokens so far: ``met``, which has the prompt, or else
+        another one.
+        """
         fleet, ask = self._life.of.fleet, self._plan.ask.once_more()
-        decodes = [one for one in fleet.usable(_DECODE) if one.id not in retries.avoided]
+        decodes = self._with_room([one for one in fleet.usable(_DECODE) if one.id not in retries.avoided])
         if not decodes:
             raise NoInstance("no other decode engine can go on with the stream")
-        prefills, leg = retries.among(fleet.usable(Role.PREFILL)), self._life.record.prefill
-        own = [one for one in prefills if leg is not None and one.id == leg.instance and fleet.fitting(one, decodes)]
+        if lender is not None and (readers := fleet.readers(lender, decodes)):
+            return lender, fleet.pair([lender], readers, ask)[1]
+        prefills = retries.among(fleet.usable(_PREFILL))
+        own = [one for one in prefills if one.id == met and fleet.fitting(one, decodes)]
         prefill, decode = fleet.pair(own or prefills, decodes, ask)
         if prefill is None:
             raise NoMatchingInstance("no prefill engine can go on with the stream")
@@ -189,7 +221,7 @@ class Dispatch:
         member = self._life.of.fleet.registry.get(self._life.record.moves[-1].source)
         if member is None or member.instance.id in attempt.retries.avoided:
             return None
-        return replace(member.instance, role=_DECODE, declared=member.instance.pool)  # it may have turned since
+        return member.as_home()
 
     def _choose_for_move(
         self, attempt: Attempt, move: StreamMove, single_body: Pieces | None
@@ -197,10 +229,15 @@ class Dispatch:
         """Choose the engines that go on with a stream; alone, if all else fails, the one that it came from."""
         if single_body is None:
             pair, move.pair = move.pair, None
-            return self._pair_for_move(attempt.retries) if pair is None else pair
+            return pair or self._pair_for_move(attempt.retries, move.lender, move.met)
         attempt.body = single_body
-        others = [one for one in attempt.usable(_DECODE) if one.id not in attempt.retries.avoided]
+        others = self._with_room([one for one in attempt.usable(_DECODE) if one.id not in attempt.retries.avoided])
         return None, attempt.one(others or [move.source])
+
+    def _with_room(self, decodes: Sequence[Instance]) -> Sequence[Instance]:
+        """Leave out the engines that streams leave for want of KV room, if there are others."""
+        full = self._life.of.fleet.registry.relief.full()
+        return ([one for one in decodes if one.id not in full] or decodes) if full else decodes
 
     def _choose_pair(self, retries: RetryAttempts) -> tuple[Instance | None, Instance] | None:
         """Choose two engines, or a decode engine whose turn it is alone.
@@ -212,7 +249,7 @@ class Dispatch:
             if not retries.avoided:
                 return fleet.any_pair(hints, may_be_alone=may_be_alone)
             decodes = retries.among(fleet.usable(_DECODE))
-            prefills = retries.among(fleet.usable(Role.PREFILL))
+            prefills = retries.among(fleet.usable(_PREFILL))
             return fleet.pair(prefills, decodes, hints.once_more(), may_be_alone=may_be_alone)
         except NoMatchingInstance:
             if not self.settings.decode_only_fallback:

@@ -1,7 +1,9 @@
 """The bodies of the two legs, and what ties them: the prefill engine's answer."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 import msgspec
 
@@ -25,6 +27,13 @@ from xpyd_proxy.core.raw_json import Pieces, encode_in_pieces
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.schemas import Coordinates, FirstTokenOffer
 from xpyd_proxy.errors import Moved
+
+_LOOKS_BACK: Final = (
+    "%s has defaults of its own that look back at the tokens made so far (presence_penalty, frequency_penalty or "
+    "max_new_tokens of its generation config, or logits processors): streams%s are neither resumed nor moved"
+)
+
+logger = logging.getLogger(__name__)
 
 
 def prefill_body(
@@ -92,7 +101,7 @@ def ignore_replaced_host(_prefill: Instance, _said: str) -> None:
 class LegBodies:
     """Takes from prefill engines' answers what they are good for, and learns where the engines are."""
 
-    __slots__ = ("_learned", "_manner", "_offers", "_replaced")
+    __slots__ = ("_learned", "_looking_back", "_manner", "_offers", "_replaced")
 
     def __init__(
         self,
@@ -104,6 +113,8 @@ class LegBodies:
         self._manner = manner
         # Of engines whose token may be shown: what they say, and what it means.
         self._offers: dict[InstanceId, tuple[bytes, FirstTokenOffer]] = {}
+        # By model: the prefill engine that has said last that its engines look back.
+        self._looking_back: dict[str | None, InstanceId] = {}
         self._replaced = replaced  # is told of each answer that named an unreachable host
 
     def take(
@@ -148,6 +159,28 @@ class LegBodies:
         if told is not None and told != found.coordinates:
             raise Moved(f"{prefill.id} is not the engine that the decode engine was told of")
         return found
+
+    def note_looks_back(self, model: str | None, prefill: InstanceId, *, looks_back: bool) -> None:
+        """Remember whether engines of a model look back at the tokens made so far, by defaults of their own.
+
+        Another engine would begin these anew. One that does not say so any more takes back its own word alone.
+        """
+        if looks_back:
+            if model not in self._looking_back:
+                logger.warning(_LOOKS_BACK, prefill, "" if model is None else f" of {model}")
+            self._looking_back[model] = prefill
+        elif self._looking_back.get(model) == prefill:
+            del self._looking_back[model]
+
+    def look_back(self, model: str | None, engine: Callable[[InstanceId], object]) -> bool:
+        """Tell whether a stream of this model has to end where it began; ``engine``: finds one, None if it is gone."""
+        said_by = self._looking_back.get(model)
+        if said_by is None:
+            return False
+        if engine(said_by) is None:
+            del self._looking_back[model]
+            return False
+        return True
 
     def may_show(self, call: GenerationRequest, prefill: InstanceId) -> bool:
         """Tell whether the client may see the token of a prefill engine, as far as its earlier answers say."""

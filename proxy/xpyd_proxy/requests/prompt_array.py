@@ -4,7 +4,7 @@ Each part is routed, tried again and resumed like any other request, and two of 
 one of them fails with is what all of them fail with; the others are dropped then.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import msgspec
@@ -20,6 +20,7 @@ from xpyd_proxy.requests.client_response import ClientGone, ClientResponse
 from xpyd_proxy.requests.intake import JSON_TYPE, RequestPlan
 from xpyd_proxy.requests.life import RequestLife
 from xpyd_proxy.requests.response import ResponseWriter
+from xpyd_proxy.requests.stream_moves import StuckPrompts
 
 AT_ONCE: Final = 64  # parts of one array that are under way: it shall not fill the queues of all engines
 _OK: Final = 200
@@ -57,6 +58,10 @@ class PromptRequest(Protocol):
 
     def look(self, now: float, /) -> None:
         """See whether something has taken too long."""
+        ...
+
+    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts, /) -> None:
+        """Let go of a decode engine that is left, while the prompt is computed elsewhere."""
         ...
 
 
@@ -191,6 +196,11 @@ class PromptArray:
         """See whether some leg has taken too long."""
         for part in tuple(self._parts.values()):
             part.look(now)
+
+    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
+        """Let go of decode engines that are left, while the prompts are computed elsewhere."""
+        for part in self._parts.values():
+            part.change_slot(leaving, stuck)
 
     # ---- for the parts
 

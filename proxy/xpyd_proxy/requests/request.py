@@ -6,7 +6,7 @@ the legs say (requests/attempt.py), and the coroutine goes on when there is some
 go from the decode leg to the client without it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -30,7 +30,7 @@ from xpyd_proxy.requests.prompt_array import PromptArray, may_divide
 from xpyd_proxy.requests.response import ResponseWriter
 from xpyd_proxy.requests.resumed_stream import ResumedStream, may_be_resumed
 from xpyd_proxy.requests.service import Requests, RequestSpan
-from xpyd_proxy.requests.stream_moves import StreamMove
+from xpyd_proxy.requests.stream_moves import RequestKind, StreamMove, StuckPrompts
 from xpyd_proxy.requests.upload import Upload
 from xpyd_proxy.settings import FirstTokenFrom
 
@@ -220,9 +220,29 @@ class Request:
         """Return what another engine could go on with; None: with nothing."""
         return self._client.replay
 
-    def pair_for_move(self, source: InstanceId) -> tuple[Instance, Instance] | None:
-        """Choose two engines that can go on with the stream of ``source``; None: there are none now."""
-        return None if self._dispatch is None else self._dispatch.pair_for_move(source)
+    @property
+    def kind(self) -> RequestKind:
+        """Return what decides which engines can serve it, once it was admitted."""
+        return (None, None) if self._dispatch is None else self._dispatch.kind
+
+    @property
+    def looks_back(self) -> bool:
+        """Tell whether no other engine would go on exactly with the stream, once it was admitted."""
+        return self._dispatch is not None and self._dispatch.looks_back
+
+    def pair_for_move(self, source: InstanceId, lender: Instance | None) -> tuple[Instance, Instance] | None:
+        """Choose two engines that can go on with the stream of ``source``; None: there are none now.
+
+        ``lender``: that engine, if it may be the first of the two.
+        """
+        return None if self._dispatch is None else self._dispatch.pair_for_move(source, lender)
+
+    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
+        """Let go of a decode engine that is left, while the prompt is computed elsewhere."""
+        if self._array is not None:
+            self._array.change_slot(leaving, stuck)
+        elif self._dispatch is not None:
+            self._dispatch.change_slot(leaving, stuck)
 
     def cut(self, move: StreamMove) -> bool:
         """Cut the stream at once; False: it does not wait for more of it."""

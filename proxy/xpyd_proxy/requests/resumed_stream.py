@@ -13,7 +13,7 @@ from xpyd_proxy.core.protocol.replay import Replay, can_resume, traced
 from xpyd_proxy.core.raw_json import Pieces, encode
 from xpyd_proxy.core.request_record import MoveOutcome
 from xpyd_proxy.core.routing.retries import RetryAttempts
-from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, ProxyError, Refused
+from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, OutOfTime, ProxyError, Refused, TurnedAway
 from xpyd_proxy.requests.client_response import ClientGone, ClientResponse
 from xpyd_proxy.requests.dispatch import Dispatch
 from xpyd_proxy.requests.life import RequestLife
@@ -46,7 +46,7 @@ class ResumedStream:
     async def answer(self, call: GenerationRequest) -> None:
         """Stream to the end of the answer; raises ProxyError: the error for the client."""
         settings, client = self._dispatch.settings, self._client
-        if settings.resume_streams:
+        if settings.resume_streams and not self._dispatch.looks_back:
             client.replay = Replay(call.api, call.fields)
             call = GenerationRequest(call.api, traced(call.fields), call.headers, call.rank)
         shows_token = settings.first_token_from is _FROM_PREFILL
@@ -112,8 +112,10 @@ class ResumedStream:
         """Two engines could not go on: have one do it, which computes the rest anew, or had it before.
 
         Raises:
-            ProxyError: it was tried, or may not be.
+            ProxyError: it was tried, or may not be, or the request is out of time.
         """
+        if isinstance(error, (OutOfTime, TurnedAway)):
+            raise error  # no engine is at fault, and none gets more of a request that is over
         life, record, replay = self._life, self._life.record, self._client.replay
         self._dispatch.close_attempt()
         if life.state is not RequestState.ROUTING:
@@ -188,7 +190,8 @@ class ResumedStream:
 
     def _rest(self, replay: Continuation, broken: EngineError) -> Pieces:
         """Return the body of a request for the rest; raise ``broken`` if no engine may get one."""
-        fields, of = replay.again() if self._left > 0 else None, self._life.of
+        can_go_on = self._left > 0 and not self._dispatch.looks_back
+        fields, of = replay.again() if can_go_on else None, self._life.of
         if fields is None or not of.budget.grants(now=of.clock()):
             raise broken
         self._left -= 1

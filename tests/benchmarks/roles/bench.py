@@ -147,8 +147,7 @@ class Row:
         options = {"role": None, "connector": Connector.XPYD, "kv_cache_mib": CACHE_MIB}
         args = ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", str(SLOTS))
         name = f"{self._label}-{number}"
-        extra = {"return_kv": True}
-        return paced(engine_spec(name, model, extra_args=args, extra_connector_config=extra, **options), *PACE)
+        return paced(engine_spec(name, model, extra_args=args, **options), *PACE)
 
     @property
     def _label(self):

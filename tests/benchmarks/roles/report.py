@@ -39,8 +39,8 @@ def _head(seen):
 it works, and it writes to `.xpyd/bench`. The numbers are in `roles.json`.""")
     setting = paragraph(f"""
 {machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; {settings["engines"]} CPU engines of vLLM
-with the tiny model and our connector (`kv_both`, `return_kv`, pull) for each row, all settings of roles at their
-defaults. The same requests come to each row at the same times (Poisson), as greedy streams:
+with the tiny model and our connector (`kv_both`, pull) for each row, all settings of roles at their defaults.
+The same requests come to each row at the same times (Poisson), as greedy streams:
 {settings["seconds"]:.0f} s of {_half(HALVES[0])}, then as long {_half(HALVES[1])}. **Served well**: the text is
 a single engine's, the first token came within {settings["ttft_s"]:g} s, and the mean time between two
 tokens was at most {settings["itl_s"] * 1e3:g} ms.""")

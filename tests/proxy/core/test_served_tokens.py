@@ -5,7 +5,7 @@ import json
 import pytest
 
 from xpyd_proxy.core.model import InstanceId, RequestId
-from xpyd_proxy.core.request_record import LegRecord, RequestRecord
+from xpyd_proxy.core.request_record import LegRecord, MoveRecord, RequestRecord
 from xpyd_proxy.core.served_tokens import served_tokens
 
 CHUNK = b'data: {"choices":[{"delta":{"content":" a"}}]}\n\n'
@@ -18,6 +18,21 @@ def tokens(*pieces, path="/v1/completions", status=200, events=0, prompt=None):
         record.wrote(piece)
     record.prefill.tokens = prompt
     return served_tokens(record, status, 1000, events)
+
+
+@pytest.mark.parametrize("first", [20, None])
+def test_tokens_that_a_move_has_made_part_of_a_prompt_count_once(first):
+    """The engine that a stream leaves counts prompt and answer so far as its prompt; None: there was no prefill."""
+    record = RequestRecord(RequestId("r"), "/v1/completions")
+    for counted in (first, 25, 28):
+        record.prefill = None if counted is None else LegRecord(InstanceId("p"))
+        if counted is not None:
+            record.prefill.tokens = counted
+        if counted != 28:
+            record.move_on(MoveRecord(InstanceId("d"), 0.0))
+    record.wrote(CHUNK)
+
+    assert served_tokens(record, 200, 21, 10) == (first or 21) + 10
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,16 @@ def test_no_two_processes_share_a_port():
     assert len(ports) == len(set(ports)) == 1 + 2 * (4 + 5)
 
 
+def test_all_engines_have_the_same_dtype():
+    """KV moves between equal ones only."""
+    assert [spec.dtype for spec in LocalPlan().engines()] == [None, None]
+    chosen = LocalPlan(dtype="float32").engines()
+    assert ["--dtype float32" in " ".join(engine_command(LocalPlan(), spec, {}).argv) for spec in chosen] == [
+        True,
+        True,
+    ]
+
+
 def test_simulated_engines_have_no_side_channel():
     """Nothing is moved, so no port has to be free for it."""
     assert [port for port, _, _ in LocalPlan(kind=EngineKind.SIM).ports()] == [8000, 8100, 8200]

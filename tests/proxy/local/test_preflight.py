@@ -8,7 +8,7 @@ import pytest
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.plan import EngineKind, LocalPlan
-from xpyd_proxy.local.preflight import GIB, Machine, check, free_memory, look
+from xpyd_proxy.local.preflight import GIB, Machine, check, free_memory, look, safe_dtype
 from xpyd_proxy.local.recipe import Connector
 
 GOOD = Machine(
@@ -115,6 +115,21 @@ def test_a_container_may_have_less_than_its_host(tmp_path, limit, expected):
 def test_memory_is_unknown_where_the_system_does_not_say(tmp_path):
     """Such as on other systems than Linux."""
     assert free_memory(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [("avx512_bf16 amx_bf16 amx_tile amx_int8", "float32"), ("avx2 avx512f avx512_bf16", None)]
+)
+def test_engines_on_a_cpu_with_amx_keep_off_its_tiles(tmp_path, flags, dtype):
+    """vLLM 0.32.0's attention in bfloat16 ends a decode engine there at its first token."""
+    write(tmp_path, "proc/cpuinfo", f"processor\t: 0\nflags\t\t: fpu {flags} arch_capabilities\n")
+
+    assert safe_dtype(tmp_path) == dtype
+
+
+def test_vllm_chooses_the_dtype_where_the_system_does_not_tell_of_its_cpu(tmp_path):
+    """Such as on other systems than Linux."""
+    assert safe_dtype(tmp_path) is None
 
 
 def test_simulated_engines_have_no_kv_events():

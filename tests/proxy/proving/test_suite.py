@@ -1,6 +1,12 @@
 """The suite against simulated engines: green for those that are well, and each fault has its name."""
 
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
+import threading
+import time
+
+import pytest
+
+from support.sim import serving
+from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
 
 SHORT = ("--idle-seconds", "0.5", "--lease-seconds", "0.5")
 
@@ -33,6 +39,40 @@ def test_blocks_that_are_never_freed_are_found_once(prove, fleet):
     assert found.findings == {"boundaries": ["blocks-never-freed"], "refused": ["blocks-never-freed"]}
     assert "prefill-0 still held 1.50% of its KV cache" in found.page["checks"][0]["findings"][0]["seen"]
     assert "0.70%" in found.page["checks"][1]["findings"][0]["seen"]
+
+
+@pytest.mark.parametrize(("lease_s", "name"), [(1.2, "blocks-stranded"), (6.0, "blocks-held")])
+def test_blocks_that_stay_until_their_lease_ends_are_stranded(prove, fleet, lease_s, name):
+    """They come back by themselves, and too late."""
+    fleet.p.inject(SimulatedFault(FaultKind.KEEP))
+
+    def give_back():
+        while not fleet.p.granted:
+            time.sleep(0.01)
+        time.sleep(1.3)
+        fleet.p.inject(None)
+
+    thread = threading.Thread(target=give_back)
+    thread.start()
+    found = prove("--only", "refused", "--idle-seconds", "0.4", "--lease-seconds", f"{lease_s}")
+    thread.join()
+
+    assert (found.code, found.findings) == (1, {"refused": [name]})
+    (seen,) = (each["seen"] for each in found.page["checks"][0]["findings"])
+    assert "after the last request was over" in seen
+    assert ("until leases of 1.2 s had ended" in seen) == (name == "blocks-stranded")
+
+
+def test_an_answer_that_takes_as_long_as_a_lease_is_found(prove, fleet):
+    """It is right: the prefill engine stood still until the lease was over, or the prompt was computed again."""
+    fleet.at["reference"], slow = fleet.at["d0"], Sim("decode", token_s=0.05)
+    with serving(slow) as at:
+        fleet.at["d0"] = f"http://{at}"
+        found = prove("--only", "boundaries", "--only", "load", "--idle-seconds", "0.5", "--lease-seconds", "0.7")
+
+    assert (found.code, found.findings) == (1, {"boundaries": ["slow-answer"], "load": ["slow-answer"]})
+    assert "a lease lasts 0.7 s" in found.page["checks"][0]["findings"][0]["seen"]
+    assert found.page["checks"][1]["findings"][0]["seen"].startswith("32 of 32")
 
 
 def test_an_engine_that_hangs_is_found(prove, fleet):

@@ -22,16 +22,19 @@ from support.scripted import (
     until,
 )
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.admission.lifetime import cut_short
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.engine_metrics import ShownLoad
-from xpyd_proxy.core.model import Api, EngineResponse, Role
+from xpyd_proxy.core.fleet.pair_health import PairFailure, PairState
+from xpyd_proxy.core.model import Api, EngineResponse, EngineRole, Role
+from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.core.request_record import MoveOutcome
 from xpyd_proxy.core.request_timeline import router_timeline
 from xpyd_proxy.errors import ConfigError, EngineError
 from xpyd_proxy.io.request_path.access_log import text
 from xpyd_proxy.live import check
 from xpyd_proxy.requests.lifecycle import RequestState
-from xpyd_proxy.settings import Settings
+from xpyd_proxy.settings import Settings, SlicePairing
 
 BODY = {"stream": True, "temperature": 0, "max_tokens": 24, "stream_options": {"include_usage": True}}
 PROMPTS = {Api.COMPLETIONS: {"prompt": "hi"}, Api.CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
@@ -47,7 +50,9 @@ class Engines(Scripted):
 class Fleet:
     """Engines that stop behind some events of a stream until they are let go, and the router before them."""
 
-    def __init__(self, x=1, y=2, *, holds_at=(8,), prefill=pulled_prefill, per_event=1, then=None, **options):
+    def __init__(
+        self, x=1, y=2, *, holds_at=(8,), prefill=pulled_prefill, per_event=1, then=None, kv_role=None, **options
+    ):
         """``holds_at``: after how many events the engines stop, one leg after the other; later legs do not stop."""
         self.engines = Engines(prefill, self._decode)
         self.router = router_of(self.engines, x, y, **({"resume_streams": True} | options))
@@ -55,7 +60,7 @@ class Fleet:
         self.sent = 0  # events of the stream that stops now
         self._holds_at, self._per_event, self._then = list(holds_at), per_event, then or {}
         for name in ("decode-0", "decode-1", "decode-2")[:y]:
-            self.router.registry.learn(name, EngineCapabilities(engine_id=f"engine of {name}"))
+            self.router.registry.learn(name, EngineCapabilities(kv_role=kv_role))
 
     async def _decode(self, leg):
         if (script := self._then.get(leg.instance.id)) is not None:
@@ -73,6 +78,10 @@ class Fleet:
         await self.go_on.wait()
         return b": nothing\n\n"
 
+    def hold_next(self, at=8):
+        """Have the next leg stop."""
+        self._holds_at.append(at)
+
     def drain(self, name="decode-0"):
         self.router.registry.drain(name, now=0.0, moves=True)
         self.router.moves.look()
@@ -86,6 +95,11 @@ class Fleet:
 def whole(api, **fields):
     """What a client should have read at the end."""
     return read(b"".join(events(BODY | PROMPTS[api] | fields, name="cmpl-r")))
+
+
+def is_rest(leg):
+    """Tell whether it is a leg of a stream that was cut."""
+    return "-r" in request_id(leg)
 
 
 def asked(api, **fields):
@@ -110,22 +124,24 @@ async def test_the_client_gets_one_stream(api):
     client = await cut_once(fleet, api)
 
     assert read(client.body) == whole(api)
-    assert [leg.instance.id for leg in fleet.engines.legs] == ["prefill-0", "decode-0", "prefill-0", "decode-1"]
+    assert [leg.instance.id for leg in fleet.engines.legs] == ["prefill-0", "decode-0", "decode-0", "decode-1"]
     assert len({request_id(leg) for leg in fleet.engines.legs}) == 2
     assert fleet.outcomes == {("moved",): 1}
 
 
 @pytest.mark.parametrize("api", PROMPTS)
-async def test_the_prefill_engine_asks_the_one_that_drains_for_all_so_far(api):
-    """Its prompt is the client's and the tokens that were made; the next engine reads that prompt's KV cache."""
+async def test_the_engine_that_drains_is_the_prefill_engine_of_the_rest(api):
+    """It has the KV cache of the prompt and of the tokens that were made; the next engine reads it there."""
     fleet = Fleet()
     await cut_once(fleet, api)
 
     _, first, prefill, decode = (json.loads(leg.body) for leg in fleet.engines.legs)
     told = params_of(fleet.engines.legs[2])
     made = len(ids_of(prefill)) - len(ids_of(first))
-    assert told["xpyd_cached_on"] == "engine of decode-0"
-    assert told["xpyd_cached_share"] == 1
+    assert fleet.engines.legs[2].instance == replace(
+        fleet.engines.legs[1].instance, role=Role.PREFILL, declared=Role.DECODE
+    )
+    assert "xpyd_cached_on" not in told
     assert told["do_remote_decode"] is True
     assert 0 < made <= 8
     assert prefill["max_tokens"] == 1
@@ -195,9 +211,28 @@ async def test_a_stream_that_cannot_go_on_exactly_ends_at_its_engine(fields):
     assert fleet.outcomes == {("stayed",): 1}
 
 
-@pytest.mark.parametrize("options", [{"resume_streams": False}, {"x": 0}, {"y": 1}], ids=str)
+async def looking_back(leg):
+    return prefilled(leg, transfer_mode="pull", xpyd_looks_back=True)
+
+
+async def test_a_stream_stays_where_the_engines_own_defaults_look_back():
+    """The router cannot see a penalty of the generation config: the prefill engine says that there is one."""
+    fleet = Fleet(prefill=looking_back)
+    client = fleet.router.start(asked(Api.COMPLETIONS))
+    await until(lambda: fleet.sent)
+    fleet.drain()
+    fleet.router.moves.look()
+    fleet.go_on.set()
+    await client.end()
+
+    assert read(client.body) == whole(Api.COMPLETIONS)
+    assert len(fleet.engines.legs) == 2
+    assert fleet.outcomes == {("stayed",): 1}
+
+
+@pytest.mark.parametrize("options", [{"resume_streams": False}, {"x": 0, "kv_role": "kv_consumer"}, {"y": 1}], ids=str)
 async def test_nothing_is_cut_that_no_engine_can_take(options):
-    """Without the tokens, without a prefill engine, without another decode engine."""
+    """Without the tokens, without an engine that has or computes the KV cache, without another decode engine."""
     fleet = Fleet(**options)
     client = fleet.router.start(asked(Api.COMPLETIONS))
     await until(lambda: fleet.sent)
@@ -253,12 +288,61 @@ async def test_a_sampled_stream_is_cut_where_its_text_is_complete():
     assert json.loads(fleet.engines.legs[-1].body)["prompt"] == [9, 8, 1, 2, HALF, 4]
 
 
+class Named(str):
+    """The name of a model, which has the place of another one in a set: it counts how often that is looked up."""
+
+    looks = 0
+
+    def __eq__(self, other):
+        self.looks += 1
+        return super().__eq__(other)
+
+    def __hash__(self):
+        return hash("a")
+
+
+@pytest.mark.parametrize("stage", ["streams", "prompts"])
+async def test_what_no_engine_can_take_is_looked_at_once(stage):
+    """The last engine of a revision has thousands: choosing engines for each of them would stop the router."""
+    go_on, looks = asyncio.Event(), []
+
+    async def prefill(leg):
+        if stage == "prompts":
+            await go_on.wait()
+        return await pulled_prefill(leg)
+
+    for count in (1, 20):
+        go_on.clear()
+        fleet = Fleet(prefill=prefill, holds_at=[8] * count, y=1, kv_role="kv_consumer")
+        registry = fleet.router.registry
+        clients = [fleet.router.start(asked(Api.COMPLETIONS, model="a"), f"r{number}") for number in range(count)]
+        await until(
+            lambda count=count, fleet=fleet: len(fleet.engines.legs) == (2 * count if stage == "streams" else count)
+        )
+        if stage == "streams":
+            await until(lambda clients=clients: all(client.request.continuation.can_move() for client in clients))
+        other, name = registry.add(Role.DECODE, Address("http", "h", 9)), Named("b")
+        registry.learn(other.id, EngineCapabilities(models=frozenset({name})))
+        before = name.looks
+        fleet.drain()
+        looks.append(name.looks - before)
+        go_on.set()
+        fleet.go_on.set()
+        for client in clients:
+            await client.end()
+            assert read(client.body)[0] == whole(Api.COMPLETIONS)[0]
+        assert fleet.outcomes == {}
+        assert fleet.router.is_idle()
+
+    assert 0 < looks[0] == looks[1]
+
+
 async def test_so_many_move_at_the_same_time():
     """The prefill engine has other things to do; a move that is over makes room for the next."""
     waiting, go_on = [], asyncio.Event()
 
     async def prefill(leg):
-        if "xpyd_cached_on" in params_of(leg):
+        if is_rest(leg):
             waiting.append(leg)
             await go_on.wait()
         return await pulled_prefill(leg)
@@ -287,50 +371,218 @@ async def test_the_engine_is_not_empty_while_its_kv_cache_is_read():
     asks, go_on = [], asyncio.Event()
 
     async def prefill(leg):
-        if "xpyd_cached_on" in params_of(leg):
-            asks.append(fleet.router.registry.get("decode-0").load.own)
-            await go_on.wait()
+        if is_rest(leg):
+            asks.append(leg)
         return await pulled_prefill(leg)
 
-    fleet = Fleet(prefill=prefill)
+    async def reads(leg):
+        asks.append(leg)
+        await go_on.wait()
+        return 200, list(events(json.loads(leg.body), name="cmpl-r"))
+
+    fleet = Fleet(prefill=prefill, then={"decode-1": reads})
     client = fleet.router.start(asked(Api.COMPLETIONS))
     await until(lambda: fleet.sent)
     fleet.drain()
-    await until(lambda: asks)
+    await until(lambda: len(asks) == 2)
     assert not fleet.router.registry.settle(patience_s=60, now=1.0)
     go_on.set()
     await client.end()
 
-    assert asks == [1]
     assert [one.id for one in fleet.router.registry.settle(patience_s=60, now=1.0)] == ["decode-0"]
+
+
+async def test_a_prompt_that_is_still_computed_gets_another_decode_engine():
+    """A late prefill engine would hold up the engine that is left for as long as its queue takes."""
+    go_on = asyncio.Event()
+
+    async def prefill(leg):
+        await go_on.wait()
+        return await pulled_prefill(leg)
+
+    fleet = Fleet(prefill=prefill, holds_at=())
+    client = fleet.router.start(asked(Api.COMPLETIONS))
+    await until(lambda: fleet.engines.legs)
+    registry = fleet.router.registry
+    (chosen,) = [name for name in ("decode-0", "decode-1") if registry.get(name).load.own]
+    fleet.drain(chosen)
+    drained = [one.id for one in registry.settle(patience_s=60, now=1.0)]
+    go_on.set()
+    await client.end()
+
+    assert drained == [chosen]
+    assert {leg.instance.id for leg in fleet.engines.of(Role.DECODE)} == {"decode-0", "decode-1"} - {chosen}
+    assert read(client.body) == whole(Api.COMPLETIONS)
+    assert fleet.router.is_idle()
+
+
+async def test_a_prompt_that_is_still_computed_stays_within_its_slice():
+    """The KV cache would cross a slow link, as it would not have without the drain."""
+    go_on = asyncio.Event()
+
+    async def prefill(leg):
+        await go_on.wait()
+        return await pulled_prefill(leg)
+
+    breaking = replace(NEVER_BROKEN, slice_pairing=SlicePairing.PREFER)
+    fleet = Fleet(y=3, prefill=prefill, holds_at=(), breaking=breaking)
+    registry = fleet.router.registry
+    for name, where in (("prefill-0", "a"), ("decode-0", "a"), ("decode-1", "b"), ("decode-2", "a")):
+        registry.learn(name, EngineCapabilities(slice=where))
+    registry.drain("decode-2", now=0.0)
+    clients = [fleet.router.start(asked(Api.COMPLETIONS), f"r{number}") for number in range(4)]
+    await until(lambda: len(fleet.engines.legs) == 4)
+    names = "decode-0", "decode-1", "decode-2"
+    near, far, _ = (registry.member(name).load.own for name in names)
+    registry.undrain("decode-2", now=0.0)
+    fleet.drain("decode-0")
+    after = [registry.member(name).load.own for name in names]
+    go_on.set()
+    for client in clients:
+        await client.end()
+
+    assert near > 1
+    assert after == [0, far, near]
+    assert fleet.router.is_idle()
+
+
+async def test_a_prompt_stays_with_a_decode_engine_that_nobody_can_replace():
+    """It is served there: nothing else can."""
+    go_on = asyncio.Event()
+
+    async def prefill(leg):
+        await go_on.wait()
+        return await pulled_prefill(leg)
+
+    fleet = Fleet(prefill=prefill, holds_at=(), y=1)
+    client = fleet.router.start(asked(Api.COMPLETIONS))
+    await until(lambda: fleet.engines.legs)
+    fleet.drain()
+    assert not fleet.router.registry.settle(patience_s=60, now=1.0)
+    go_on.set()
+    await client.end()
+
+    assert read(client.body) == whole(Api.COMPLETIONS)
+    assert fleet.router.is_idle()
+
+
+async def test_a_prompt_does_not_change_to_a_decode_engine_of_another_model():
+    """To look for one must not end the look at all other requests."""
+    go_on = asyncio.Event()
+
+    async def prefill(leg):
+        await go_on.wait()
+        return await pulled_prefill(leg)
+
+    fleet = Fleet(prefill=prefill, holds_at=())
+    registry = fleet.router.registry
+    for name, models in (("decode-0", {"a"}), ("decode-1", {"b"})):
+        registry.learn(name, EngineCapabilities(models=frozenset(models)))
+    client = fleet.router.start(asked(Api.COMPLETIONS, model="a"))
+    await until(lambda: fleet.engines.legs)
+    fleet.drain("decode-0")
+    assert registry.member("decode-0").load.own == 1
+    go_on.set()
+    await client.end()
+
+    assert read(client.body)[0] == whole(Api.COMPLETIONS)[0]
+    assert [leg.instance.id for leg in fleet.engines.legs] == ["prefill-0", "decode-0"]
+    assert fleet.router.is_idle()
 
 
 # ---- moves that fail
 
 
-async def test_if_the_prefill_engine_fails_another_takes_its_place():
-    """Nothing of the rest is shown yet: both legs are sent again."""
+@pytest.mark.parametrize("dead", [("decode-0",), ("decode-0", "prefill-0")], ids=len)
+async def test_if_the_engine_that_drains_fails_a_prefill_engine_computes_all_so_far(dead):
+    """The one that has the prompt comes first. Nothing of the rest is shown yet: both legs are sent again."""
 
     async def prefill(leg):
-        if "xpyd_cached_on" in params_of(leg) and leg.instance.id == first:
+        if is_rest(leg) and leg.instance.id in dead:
             raise EngineError("dead")
         return await pulled_prefill(leg)
 
     fleet = Fleet(2, prefill=prefill)
-    first = "prefill-0"
     client = await cut_once(fleet)
 
     assert read(client.body) == whole(Api.COMPLETIONS)
-    assert fleet.engines.of(Role.PREFILL)[-1].instance.id == "prefill-1"
-    assert [str(retry) for retry in client.record.retries] == ["prefill-0 bad_response"]
+    assert fleet.engines.of(Role.PREFILL)[-1].instance.id == ("prefill-0", "prefill-1")[len(dead) - 1]
+    assert [str(retry) for retry in client.record.retries] == [f"{name} bad_response" for name in dead]
     assert fleet.outcomes == {("moved",): 1}
+    assert "xpyd_cached_on" not in params_of(fleet.engines.of(Role.PREFILL)[-1])
+
+
+async def test_streams_do_not_wait_for_an_engine_that_has_failed_to_hand_one_over():
+    """A frozen engine would cost each of them the time for a move; one that is left later is asked again."""
+    asks = []
+
+    async def prefill(leg):
+        if is_rest(leg):
+            asks.append(leg.instance.id)
+            if leg.instance.id == "decode-0":
+                raise EngineError("dead")
+        return await pulled_prefill(leg)
+
+    fleet = Fleet(prefill=prefill, holds_at=[8] * 3, move_concurrency=1, y=1)
+    clients = [fleet.router.start(asked(Api.COMPLETIONS), f"r{number}") for number in range(3)]
+    await until(lambda: all(client.request.state is RequestState.STREAMING for client in clients))
+    fleet.router.registry.add(Role.DECODE, Address("http", "h", 9))
+    fleet.drain()
+    for client in clients:
+        await client.end()
+    assert asks == ["decode-0", "prefill-0", "prefill-0", "prefill-0"]
+
+    registry = fleet.router.registry
+    registry.undrain("decode-0", now=0.0)
+    fleet.router.moves.look()
+    registry.drain("decode-1", now=0.0)
+    fleet.hold_next()
+    last = fleet.router.start(asked(Api.COMPLETIONS), "r3")
+    await until(lambda: last.request.streams_from == "decode-0")
+    registry.undrain("decode-1", now=0.0)
+    fleet.drain()
+    await last.end()
+    assert asks[4:] == ["decode-0", "prefill-0"]
+    assert fleet.router.is_idle()
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        EngineCapabilities(kv_role="kv_consumer"),
+        EngineCapabilities(connector="xpyd"),
+    ],
+    ids=["it hands nothing over", "several ranks behind one address"],
+)
+async def test_a_prefill_engine_computes_what_the_engine_cannot_hand_over(known):
+    fleet = Fleet()
+    for name in ("decode-0", "decode-1"):
+        fleet.router.registry.learn(name, known)
+    client = await cut_once(fleet)
+
+    assert read(client.body) == whole(Api.COMPLETIONS)
+    assert [leg.instance.id for leg in fleet.engines.legs] == ["prefill-0", "decode-0", "prefill-0", "decode-1"]
+    assert fleet.outcomes == {("moved",): 1}
+
+
+async def test_an_engine_that_misses_its_probes_is_not_asked():
+    """It may be frozen: the client would wait for it."""
+    fleet = Fleet()
+    client = fleet.router.start(asked(Api.COMPLETIONS))
+    await until(lambda: fleet.sent)
+    fleet.router.registry.member("decode-0").life.missed("no answer", now=0.0)
+    fleet.drain()
+    await client.end()
+
+    assert read(client.body) == whole(Api.COMPLETIONS)
+    assert fleet.engines.legs[2].instance.id == "prefill-0"
 
 
 async def test_without_a_prefill_engine_another_decode_engine_computes_the_rest():
     """As for a stream that broke off."""
 
     async def prefill(leg):
-        if "xpyd_cached_on" in params_of(leg):
+        if is_rest(leg):
             raise EngineError("dead")
         return await pulled_prefill(leg)
 
@@ -358,6 +610,27 @@ async def test_without_another_decode_engine_the_stream_goes_back(api):
     assert fleet.outcomes == {("resumed",): 1}
 
 
+async def test_a_stream_goes_back_to_an_engine_of_both_roles_as_to_a_decode_engine():
+    """Its leg is counted and judged as what it is."""
+
+    async def dead(leg):
+        raise EngineError("dead", reached=False)
+
+    fleet = Fleet(then={"decode-0": dead})
+    registry = fleet.router.registry
+    registry.turn("decode-1", EngineRole.BOTH, now=0.0)
+    registry.drain("decode-0", now=0.0)
+    client = fleet.router.start(asked(Api.COMPLETIONS))
+    await until(lambda: fleet.sent)
+    registry.undrain("decode-0", now=0.0)
+    fleet.drain("decode-1")
+    await client.end()
+
+    assert read(client.body) == whole(Api.COMPLETIONS)
+    assert (fleet.engines.legs[-1].instance.id, fleet.engines.legs[-1].instance.role) == ("decode-1", Role.DECODE)
+    assert fleet.outcomes == {("resumed",): 1}
+
+
 async def test_if_all_fail_the_client_gets_an_error():
     """Behind what it has; never another text."""
 
@@ -376,6 +649,25 @@ async def test_if_all_fail_the_client_gets_an_error():
     assert client.error == ("EngineError", "dead, too")
     assert whole(Api.COMPLETIONS)[0].startswith(read(client.got)[0])
     assert fleet.outcomes == {("failed",): 1}
+
+
+async def test_what_the_next_engine_takes_for_reasoning_is_not_left_out():
+    """Its parser has not seen how the answer began. The client gets an error, and no shorter text that seems whole."""
+
+    async def thinks(leg):
+        said = [{"reasoning": "so"}, {"content": ""}]
+        ends = [None, "stop"]
+        choices = [
+            {"index": 0, "delta": delta, "token_ids": [1], "finish_reason": end}
+            for delta, end in zip(said, ends, strict=True)
+        ]
+        return 200, [*(event({"id": "x", "choices": [one]}) for one in choices), b"data: [DONE]\n\n"]
+
+    fleet = Fleet(then={"decode-1": thinks})
+    client = await cut_once(fleet, Api.CHAT)
+
+    assert client.error is not None
+    assert whole(Api.CHAT)[0].startswith(read(client.got)[0])
 
 
 async def test_an_engine_that_breaks_off_behind_the_move_is_followed_by_another():
@@ -407,39 +699,81 @@ async def test_a_stream_that_breaks_off_behind_its_move_goes_back_if_nobody_else
     assert fleet.outcomes == {("moved",): 1}
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("side", ["lender", "prefill", "decode"])
 async def test_engines_have_little_time_for_a_move(side):
-    """The client waits: the rest of its stream comes from elsewhere."""
+    """The client waits: the rest of its stream comes from elsewhere. A lender has a quarter: it computes a block."""
     now = [0.0]
 
     async def prefill(leg):
-        if side == "prefill" and "xpyd_cached_on" in params_of(leg):
+        if side == "prefill" and is_rest(leg) and leg.instance.id == "prefill-0":
+            await never()
+        if side == "lender" and is_rest(leg) and leg.instance.id == "decode-0":
             await never()
         return await pulled_prefill(leg)
 
-    then = {"decode-1": never} if side == "decode" else {}
-    fleet = Fleet(prefill=prefill, then=then, clock=lambda: now[0], move_timeout_s=7.0)
+    then, seconds = {"decode-1": never} if side == "decode" else {}, 2.0 if side == "lender" else 8.0
+    kv_role = "kv_consumer" if side == "prefill" else "kv_both"
+    fleet = Fleet(prefill=prefill, then=then, kv_role=kv_role, clock=lambda: now[0], move_timeout_s=8.0)
     client = fleet.router.start(asked(Api.COMPLETIONS))
     await until(lambda: fleet.sent)
     fleet.drain()
-    await until(lambda: len(fleet.engines.legs) == (3 if side == "prefill" else 4))
-    now[0] = 6.9
+    await until(lambda: len(fleet.engines.legs) == (4 if side == "decode" else 3))
+    now[0] = seconds - 0.1
     client.request.look(now[0])
     assert len(fleet.engines.open) == 1
-    now[0] = 7.1
+    now[0] = seconds + 0.1
     client.request.look(now[0])
     await client.end()
 
     assert read(client.body) == whole(Api.COMPLETIONS)
-    assert fleet.engines.legs[-1].instance.id == ("decode-1" if side == "prefill" else "decode-0")
-    assert fleet.outcomes == {("resumed",): 1}
+    assert fleet.engines.legs[-1].instance.id == ("decode-0" if side == "decode" else "decode-1")
+    assert fleet.outcomes == {("moved" if side == "lender" else "resumed",): 1}
+
+
+@pytest.mark.parametrize("side", Role)
+async def test_an_engine_with_too_little_time_for_moves_is_not_broken(side):
+    """Several of them end at once, in a fleet that has perhaps no other: a long queue is no failure."""
+    now = [0.0]
+
+    async def prefill(leg):
+        if side is Role.PREFILL and is_rest(leg):
+            await never()
+        return await pulled_prefill(leg)
+
+    kv_role = "kv_consumer" if side is Role.PREFILL else "kv_both"
+    fleet = Fleet(
+        prefill=prefill,
+        then={"decode-1": never} if side is Role.DECODE else {},
+        holds_at=[8] * 8,
+        y=1,
+        kv_role=kv_role,
+        clock=lambda: now[0],
+        move_timeout_s=8.0,
+        breaking=Settings(),
+    )
+    registry = fleet.router.registry
+    clients = [fleet.router.start(asked(Api.COMPLETIONS), f"r{number}") for number in range(8)]
+    await until(lambda: all(client.request.state is RequestState.STREAMING for client in clients))
+    registry.add(Role.DECODE, Address("http", "h", 9))
+    fleet.drain()
+    slow = "prefill-0" if side is Role.PREFILL else "decode-1"
+    await until(lambda: len([leg for leg in fleet.engines.open if leg.instance.id == slow]) == 8)
+    now[0] = 8.1
+    for client in clients:
+        client.request.look(now[0])
+    for client in clients:
+        await client.end()
+
+    assert {read(client.body)[0] for client in clients} == {whole(Api.COMPLETIONS)[0]}
+    assert registry.member(slow).life.may_serve(now=now[0])
+    assert fleet.outcomes == {("resumed",): 8}
 
 
 async def test_a_client_that_leaves_ends_the_move():
     """Nothing is held, at no engine."""
 
     async def prefill(leg):
-        if "xpyd_cached_on" in params_of(leg):
+        if is_rest(leg):
             await never()
         return await pulled_prefill(leg)
 
@@ -454,6 +788,42 @@ async def test_a_client_that_leaves_ends_the_move():
     assert not fleet.engines.open
     assert fleet.router.is_idle()
     assert fleet.outcomes == {("disconnected",): 1}
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        ("RequestTimeoutError", "the stream was not complete within 1 s"),
+        ("ServiceUnavailableError", "the router has to end before this request is finished"),
+    ],
+    ids=["out of time", "the router ends"],
+)
+async def test_a_request_that_is_over_while_its_stream_moves_says_why(why):
+    """No engine has failed: none gets more of it, and the client does not read that its stream could not move."""
+    now = [0.0]
+
+    async def prefill(leg):
+        if is_rest(leg):
+            await never()
+        return await pulled_prefill(leg)
+
+    fleet = Fleet(prefill=prefill, clock=lambda: now[0], stream_timeout_s=1.0)
+    client = fleet.router.start(asked(Api.COMPLETIONS))
+    await until(lambda: fleet.sent)
+    fleet.drain()
+    await until(lambda: len(fleet.engines.legs) == 3)
+    if "Timeout" in why[0]:
+        now[0] = 1.1
+        client.request.look(now[0])
+    else:
+        client.request.interrupt(cut_short())
+    await client.end()
+
+    assert client.error == why
+    assert len(fleet.engines.legs) == 3
+    assert not fleet.engines.open
+    assert fleet.router.is_idle()
+    assert fleet.outcomes == {("failed",): 1}
 
 
 async def test_in_push_the_prefill_engine_goes_first():
@@ -471,6 +841,59 @@ async def test_in_push_the_prefill_engine_goes_first():
     assert [leg.instance.role for leg in fleet.engines.legs[4:]] == [Role.PREFILL, Role.DECODE]
 
 
+async def test_a_pair_of_decode_engines_that_has_rested_is_tried_by_a_stream_that_moves():
+    """No request goes to it otherwise: after some failures it would rest for ever, and each move take a prefill."""
+    now = [0.0]
+    fleet = Fleet(clock=lambda: now[0])
+    registry, lenders = fleet.router.registry, []
+    registry.pairs.failed(("decode-0", "decode-1"), PairFailure.TRANSFER, 3, now=0.0)
+    registry.settle_rests("decode-1")
+    for number in range(3):
+        registry.undrain("decode-0", now=now[0])
+        registry.drain("decode-1", now=now[0])
+        client = fleet.router.start(asked(Api.COMPLETIONS), f"r{number}")
+        await until(lambda: fleet.sent)
+        fleet.sent = 0
+        registry.undrain("decode-1", now=now[0])
+        fleet.drain("decode-0")
+        await client.end()
+        assert read(client.body)[0] == whole(Api.COMPLETIONS)[0]
+        lenders.append(fleet.engines.of(Role.PREFILL)[-1].instance.id)
+        now[0] += 31.0  # the rest is over; the last one begins while the trial has shown nothing
+        fleet.hold_next()
+
+    assert lenders == ["prefill-0", "decode-0", "prefill-0"]
+    assert registry.pairs.get(("decode-0", "decode-1")).state is PairState.TRYING
+
+
+async def test_a_move_over_an_engine_that_pulls_and_pushes_teaches_nothing():
+    """Asked to lend, it lends: the router must still know from where it pushes."""
+
+    async def prefill(leg):
+        pushes = params_of(leg).get("transfer_mode") == "push"
+        return prefilled(leg) if pushes else await pulled_prefill(leg)
+
+    fleet = Fleet(prefill=prefill, holds_at=[99] * 3 + [8], kv_role="kv_consumer")
+    registry, modes = fleet.router.registry, list[str]()
+    for member in registry.members():
+        registry.learn(member.instance.id, EngineCapabilities(mode=EngineMode.AUTO))
+    registry.drain("decode-1", now=0.0)
+    for number in range(3):
+        modes.append((await fleet.router.serve(asked(Api.COMPLETIONS), f"before{number}")).record.mode)
+    client = fleet.router.start(asked(Api.COMPLETIONS))
+    await until(lambda: fleet.sent)
+    modes.append(client.request.record.mode)
+    registry.undrain("decode-1", now=0.0)
+    fleet.drain()
+    await client.end()
+    for number in range(4):
+        modes.append((await fleet.router.serve(asked(Api.COMPLETIONS), f"after{number}")).record.mode)
+
+    assert read(client.body) == whole(Api.COMPLETIONS)
+    assert fleet.engines.legs[-10].instance.id == "prefill-0"
+    assert modes == ["pull", "push_cold", "pull", "push", "pull", "push", "pull", "push"]
+
+
 # ---- what is seen of it
 
 
@@ -479,7 +902,7 @@ async def test_the_log_and_the_timeline_tell():
     now = [0.0]
 
     async def prefill(leg):
-        if "xpyd_cached_on" in params_of(leg):
+        if is_rest(leg):
             now[0] = 5.0
         return await pulled_prefill(leg)
 
@@ -495,7 +918,7 @@ async def test_the_log_and_the_timeline_tell():
     assert "moves='decode-0 moved after 3000.0 ms'" in text(record)
     assert "decode=decode-1" in text(record)
     rows = [(row.what, row.where, row.duration_ms) for row in router_timeline(record, 5.0).rows]
-    assert rows == [("stream", "decode-0", 2000.0), ("prefill leg", "prefill-0", 3000.0)]
+    assert rows == [("stream", "decode-0", 2000.0), ("prefill leg", "decode-0", 3000.0)]
 
 
 async def test_two_drains_in_a_row():
@@ -569,6 +992,27 @@ class TestFullEngines:
 
         assert [client.request.record.moves for client in clients] == [(), ()]
         assert fleet.outcomes == {}
+
+    async def test_no_stream_goes_to_another_full_engine_either_if_the_first_one_fails(self):
+        """It would be computed anew there, or go on from there at once."""
+
+        async def dead(leg):
+            raise EngineError("dead")
+
+        fleet = Fleet(y=4, then={"decode-1": dead}, breaking=replace(NEVER_BROKEN, move_above=0.95))
+        registry = fleet.router.registry
+        for name in ("decode-1", "decode-2", "decode-3"):
+            registry.drain(name, now=0.0)
+        (client,) = await self._begun(fleet, 1)
+        registry.drain("decode-1", now=0.0)
+        registry.undrain("decode-1", now=0.0)
+        registry.undrain("decode-2", now=0.0)
+        self._shown(fleet, 1.0, decode_1=0.0, decode_2=1.0, decode_3=0.0)
+        registry.undrain("decode-3", now=0.0)
+        await client.end()
+
+        assert read(client.body)[0] == whole(Api.COMPLETIONS)[0]
+        assert [leg.instance.id for leg in fleet.engines.of(Role.DECODE)] == ["decode-0", "decode-1", "decode-3"]
 
     async def test_without_a_target_nothing_is_tried_until_the_next_look_at_kv_caches(self):
         """Engines are chosen for each stream: that of thousands, four times a second, would take the event loop."""

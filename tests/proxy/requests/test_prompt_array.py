@@ -194,6 +194,29 @@ async def test_a_stream_that_breaks_off_ends_all():
     assert router.is_idle()
 
 
+async def test_prompts_that_are_still_computed_get_another_decode_engine():
+    """As those of other requests: else the queue of a prefill engine would hold up the engine that is left."""
+    go_on = asyncio.Event()
+
+    async def prefill(leg):
+        await go_on.wait()
+        return await pulled_prefill(leg)
+
+    router = router_of(engines := Scripted(prefill, decode), 1, 2)
+    client = router.start(call(prompt=PROMPTS))
+    await until(lambda: len(engines.legs) == len(PROMPTS))
+    router.registry.drain("decode-0", now=0.0, moves=True)
+    router.moves.look()
+    drained = [one.id for one in router.registry.settle(patience_s=60, now=1.0)]
+    go_on.set()
+    await client.end()
+
+    assert drained == ["decode-0"]
+    assert {leg.instance.id for leg in engines.of(Role.DECODE)} == {"decode-1"}
+    assert [choice["text"] for choice in json.loads(client.body)["choices"]] == ["<zero>", "<one>", "<two>"]
+    assert router.is_idle()
+
+
 async def test_a_part_is_tried_again_by_itself():
     """The others go on."""
     failed = []

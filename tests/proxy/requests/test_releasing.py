@@ -254,6 +254,23 @@ async def test_a_prefill_whose_good_answer_cannot_be_read_is_abandoned():
     assert [json.loads(leg.body)["kv_transfer_params"]["abandoned_transfer_id"] for leg in engines.abandoned] == names
 
 
+async def test_a_prefill_whose_time_is_over_is_abandoned():
+    """It may have finished at that moment, or does when it goes on: a move gives an engine little time."""
+    now = [0.0]
+    engines = Abandoned(never, never)
+    router = router_of(engines, clock=lambda: now[0], prefill_timeout_s=5.0)
+    client = router.start(call(model="m"))
+    await until(lambda: engines.of(Role.PREFILL))
+    now[0] = 5.1
+    client.request.look(now[0])
+    await client.end()
+    await drained(router)
+
+    (leg,) = engines.abandoned
+    assert request_id(leg) == request_id(engines.legs[0])
+    assert params_of(leg)["abandoned_transfer_id"] == params_of(engines.legs[0])["transfer_id"]
+
+
 async def test_a_prefill_that_refuses_is_not_abandoned():
     """It has computed nothing."""
 

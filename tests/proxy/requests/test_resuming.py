@@ -5,7 +5,7 @@ import json
 import pytest
 
 from support.greedy import events, read
-from support.scripted import Scripted, call, never, pulled_prefill, request_id, router_of, until
+from support.scripted import Scripted, call, never, prefilled, pulled_prefill, request_id, router_of, until
 from xpyd_proxy.core.model import Api, Role
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.request import Request
@@ -103,6 +103,48 @@ async def test_there_is_an_end_to_it(options):
     assert client.got.count(b"data: ") >= 5
     assert b"DONE" not in client.body
     assert len(engines.of(Role.DECODE)) == 1 + options.get("retries", 0)
+
+
+LOOKS_BACK = {"transfer_mode": "pull", "xpyd_looks_back": True}
+
+
+class Saying:
+    """A prefill engine that says these of itself, one answer after the other, and then the last for ever."""
+
+    def __init__(self, *says):
+        self._says = list(says)
+
+    async def __call__(self, leg):
+        return prefilled(leg, **(self._says.pop(0) if len(self._says) > 1 else self._says[0]))
+
+
+async def test_engines_whose_own_defaults_look_back_go_on_with_nothing(caplog):
+    """The router cannot see a penalty of the generation config. What has begun before it was said ends there, too."""
+    router = router_of(Scripted(Saying(LOOKS_BACK), breaking(5, 4)), 1, 2, resume_streams=True)
+
+    for _ in range(2):
+        client = await router.serve(call(Api.COMPLETIONS, **BODIES[Api.COMPLETIONS]))
+        assert client.error == ("EngineError", "broke off")
+        assert b"DONE" not in client.body
+    assert caplog.text.count("prefill-0 has defaults of its own that look back at the tokens made so far") == 1
+
+
+@pytest.mark.parametrize("why", ["it says so no more", "it is gone"])
+async def test_streams_are_resumed_again_when_no_engine_looks_back(why):
+    """Engines are replaced by others with another generation config."""
+    says = Saying(LOOKS_BACK, {"transfer_mode": "pull"})
+    router = router_of(Scripted(says, breaking(5, 5, 5)), 2, 3, resume_streams=True)
+    first = await router.serve(call(Api.COMPLETIONS, **BODIES[Api.COMPLETIONS]))
+    if why == "it is gone":
+        router.registry.remove("prefill-0", now=0.0)
+    else:
+        router.registry.drain("prefill-1", now=0.0)
+        told = await router.serve(call(Api.COMPLETIONS, **BODIES[Api.COMPLETIONS]))
+        assert told.error == ("EngineError", "broke off")  # it had begun before
+    then = await router.serve(call(Api.COMPLETIONS, **BODIES[Api.COMPLETIONS]))
+
+    assert first.error == ("EngineError", "broke off")
+    assert read(then.body) == whole()
 
 
 async def test_if_nobody_takes_over_the_first_failure_is_told():

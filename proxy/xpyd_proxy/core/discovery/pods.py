@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from xpyd_proxy.core.fleet.target import REVISION, Target, Wanted
-from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.model import EngineRole, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import AddressError
 
@@ -112,15 +112,18 @@ def engine_of(pod: Pod, port: int | None = None, slice_label: str = Mark.SLICE) 
     role = _mark(pod, Mark.ROLE)
     if role is None:
         return None
-    if role not in tuple(Role):
-        raise _wrong(pod, Mark.ROLE, role, "prefill or decode")
+    if role not in tuple(EngineRole):
+        raise _wrong(pod, Mark.ROLE, role, "prefill, decode or both")
+    if (is_both := role == EngineRole.BOTH) and _mark(pod, Mark.RANKS) is not None:
+        raise _wrong(pod, Mark.ROLE, role, f"prefill or decode: {Mark.RANKS} is set, and such an engine cannot turn")
     is_ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
     is_deleted, move = pod.metadata.deletion_timestamp is not None, _mark(pod, Mark.MOVE) or "false"
     if move not in ("true", "false"):
         raise _wrong(pod, Mark.MOVE, move, "true or false")
     target = _target(pod, pod.status.ip, port, slice_label)
     leaves, moves = is_deleted or not is_ready, is_deleted and move == "true"
-    return Wanted(Role(role), target, pod.metadata.uid, leaves, moves)
+    # The pool of one that serves both is that of decode engines: the key it wants, and its name.
+    return Wanted(Role.DECODE if is_both else Role(role), target, pod.metadata.uid, leaves, moves, is_both)
 
 
 def _target(pod: Pod, ip: str, port: int | None, slice_label: str) -> Target:

@@ -219,8 +219,13 @@ class PairHealth:
                 found.append(pair)
         return found
 
+    def has_rested(self, pair: Pair, *, now: float) -> bool:
+        """Tell whether a pair rests that has rested for long enough, also if its trial was postponed."""
+        found = self._pairs.get(pair)
+        return found is not None and found.state is PairState.RESTING and now >= found.since + found.rest_s
+
     def tried(self, pair: Pair, *, now: float) -> None:
-        """A pair that was due has got a request."""
+        """A pair that has rested for long enough has got a request."""
         found = self._pairs[pair]
         found.on(PairEvent.TRIED, now)
         self._wait(found, now + TRIAL_S)

@@ -107,6 +107,22 @@ class Member:
         """Return the engine as it serves a role; None: it does not."""
         return self.instance if self.instance.role is role else self.as_decode
 
+    def as_lender(self) -> Instance | None:
+        """Return the engine as the prefill engine of what it has in its prefix cache; None: it is not asked for that.
+
+        It does not hand KV over (``kv_consumer``), does not answer its probes, or is several ranks behind one address,
+        of which another one would get the request.
+        """
+        facts = self.facts
+        hides_ranks = facts.connector is not None and facts.engine_id is None and self.instance.rank is None
+        if facts.kv_role not in (None, _KV_BOTH) or self.life.misses or self.life.is_away or hides_ranks:
+            return None
+        return self._as(Role.PREFILL)
+
+    def as_home(self) -> Instance:
+        """Return the engine as the decode engine of a stream that it has, or had: it may have turned since."""
+        return self._as(Role.DECODE)
+
     def serve(self, role: EngineRole) -> None:
         """Serve this and nothing else."""
         self.as_decode = self._as(Role.DECODE) if role is EngineRole.BOTH else None

@@ -6,7 +6,7 @@ from enum import StrEnum, auto
 from typing import Final, Self
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.model import EngineRole, Role
 from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.errors import AddressError
 
@@ -77,6 +77,12 @@ class Wanted:
     identity: str = ""  # changes when another engine takes the address (a pod's uid); empty: not known
     leaves: bool = False  # it gets nothing new, and what it has goes on
     moves: bool = False  # while it leaves, its streams go on at other engines
+    serves_both: bool = False  # it gets legs of both roles until it turns to one; ``role`` is its pool
+
+    @property
+    def serves(self) -> EngineRole:
+        """What it serves until it turns."""
+        return EngineRole.BOTH if self.serves_both else EngineRole(self.role.value)
 
     @property
     def key(self) -> Key:

@@ -15,7 +15,7 @@ import msgspec
 
 from xpyd_proxy.core.model import Api, InstanceId, PrefillResult, RequestId, TransferId
 from xpyd_proxy.core.protocol import request_bodies
-from xpyd_proxy.core.raw_json import NULL, Fields, NotJson, decode, encode, encode_text, maybe, text
+from xpyd_proxy.core.raw_json import NULL, TRUE, Fields, NotJson, decode, encode, encode_text, maybe, text
 from xpyd_proxy.core.schemas import Coordinates, KvParams, TokensAnswer, TransferNaming
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.settings import KvTransferMode
@@ -114,9 +114,10 @@ def handover(
     params, naming, count = request_bodies.kv_params(prefill, answer, read)
     said = naming or _read(prefill, params, TransferNaming)
     if isinstance(said, KvParams):
-        named, offer = said.remote_host, said.xpyd_first_token
+        named, offer, looks_back = said.remote_host, said.xpyd_first_token, said.xpyd_looks_back == TRUE
     else:
-        named, offer = _host_in(params), decode(params, Fields).get("xpyd_first_token", NULL)
+        named, fields = _host_in(params), decode(params, Fields)
+        offer, looks_back = fields.get("xpyd_first_token", NULL), fields.get("xpyd_looks_back", NULL) == TRUE
     is_replaced = host is not None and is_nowhere(named)
     if is_replaced:
         params = msgspec.Raw(encode(decode(params, Fields) | {"remote_host": text(host or "")}))
@@ -126,13 +127,13 @@ def handover(
             f"{prefill} does not push its KV cache, and this router was started with --kv-transfer-mode push"
         )
     if mode is _PULL:
-        return PrefillResult(params, None, count, None, named if is_replaced else None, offer, read)
+        return PrefillResult(params, None, count, None, named if is_replaced else None, offer, read, looks_back)
     if not _is_same(said.remote_request_id, known_as(api, request)):
         raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
     if is_followed:
         params = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
     coordinates = _read(prefill, params, Coordinates)
-    return PrefillResult(params, coordinates, count, transfer, named if is_replaced else None, NULL, read)
+    return PrefillResult(params, coordinates, count, transfer, named if is_replaced else None, NULL, read, looks_back)
 
 
 def is_nowhere(said: str) -> bool:

@@ -188,9 +188,9 @@ class Replay:
             self._shown += self._ahead
             self._ahead.clear()
             self._text = ""
-        self._spoilt = self._spoilt or any(
-            maybe(value, object) for name, value in delta.items() if name not in ("role", "content")
-        )
+        if any(maybe(value, object) for name, value in delta.items() if name not in ("role", "content")):
+            self._spoilt = True
+            self.broken = self.broken or self._resumed  # a parser that began anew takes what follows for something else
         is_last = choice.get("finish_reason", NULL) != NULL
         if is_last and self._again:
             self.broken = self._spoilt = True  # it has less to say than the client has

@@ -10,6 +10,7 @@ _LONG_S: Final = (
     600.0  # the same of prefill rates: whether an engine is busy shows at looks alone, so more of them count
 )
 _SURE_S: Final = 20.0  # seconds of work of one engine, from which on its rate is known
+_LOOKED_S: Final = 30.0  # of looks that showed some work, from which on a rate of less work will do
 _SURE: Final = 10.0  # looks at an engine with streams, from which on the time between tokens is known
 _DOUBLING: Final = 100.0  # streams that double the time between tokens, before it shows
 _FEW: Final = 3.0  # streams, up to which one more or less tells little of many
@@ -19,10 +20,14 @@ _LEAST: Final = 0.25  # of what is expected of the next stream: less is noise
 
 
 class PrefillRate:
-    """Prompt tokens that a prefill engine computes in a second in which it has a request."""
+    """Prompt tokens that a prefill engine computes in a second in which it has a request.
+
+    Engines with little to do need minutes for work that makes their rate sure. That they have little to do is known
+    long before, and an error of their rate is small beside it; the first look at much work outweighs all of it.
+    """
 
     def __init__(self) -> None:
-        self._tokens = self._busy_s = 0.0
+        self._tokens = self._busy_s = self._looked_s = 0.0
 
     def add(self, tokens: float, busy_s: float, elapsed_s: float) -> None:
         """Take in what all engines have computed since the last look; ``busy_s``: of all of them together."""
@@ -31,11 +36,13 @@ class PrefillRate:
         kept = 0.5 ** (elapsed_s / _LONG_S)
         self._tokens = self._tokens * kept + tokens
         self._busy_s = self._busy_s * kept + busy_s
+        self._looked_s += elapsed_s
 
     @property
     def per_s(self) -> float | None:
         """Return the rate; None: too little was computed to tell."""
-        return self._tokens / self._busy_s if self._busy_s >= _SURE_S and self._tokens > 0 else None
+        is_known = self._busy_s >= _SURE_S or self._looked_s >= _LOOKED_S
+        return self._tokens / self._busy_s if is_known and self._tokens > 0 and self._busy_s > 0 else None
 
 
 class DecodeLine:

@@ -24,6 +24,7 @@ class Verdict(StrEnum):
     """What becomes of one look."""
 
     TURN = auto()  # an engine turns, or would in a dry run
+    ASSIGN = auto()  # an engine that serves both roles turns to one of them, or would
     BALANCED = auto()  # neither role lacks an engine
     SHORT = auto()  # a role lacks an engine, and the other one cannot spare one: the fleet is too small
     UNKNOWN = auto()  # something was not measured yet
@@ -57,13 +58,14 @@ class RoleLimits:
 class FleetSnapshot:
     """The engines that serve, and what is known of earlier turns."""
 
-    readings: Sequence[EngineReading]  # without those that turn
+    readings: Sequence[EngineReading]  # without those that turn, and those that serve both roles
     turning: Sequence[InstanceId] = ()
     turned_at: Sequence[float] | None = None  # when engines began to turn, by any controller; None: by this one alone
     queued_requests: int = 0  # in this router
     trouble: str = ""  # why there can be no decision
     leads: bool = True  # this router decides; others measure, to go on at once
     leader: str = ""  # who does, if it is another one
+    both: Sequence[EngineReading] = ()  # those that serve both, whatever role they show
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,11 @@ class RoleController:
         prefill = self._meter.prefill(fleet.queued_requests)
         decode = self._meter.decode(prefill)
         turned_at = self._turns(fleet.turned_at, now)
+        if fleet.both and not fleet.trouble:
+            verdict, why, turn = self._assignment(fleet, engines, prefill, decode)
+            self._lacks = None
+            kept, lacks = self._kept(now), None if turn is None else turn.role
+            return RoleDecision(verdict, why, engines, prefill, decode, kept, len(turned_at), lacks, turn)
         trouble = fleet.trouble or self._trouble(fleet, engines, prefill, decode, now)
         if trouble or prefill is None or decode is None:
             self._lacks = None
@@ -121,6 +128,42 @@ class RoleController:
             turned_at, self._lacks = (*turned_at, now), None
             self._own = turned_at
         return RoleDecision(verdict, why, engines, prefill, decode, self._kept(now), len(turned_at), lacks, turn)
+
+    def _assignment(
+        self, fleet: FleetSnapshot, engines: Split, prefill: PrefillWork | None, decode: DecodeWork | None
+    ) -> tuple[Verdict, str, WantedTurn | None]:
+        """Give an engine that serves both roles the one that needs it more. It is no turn of the hour's.
+
+        It already serves that role, so nothing waits for it; what it has of the other one is what a turn costs.
+        """
+        if busy := self._idle_verdict(fleet):
+            return *busy, None
+        able = [one for one in fleet.both if one.may_turn]
+        count = f"{len(fleet.both)} engines serve both roles"
+        if not able:
+            return Verdict.STUCK, f"{count}, and none of them can turn ({fleet.both[0].name})", None
+        least, others = self._limits.least, len(fleet.both) - 1
+        roles = [role for role in Role if engines.of(OTHER[role]) + others]  # without it, who serves the other one?
+        if not roles:
+            return Verdict.BOUND, f"{able[0].name} serves both roles, and is the only engine", None
+        work = None if prefill is None or decode is None else Busy(prefill.busy, decode.busy, self._targets.utilisation)
+
+        def need(role: Role) -> tuple[float, float, int, bool]:
+            missing = max(0, least.of(role) - engines.of(role))
+            return missing, work.pressure(role, engines) if work else 0.0, -engines.of(role), role is Role.DECODE
+
+        role = max(roles, key=need)
+        first = min(able, key=lambda one: one.key)
+        state = f"{engines.prefill} engines are prefill and {engines.decode} are decode"
+        return Verdict.ASSIGN, f"{first.name} to {role}: {count}, {state}", WantedTurn(first.name, role)
+
+    def _idle_verdict(self, fleet: FleetSnapshot) -> tuple[Verdict, str] | None:
+        """Say why this controller has nothing to decide now; None: it may decide."""
+        if not fleet.leads:
+            return Verdict.ELSEWHERE, f"{fleet.leader or 'another router'} decides"
+        if fleet.turning:
+            return Verdict.TURNING, f"{', '.join(fleet.turning[:_NAMED])} turns"
+        return None
 
     def _turns(self, shared: Sequence[float] | None, now: float) -> tuple[float, ...]:
         """Return the turns of the last hour."""
@@ -153,12 +196,9 @@ class RoleController:
         self, fleet: FleetSnapshot, busy: Busy, lacks: Role | None, turned_at: Sequence[float], *, now: float
     ) -> tuple[Verdict, str]:
         engines = _engines(fleet)
-        if not fleet.leads:
+        if idle := self._idle_verdict(fleet):
             self._lacks = None
-            return Verdict.ELSEWHERE, f"{fleet.leader or 'another router'} decides"
-        if fleet.turning:
-            self._lacks = None
-            return Verdict.TURNING, f"{', '.join(fleet.turning[:_NAMED])} turns"
+            return idle
         if lacks is None:
             self._lacks = None
             return Verdict.SHORT if is_short(busy, engines) else Verdict.BALANCED, _state(busy, engines)

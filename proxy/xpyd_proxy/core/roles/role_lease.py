@@ -55,8 +55,12 @@ class RoleLease:
         self._renewed = float("-inf")
         self._turned_at: tuple[float, ...] = ()  # as this one has written them last: a store may lose its memory
 
-    def look(self, text: str, *, now: float, wall: float, turns: bool = False) -> LeaseView:
-        """Take in the text as it is; ``turns``: an engine shall turn, which is to be written down before."""
+    def look(self, text: str, *, now: float, wall: float, turns: bool = False, counts: bool = True) -> LeaseView:
+        """Take in the text as it is.
+
+        ``turns``: an engine shall turn, and this one must still hold the lease when it does, so the text is written
+        anew; ``counts``: the turn is one of those that are written down.
+        """
         record = _read(text)
         # A turn of the future is one of now: its router's clock is ahead. The holder's next renewal writes that down.
         # Several of those may have the same time from then on, and are several.
@@ -65,7 +69,7 @@ class RoleLease:
         if record.holder not in ("", self._me) and not self._is_over(text, now):
             return LeaseView(holds=False, holder=record.holder, turned_at=turned_at, text=None)
         if turns:
-            turned_at = (*turned_at, wall)
+            turned_at = (*turned_at, wall) if counts else turned_at
         elif record.holder == self._me and now < self._renewed + _RENEWED_S:
             return LeaseView(holds=True, holder=self._me, turned_at=turned_at, text=None)
         text = msgspec.json.encode(_LeaseRecord(self._me, record.number + 1, turned_at)).decode()

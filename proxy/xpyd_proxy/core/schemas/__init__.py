@@ -47,6 +47,7 @@ class KvParams(TransferNaming, kw_only=True):
     remote_port: int
     remote_block_ids: msgspec.Raw
     xpyd_first_token: msgspec.Raw = NULL  # a FirstTokenOffer, for routers alone
+    xpyd_looks_back: msgspec.Raw = NULL  # true: no other engine goes on exactly with its streams; for routers alone
 
 
 class FirstTokenOffer(msgspec.Struct, frozen=True):

@@ -91,7 +91,7 @@ class Reconciler:
         found = self.assignments.get(_key(member))
         wanted = member.origin.wanted
         if found is None or not found.means("" if wanted is None else wanted.identity):
-            return EngineRole(member.instance.pool.value)
+            return EngineRole(member.instance.pool.value) if wanted is None else wanted.serves
         return found.serves
 
     def of_gone_pods(self) -> Sequence[Key]:
@@ -364,7 +364,7 @@ class Discovery:
 
     async def _assign(self, member: Member, role: EngineRole) -> None:
         key, wanted = _key(member), member.origin.wanted
-        if role.value == key.role.value:
+        if role is (EngineRole(key.role.value) if wanted is None else wanted.serves):
             await self._store.delete(assignment_name(key))
         else:
             identity = "" if wanted is None else wanted.identity

@@ -38,7 +38,7 @@ class RoleBoard:
         if decision.turn is not None:
             would = "" if self._mode is not RolesMode.DRY_RUN else ", in a dry run"
             self._last_turn = now, f"{decision.turn.instance} to {decision.turn.role}{would}"
-        kind = decision.verdict, decision.lacks
+        kind = decision.verdict, decision.lacks, decision.turn
         if decision.verdict is not Verdict.TURN and kind == self._noted:
             return
         self._noted = kind

@@ -11,7 +11,7 @@ from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import EngineRole, Instance, Role
 from xpyd_proxy.core.ports import RoleTurns
 from xpyd_proxy.core.roles.engine_totals import EngineReading, EngineTotals, engine_totals
-from xpyd_proxy.core.roles.role_controller import FleetSnapshot, RoleController
+from xpyd_proxy.core.roles.role_controller import FleetSnapshot, RoleController, Verdict
 from xpyd_proxy.core.roles.role_lease import RoleHold
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.probes.checks import ProbeFailed
@@ -60,11 +60,14 @@ class RoleWatch:
         known = self._registry.members()
         members = [one for one in known if one.life.state in _SERVE and not one.life.is_away and one.turn is None]
         found = await asyncio.gather(*[self._read(member.instance) for member in members])
-        readings = [self._reading(one, totals) for one, totals in zip(members, found, strict=True)]
+        readings, both = list[EngineReading](), list[EngineReading]()
+        for one, totals in zip(members, found, strict=True):
+            (both if one.role is EngineRole.BOTH else readings).append(self._reading(one, totals))
         queued = await self._queued()
         hold = RoleHold(holds=True) if self._turns is None else await self._turns.hold()
         snapshot = FleetSnapshot(
             readings,
+            both=both,
             turning=[one.instance.id for one in known if one.turn is not None and not one.retires],
             turned_at=None if self._turns is None else hold.turned_at,
             queued_requests=queued,
@@ -76,7 +79,7 @@ class RoleWatch:
         self._board.decided(decision)
         if decision.turn is not None and self._turns is not None:
             instance, role = decision.turn.instance, decision.turn.role
-            if why := await self._turns.begin(instance, role):
+            if why := await self._turns.begin(instance, role, counts=decision.verdict is Verdict.TURN):
                 logger.warning("%s does not turn to %s: %s", instance, role, why)
 
     def _reading(self, member: Member, totals: EngineTotals | None) -> EngineReading:
@@ -98,8 +101,6 @@ class RoleWatch:
         """Say why the engines cannot be divided; empty: they can."""
         if self._registry.slice_pairing is SlicePairing.REQUIRE:
             return "slice_pairing is require, and roles are decided for one pool of engines"
-        if both := [one.instance.id for one in members if one.role is EngineRole.BOTH]:
-            return f"{len(both)} engines serve both roles: turn each to one of them first ({both[0]})"
         return _mixed(members)
 
 

@@ -146,6 +146,19 @@ class LiveFleet:
         """List those decode engines that can read the blocks of a prefill engine, as far as it is known."""
         return self.registry.fitting(prefill, decode)
 
+    def readers(self, lender: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
+        """List those decode engines that may read from one that a stream leaves; one that has rested from it is tried.
+
+        Requests try pairs of a prefill and a decode engine alone.
+        """
+        health, now = self.registry.pairs, self._clock()
+        for each in decode if health.has_any else ():
+            pair = lender.id, each.id
+            if health.has_rested(pair, now=now) and fit(self.registry.facts(lender), self.registry.facts(each)):
+                health.tried(pair, now=now)
+                return [each]
+        return self.registry.fitting(lender, decode)
+
     def nearest(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """Leave the decode engines of a prefill engine's slice, if slices count and some are: all of them fit it."""
         if self.crossings is None:

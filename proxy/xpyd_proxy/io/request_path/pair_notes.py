@@ -104,7 +104,7 @@ class PairNotes:
     def loads(self, decode: Instance, news: Sequence[PeerNews], now: float) -> list[str]:
         """Take in what became of the loads of a decode engine; return ids of prefill engines that are not known."""
         unknown = list[str]()
-        by_peer = self._prefills() if news else dict[str, Sequence[Instance]]()
+        by_peer = self._lenders() if news else dict[str, Sequence[Instance]]()
         for each in news:
             prefills = by_peer.get(each.peer, ())
             if not prefills:
@@ -138,14 +138,17 @@ class PairNotes:
 
     # ---- what follows
 
-    def _prefills(self) -> Mapping[str, Sequence[Instance]]:
-        """Return the prefill engines by the ids under which decode engines know them."""
+    def _lenders(self) -> Mapping[str, Sequence[Instance]]:
+        """Return the engines by the ids under which those know them that load from them.
+
+        A decode engine is among them when streams leave it (requests/stream_moves.py).
+        """
         found = dict[str, list[Instance]]()
-        for prefill in self._registry.known(_PREFILL):
-            name = self._registry.facts(prefill).engine_id
+        for member in self._registry.members():
+            one, name = member.instance, member.facts.engine_id
             if name is not None:
-                known_as = name if prefill.rank is None else f"{name}_dp{prefill.rank}"
-                found.setdefault(known_as, []).append(prefill)
+                known_as = name if one.rank is None else f"{name}_dp{one.rank}"
+                found.setdefault(known_as, []).append(one)
         return found
 
     def _failed(

@@ -13,6 +13,7 @@ from xpyd_proxy.proving.core.finding import Finding, FindingName
 from xpyd_proxy.proving.core.question import Question, Shape
 from xpyd_proxy.proving.core.reply import Reply
 from xpyd_proxy.proving.http_server import HttpServer
+from xpyd_proxy.proving.idleness import is_strand
 from xpyd_proxy.proving.peers import Deed
 
 _SENT_S: Final = 0.5  # until a leg has reached its engine
@@ -71,6 +72,7 @@ async def decode_busy_left(bench: Bench) -> Seen:
 
 async def decode_killed(bench: Bench) -> Seen:
     """Kill the decode engine while requests wait in its queue; the prefill engine's blocks must come back."""
+    began = now()
     decode, offers = bench.pairs.decode[0], await _offers(bench, 6)
     async with _busy(bench, decode) as note:
         answering = [asyncio.create_task(offer.take(decode)) for offer in offers]
@@ -80,8 +82,9 @@ async def decode_killed(bench: Bench) -> Seen:
         findings = await _judge(bench, offers, await asyncio.gather(*answering))
     held = await _until_empty(bench, bench.pairs.prefill[0], killed)
     if held > bench.limits.idle_s:
-        seen = f"{bench.pairs.prefill[0].name} held its blocks for {held:.1f} s after the decode engine was dead"
-        findings.append(Finding(FindingName.BLOCKS_HELD, seen))
+        prefill = bench.pairs.prefill[0].name
+        name = FindingName.BLOCKS_STRANDED if is_strand(bench, prefill, now() - began) else FindingName.BLOCKS_HELD
+        findings.append(Finding(name, f"{prefill} held its blocks for {held:.1f} s after the decode engine was dead"))
     await _restart(bench, "decode", decode)
     findings += await bench.compare(bench.prompts.mixed(3, longest=200))
     return Seen(findings, [note, f"the prefill engine's blocks were back {held:.1f} s after the kill"])

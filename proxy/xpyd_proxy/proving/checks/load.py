@@ -20,17 +20,21 @@ _LENGTHS: Final = (64, 256, 700)  # tokens of the prompts, in turn
 async def load(bench: Bench) -> Seen:
     """Run the same load through what is under test and through the single engine."""
     findings: list[Finding] = []
+    answers: list[list[Reply]] = []
     services = [bench.service] if bench.reference is None else [bench.service, bench.reference]
     for service in services:
-        figures, failed = await _run(bench, service)
+        figures, failed, good = await _run(bench, service)
         bench.loads.append(figures)
+        answers.append(good)
         if service is bench.service:
             bench.requests += _REQUESTS
-            findings = together(failed, _REQUESTS)
-    return Seen(findings, [_sentence(figures) for figures in bench.loads])
+            findings = failed
+    reference_s = max((reply.seconds for reply in answers[-1]), default=None) if len(answers) > 1 else None
+    findings += [each for reply in answers[0] for each in bench.slow("a stream of the load", reply, reference_s)]
+    return Seen(together(findings, _REQUESTS), [_sentence(figures) for figures in bench.loads])
 
 
-async def _run(bench: Bench, service: Service) -> tuple[Latencies, list[Finding]]:
+async def _run(bench: Bench, service: Service) -> tuple[Latencies, list[Finding], list[Reply]]:
     turns = asyncio.Semaphore(_AT_ONCE)
     began = now()
 
@@ -58,7 +62,7 @@ async def _run(bench: Bench, service: Service) -> tuple[Latencies, list[Finding]
         for reply in replies
         if reply.failure()
     ]
-    return latencies(service.name, streams, failed=len(failed), seconds=seconds), failed
+    return latencies(service.name, streams, failed=len(failed), seconds=seconds), failed, good
 
 
 def _sentence(figures: Latencies) -> str:

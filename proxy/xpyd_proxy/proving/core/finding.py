@@ -14,8 +14,10 @@ class FindingName(StrEnum):
     WRONG_USAGE = "wrong-usage"
     REQUEST_FAILED = "request-failed"
     NO_ANSWER = "no-answer"
+    SLOW_ANSWER = "slow-answer"
     MALFORMED_ANSWER = "malformed-answer"
     BLOCKS_HELD = "blocks-held"
+    BLOCKS_STRANDED = "blocks-stranded"
     BLOCKS_NEVER_FREED = "blocks-never-freed"
     BLOCKS_UNSEEN = "blocks-unseen"
     NOTHING_MOVED = "nothing-moved"
@@ -33,9 +35,14 @@ MEANINGS: Final[Mapping[FindingName, str]] = {
     " twice.",
     FindingName.REQUEST_FAILED: "A request that one engine serves was answered with an error.",
     FindingName.NO_ANSWER: "A request got no answer in time: it hangs in an engine, and its client waits.",
+    FindingName.SLOW_ANSWER: "A right answer took as long as a lease, and many times as long as the single engine's:"
+    " its KV came only when the prefill engine gave the blocks up, or did not come and was computed again.",
     FindingName.MALFORMED_ANSWER: "An answer is not what the OpenAI API says: clients cannot read it.",
     FindingName.BLOCKS_HELD: "KV blocks stayed pinned after the last request had ended. Until they are free, other"
     " prompts have less room; with many such requests an engine stops.",
+    FindingName.BLOCKS_STRANDED: "A prefill engine kept KV blocks of requests that were over until their lease ended:"
+    " nothing told it that they were over. So each client that leaves, or each engine that dies, takes room from other"
+    " prompts for a lease; with many of them the prefill engine stops.",
     FindingName.BLOCKS_NEVER_FREED: "KV blocks were still pinned when the suite stopped watching. Every such request"
     " makes the cache smaller until the engine is restarted.",
     FindingName.BLOCKS_UNSEEN: "An engine showed its KV blocks in its metrics at the beginning, and does not any more:"

@@ -5,7 +5,7 @@ import pytest
 
 from support.kube_api import pod
 from xpyd_proxy.core.discovery.pods import Pod, engine_of
-from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.model import EngineRole, Role
 from xpyd_proxy.errors import AddressError
 
 
@@ -18,6 +18,15 @@ def test_a_ready_pod_is_an_engine():
     found = engine(role="decode", ip="10.1.2.3")
 
     assert (found.role, found.target.text, found.leaves) == (Role.DECODE, "http://10.1.2.3:8000", False)
+
+
+@pytest.mark.parametrize("role", EngineRole)
+def test_a_pod_may_serve_both_roles(role):
+    """Until a router gives it one; it is a pod of the decode pool by its key and its name."""
+    found = engine(role=role)
+
+    assert found.serves is role
+    assert found.role is (Role.PREFILL if role is EngineRole.PREFILL else Role.DECODE)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +78,8 @@ def test_streams_move_from_a_pod_that_is_deleted_if_it_says_so(move, expected):
     ("said", "named"),
     [
         ({"annotations": {"xpyd.io/move": "yes"}}, "xpyd.io/move is 'yes': write true or false"),
-        ({"role": "both"}, "xpyd.io/role is 'both': write prefill or decode"),
+        ({"role": "all"}, "xpyd.io/role is 'all': write prefill, decode or both"),
+        ({"role": "both", "ranks": "2"}, "xpyd.io/role is 'both': write prefill or decode: xpyd.io/ranks is set"),
         ({"scheme": "ftp"}, "xpyd.io/scheme"),
         ({"revision": "a&b"}, "xpyd.io/revision"),
         ({"slice": "a&b"}, "xpyd.io/slice"),

@@ -76,6 +76,22 @@ def test_without_a_number_of_failures_no_pair_rests():
     assert pairs.next_at == math.inf
 
 
+def test_a_pair_has_rested_also_if_its_trial_was_postponed():
+    """That of two decode engines is always: no request has such a pair, and streams that move do."""
+    pairs = health()
+    assert not pairs.has_rested(PAIR, now=99.0)
+    fail(pairs)
+    assert not pairs.has_rested(PAIR, now=29.9)
+    pairs.postpone(pairs.due(now=30.0), now=30.0)
+    assert pairs.has_rested(PAIR, now=30.1)
+    pairs.tried(PAIR, now=30.1)
+    assert not pairs.has_rested(PAIR, now=30.2)
+    pairs.postpone(pairs.due(now=30.1 + TRIAL_S), now=30.1 + TRIAL_S)
+
+    assert not pairs.has_rested(PAIR, now=30.1 + TRIAL_S)
+    assert pairs.has_rested(PAIR, now=60.2 + TRIAL_S)
+
+
 def test_a_rest_ends_with_one_request_and_doubles_with_each_that_fails():
     """Up to a limit: a firewall may stay for ever, and be opened at any time."""
     pairs, now, rests = health(), 0.0, []

@@ -141,6 +141,22 @@ def test_what_cannot_be_continued():
         assert replay.again() is None
 
 
+@pytest.mark.parametrize("delta", [{"reasoning": "hm"}, {"tool_calls": [{"index": 0}]}])
+def test_what_is_no_text_behind_the_break_ends_in_an_error(delta):
+    """A parser of reasoning begins anew at the next engine: a text that lacks what it has taken out is a wrong one."""
+    fields = fields_of(CHAT)
+    replay = Replay(Api.CHAT, fields)
+    for piece in list(events(json.loads(encode(traced(fields))), name="x"))[:9]:
+        replay.feed(piece)
+    assert replay.again() is not None
+
+    choice = {"index": 0, "delta": delta, "token_ids": [1], "finish_reason": None}
+    assert replay.feed(b"data: " + json.dumps({"id": "x", "choices": [choice]}).encode() + b"\n") == b": goes on\n"
+    assert replay.broken
+    assert replay.again() is None
+    assert replay.ending() is None
+
+
 @settings(max_examples=100, deadline=None)
 @given(breaks=st.lists(st.integers(1, 20), max_size=4), per_event=st.integers(1, 4))
 def test_a_sampled_stream_goes_on_only_from_a_safe_point(breaks, per_event):

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from xpyd_proxy.core.roles.engine_rates import DecodeLine
+from xpyd_proxy.core.roles.engine_rates import DecodeLine, PrefillRate
 
 BASE_S, SLOPE_S, TARGET_S = 0.04, 0.004, 0.08  # 10 streams, and 125 tokens a second
 
@@ -51,3 +51,35 @@ def test_an_engine_that_makes_all_it_can_is_believed_to_be_full(seed):
         line.add(batch, (BASE_S + SLOPE_S * batch) * chance.uniform(0.95, 1.05))
 
     assert line.tokens_per_s(TARGET_S, None) == pytest.approx(125, rel=0.5)
+
+
+@pytest.mark.parametrize(("busy", "looks"), [(0.15, 6), (0.02, 6), (1.0, 5)])
+def test_the_rate_of_engines_with_little_to_do_is_soon_known(busy, looks):
+    """A fleet with too many prefill engines had none for two minutes: 20 s of their work."""
+    rate, known = PrefillRate(), []
+    for _ in range(looks):
+        known.append(rate.per_s)
+        rate.add(5 * busy * 1000, 5 * busy, 5.0)
+
+    assert known == [None] * looks
+    assert rate.per_s == pytest.approx(1000)
+
+
+def test_much_work_outweighs_what_little_work_has_shown():
+    """Prompts of a few tokens seem to be slow: a step takes its time. It must not be believed for long."""
+    rate = PrefillRate()
+    for _ in range(20):
+        rate.add(10, 0.04, 5.0)
+    assert rate.per_s == pytest.approx(250)
+    rate.add(5 * 1500, 5.0, 5.0)
+
+    assert rate.per_s == pytest.approx(1500, rel=0.25)
+
+
+def test_nothing_was_computed():
+    """However long one looks."""
+    rate = PrefillRate()
+    for _ in range(100):
+        rate.add(0.0, 0.0, 5.0)
+
+    assert rate.per_s is None

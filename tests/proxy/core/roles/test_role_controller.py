@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from support.fluid_fleet import FluidFleet
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.roles.role_controller import FleetSnapshot, RoleController, RoleLimits, Verdict
+from xpyd_proxy.core.roles.engine_totals import EngineReading
+from xpyd_proxy.core.roles.role_controller import FleetSnapshot, RoleController, RoleLimits, Verdict, WantedTurn
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -162,6 +163,83 @@ def test_two_controllers_at_the_same_time_choose_the_same_engine():
 
     assert any(first is not None for first, _ in snapshots)
     assert all(first == second for first, second in snapshots)
+
+
+def assigned(both, *, prefill=0, decode=0, limits):
+    """Let a controller see so many engines of each kind, again and again; return the roles that it gives, in order."""
+    fleet = FluidFleet(prefill, decode, limits=limits)
+    other = FluidFleet(both, 0)
+    free, given = {f"x{one.name}": replace(one, name=f"x{one.name}", key=f"x{one.key}") for one in other.readings()}, []
+    for _ in range(both + 3):
+        fleet.now += 5.0
+        readings = [*fleet.readings(), *given]
+        found = fleet.controller.decide(FleetSnapshot(readings, both=list(free.values())), now=fleet.now)
+        if found.verdict is not Verdict.ASSIGN:
+            return [one.role for one in given], found
+        given.append(replace(free.pop(found.turn.instance), role=found.turn.role))
+    raise AssertionError(found)
+
+
+@pytest.mark.parametrize(
+    ("both", "there", "limits", "given"),
+    [
+        (5, {}, RoleLimits(), [D, P, D, P, D]),
+        (2, {}, RoleLimits(), [D, P]),
+        (4, {}, RoleLimits(min_prefill=3), [P, P, D, P]),
+        (3, {"prefill": 1, "decode": 4}, RoleLimits(), [P, P, P]),
+        (1, {"decode": 1}, RoleLimits(), [P]),
+        (1, {"prefill": 1}, RoleLimits(), [D]),
+    ],
+)
+def test_engines_that_serve_both_roles_get_one_by_one_the_role_that_has_fewer(both, there, limits, given):
+    """Nothing is known of a fleet that starts. No cool-down, no hour: each of them has its role already."""
+    roles, last = assigned(both, **there, limits=limits)
+
+    assert roles == given
+    assert last.turns == 0
+
+
+def test_an_engine_that_comes_to_a_fleet_at_work_gets_the_role_that_is_more_pressed():
+    """A pod that is replaced, or one more: to give it the smaller role would undo what traffic has asked for."""
+    fleet = FluidFleet(6, 2)
+    fleet.run(4.4, 0.9, 300)
+    new = EngineReading("decode-9", P, "x", None)
+    found = fleet.controller.decide(FleetSnapshot(fleet.readings(), both=[new]), now=fleet.now)
+
+    assert (found.verdict, found.turn) == (Verdict.ASSIGN, WantedTurn("decode-9", P))
+    assert found.why == "decode-9 to prefill: 1 engines serve both roles, 6 engines are prefill and 2 are decode"
+
+
+@pytest.mark.parametrize(
+    ("count", "change", "verdict", "why"),
+    [
+        (1, {}, Verdict.BOUND, "e00 serves both roles, and is the only engine"),
+        (2, {"may_turn": False}, Verdict.STUCK, "2 engines serve both roles, and none of them can turn (e00)"),
+    ],
+)
+def test_engines_that_must_serve_both_roles_go_on_with_it(count, change, verdict, why):
+    """The only one, and those whose connector cannot."""
+    fleet = FluidFleet(count, 0)
+    both = [replace(one, **change) for one in fleet.readings()]
+    found = fleet.controller.decide(FleetSnapshot([], both=both), now=fleet.now)
+
+    assert (found.verdict, found.why, found.turn) == (verdict, why, None)
+
+
+@pytest.mark.parametrize(
+    ("more", "verdict"),
+    [
+        ({"leads": False}, Verdict.ELSEWHERE),
+        ({"turning": ["e09"]}, Verdict.TURNING),
+        ({"trouble": "x"}, Verdict.UNKNOWN),
+    ],
+)
+def test_engines_that_serve_both_roles_wait_like_those_that_turn(more, verdict):
+    """For the router that decides, for the one that turns now, and for what must be known."""
+    fleet = FluidFleet(2, 2)
+    found = fleet.controller.decide(FleetSnapshot([], both=fleet.readings(), **more), now=fleet.now)
+
+    assert (found.verdict, found.turn) == (verdict, None)
 
 
 def test_an_engine_that_turns_keeps_the_others_in_their_roles():

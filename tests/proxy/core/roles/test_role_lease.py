@@ -52,6 +52,18 @@ def test_another_one_takes_it_when_it_is_not_renewed():
     assert not look(one, shared, 1e6 + LASTS_S)
 
 
+def test_a_turn_that_does_not_count_is_written_and_not_remembered():
+    """The holder must still have the lease when an engine turns; what is no turn of the hour's takes none from it."""
+    shared, one, two = Text(), RoleLease("one"), RoleLease("two")
+    look(one, shared, 0.0)
+    view = one.look(shared.text, now=1.0, wall=5000.0, turns=True, counts=False)
+
+    assert view.holds
+    assert view.text != shared.text
+    assert view.turned_at == ()
+    assert two.look(shared.text, now=1.0, wall=5000.0, turns=True, counts=False).text is None
+
+
 def test_turns_outlive_their_router():
     """The cool-down and the turns of an hour are the fleet's."""
     shared, one, two = Text(), RoleLease("one"), RoleLease("two")

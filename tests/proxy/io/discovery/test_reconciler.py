@@ -241,6 +241,27 @@ async def test_a_source_that_says_the_same_again_does_not_undo_a_turn(kind):
     assert not world.reconciler.assignments
 
 
+async def test_a_pod_of_both_roles_serves_both_until_it_turns_and_then_only_that():
+    """Also at a router that starts later; the other pod and the next one at its place serve both."""
+    world, late = World(), World()
+    either = replace(D, serves_both=True), replace(E, serves_both=True)
+    world.see(*either)
+    assert serving(world) == {"decode-0": BOTH, "decode-1": BOTH}
+
+    await turn_now(world, "decode-0", PREFILL)
+    await turn_now(world, "decode-1", DECODE)
+    world.registry.settle(patience_s=0, now=1)
+    world.see(*either)
+    late.entries.view(dict(world.store._entries))
+    late.see(*either)
+
+    assert serving(world) == serving(late) == {"decode-0": PREFILL, "decode-1": DECODE}
+    world.see(either[0], replace(either[1], identity="uid-f"))
+    assert serving(world) == {"decode-0": PREFILL, "decode-2": BOTH}
+    await turn_now(world, "decode-0", BOTH)
+    assert serving(world) == {"decode-0": BOTH, "decode-2": BOTH}
+
+
 async def test_a_source_that_changes_the_role_ends_what_was_turned():
     """The pod has another label by now: it is another engine, which serves what its label says."""
     world = World()

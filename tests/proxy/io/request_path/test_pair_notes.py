@@ -126,6 +126,16 @@ def test_engines_that_nobody_knows_are_named(world):
     assert PAIR in world.pairs()
 
 
+def test_a_stream_that_moves_is_loaded_from_a_decode_engine(world):
+    """The two are a pair like any other: the router does not ask all prefill engines who that was."""
+    world.registry.learn("decode-1", EngineCapabilities(engine_id="id of decode-1"))
+    lender = world.registry.member("decode-1").as_lender()
+
+    assert world.fleet.fitting(lender, [world.decode()])
+    assert world.fails(peer="id of decode-1") == []
+    assert not world.fleet.fitting(lender, [world.decode()])
+
+
 def test_ranks_are_known_by_their_numbers():
     """Each data-parallel rank of a prefill engine is a peer of its own."""
     registry = Registry(Settings())

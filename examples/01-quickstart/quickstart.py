@@ -11,6 +11,7 @@ from xpyd_proxy.local import first_request, preflight
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.model import ensure_model
 from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command, router_command
+from xpyd_proxy.local.preflight import safe_dtype
 from xpyd_proxy.local.processes import open_fleet
 
 
@@ -61,7 +62,7 @@ def read_arguments():
     parser.add_argument("--side-channel-port", type=int, default=default.side_channel_port)
     parser.add_argument("--model", type=Path, default=default.model)
     args = vars(parser.parse_args())
-    return LocalPlan(kind=EngineKind(args.pop("engine")), **args)
+    return LocalPlan(kind=EngineKind(args.pop("engine")), dtype=safe_dtype(), **args)
 
 
 if __name__ == "__main__":

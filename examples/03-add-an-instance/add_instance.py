@@ -14,6 +14,7 @@ from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.first_request import parse_server_timing, request_body
 from xpyd_proxy.local.model import ensure_model
 from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command
+from xpyd_proxy.local.preflight import safe_dtype
 from xpyd_proxy.local.processes import open_fleet
 from xpyd_proxy.local.recipe import Connector, EngineSpec
 
@@ -80,6 +81,7 @@ def decode_engine(args):
         role=Role.DECODE,
         connector=Connector(args.connector),
         side_channel_port=args.side_channel_port,
+        dtype=safe_dtype(),
     )
     if plan.kind is EngineKind.VLLM:
         ensure_model(args.model)

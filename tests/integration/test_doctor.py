@@ -8,10 +8,12 @@ import pytest
 
 from support.doctor_process import examined, listening
 from support.netns import DATA, lab_available, open_lab
+from support.slow_memory import COMPILER, NEEDED, slow
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
 TCP = {"UCX_TLS": "tcp"}
 RATES = {"read-slower", "write-slower", "asymmetric-link"}  # a busy machine may show any of them, of itself
+SLOW_MB_PER_S = 5.0
 SHARED = {"tcp-on-one-machine"}  # all ends here are on one machine
 
 
@@ -126,6 +128,27 @@ def test_an_asymmetric_link(lab, secret):
     assert set(found.findings) <= RATES | SHARED
     assert f"bytes go from here ({lab.d.data_ip}) to there" in slow.what
     assert "let here" in slow.mend
+
+
+@pytest.mark.skipif(COMPILER is None, reason=NEEDED)
+@pytest.mark.parametrize(
+    ("operation", "name", "mode"), [("READ", "read-slower", "push"), ("WRITE", "write-slower", "pull")]
+)
+def test_an_operation_that_is_slow(secret, operation, name, mode):
+    """The same bytes, the same direction, and half of the ways to move them is slow: what to set is said."""
+    # The fast one has a rate, too: how fast memory is copied each way depends on what else a busy machine does.
+    env = slow(**{"READ": 100, "WRITE": 100, operation: SLOW_MB_PER_S})
+    with listening("--host", "127.0.0.1", "--port", 0, *secret, env=env) as address:
+        # As long as for a user: in a tenth of it each round is one transfer, and one pause of it decides.
+        found = examined(address, *secret, "--seconds", "1", env=env)
+
+    assert RATES & set(found.findings) == {name}
+    assert f"set mode: {mode} on both" in found.findings[name].mend
+    all_measured = [each["measurement"] for each in found.report["pair"]["measurements"]]
+    slow_ones = [measured for measured in all_measured if measured["operation"] == operation]
+    assert len(slow_ones) == 2  # one of each end
+    for measured in slow_ones:
+        assert 0 < measured["bytes"] / measured["seconds"] < SLOW_MB_PER_S * 1e6  # what the link bears
 
 
 def test_a_port_that_is_blocked_one_way(lab, secret):

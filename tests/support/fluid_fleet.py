@@ -55,6 +55,7 @@ class FluidFleet:
             made = min(decode_busy * MADE / len(d) * uneven * self._noisy(), 0.95 / SLOPE_S)
             itl_s = BASE_S / (1.0 - made * SLOPE_S)
             engine.itl_count += made * seconds
+            engine.prompts += made * seconds / OUTPUT
             engine.itl_sum += made * seconds * itl_s
             engine.running = made * itl_s
         self.now += seconds

@@ -15,8 +15,9 @@ from typing import Final
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.roles.engine_rates import DecodeLine, PrefillRate
 from xpyd_proxy.core.roles.engine_totals import EngineReading, EngineTotals
+from xpyd_proxy.core.roles.traffic_change import TrafficSteps
 
-WINDOW_S: Final = 60.0  # that numbers are the mean of
+WINDOW_S: Final = 60.0  # that numbers are the mean of, unless the traffic has changed since
 _KNOWN_S: Final = 25.0  # for which an engine was looked at, before its numbers count
 _STALE_S: Final = 25.0  # after which the last look at an engine is too old
 _TOKENS: Final = 10.0  # of streams in a look, from which on their time between tokens counts
@@ -66,10 +67,11 @@ class _Track:
 
     role: Role
     looks: deque[EngineTotals]
+    since: float  # the first look, which may be older than those that are kept
     owed_s: float = 0.0  # of work that ended lately, and was done before the look at which it showed
 
     def is_known(self, now: float) -> bool:
-        return self.looks[-1].at - self.looks[0].at >= _KNOWN_S and now - self.looks[-1].at <= _STALE_S
+        return self.looks[-1].at - self.since >= _KNOWN_S and now - self.looks[-1].at <= _STALE_S
 
     @property
     def elapsed_s(self) -> float:
@@ -103,6 +105,7 @@ class WorkMeter:
         self._tracks: dict[InstanceId, _Track] = {}
         self._prefill_rate = PrefillRate()
         self._decode_line = DecodeLine()
+        self._traffic = {role: TrafficSteps(WINDOW_S) for role in Role}
 
     def look(self, readings: Sequence[EngineReading]) -> None:
         """Take in a look at all engines; what is not among them is forgotten."""
@@ -112,6 +115,8 @@ class WorkMeter:
         steps = [(reading, step) for reading in readings if (step := self._step(reading)) is not None]
         self._learn_prefill([(self._tracks[one.name], *step) for one, step in steps if one.role is Role.PREFILL])
         self._learn_decode([step for one, step in steps if one.role is Role.DECODE])
+        for role in Role:
+            self._forget_other_traffic(role, [step for one, step in steps if one.role is role])
 
     def unknown(self, readings: Iterable[EngineReading], now: float) -> Sequence[InstanceId]:
         """List the engines that were not looked at for long enough, or lately."""
@@ -159,7 +164,7 @@ class WorkMeter:
             return None
         track = self._tracks.get(reading.name)
         if track is None or track.role is not reading.role or _is_restarted(track.looks[-1], now):
-            self._tracks[reading.name] = _Track(reading.role, deque([now]))
+            self._tracks[reading.name] = _Track(reading.role, deque([now]), now.at)
             return None
         before, looks = track.looks[-1], track.looks
         if now.at <= before.at:
@@ -189,11 +194,35 @@ class WorkMeter:
         for batch, itl_s in shown:
             self._decode_line.add(batch, itl_s)
 
+    def _forget_other_traffic(self, role: Role, steps: Sequence[tuple[EngineTotals, EngineTotals]]) -> None:
+        """Drop the looks at a role's engines that are older than its traffic."""
+        if not steps:
+            return
+        tokens, requests = (
+            fsum([total(now) - total(before) for before, now in steps]) for total in (_TOKENS_OF[role], _prompts)
+        )
+        since = self._traffic[role].add(max(now.at - before.at for before, now in steps), tokens, requests)
+        if since is None:
+            return
+        for track in self._of(role):
+            while len(track.looks) > since + 1:
+                track.looks.popleft()
+
     def _prompt_tokens(self, tracks: Sequence[_Track]) -> float:
         """Return how many tokens of a prompt an engine computes, on the mean."""
         tokens = fsum([track.looks[-1].computed_tokens - track.looks[0].computed_tokens for track in tracks])
         prompts = fsum([track.looks[-1].prompts - track.looks[0].prompts for track in tracks])
         return tokens / prompts if prompts else 0.0
+
+
+_TOKENS_OF: Final[dict[Role, Callable[[EngineTotals], float]]] = {
+    Role.PREFILL: lambda look: look.computed_tokens,
+    Role.DECODE: lambda look: look.itl_count,
+}
+
+
+def _prompts(look: EngineTotals) -> float:
+    return look.prompts
 
 
 def _is_restarted(before: EngineTotals, now: EngineTotals) -> bool:

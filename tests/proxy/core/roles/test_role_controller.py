@@ -33,6 +33,24 @@ def test_traffic_that_changes_sides_makes_engines_follow():
     assert fleet.decisions[-1].verdict is Verdict.BALANCED
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "engines", "to"),
+    [((0.4, 1.3), (1.4, 0.5), (1, 2), P), ((1.3, 0.4), (0.5, 1.4), (2, 1), D), ((1.0, 1.75), (2.1, 0.5), (2, 2), P)],
+)
+def test_traffic_that_changes_at_once_is_followed_before_the_minute_is_over(before, after, engines, to):
+    """A mean over both traffics is of neither, so the role that gives an engine seemed to have none for 50 s."""
+    fleet = FluidFleet(*engines)
+    fleet.run(*before, 600)
+    changed, turned = fleet.now, len(fleet.turned)
+    for _ in range(12):
+        fleet.step(*after, 5.0)
+        fleet.look()
+    at, role = fleet.turned[turned]
+
+    assert at - changed <= 45
+    assert role is to
+
+
 @settings(max_examples=20)
 @given(
     prefill=st.integers(1, 12),

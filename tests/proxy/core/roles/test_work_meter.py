@@ -134,3 +134,27 @@ def test_a_prompt_that_takes_longer_than_a_look_is_all_counted():
     found = shown_by_vllm(40, per_s=1 / 20, prompt=40_000, prefill_s=16.0)
 
     assert found.rate == pytest.approx(2_500, rel=0.15)
+
+
+@pytest.mark.parametrize("busy", [(0.2, 2.0), (2.0, 0.2)])
+def test_numbers_are_of_the_traffic_since_it_changed(busy):
+    """Half a minute behind a change nothing of what was before is in them."""
+    fleet = FluidFleet(4, 4, limits=RoleLimits(turns_per_hour=0))
+    fleet.run(*busy, 300)
+    found = fleet.run(*reversed(busy), 30)
+
+    assert found.prefill.tokens_per_s == pytest.approx(busy[1] * RATE, rel=0.1)
+    assert found.decode.tokens_per_s == pytest.approx(busy[0] * MADE, rel=0.1)
+
+
+def test_chance_is_no_change_of_traffic():
+    """Three requests in twenty seconds and then one are what chance makes of four: a mean of a minute says more."""
+    meter, prompts, shown = WorkMeter(TARGETS), 0.0, list[float]()
+    for look in range(48):
+        prompts += (1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0)[look % 8]
+        totals = EngineTotals(5.0 * look, 0.0, 0.0, 0.1, prompts * 1_000, prompts, 0.0, 0.0, prompts * 2.0, prompts)
+        meter.look([EngineReading(InstanceId("p0"), Role.PREFILL, "p0", totals)])
+        if look >= 16 and (found := meter.prefill(0)) is not None:
+            shown.append(found.tokens_per_s)
+
+    assert shown == pytest.approx([100.0] * 32, rel=0.2)

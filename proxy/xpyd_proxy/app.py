@@ -74,6 +74,7 @@ from xpyd_proxy.io.discovery.stores import Store, StoreObserver
 from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.io.discovery.stores.file import FileStore
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
+from xpyd_proxy.io.engine_spans import EngineSpans
 from xpyd_proxy.io.engine_timelines import Timelines
 from xpyd_proxy.io.files import admin_tls, client_keys, engine_keys, engine_tls, operator_key, server_tls
 from xpyd_proxy.io.metrics import Metrics
@@ -141,8 +142,14 @@ class Fabric:
     clock: Callable[[], float] = time.monotonic
 
 
-def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerContext | None = None) -> Router:
-    """Build the router, or one of several workers of it. Tests pass a fabric.
+def build(
+    settings: Settings,
+    *,
+    fabric: Fabric | None = None,
+    place: WorkerContext | None = None,
+    traces: "Traces | None" = None,
+) -> Router:
+    """Build the router, or one of several workers of it. Tests pass a fabric, and traces that they can look at.
 
     Raises:
         AddressError: an address in the settings cannot be one.
@@ -187,7 +194,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), BodyReader()
     salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
     telemetry, queue = Telemetry(_counters(fleet, pairs, gate), clock, history, pairs), gate.admission
-    traces, releaser = _traces(settings), Releaser(engines, told=(telemetry,))
+    traces, releaser = traces or _traces(settings), Releaser(engines, told=(telemetry,))
     requests = Requests(
         intake=Intake(settings, lifetime, keyring, sites, salts, _sessions(settings)),
         fleet=fleet,
@@ -237,10 +244,11 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         InflowWatch(registry, checks.metrics, telemetry, every_s=settings.engine_metrics_interval_s, clock=clock),
         _followers(registry, checks, index, known, telemetry),
     )
-    discovery, board, admin_key = (
+    discovery, board, admin_key, (timelines, rows) = (
         _discovery(crew.stored(settings), registry, clock, crew.tell),
         _role_board(settings, telemetry, clock, crew.number),
         AdminKey(operator_key(settings)),
+        _timelines(Timelines(registry, checks, clock), traces, telemetry.counters, clock),
     )
     status = Status(
         telemetry,
@@ -285,6 +293,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             engines,
             releaser,
             *filter(None, [requests.canaries]),
+            *[each.running() for each in rows],
             *looking,
             reloads.running(),
             *others,
@@ -337,7 +346,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             request_routes(
                 lambda: telemetry.history,
                 lambda: [(request.record, request.state) for request in requests],
-                Timelines(registry, checks, clock),
+                timelines,
                 access,
                 workers=crew.of,
             ),
@@ -572,6 +581,17 @@ def _traces(settings: Settings) -> "Traces | None":
         missing = "spans are asked for (otlp_endpoint), but OpenTelemetry is not installed"
         raise ConfigError(f"{missing}: pip install 'xpyd[tracing]'") from exc
     return Traces.to(settings.otlp_endpoint, _PATHS)
+
+
+def _timelines(
+    timelines: Timelines, traces: "Traces | None", counters: Counters, clock: Callable[[], float]
+) -> tuple[Timelines, Sequence[EngineSpans]]:
+    """Return what asks engines for their rows, and what adds them to traces; nothing, if there are none."""
+    if traces is None:
+        return timelines, ()
+    spans = EngineSpans(lambda record: timelines.of(record, is_over=True, asks_engines=True), counters, clock)
+    traces.ended = spans.offer
+    return timelines, (spans,)
 
 
 def _discovery(

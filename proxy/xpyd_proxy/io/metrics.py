@@ -136,6 +136,8 @@ class _Collector:
         yield from self._counted.counter("xpyd_admin_actions", text, ("action", "outcome"), "admin")
         text = "Files of certificates or keys that changed and were read again, by result; failed: the old ones stay."
         yield from self._counted.counter("xpyd_file_reloads", text, ("result",), "file_reloads")
+        text = "Traces to which the rows of engines were to be added, by what became of that."
+        yield from self._counted.counter("xpyd_trace_timelines", text, ("result",), "trace_timelines")
         text = "Connections of clients that were closed before their request was served, by reason."
         yield from self._counted.counter("xpyd_connections_refused", text, ("reason",), "connections_refused")
         text = "Sessions of /v1/realtime that are over, by how they ended; refused: there was none."

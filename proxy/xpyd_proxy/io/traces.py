@@ -1,9 +1,14 @@
-"""Spans: a request, its legs, and the handoff between them. OpenTelemetry stops at this file, and loads with it."""
+"""Spans: a request, its legs, the handoff between them, and what engines noted.
+
+OpenTelemetry stops at this file, and loads with it.
+"""
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
@@ -13,7 +18,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.request_record import RequestOutcome, RequestRecord
-from xpyd_proxy.core.request_timeline import router_timeline
+from xpyd_proxy.core.request_timeline import Row, router_timeline
+from xpyd_proxy.io.engine_spans import AddRows
 from xpyd_proxy.io.request_path.access_log import fields
 
 _CONTEXT: Final = TraceContextTextMapPropagator()  # W3C: traceparent, tracestate
@@ -21,6 +27,7 @@ _NAMES: Final = frozenset(name.encode() for name in _CONTEXT.fields)
 _ELSEWHERE: Final = frozenset({"path", "status", "mode", "retries"})  # fields of the log that spans name otherwise
 _BAD: Final = 400  # statuses from here on are errors
 _MOST_EVENTS: Final = 64  # of one span, the first ones; OpenTelemetry keeps the last 128
+_MOST_ROWS: Final = 256  # of the engines of one request, the first ones
 
 
 class Traces:
@@ -32,6 +39,7 @@ class Traces:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("xpyd_proxy")
         self._paths = paths
+        self.ended: Callable[[RequestRecord, AddRows], None] | None = None  # is told of each request that is over
 
     @classmethod
     def to(cls, endpoint: str, paths: frozenset[str]) -> "Traces":
@@ -49,14 +57,23 @@ class Traces:
         path = record.path
         name = f"POST {path}" if path in self._paths else "request"
         attributes = {"url.path": path, "xpyd.request_id": record.request_id}
-        return TracedRequest(self._tracer, self._tracer.start_span(name, parent, SpanKind.SERVER, attributes), record)
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)
+        return TracedRequest(self._tracer, span, record, self.ended)
 
 
 class TracedRequest:
     """The span of one request; those of its legs hang under it."""
 
-    def __init__(self, tracer: Tracer, span: Span, record: RequestRecord) -> None:
+    def __init__(
+        self,
+        tracer: Tracer,
+        span: Span,
+        record: RequestRecord,
+        ended: Callable[[RequestRecord, AddRows], None] | None,
+    ) -> None:
         self._tracer = tracer
+        self._ended = ended
+        self._legs = dict[str, Context]()  # the last one of each engine
         self._span = span
         self._context = set_span_in_context(span)
         self._record = record
@@ -69,7 +86,8 @@ class TracedRequest:
         attributes = {"xpyd.instance": instance.id, "xpyd.role": instance.role}
         span = self._tracer.start_span(f"{instance.role} leg", self._context, SpanKind.CLIENT, attributes)
         carrier: dict[str, str] = {}
-        _CONTEXT.inject(carrier, set_span_in_context(span))
+        self._legs[instance.id] = context = set_span_in_context(span)
+        _CONTEXT.inject(carrier, context)
         others = tuple(header for header in headers if header[0] not in _NAMES)
         return TracedLeg(span), (*others, *((name.encode(), value.encode()) for name, value in carrier.items()))
 
@@ -92,6 +110,8 @@ class TracedRequest:
             span.set_status(StatusCode.ERROR, record.error)
         if span.is_recording():  # a sampler may have left it out
             self._add_timeline(time.time_ns())
+            if self._ended is not None and self._legs:
+                self._ended(record, self._add_engine_rows)
         span.end()
 
     def _add_timeline(self, now_ns: int) -> None:
@@ -103,6 +123,16 @@ class TracedRequest:
             if row.note:
                 attributes["xpyd.note"] = row.note
             self._span.add_event(row.what, attributes, began_ns + int(row.begin_ms * 1e6))
+
+    def _add_engine_rows(self, began_at: float, rows: Sequence[Row]) -> None:
+        """Add the engines' rows as spans of their legs; ``began_at``: of the request, in seconds since the epoch."""
+        began_ns = int(began_at * 1e9)
+        for row in rows[:_MOST_ROWS]:
+            attributes = {"xpyd.instance": row.where} | ({"xpyd.note": row.note} if row.note else {})
+            begin_ns = began_ns + int(row.begin_ms * 1e6)
+            under = self._legs.get(row.leg, self._context)
+            span = self._tracer.start_span(row.what, under, SpanKind.INTERNAL, attributes, start_time=begin_ns)
+            span.end(begin_ns + int(row.duration_ms * 1e6))
 
 
 class TracedLeg:

@@ -1,5 +1,6 @@
 """Spans, as an exporter gets them."""
 
+import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -9,10 +10,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from support.sim import InMemory, sims
+from support.sim import InMemory, sims, until_async
 from xpyd_proxy.app import build
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.model import RequestId
-from xpyd_proxy.core.request_record import RequestRecord
+from xpyd_proxy.core.request_record import LegRecord, RequestRecord
+from xpyd_proxy.core.request_timeline import Timeline
+from xpyd_proxy.io.engine_spans import EngineSpans
 from xpyd_proxy.io.traces import Traces
 from xpyd_proxy.settings import KvTransferMode, Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
@@ -50,8 +54,7 @@ def spans():
 async def traced_router(spans, engines, mode=KvTransferMode.PULL):
     """A client of a router in front of these engines, whose requests leave spans."""
     settings = replace(Settings(), prefill=("p0:80",), decode=("d0:80",), allowed_hosts=("*",), kv_transfer_mode=mode)
-    built = build(settings, fabric=InMemory(engines).fabric)
-    built.requests.spans = spans.traces
+    built = build(settings, fabric=InMemory(engines).fabric, traces=spans.traces)
     transport = httpx.ASGITransport(built.app)
     async with (
         built.app.router.lifespan_context(built.app),
@@ -107,6 +110,61 @@ async def test_the_span_of_a_request_has_its_timeline_as_events(spans):
     begins = [event.timestamp for event in request.events]
     assert begins[1:] == pytest.approx(ends[:-1], abs=2000)  # ns: floats of the epoch
     assert ends[-1] <= request.end_time + 1e6
+
+
+async def test_what_engines_noted_is_spans_under_their_legs(spans):
+    """One trace shows where the time went inside engines, also those that export no spans."""
+    engines = sims()
+    async with traced_router(spans, engines) as client:
+        name = (await client.post(PATH, json=BODY, headers=HEADERS)).headers["x-request-id"]
+        leg = spans["prefill leg"]
+        at = leg.start_time / 1e9
+        steps = [("arrived", 0.0), ("queued", 0.00001), ("considered", 0.00003)]
+        engines["p0"].timelines = {name: [{"step": step, "at": at + after, "count": 0} for step, after in steps]}
+        await until_async(lambda: "API server" in [span.name for span in spans.all])
+
+    rows = {span.name: span for span in spans.all if span.parent and span.parent.span_id == leg.context.span_id}
+    assert {"API server", "wait in the queue"} <= rows.keys()
+    assert rows["wait in the queue"].end_time - rows["wait in the queue"].start_time == pytest.approx(20_000, abs=2000)
+    assert abs(rows["API server"].start_time - leg.start_time) < 5e6
+    assert {span.context.trace_id for span in rows.values()} == {leg.context.trace_id}
+
+
+async def test_engines_that_noted_nothing_are_left_alone():
+    """Most keep no timelines: two more requests to engines for each traced one would be a load of its own."""
+    now, asked = [0.0], list[str]()
+
+    async def ask(record):
+        asked.append(record.request_id)
+        return 0.0, Timeline(0.0)
+
+    def over(name):
+        record = RequestRecord(RequestId(name), PATH)
+        record.prefill = LegRecord("prefill-0")
+        return record
+
+    spans = EngineSpans(ask, counters := Counters(frozenset()), lambda: now[0], later_s=0.0)
+    async with spans.running():
+        for name, at in (("first", 0.0), ("soon", 30.0), ("later", 61.0)):
+            now[0] = at
+            spans.offer(over(name), lambda began_at, rows: None)
+            await asyncio.sleep(0.15)
+
+    assert asked == ["first", "later"]
+    assert counters.trace_timelines["untold",] == 2
+
+
+async def test_more_traces_than_engines_are_asked_of_are_counted():
+    """Nothing piles up behind an engine that is slow to tell."""
+    spans = EngineSpans(
+        lambda record: asyncio.sleep(9, (0.0, Timeline(0.0))), counters := Counters(frozenset()), lambda: 0.0
+    )
+    record = RequestRecord(RequestId("r"), PATH)
+    record.prefill = LegRecord("prefill-0")
+    for _ in range(100):
+        spans.offer(record, lambda began_at, rows: None)
+
+    assert counters.trace_timelines["skipped",] == 36
 
 
 async def test_a_retry_is_an_event_with_its_reason(spans):
@@ -230,4 +288,4 @@ async def test_lists_of_models_leave_no_span_of_a_leg(spans):
     async with traced_router(spans, sims()) as client:
         assert (await client.get("/v1/models")).status_code == 200
 
-    assert not spans.all
+    assert [span.name for span in spans.all] == ["request"]

@@ -37,7 +37,11 @@ from xpyd_proxy.requests.lifecycle import RequestState
 from xpyd_proxy.settings import Settings, SlicePairing
 
 BODY = {"stream": True, "temperature": 0, "max_tokens": 24, "stream_options": {"include_usage": True}}
-PROMPTS = {Api.COMPLETIONS: {"prompt": "hi"}, Api.CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
+SAID = [{"role": "user", "content": "hi"}]
+PROMPTS = {
+    Api.COMPLETIONS: {"prompt": "hi"}, Api.CHAT: {"messages": SAID}, Api.RESPONSES: {"input": "hi", "store": False},
+    Api.MESSAGES: {"messages": SAID},
+}  # fmt: skip
 
 
 class Engines(Scripted):
@@ -188,18 +192,20 @@ def test_wherever_it_is_cut(api, tokens, cuts, per_event, stops, least, prompt):
 
 
 STAYING = {
-    "stop texts": {"stop": ["zzz"]},
-    "logprobs": {"logprobs": 1},
-    "a seed": {"temperature": 1, "seed": 7},
-    "penalties": {"presence_penalty": 0.5},
+    "stop texts": (Api.COMPLETIONS, {"stop": ["zzz"]}),
+    "logprobs": (Api.COMPLETIONS, {"logprobs": 1}),
+    "a seed": (Api.COMPLETIONS, {"temperature": 1, "seed": 7}),
+    "penalties": (Api.COMPLETIONS, {"presence_penalty": 0.5}),
+    "responses": (Api.RESPONSES, {}),  # vLLM shows no token ids (tests/contract/test_openai_bodies.py)
+    "messages": (Api.MESSAGES, {}),
 }
 
 
-@pytest.mark.parametrize("fields", STAYING.values(), ids=STAYING)
-async def test_a_stream_that_cannot_go_on_exactly_ends_at_its_engine(fields):
+@pytest.mark.parametrize(("api", "fields"), STAYING.values(), ids=STAYING)
+async def test_a_stream_that_cannot_go_on_exactly_ends_at_its_engine(api, fields):
     """It is counted once, and the engine keeps draining."""
     fleet = Fleet()
-    client = fleet.router.start(asked(Api.COMPLETIONS, **fields))
+    client = fleet.router.start(asked(api, **fields))
     await until(lambda: fleet.sent)
     fleet.drain()
     fleet.router.moves.look()

@@ -20,6 +20,7 @@ from support.cluster import (
     start_engine,
     wait_until,
 )
+from support.pacing import paced
 from support.proc import pids_of, wait_stopped
 from support.valves import Passing, open_valves
 from xpyd_proxy.core.model import Role
@@ -30,7 +31,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 KEY = {"X-Api-Key": "sesame"}
 FROZEN_S = 0.3
 LONGER_S = 1.0  # that one part of a load takes: a busy machine takes 0.1 s of its own, which is nobody's row
+TOKEN_S = 0.001  # that P takes for each token of a prompt
 WAITING = "vllm:xpyd_requests_waiting_for_remote_kv"
+RUNNING = "vllm:num_requests_running"
 LOADING = ("allocate blocks", "order to the worker", "handshake", "plan the read", "read KV", "fence")
 CLIENT_ID = "of-this-test"
 
@@ -49,6 +52,7 @@ def pair(request, fleet, model):
             f"why-{name}-{mode}", model, role=role, connector=Connector.XPYD, mode=mode, timelines=True,
             extra_args=("--max-num-batched-tokens", "512"), **more,
         )  # fmt: skip
+        spec = paced(spec, 0, TOKEN_S, 0) if role is Role.PREFILL else spec
         return spec, start_engine(fleet, spec)
 
     p, d = (engine(role, role) for role in Role)
@@ -69,7 +73,9 @@ def pair(request, fleet, model):
             for url, valve, (spec, _) in zip(urls, valves, decoders, strict=True)
         ]
         pids = {Role.PREFILL: p[1].pid, Role.DECODE: d[1].pid}
-        yield SimpleNamespace(mode=mode, router=urls[0], pids=pids, near=decode_sides[0], far=decode_sides[-1])
+        yield SimpleNamespace(
+            mode=mode, router=urls[0], pids=pids, prefill=p[0], near=decode_sides[0], far=decode_sides[-1]
+        )  # fmt: skip
         fleet.stop(*routers, *children)
 
 
@@ -143,6 +149,23 @@ def test_an_engine_that_does_not_move_shows_in_its_own_leg(pair, role):
     found = timeline(router, name, of={"prefill-0", "decode-0"})
 
     assert ms(found, f"{role}-0", "reach the engine", "API server") >= FROZEN_S * 1e3
+
+
+def test_a_busy_prefill_engine_shows_in_the_rows_of_its_queue_and_its_steps(pair):
+    """One prompt is computed for a second and a half. The next one comes meanwhile, and its steps are full."""
+    long, short = [21 + number % 300 for number in range(1500)], [22 + number % 300 for number in range(400)]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, pair.router, long)
+        wait_until(lambda: metrics(pair.prefill).get(RUNNING) == 1, seconds=30, what="P computes the first prompt")
+        second = pool.submit(ask, pair.router, short)
+        names = [asked.result() for asked in (first, second)]
+    computed, queued = (timeline(pair.router, name, of={"prefill-0", "decode-0"}) for name, _ in names)
+
+    assert ms(computed, "prefill-0", "compute") >= 0.9 * len(long) * TOKEN_S * 1e3
+    assert ms(queued, "prefill-0", "wait in the queue") >= 0.3 * len(long) * TOKEN_S * 1e3
+    assert ms(queued, "prefill-0", "compute") >= 0.9 * len(short) * TOKEN_S * 1e3
+    for found, (_, waited) in zip((computed, queued), names, strict=True):
+        assert sum(row["duration_ms"] for row in found["rows"] if not row["leg"]) == pytest.approx(waited, rel=0.05)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from support.cluster import Watch, nothing_held, wait_until
-from support.questions import Question, ask, client, differences
+from support.questions import TOKENS, Question, Shape, ask, client, differences, ids
 from xpyd_proxy.proving.checks.handovers import MALFORMED
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -87,10 +87,32 @@ def test_unknown_paths_and_methods(one_pair):
     assert wrong_method.status_code == 405
 
 
-def test_an_error_keeps_its_shape_in_the_official_client(one_pair):
+@pytest.fixture
+def official_client(one_pair):
+    """What most users have."""
+    with openai.OpenAI(base_url=f"{one_pair}/v1", api_key="unused", max_retries=0, timeout=120) as api:
+        yield api
+
+
+def test_an_error_keeps_its_shape_in_the_official_client(official_client):
     """openai raises the class that belongs to the status."""
-    with client(one_pair) as api, pytest.raises(openai.NotFoundError, match="nobody"):
-        api.completions.create(model="nobody", prompt="hi", max_tokens=4)
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        official_client.completions.create(model="nobody", prompt="hi", max_tokens=4)
+
+
+def test_the_official_client_reads_what_the_suite_reads(official_client, reference_answer):
+    """All other tests read answers as ``xpyd prove`` does."""
+    words, common = "copper garden seven letter " * 9, {"model": "tiny", "temperature": 0, "max_tokens": TOKENS}
+    messages = [{"role": "user", "content": words}]
+    stream = official_client.chat.completions.create(messages=messages, stream=True, **common)
+    said = "".join(part.choices[0].delta.content or "" for part in stream if part.choices)
+    whole = official_client.completions.create(prompt=words, logprobs=2, **common)
+    chat, completion = (reference_answer(Question(shape, words)) for shape in (Shape.CHAT, Shape.TEXT))
+
+    assert said == chat.text
+    assert whole.choices[0].text == completion.text
+    assert tuple(whole.choices[0].logprobs.tokens) == completion.choices[0].tokens
+    assert whole.usage.prompt_tokens == completion.prompt_tokens
 
 
 @pytest.mark.parametrize(
@@ -124,7 +146,7 @@ def test_a_mixed_up_offer_never_becomes_a_wrong_answer(engines, reference_answer
         for prompt in (other, mine):
             body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "kv_transfer_params": params}
             text = post(engines.d0.base_url, "/v1/completions", body).json()["choices"][0]["text"]
-            assert text == reference_answer(Question("ids", stream=False, prompt=tuple(prompt))).text
+            assert text == reference_answer(ids(prompt)).text
 
     assert decode.delta(LOADED) == len(mine) - 1
     wait_until(lambda: nothing_held(engines.p0), seconds=1, what="P holds nothing")
@@ -137,12 +159,12 @@ def test_malformed_params_never_kill_a_decode_engine(engines, reference_answer, 
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "kv_transfer_params": params}
     answer = post(engines.d0.base_url, "/v1/completions", body).json()
 
-    assert answer["choices"][0]["text"] == reference_answer(Question("ids", stream=False, prompt=tuple(prompt))).text
+    assert answer["choices"][0]["text"] == reference_answer(ids(prompt)).text
     assert httpx.get(f"{engines.d0.base_url}/health", trust_env=False).status_code == 200
 
 
 def test_the_engines_still_agree(one_pair, reference_answer):
     """After all of the above an ordinary question gets its ordinary answer."""
-    question = Question("text", stream=True, prompt="copper garden seven letter " * 20)
+    question = Question(Shape.TEXT, stream=True, prompt="copper garden seven letter " * 20)
     with client(one_pair) as api:
         assert differences(ask(api, question), reference_answer(question)) == []

@@ -23,4 +23,4 @@ def test_a_wrong_block_is_caught(corrupting, engines, start_router, reference_an
         found = [differences(ask(api, question), reference_answer(question)) for question in asked]
 
     assert len(asked) == decode.delta("vllm:xpyd_loads_total") == 10
-    assert all("logprobs" in names for names in found)
+    assert all(found)

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 
 from support.cluster import Watch, nothing_held, wait_until
-from support.questions import Question, compare, questions
+from support.questions import compare, ids, questions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -49,7 +49,7 @@ def test_two_pairs(two_pairs, engines, reference_answer):
 @pytest.mark.parametrize("length", [1, 2, 8, 31, 32, 33, 63, 64, 65, 66, 96, 97, 1500])
 def test_around_block_boundaries(one_pair, engines, reference_answer, length):
     """Shorter than a block (32 tokens), exactly at a boundary, one beyond: the places where off-by-one lives."""
-    question = Question("ids", stream=False, prompt=tuple((7 * length + 11 * i) % 480 + 10 for i in range(length)))
+    question = ids([(7 * length + 11 * i) % 480 + 10 for i in range(length)])
     with Watch(engines.d0) as decode:
         _, wrong = compare(one_pair, [question], reference_answer)
 
@@ -63,9 +63,9 @@ def test_prefix_cache_hits_on_the_decode_engine(one_pair, engines, reference_ans
     """Only what D's own cache lacks is moved: whole blocks of 32 that a prompt shares with an earlier one stay."""
     first = [(13 * shared + 5 * i) % 470 + 20 for i in range(100)]
     second = first[:shared] + [(29 * i + shared) % 470 + 21 for i in range(100 - shared)]
-    compare(one_pair, [Question("ids", stream=False, prompt=tuple(first))], reference_answer)
+    compare(one_pair, [ids(first)], reference_answer)
     with Watch(engines.d0) as decode:
-        _, wrong = compare(one_pair, [Question("ids", stream=False, prompt=tuple(second))], reference_answer)
+        _, wrong = compare(one_pair, [ids(second)], reference_answer)
 
     assert wrong == {}
     assert decode.delta(LOADED) == loaded
@@ -74,7 +74,7 @@ def test_prefix_cache_hits_on_the_decode_engine(one_pair, engines, reference_ans
 
 def test_a_full_hit_on_the_decode_engine_moves_nothing(one_pair, engines, reference_answer):
     """A prompt of three blocks and one token: everything but the last token is here, and P hears so at once."""
-    question = Question("ids", stream=False, prompt=tuple((17 * i) % 450 + 30 for i in range(97)))
+    question = ids([(17 * i) % 450 + 30 for i in range(97)])
     compare(one_pair, [question], reference_answer)
     with Watch(engines.d0) as decode, Watch(engines.p0) as prefill:
         _, wrong = compare(one_pair, [question], reference_answer)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.bodies import bodies
 from support.cluster import base_url, nothing_held, router_command, wait_until
 from support.proc import memory
-from support.questions import Question, ask, client, differences
+from support.questions import Question, Shape, ask, client, differences
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -100,6 +100,6 @@ def test_hundreds_of_bodies(router, engines, reference_answer, rounds):
     assert fuzz.sizes[-1] - fuzz.sizes[len(fuzz.sizes) // 2] < GROWTH
     for spec in (engines.p0, engines.d0):
         wait_until(lambda spec=spec: nothing_held(spec), seconds=40, what=f"{spec.name} holds nothing")
-    question = Question("text", stream=True, prompt="copper garden seven letter " * 20)
+    question = Question(Shape.TEXT, stream=True, prompt="copper garden seven letter " * 20)
     with client(fuzz.url) as api:
         assert differences(ask(api, question), reference_answer(question)) == []

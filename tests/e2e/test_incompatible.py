@@ -7,7 +7,7 @@ import pytest
 
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.legs import decode, plain, prefill, prompt_of, text_of
-from support.questions import Question, ask, client, compare, questions
+from support.questions import ask, client, compare, ids, questions
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector, Role
 
@@ -43,7 +43,7 @@ def served_alone(p, d, reference, start_router):
         # D gives the blocks back that it does not load: a lease would hold them for 30 s.
         wait_until(lambda: nothing_held(p), seconds=5, what="P's leases are dropped")
         with client(start_router(f"router-{d.name}", [p], [d])) as api:
-            routed = [ask(api, Question("ids", stream=True, prompt=tuple(prompt))).text for prompt in prompts]
+            routed = [ask(api, ids(prompt, stream=True)).text for prompt in prompts]
     wait_until(lambda: nothing_held(d), seconds=1, what="D holds nothing")
 
     assert texts == routed == [plain(reference, prompt) for prompt in prompts]

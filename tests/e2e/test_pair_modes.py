@@ -13,7 +13,7 @@ import pytest
 
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
-from support.questions import Question, ask, client, differences
+from support.questions import ask, client, differences, ids
 from support.slow_memory import COMPILER, NEEDED, slow
 from xpyd_proxy.local.recipe import Connector, Role, engine
 
@@ -75,7 +75,7 @@ def test_each_pair_gets_the_faster_way(autos, start_router, reference_answer):
         while asked < 16 or not settled(url):
             assert time.monotonic() < deadline, modes(url)
             prompt = tuple(dice.randrange(10, 500) for _ in range(dice.randrange(40, 400)))
-            question = Question("ids", stream=True, prompt=prompt)
+            question = ids(prompt, stream=True)
             if found := differences(ask(api, question), reference_answer(question)):
                 wrong[str(question)] = found
             asked += 1

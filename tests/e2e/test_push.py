@@ -10,7 +10,7 @@ import pytest
 from support.cluster import Watch, metrics, nothing_held, wait_until
 from support.legs import coordinates, plain, prompt_of, push
 from support.proc import cpu_seconds
-from support.questions import Question, ask, client, compare, differences, questions
+from support.questions import ask, client, compare, differences, ids, questions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -38,10 +38,6 @@ def pair(request, pushing):
     """A prefill engine of either granularity, the decode engine, and how the second finds the first."""
     p = getattr(pushing, request.param)
     return p, pushing.d0, coordinates(p, pushing.d0)
-
-
-def ids(*tokens):
-    return Question("ids", stream=False, prompt=tuple(tokens))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -85,7 +81,7 @@ def test_prompts_that_share_a_beginning_and_come_at_the_same_time(pair, referenc
     wrong = {}
     for _ in range(6):
         beginning = prompt_of(next(fresh), 200)
-        asked = [ids(*beginning, *prompt_of(next(fresh), 20 + 9 * i)) for i in range(8)]
+        asked = [ids([*beginning, *prompt_of(next(fresh), 20 + 9 * i)]) for i in range(8)]
         with ThreadPoolExecutor(len(asked)) as pool:
             # D has lent its blocks when P begins: whatever P takes for computed leaves at once
             answers = list(pool.map(lambda question: push(p, d, question, where, prefill_after=0.5)[0], asked))
@@ -113,7 +109,7 @@ def settle(p):
 def test_equal_whichever_leg_comes_first(pair, reference_answer, length, delays):
     """Around the boundaries of blocks (32) and of P's steps (256): nothing but the last token is computed on D."""
     p, d, where = pair
-    question = ids(*prompt_of(next(fresh), length))
+    question = ids(prompt_of(next(fresh), length))
     with Watch(d) as decode:
         answer, _ = push(p, d, question, where, **delays)
 
@@ -135,11 +131,11 @@ def test_prefix_cache_hits_on_either_engine(pair, reference_answer, on_prefill, 
             plain(spec, prompt[:shared] + prompt_of(99, 40), tokens=1)
     settle(p)
     with Watch(p) as writes, Watch(d) as decode:
-        answer, _ = push(p, d, ids(*prompt), where)
+        answer, _ = push(p, d, ids(prompt), where)
         settle(p)
 
     cached = on_decode // BLOCK * BLOCK
-    assert differences(answer, reference_answer(ids(*prompt))) == []
+    assert differences(answer, reference_answer(ids(prompt))) == []
     assert writes.delta(CACHED) == on_prefill // BLOCK * BLOCK
     assert decode.delta(CACHED) == cached
     assert decode.delta(LOADED) == 649 - cached
@@ -155,7 +151,7 @@ def test_chunks_travel_while_the_next_is_computed(pushing):
         where = coordinates(p, pushing.d0)
         settle(p)
         with Watch(p) as writes:
-            push(p, pushing.d0, ids(*prompt_of(next(fresh), 1500)), where, prefill_after=0.5)
+            push(p, pushing.d0, ids(prompt_of(next(fresh), 1500)), where, prefill_after=0.5)
             settle(p)
         pieces[name] = writes.delta("vllm:xpyd_transfer_seconds_count")
 
@@ -166,7 +162,7 @@ def test_chunks_travel_while_the_next_is_computed(pushing):
 def test_a_prefill_that_is_preempted(pair, reference_answer):
     """P runs out of blocks: a prefill that is being pushed loses its own, others use them, and it starts again."""
     p, d, where = pair
-    questions = [ids(*prompt_of(next(fresh), 1400)) for _ in range(3)]
+    questions = [ids(prompt_of(next(fresh), 1400)) for _ in range(3)]
     with Watch(p) as watch, ThreadPoolExecutor(24) as pool:
         # Their answers grow by a block every 32 tokens, and vLLM takes from those who came last.
         growing = [pool.submit(plain, p, prompt_of(next(fresh), 60), tokens=400) for _ in range(12)]
@@ -187,14 +183,14 @@ def test_a_decode_engine_that_waits_sleeps(pushing):
     p, d = pushing.chunk, pushing.d0
     where = coordinates(p, d)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(push, p, d, ids(*prompt_of(51, 700)), where, prefill_after=6.0)
+        answer = pool.submit(push, p, d, ids(prompt_of(51, 700)), where, prefill_after=6.0)
         wait_until(lambda: metrics(d)["vllm:xpyd_requests_waiting_for_remote_kv"] == 1, seconds=3, what="D waits")
         before, start = cpu_seconds(pushing.decode_pid), time.monotonic()
         time.sleep(5)
         used = (cpu_seconds(pushing.decode_pid) - before) / (time.monotonic() - start)
         with client(d.base_url) as api:  # and it wakes at once when somebody else asks
             began = time.monotonic()
-            ask(api, ids(*prompt_of(52, 20)), tokens=1)
+            ask(api, ids(prompt_of(52, 20)), tokens=1)
             served = time.monotonic() - began
         answer.result()
 

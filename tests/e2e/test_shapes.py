@@ -11,7 +11,7 @@ import pytest
 from support.cluster import engine_spec, start_engine
 from support.legs import decode, prefill, text_of
 from support.models import one_head_model
-from support.questions import Question, ask, client
+from support.questions import ask, client, ids
 from support.shapes import (
     BYTES,
     CACHED,
@@ -109,7 +109,7 @@ def test_equal(row, gang, single):
 def check_equal(row, gang, single):
     pair, (p, d) = gang.pair(row), (SHAPES[name] for name in ROWS[row])
     asked = random_questions(LENGTHS, seed=f"{row} {gang.mode}")
-    again = [Question("ids", stream=False, prompt=asked[i].prompt[:290] + asked[2].prompt) for i in (8, 9)]
+    again = [ids(asked[i].prompt[:290] + asked[2].prompt) for i in (8, 9)]
     rnd = random.Random(f"more {row} {gang.mode}")
     more = random_questions([rnd.randrange(8, 600) for _ in range(6)], seed=f"{row} {gang.mode} at once")
     with watched(pair) as (prefilled, decoded):

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from support.cluster import ROOT, Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
+from support.cluster import ROOT, Watch, engine_spec, faulty_decode, metrics, nothing_held, start_engine, wait_until
 from support.questions import compare, questions
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector, Role, transfer_config
+from xpyd_proxy.proving.core.finding import FindingName
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -97,7 +98,7 @@ def ask_with_canaries(url, asked, reference_answer):
     wrong = []
     for number, question in enumerate(asked):
         _, found = compare(url, [question], reference_answer)
-        wrong += [name for name, each in found.items() if "text" in each]
+        wrong += [name for name, each in found.items() if any(one.startswith(FindingName.WRONG_TEXT) for one in each)]
         wait_until(lambda n=number: sum(canaries(url).values()) > n, seconds=30, what="the canary is over")
     return canaries(url), wrong
 
@@ -110,6 +111,17 @@ def test_a_canary_finds_wrong_texts_and_the_pair_rests(spoilt, start_router, ref
 
     assert 2 <= counted["different"] <= len(wrong)
     assert 'xpyd_pair_failures_total{reason="wrong_kv"}' in httpx.get(f"{url}/metrics").text
+
+
+@pytest.mark.thorough  # a fifth of the spoilt blocks of the one above takes five times as long
+def test_a_canary_finds_one_wrong_block_in_a_hundred(fleet, model, engines, start_router, reference_answer):
+    """The share at which ``xpyd prove`` finds wrong texts, too."""
+    with faulty_decode(fleet, model, "one-percent-canary", "SpoilingConnector", SPOILT_SHARE="0.01") as spec:
+        url = start_router("router-canary-rare", [engines.p0], [spec], args=("--canary-every", "1", *STUBBORN))
+        counted, wrong = ask_with_canaries(url, questions(200, seed=45), reference_answer)
+
+    print(f"{counted} of 200, {len(wrong)} wrong texts")
+    assert 1 <= counted["different"] <= len(wrong)
 
 
 def test_a_canary_of_engines_that_are_well_finds_nothing(engines, start_router, reference_answer):

@@ -9,7 +9,7 @@ import pytest
 
 from support.cluster import Watch, engine_spec, start_engine
 from support.legs import decode, prefill, prompt_of, text_of
-from support.questions import Question
+from support.questions import ids
 from support.try_versions import KEPT, earlier
 from xpyd_proxy.local.recipe import Connector, Role, engine
 
@@ -34,7 +34,7 @@ def test_a_prefill_engine_of_another_version_is_refused(fleet, model, engines, r
     log, labels = ours.log.read_text(), [engine_label(spec) for spec in (p, d)]
     fleet.stop(other, ours)
 
-    assert texts == [reference_answer(Question("ids", stream=False, prompt=tuple(prompt))).text for prompt in prompts]
+    assert texts == [reference_answer(ids(prompt)).text for prompt in prompts]
     assert watch.delta("vllm:xpyd_loads_skipped_incompatible_total") == 2
     assert watch.delta("vllm:external_prefix_cache_hits_total") == 0
     assert re.search(rf"WARNING.*its vllm is '{version}\.\d+', ours is '[\d.]+'; they must be equal", log)

@@ -9,7 +9,7 @@ import pytest
 
 from support.architectures import make, size_of
 from support.attention import ATTENTION, WINDOW
-from support.questions import Question
+from support.questions import ids
 from support.shapes import random_questions
 from support.tables import write_cell
 from support.trios import TOLERANCE, Trio
@@ -64,9 +64,9 @@ def test_equal(trio):
     asked = random_questions((*LENGTHS, *EDGES), seed=f"equal {mode}")
     (long,) = (question.prompt for question in asked if len(question.prompt) == 1900)
     again = [
-        Question("ids", stream=False, prompt=long),
-        Question("ids", stream=True, prompt=long[:600]),
-        Question("ids", stream=False, prompt=long[:500] + asked[-2].prompt[:400]),
+        ids(long),
+        ids(long[:600], stream=True),
+        ids(long[:500] + asked[-2].prompt[:400]),
     ]
     moved = trio.compare(mode, asked + again)
     prompts = [question.prompt for question in asked + again]

@@ -11,7 +11,7 @@ from support.attention import ATTENTION
 from support.cluster import OVER_TCP, engine_spec, nothing_held, start_engine, wait_until
 from support.legs import OPEN, decode, decode_body, plain, prefill, prompt_of, push, text_of
 from support.netns import lab_available, lab_of
-from support.questions import Question, ask, client, differences
+from support.questions import ask, client, differences, ids
 from support.shapes import meet
 from support.victims import BORROWING, LEASE, LINGERING, LOADS, PATIENT, Victim, hang_up, lost
 from xpyd_proxy.core.protocol.push import TransferMode
@@ -90,7 +90,7 @@ def meets(pair, reference):
 
     def loads():
         before, prompt = d.now(LOADS), prompt_of(next(fresh))
-        question, params = Question("ids", stream=False, prompt=tuple(prompt)), prefill(p.spec, prompt)
+        question, params = ids(prompt), prefill(p.spec, prompt)
         with client(d.spec.base_url) as ours, client(reference.base_url) as theirs:
             assert differences(ask(ours, question, kv_transfer_params=params), ask(theirs, question)) == []
         return d.now(LOADS) == before + 1
@@ -119,7 +119,7 @@ def test_preempted(pair, reference):
     before = d.now(PREEMPTIONS) + p.now(PREEMPTIONS)
 
     def both_legs(prompt):
-        question = Question("ids", stream=False, prompt=tuple(prompt))
+        question = ids(prompt)
         if where is not None:
             return push(p.spec, d.spec, question, where, tokens=500)[0]
         params = prefill(p.spec, prompt)
@@ -129,7 +129,7 @@ def test_preempted(pair, reference):
     with ThreadPoolExecutor(4) as pool:
         ours = list(pool.map(both_legs, prompts))
     with client(reference.base_url) as api:
-        theirs = [ask(api, Question("ids", stream=False, prompt=tuple(prompt)), tokens=500) for prompt in prompts]
+        theirs = [ask(api, ids(prompt), tokens=500) for prompt in prompts]
 
     assert [our.text for our in ours] == [their.text for their in theirs]
     assert d.now(PREEMPTIONS) + p.now(PREEMPTIONS) > before

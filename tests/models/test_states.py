@@ -9,7 +9,7 @@ import pytest
 
 from support.architectures import ARCHITECTURES, make, size_of
 from support.legs import plain
-from support.questions import Question
+from support.questions import ids
 from support.shapes import random_questions
 from support.tables import write_cell
 from support.trios import TOLERANCE, Trio
@@ -70,8 +70,8 @@ def test_equal(trio, mode):
     again = [
         asked[-1],
         asked[-2],
-        Question("ids", stream=True, prompt=long[: lengths_of(trio, [600])[0]]),
-        Question("ids", stream=False, prompt=long[:500] + asked[-2].prompt[: lengths_of(trio, [900])[0] - 500]),
+        ids(long[: lengths_of(trio, [600])[0]], stream=True),
+        ids(long[:500] + asked[-2].prompt[: lengths_of(trio, [900])[0] - 500]),
     ]
     moved = trio.compare(mode, asked + again)
     prompts = [question.prompt for question in asked + again]
@@ -132,9 +132,9 @@ def test_prefix_hits(caching, mode):
     first, second, third, fourth, long, fresh = random_questions(
         lengths_of(caching, [33, 500, 700, 960, 1500, 330]), seed=f"hits {mode}"
     )
-    part = Question("ids", stream=True, prompt=long.prompt[: lengths_of(caching, [1000])[0]])
+    part = ids(long.prompt[: lengths_of(caching, [1000])[0]], stream=True)
     tail = second.prompt[: lengths_of(caching, [400])[0] - 1]
-    mixed = Question("ids", stream=False, prompt=(*long.prompt[:960], *tail, 7))
+    mixed = ids((*long.prompt[:960], *tail, 7))
     asked = [first, second, second, third, third, fourth, long, long, part, mixed]
     for question in (third, long):
         plain(caching.pair(mode).d, list(question.prompt[:640]), tokens=1)
@@ -156,7 +156,7 @@ def test_preempted_among_hits(caching, mode):
     Their answers are so long that the cache is too small for them however late some of the eight begin.
     """
     asked = random_questions(range(300, 620, 40), seed=f"preempted {mode}")
-    asked += [Question("ids", stream=False, prompt=question.prompt[:200] + (7,) * 100) for question in asked]
+    asked += [ids(question.prompt[:200] + (7,) * 100) for question in asked]
     moved = caching.compare(mode, asked, at_once=8, tokens=400)
 
     assert moved.farthest <= TOLERANCE

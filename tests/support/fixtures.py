@@ -99,8 +99,9 @@ def reference_answer(engines):
     with client(engines.reference.base_url) as api:
 
         def answer(question):
-            if question not in known:
-                known[question] = ask(api, question)
-            return known[question]
+            key = repr(question)
+            if key not in known:
+                known[key] = ask(api, question)
+            return known[key]
 
         yield answer

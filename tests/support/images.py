@@ -5,7 +5,7 @@ import io
 import random
 
 from support.architectures import COMMON, HEADS, Architecture, make
-from support.questions import Question
+from support.questions import Question, Shape
 
 SIDE, PATCH = 56, 14  # pixels: 16 patches, each of which takes the place of a token
 IMAGE, IMAGE_TOKEN = "<|pad|>", 3  # the tokenizer has no other that is not needed
@@ -59,7 +59,7 @@ def make_llava(directory):
 def seen(text, *seeds, stream=False):
     """Return a question with a text and images of random pixels."""
     parts = [{"type": "image_url", "image_url": {"url": _data_url(seed)}} for seed in seeds]
-    return Question("chat", stream, [*parts, {"type": "text", "text": text}])
+    return Question(Shape.CHAT, (*parts, {"type": "text", "text": text}), stream)
 
 
 def _data_url(seed):

@@ -1,122 +1,43 @@
-"""Seeded requests of every kind, asked with the official client, and answers that can be compared."""
+"""The questions of ``xpyd prove`` and its comparison, for tests that ask engines and routers of their own."""
 
-import functools
 import random
-import ssl
-from dataclasses import dataclass
 
-import openai
+import httpx
 
-WORDS = (
-    *("river", "stone", "lantern", "north", "cloud", "window", "copper", "garden", "seven", "letter", "morning"),
-    *("paper", "engine", "bridge", "silver", "valley", "winter", "candle", "harbor", "mirror", "quiet", "signal"),
-)
-TOKENS = 16  # generated per answer
-# The last prompt token is computed alone by a decode engine and among others by a single one. In float32 those sums
-# can differ in their order: seen in 1 of 113 answers, in the last digit. A wrong block moves logprobs by 0.01 or more.
-ROUNDING = 1e-4
+from xpyd_proxy.proving.core.answer import SMALLEST_TOLERANCE
+from xpyd_proxy.proving.core.answer import differences as found_by_prove
+from xpyd_proxy.proving.core.question import TOKENS, WORDS, Prompts, Question, Shape
+from xpyd_proxy.proving.core.reply import Reply, read_reply
 
-
-@dataclass(frozen=True)
-class Question:
-    """One request: its kind decides the API and whether it is streamed."""
-
-    kind: str  # "text", "ids" or "chat"
-    stream: bool
-    prompt: object
-
-    def __str__(self):
-        size = len(self.prompt)
-        return f"{self.kind}-{'stream' if self.stream else 'whole'}-{size}"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What must be equal: the text, every token and its logprob, and the likeliest other tokens with theirs."""
-
-    text: str
-    tokens: tuple
-    logprobs: tuple
-    others: tuple
-    prompt_tokens: int
-    cached_tokens: int
+__all__ = ["TOKENS", "WORDS", "Question", "Shape", "ask", "client", "compare", "differences", "ids", "questions"]
 
 
 def questions(count, *, seed, longest=1500):
-    """Return ``count`` questions of 8 to ``longest`` tokens; every fifth shares most of its prompt with the last."""
-    rnd = random.Random(seed)
-    made, last_ids, last_words = [], [], []
-    for number in range(count):
-        length = min(longest, int(8 * (longest / 8) ** rnd.random()))
-        ids = [rnd.randrange(10, 500) for _ in range(length)]
-        words = [rnd.choice(WORDS) for _ in range(max(2, length // 4))]
-        if number % 5 == 4:
-            ids, words = (
-                last_ids[: len(last_ids) * 2 // 3] + ids[:40],
-                last_words[: len(last_words) * 2 // 3] + words[:9],
-            )
-        last_ids, last_words = ids, words
-        kind = ("text", "ids", "chat")[number % 3]
-        made.append(Question(kind, number % 2 == 1, tuple(ids) if kind == "ids" else " ".join(words)))
-    return made
+    """Return questions of 8 to ``longest`` tokens in all shapes, as the suite asks them."""
+    return Prompts(random.Random(seed)).mixed(count, longest=longest)
+
+
+def ids(prompt, *, stream=False):
+    """Return the question for these token ids."""
+    return Question(Shape.IDS, tuple(prompt), stream)
 
 
 def client(url):
-    """Return the official client for a router or an engine; close it, or use it in a ``with`` block."""
-    http = openai.DefaultHttpxClient(verify=_certificates(), timeout=120)
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120, http_client=http)
-
-
-@functools.cache
-def _certificates():
-    """Nobody here asks for one, and every client would read them all: 30 ms."""
-    return ssl.create_default_context()
+    """Return a client for a router or an engine; close it, or use it in a ``with`` block."""
+    return httpx.Client(base_url=url, timeout=120, trust_env=False)
 
 
 def ask(api, question, *, tokens=TOKENS, **engine_fields):
-    """Ask a question and return the answer; an engine, not a router, may be told more in ``engine_fields``."""
-    common = {"model": "tiny", "temperature": 0, "seed": 0, "max_tokens": tokens, "stream": question.stream}
-    common["extra_body"] = engine_fields
-    if question.stream:
-        common["stream_options"] = {"include_usage": True}
-    if question.kind == "chat":
-        messages = [{"role": "user", "content": question.prompt}]
-        reply = api.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **common)
-    else:
-        prompt = list(question.prompt) if question.kind == "ids" else question.prompt
-        reply = api.completions.create(prompt=prompt, logprobs=2, **common)
-    parts = list(reply) if question.stream else [reply]
-    return _chat(parts) if question.kind == "chat" else _completion(parts)
+    """Ask a question and return the answer; an engine, not a router, may be told more in ``engine_fields``.
 
-
-def _completion(parts):
-    text, tokens, logprobs, others = "", [], [], []
-    for choice in (part.choices[0] for part in parts if part.choices):
-        text += choice.text
-        if choice.logprobs:
-            tokens += choice.logprobs.tokens
-            logprobs += choice.logprobs.token_logprobs
-            others += [tuple(sorted(top.items())) for top in choice.logprobs.top_logprobs]
-    return _answer(text, tokens, logprobs, others, parts)
-
-
-def _chat(parts):
-    text, tokens, logprobs, others = "", [], [], []
-    for choice in (part.choices[0] for part in parts if part.choices):
-        text += (choice.delta if hasattr(choice, "delta") else choice.message).content or ""
-        for item in choice.logprobs.content if choice.logprobs and choice.logprobs.content else ():
-            tokens.append(item.token)
-            logprobs.append(item.logprob)
-            others.append(tuple((top.token, top.logprob) for top in item.top_logprobs))
-    return _answer(text, tokens, logprobs, others, parts)
-
-
-def _answer(text, tokens, logprobs, others, parts):
-    usage = next(part.usage for part in reversed(parts) if part.usage)
-    details = usage.prompt_tokens_details
-    cached = (details.cached_tokens or 0) if details else 0
-    assert len(tokens) == usage.completion_tokens, "every generated token has a logprob"
-    return Answer(text, tuple(tokens), tuple(logprobs), tuple(others), usage.prompt_tokens, cached)
+    Raises httpx.HTTPStatusError, with what was answered in place of an answer.
+    """
+    response = api.post(question.path, json=question.body("tiny") | {"max_tokens": tokens} | engine_fields)
+    if response.is_error:
+        raise httpx.HTTPStatusError(response.text, request=response.request, response=response)
+    answer = read_reply(question, Reply(response.status_code, response.content, "", False, 0.0, 0.0))
+    assert sum(len(one.tokens) for one in answer.choices) == answer.completion_tokens, "every token has a logprob"
+    return answer
 
 
 def compare(url, asked, reference_answer):
@@ -124,24 +45,17 @@ def compare(url, asked, reference_answer):
     with client(url) as api:
         answers = [ask(api, question) for question in asked]
     wrong = {
-        str(question): found
-        for question, answer in zip(asked, answers, strict=True)
+        f"{number}: {question}": found
+        for number, (question, answer) in enumerate(zip(asked, answers, strict=True))
         if (found := differences(answer, reference_answer(question)))
     }
     return answers, wrong
 
 
 def differences(ours, reference):
-    """Return the names of what differs between two answers; texts and tokens exactly, logprobs but for rounding."""
-    found = [name for name in ("text", "tokens", "prompt_tokens") if getattr(ours, name) != getattr(reference, name)]
-    return found + [
-        name for name in ("logprobs", "others") if not _close(getattr(ours, name), getattr(reference, name))
-    ]
+    """Name and describe what differs between two answers; texts and tokens exactly, logprobs but for rounding.
 
-
-def _close(ours, reference):
-    if isinstance(ours, float) and isinstance(reference, float):
-        return abs(ours - reference) <= ROUNDING
-    if isinstance(ours, tuple) and isinstance(reference, tuple):
-        return len(ours) == len(reference) and all(_close(a, b) for a, b in zip(ours, reference, strict=True))
-    return ours == reference
+    The last prompt token is computed alone by a decode engine and among others by a single one. In float32 those sums
+    can differ in the last digit: seen in 1 of 113 answers. A wrong block moves logprobs by 0.01 or more.
+    """
+    return [f"{each.name}: {each.seen}" for each in found_by_prove(ours, reference, SMALLEST_TOLERANCE)]

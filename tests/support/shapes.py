@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from support.cluster import Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import coordinates, plain, prefill, push
-from support.questions import Question, ask, client, differences
+from support.questions import ask, client, differences, ids
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector
 
@@ -183,7 +183,7 @@ def random_questions(lengths, *, seed):
     """Return a question of random token ids for each length, streamed every other time."""
     rnd = random.Random(seed)
     return [
-        Question("ids", stream=number % 2 == 1, prompt=tuple(rnd.randrange(10, 500) for _ in range(length)))
+        ids([rnd.randrange(10, 500) for _ in range(length)], stream=number % 2 == 1)
         for number, length in enumerate(lengths)
     ]
 

@@ -6,15 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import httpx
-import openai
 
 from support.cluster import Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import plain
-from support.questions import TOKENS, Question, ask, client
+from support.questions import TOKENS, ask, client, ids
 from support.shapes import BYTES, CACHED, Pair, meet
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.recipe import Connector
+from xpyd_proxy.proving.core.answer import Malformed
 
 TOLERANCE = 1e-3  # of a logprob
 DIFFERENT = 10.0  # stands for another text: no logprob is so far from another
@@ -26,6 +26,7 @@ LOADS, SKIPPED = "vllm:xpyd_loads_total", "vllm:xpyd_loads_skipped_local_total"
 
 def distance(ours, theirs):
     """Return by how much the farthest logprobs of two answers differ; another text is farther than any."""
+    (ours,), (theirs,) = ours.choices, theirs.choices
     if (ours.text, ours.tokens) != (theirs.text, theirs.tokens):
         return DIFFERENT
     return max((abs(our - their) for our, their in zip(ours.logprobs, theirs.logprobs, strict=True)), default=0.0)
@@ -92,7 +93,7 @@ class Trio:
         for start in range(0, len(question.prompt) - 31, 96):
             prompt = list(question.prompt)
             prompt[start : start + 32] = [(7 * token + 13) % 480 + 10 for token in prompt[start : start + 32]]
-            other = self.alone(Question("ids", stream=False, prompt=tuple(prompt)))
+            other = self.alone(ids(prompt))
             assert distance(answer, other) > 5 * TOLERANCE, f"tokens {start} to {start + 32} make no difference"
 
     def compare(self, mode, asked, *, at_once=1, tokens=TOKENS):
@@ -135,7 +136,7 @@ class Trio:
                 found[len(question.prompt)] = distance(pair.ask(question, **IDS), answer)
         except LocalError as error:
             return f"does not start: {str(error).splitlines()[0]}"
-        except (openai.OpenAIError, httpx.HTTPError, KeyError) as error:
+        except (httpx.HTTPError, Malformed, KeyError) as error:
             return f"fails after {len(found)} prompts: {str(error).splitlines()[0]}"
         finally:
             self._fleet.stop(*(child for child in children if child in self._fleet.children))

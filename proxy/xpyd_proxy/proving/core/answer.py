@@ -260,11 +260,17 @@ def _of_logprobs(ours: OneAnswer, reference: OneAnswer, count: int, tolerance: f
 
 
 def largest_gap(ours: OneAnswer, reference: OneAnswer, count: int) -> tuple[float, int]:
-    """Return by how much logprobs of the first ``count`` tokens differ at most, and at which of them."""
+    """Return by how much logprobs of the first ``count`` tokens differ at most, and at which of them.
+
+    Those of the likeliest others at a place count as well, if both answers have them.
+    """
     gaps = [
         (abs(one - other), place)
         for place, (one, other) in enumerate(zip(ours.logprobs[:count], reference.logprobs[:count], strict=False))
     ]
+    for place, (mine, theirs) in enumerate(zip(ours.others[:count], reference.others[:count], strict=False)):
+        known = dict(theirs)
+        gaps += [(abs(logprob - known[token]), place) for token, logprob in mine if token in known]
     return max(gaps, default=(0.0, 0))
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 Json: TypeAlias = dict[str, Any]
 
-_WORDS: Final = (
+WORDS: Final = (
     *("river", "stone", "lantern", "north", "cloud", "window", "copper", "garden", "seven", "letter", "morning"),
     *("paper", "engine", "bridge", "silver", "valley", "winter", "candle", "harbor", "mirror", "quiet", "signal"),
 )
@@ -82,7 +82,7 @@ class Prompts:
 
     def text(self, words: int) -> str:
         """Return so many words, and a number before them."""
-        found = [_WORDS[self._dice.randrange(0, len(_WORDS))] for _ in range(words)]
+        found = [WORDS[self._dice.randrange(0, len(WORDS))] for _ in range(words)]
         return f"{next(self._numbers)} {' '.join(found)}"
 
     def mixed(self, count: int, *, longest: int) -> list[Question]:

@@ -54,6 +54,16 @@ def test_wrong_logprobs_under_the_right_text_are_found():
     assert names(changed(logprobs=(-0.1, -0.52, -0.3))) == [FindingName.WRONG_LOGPROBS]
 
 
+def test_wrong_logprobs_of_other_tokens_are_found():
+    """The token that was made can keep its logprob where the next likely one does not: it shows in fewer tokens."""
+    first, *rest = RIGHT.choices[0].others
+    moved = tuple((token, logprob - (0.05 if token != RIGHT.choices[0].tokens[0] else 0.0)) for token, logprob in first)
+
+    assert [each.name for each in differences(changed(others=(moved, *rest)), RIGHT, 1e-3)] == [
+        FindingName.WRONG_LOGPROBS
+    ]
+
+
 def test_an_answer_without_logprobs_is_not_equal_to_one_with_them():
     assert names(changed(tokens=(), logprobs=(), others=())) == [FindingName.WRONG_LOGPROBS]
 

@@ -185,7 +185,10 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     engines = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=dial)
     gate, lifetime, history = Gate(settings, clock), Lifetime(), RequestHistory(settings.request_history)
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), BodyReader()
-    salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
+    salts, models = (
+        _salts(settings, keyring),
+        ModelCatalog(registry, engines, outbound, clock, model=settings.required_model),
+    )
     telemetry, queue = Telemetry(_counters(fleet, pairs, gate), clock, history, pairs), gate.admission
     traces, releaser = _traces(settings), Releaser(engines, told=(telemetry,))
     requests = Requests(

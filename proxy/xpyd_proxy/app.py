@@ -165,7 +165,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             registry,
             PairMatrix(settings.pair_history),
             (crew.number, crew.of),
-            PairModes(TRANSFER_POLICIES[settings.kv_transfer_mode].fixed),
+            PairModes(TRANSFER_POLICIES[settings.kv_transfer_mode].fixed, kind=registry.link),
         ),
     )
     index, known = _cache_knowledge(settings)

@@ -172,7 +172,7 @@ def build(
             registry,
             PairMatrix(settings.pair_history),
             (crew.number, crew.of),
-            PairModes(TRANSFER_POLICIES[settings.kv_transfer_mode].fixed),
+            PairModes(TRANSFER_POLICIES[settings.kv_transfer_mode].fixed, kind=registry.link),
         ),
     )
     index, known = _cache_knowledge(settings)
@@ -192,7 +192,10 @@ def build(
     engines = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=dial)
     gate, lifetime, history = Gate(settings, clock), Lifetime(), RequestHistory(settings.request_history)
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), BodyReader()
-    salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
+    salts, models = (
+        _salts(settings, keyring),
+        ModelCatalog(registry, engines, outbound, clock, model=settings.required_model),
+    )
     telemetry, queue = Telemetry(_counters(fleet, pairs, gate), clock, history, pairs), gate.admission
     traces, releaser = traces or _traces(settings), Releaser(engines, told=(telemetry,))
     requests = Requests(

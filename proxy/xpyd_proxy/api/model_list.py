@@ -1,7 +1,9 @@
 """Which model the engines serve."""
 
 import asyncio
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
 
@@ -10,7 +12,9 @@ from fastapi import APIRouter, Request, Response
 
 from xpyd_proxy.api.operator_route import passed_on
 from xpyd_proxy.api.schemas import ErrorResponse, ServedModels
-from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.admission.keys import Outbound
+from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import EngineResponse, Headers, Instance, Role
 from xpyd_proxy.core.protocol.response_filter import check_type
 from xpyd_proxy.core.raw_json import NotJson, decode
@@ -18,6 +22,11 @@ from xpyd_proxy.errors import EngineError, NoInstance
 from xpyd_proxy.io.wire import WireEngines
 
 _WANTS_A_KEY: Final = (401, 403)
+_KEPT_S: Final = 3.0  # for which a list is given again: whoever asks often costs no more
+_KEYS_MOST: Final = 64  # of clients whose lists are kept, where engines see the clients' keys
+_TRIES: Final = 3  # engines of one set that are asked until one tells its models
+_NEXT_S: Final = 1.0  # without an answer, until another one of the set is asked as well
+_AT_ONCE: Final = 32  # engines that are asked at the same time, for all clients
 
 
 class _ModelId(msgspec.Struct):
@@ -28,29 +37,118 @@ class _ModelList(msgspec.Struct):
     data: list[msgspec.Raw]
 
 
+@dataclass(slots=True)
+class _Found:
+    """What the engines said to one key."""
+
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    rounds: int = 0  # in which they were asked
+    at: float = 0.0  # seconds; the end of the latest one
+    sets: frozenset[object] = frozenset()  # of models that were known then
+    answer: EngineResponse | None = None  # None: no engine answered
+
+
 class ModelCatalog:
     """Asks engines for their models. ``model``: what an added one must serve; None: anything."""
 
-    def __init__(self, registry: Registry, engines: WireEngines, *, model: str | None) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        engines: WireEngines,
+        outbound: Outbound,
+        clock: Callable[[], float],
+        *,
+        model: str | None,
+    ) -> None:
         self._registry = registry
         self._engines = engines
+        self._outbound = outbound  # tells which key the engines see
+        self._clock = clock  # seconds; only differences count
         self._model = model
+        self._found: OrderedDict[object, _Found] = OrderedDict()  # by what the engines of each role see
+        self._counted = -1  # changes of the registry when these were sorted
+        self._known = dict[object, list[Instance]]()
+        self._places = asyncio.Semaphore(_AT_ONCE)
 
     async def listing(self, headers: Headers) -> EngineResponse:
-        """Return all engines' models, each once, as decode engines describe them; raises NoInstance: none answers."""
-        known = [*self._registry.known(Role.DECODE), *self._registry.known(Role.PREFILL)]
-        asked = await asyncio.gather(*(self._ask(instance, headers) for instance in known))
-        answers = [answer for answer in asked if answer is not None and answer.status < 500]
-        if not answers:
-            raise NoInstance("no engine answers: the router cannot tell the models they serve")
+        """Return all engines' models, each once, as decode engines describe them; raises NoInstance: none answers.
+
+        Calls at the same time share one answer, as do those of some seconds.
+        """
+        key = tuple([header for header in headers if header[0] == b"authorization"])
+        seen = tuple([self._outbound.headers(role, key) for role in Role])
+        found = self._found.setdefault(seen, _Found())
+        self._found.move_to_end(seen)
+        if len(self._found) > _KEYS_MOST:
+            self._found.popitem(last=False)
+        rounds = found.rounds
+        async with found.asking:
+            sets = self._sets()
+            is_kept = found.answer is not None and self._clock() < found.at + _KEPT_S and found.sets == sets.keys()
+            if not is_kept and found.rounds == rounds:  # else they were asked while this call waited
+                found.answer = await self._ask_all(list(sets.values()), key)
+                found.rounds, found.at, found.sets = rounds + 1, self._clock(), frozenset(sets)
+            if found.answer is None:
+                raise NoInstance("no engine answers: the router cannot tell the models they serve")
+            return found.answer
+
+    def _sets(self) -> dict[object, list[Instance]]:
+        """Return the engines of each set of models, the one to ask first; one whose models are not known by itself.
+
+        Decode engines come first, and those that seem to be well.
+        """
+        if self._counted == self._registry.changes.count:
+            return self._known
+        self._counted, members = self._registry.changes.count, self._registry.members()
+        decodes = [one for one in members if one.role.serves(Role.DECODE)]
+        found = dict[object, list[Member]]()
+        for one in (*decodes, *[one for one in members if not one.role.serves(Role.DECODE)]):
+            models = one.facts.models
+            name: object = models if models is not None else one.instance.id if _is_well(one) else "not up"
+            found.setdefault(name, []).append(one)
+        self._known = {
+            name: [one.instance for one in sorted(some, key=lambda one: not _is_well(one))[:_TRIES]]
+            for name, some in found.items()
+        }
+        return self._known
+
+    async def _ask_all(self, sets: Sequence[Sequence[Instance]], headers: Headers) -> EngineResponse | None:
+        asked = await asyncio.gather(*[self._ask_some(some, headers) for some in sets])
+        answers = [answer for answer in asked if answer is not None]
         lists = [found for answer in answers if (found := _cards(answer)) is not None]
         if not lists:
-            return answers[0]  # an engine's words: it may want a key, for example
+            return answers[0] if answers else None  # an engine's words: it may want a key, for example
         cards: dict[str, msgspec.Raw] = {}
         for name, card in chain.from_iterable(lists):
             cards.setdefault(name, card)
         body = msgspec.json.encode({"object": "list", "data": list(cards.values())})
         return EngineResponse(200, "application/json", body)
+
+    async def _ask_some(self, engines: Sequence[Instance], headers: Headers) -> EngineResponse | None:
+        """Return the first list of some engines; without one, what one of them says; None: none of them answers."""
+        said: EngineResponse | None = None
+        waiting, asking = list(engines), set[asyncio.Task[EngineResponse | None]]()
+        try:
+            while waiting or asking:
+                if waiting:
+                    asking.add(asyncio.create_task(self._ask_in_turn(waiting.pop(0), headers)))
+                patience_s = _NEXT_S if waiting else None
+                done, asking = await asyncio.wait(asking, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                for answer in [task.result() for task in done]:
+                    if answer is not None and _cards(answer) is not None:
+                        return answer
+                    said = said or answer
+        finally:
+            for task in asking:
+                task.cancel()
+            if asking:
+                await asyncio.wait(asking)
+        return said
+
+    async def _ask_in_turn(self, instance: Instance, headers: Headers) -> EngineResponse | None:
+        async with self._places:
+            answer = await self._ask(instance, headers)
+        return None if answer is None or answer.status >= 500 else answer
 
     async def accepted(self, candidate: Instance, headers: Headers) -> frozenset[str] | None:
         """Return what an engine serves; None: it cannot be reached, serves nothing, or not first the one it must.
@@ -84,6 +182,10 @@ def model_routes(models: ModelCatalog, keys: Sequence[Any] = ()) -> APIRouter:
         return Response(answer.body, answer.status, {"content-type": answer.content_type})
 
     return router
+
+
+def _is_well(member: Member) -> bool:
+    return not member.life.misses and member.life.state is not HealthState.EJECTED
 
 
 def _cards(answer: EngineResponse) -> list[tuple[str, msgspec.Raw]] | None:

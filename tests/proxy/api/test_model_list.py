@@ -7,11 +7,14 @@ import pytest
 
 from xpyd_proxy.api.model_list import ModelCatalog
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.admission.keys import Outbound
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import EngineResponse, Instance, InstanceId, Role
-from xpyd_proxy.errors import EngineError
+from xpyd_proxy.errors import EngineError, NoInstance
 
 HEADERS = ((b"authorization", b"k"),)
+OTHERS = ((b"authorization", b"other"),)
 
 
 def listing(*ids, status=200):
@@ -27,7 +30,7 @@ class Engines:
         self.asked = []
 
     async def models(self, instance, headers, *, bare=False):
-        assert headers == HEADERS
+        assert headers in (HEADERS, OTHERS)
         self.asked.append(instance.address.host + ("" if bare else " with a key"))
         await asyncio.sleep(0)
         answer = self.answers.get(instance.address.host)
@@ -41,7 +44,7 @@ def models(engines, *, prefill=(), decode=(), model=None):
     for role, hosts in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
         for host in hosts:
             registry.add(role, Address("http", host, 80))
-    return ModelCatalog(registry, engines, model=model)
+    return ModelCatalog(registry, engines, Outbound(forwards=True), lambda: 0.0, model=model)
 
 
 def candidate(host):
@@ -110,3 +113,89 @@ async def test_a_key_is_shown_only_to_an_engine_that_wants_one(status):
     assert await ours.accepted(candidate("x"), HEADERS) is None
     assert await ours.accepted(candidate("y"), HEADERS) == {"m"}
     assert engines.asked == ["x", "x with a key", "y"]
+
+
+class Fleet:
+    """Engines whose models are known, and a clock."""
+
+    def __init__(self, *sets, forwards=True, **answers):
+        """``sets``: of each decode engine."""
+        self.now, self.registry, self.engines = 0.0, Registry(), Engines(**answers)
+        for number, ids in enumerate(sets):
+            facts = EngineCapabilities(models=ids and frozenset(ids))
+            self.registry.add(Role.DECODE, Address("http", f"e{number}", 80), facts=facts)
+            self.engines.answers.setdefault(f"e{number}", listing(*ids or ()))
+        self.models = ModelCatalog(
+            self.registry, self.engines, Outbound(forwards=forwards), lambda: self.now, model=None
+        )
+
+    def kill(self, *numbers, noticed=True):
+        for number in numbers:
+            del self.engines.answers[f"e{number}"]
+            life = self.registry.member(InstanceId(f"decode-{number}")).life
+            life.seen(now=0.0)
+            for _ in range(2 * noticed):
+                life.missed("cannot be reached", now=0.0)
+
+    async def ids(self, headers=HEADERS):
+        answer = await self.models.listing(headers)
+        return [card["id"] for card in json.loads(answer.body)["data"]]
+
+
+async def test_a_large_fleet_is_not_asked_whole_for_each_call_of_a_client():
+    """2,000 requests for one would be a weapon, and each dead engine would make the client wait."""
+    fleet = Fleet(*[("m", "alias", "lora")] * 1000)
+    fleet.kill(*range(99))
+    fleet.kill(99, noticed=False)
+
+    found = await asyncio.gather(*[fleet.ids() for _ in range(50)])
+    assert found == [["m", "alias", "lora"]] * 50
+    assert len(fleet.engines.asked) <= 4
+
+
+async def test_engines_of_each_set_of_models_are_asked_and_those_that_are_not_known():
+    """Clients choose among all of it; what has just been added has not been probed yet."""
+    fleet = Fleet(*[("m",)] * 20, *[("m", "lora")] * 20, *[("other",)] * 20, None, e60=listing("new"))
+    fleet.kill(*range(40, 60))
+
+    assert await fleet.ids() == ["m", "lora", "new"]
+    assert len(fleet.engines.asked) <= 2 + 1 + 3
+
+
+async def test_a_list_is_kept_for_seconds_unless_what_engines_serve_changes():
+    """Who asks often costs no more; who adds an engine sees its models."""
+    fleet = Fleet(("m",), ("m",))
+    await fleet.ids()
+    fleet.now = 2.0
+    await fleet.ids()
+    asked = len(fleet.engines.asked)
+    fleet.engines.answers |= {"e0": listing("m", "lora"), "x": listing("added")}
+    fleet.now = 6.0
+    later = await fleet.ids()
+    fleet.registry.add(Role.DECODE, Address("http", "x", 80))
+
+    assert (asked, later) == (1, ["m", "lora"])
+    assert await fleet.ids() == ["m", "lora", "added"]
+
+
+@pytest.mark.parametrize(("forwards", "asked"), [(True, 2), (False, 1)])
+async def test_a_list_is_kept_for_those_whose_key_engines_see_alike(forwards, asked):
+    """An engine that judges the clients' keys itself has one answer for each."""
+    fleet = Fleet(("m",), forwards=forwards)
+    await fleet.ids(HEADERS)
+    await fleet.ids(OTHERS)
+
+    assert len(fleet.engines.asked) == asked
+
+
+async def test_when_no_engine_answers_all_who_wait_are_told_at_once():
+    """One after the other, each would wait for timeouts of its own; the next call may find an engine again."""
+    fleet = Fleet(*[("m",)] * 100)
+    fleet.kill(*range(100))
+    found = await asyncio.gather(*[fleet.ids() for _ in range(20)], return_exceptions=True)
+    asked = len(fleet.engines.asked)
+    fleet.engines.answers["e1"] = listing("m")
+
+    assert {type(one) for one in found} == {NoInstance}
+    assert asked <= 4
+    assert await fleet.ids() == ["m"]

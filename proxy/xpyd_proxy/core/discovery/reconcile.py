@@ -176,6 +176,7 @@ class Assignment:
     key: Key  # as its source names it
     serves: EngineRole
     identity: str = ""  # of the engine that is meant (a pod's uid); empty: whatever is there
+    is_unnamed: bool = False  # a router knows of no such engine (unnamed_assignments.py)
 
     def means(self, identity: str) -> bool:
         """Tell whether an engine at its place is meant."""
@@ -189,6 +190,7 @@ class _AssignmentEntry(msgspec.Struct, omit_defaults=True):
     at: str
     serves: EngineRole
     identity: str = ""
+    unnamed: bool = False
 
 
 class _StoreEntry(msgspec.Struct, omit_defaults=True):
@@ -219,7 +221,7 @@ def assignment_name(key: Key) -> str:
 
 def assignment_of(found: Assignment) -> str:
     """Write an assignment for the store."""
-    entry = _AssignmentEntry(found.key.role, found.key.authority, found.serves, found.identity)
+    entry = _AssignmentEntry(found.key.role, found.key.authority, found.serves, found.identity, found.is_unnamed)
     return msgspec.json.encode(entry).decode()
 
 
@@ -229,7 +231,8 @@ def read_entry(text: str) -> Wanted | Assignment:
         turned = decode(text.encode(), _AssignmentEntry)
     except NotJson:
         return _read_engine(text)
-    return Assignment(Key(turned.declared, Address.parse(turned.at).authority), turned.serves, turned.identity)
+    key = Key(turned.declared, Address.parse(turned.at).authority)
+    return Assignment(key, turned.serves, turned.identity, turned.unnamed)
 
 
 def _read_engine(text: str) -> Wanted:

@@ -1,6 +1,7 @@
 """What the router reads in an engine's /metrics: whose connector it has, what it keeps, and what it got."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import fsum  # sum() of floats fails where this is compiled: mypyc takes its result for an int
 from typing import Final
@@ -9,14 +10,14 @@ _LINE: Final = re.compile(
     rb"^vllm:(?P<name>xpyd_leases_held|kv_cache_usage_perc)(?:\{(?P<labels>[^\n]*)\})? (?P<value>[0-9.eE+-]{1,32})",
     re.MULTILINE,
 )
-_INFO: Final = re.compile(rb"^vllm:xpyd_connector_info\{(?P<labels>[^\n]*)\} 1(?:\.0)?$", re.MULTILINE)
+_INFO: Final = re.compile(rb"vllm:xpyd_connector_info\{(?P<labels>[^\n]*)\} 1(?:\.0)?$", re.MULTILINE)
 _LABEL: Final = re.compile(rb'(?:^|,)(protocol|fingerprint|mode|engine_id|kv_role)="([0-9A-Za-z_.:-]{1,128})"')
-_REFUSED: Final = re.compile(rb"^vllm:xpyd_incompatible_peer\{(?P<labels>[^\n]*)\} 1(?:\.0)?$", re.MULTILINE)
+_REFUSED: Final = re.compile(rb"vllm:xpyd_incompatible_peer\{(?P<labels>[^\n]*)\} 1(?:\.0)?$", re.MULTILINE)
 _PEER: Final = re.compile(rb'(?:^|,)peer="([0-9A-Za-z_.:-]{1,128}?)(?:_dp[0-9]{1,6})?"')
 _CONNECTOR: Final = re.compile(rb"^vllm:(xpyd|nixl)_", re.MULTILINE)
 # Its own prefix cache counts as well: what is there need not be sent.
 _RECEIVED: Final = re.compile(
-    rb"^vllm:prompt_tokens_by_source_total\{"
+    rb"vllm:prompt_tokens_by_source_total\{"
     rb'(?P<labels>[^\n]*source="(?:external_kv_transfer|local_cache_hit)"[^\n]*)\} (?P<value>[0-9.eE+]{1,32})$',
     re.MULTILINE,
 )
@@ -62,7 +63,7 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
                 found[line["name"]].append(1.0)
     connector = _CONNECTOR.search(text)
     leases, usage = found.values()
-    ours = next((line["labels"] for line in _INFO.finditer(text) if _is_of(line, rank)), b"")
+    ours = next((line["labels"] for line in whole_lines(text, _INFO) if _is_of(line, rank)), b"")
     info = {name.decode(): value.decode() for name, value in _LABEL.findall(ours)}
     return Numbers(
         connector=connector[1].decode() if connector else None,
@@ -78,7 +79,7 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
 
 def incompatible_peers(text: bytes, rank: int | None = None) -> frozenset[str]:
     """Read which prefill engines a decode engine has met and cannot load from, by their engine ids."""
-    lines = (line["labels"] for line in _REFUSED.finditer(text) if _is_of(line, rank))
+    lines = (line["labels"] for line in whole_lines(text, _REFUSED) if _is_of(line, rank))
     return frozenset(peer[1].decode() for labels in lines if (peer := _PEER.search(labels)))
 
 
@@ -101,6 +102,18 @@ def shown_load(text: bytes, rank: int | None = None, *, now: float) -> ShownLoad
     requests = int(min(1e9, fsum([*running, *waiting])))
     preempted = fsum(gauge_values(text, _PREEMPTED, rank))
     return ShownLoad(now, requests, min(1.0, max(0.0, max(usage))) if usage else None, preempted)
+
+
+def whole_lines(text: bytes, line: re.Pattern[bytes]) -> Iterator[re.Match[bytes]]:
+    """Find lines by a pattern that begins with plain letters and ends with the line.
+
+    A pattern that begins with ^ is tried at each line, which takes ten times as long: a text has thousands, and an
+    engine is asked every few seconds.
+    """
+    for found in line.finditer(text):
+        at = found.start()
+        if at == 0 or text[at - 1 : at] == b"\n":
+            yield found
 
 
 def gauge_values(text: bytes, name: bytes, rank: int | None) -> list[float]:
@@ -128,7 +141,7 @@ def _is_of(line: re.Match[bytes], rank: int | None) -> bool:
 def received(exposition: bytes, rank: int | None = None) -> float | None:
     """Read in an engine's metrics, or those of one of its ranks, how many prompt tokens it did not compute."""
     values = list[float]()
-    for line in _RECEIVED.finditer(exposition):
+    for line in whole_lines(exposition, _RECEIVED):
         if _is_of(line, rank):
             try:
                 values.append(float(line["value"]))

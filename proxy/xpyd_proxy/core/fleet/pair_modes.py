@@ -5,6 +5,8 @@ the other way round. What counts is what a client waits for: the seconds from th
 event of the stream. Both ways are tried in turn until they can be told apart, and again after ``AGAIN_S``.
 """
 
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from typing import Final
 
 from xpyd_proxy.core.fleet.pair_health import Pair
@@ -16,7 +18,8 @@ AGAIN_S: Final = 600.0  # links and engines change, and each trial sends some re
 # streams tell only a large difference.
 ENOUGH: Final = ((4, 3.0), (8, 1.5), (16, 1.0))
 SENT_MOST: Final = 64  # requests of each way in a trial; clients that stream nothing show no difference
-PAIRS_MOST: Final = 4096  # that are remembered; beyond it the one that was met first is forgotten
+PAIRS_MOST: Final = 65_536  # that are remembered: 350 bytes each; the others go the way that their kind has learned
+KINDS_MOST: Final = 1024  # the others are one kind
 
 _PULL: Final = TransferMode.PULL
 _PUSH: Final = TransferMode.PUSH
@@ -41,16 +44,18 @@ class WayTried:
 class PairMode:
     """What is known of a pair. ``chosen`` is None while both ways are tried."""
 
-    __slots__ = ("chosen", "pull", "push", "until")
+    __slots__ = ("chosen", "pull", "push", "until", "used_at")
 
     def __init__(self) -> None:
         self.chosen: TransferMode | None = None
+        self.used_at = 0.0  # s of the router's clock
         self.until = 0.0  # s of the router's clock: then both are tried again
         self.pull = WayTried()
         self.push = WayTried()
 
     def next_way(self, now: float) -> TransferMode:
         """Return the way of the next request, which counts as sent."""
+        self.used_at = now
         if self.chosen is not None and now < self.until:
             return self.chosen
         if self.chosen is not None:
@@ -79,13 +84,26 @@ class PairMode:
 
 
 class PairModes:
-    """Each router, and each worker, learns by itself."""
+    """Each router, and each worker, learns by itself.
 
-    def __init__(self, fixed: TransferMode | None = None, *, most: int = PAIRS_MOST) -> None:
-        """``fixed``: the way of all requests; nothing is tried."""
+    As many pairs have trials of their own as there is room for. All others of a kind have one together: were one of
+    them forgotten for another, then in a fleet with more pairs than room each would always be new, and no trial end.
+    """
+
+    def __init__(
+        self,
+        fixed: TransferMode | None = None,
+        *,
+        kind: Callable[[Pair], Hashable] = lambda _: None,
+        most: int = PAIRS_MOST,
+    ) -> None:
+        """``fixed``: the way of all requests; nothing is tried. ``kind``: names pairs that have such a link."""
         self._fixed = fixed
+        self._kind = kind
         self._most = most
-        self._pairs: dict[Pair, PairMode] = {}
+        self._pairs: OrderedDict[Pair, PairMode] = OrderedDict()  # the one that was used last is the last
+        self._kinds: dict[Hashable, PairMode] = {}  # of pairs that are not remembered
+        self._known: frozenset[InstanceId] = frozenset()
         self.has_any = False
 
     def __len__(self) -> int:
@@ -97,21 +115,23 @@ class PairModes:
             return self._fixed
         found = self._pairs.get(pair)
         if found is None:
-            if len(self._pairs) >= self._most:
-                del self._pairs[next(iter(self._pairs))]
-            found = self._pairs[pair] = PairMode()
-            self.has_any = True
+            found = self._new(pair, now)
+        else:
+            self._pairs.move_to_end(pair)
         return found.next_way(now)
 
     def served(self, pair: Pair, mode: TransferMode, seconds: float, *, now: float) -> None:
         """Take in how long a stream of a pair took from the prefill engine's answer to its first event."""
-        found = self._pairs.get(pair)
+        found = self.get(pair)
         if found is not None:
             found.served(mode, seconds, now)
 
     def get(self, pair: Pair) -> PairMode | None:
-        """Return what is known of a pair; None: it has no choice, or was not used."""
-        return self._pairs.get(pair)
+        """Return what is known of a pair, or of its kind; None: it has no choice, or was not used."""
+        found = self._pairs.get(pair)
+        if found is None and self._kinds:
+            return self._kinds.get(self._kind(pair), self._kinds.get(None))
+        return found
 
     def forget(self, engine: InstanceId) -> None:
         """An engine is another one by now."""
@@ -119,9 +139,30 @@ class PairModes:
 
     def keep(self, engines: frozenset[InstanceId]) -> None:
         """Forget the pairs of engines that are no longer known."""
-        self._drop([pair for pair in self._pairs if not engines.issuperset(pair)])
+        if engines != self._known:  # to look through all of them takes milliseconds
+            self._known = engines
+            self._drop([pair for pair in self._pairs if not engines.issuperset(pair)])
+
+    def _new(self, pair: Pair, now: float) -> PairMode:
+        """Begin to remember a pair, if there is room, or one that was not used for so long that it is tried again."""
+        self.has_any = True
+        if len(self._pairs) >= self._most:
+            oldest = next(iter(self._pairs))
+            if now < self._pairs[oldest].used_at + AGAIN_S:
+                return self._of_kind(self._kind(pair), now)
+            del self._pairs[oldest]
+        found = self._pairs[pair] = PairMode()
+        return found
+
+    def _of_kind(self, kind: Hashable, now: float) -> PairMode:
+        if kind not in self._kinds and len(self._kinds) >= KINDS_MOST:
+            self._kinds = {one: mode for one, mode in self._kinds.items() if now < mode.used_at + AGAIN_S}
+            kind = kind if len(self._kinds) < KINDS_MOST else None
+        return self._kinds.setdefault(kind, PairMode())
 
     def _drop(self, pairs: list[Pair]) -> None:
         for pair in pairs:
             del self._pairs[pair]
+        if not self._pairs:
+            self._kinds.clear()
         self.has_any = len(self._pairs) > 0

@@ -14,7 +14,7 @@ from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
 from xpyd_proxy.core.fleet.kv_relief import KvRelief
 from xpyd_proxy.core.fleet.load import Load
 from xpyd_proxy.core.fleet.lone_prompts import LonePrompts
-from xpyd_proxy.core.fleet.pair_health import PairHealth
+from xpyd_proxy.core.fleet.pair_health import Pair, PairHealth
 from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
 from xpyd_proxy.core.fleet.turns import RoleTurn, TurnEvent, TurnState
 from xpyd_proxy.core.model import EngineRole, Instance, InstanceId, Role
@@ -380,6 +380,13 @@ class Registry:
         """Return the same of an engine by its id."""
         member = self.get(name)
         return EngineCapabilities() if member is None else member.facts
+
+    def link(self, pair: Pair) -> tuple[str | bool | None, ...]:
+        """Name the kind of the link between two engines: pairs of one kind differ in nothing that is known."""
+        members = [member for name in pair if (member := self.get(name)) is not None]
+        hosts = {member.instance.address.host for member in members}
+        facts = [fact for one in members for fact in (one.facts.mode, one.facts.revision, one.facts.slice)]
+        return (*facts, len(hosts) < len(members))
 
     def learn(self, name: InstanceId, found: EngineCapabilities) -> None:
         """Take in facts; what is not known, and what is said of an engine that was removed, changes nothing."""

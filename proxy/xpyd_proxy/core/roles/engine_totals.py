@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import fsum
 from typing import Final
 
-from xpyd_proxy.core.fleet.engine_metrics import gauge_values
+from xpyd_proxy.core.fleet.engine_metrics import gauge_values, whole_lines
 from xpyd_proxy.core.model import InstanceId, Role
 
 # Of vllm/v1/metrics/loggers.py.
@@ -19,7 +19,7 @@ _STEPS: Final = b"\nvllm:iteration_tokens_total_count"
 _ITL_SUM: Final = b"\nvllm:inter_token_latency_seconds_sum"
 _ITL_COUNT: Final = b"\nvllm:inter_token_latency_seconds_count"
 _COMPUTED: Final = re.compile(
-    rb"^vllm:prompt_tokens_by_source_total\{"
+    rb"vllm:prompt_tokens_by_source_total\{"
     rb'(?P<labels>[^\n]{0,2000}source="local_compute"[^\n]{0,2000})\} (?P<value>[0-9]{1,18}(?:\.[0-9]{1,18})?'
     rb"(?:[eE][+-]?[0-9]{1,2})?)$",
     re.MULTILINE,
@@ -77,7 +77,7 @@ def engine_totals(text: bytes, rank: int | None = None, *, now: float) -> Engine
 
 def _computed(text: bytes, rank: int | None) -> list[float]:
     found = list[float]()
-    for line in _COMPUTED.finditer(text):
+    for line in whole_lines(text, _COMPUTED):
         engine = _ENGINE.search(line["labels"])
         if rank is None or engine is None or int(engine[1]) == rank:
             found.append(float(line["value"]))

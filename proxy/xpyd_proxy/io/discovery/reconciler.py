@@ -19,16 +19,18 @@ from xpyd_proxy.core.discovery.reconcile import (
     entry_of,
     read_entry,
 )
+from xpyd_proxy.core.discovery.unnamed_assignments import UnnamedAssignments
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Wanted
 from xpyd_proxy.core.model import EngineRole, InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import AddressError, AlreadyKnown, CannotTurn
 from xpyd_proxy.io.background import meanwhile, repeatedly
-from xpyd_proxy.io.discovery.stores import Store
+from xpyd_proxy.io.discovery.stores import Store, StoreDown
 
 logger = logging.getLogger(__name__)
 _FRESH_S: Final = 90.0  # a source that was not heard for longer may not know what there is; a watch says so by then
+_ASSIGNMENTS_S: Final = 5.0  # seconds between two looks at the assignments of engines that may be gone
 _TICK_S: Final = 1.0  # seconds between two looks without a reason: what retired may have made room
 
 
@@ -103,6 +105,20 @@ class Reconciler:
         if pods is None or self.sources.missing or self.clock() > pods.heard + _FRESH_S:
             return ()
         return [key for key, found in self.assignments.items() if found.identity and not self._is_there(key, found)]
+
+    def is_named(self, found: Assignment) -> bool | None:
+        """Tell whether a source of this router names the engine of an assignment; None: that is not known now.
+
+        One that the settings name no longer is there until it has nothing left. Whether a pod is there, only a router
+        that watches pods can tell.
+        """
+        if self._is_there(found.key, found):
+            return True
+        views = self.sources.views
+        if found.identity and EngineSource.PODS not in views:
+            return None
+        is_known = all(view.is_synced and self.clock() <= view.heard + _FRESH_S for view in views.values())
+        return False if is_known else None
 
     def _is_there(self, key: Key, assignment: Assignment) -> bool:
         wanted = [view.engines.get(key) for view in self.sources.views.values()]
@@ -269,6 +285,8 @@ class Discovery:
         self._store = store
         self._feeds = feeds
         self._tell = tell  # the other workers of this router what no store carries to them
+        self._unnamed = UnnamedAssignments()
+        self._looked_at = reconciler.clock()  # seconds; when the assignments were looked at last
         self.freshness = reconciler.freshness
 
     @property
@@ -386,6 +404,26 @@ class Discovery:
 
     async def _reconcile(self) -> None:
         self._reconciler.reconcile_again()
+        now = self._reconciler.clock()
+        if now >= self._looked_at + _ASSIGNMENTS_S:
+            self._looked_at = now
+            await self.look_at_assignments()
+
+    async def look_at_assignments(self) -> None:
+        """Forget what engines serve that no router of the store names any more."""
+        reconciler = self._reconciler
+        looked = self._unnamed.look(reconciler.assignments, reconciler.is_named, now=reconciler.clock())
+        try:
+            for before, after in looked:
+                name = assignment_name(before.key)
+                if after is not None:
+                    await self._store.put(name, assignment_of(after))
+                else:
+                    await self._store.delete(name)
+                    said = "no router knows a %s engine at %s any more: it is forgotten that it serves %s"
+                    logger.info(said, before.key.role, before.key.authority, before.serves)
+        except StoreDown as exc:  # the next look tries again
+            logger.warning("what engines serve that are gone is not forgotten yet: %s", exc)
 
 
 def _key(member: Member) -> Key:

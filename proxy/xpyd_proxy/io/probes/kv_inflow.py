@@ -9,9 +9,10 @@ from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.engine_metrics import ShownLoad, incompatible_peers, read, received, shown_load
 from xpyd_proxy.core.fleet.kv_inflow import KvInflow
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.core.model import Instance, Role
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.probes.checks import ProbeFailed
+from xpyd_proxy.io.probes.metrics_round import look_at_all
 from xpyd_proxy.io.probes.pair_watch import PairWatch
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
@@ -47,44 +48,55 @@ class InflowWatch:
             yield
 
     async def look(self) -> None:
-        """Look at every decode engine once, one after the other."""
+        """Look at every decode engine once, some of them at the same time."""
         decodes = self._registry.known(Role.DECODE)
         known = (*decodes, *self._registry.known(Role.PREFILL))
         self._telemetry.keep(frozenset(instance.id for instance in known))  # also if nobody ever looks at the numbers
         self._inflow.keep(frozenset(decode.id for decode in decodes))
-        refused: frozenset[str] = frozenset()
-        loads = dict[InstanceId, ShownLoad]()
-        for decode in decodes:
-            promised = self._telemetry.transfers_expected[decode.id]  # before the engine counts: see KvInflow
-            exposition = await self._read(decode)
-            found = received(exposition, decode.rank)
-            if exposition:
-                incompatible = incompatible_peers(exposition, decode.rank)
-                self._registry.learn(decode.id, EngineCapabilities(incompatible=incompatible))
-                refused |= incompatible
-                now = self._clock()
-                if (member := self._registry.get(decode.id)) is not None:
-                    member.shown = load = shown_load(exposition, decode.rank, now=now)
-                    if load is not None and decode.rank is None and member.life.may_serve(now=now):
-                        loads[decode.id] = load
-                if self._pairs is not None:
-                    self._pairs.look(decode, exposition, self._clock())
-            if dry := self._inflow.look(decode.id, found, promised):
-                said = "%s got no KV cache for its last %d legs with a transfer: it computes the prompts"
-                logger.warning(said, decode.id, dry)
-                self._telemetry.transfers_missing(decode.id, dry)
+        looks = await look_at_all(decodes, self._look_at, self._every_s)
+        refused = frozenset[str]().union(*[incompatible for incompatible, _ in looks])
+        loads = {one.id: load for one, (_, load) in zip(decodes, looks, strict=True) if load is not None}
         self._registry.relief.look(loads)
         doubtful = () if self._pairs is None else self._pairs.end_round()
-        for prefill in self._registry.known(Role.PREFILL):
-            # It may have been restarted, under another id.
-            if self._registry.facts(prefill).engine_id in refused or prefill in doubtful:
-                shown = read(await self._read(prefill), prefill.rank)
-                self._registry.learn(prefill.id, EngineCapabilities(engine_id=shown.engine_id))
+        # They may have been restarted, under other ids.
+        restarted = [
+            prefill
+            for prefill in self._registry.known(Role.PREFILL)
+            if self._registry.facts(prefill).engine_id in refused or prefill in doubtful
+        ]
+        await look_at_all(restarted, self._learn_id, self._every_s)
+
+    async def _look_at(self, decode: Instance) -> tuple[frozenset[str], ShownLoad | None]:
+        """Look at a decode engine.
+
+        Returns:
+            The engine ids of those that it cannot load from, and how busy it is, if it gets requests.
+        """
+        promised = self._telemetry.transfers_expected[decode.id]  # before the engine counts: see KvInflow
+        exposition = await self._read(decode)
+        found, refused, load = received(exposition, decode.rank), frozenset[str](), None
+        if exposition:
+            refused, now = incompatible_peers(exposition, decode.rank), self._clock()
+            self._registry.learn(decode.id, EngineCapabilities(incompatible=refused))
+            if (member := self._registry.get(decode.id)) is not None:
+                member.shown = shown = shown_load(exposition, decode.rank, now=now)
+                load = shown if decode.rank is None and member.life.may_serve(now=now) else None
+            if self._pairs is not None:
+                self._pairs.look(decode, exposition, now)
+        if dry := self._inflow.look(decode.id, found, promised):
+            said = "%s got no KV cache for its last %d legs with a transfer: it computes the prompts"
+            logger.warning(said, decode.id, dry)
+            self._telemetry.transfers_missing(decode.id, dry)
+        return refused, load
+
+    async def _learn_id(self, prefill: Instance) -> None:
+        shown = read(await self._read(prefill), prefill.rank)
+        self._registry.learn(prefill.id, EngineCapabilities(engine_id=shown.engine_id))
 
     async def _read(self, instance: Instance) -> bytes:
         """Return an engine's metrics; nothing, if it does not answer: the prober says so.
 
-        One that has missed its last probe is not asked: it could hold up the reading of all others until a timeout.
+        One that has missed its last probe is not asked: it could hold up the round until a timeout.
         """
         member = self._registry.get(instance.id)
         if member is not None and member.life.misses:

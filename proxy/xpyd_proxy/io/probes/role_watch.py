@@ -1,6 +1,5 @@
 """Looks at all engines again and again, and has the controller of roles decide."""
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -15,11 +14,11 @@ from xpyd_proxy.core.roles.role_controller import FleetSnapshot, RoleController,
 from xpyd_proxy.core.roles.role_lease import RoleHold
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.probes.checks import ProbeFailed
+from xpyd_proxy.io.probes.metrics_round import look_at_all
 from xpyd_proxy.io.probes.role_board import RoleBoard
 from xpyd_proxy.settings import SlicePairing
 
 logger = logging.getLogger(__name__)
-_AT_ONCE: Final = 8  # engines that are asked at the same time
 _SERVE: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
 
 
@@ -47,7 +46,6 @@ class RoleWatch:
         self._every_s = every_s
         self._clock = clock  # seconds; only differences count
         self._turns = turns
-        self._asking = asyncio.Semaphore(_AT_ONCE)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -59,7 +57,7 @@ class RoleWatch:
         """Look at every engine that serves, and decide."""
         known = self._registry.members()
         members = [one for one in known if one.life.state in _SERVE and not one.life.is_away and one.turn is None]
-        found = await asyncio.gather(*[self._read(member.instance) for member in members])
+        found = await look_at_all([member.instance for member in members], self._read, self._every_s)
         readings, both = list[EngineReading](), list[EngineReading]()
         for one, totals in zip(members, found, strict=True):
             (both if one.role is EngineRole.BOTH else readings).append(self._reading(one, totals))
@@ -90,12 +88,11 @@ class RoleWatch:
 
     async def _read(self, instance: Instance) -> EngineTotals | None:
         """Return what an engine shows; None: it does not answer, and the prober says so."""
-        async with self._asking:
-            try:
-                text = await self._metrics(instance)
-            except ProbeFailed:
-                return None
-            return engine_totals(text, instance.rank, now=self._clock())
+        try:
+            text = await self._metrics(instance)
+        except ProbeFailed:
+            return None
+        return engine_totals(text, instance.rank, now=self._clock())
 
     def _trouble(self, members: Sequence[Member]) -> str:
         """Say why the engines cannot be divided; empty: they can."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.pair_modes import AGAIN_S, ENOUGH, SENT_MOST, PairModes
+from xpyd_proxy.core.fleet.pair_modes import AGAIN_S, ENOUGH, PAIRS_MOST, SENT_MOST, PairModes
 from xpyd_proxy.core.protocol.push import TransferMode
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
@@ -98,14 +98,68 @@ def test_an_operator_can_choose(fixed):
     assert not len(modes)
 
 
-def test_it_remembers_no_more_pairs_than_it_may():
-    """Nor those of engines that are gone, or were replaced."""
-    modes = PairModes(most=2)
-    for pair in (A, B, ("p1", "d1")):
-        run(modes, pair, lambda _: 1.0, 1)
-    assert [modes.get(pair) is None for pair in (A, B, ("p1", "d1"))] == [True, False, False]
+def by_slice(pair):
+    """Name the kind of a pair: engines are called by their slice and a number."""
+    return pair[0][1], pair[1][1]
 
-    modes.forget("p1")
+
+def rotate(modes, pairs, rounds, slow):
+    """Serve one stream of each pair in each round; return the share that went the slow way."""
+    count = 0
+    for number in range(rounds):
+        for pair in pairs:
+            way = modes.next_way(pair, now=float(number))
+            modes.served(pair, way, 1.0 if way is slow(pair) else 0.01, now=float(number))
+            count += way is slow(pair)
+    return count / rounds / len(pairs)
+
+
+@pytest.mark.parametrize(("engines", "most"), [(128, PAIRS_MOST), (40, 1000)])
+def test_in_a_large_fleet_the_trials_end(engines, most):
+    """With more pairs in turn than are remembered each was new again, and half of all requests went the slower way."""
+    pairs = [(f"pa{p}", f"da{d}") for p in range(engines) for d in range(engines)]
+    modes = PairModes(most=most)
+    rotate(modes, pairs, 2 * ENOUGH[0][0], lambda _: PULL)
+
+    assert rotate(modes, pairs, 1, lambda _: PULL) < 0.01
+
+
+def test_pairs_that_are_not_remembered_go_the_way_of_their_kind():
+    """Those within a slice have another link than those between two."""
+    pairs = [(f"p{a}{p}", f"d{b}{d}") for p in range(10) for d in range(10) for a in "ab" for b in "ab"]
+    modes = PairModes(kind=by_slice, most=100)
+
+    assert rotate(modes, pairs, 40, lambda pair: PUSH if pair[0][1] == pair[1][1] else PULL) < 0.05
+    assert len(modes) == 100
+    assert modes.get(pairs[-1]).chosen is PULL
+    assert modes.get(pairs[-2]).chosen is PUSH
+
+
+def test_a_pair_that_is_not_used_any_more_makes_room():
+    """What was learned of it is old by then."""
+    modes = PairModes(most=2)
+    for pair in (A, B):
+        run(modes, pair, lambda way: 1.0 if way is PULL else 0.01, 20)
+    run(modes, B, lambda _: 0.01, 1, now=AGAIN_S / 2)
+    other = ("p1", "d1")
+    run(modes, other, lambda way: 1.0 if way is PUSH else 0.01, 20, now=AGAIN_S - 1)
+    assert modes.get(other).chosen is PULL  # learned of its kind
+    run(modes, other, lambda way: 1.0 if way is PUSH else 0.01, 20, now=AGAIN_S + 1)
+
+    modes.keep(frozenset({"p0", "d1", "d0"}))
+    assert len(modes) == 1
+    modes.keep(frozenset({"p1", "d1"}))
+    assert not len(modes)
+
+
+def test_what_is_forgotten_of_engines_that_are_gone():
+    """Or were replaced: others are at their places."""
+    modes = PairModes()
+    for pair in (A, B):
+        run(modes, pair, lambda _: 1.0, 1)
+    modes.forget("d0")
+    assert [modes.get(pair) is None for pair in (A, B)] == [True, False]
+
     modes.keep(frozenset({"p0"}))
     assert not len(modes)
     assert not modes.has_any

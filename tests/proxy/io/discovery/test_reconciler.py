@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.discovery.reconcile import MOST, entry_name, entry_of
+from xpyd_proxy.core.discovery.unnamed_assignments import GRACE_S
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Target, Wanted
@@ -26,7 +27,7 @@ class World:
     """A registry, and what speaks to it."""
 
     def __init__(self, *static, most=MOST):
-        self.now = 0.0
+        self.now, self.hears = 0.0, True
         self.registry = Registry()
         for text in static:
             self.registry.add_target(Role.DECODE, Target.parse(text), now=0)
@@ -447,6 +448,76 @@ async def test_an_engine_that_is_removed_leaves_no_assignment():
     await world.discovery.add(D.role, D.target)
 
     assert serving(world) == {"decode-0": DECODE, "decode-2": DECODE}
+
+
+async def look(*worlds, seconds):
+    """Let so much time pass, in which all routers look at what engines serve."""
+    for _ in range(int(seconds / 5)):
+        for world in worlds:
+            world.now += 5
+            for source in world.reconciler.sources.views if world.hears else ():
+                world.reconciler.heard(source)
+            await world.discovery.look_at_assignments()
+
+
+async def test_another_engine_at_the_address_of_one_that_is_gone_serves_its_own_role(caplog):
+    """The settings named the one that has turned, and name it no more: the next one would serve prefill unasked."""
+    caplog.set_level(logging.INFO)
+    world = World("d:80", "e:80")
+    world.see(A)
+    await turn_now(world, "decode-0", PREFILL)
+    world.registry.member("decode-0").load.enter("r")
+    world.registry.retire("decode-0", now=1)
+    await look(world, seconds=600)
+    assert world.store._entries  # it has a stream
+
+    world.registry.member("decode-0").load.leave("r")
+    for _ in range(2):
+        world.registry.settle(patience_s=0, now=world.now)
+    await look(world, seconds=GRACE_S + 10)
+    assert not world.store._entries
+    assert "no router knows a decode engine at d:80 any more" in caplog.text
+    world.registry.add_target(Role.DECODE, Target.parse("d:80"), now=3)
+    world.reconciler.reconcile()
+    assert serving(world)["decode-2"] is DECODE
+
+
+@pytest.mark.parametrize("why", ["a source was never heard", "a source was not heard lately"])
+async def test_what_engines_serve_is_kept_while_it_is_not_known_which_there_are(why):
+    """A pod may be at the address, or another router may have said so in the store."""
+    world = World("d:80", "e:80")
+    if why == "a source was not heard lately":
+        world.see()
+        world.hears, world.now = False, 100.0
+    await turn_now(world, "decode-0", PREFILL)
+    world.registry.remove("decode-0", now=1)
+    await look(world, seconds=600)
+
+    assert [one.is_unnamed for one in world.reconciler.assignments.values()] == [False]
+
+
+@pytest.mark.parametrize("kind", ["settings", "pod"])
+async def test_what_an_engine_serves_is_kept_for_another_router_that_names_it(kind):
+    """A rollout of settings takes its time, and routers of one store may have different pods."""
+    here, other = World("e:80", *["d:80"] * (kind == "settings")), World("e:80")
+    store = SharedStore(here, other)
+    here.see(*[D] * (kind == "pod"))
+    other.see()
+    store.tell()
+    await turn_now(here, "decode-1", PREFILL)
+    writes, put = [], store.put
+
+    async def counted(name, text):
+        writes.append(text)
+        await put(name, text)
+
+    store.put = counted
+    await look(here, other, seconds=590)
+    assert [one.is_unnamed for one in here.reconciler.assignments.values()] == [False]
+    assert len(writes) == 2  # one has doubted it, the other has spoken for it
+
+    await look(other, seconds=GRACE_S + 30)  # the one that names it is gone
+    assert not store.entries
 
 
 async def test_an_engine_that_cannot_turn_leaves_nothing_in_the_store():

@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from support.sim import until_async
+from support.virtual_time import in_virtual_time
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
@@ -120,3 +121,26 @@ async def test_it_looks_for_as_long_as_the_router_serves(caplog):
 
     assert len(asked) == seen
     assert "could not be compared" in caplog.text
+
+
+def test_a_round_at_a_large_fleet_is_over_in_time_and_does_not_burst():
+    """What it shows is old after a minute, for ``/capacity`` and ``--move-above``; a zone may not answer at all."""
+    registry, asked = Registry(), dict[str, float]()
+    engines = [registry.add(Role.DECODE, Address("http", "h", port)) for port in range(1, 501)]
+    silent = {one.id for one in engines[100:150]}
+
+    async def metrics(instance):
+        asked[instance.id] = asyncio.get_running_loop().time()
+        await asyncio.sleep(5.0 if instance.id in silent else 0.05)
+        if instance.id in silent:
+            raise ProbeFailed("does not answer /metrics within 5 s")
+        return b'\nvllm:num_requests_running{engine="0"} 3.0\n'
+
+    watch = InflowWatch(registry, metrics, Telemetry(Counters(frozenset()), lambda: 1.0), clock=lambda: 7.0)
+    took_s, _ = in_virtual_time(watch.look())
+
+    shown = {one.id for one in engines if registry.member(one.id).shown is not None}
+    in_a_second = max(sum(at <= other < at + 1.0 for other in asked.values()) for at in asked.values())
+    assert (len(asked), shown) == (500, {one.id for one in engines} - silent)
+    assert took_s < 11.0
+    assert in_a_second < 150

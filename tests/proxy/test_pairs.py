@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -100,6 +101,31 @@ async def test_operators_see_the_pair_and_why():
     assert (page["resting"], page["known"], page["worst"][0]["state"]) == (1, 4, "resting")
     assert said["resting_pairs"] == [{"prefill": "prefill-0", "decode": "decode-0", "reason": "handshake"}]
     assert (said["prefill"], said["decode"]) != CUT
+
+
+async def test_operators_see_how_fast_kv_moves():
+    """The slow one of many pairs is a link, a driver or a setting; nothing else shows which one it is."""
+    async with world(1, 1) as running:
+        running.engines["d0"].loads.unmet.clear()
+        async with asyncio.timeout(PATIENCE_S):
+            while (row := (await running.pairs())[1].get(CUT)) is None or row["bytes_per_s"] is None:
+                await running.ask()
+        page = (await running.client.get("/stats")).json()["pairs"]
+
+    assert row["bytes_per_s"] == page["worst"][0]["bytes_per_s"] == pytest.approx(2e9)
+
+
+async def test_what_prefill_engines_write_is_seen_at_them():
+    """In push it is the prefill engine that moves KV, and counts it."""
+    async with world(1, 1, replace(OPEN, health_check_interval_s=0.05)) as running:
+        p0, d0 = running.engines["p0"], running.engines["d0"]
+        async with asyncio.timeout(PATIENCE_S):
+            while (row := (await running.pairs())[1].get(CUT)) is None or row["bytes_per_s"] is None:
+                await running.ask()  # they cannot meet, so the decode engine counts nothing
+                p0.loads.moved[d0.engine_id] = (5e6, 0.01)
+                await asyncio.sleep(0.02)
+
+    assert row["bytes_per_s"] == pytest.approx(5e8)
 
 
 async def test_one_request_shows_that_they_can_meet_again():

@@ -8,7 +8,7 @@ from typing import Final
 from xpyd_proxy.commands.router_client import Json, RouterClient, add_access_arguments, run_command
 from xpyd_proxy.commands.tables import table
 
-_COLUMNS: Final = ("prefill", "decode", "state", "reason", "mode", "handovers", "failed", "ttft", "last")
+_COLUMNS: Final = ("prefill", "decode", "state", "reason", "mode", "handovers", "failed", "ttft", "kv rate", "last")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +41,13 @@ def text(found: Json) -> str:
     return table([_COLUMNS, *map(_cells, found["pairs"])]) + "".join(f"{note}\n" for note in notes)
 
 
+def _rate(bytes_per_s: float | None) -> str:
+    """Write how fast KV moved, with three digits."""
+    if bytes_per_s is None:
+        return "-"
+    return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
+
+
 def _mode(row: Json) -> str:
     """Write the way that KV goes; while both are tried, and behind it, what was measured of either."""
     times = [row["pull_s"], row["push_s"]]
@@ -61,5 +68,6 @@ def _cells(row: Json) -> tuple[str, ...]:
         str(row["handovers"]),
         failures or "-",
         "-" if row["ttft_s"] is None else f"{row['ttft_s'] * 1e3:.1f} ms",
+        _rate(row["bytes_per_s"]),
         "-" if row["last_s"] is None else f"{row['last_s']:.0f} s ago",
     )

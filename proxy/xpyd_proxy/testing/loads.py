@@ -4,6 +4,8 @@ from collections import Counter
 
 from xpyd_proxy.testing.rules import Json
 
+LOAD_BYTES, LOAD_S = 2e6, 0.001  # of a load, as it is counted: it takes no time
+
 
 class SimulatedLoads:
     """Loads succeed at once, but for those from ``unmet`` engines."""
@@ -12,6 +14,7 @@ class SimulatedLoads:
         self.unmet: dict[str, str] = {}  # prefill engines by id, and why: handshake, refused, transfer or timeout
         self.recomputes = True  # what it cannot load (kv_load_failure_policy); else such requests fail
         self.are_shown = False  # as our connector does, by prefill engine, and the engine's own id
+        self.moved = dict[str, tuple[float, float]]()  # by the other engine's id: bytes of KV, and seconds for them
         self._counts = Counter[tuple[str, str]]()  # by prefill engine and outcome
 
     def load(self, body: Json) -> bool:
@@ -22,11 +25,15 @@ class SimulatedLoads:
             return True
         why = self.unmet.get(peer)
         self._counts[peer, why or "loaded"] += 1
+        if why is None:
+            moved, seconds = self.moved.get(peer, (0.0, 0.0))
+            self.moved[peer] = moved + LOAD_BYTES, seconds + LOAD_S
         return why is None or self.recomputes
 
     def clear(self) -> None:
         """Count from zero, as after a restart."""
         self._counts.clear()
+        self.moved.clear()
 
     def exposition(self, engine_id: str, labels: str) -> str:
         """Write what is shown, in Prometheus' words; ``labels``: those of all series."""
@@ -38,4 +45,7 @@ class SimulatedLoads:
             for (peer, outcome), count in self._counts.items()
             if peer in failing
         ]
+        for peer, (moved, seconds) in self.moved.items():
+            lines.append(f'vllm:xpyd_peer_bytes_total{{{labels},peer="{peer}"}} {moved}\n')
+            lines.append(f'vllm:xpyd_peer_transfer_seconds_total{{{labels},peer="{peer}"}} {seconds}\n')
         return "".join([f'vllm:xpyd_connector_info{{{labels},engine_id="{engine_id}"}} 1.0\n', *lines])

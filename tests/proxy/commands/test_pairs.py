@@ -11,8 +11,8 @@ from xpyd_proxy.commands.pairs import text
 
 ROW = {
     "prefill": "prefill-0", "decode": "decode-1", "handovers": 2, "failed": 3, "failures": {"timeout": 3},
-    "ttft_s": 0.01234, "last_s": 4.2, "state": "resting", "reason": "handshake", "failed_in_a_row": 3, "rest_s": 29.6,
-    "mode": "push", "pull_s": 0.5, "push_s": 0.0204,
+    "ttft_s": 0.01234, "bytes_per_s": 1.2345e10, "last_s": 4.2, "state": "resting", "reason": "handshake",
+    "failed_in_a_row": 3, "rest_s": 29.6, "mode": "push", "pull_s": 0.5, "push_s": 0.0204,
 }  # fmt: skip
 WELL = ROW | {
     "state": "well",
@@ -21,6 +21,7 @@ WELL = ROW | {
     "reason": None,
     "rest_s": None,
     "ttft_s": None,
+    "bytes_per_s": 2.5e6,
     "mode": None,
 }
 FOUND = {"worker": 0, "workers": 1, "known": 2, "dropped": 0, "resting": 1, "unkept": 0, "pairs": [ROW, WELL]}
@@ -39,7 +40,19 @@ def test_pairs_are_shown_as_a_table(running, pairs):
 
     assert (code, err) == (0, "")
     head, row = out.splitlines()
-    assert head.split() == ["prefill", "decode", "state", "reason", "mode", "handovers", "failed", "ttft", "last"]
+    assert head.split() == [
+        "prefill",
+        "decode",
+        "state",
+        "reason",
+        "mode",
+        "handovers",
+        "failed",
+        "ttft",
+        "kv",
+        "rate",
+        "last",
+    ]
     assert row.split()[:7] == ["prefill-0", "decode-0", "well", "-", "-", "2", "-"]
 
 
@@ -69,14 +82,10 @@ def test_people_see_what_a_pair_does_and_what_the_list_lacks():
     """It is a part: of one worker, and of those that were used lately."""
     lines = text(FOUND | {"workers": 3, "worker": 2, "dropped": 7}).splitlines()
 
-    assert (
-        lines[1]
-        == "prefill-0  decode-1  resting 30 s  handshake  push (500 and 20 ms)  2          3 timeout  12.3 ms  4 s ago"
-    )
-    assert (
-        lines[2]
-        == "prefill-0  decode-1  well          -          -                     2          -          -        4 s ago"
-    )
+    pair = "prefill-0  decode-1  "
+    failing = "resting 30 s  handshake  push (500 and 20 ms)  2          3 timeout  12.3 ms  12.3 GB/s  4 s ago"
+    well = "well          -          -                     2          -          -        2.5 MB/s   4 s ago"
+    assert lines[1:3] == [pair + failing, pair + well]
     assert lines[3:] == [
         "7 pairs were forgotten to make room (pair_history)",
         "seen by worker 2 of 3",

@@ -17,12 +17,13 @@ _NEWEST: Final = 0.125  # weight of the latest time in a mean
 class PairFacts:
     """One pair, since it was first used or last forgotten. Times are seconds."""
 
-    __slots__ = ("failed", "good_since", "handovers", "last_at", "ttft_s")
+    __slots__ = ("bytes_per_s", "failed", "good_since", "handovers", "last_at", "ttft_s")
 
     def __init__(self) -> None:
         self.handovers = 0  # requests that both engines have served
         self.failed: dict[str, int] | None = None  # decode legs, by how they failed (Failure)
         self.ttft_s: float | None = None  # from handing over to the first event of a stream: a moving mean
+        self.bytes_per_s: float | None = None  # of its latest transfers of KV, as one of the engines shows
         self.last_at = 0.0  # of the router's clock: the end of a request, or a failure
         self.good_since = 0.0  # when the request began that began last of those it served
 
@@ -66,6 +67,15 @@ class PairMatrix:
             facts.failed = {}
         facts.failed[how] = facts.failed.get(how, 0) + 1
         facts.last_at = now
+
+    def moved(self, pair: Pair, bytes_per_s: float) -> None:
+        """KV has moved between the engines of a pair, at this rate; it counts only if the pair was used lately."""
+        if (facts := self._facts.get(pair)) is not None:
+            facts.bytes_per_s = bytes_per_s
+
+    def used_since(self, at: float) -> frozenset[InstanceId]:
+        """Return the prefill engines of the pairs that were used since then."""
+        return frozenset([prefill for (prefill, _), facts in self._facts.items() if facts.last_at >= at])
 
     def get(self, pair: Pair) -> PairFacts | None:
         """Return what was seen of a pair; None: it was not used, or not lately."""

@@ -45,6 +45,7 @@ def _row(
         failed=sum(failures.values()),
         failures=dict(failures),
         ttft_s=None if facts is None else facts.ttft_s,
+        bytes_per_s=None if facts is None else facts.bytes_per_s,
         last_s=None if facts is None else max(0.0, now - facts.last_at),
         state=WELL if failing is None else failing.state.value,
         reason=None if failing is None else failing.reason.value,

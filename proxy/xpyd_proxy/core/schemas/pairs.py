@@ -13,6 +13,7 @@ class PairRow:
     failed: int  # decode legs that failed behind a good prefill leg
     failures: dict[str, int]  # the same by how they failed
     ttft_s: float | None  # of streams, from handing over to the first event: a moving mean; None: there was none
+    bytes_per_s: float | None  # of its latest transfers of KV, as our connector shows; None: not known
     last_s: float | None  # since it was last used; None: not lately
     state: str  # well, failing, resting, trying
     reason: str | None  # of its latest failure, if it fails

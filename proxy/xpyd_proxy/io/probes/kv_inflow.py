@@ -57,6 +57,8 @@ class InflowWatch:
         refused = frozenset[str]().union(*[incompatible for incompatible, _ in looks])
         loads = {one.id: load for one, (_, load) in zip(decodes, looks, strict=True) if load is not None}
         self._registry.relief.look(loads)
+        writers = () if self._pairs is None else self._pairs.writers(self._clock())
+        await look_at_all(writers, self._look_at_writer, self._every_s)
         doubtful = () if self._pairs is None else self._pairs.end_round()
         # They may have been restarted, under other ids.
         restarted = [
@@ -88,6 +90,10 @@ class InflowWatch:
             logger.warning(said, decode.id, dry)
             self._telemetry.transfers_missing(decode.id, dry)
         return refused, load
+
+    async def _look_at_writer(self, prefill: Instance) -> None:
+        if self._pairs is not None and (exposition := await self._read(prefill)):
+            self._pairs.look_at_writer(prefill, exposition)
 
     async def _learn_id(self, prefill: Instance) -> None:
         shown = read(await self._read(prefill), prefill.rank)

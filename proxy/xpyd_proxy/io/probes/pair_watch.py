@@ -1,12 +1,13 @@
-"""Reads in decode engines' metrics whose KV they could not load, and tells what is known of pairs."""
+"""Reads in engines' metrics whose KV they could not load, and how fast it moved; tells what is known of pairs."""
 
 from collections.abc import Sequence
 from typing import Final
 
 from xpyd_proxy.core.fleet.peer_loads import PeerLoads, read_totals
+from xpyd_proxy.core.fleet.peer_rates import PeerRates, read_moved
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.io.request_path.pair_notes import PairNotes
+from xpyd_proxy.io.request_path.pair_notes import OURS, PairNotes
 
 _ASKED_AT_ONCE: Final = 8  # prefill engines that are asked for their ids in one round
 
@@ -18,8 +19,11 @@ class PairWatch:
         self._registry = registry
         self._notes = notes
         self._loads = PeerLoads()
+        self._rates = PeerRates()
+        self._read_from = set[InstanceId]()  # prefill engines whose KV was read since the last round
+        self._round_began = 0.0
         self._engine_ids: dict[InstanceId, str | None] = {}  # of prefill engines, at the end of the last round
-        self._unknown = 0  # prefill engines of this round's news that nobody knows
+        self._unknown = 0  # engines of this round's news that nobody knows
         self._next = 0  # the prefill engine that is asked next
 
     def look(self, decode: Instance, exposition: bytes, now: float) -> None:
@@ -28,6 +32,22 @@ class PairWatch:
         if was_restarted:
             self._notes.restarted(decode)
         self._unknown += len(self._notes.loads(decode, news, now))
+        rates = self._rates.look(decode.id, read_moved(exposition, decode.rank))
+        others, unknown = self._notes.moved(decode, rates, writes=False)
+        self._read_from.update(others)
+        self._unknown += unknown
+
+    def writers(self, now: float) -> Sequence[Instance]:
+        """Return the prefill engines whose KV seems to be pushed, for those count it themselves; once in each round."""
+        since, self._round_began = self._round_began, now
+        used, self._read_from = self._notes.matrix.used_since(since) - self._read_from, set()
+        prefills = self._registry.known(Role.PREFILL) if used else ()
+        return [one for one in prefills if one.id in used and self._registry.facts(one).connector == OURS]
+
+    def look_at_writer(self, prefill: Instance, exposition: bytes) -> None:
+        """Take in what a prefill engine shows."""
+        rates = self._rates.look(prefill.id, read_moved(exposition, prefill.rank))
+        self._notes.moved(prefill, rates, writes=True)
 
     def end_round(self) -> Sequence[Instance]:
         """Forget what is known of engines that were replaced; return prefill engines whose ids should be read again."""
@@ -36,7 +56,9 @@ class PairWatch:
         for name, engine_id in self._engine_ids.items():
             if before.get(name) not in (None, engine_id):
                 self._notes.is_another(name)
-        self._loads.keep(frozenset([decode.id for decode in self._registry.known(Role.DECODE)]))
+        decodes = [decode.id for decode in self._registry.known(Role.DECODE)]
+        self._loads.keep(frozenset(decodes))
+        self._rates.keep(frozenset([*decodes, *self._engine_ids]))
         unknown, self._unknown = self._unknown, 0
         if not unknown or not prefills:
             return ()

@@ -15,7 +15,7 @@ from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 
 logger = logging.getLogger(__name__)
-_OURS: Final = "xpyd"  # an engine's metrics show which connector it has
+OURS: Final = "xpyd"  # an engine's metrics show which connector it has
 _OK: Final = 200
 _HTTP_5XX: Final = Failure.HTTP_5XX  # looking a member up takes as long as a call
 _REFUSED: Final = Failure.REFUSED
@@ -45,6 +45,7 @@ class PairNotes:
         self.modes: Final = PairModes() if modes is None else modes
         self.health: Final = registry.pairs
         self._registry = registry
+        self._engines_by_id: tuple[int, Mapping[str, Sequence[Instance]]] = -1, {}  # at this count of changes
         self.worker: Final = share[0]
         self.workers: Final = share[1]
 
@@ -78,7 +79,7 @@ class PairNotes:
 
         It may be the engine's fault: the next failures count if both engines have worked with others since the first.
         """
-        if self._registry.facts_of(decode).connector == _OURS:
+        if self._registry.facts_of(decode).connector == OURS:
             return
         for retry in record.retries:
             if retry.role is _DECODE and retry.reason is _HTTP_5XX and retry.leg.instance == decode:
@@ -120,6 +121,22 @@ class PairNotes:
                     self._count(decode.id, each.failed)
         return unknown
 
+    def moved(self, engine: Instance, rates: Mapping[str, float], *, writes: bool) -> tuple[list[InstanceId], int]:
+        """Take in at how many bytes a second KV moved between an engine and others, by the ids that they go by there.
+
+        Returns:
+            Those others, and how many are not known.
+
+        ``writes``: it is the prefill engine, which writes; else it is the decode engine, which reads.
+        """
+        if not self.matrix.most or not rates:
+            return [], 0
+        by_peer = self._lenders()
+        found = [(other.id, rate) for peer, rate in rates.items() for other in by_peer.get(peer, ())]
+        for other, rate in found:
+            self.matrix.moved((engine.id, other) if writes else (other, engine.id), rate)
+        return [other for other, _ in found], sum([peer not in by_peer for peer in rates])
+
     def restarted(self, decode: Instance) -> None:
         """A decode engine counts from zero again: it may be able to meet all others."""
         self._forget(decode.id)
@@ -143,12 +160,16 @@ class PairNotes:
 
         A decode engine is among them when streams leave it (requests/stream_moves.py).
         """
+        changes, known = self._engines_by_id
+        if changes == self._registry.changes.count:
+            return known
         found = dict[str, list[Instance]]()
         for member in self._registry.members():
             one, name = member.instance, member.facts.engine_id
             if name is not None:
                 known_as = name if one.rank is None else f"{name}_dp{one.rank}"
                 found.setdefault(known_as, []).append(one)
+        self._engines_by_id = self._registry.changes.count, found
         return found
 
     def _failed(

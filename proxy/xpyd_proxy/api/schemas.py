@@ -219,10 +219,18 @@ class PairOfEngines(BaseModel):
     failed: int = Field(description="decode legs that failed behind a good prefill leg")
     failures: dict[str, int] = Field(description="the same by how they failed")
     ttft_s: float | None = Field(description="from handing over to the first event of streams: a moving mean")
+    bytes_per_s: float | None = Field(
+        description="of its latest transfers of KV, as our connector shows; null: not known"
+    )
     last_s: float | None = Field(description="seconds since it was last used; null: not lately")
     state: Literal["well", "failing", "resting", "trying"]
     reason: str | None = Field(description="of its latest failure, in the words of xpyd_pair_failures_total")
     failed_in_a_row: int = Field(description="transfers, as the decode engine shows them")
+    mode: Literal["pull", "push", "both"] | None = Field(
+        description="both: they are compared; null: the engines leave no choice"
+    )
+    pull_s: float | None = Field(description="of the comparison's streams, from handing over to the first event: a mean")
+    push_s: float | None = Field(description="the same of those that were pushed")
     rest_s: float | None = Field(description="how long it rests yet; null: it does not")
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,7 @@ from xpyd_proxy.api.schemas import (
     InstanceList,
     MessagesRequest,
     OperatorError,
+    PairOfEngines,
     ResponsesRequest,
     ServedModels,
     TokensRequest,
@@ -28,6 +30,7 @@ from xpyd_proxy.app import build
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.core.protocol.disaggregation import _LOOKED_AT
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
+from xpyd_proxy.core.schemas.pairs import PairRow
 from xpyd_proxy.settings import Settings
 
 ADMIN = "sesame"
@@ -290,3 +293,8 @@ async def test_the_page_shows_every_operation_with_a_command_that_would_call_it(
     assert '-H "X-Api-Key: $ADMIN_API_KEY"' in text
     assert '-d \'{"type":"prefill","instance":"10.0.0.7:8000"}\'' in text
     assert "min_tokens" in text
+
+
+def test_the_document_names_what_the_list_of_pairs_has():
+    """A field that is missing there is one that no generated client has."""
+    assert PairOfEngines.model_fields.keys() == {each.name for each in fields(PairRow)}

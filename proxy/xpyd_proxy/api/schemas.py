@@ -229,7 +229,7 @@ class PairOfEngines(BaseModel):
     mode: Literal["pull", "push", "both"] | None = Field(
         description="both: they are compared; null: the engines leave no choice"
     )
-    pull_s: float | None = Field(description="of the comparison's streams, from handing over to the first event: a mean")
+    pull_s: float | None = Field(description="of the streams of the comparison, from handing over to the first event")
     push_s: float | None = Field(description="the same of those that were pushed")
     rest_s: float | None = Field(description="how long it rests yet; null: it does not")
 

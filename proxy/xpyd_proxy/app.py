@@ -220,6 +220,7 @@ def build(
         reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
         spans=traces,
         canaries=_canaries(settings, engines, pairs, registry, counters=telemetry.counters, clock=clock),
+        worker=(crew.number, crew.of),
     )
     (fleet.later, fleet.bounds, fleet.modes), (telemetry.legs_under_way, telemetry.stepped), gate.outlook = (
         (telemetry.later, telemetry.counters.lone_prompts_bound, pairs.modes),

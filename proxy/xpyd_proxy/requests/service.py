@@ -102,6 +102,7 @@ class Requests:
     reports: bool = False  # prefill engines are asked how busy they are
     spans: Spans | None = None
     canaries: Canaries | None = None
+    worker: tuple[int, int] = (0, 1)  # the number of this worker of the router, and how many there are
     _under_way: "dict[Request, None]" = field(default_factory=lambda: dict["Request", None]())
     _timer: asyncio.TimerHandle | None = None
     good_legs: GoodLegs = field(init=False)

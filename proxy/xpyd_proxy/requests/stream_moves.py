@@ -7,13 +7,13 @@ counts what becomes of them.
 """
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
+from xpyd_proxy.core.fleet.kv_relief import streams_to_move
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId
 from xpyd_proxy.core.request_record import MoveOutcome, MoveReason, MoveRecord
 
@@ -27,7 +27,6 @@ RequestKind: TypeAlias = tuple[str | None, int | None]
 # By the engine that is left, the prefill engine that fits others or not, the same, and the engines that failed before.
 StuckPrompt: TypeAlias = tuple[InstanceId, InstanceId, str | None, int | None, frozenset[InstanceId]]
 StuckPrompts: TypeAlias = set[StuckPrompt]
-_ROUNDING: Final = 1e-9  # a fifth of five streams is one
 _SHARE_OF_LENDER: Final = 0.25  # of the time for a move
 
 
@@ -114,7 +113,7 @@ class StreamCut(Exception):
 class StreamMoves:
     """Moves the streams of engines that are drained by it, or full, some at a time. Runs on the event loop."""
 
-    __slots__ = ("_of", "_relief", "_stayed", "_to_leave", "_unable", "_under_way")
+    __slots__ = ("_of", "_relief", "_rounds", "_stayed", "_to_leave", "_unable", "_under_way")
 
     def __init__(self, of: "Requests") -> None:
         self._of = of
@@ -122,6 +121,7 @@ class StreamMoves:
         self._stayed: set[RequestId] = set()  # counted as such; they end with the engines that drain
         self._unable: set[InstanceId] = set()  # engines that have failed to hand a stream over, while they are left
         self._relief: dict[InstanceId, float] = {}  # the look at KV caches from which ``_to_leave`` follows
+        self._rounds = 0  # looks at KV caches
         self._to_leave = Counter[InstanceId]()  # how many streams should still leave an engine without KV room
 
     def look(self) -> None:
@@ -161,9 +161,15 @@ class StreamMoves:
                 self._to_leave[source] -= 1
 
     def _share_out(self, shares: Mapping[InstanceId, float]) -> Counter[InstanceId]:
-        """Return how many of our streams should leave each engine: other routers have streams there as well."""
+        """Return how many of our streams should leave each engine: other workers and routers have some there, too.
+
+        Workers take turns in rounding up: all streams of an engine may be one worker's.
+        """
         ours = Counter([one for request in self._of if (one := request.streams_from) is not None and one in shares])
-        return Counter({source: math.ceil(count * shares[source] - _ROUNDING) for source, count in ours.items()})
+        number, workers = self._of.worker
+        worker = (number + self._rounds) % workers, workers
+        self._rounds += 1
+        return Counter({source: streams_to_move(count, shares[source], worker) for source, count in ours.items()})
 
     def lender_failed(self, source: InstanceId) -> None:
         """An engine has not handed a stream over: the next ones do not wait for it."""

@@ -5,7 +5,7 @@ turn. A stream that moves takes its KV cache along (docs/moving-streams.md).
 """
 
 from collections.abc import Mapping
-from math import fsum
+from math import floor, fsum
 from typing import Final
 
 from xpyd_proxy.core.fleet.engine_metrics import ShownLoad
@@ -13,6 +13,7 @@ from xpyd_proxy.core.model import InstanceId
 
 _CALM: Final = 0.15  # of its KV cache an engine has free when it is relieved: what moves must not move back
 _LEAST: Final = 0.02  # of the KV cache of one engine: less room is none
+_ROUNDING: Final = 1e-9  # a fifth of five streams is one
 
 
 class KvRelief:
@@ -55,3 +56,12 @@ def shares_to_move(usage: Mapping[InstanceId, float], above: float) -> dict[Inst
     excess = fsum(used - calm for used in full.values())
     part = min(1.0, room / excess)
     return {name: part * (used - calm) / used for name, used in full.items()}
+
+
+def streams_to_move(count: int, share: float, worker: tuple[int, int]) -> int:
+    """Return how many of a worker's streams should leave an engine; ``worker``: its number, and how many there are.
+
+    The first one rounds up, and each next one less: were all to round up, each would move a stream for a tenth of one.
+    """
+    number, workers = worker
+    return floor(count * share + (workers - number) / workers - _ROUNDING)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from math import fsum
 from typing import Final
 
-from xpyd_proxy.core.fleet.engine_metrics import gauge_values, whole_lines
 from xpyd_proxy.core.model import InstanceId, Role
 
 # Of vllm/v1/metrics/loggers.py.
@@ -18,13 +17,13 @@ _PREFILL_SUM: Final = b"\nvllm:request_prefill_time_seconds_sum"
 _STEPS: Final = b"\nvllm:iteration_tokens_total_count"
 _ITL_SUM: Final = b"\nvllm:inter_token_latency_seconds_sum"
 _ITL_COUNT: Final = b"\nvllm:inter_token_latency_seconds_count"
-_COMPUTED: Final = re.compile(
-    rb"vllm:prompt_tokens_by_source_total\{"
-    rb'(?P<labels>[^\n]{0,2000}source="local_compute"[^\n]{0,2000})\} (?P<value>[0-9]{1,18}(?:\.[0-9]{1,18})?'
-    rb"(?:[eE][+-]?[0-9]{1,2})?)$",
-    re.MULTILINE,
-)
+_SOURCES: Final = b"\nvllm:prompt_tokens_by_source_total"
+_COMPUTED: Final = b'source="local_compute"'
+_LINE: Final = re.compile(rb"vllm:[a-z_]{1,40}(?:\{(?P<labels>[^\n]*)\})? (?P<value>[^\n]*)")
 _ENGINE: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
+_MOST_REQUESTS: Final = 1e9
+_MOST: Final = 1e15  # tokens, steps or seconds since the start of an engine: a thousand engines take years for less
+_LEAST: Final = 1e-9  # less is nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +54,63 @@ class EngineReading:
 
 
 def engine_totals(text: bytes, rank: int | None = None, *, now: float) -> EngineTotals | None:
-    """Read an engine's metrics, or those of one of its data-parallel ranks; None: they are not vLLM's."""
-    running, waiting = gauge_values(text, _RUNNING, rank), gauge_values(text, _WAITING, rank)
+    """Read an engine's metrics, or those of one of its data-parallel ranks.
+
+    None: they are not vLLM's, or one of them is absurd, as NaN or a negative count: the others are not to be believed,
+    and what would follow from it is decided for all engines.
+    """
+    try:
+        return _totals(text, rank, now)
+    except _AbsurdNumber:
+        return None
+
+
+class _AbsurdNumber(Exception): ...
+
+
+def _totals(text: bytes, rank: int | None, now: float) -> EngineTotals | None:
+    running, waiting = (_values(text, name, rank, most=_MOST_REQUESTS) for name in (_RUNNING, _WAITING))
+    usage, computed = _values(text, _KV, rank), _values(text, _SOURCES, rank, label=_COMPUTED)
+    prefill, steps = _values(text, _PREFILL_SUM, rank), _values(text, _STEPS, rank)
+    prompts, prompt_tokens = _values(text, _PROMPTS, rank), _values(text, _PROMPT, rank)
+    itl_sum, itl_count = _values(text, _ITL_SUM, rank), _values(text, _ITL_COUNT, rank)
     if not running:
         return None
-    usage, computed = gauge_values(text, _KV, rank), _computed(text, rank)
-    prefill, steps = gauge_values(text, _PREFILL_SUM, rank), gauge_values(text, _STEPS, rank)
     return EngineTotals(
         at=now,
         running=fsum(running),
         waiting=fsum(waiting),
-        kv_usage=min(1.0, max(0.0, max(usage))) if usage else None,
-        computed_tokens=fsum(computed or gauge_values(text, _PROMPT, rank)),
-        prompts=fsum(gauge_values(text, _PROMPTS, rank)),
-        itl_sum_s=fsum(gauge_values(text, _ITL_SUM, rank)),
-        itl_count=fsum(gauge_values(text, _ITL_COUNT, rank)),
+        kv_usage=min(1.0, max(usage)) if usage else None,
+        computed_tokens=fsum(computed or prompt_tokens),
+        prompts=fsum(prompts),
+        itl_sum_s=fsum(itl_sum),
+        itl_count=fsum(itl_count),
         prefill_s=fsum(prefill) if prefill else None,
         steps=fsum(steps) if steps else None,
     )
 
 
-def _computed(text: bytes, rank: int | None) -> list[float]:
-    found = list[float]()
-    for line in whole_lines(text, _COMPUTED):
-        engine = _ENGINE.search(line["labels"])
-        if rank is None or engine is None or int(engine[1]) == rank:
-            found.append(float(line["value"]))
+def _values(text: bytes, name: bytes, rank: int | None, *, label: bytes = b"", most: float = _MOST) -> list[float]:
+    """Read the values of a metric; ``label``: of those lines that have it. Raises _AbsurdNumber."""
+    found, at = list[float](), text.find(name)
+    while at >= 0:
+        end = text.find(b"\n", at + 1)
+        line = _LINE.fullmatch(text[at + 1 : end if end >= 0 else len(text)])
+        is_whole = text[at + len(name) : at + len(name) + 1] in (b"{", b" ")  # others begin alike
+        if is_whole and line is not None:
+            labels = line["labels"] or b""
+            engine = _ENGINE.search(labels)
+            if label in labels and (rank is None or engine is None or int(engine[1]) == rank):
+                found.append(_sound(line["value"], most))
+        at = text.find(name, at + 1)
     return found
+
+
+def _sound(value: bytes, most: float) -> float:
+    try:
+        number = float(value)
+    except ValueError as exc:
+        raise _AbsurdNumber from exc
+    if not 0.0 <= number <= most:  # as NaN is neither
+        raise _AbsurdNumber
+    return number if number >= _LEAST else 0.0

@@ -1,7 +1,6 @@
 """One short text that processes share: where the lease on roles lies, beside the engines of a store."""
 
 import asyncio
-import fcntl
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -12,6 +11,7 @@ from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.roles.role_lease import LASTS_S
 from xpyd_proxy.io.discovery.kubernetes import KubeError, Kubernetes
 from xpyd_proxy.io.discovery.stores import StoreDown
+from xpyd_proxy.io.discovery.stores.file_lock import LOCK_WAIT_S, locked
 
 _MOST_BYTES: Final = 64 * 1024
 _ANNOTATION: Final = "xpyd.io/roles"
@@ -40,8 +40,9 @@ class MemoryText:
 class FileText:
     """A file beside that of the store; processes of one machine change it under a lock."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, lock_wait_s: float = LOCK_WAIT_S) -> None:
         self._path = Path(path)
+        self._lock_wait_s = lock_wait_s
         self._read = ""
 
     async def read(self) -> str:
@@ -70,8 +71,7 @@ class FileText:
             return ""
 
     def _replaced(self, before: str, text: str) -> bool:
-        with Path(f"{self._path}.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self._path, self._lock_wait_s):
             if self._content() != before:
                 return False
             new = Path(f"{self._path}.new")

@@ -1,10 +1,12 @@
 """Every store keeps its promise: what is acknowledged is in every later view, also in those of others."""
 
 import asyncio
+import fcntl
 import itertools
 import json
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from support.redis_server import RedisServer
 from support.sim import until_async
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reflector import WatchTimes
+from xpyd_proxy.io.discovery.shared_texts import FileText
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.io.discovery.stores.file import FileStore
@@ -296,3 +299,21 @@ async def test_a_configmap_that_is_not_there_is_said_and_one_that_goes_changes_n
         assert ear.entries == {"a": "1"}
         with pytest.raises(StoreDown, match="404"):
             await store.put("b", "2")
+
+
+async def test_a_lock_that_another_process_keeps_is_named_and_not_waited_for(tmp_path):
+    """A router that is stopped (SIGSTOP) with it made ``xpyd instances`` of all others wait for ever."""
+    path, ear = tmp_path / "set.json", Ear()
+    store, text = FileStore(str(path), ear, lock_wait_s=0.05), FileText(f"{path}.roles", lock_wait_s=0.05)
+    await text.read()
+    with Path(f"{path}.lock").open("a") as one, Path(f"{path}.roles.lock").open("a") as other:
+        fcntl.flock(one, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(StoreDown, match=r"set\.json was not changed: another process has held its lock .*fuser"):
+            await asyncio.wait_for(store.put("a", "1"), 5)
+        with pytest.raises(StoreDown, match=r"set\.json\.roles was not changed: another process has held its lock"):
+            await asyncio.wait_for(text.replace("one"), 5)
+
+    await store.put("a", "1")
+    assert ear.entries == {"a": "1"}
+    assert await text.replace("one")

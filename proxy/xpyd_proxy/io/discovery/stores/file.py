@@ -1,7 +1,6 @@
 """A store in one file: it survives restarts, and processes of one machine share it."""
 
 import asyncio
-import fcntl
 import logging
 import os
 import tempfile
@@ -15,6 +14,7 @@ import msgspec
 from xpyd_proxy.core.discovery.reconcile import MOST
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver
+from xpyd_proxy.io.discovery.stores.file_lock import LOCK_WAIT_S, locked
 
 logger = logging.getLogger(__name__)
 _MOST_BYTES: Final = 16 * 1024 * 1024
@@ -24,10 +24,13 @@ _Stamp: TypeAlias = tuple[int, int, int]  # of the file: inode, time and size
 class FileStore:
     """One JSON object. It is replaced as a whole, under a lock that lies beside it; readers need none."""
 
-    def __init__(self, path: str, told: StoreObserver, *, poll_s: float = 0.2) -> None:
+    def __init__(
+        self, path: str, told: StoreObserver, *, poll_s: float = 0.2, lock_wait_s: float = LOCK_WAIT_S
+    ) -> None:
         self._path = Path(path)
         self._told = told
         self._poll_s = poll_s  # seconds between two glances at whether another process has changed it
+        self._lock_wait_s = lock_wait_s
         self._seen: _Stamp | None = None
         self._trouble = ""  # what was logged last
         self._turn = asyncio.Lock()  # one change or glance of this process after the other
@@ -82,8 +85,7 @@ class FileStore:
     def _rewritten(self, change: Callable[[dict[str, str]], object]) -> tuple[dict[str, str], _Stamp]:
         """Change the file, and return what is in it then."""
         try:
-            with Path(f"{self._path}.lock").open("a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with locked(self._path, self._lock_wait_s):
                 entries = self._read()
                 change(entries)
                 data = msgspec.json.format(msgspec.json.encode(entries), indent=1)

@@ -54,10 +54,12 @@ class OneRouter:
 class SimulatedFleet:
     """The routers, the engines, and what happens next."""
 
-    def __init__(self, routers, policy, *, engines, busy, seed, delay_s, exchanges, reports, draw):
+    def __init__(self, routers, policy, *, engines, busy, seed, delay_s, lost, exchanges, reports, draw):
         self.dice = random.Random(f"{routers} {policy} {seed}")
-        self.draw = draw or (lambda: self.dice.expovariate(1 / SERVICE_S))
+        self.traffic = random.Random(seed)  # the same for any number of routers, so that their waits compare
+        self.lost = lost
         self.rate = engines * busy / SERVICE_S  # of arrivals a second
+        self.draw = draw or (lambda: self.traffic.expovariate(1 / SERVICE_S))
         self.delay_s, self.reports = delay_s, reports
         self.now, self.events, self.order, self.waits = 0.0, [], count(), []
         self.free_at = [0.0] * engines
@@ -79,18 +81,18 @@ class SimulatedFleet:
         heapq.heappush(self.events, (when, next(self.order), act, given))
 
     def arrive(self, number, requests):
-        router = self.dice.choice(self.routers)
+        router, service_s = self.dice.choice(self.routers), self.draw()
         place = router.place[router.policy.one(router.instances).id]
         router.load(place).enter(RequestId(str(number)))
         self.changed(router, place)
-        self.at(self.now + self.delay_s, self.queue, router, place, number)
+        self.at(self.now + self.delay_s, self.queue, router, place, number, service_s)
         if number + 1 < requests:
-            self.at(self.now + self.dice.expovariate(self.rate), self.arrive, number + 1, requests)
+            self.at(self.now + self.traffic.expovariate(self.rate), self.arrive, number + 1, requests)
 
-    def queue(self, router, place, number):
+    def queue(self, router, place, number, service_s):
         begin = max(self.now, self.free_at[place])
         self.waits.append(begin - self.now)
-        self.free_at[place] = begin + self.draw()
+        self.free_at[place] = begin + service_s
         self.present[place] += 1
         self.at(self.free_at[place], self.finish, router, place, number)
 
@@ -120,16 +122,27 @@ class SimulatedFleet:
 
     def hear(self, sender, data):
         for router in self.routers:
-            if router is not sender:
+            if router is not sender and self.dice.random() >= self.lost:
                 assert router.exchange.receive(data, now=self.now, wall=self.now) is None
 
 
 def waits(
-    *, routers, policy, engines=32, busy=0.7, requests=20_000, seed=1, delay_s=0.0002, exchanges=False, draw=None
+    *,
+    routers,
+    policy,
+    engines=32,
+    busy=0.7,
+    requests=20_000,
+    seed=1,
+    delay_s=0.0002,
+    lost=0.0,
+    exchanges=False,
+    draw=None,
 ):
     """Return how long each request waited at its engine, but for the first tenth.
 
-    ``exchanges``: the routers tell each other of their requests, and engines report nothing.
+    ``lost``: the share of datagrams that do not arrive. ``exchanges``: the routers tell each other of their requests,
+    and engines report nothing.
     """
     fleet = SimulatedFleet(
         routers,
@@ -138,6 +151,7 @@ def waits(
         busy=busy,
         seed=seed,
         delay_s=delay_s,
+        lost=lost,
         exchanges=exchanges,
         reports=not exchanges,
         draw=draw,
@@ -158,4 +172,4 @@ if __name__ == "__main__":
             continue
         row = [mean_and_p95(waits(routers=each, policy=name, exchanges=exchanges)) for each in counts]
         cells = " | ".join(f"{mean:.0f} / {p95:.0f}" for mean, p95 in row)
-        sys.stdout.write(f"| `{name}`{' with `--peers`' if exchanges else ''} | {cells} |\n")
+        sys.stdout.write(f"| `{name}`{', `--peers`' if exchanges else ''} | {cells} |\n")

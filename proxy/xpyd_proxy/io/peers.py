@@ -232,7 +232,7 @@ def peers_of(
     introductions = PeerIntroductions(me, secret)
     exchange = LoadExchange(registry, me, secret, introductions)
     quotas = QuotaExchange(admission, me, secret, keyring.names, introductions)
-    looks = LookExchange(registry, me, secret, introductions)
+    looks = LookExchange(registry, me, secret, introductions, looks=settings.health_check_interval_s > 0)
     listen = settings.host, settings.peer_port
     return RouterPeers(
         exchange, quotas, admission, names, counters, looks=looks, introductions=introductions, listen=listen

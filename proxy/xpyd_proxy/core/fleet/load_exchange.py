@@ -1,8 +1,9 @@
 """What the routers of a fleet tell each other: how many requests each of them has at each engine, in datagrams.
 
-A count is absolute and replaces the one before, so a lost or repeated datagram does no harm for long: each router
-repeats all counts above 0 every second, and what is not repeated for three seconds counts no more. Engines are named by
-role, address and rank, because each router has ids of its own. The body of a datagram is (engine 8, requests 2) * n.
+A count is absolute and replaces the one before, so a lost or repeated datagram does no harm for long: each router tells
+a change once more with the next one, and repeats all counts above 0 every second; what is not repeated for three
+seconds counts no more. Engines are named by role, address and rank, because each router has ids of its own. The body of
+a datagram is (engine 8, requests 2) * n.
 """
 
 from collections.abc import Sequence
@@ -15,10 +16,11 @@ from xpyd_proxy.core.departed_routers import DepartedRouters
 from xpyd_proxy.core.fleet.load import Load
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, Admits, DatagramFault, Envelope
+from xpyd_proxy.core.peer_datagrams import MOST_BODY, MOST_PEERS, NAME_BYTES, Admits, DatagramFault, Envelope
 
 LOADS: Final = b"xpL1"  # the kind of these datagrams
 _ENTRY: Final = Struct(">8sH")
+_ENTRIES: Final = MOST_BODY // _ENTRY.size  # of one datagram
 _MOST_ENGINES: Final = 16_384  # that one peer may name
 _MOST_COUNT: Final = 65_535
 _DATAGRAMS_PER_S: Final = 3000.0  # that one router sends; 2 to 3 % of a core
@@ -72,6 +74,7 @@ class LoadExchange:
         self._envelope = Envelope(LOADS, me, secret, _ENTRY.size)
         self.hears_itself = False  # it is among those that it sends to
         self._changed: dict[InstanceId, None] = {}
+        self._told: dict[InstanceId, None] = {}  # what had changed when the others were told last
         self._repeat_at = 0.0
         self._names: dict[InstanceId, bytes] = {}
         self._loads: dict[bytes, Load] = {}  # by the name of the engine
@@ -89,15 +92,22 @@ class LoadExchange:
         self._changed[instance] = None
 
     def datagrams(self, *, now: float, wall: float) -> Sequence[bytes]:
-        """Return what the others have to be told: what has changed, or once a second everything."""
+        """Return what the others have to be told: what has changed, or once a second everything.
+
+        What was told last is told again where there is room: a count that is lost makes a busy engine look free.
+        """
+        changed, self._changed = self._changed, {}
+        told, self._told = self._told, changed
+        if changed and told and len(changed) + len(told) <= _ENTRIES:
+            changed = changed | told
         repeats = now >= self._repeat_at
         if repeats:
             self._repeat_at = now + _REPEAT_S
+            changed = changed or told
             members: Sequence[Member] = self._registry.members()
         else:
-            found = [self._registry.get(name) for name in self._changed]
+            found = [self._registry.get(name) for name in changed]
             members = [member for member in found if member is not None]
-        changed, self._changed = self._changed, {}
         self._follow()
         entries = [
             _ENTRY.pack(self._names[member.instance.id], min(member.load.own, _MOST_COUNT))

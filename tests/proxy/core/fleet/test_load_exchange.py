@@ -78,18 +78,50 @@ def test_an_engine_that_has_turned_is_the_same_to_all_routers():
 
 
 def test_only_what_has_changed_is_told_and_everything_once_a_second():
-    """A router that missed a datagram, or has just started, knows all a second later."""
+    """A router that missed datagrams, or has just started, knows all a second later."""
     one, late = OneRouter(1), OneRouter(2)
     one.send(0)
     one.says()
     one.send(1)
+    one.says(now=0.4)
+    one.send(2)
     late.hears(one.says(now=0.5))
-    assert [late.load(place).at_peers for place in range(2)] == [0, 1]
+    assert [late.load(place).at_peers for place in range(3)] == [0, 1, 1]
 
     late.hears(one.says(now=1.0))
-    assert [late.load(place).at_peers for place in range(2)] == [1, 1]
+    assert [late.load(place).at_peers for place in range(3)] == [1, 1, 1]
     assert one.says(now=1.5) == []
     assert len(one.says(now=2.0)) == 1
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["begins", "ends"])
+def test_a_change_that_was_lost_is_told_with_the_next_one(ends):
+    """Until the repetition of everything a busy engine looked free for most of its prompt, or a free one busy."""
+    one, other = OneRouter(1), OneRouter(2)
+    one.send(0)
+    other.hears(one.says())
+    if ends:
+        one.end(0)
+    else:
+        one.send(0, "another")
+    one.says(now=0.1)  # is lost
+    one.send(2)
+    other.hears(one.says(now=0.2))
+
+    assert [other.load(place).at_peers for place in range(3)] == [0 if ends else 2, 0, 1]
+
+
+def test_a_change_is_told_again_only_where_the_datagram_has_room():
+    """Under load there would be twice as many datagrams."""
+    one = OneRouter(1, 200)
+    one.says()
+    for place in range(110):
+        one.send(place)
+    first = one.says(now=0.1)
+    for place in range(110, 200):
+        one.send(place)
+
+    assert (len(first), len(one.says(now=0.2))) == (1, 1)
 
 
 def test_a_router_that_is_silent_counts_no_more():
@@ -227,11 +259,11 @@ def test_a_count_that_is_too_old_is_not_taken_in_again():
     old = one.says()
     other.hears(old)
     one.end(0)
-    for second in (1.0, 2.0, 3.0, 4.0, 5.0):
+    for second in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0):
         other.hears(one.says(now=second), now=second)
         other.exchange.expire(now=second)
 
-    assert other.hears(old, now=5.1, wall=1005.1) == [DatagramFault.LATE]
+    assert other.hears(old, now=6.1, wall=1006.1) == [DatagramFault.LATE]
     assert other.load(0).at_peers == 0
 
 

@@ -1,113 +1,14 @@
 """Many routers beside each other, in virtual time: an engine gets a bounded number of looks, and none is missed."""
 
-import itertools
 import random
-from collections import deque
 
 import pytest
 
-from support.several_routers import Everybody
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.look_exchange import WATCHERS, LookExchange
+from support.routers_that_look import INTERVAL_S, SECRET, TICK_S, TIMEOUT_S, WALL, Fleet, Router, after
+from xpyd_proxy.core.fleet.load_exchange import engine_name
+from xpyd_proxy.core.fleet.look_exchange import LOOKS, WATCHERS, LookExchange
 from xpyd_proxy.core.fleet.probe_schedule import ProbeSchedule
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.peer_datagrams import DatagramFault
-from xpyd_proxy.settings import Settings
-
-TICK_S, TIMEOUT_S, INTERVAL_S, ANSWER_S, WALL, SECRET = 0.25, 5.0, 5.0, 0.05, 1000.0, b"of this fleet"
-
-
-class Router:
-    """One router's probing, as io/probes/prober.py does it."""
-
-    def __init__(self, number, engines, *, exchanges):
-        dice = random.Random(number)
-        self.registry = Registry(Settings(health_check_failures=2))
-        for n in range(engines):
-            self.registry.add(Role.DECODE, Address("http", f"h{n}", 80), now=0.0)
-        self.members = self.registry.members()
-        self.looks = LookExchange(self.registry, dice.randbytes(8), SECRET, Everybody())
-        self.schedule = ProbeSchedule(INTERVAL_S, dice.random, self.looks if exchanges else None)
-        self.open = {}  # by when a look ends
-        self.phase = dice.random() * TICK_S
-        self.told = 0.0
-
-
-class Fleet:
-    def __init__(self, routers, engines, *, exchanges=True):
-        self.routers = [Router(n, engines, exchanges=exchanges) for n in range(routers)]
-        self.exchanges, self.now = exchanges, 0.0
-        self.gone, self.refuses = set(), set()  # the latter are gone, and their looks fail at once
-        self.cut = set()  # routers that the others do not hear
-        self.counted = [(one.instance.id, deque()) for one in self.routers[0].members]
-        self.at = dict(self.counted)  # when each engine was looked at, by whichever router
-        self.found = {}  # when a router ejected an engine
-        self.back = {}  # when one found it well again
-
-    def run(self, seconds):
-        until = self.now + seconds
-        while self.now < until:
-            for number, router in enumerate(self.routers):
-                if number not in self.cut:
-                    self._turn(number, router, self.now + router.phase)
-            self.now += TICK_S
-
-    def _turn(self, number, router, now):
-        for end in sorted(at for at in router.open if at <= now):
-            for member, begun, failed in router.open.pop(end):
-                self._end(number, router, member, begun, end, failed=failed)
-        if self.exchanges and now >= router.told + 1.0:
-            router.told = now
-            router.looks.expire(now=now)
-            self._send(router, router.looks.datagrams(wall=WALL), now)
-        for member in router.schedule.next(router.members, now=now):
-            name = member.instance.id
-            self.at[name].append(now)
-            failed = name in self.gone
-            takes = TIMEOUT_S if failed and name not in self.refuses else ANSWER_S
-            router.open.setdefault(now + takes, []).append((member, now, failed))
-
-    def _end(self, number, router, member, begun, at, *, failed):
-        life, name = member.life, member.instance.id
-        missed = life.misses
-        was_there = life.state is not HealthState.EJECTED
-        if failed:
-            life.missed("does not answer", now=at)
-            if not missed and router.looks.was_missed(name, begun=begun):
-                life.missed("nor to another", now=at)
-        else:
-            life.seen(now=at)
-        if (missed == 0) != (life.misses == 0):
-            router.looks.note(name, is_missing=missed == 0)
-        self._send(router, router.looks.news(wall=WALL), at)
-        router.schedule.ended(name, failed=failed, now=at)
-        if was_there and life.state is HealthState.EJECTED:
-            self.found.setdefault((number, name), at)
-        elif not was_there and life.state is HealthState.HEALTHY:
-            self.back.setdefault((number, name), at)
-
-    def _send(self, sender, datagrams, now):
-        for data in datagrams if self.exchanges else ():
-            for number, router in enumerate(self.routers):
-                if router is not sender and number not in self.cut:
-                    assert router.looks.receive(data, now=now, wall=WALL) is None
-
-    def rate(self, since):
-        """Return how many looks the most looked at of the living engines got in a second."""
-        return max(sum(at >= since for at in times) for name, times in self.at.items() if name not in self.gone) / (
-            self.now - since
-        )
-
-    def longest_gap(self, since):
-        """Return the longest time without a look at a living engine."""
-        gaps = []
-        for name, times in self.at.items():
-            if name not in self.gone:
-                row = [since, *sorted(at for at in times if at >= since), self.now]
-                gaps += [b - a for a, b in itertools.pairwise(row)]
-        return max(gaps)
+from xpyd_proxy.core.peer_datagrams import DatagramFault, Envelope
 
 
 def test_each_router_more_is_not_one_more_that_looks_at_every_engine():
@@ -118,7 +19,7 @@ def test_each_router_more_is_not_one_more_that_looks_at_every_engine():
         fleet.run(30)
         since = fleet.now
         fleet.run(60)
-        rates.append(fleet.rate(since))
+        rates.append(max(fleet.rates(since)))
         assert fleet.longest_gap(since) <= INTERVAL_S
 
     # three routers in 3.5 to 4.3 s, and each of the others in 30 to 60 s
@@ -133,7 +34,7 @@ def test_without_word_of_each_other_all_look_at_all():
     since = fleet.now
     fleet.run(20)
 
-    assert fleet.rate(since) >= 24 / 5
+    assert max(fleet.rates(since)) >= 24 / 5
 
 
 def test_a_lost_zone_is_found_by_every_router_in_time_and_the_others_are_still_looked_at():
@@ -191,6 +92,52 @@ def test_a_watcher_that_ends_is_replaced():
         assert sum(router.looks.watches(member.instance.id) for router in fleet.routers[2:]) == WATCHERS
 
 
+@pytest.mark.parametrize("count", [2, 8])
+def test_an_engine_that_few_routers_know_is_watched_by_some_of_these(count):
+    """Another namespace, another store, another selector: the others are nearer on the ring, and never look at it."""
+    engine = engine_name(Router(0, 13, exchanges=True).members[12])
+    nearest = sorted(range(16), key=lambda n: after(engine, Router(n, 0, exchanges=True).name))
+    fleet = Fleet(16, 12, more=nearest[-count:])
+    last = fleet.routers[nearest[-1]].members[12].instance.id
+    fleet.run(30)
+    since = fleet.now
+    fleet.run(30)
+    looks = sum(at >= since for at in fleet.at[last])
+    gap, rate = fleet.longest_gap(since), max(fleet.rates(since))
+    fleet.gone, lost = {last}, fleet.now
+    fleet.run(16)
+
+    assert gap <= INTERVAL_S
+    assert looks <= 30 * (min(count, WATCHERS) / 3.5 + count / 30)
+    assert rate <= WATCHERS / 3.5 + 13 / 30 + 0.1  # of the others, which all know
+    assert sorted(number for number, _ in fleet.found) == sorted(nearest[-count:])
+    assert max(fleet.found.values()) - lost <= INTERVAL_S + 2 * TIMEOUT_S
+
+
+def test_a_router_that_does_not_look_takes_no_place():
+    """health_check_interval 0, for this router or while it is updated: what it does not look at others must."""
+    idle = Router(0, 40, exchanges=True, looks=False)
+    fleet = Fleet(5, 40)
+    fleet.routers[0] = idle
+    idle.schedule = ProbeSchedule(0.0, random.random)
+    fleet.run(10)
+
+    for member in idle.members:
+        assert sum(router.looks.watches(member.instance.id) for router in fleet.routers[1:]) == WATCHERS
+
+
+def test_watchers_alone_name_an_engine_each_second():
+    """What 100 routers say of 1,000 engines fits in one datagram from each to each: 30 engines of 9 bytes."""
+    fleet = Fleet(16, 64)
+    fleet.run(10)
+    fleet.sizes.clear()
+    fleet.run(10)
+    empty = len(Envelope(LOOKS, b"x" * 8, SECRET, 9).seal(b"", WALL))
+
+    assert len(fleet.sizes) == 16 * 10
+    assert sum(fleet.sizes) == 10 * (16 * empty + 64 * WATCHERS * 9)
+
+
 def test_up_to_three_routers_look_at_all():
     """Nothing is won by less, and a router sees what its own network does."""
     fleet = Fleet(3, 20)
@@ -202,8 +149,8 @@ def test_up_to_three_routers_look_at_all():
 def test_few_engines_have_another_watcher_when_a_router_comes():
     """Consistent hashing: else all routers would look at all engines at once, whenever one starts."""
     fleet, newer = Fleet(15, 100), Fleet(16, 100)
-    fleet.run(1.5)
-    newer.run(1.5)
+    fleet.run(10)
+    newer.run(10)
     names = [member.instance.id for member in fleet.routers[0].members]
 
     sides = [[[r.looks.watches(name) for r in one.routers[:15]] for name in names] for one in (fleet, newer)]
@@ -281,6 +228,18 @@ def test_what_is_no_word_of_a_router_is_dropped(change, fault):
     pair = Pair()
 
     assert pair.hear([change(pair.other.looks.datagrams(wall=WALL)[0])], 1.0) == [fault]
+
+
+def test_what_says_neither_that_an_engine_answers_nor_that_it_does_not_is_dropped():
+    """A router of another version: to guess would be to look at engines for nothing."""
+    pair = Pair()
+    pair.one.looks.expire(now=0.0)
+    engine = engine_name(pair.one.members[0])
+    word = Envelope(LOOKS, pair.other.name, SECRET, 9)
+    word.seal(b"", WALL)
+
+    assert pair.hear([word.seal(engine + b"\x03", WALL)], 1.0) == [DatagramFault.MALFORMED]
+    assert pair.one.looks.missed_at(pair.names[0]) is None
 
 
 def test_a_router_that_has_not_named_this_one_is_not_believed():

@@ -1,0 +1,163 @@
+"""Many routers that look at engines beside each other, in virtual time: each with its own schedule and datagrams.
+
+``python -m support.routers_that_look`` (in tests/) prints the table of docs/several-routers.md#health-checks; for 100
+routers and 1,000 engines that takes some minutes. Other numbers of both may follow the command.
+"""
+
+import itertools
+import random
+import sys
+from collections import deque
+from statistics import mean
+
+from support.several_routers import Everybody
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.fleet.look_exchange import LookExchange
+from xpyd_proxy.core.fleet.probe_schedule import ProbeSchedule
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.settings import Settings
+
+TICK_S, TIMEOUT_S, INTERVAL_S, ANSWER_S, WALL, SECRET = 0.25, 5.0, 5.0, 0.05, 1000.0, b"of this fleet"
+
+
+def after(engine, router):
+    """Return where a router comes on the ring that begins at an engine."""
+    return router < engine, router
+
+
+class Router:
+    """One router's probing, as io/probes/prober.py does it."""
+
+    def __init__(self, number, engines, *, exchanges, looks=True):
+        dice = random.Random(number)
+        self.registry = Registry(Settings(health_check_failures=2))
+        for n in range(engines):
+            self.registry.add(Role.DECODE, Address("http", f"h{n}", 80), now=0.0)
+        self.members = self.registry.members()
+        self.name = dice.randbytes(8)
+        self.looks = LookExchange(self.registry, self.name, SECRET, Everybody(), looks=looks)
+        self.schedule = ProbeSchedule(INTERVAL_S, dice.random, self.looks if exchanges else None)
+        self.open = {}  # by when a look ends
+        self.phase = dice.random() * TICK_S
+        self.told = 0.0
+
+
+class Fleet:
+    """All routers, and what became of each engine; the clock moves by ticks."""
+
+    def __init__(self, routers, engines, *, exchanges=True, more=()):
+        """``more``: routers that know one engine more than the others."""
+        self.routers = [Router(n, engines + (n in more), exchanges=exchanges) for n in range(routers)]
+        self.exchanges, self.now = exchanges, 0.0
+        self.gone, self.refuses = set(), set()  # the latter are gone, and their looks fail at once
+        self.cut = set()  # routers that the others do not hear
+        self.at = {  # when each engine was looked at, by whichever router
+            one.instance.id: deque() for router in self.routers for one in router.members
+        }
+        self.found = {}  # when a router ejected an engine
+        self.back = {}  # when one found it well again
+        self.sizes = deque()  # of the datagrams that each router sent to each other one
+
+    def run(self, seconds):
+        until = self.now + seconds
+        while self.now < until:
+            for number, router in enumerate(self.routers):
+                if number not in self.cut:
+                    self._turn(number, router, self.now + router.phase)
+            self.now += TICK_S
+
+    def _turn(self, number, router, now):
+        for end in sorted(at for at in router.open if at <= now):
+            for member, begun, failed in router.open.pop(end):
+                self._end(number, router, member, begun, end, failed=failed)
+        if self.exchanges and now >= router.told + 1.0:
+            router.told = now
+            router.looks.expire(now=now)
+            self._send(router, router.looks.datagrams(wall=WALL), now)
+        for member in router.schedule.next(router.members, now=now):
+            name = member.instance.id
+            self.at[name].append(now)
+            failed = name in self.gone
+            takes = TIMEOUT_S if failed and name not in self.refuses else ANSWER_S
+            router.open.setdefault(now + takes, []).append((member, now, failed))
+
+    def _end(self, number, router, member, begun, at, *, failed):
+        life, name = member.life, member.instance.id
+        missed = life.misses
+        was_there = life.state is not HealthState.EJECTED
+        if failed:
+            life.missed("does not answer", now=at)
+            if not missed and router.looks.was_missed(name, begun=begun):
+                life.missed("nor to another", now=at)
+        else:
+            life.seen(now=at)
+        if (missed == 0) != (life.misses == 0):
+            router.looks.note(name, is_missing=missed == 0)
+        self._send(router, router.looks.news(wall=WALL), at)
+        router.schedule.ended(name, failed=failed, now=at)
+        if was_there and life.state is HealthState.EJECTED:
+            self.found.setdefault((number, name), at)
+        elif not was_there and life.state is HealthState.HEALTHY:
+            self.back.setdefault((number, name), at)
+
+    def _send(self, sender, datagrams, now):
+        for data in datagrams if self.exchanges else ():
+            self.sizes.append(len(data))
+            for number, router in enumerate(self.routers):
+                if router is not sender and number not in self.cut:
+                    assert router.looks.receive(data, now=now, wall=WALL) is None
+
+    def rates(self, since):
+        """Return how many looks each of the living engines got in a second."""
+        return [
+            sum(at >= since for at in times) / (self.now - since)
+            for name, times in self.at.items()
+            if name not in self.gone
+        ]
+
+    def longest_gap(self, since):
+        """Return the longest time without a look at a living engine."""
+        gaps = []
+        for name, times in self.at.items():
+            if name not in self.gone:
+                row = [since, *sorted(at for at in times if at >= since), self.now]
+                gaps += [b - a for a, b in itertools.pairwise(row)]
+        return max(gaps)
+
+
+def main(routers=100, engines=1000):
+    """Print the table of the documentation."""
+    fleet = Fleet(routers, engines)
+    names = [member.instance.id for member in fleet.routers[0].members]
+    fleet.run(30)
+    since = fleet.now
+    fleet.sizes.clear()
+    fleet.run(60)
+    rates, gap, sizes = fleet.rates(since), fleet.longest_gap(since), [*fleet.sizes]
+    fleet.gone, lost = set(names[: engines // 10]), fleet.now
+    fleet.run(20)
+    found = [fleet.found.get((router, name)) for router in range(routers) for name in fleet.gone]
+    ejected = "not yet" if None in found else f"{max(found) - lost:.1f} s"
+    fleet.gone = fleet.refuses = {names[-1]}
+    fleet.run(30)
+    fleet.back.clear()
+    fleet.gone, up = set(), fleet.now
+    fleet.run(5)
+    back = [fleet.back.get((router, names[-1])) for router in range(routers)]
+    returned = "not yet" if None in back else f"{max(back) - up:.1f} s"
+    rows = {
+        f"looks a second at an engine, {routers} routers": f"{mean(rates):.1f} on the mean, {max(rates):.1f} at most",
+        "longest time without a look at an engine that lives": f"{gap:.1f} s",
+        f"{engines // 10} of {engines:,} engines are lost: all {routers} routers have found all of them": ejected,
+        "an engine that refused connections is up: all routers have found it": returned,
+        "datagrams a second from each router to each other one": f"{len(sizes) / 60 / routers:.1f}",
+        "bytes of one": f"{mean(sizes):.0f} on the mean, {max(sizes)} at most",
+    }
+    for what, value in rows.items():
+        sys.stdout.write(f"| {what} | {value} |\n")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NoReturn
 
 from xpyd_proxy.core.address import Address
@@ -23,6 +23,7 @@ from xpyd_proxy.settings import Settings, SlicePairing
 
 _KV_BOTH: Final = "kv_both"  # vLLM's kv_role of an engine that sends and loads KV
 _SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})
+_MOST_SHARED: Final = 1024  # sets of models; beyond, those that no engine serves any more are forgotten
 _SURE: Final = 2  # readings in a row: vLLM's numbers are those of its step before
 
 
@@ -133,6 +134,15 @@ class Member:
         return Instance(one.id, role, one.address, one.rank, None if role is one.pool else one.pool)
 
 
+@dataclass(frozen=True, slots=True)
+class _Usable:
+    """The engines of a role that can take a request, while nothing changes."""
+
+    version: int  # the changes counted so far
+    until: float  # when the passing of time may change it
+    engines: Sequence[Instance]
+
+
 class Registry:
     """The engines, which come and go while requests are served. Times are seconds of a clock that only rises."""
 
@@ -147,6 +157,11 @@ class Registry:
         self.relief: Final = KvRelief(self._settings.move_above)
         self.turns: Final = Counter[tuple[str, ...]]()  # that are over, by EngineRole and TurnState; or refused
         self.changes = ChangeCount()
+        self._usable: dict[Role, _Usable] = {}
+        self._steady: tuple[int, float] = (-1, 0.0)  # until when nothing but events changes it, and for which changes
+        # Sets of models that engines serve, so that equal ones are the same: thousands are then compared in no time.
+        self._models: dict[frozenset[str], frozenset[str]] = {}
+        self._served: tuple[int, frozenset[str]] = (-1, frozenset())  # the names in them, and for which changes
         self.pairs: Final = PairHealth(self._settings)
         self.slice_pairing: Final = self._settings.slice_pairing
 
@@ -166,7 +181,7 @@ class Registry:
         self._added[role] += 1
         instance = Instance(name, role, address, rank)
         life = EngineHealth(now, self._settings, changes=self.changes)
-        self._members[name] = Member(instance, life, facts=facts or EngineCapabilities(), origin=origin)
+        self._members[name] = Member(instance, life, facts=self._shared(facts or EngineCapabilities()), origin=origin)
         self._at.setdefault(_place(instance), set()).add(name)
         self.changes.count += 1
         return instance
@@ -335,9 +350,17 @@ class Registry:
         return tuple([instance for _, instance in self._of(role)])
 
     def usable(self, role: Role, /, *, now: float = 0.0) -> Sequence[Instance]:
-        """List the engines of a role that can take a request; raises NoInstance, with what has become of them."""
+        """List the engines of a role that can take a request; raises NoInstance, with what has become of them.
+
+        While nothing changes, the list is the same one: a request must not cost a look at each of thousands.
+        """
+        known = self._usable.get(role)
+        if known is not None and known.version == self.changes.count and now < known.until:
+            return known.engines
         serving = self._of(role)
         if found := tuple([instance for member, instance in serving if member.life.may_serve(now=now)]):
+            until = min([member.life.steady_until for member, _ in serving])
+            self._usable[role] = _Usable(self.changes.count, until, found)
             return found
         if not serving:
             raise NoInstance(f"the router knows no {role} instance")
@@ -354,10 +377,23 @@ class Registry:
         )
 
     @property
-    def calm_until(self) -> float:
-        """When the passing of time, or a choice, may change which engines serve; infinity: only an event does."""
-        calm_until = min([member.life.calm_until for member in self._members.values()], default=math.inf)
-        return min(calm_until, self.pairs.next_at)
+    def steady_until(self) -> float:
+        """When the passing of time may change which engines are usable; infinity: only what is counted does."""
+        version, until = self._steady
+        if version != self.changes.count:
+            until = min([member.life.steady_until for member in self._members.values()], default=math.inf)
+            self._steady = self.changes.count, until
+        return until
+
+    @property
+    def served(self) -> frozenset[str]:
+        """The models that engines say they serve."""
+        version, names = self._served
+        if version != self.changes.count:
+            known = {member.facts.models for member in self._members.values() if member.facts.models is not None}
+            names = frozenset[str]().union(*known)
+            self._served = self.changes.count, names
+        return names
 
     def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """List those decode engines that can read the blocks of a prefill engine; what is not known fits everything."""
@@ -384,14 +420,28 @@ class Registry:
     def learn(self, name: InstanceId, found: EngineCapabilities) -> None:
         """Take in facts; what is not known, and what is said of an engine that was removed, changes nothing."""
         if (member := self.get(name)) is not None:
-            before, member.facts = member.facts, member.facts.updated(found)
-            self.changes.count += member.facts != before
+            facts = self._shared(member.facts.updated(found))
+            if facts != member.facts:
+                member.facts = facts
+                self.changes.count += 1
 
     def settle_rests(self, decode: InstanceId) -> None:
         """Have the facts of a decode engine say which prefill engines it avoids."""
         member, avoided = self.get(decode), self.pairs.avoided(decode)
         if member is not None and (member.facts.resting or frozenset()) != avoided:
             self.learn(decode, EngineCapabilities(resting=avoided))
+
+    def _shared(self, facts: EngineCapabilities) -> EngineCapabilities:
+        """Have facts name the set of models that other engines name, too."""
+        if facts.models is None:
+            return facts
+        models = self._models.get(facts.models)
+        if models is None:
+            if len(self._models) >= _MOST_SHARED:
+                known = [member.facts.models for member in self._members.values()]
+                self._models = {models: models for models in known if models is not None}
+            models = self._models.setdefault(facts.models, facts.models)
+        return facts if models is facts.models else replace(facts, models=models)
 
     def _drain(self, member: Member, *, now: float) -> Drain:
         member.life.drain(now=now)

@@ -337,7 +337,7 @@ def test_who_may_serve_alone_is_remembered_with_the_pairs():
 
     side.fleet.any_pair()
 
-    assert side.pairs.calm_alone(RoutingHints(), 0.0) == list(side.fleet.usable(Role.DECODE))
+    assert list(side.pairs.calm_alone(RoutingHints(), 0.0)) == list(side.fleet.usable(Role.DECODE))
     assert lonely in side.pairs.calm_alone(RoutingHints(), 0.0)
     assert side.pairs.calm_alone(RoutingHints(rank=0), 0.0) is None
     assert side.pairs.calm_alone(RoutingHints(model="a"), 0.0) is None
@@ -346,19 +346,19 @@ def test_who_may_serve_alone_is_remembered_with_the_pairs():
 def test_a_choice_is_remembered_until_time_changes_it():
     """An engine that rests will be tried; until then the choice stands. One that is tried changes with each request."""
     side = fleet()
-    assert side.registry.calm_until == math.inf
+    assert side.registry.steady_until == math.inf
     life = side.registry.members()[0].life
     for _ in range(LIMITS.circuit_breaker_failures):
         life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0.0)
     side.fleet.any_pair()
 
     assert life.state is HealthState.EJECTED
-    assert side.registry.calm_until == LIMITS.ejection_time_s
+    assert side.registry.steady_until == LIMITS.ejection_time_s
     assert side.pairs.calm(RoutingHints(), now=LIMITS.ejection_time_s - 0.1) is not None
     assert side.pairs.calm(RoutingHints(), now=LIMITS.ejection_time_s) is None
     side.registry.usable(Role.PREFILL, now=LIMITS.ejection_time_s)
     assert life.state is HealthState.HALF_OPEN
-    assert side.registry.calm_until == -math.inf
+    assert side.pairs.calm(RoutingHints(), now=LIMITS.ejection_time_s) is None
 
 
 def test_an_engine_that_stays_away_does_not_make_each_request_look_at_all_engines():

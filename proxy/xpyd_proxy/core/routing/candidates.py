@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from xpyd_proxy.core.fleet import compatibility
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.registry import Registry, listed
 from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from xpyd_proxy.core.routing.compatible_groups import Grouping, group_engines
 from xpyd_proxy.core.routing.group_weights import Shares, shares_of
@@ -200,8 +200,8 @@ def why_none(registry: Registry, role: Role, ask: RoutingHints) -> UnknownModel 
         if ask.rank is not None and role is Role.DECODE:
             return BadRequest(f"X-data-parallel-rank is {ask.rank}, and no decode instance has this rank")
         return NoInstance(f"no {role} instance serves the model {ask.model!r}")
-    states = ", ".join(f"{member.instance.id} is {member.life.state}" for member in members)
-    return NoInstance(f"no {role} instance that would do can take a request now: {states}")
+    states = [f"{member.instance.id} is {member.life.state}" for member in members]
+    return NoInstance(f"no {role} instance that would do can take a request now: {listed(states)}")
 
 
 def has_rank(instance: Instance, ask: RoutingHints) -> bool:

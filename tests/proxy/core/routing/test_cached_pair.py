@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -98,8 +99,17 @@ class Side:
         return self.now
 
     def slowly(self, ask):
-        decodes = self.fleet.usable(Role.DECODE)
-        return self.fleet.pair(self.fleet.usable(Role.PREFILL), decodes, ask)
+        """Choose by a look at each engine, with nothing that is remembered of earlier ones."""
+        anew = replace(self.pairs, **{name: [] for name in ("_whole", "_parts")}, _calm={})
+        decodes = self.scratch(Role.DECODE)
+        fleet = LiveFleet(self.registry, anew, self.learned, self.clock)
+        return fleet.pair(self.scratch(Role.PREFILL), decodes, ask)
+
+    def scratch(self, role):
+        """List the engines that may serve, each of which is asked; raises NoInstance."""
+        sides = [(member, member.as_role(role)) for member in self.registry.members()]
+        found = [one for member, one in sides if one is not None and member.life.may_serve(now=self.now)]
+        return found or self.fleet.usable(role)
 
     def shown(self):
         return [(m.instance.id, m.life.state, m.life.why, m.facts, m.load.in_flight) for m in self.registry.members()]
@@ -296,6 +306,9 @@ class Calm(RuleBasedStateMachine):
             if self.often:
                 self.chosen(RoutingHints())
                 self.chosen(RoutingHints(model="a"))
+            for role in Role:
+                slow = outcome(self.slow.scratch, role)
+                assert outcome(self.quick.fleet.usable, role) == slow
             assert self.quick.shown() == self.slow.shown()
 
 

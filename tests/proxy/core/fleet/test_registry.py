@@ -78,7 +78,7 @@ def test_the_error_names_a_few_of_thousands():
     for port in range(1, 1001):
         registry.drain(registry.add(Role.DECODE, Address("http", "d", port)).id, now=0)
 
-    with pytest.raises(NoInstance, match="decode-15 is draining, and 984 more$"):
+    with pytest.raises(NoInstance, match=r"decode-15 is draining, and 984 more$"):
         registry.usable(Role.DECODE)
 
 

@@ -155,7 +155,7 @@ def _prefill_kinds(prefill: Sequence[Instance], facts: Facts, decodes: Sequence[
     for place, instance in enumerate(prefill):
         known = facts(instance)
         by = refusing.get(known.engine_id, ()) if refusing and known.engine_id is not None else ()
-        avoiding = tuple(resting.get(instance.id, ())) if resting else ()
+        avoiding = tuple(resting[instance.id]) if instance.id in resting else ()
         key = compared(known), tuple(by), avoiding
         kind = kinds.get(key)
         if kind is None:

@@ -54,13 +54,22 @@ class Sources:
     def __init__(self, names: Iterable[EngineSource], *, now: float) -> None:
         self.views = {name: View(heard=now) for name in sorted(names, key=tuple(EngineSource).index)}
 
-    def replace(self, source: EngineSource, engines: Iterable[Wanted], *, now: float) -> bool:
-        """Take in all that a source says; return whether that is something new."""
+    def replace(self, source: EngineSource, engines: Iterable[Wanted], *, now: float) -> Sequence[Key]:
+        """Take in all that a source says; return the places that differ from what it said before."""
         old = self.views[source]
         # Of two engines at one address the one that stays counts, else the one that was named last.
-        found = {one.key: one for one in sorted(engines, key=lambda one: not one.leaves)[-MOST:]}
-        changed = found != old.engines or not old.is_synced
-        self.views[source] = View(found if changed else old.engines, old.generation + changed, now)
+        named = [*engines]
+        named = [*(one for one in named if one.leaves), *(one for one in named if not one.leaves)]
+        found = {one.key: one for one in named[-MOST:]}
+        changed = list[Key]()
+        if found != old.engines:
+            changed = sorted(set(old.engines).difference(found))
+            for key, wanted in found.items():
+                before = old.engines.get(key)
+                if before is not wanted and before != wanted:
+                    changed.append(key)
+        is_news = bool(changed) or not old.is_synced
+        self.views[source] = View(found if changed else old.engines, old.generation + is_news, now)
         return changed
 
     def change(self, source: EngineSource, engines: Mapping[Key, Wanted | None], *, now: float) -> Sequence[Key]:

@@ -181,12 +181,12 @@ class EngineHealth:
         return self._missed
 
     @property
-    def calm_until(self) -> float:
-        """When the passing of time, or a choice, may change whether it serves; infinity: only an event does."""
-        if self.state is _HALF_OPEN:
-            return -math.inf
+    def steady_until(self) -> float:
+        """When the passing of time may change whether it may serve; infinity: only what ``changes`` counts does."""
         if self.state is _EJECTED and self._missed < self.settings.health_check_failures:
             return self.since + self._rest_s
+        if self.state is _HALF_OPEN and self._trial is not None and self._trial.request is None:
+            return self._trial.until
         return math.inf
 
     def serves_in_s(self, *, now: float) -> float | None:
@@ -211,23 +211,29 @@ class EngineHealth:
         ):
             self._step(HealthEvent.RESTED, "has rested, and gets one request at a time", now)
         if self.state is _HALF_OPEN:
-            return self._trial is None or (self._trial.request is None and now >= self._trial.until)
+            if self._trial is not None and self._trial.request is None and now >= self._trial.until:
+                self._trial = None
+                self.changes.count += 1
+            return self._trial is None
         return self.state is _HEALTHY or (self.state is _STARTING and not self.is_away)
 
     def chosen(self, *, now: float) -> None:
         """It was chosen for a request: if it is to be tried, that is its trial."""
         if self.state is _HALF_OPEN:
             self._trial = _Trial(until=now + _CLAIM_S)
+            self.changes.count += 1
 
     def claimed(self, request: RequestId) -> None:
         """A request is here; the first one that comes while the engine is to be tried is its trial."""
         if self.state is _HALF_OPEN and (self._trial is None or self._trial.request is None):
             self._trial = _Trial(self.since, request)
+            self.changes.count += 1
 
     def released(self, request: RequestId) -> None:
         """A request is over; if it was the trial and proved nothing, the next one may be it."""
         if self._trial is not None and self._trial.request == request:
             self._trial = None
+            self.changes.count += 1
 
     def succeeded(self, request: RequestId, *, now: float) -> None:
         """It has answered a request."""

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NoReturn
 
 from xpyd_proxy.core.address import Address
@@ -22,7 +22,10 @@ from xpyd_proxy.errors import AlreadyKnown, CannotTurn, NoInstance, UnknownInsta
 from xpyd_proxy.settings import Settings, SlicePairing
 
 _KV_BOTH: Final = "kv_both"  # vLLM's kv_role of an engine that sends and loads KV
+_HEALTHY: Final = HealthState.HEALTHY  # looking a member up takes as long as a call
 _SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})
+MOST_NAMED: Final = 16  # engines in one message
+_MOST_SHARED: Final = 1024  # sets of models; beyond, those that no engine serves any more are forgotten
 _SURE: Final = 2  # readings in a row: vLLM's numbers are those of its step before
 
 
@@ -133,6 +136,15 @@ class Member:
         return Instance(one.id, role, one.address, one.rank, None if role is one.pool else one.pool)
 
 
+@dataclass(frozen=True, slots=True)
+class _Usable:
+    """The engines of a role that can take a request, while nothing changes."""
+
+    version: int  # the changes counted so far
+    until: float  # when the passing of time may change it
+    engines: Sequence[Instance]
+
+
 class Registry:
     """The engines, which come and go while requests are served. Times are seconds of a clock that only rises."""
 
@@ -147,6 +159,12 @@ class Registry:
         self.relief: Final = KvRelief(self._settings.move_above)
         self.turns: Final = Counter[tuple[str, ...]]()  # that are over, by EngineRole and TurnState; or refused
         self.changes = ChangeCount()
+        self.lineup = ChangeCount()  # of what decides which engines there should be: not of their health
+        self._usable: dict[Role, _Usable] = {}
+        self._steady: tuple[int, float] = (-1, 0.0)  # until when nothing but events changes it, and for which changes
+        # Sets of models that engines serve, so that equal ones are the same: thousands are then compared in no time.
+        self._models: dict[frozenset[str], frozenset[str]] = {}
+        self._served: tuple[int, frozenset[str]] = (-1, frozenset())  # the names in them, and for which changes
         self.pairs: Final = PairHealth(self._settings)
         self.slice_pairing: Final = self._settings.slice_pairing
 
@@ -166,9 +184,10 @@ class Registry:
         self._added[role] += 1
         instance = Instance(name, role, address, rank)
         life = EngineHealth(now, self._settings, changes=self.changes)
-        self._members[name] = Member(instance, life, facts=facts or EngineCapabilities(), origin=origin)
+        self._members[name] = Member(instance, life, facts=self._shared(facts or EngineCapabilities()), origin=origin)
         self._at.setdefault(_place(instance), set()).add(name)
         self.changes.count += 1
+        self.lineup.count += 1
         return instance
 
     def add_target(self, role: Role, target: Target, *, now: float, origin: Origin = BY_HAND) -> Sequence[Instance]:
@@ -182,6 +201,7 @@ class Registry:
         for member in self.members_at([Key(role, authority)]):
             if not member.retires:
                 member.origin = BY_HAND
+                self.lineup.count += 1
 
     def is_given(self, address: Address) -> bool:
         """Tell whether the settings or a pod name what is at an address; what was added by hand is not given."""
@@ -198,6 +218,7 @@ class Registry:
             self._end_turn(member, TurnEvent.REMOVE, now=now)
         member.life.remove(now=now)
         self.pairs.forget(name)
+        self.lineup.count += 1
         del self._members[name]
         self.moving.pop(name, None)
         place = _place(member.instance)
@@ -219,6 +240,7 @@ class Registry:
         """Send it nothing new, and forget it as soon as it has nothing left; raises UnknownInstance."""
         self.drain(name, now=now)
         self.member(name).retires = True
+        self.lineup.count += 1
 
     def undrain(self, name: InstanceId, *, now: float) -> None:
         """Send it requests again, or as soon as it has turned.
@@ -229,6 +251,7 @@ class Registry:
         if member.retires:
             self._check_new(member.instance.pool, member.instance.address, member.instance.rank)
         member.retires = False
+        self.lineup.count += 1
         if member.turn is not None and member.drain is not None:
             member.drain.by_turn, member.drain.moves_by_hand = True, False
             self._move_if_asked(member, member.drain)
@@ -335,29 +358,63 @@ class Registry:
         return tuple([instance for _, instance in self._of(role)])
 
     def usable(self, role: Role, /, *, now: float = 0.0) -> Sequence[Instance]:
-        """List the engines of a role that can take a request; raises NoInstance, with what has become of them."""
-        serving = self._of(role)
-        if found := tuple([instance for member, instance in serving if member.life.may_serve(now=now)]):
-            return found
-        if not serving:
-            raise NoInstance(f"the router knows no {role} instance")
-        members = [member for member, _ in serving]
+        """List the engines of a role that can take a request; raises NoInstance, with what has become of them.
+
+        While nothing changes, the list is the same one: a request must not cost a look at each of thousands.
+        """
+        known = self._usable.get(role)
+        if known is not None and known.version == self.changes.count and now < known.until:
+            return known.engines
+        found, until = list[Instance](), math.inf
+        for member in self._members.values():
+            instance = member.instance if member.instance.role is role else member.as_decode
+            if instance is None:
+                continue
+            if member.life.state is _HEALTHY:  # nearly all are
+                found.append(instance)
+                continue
+            if member.life.may_serve(now=now):
+                found.append(instance)
+            until = min(until, member.life.steady_until)
+        if found:
+            usable = self._usable[role] = _Usable(self.changes.count, until, tuple(found))
+            return usable.engines
+        raise self._none_usable(role, now)
+
+    def _none_usable(self, role: Role, now: float) -> NoInstance:
+        members = [member for member, _ in self._of(role)]
+        if not members:
+            return NoInstance(f"the router knows no {role} instance")
         states = list[str]()
         for member in members:
             state = "being tried" if member.life.state is HealthState.HALF_OPEN else member.life.state.value
             why = f" ({member.life.why})" if member.life.state is HealthState.STARTING else ""
             states.append(f"{member.instance.id} is {state}{why}")
         waits = [wait for member in members if (wait := member.life.serves_in_s(now=now)) is not None]
-        raise NoInstance(
-            f"no {role} instance can take a request: {', '.join(states)}",
+        return NoInstance(
+            f"no {role} instance can take a request: {listed(states)}",
             retry_after_s=max(1, math.ceil(min(waits))) if waits else None,
         )
 
     @property
-    def calm_until(self) -> float:
-        """When the passing of time, or a choice, may change which engines serve; infinity: only an event does."""
-        calm_until = min([member.life.calm_until for member in self._members.values()], default=math.inf)
-        return min(calm_until, self.pairs.next_at)
+    def steady_until(self) -> float:
+        """When the passing of time may change which engines are usable; infinity: only what is counted does."""
+        version, until = self._steady
+        if version != self.changes.count:
+            lives = [member.life for member in self._members.values() if member.life.state is not _HEALTHY]
+            until = min([life.steady_until for life in lives], default=math.inf)
+            self._steady = self.changes.count, until
+        return until
+
+    @property
+    def served(self) -> frozenset[str]:
+        """The models that engines say they serve."""
+        version, names = self._served
+        if version != self.changes.count:
+            known = {member.facts.models for member in self._members.values() if member.facts.models is not None}
+            names = frozenset[str]().union(*known)
+            self._served = self.changes.count, names
+        return names
 
     def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """List those decode engines that can read the blocks of a prefill engine; what is not known fits everything."""
@@ -391,14 +448,29 @@ class Registry:
     def learn(self, name: InstanceId, found: EngineCapabilities) -> None:
         """Take in facts; what is not known, and what is said of an engine that was removed, changes nothing."""
         if (member := self.get(name)) is not None:
-            before, member.facts = member.facts, member.facts.updated(found)
-            self.changes.count += member.facts != before
+            facts = self._shared(member.facts.updated(found))
+            if facts != member.facts:
+                self.lineup.count += facts.kv_role != member.facts.kv_role  # it may turn now
+                member.facts = facts
+                self.changes.count += 1
 
     def settle_rests(self, decode: InstanceId) -> None:
         """Have the facts of a decode engine say which prefill engines it avoids."""
         member, avoided = self.get(decode), self.pairs.avoided(decode)
         if member is not None and (member.facts.resting or frozenset()) != avoided:
             self.learn(decode, EngineCapabilities(resting=avoided))
+
+    def _shared(self, facts: EngineCapabilities) -> EngineCapabilities:
+        """Have facts name the set of models that other engines name, too."""
+        if facts.models is None:
+            return facts
+        models = self._models.get(facts.models)
+        if models is None:
+            if len(self._models) >= _MOST_SHARED:
+                known = [member.facts.models for member in self._members.values()]
+                self._models = {models: models for models in known if models is not None}
+            models = self._models.setdefault(facts.models, facts.models)
+        return facts if models is facts.models else replace(facts, models=models)
 
     def _drain(self, member: Member, *, now: float) -> Drain:
         member.life.drain(now=now)
@@ -469,6 +541,7 @@ class Registry:
         turn, member.turn = member.turn, None
         if turn is None:
             return
+        self.lineup.count += 1
         state = turn.on(event)
         if counts:
             self._count_turn(turn)
@@ -518,6 +591,12 @@ class Registry:
             if instance is not None:
                 found.append((member, instance))
         return found
+
+
+def listed(names: Sequence[str]) -> str:
+    """Name the first of some engines; all of thousands would make errors of 100 kB."""
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f", and {more} more" if more > 0 else "")
 
 
 def _say_drained(member: Member, drain: Drain) -> None:

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum  # sum() of floats fails where this is compiled: mypyc takes its result for an int
+from operator import itemgetter
 from typing import Final, TypeAlias
 
-from xpyd_proxy.core.fleet.compatibility import NO_SLICE, Compared, EngineCapabilities, compared, fit
+from xpyd_proxy.core.fleet.compatibility import NO_SLICE, Compared, EngineCapabilities, agree, compared
 from xpyd_proxy.core.model import Instance, InstanceId
 
 Facts: TypeAlias = Callable[[Instance], EngineCapabilities]
@@ -59,8 +60,10 @@ class _EngineKind:
     """Engines of one role with equal facts."""
 
     facts: EngineCapabilities  # of the first of them
+    compared: Compared
     by: tuple[int, ...] = ()  # prefill: the kinds of decode engines that rest with them
     engines: list[Instance] = field(default_factory=list[Instance])
+    places: list[int] = field(default_factory=list[int])  # of these among all of their role
 
 
 def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts: Facts) -> Grouping:
@@ -77,22 +80,27 @@ def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts
     partners = dict[
         tuple[int, ...], list[_EngineKind]
     ]()  # kinds of decode engines by the kinds of prefill engines they fit
-    compatible = dict[tuple[Compared, frozenset[str] | None], Sequence[int]]()
+    compatible = dict[tuple[Compared, frozenset[str]], Sequence[int]]()
     for kind, resting in zip(decodes, avoided, strict=True):
-        key = compared(kind.facts), kind.facts.incompatible or None
+        refused = kind.facts.incompatible or frozenset[str]()
+        key = kind.compared, refused
         if key not in compatible:  # kinds that differ in the pairs that rest are compared once
             within = kind.facts.pairs_within
             others = by_slice[None] if within is None else by_slice.get(within, anywhere)
             comparisons += len(others)
-            compatible[key] = [i for i in others if fit(prefills[i].facts, kind.facts)]
+            compatible[key] = [
+                i
+                for i in others
+                if agree(prefills[i].compared, kind.compared) and prefills[i].facts.engine_id not in refused
+            ]
         fitting = tuple([i for i in compatible[key] if i not in resting])
         partners.setdefault(fitting, []).append(kind)
     counts = _counts(partners, prefills)
     groups = [
         CompatibleGroup(
             min([_words(kind.facts) for kind in kinds]) if fitting else NO_PREFILL,
-            _joined([prefills[i] for i in fitting], prefill),
-            _joined(kinds, decode),
+            _joined([prefills[i] for i in fitting]),
+            _joined(kinds),
             counts[fitting],
         )
         for fitting, kinds in partners.items()
@@ -101,7 +109,7 @@ def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts
     if not names.isdisjoint([instance.id for instance in prefill]):
         groups = [_without_itself(group) for group in groups]
     paired = {i for fitting in partners for i in fitting}
-    unpaired = _joined([kind for i, kind in enumerate(prefills) if i not in paired], prefill)
+    unpaired = _joined([kind for i, kind in enumerate(prefills) if i not in paired])
     return Grouping(_named_apart(_bounded(groups)), unpaired, comparisons)
 
 
@@ -124,13 +132,14 @@ def _without_itself(group: CompatibleGroup) -> CompatibleGroup:
 
 def _decode_kinds(decode: Sequence[Instance], facts: Facts) -> Sequence[_EngineKind]:
     kinds = dict[tuple[Compared, frozenset[str] | None, frozenset[InstanceId] | None], _EngineKind]()
-    for instance in decode:
+    for place, instance in enumerate(decode):
         known = facts(instance)
         key = compared(known), known.incompatible or None, known.resting or None
         kind = kinds.get(key)
         if kind is None:
-            kind = kinds[key] = _EngineKind(known)
+            kind = kinds[key] = _EngineKind(known, key[0])
         kind.engines.append(instance)
+        kind.places.append(place)
     return list(kinds.values())
 
 
@@ -143,15 +152,16 @@ def _prefill_kinds(prefill: Sequence[Instance], facts: Facts, decodes: Sequence[
         for prefill_id in decode.facts.resting or ():
             resting.setdefault(prefill_id, []).append(number)
     kinds = dict[tuple[Compared, tuple[int, ...], tuple[int, ...]], _EngineKind]()
-    for instance in prefill:
+    for place, instance in enumerate(prefill):
         known = facts(instance)
         by = refusing.get(known.engine_id, ()) if refusing and known.engine_id is not None else ()
-        avoiding = tuple(resting.get(instance.id, ())) if resting else ()
+        avoiding = tuple(resting[instance.id]) if instance.id in resting else ()
         key = compared(known), tuple(by), avoiding
         kind = kinds.get(key)
         if kind is None:
-            kind = kinds[key] = _EngineKind(known, avoiding)
+            kind = kinds[key] = _EngineKind(known, key[0], avoiding)
         kind.engines.append(instance)
+        kind.places.append(place)
     return list(kinds.values())
 
 
@@ -208,12 +218,15 @@ def _named_apart(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]
     return found
 
 
-def _joined(kinds: Sequence[_EngineKind], everyone: Sequence[Instance]) -> Sequence[Instance]:
+def _joined(kinds: Sequence[_EngineKind]) -> Sequence[Instance]:
     """List the engines of some kinds, in the order of all of their role."""
     if len(kinds) == 1:
         return kinds[0].engines
-    names = {instance.id for kind in kinds for instance in kind.engines}
-    return [instance for instance in everyone if instance.id in names]
+    placed = list[tuple[int, Instance]]()
+    for kind in kinds:
+        placed.extend(zip(kind.places, kind.engines, strict=True))
+    placed.sort(key=itemgetter(0))
+    return [instance for _, instance in placed]
 
 
 def _words(facts: EngineCapabilities) -> str:

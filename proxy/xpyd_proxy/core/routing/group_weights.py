@@ -58,18 +58,21 @@ class Shares:
 
     def rates(self) -> dict[InstanceId, float]:
         """Return the part of all requests that each engine may get (share_bound)."""
-        parts = dict[tuple[Role, InstanceId], float]()
-        for share in self.all:
-            for engines in (share.group.decode, () if share.alone else share.group.prefill):
-                for instance in engines:
-                    key = instance.role, instance.id
-                    parts[key] = parts.get(key, 0.0) + share.weight / len(engines)
-        rates = dict[InstanceId, float]()
-        for side, count in ((self.prefill, self.prefills), (self.decode, self.decodes)):
-            for instance in side:  # one that serves both roles gets the parts of both
-                own = max(EACH / count, SPARE * parts[instance.role, instance.id])
-                rates[instance.id] = rates.get(instance.id, 0.0) + own
+        prefill = self._rates_of(self.prefills, [share for share in self.all if not share.alone], Role.PREFILL)
+        rates = self._rates_of(self.decodes, self.all, Role.DECODE)
+        for name, rate in prefill.items():  # one that serves both roles gets the parts of both
+            rates[name] = rates.get(name, 0.0) + rate
         return rates
+
+    def _rates_of(self, count: float, shares: Sequence[GroupShare], role: Role) -> dict[InstanceId, float]:
+        parts = dict[InstanceId, float]()
+        for share in shares:
+            engines = share.group.prefill if role is Role.PREFILL else share.group.decode
+            part = share.weight / len(engines)
+            for instance in engines:
+                parts[instance.id] = parts.get(instance.id, 0.0) + part
+        least = EACH / count if parts else 0.0
+        return {name: max(least, SPARE * part) for name, part in parts.items()}
 
 
 def shares_of(grouping: Grouping, *, may_be_alone: bool) -> Shares:

@@ -1,28 +1,24 @@
 """Which engines may serve a request, and the choice among them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice, product
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, Protocol, Self, TypeAlias
 
 from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fleet import compatibility
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import ANY, Instance, InstanceId, Role, RoutingHints, SingleEngineReason
 from xpyd_proxy.core.routing.alone_bound import AloneBound, Holding
-from xpyd_proxy.core.routing.compatible_groups import Grouping, group_engines
-from xpyd_proxy.core.routing.group_weights import GroupShare, GroupTurns, Shares, shares_of
-from xpyd_proxy.core.routing.share_bound import ShareBound, ShareBounds, without
-from xpyd_proxy.core.routing.slices import divide_by_slice, nearest
-from xpyd_proxy.errors import BadRequest, NoInstance, NoMatchingInstance, UnknownModel
+from xpyd_proxy.core.routing.candidates import UNBOUND, Among, Candidates, Fits, Narrowed, serving
+from xpyd_proxy.core.routing.group_weights import GroupShare, GroupTurns, Shares
+from xpyd_proxy.core.routing.share_bound import ShareBound, ShareBounds, make_room, without
+from xpyd_proxy.core.routing.slices import nearest
+from xpyd_proxy.errors import NoInstance
 from xpyd_proxy.settings import SlicePairing
 
-Among: TypeAlias = Sequence[Instance]
 Pair: TypeAlias = tuple[Instance, Instance]  # the prefill engine, and the decode engine
 Chosen: TypeAlias = tuple[Instance | None, Instance]  # likewise; None: the decode engine serves the request alone
-Fits: TypeAlias = Callable[[Instance, Instance], bool]  # whether a prefill and a decode engine can share a request
 
 
 class Policy(Protocol):
@@ -96,25 +92,17 @@ class PolicyPerLeg:
         return PolicyPerLeg(self.prefill.copy(), self.decode.copy(), self.decode_first)
 
 
-_UNBOUND: Final[Mapping[bool, Mapping[InstanceId, float]]] = {True: {}, False: {}}
-_MOST_NAMED: Final = 4  # pairs in one message
-_MOST_SEEN: Final = 64  # clients can think of models without end
+_MOST_PARTS: Final = 4  # of the fleet, of which what they come down to is remembered: retries leave engines out
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What some engines were narrowed down to, which stays true for as long as they and their facts are the same."""
+class _Calm:
+    """What all usable engines come down to for a model, while nothing changes."""
 
-    of: Sequence[object]
-    prefill: Among
-    decode: Among
-    alone: Among  # those of which one may serve a request alone
-    all_fit: bool  # each prefill engine fits each decode engine
-    shares: Shares | None  # None: there is one group of all of them, and nothing to divide
-    shares_alone: Shares | None  # the same where decode engines may serve alone
-    fits: Fits  # for groups in which not all fit
-    # By whether decode engines may serve alone: the part of the requests that each engine may get; empty: any.
-    rates: Mapping[bool, Mapping[InstanceId, float]]
+    version: int  # the changes counted so far
+    until: float  # when the passing of time may change it
+    narrowed: Narrowed
+    tells_alone: bool  # also which engines may serve alone
 
 
 class _FoundHolders:
@@ -156,57 +144,73 @@ class PairSelector:
     prefill_holders: Callable[[Among, RoutingHints], Among] | None = None
     # How much one engine gets while revisions are mixed; None: the policies see to it themselves.
     bounds: ShareBounds | None = None
-    _seen: dict[tuple[str | None, int | None], _Seen] = field(
-        default_factory=dict[tuple[str | None, int | None], _Seen]
-    )
+    _whole: list[Candidates] = field(default_factory=list[Candidates])  # all usable engines, as they were last
+    _parts: list[Candidates] = field(default_factory=list[Candidates])  # some of them, the latest last
     _found: _FoundHolders = field(default_factory=_FoundHolders)
-    # By model: the changes counted so far, when time may change the choice, and what was seen.
-    _calm: dict[str | None, tuple[int, float, _Seen]] = field(
-        default_factory=dict[str | None, tuple[int, float, _Seen]]
-    )
+    _calm: dict[str | None, _Calm] = field(default_factory=dict[str | None, _Calm])  # by model
 
     def calm(self, ask: RoutingHints, now: float = 0.0, *, may_be_alone: bool = False) -> Chosen | None:
         """Return what ``pair`` would with all usable engines, if nothing has changed; None: only ``pair`` can tell."""
-        seen = self._calm_seen(ask, now)
-        return None if seen is None else self._choose(seen, ask, may_be_alone=may_be_alone)
+        calm = self._calm_now(ask, now)
+        return None if calm is None else self._choose(calm.narrowed, ask, may_be_alone=may_be_alone)
 
     def calm_alone(self, ask: RoutingHints, now: float) -> Among | None:
         """Return the engines of which one may serve a request alone; None: nothing is remembered, as for ``calm``."""
-        seen = self._calm_seen(ask, now)
-        return None if seen is None else seen.alone
+        calm = self._calm_now(ask, now)
+        return None if calm is None or not calm.tells_alone else calm.narrowed.alone
 
-    def _calm_seen(self, ask: RoutingHints, now: float) -> _Seen | None:
-        remembered = self._calm.get(ask.model)
-        if remembered is None or ask.rank is not None:
+    def _calm_now(self, ask: RoutingHints, now: float) -> _Calm | None:
+        calm = self._calm.get(ask.model)
+        if calm is None or ask.rank is not None:
             return None
-        version, until, seen = remembered
-        return None if version != self.registry.changes.count or now >= until else seen
+        return None if calm.version != self.registry.changes.count or now >= calm.until else calm
 
-    def remember(self, ask: RoutingHints) -> None:
-        """Remember what ``pair`` has just found among all usable engines, until time alone changes it."""
-        seen = self._seen.get((ask.model, ask.rank))
-        if seen is not None and ask.rank is None:
-            if len(self._calm) >= _MOST_SEEN:
-                self._calm.clear()
-            self._calm[ask.model] = self.registry.changes.count, self.registry.calm_until, seen
-
-    def pair(self, prefill: Among, decode: Among, ask: RoutingHints = ANY, /, *, may_be_alone: bool = False) -> Chosen:
+    def pair(
+        self,
+        prefill: Among,
+        decode: Among,
+        ask: RoutingHints = ANY,
+        /,
+        *,
+        may_be_alone: bool = False,
+        are_all: bool = False,
+    ) -> Chosen:
         """Return two engines that can share it, or one where that is fairer (``may_be_alone``).
 
+        ``are_all``: these are all usable engines, so that what is found holds for the next requests (``calm``).
         Raises UnknownModel, BadRequest (no such rank), or NoInstance.
         """
-        members = [self.registry.get(instance.id) for instance in (*prefill, *decode)]
-        if any(member is not None and member.life.state is HealthState.HALF_OPEN for member in members):
-            return self._pair_on_trial(prefill, decode, ask, may_be_alone=may_be_alone)
-        facts_now = [None if member is None else member.facts for member in members]
-        of = [*prefill, None, *decode, *facts_now]
-        seen = self._seen.get((ask.model, ask.rank))
-        if seen is None or seen.of != of:
-            if len(self._seen) >= _MOST_SEEN:
-                self._seen.clear()
-            serving = self._serving_both(prefill, decode, ask)
-            seen = self._seen[ask.model, ask.rank] = self._look(of, *serving, may_be_alone=may_be_alone)
-        return self._choose(seen, ask, may_be_alone=may_be_alone)
+        among = self._candidates(self._whole if are_all else self._parts, prefill, decode)
+        waiting = among.waiting(ask)
+        if waiting:
+            tried = self._pair_on_trial(among, waiting, ask, may_be_alone=may_be_alone)
+            if tried is not None:
+                return tried
+            well = self._without(among, waiting)
+            narrowed = well.narrowed(ask, may_be_alone=may_be_alone)
+        else:
+            narrowed = among.narrowed(ask, may_be_alone=may_be_alone)
+        if are_all and ask.rank is None:
+            if ask.model not in self._calm:
+                make_room(self._calm, self.registry)
+            until = min(self.registry.steady_until, self.registry.pairs.next_at)
+            tells_alone = not waiting or not [d for d in decode if d.id in waiting]  # one of these gets any request
+            self._calm[ask.model] = _Calm(among.version, until, narrowed, tells_alone)
+        return self._choose(narrowed, ask, may_be_alone=may_be_alone)
+
+    def _candidates(self, known: list[Candidates], prefill: Among, decode: Among) -> Candidates:
+        """Return these engines with what they come down to, as far as it is known."""
+        for each in known:
+            if each.is_for(prefill, decode):
+                return each
+        found = Candidates(self.registry, prefill, decode, is_bound=self.bounds is not None)
+        same = next((each for each in known if found.resume(each)), None)
+        if same is not None:
+            known.remove(same)
+        elif len(known) >= (1 if known is self._whole else _MOST_PARTS):
+            del known[0]
+        known.append(found)
+        return found
 
     def one(self, decode: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
@@ -241,9 +245,9 @@ class PairSelector:
         """Tell whether the engine that ``one`` returns next is faster than any pair; raises what ``pair`` raises."""
         if self.weighing is None:
             return False
-        serving = self._serving(Role.PREFILL, prefill, ask)
+        prefill = serving(self.registry, Role.PREFILL, prefill, ask)
         alone = self._within_bound(self._alone(decode, ask), ask)  # the engines that ``one`` looks at
-        return self.weighing.alone(serving, alone, ask)
+        return self.weighing.alone(prefill, alone, ask)
 
     @property
     def expected(self) -> ExpectedTime | None:
@@ -266,7 +270,7 @@ class PairSelector:
 
     def _alone(self, decode: Among, ask: RoutingHints) -> Among:
         """List the engines of which one may serve the request alone; one that waits for its trial gets it."""
-        trying, well = self._sorted(self._serving(decode[0].role, decode, ask))
+        trying, well = self._sorted(serving(self.registry, decode[0].role, decode, ask))
         return trying[:1] if trying and not (ask.again and well) else well
 
     def _within_bound(self, alone: Among, ask: RoutingHints) -> Among:
@@ -278,20 +282,23 @@ class PairSelector:
 
     def _rates_alone(self, ask: RoutingHints) -> Mapping[InstanceId, float]:
         """Return what each engine may get where one may serve alone, as ``pair`` has found it; empty: any part."""
-        remembered = self._calm.get(ask.model)
-        is_known = remembered is not None and remembered[0] == self.registry.changes.count
-        return remembered[2].rates[True] if remembered is not None and is_known else _UNBOUND[True]
+        calm = self._calm.get(ask.model)
+        if calm is None or calm.version != self.registry.changes.count:
+            return UNBOUND[True]
+        return calm.narrowed.rates[True]
 
-    def _choose(self, seen: _Seen, ask: RoutingHints, *, may_be_alone: bool) -> Chosen:
+    def _choose(self, found: Narrowed, ask: RoutingHints, *, may_be_alone: bool) -> Chosen:
         """Choose a group, if there are several, and then its engines."""
-        shares = seen.shares_alone if may_be_alone else seen.shares
+        shares = found.shares_alone if may_be_alone else found.shares
         if shares is None:
-            return self.choice.pair(seen.prefill, seen.decode, ask, compatibility.always if seen.all_fit else seen.fits)
-        rates = seen.rates[may_be_alone]
+            return self.choice.pair(
+                found.prefill, found.decode, ask, compatibility.always if found.all_fit else found.fits
+            )
+        rates = found.rates[may_be_alone]
         if self.bounds is not None and rates:
-            return self._choose_within(shares, rates, self.bounds.of(ask.model), ask, seen.fits)
+            return self._choose_within(shares, rates, self.bounds.of(ask.model), ask, found.fits)
         share = self._share(shares, shares.prefill, shares.decode, ask)
-        return self._choose_of(share, share.group.prefill, share.group.decode, ask, seen.fits)
+        return self._choose_of(share, share.group.prefill, share.group.decode, ask, found.fits)
 
     def _choose_within(
         self, shares: Shares, rates: Mapping[InstanceId, float], bound: ShareBound, ask: RoutingHints, fits: Fits
@@ -332,114 +339,40 @@ class PairSelector:
             share = self.turns.cached(shares, [instance.id for instance in holders])
         return self.turns.next(shares) if share is None else share
 
-    def _look(self, of: Sequence[object], prefill: Among, decode: Among, *, may_be_alone: bool) -> _Seen:
-        """Sort engines that serve the model into groups. Raises NoMatchingInstance: no two of them fit."""
-        grouping, fits = self._grouped(prefill, decode, may_be_alone=may_be_alone)
-        pairs = grouping.pairs
-        paired_prefill, paired_decode = _paired(grouping, prefill, decode)
-        alone = self._shares(grouping, may_be_alone=True)
-        # Where nothing is served alone although it may be, nothing changes if it may not.
-        is_some_alone = True in [share.alone for share in alone.all]
-        shares = self._shares(grouping, may_be_alone=False) if is_some_alone else alone
-        is_bound = self.bounds is not None and self._is_mixed(grouping)
-        return _Seen(
-            of,
-            paired_prefill,
-            paired_decode,
-            decode,
-            len(pairs) == 1 and pairs[0].all_fit,
-            None if not is_bound and _is_whole(shares, paired_prefill, paired_decode) else shares,
-            None if not is_bound and _is_whole(alone, paired_prefill, paired_decode) else alone,
-            fits,
-            {True: alone.rates(), False: shares.rates()} if is_bound else _UNBOUND,
-        )
-
-    def _is_mixed(self, grouping: Grouping) -> bool:
-        """Tell whether two engines differ in more than their slice, and not only because their pair rests."""
-        prefill = [*grouping.unpaired_prefill, *(group.prefill[0] for group in grouping.pairs)]
-        sides = prefill, [group.decode[0] for group in grouping.groups]
-        kinds = [{compatibility.without_slice(self.registry.facts(one)) for one in side} for side in sides]
-        return not all(compatibility.agree(one, other) for one, other in product(*kinds))
-
-    def _shares(self, grouping: Grouping, *, may_be_alone: bool) -> Shares:
-        shares = shares_of(grouping, may_be_alone=may_be_alone)
-        return divide_by_slice(shares, self._slice_of) if self._prefers_slices else shares
-
-    def _grouped(self, prefill: Among, decode: Among, *, may_be_alone: bool) -> tuple[Grouping, Fits]:
-        """Sort engines into groups; if all pairs that fit rest, and no engine may serve alone, they are used anyway."""
-        grouping = group_engines(prefill, decode, self.registry.facts)
-        if grouping.pairs:
-            return grouping, self.registry.fits
-        if not may_be_alone:
-            grouping = group_engines(prefill, decode, self._facts_without_rests)
-            if grouping.pairs:
-                return grouping, self._are_compatible
-        raise NoMatchingInstance(f"no prefill instance fits a decode instance: {self._differences(prefill, decode)}")
-
-    def _facts_without_rests(self, instance: Instance) -> EngineCapabilities:
-        facts = self.registry.facts(instance)
-        return replace(facts, resting=None) if facts.resting else facts
-
-    def _serving_both(self, prefill: Among, decode: Among, ask: RoutingHints) -> tuple[Among, Among]:
-        decode = self._serving(Role.DECODE, decode, ask)
-        return self._serving(Role.PREFILL, prefill, ask), decode
-
-    def _serving(self, role: Role, among: Among, ask: RoutingHints) -> Among:
-        serving = (instance for instance in among if self.registry.facts(instance).serves(ask.model))
-        found = [instance for instance in serving if _has_rank(instance, ask)]
-        if found:
-            return found
-        members = [member for member in self.registry.members() if member.facts.serves(ask.model)]
-        if not members:
-            names = {name for member in self.registry.members() for name in member.facts.models or ()}
-            there = ", ".join(sorted(names)) or "none"
-            raise UnknownModel(f"the model {ask.model!r} is not served here; there is {there}")
-        members = [member for member in members if member.as_role(role) is not None]
-        if not any(_has_rank(member.instance, ask) for member in members):
-            if ask.rank is not None and role is Role.DECODE:
-                raise BadRequest(f"X-data-parallel-rank is {ask.rank}, and no decode instance has this rank")
-            raise NoInstance(f"no {role} instance serves the model {ask.model!r}")
-        states = ", ".join(f"{member.instance.id} is {member.life.state}" for member in members)
-        raise NoInstance(f"no {role} instance that would do can take a request now: {states}")
-
-    def _differences(self, prefill: Among, decode: Among) -> str:
-        """Name the first pairs that do not fit, and why."""
-        pairs = islice(product(decode, prefill), _MOST_NAMED)
-        named = [f"{d.id} with {p.id}: {self._difference(p, d)}" for d, p in pairs]
-        more = len(decode) * len(prefill) - len(named)
-        return "; ".join([*named, f"and {more} more"] if more else named)
-
-    def _difference(self, prefill: Instance, decode: Instance) -> str:
-        one, other = self.registry.facts(prefill), self.registry.facts(decode)
-        if compatibility.fit(one, other):
-            return "the pair rests, for its transfers failed"
-        return compatibility.difference(one, other)
-
-    def _pair_on_trial(self, prefill: Among, decode: Among, ask: RoutingHints, *, may_be_alone: bool) -> Chosen:
+    def _pair_on_trial(
+        self, among: Candidates, waiting: frozenset[InstanceId], ask: RoutingHints, *, may_be_alone: bool
+    ) -> Chosen | None:
         """If an engine waits for its trial, this request is it, with a partner that is well if there is one.
 
         A request that has failed before is on its last chances, and goes to engines that are well if there are any.
+        None: those that wait have no partner.
         """
-        serving = self._serving_both(prefill, decode, ask)
-        grouping, fits = self._grouped(*serving, may_be_alone=may_be_alone)
-        prefill, decode = _paired(grouping, *serving)
-        (trying_p, well_p), (trying_d, well_d) = self._sorted(prefill), self._sorted(decode)
-        if ask.again and well_p and well_d and group_engines(well_p, well_d, self.registry.facts).pairs:
-            return self._look_and_choose(well_p, well_d, ask, may_be_alone=may_be_alone)
-        if not trying_p and not trying_d:  # what waits for its trial fits no engine, or serves another model
-            return self._look_and_choose(prefill, decode, ask, may_be_alone=may_be_alone)
+        if ask.again:
+            try:  # rests of pairs are respected: there may be another engine
+                narrowed = self._without(among, waiting).narrowed(ask, may_be_alone=True)
+            except NoInstance:
+                pass
+            else:
+                return self._choose(narrowed, ask, may_be_alone=may_be_alone)
+        found = among.narrowed(ask, may_be_alone=may_be_alone)
+        prefill, decode, fits = found.prefill, found.decode, found.fits
+        trying_p = [p for p in prefill if p.id in waiting]
+        trying_d = [d for d in decode if d.id in waiting]
         if trying_p:
             prefill = trying_p[:1]
-            fitting = [d for d in well_d if fits(prefill[0], d)]
+            fitting = [d for d in decode if d.id not in waiting and fits(prefill[0], d)]
             decode = self._near(prefill[0], fitting or [d for d in decode if fits(prefill[0], d)])
-        else:
+        elif trying_d:
             decode = trying_d[:1]
             prefill = self._near(decode[0], [p for p in prefill if fits(p, decode[0])])
+        else:
+            return None
         return self.choice.pair(prefill, decode, ask, compatibility.always)
 
-    def _look_and_choose(self, prefill: Among, decode: Among, ask: RoutingHints, *, may_be_alone: bool) -> Chosen:
-        seen = self._look((), prefill, decode, may_be_alone=may_be_alone)
-        return self._choose(seen, ask, may_be_alone=may_be_alone)
+    def _without(self, among: Candidates, waiting: frozenset[InstanceId]) -> Candidates:
+        """Leave the engines that do not wait for their trial."""
+        sides = [[one for one in side if one.id not in waiting] for side in (among.prefill, among.decode)]
+        return self._candidates(self._parts, *sides)
 
     def _near(self, engine: Instance, others: Among) -> Among:
         """Leave those of its slice, if slices count and some are."""
@@ -460,30 +393,3 @@ class PairSelector:
 
     def _slice_of(self, instance: Instance) -> str | None:
         return self.registry.facts(instance).slice
-
-    def _are_compatible(self, prefill: Instance, decode: Instance) -> bool:
-        """Tell whether two engines fit, also as a pair that rests."""
-        return compatibility.fit(self.registry.facts(prefill), self.registry.facts(decode))
-
-
-def _paired(grouping: Grouping, prefill: Among, decode: Among) -> tuple[Among, Among]:
-    """Drop the engines that fit none of the other side; the others stay in their order."""
-    pairs = grouping.pairs
-    if len(pairs) == 1 and len(pairs[0].prefill) == len(prefill) and len(pairs[0].decode) == len(decode):
-        return prefill, decode
-    paired_prefill = {instance.id for group in pairs for instance in group.prefill}
-    paired_decode = {instance.id for group in pairs for instance in group.decode}
-    return [p for p in prefill if p.id in paired_prefill], [d for d in decode if d.id in paired_decode]
-
-
-def _is_whole(shares: Shares, prefill: Among, decode: Among) -> bool:
-    """Tell whether there is one share, of all these engines: that of a slice may leave some of other slices out."""
-    if len(shares.all) > 1:
-        return False
-    group = shares.all[0].group
-    return len(group.prefill) == len(prefill) and len(group.decode) == len(decode)
-
-
-def _has_rank(instance: Instance, ask: RoutingHints) -> bool:
-    """Look for the rank that a client wants: it means the engine that answers, so prefill engines have them all."""
-    return ask.rank is None or instance.rank in (None, ask.rank) or instance.role is Role.PREFILL

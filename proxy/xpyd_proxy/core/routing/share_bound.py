@@ -7,7 +7,7 @@ the next one, which may go there in any case.
 """
 
 from collections.abc import Mapping, Sequence, Set
-from typing import Final
+from typing import Final, TypeVar
 
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, InstanceId
@@ -15,7 +15,9 @@ from xpyd_proxy.core.model import Instance, InstanceId
 EACH: Final = 1.45  # times its fair share that an engine gets: more than its revision may get on the mean
 SPARE: Final = 1.03  # times its part of its group's weight that it gets in any case: there may be no other group
 BURST: Final = 8.0  # requests; sessions come unevenly, and with 4 three times as many leave their engine
-_MOST_MODELS: Final = 64  # clients can think of models without end
+_LEAST_MODELS: Final = 64  # names that something is kept for, also if engines serve fewer, or do not say
+_MOST_MODELS: Final = 512  # however many engines serve: clients can think of models without end
+T = TypeVar("T")
 _NONE: Final = frozenset[InstanceId]()
 
 
@@ -73,8 +75,7 @@ class ShareBounds:
         """Return what engines have got of the requests for a model."""
         found = self._models.get(model)
         if found is None:
-            if len(self._models) >= _MOST_MODELS:
-                self._models.clear()
+            make_room(self._models, self._registry)
             found = self._models[model] = ShareBound(self._registry)
         return found
 
@@ -83,6 +84,15 @@ class ShareBounds:
         copied = ShareBounds(self._registry)
         copied._models = {model: bound.copy() for model, bound in self._models.items()}
         return copied
+
+
+def make_room(kept: dict[str | None, T], registry: Registry) -> None:
+    """Drop the oldest of what is kept by model, if there is no room for one more.
+
+    All that engines serve has room: what is dropped is found anew, and a bound that is dropped begins anew.
+    """
+    if len(kept) >= _LEAST_MODELS and len(kept) >= min(len(registry.served) + 1, _MOST_MODELS):
+        del kept[next(iter(kept))]
 
 
 def without(among: Sequence[Instance], exhausted: Set[InstanceId]) -> Sequence[Instance]:

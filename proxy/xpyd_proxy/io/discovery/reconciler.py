@@ -1,7 +1,8 @@
 """Carries out what the sources say, and lets operators say something themselves."""
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,7 @@ from xpyd_proxy.io.discovery.stores import Store, StoreDown
 logger = logging.getLogger(__name__)
 _FRESH_S: Final = 90.0  # a source that was not heard for longer may not know what there is; a watch says so by then
 _ASSIGNMENTS_S: Final = 5.0  # seconds between two looks at the assignments of engines that may be gone
+_AT_ONCE: Final = 50  # places that are compared in one step
 _TICK_S: Final = 1.0  # seconds between two looks without a reason: what retired may have made room
 
 
@@ -52,16 +54,17 @@ class Reconciler:
     def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
         """Take in all that a source says."""
         is_first = not self.sources.views[source].is_synced
-        if self.sources.replace(source, engines, now=self.clock()):
-            if is_first and source is EngineSource.PODS:
-                logger.info("there are %d engines among the pods", len(self.sources.views[source].engines))
-            self.reconcile()
+        changed = self.sources.replace(source, engines, now=self.clock())
+        if is_first and source is EngineSource.PODS:
+            logger.info("there are %d engines among the pods", len(self.sources.views[source].engines))
+        self._compare(changed)
+        if is_first and source is EngineSource.STORE:
+            self._turn_all(self._registry.members())
 
     def change(self, source: EngineSource, engines: Mapping[Key, Wanted | None]) -> None:
         """Take in what a source says of some places; the others are not looked at. None: no engine is there."""
         changed = self.sources.change(source, engines, now=self.clock())
-        if changed:
-            self._carry_out(self.sources.desired_at(changed), self._registry.members_at(changed))
+        self._compare(changed)
 
     def heard(self, source: EngineSource) -> None:
         """Note that what a source said last is still so."""
@@ -71,11 +74,32 @@ class Reconciler:
         """Say of each source how well it is known."""
         return self.sources.freshness(now=self.clock())
 
-    def reconcile(self) -> None:
-        """Compare everything, and carry out the difference."""
-        self._carry_out(self.sources.desired(), self._registry.members())
-        self._turn_all()
-        self._compared = self._changes()
+    def reconcile(self) -> Generator[None]:
+        """Compare everything, if anything may have changed since: an engine that has retired may have made room.
+
+        In steps of some places, between which requests are served: thousands of engines take longer than a request may.
+        """
+        changes = self._changes()
+        if self._compared == changes:
+            return
+        seen, members = set[Key](), self._registry.members()
+        for begin in range(0, len(members), _AT_ONCE):  # first: one that goes makes room for another
+            keys = {_key(member) for member in members[begin : begin + _AT_ONCE]}
+            self._compare(keys)
+            seen |= keys
+            yield
+        for view in self.sources.views.values():
+            rest = [key for key in view.engines if key not in seen]
+            for begin in range(0, len(rest), _AT_ONCE):
+                self._compare(rest[begin : begin + _AT_ONCE])
+                yield
+        self._compared = changes  # what has changed since is compared the next time
+
+    def _compare(self, keys: Iterable[Key]) -> None:
+        """Compare what there should be at some places with what there is, and carry out the difference."""
+        present = self._registry.members_at(keys)
+        self._carry_out(self.sources.desired_at(keys), present)
+        self._turn_all([member for member in present if self._registry.get(member.instance.id) is member])
 
     def assign(self, assignments: Mapping[Key, Assignment], view: Callable[[], None]) -> None:
         """Take in what engines serve in place of what their sources say, and then a view of the store.
@@ -85,7 +109,7 @@ class Reconciler:
         changed, self.assignments = assignments != self.assignments, assignments
         view()
         if changed:
-            self._turn_all()
+            self._turn_all(self._registry.members())
         self._begins = False
 
     def role_of(self, member: Member) -> EngineRole:
@@ -126,10 +150,11 @@ class Reconciler:
             return True
         return any(member.origin.wanted is None for member in self._registry.members_at([key]))  # the settings name it
 
-    def _turn_all(self) -> None:
+    def _turn_all(self, members: Sequence[Member]) -> None:
+        """Have engines serve what they should."""
         if EngineSource.STORE in self.sources.missing:
             return  # nobody knows yet what has turned
-        for member in self._registry.members():
+        for member in members:
             role = self.role_of(member)
             if member.heading is not role:
                 self._turn(member, role, at_once=self._begins)
@@ -141,13 +166,8 @@ class Reconciler:
             verb = "serves" if member.turn is None else "turns to"
             logger.info("%s %s %s%s", member.instance.id, verb, role, "" if before is None else ", and not as before")
 
-    def reconcile_again(self) -> None:
-        """Compare everything if anything has changed since: an engine that has retired may have made room."""
-        if self._compared != self._changes():
-            self.reconcile()
-
     def _changes(self) -> tuple[int, int]:
-        return self._registry.changes.count, sum(view.generation for view in self.sources.views.values())
+        return self._registry.lineup.count, sum(view.generation for view in self.sources.views.values())
 
     def _carry_out(self, desired: Mapping[Key, Origin], present: Sequence[Member]) -> None:
         current, members = dict[Key, Origin](), dict[Key, list[Member]]()
@@ -403,7 +423,8 @@ class Discovery:
             await self._store.put(entry_name(wanted.key), entry_of(replace(wanted, leaves=leaves, moves=moves)))
 
     async def _reconcile(self) -> None:
-        self._reconciler.reconcile_again()
+        for _ in self._reconciler.reconcile():
+            await asyncio.sleep(0)
         now = self._reconciler.clock()
         if now >= self._looked_at + _ASSIGNMENTS_S:
             self._looked_at = now

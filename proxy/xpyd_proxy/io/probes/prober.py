@@ -24,6 +24,7 @@ _TICK_LEAST_S: Final = 0.1
 # Probes that begin in one turn of the event loop: with thousands of engines a hundred and more are due at a tick, and
 # to send all of them takes tens of milliseconds, in which no request and no /ready would be served.
 _BEGUN_AT_ONCE: Final = 4
+_MOST_SAID: Final = 20  # pairs in the log at one glance: a rollout of many revisions has hundreds
 _TICKS: Final = 20  # glances in the time between two probes
 
 
@@ -120,9 +121,11 @@ class Prober:
             for prefill in prefills.get(within, {}).values()
             if prefill is not decode and not fit(prefill.facts, decode.facts)
         }
-        for (decode_id, prefill_id), why in found.items():
-            if self._differences.get((decode_id, prefill_id)) != why:
-                logger.warning("%s shares no request with %s: %s", decode_id, prefill_id, why)
+        new = [(pair, why) for pair, why in found.items() if self._differences.get(pair) != why]
+        for (decode_id, prefill_id), why in new[:_MOST_SAID]:
+            logger.warning("%s shares no request with %s: %s", decode_id, prefill_id, why)
+        if len(new) > _MOST_SAID:
+            logger.warning("so it is with %d more pairs of engines of two kinds", len(new) - _MOST_SAID)
         self._differences = found
 
     async def _visit(self, member: Member, group: asyncio.TaskGroup) -> None:

@@ -185,9 +185,10 @@ class LiveFleet:
         /,
         *,
         may_be_alone: bool = False,
+        are_all: bool = False,
     ) -> Chosen:
         """Choose two engines, or one where that is fairer and allowed (PairSelector); the choice counts."""
-        pair = self._pairs.pair(prefill, decode, ask, may_be_alone=may_be_alone)
+        pair = self._pairs.pair(prefill, decode, ask, may_be_alone=may_be_alone, are_all=are_all)
         for instance in pair:
             if instance is not None:
                 self._chosen(instance)
@@ -206,8 +207,7 @@ class LiveFleet:
                 tried = self._pair_to_try(prefills, decodes, ask, now)
                 if tried is not None:
                     return tried
-            pair = self.pair(prefills, decodes, ask, may_be_alone=may_be_alone)
-            self._pairs.remember(ask)
+            pair = self.pair(prefills, decodes, ask, may_be_alone=may_be_alone, are_all=True)
         elif self.crossings is not None:
             self.crossings.note(pair[0], pair[1], ask)
         return pair

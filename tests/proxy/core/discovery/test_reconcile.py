@@ -152,8 +152,9 @@ def test_the_first_view_counts_even_if_it_is_empty():
     """Nothing is something that a source can say."""
     sources = Sources([EngineSource.STORE], now=0)
 
-    assert sources.replace(EngineSource.STORE, [], now=1)
+    assert not sources.replace(EngineSource.STORE, [], now=1)
     assert list(sources.missing) == []
+    assert sources.views[EngineSource.STORE].generation == 1
 
 
 def test_of_two_pods_at_one_address_the_one_that_stays_counts():

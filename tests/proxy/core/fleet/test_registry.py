@@ -72,6 +72,16 @@ def test_when_none_can_serve_the_error_says_what_became_of_each():
     assert str(caught.value) == expected
 
 
+def test_the_error_names_a_few_of_thousands():
+    """It goes to each client while a zone is gone."""
+    registry = Registry()
+    for port in range(1, 1001):
+        registry.drain(registry.add(Role.DECODE, Address("http", "d", port)).id, now=0)
+
+    with pytest.raises(NoInstance, match=r"decode-15 is draining, and 984 more$"):
+        registry.usable(Role.DECODE)
+
+
 def broken_at(member, now):
     for number in range(3):
         member.life.failed(RequestId(f"r{number}"), Failure.TIMEOUT, now=now)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -98,8 +99,17 @@ class Side:
         return self.now
 
     def slowly(self, ask):
-        decodes = self.fleet.usable(Role.DECODE)
-        return self.fleet.pair(self.fleet.usable(Role.PREFILL), decodes, ask)
+        """Choose by a look at each engine, with nothing that is remembered of earlier ones."""
+        anew = replace(self.pairs, **{name: [] for name in ("_whole", "_parts")}, _calm={})
+        decodes = self.scratch(Role.DECODE)
+        fleet = LiveFleet(self.registry, anew, self.learned, self.clock)
+        return fleet.pair(self.scratch(Role.PREFILL), decodes, ask)
+
+    def scratch(self, role):
+        """List the engines that may serve, each of which is asked; raises NoInstance."""
+        sides = [(member, member.as_role(role)) for member in self.registry.members()]
+        found = [one for member, one in sides if one is not None and member.life.may_serve(now=self.now)]
+        return found or self.fleet.usable(role)
 
     def shown(self):
         return [(m.instance.id, m.life.state, m.life.why, m.facts, m.load.in_flight) for m in self.registry.members()]
@@ -296,6 +306,9 @@ class Calm(RuleBasedStateMachine):
             if self.often:
                 self.chosen(RoutingHints())
                 self.chosen(RoutingHints(model="a"))
+            for role in Role:
+                slow = outcome(self.slow.scratch, role)
+                assert outcome(self.quick.fleet.usable, role) == slow
             assert self.quick.shown() == self.slow.shown()
 
 
@@ -337,7 +350,7 @@ def test_who_may_serve_alone_is_remembered_with_the_pairs():
 
     side.fleet.any_pair()
 
-    assert side.pairs.calm_alone(RoutingHints(), 0.0) == list(side.fleet.usable(Role.DECODE))
+    assert list(side.pairs.calm_alone(RoutingHints(), 0.0)) == list(side.fleet.usable(Role.DECODE))
     assert lonely in side.pairs.calm_alone(RoutingHints(), 0.0)
     assert side.pairs.calm_alone(RoutingHints(rank=0), 0.0) is None
     assert side.pairs.calm_alone(RoutingHints(model="a"), 0.0) is None
@@ -346,19 +359,19 @@ def test_who_may_serve_alone_is_remembered_with_the_pairs():
 def test_a_choice_is_remembered_until_time_changes_it():
     """An engine that rests will be tried; until then the choice stands. One that is tried changes with each request."""
     side = fleet()
-    assert side.registry.calm_until == math.inf
+    assert side.registry.steady_until == math.inf
     life = side.registry.members()[0].life
     for _ in range(LIMITS.circuit_breaker_failures):
         life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0.0)
     side.fleet.any_pair()
 
     assert life.state is HealthState.EJECTED
-    assert side.registry.calm_until == LIMITS.ejection_time_s
+    assert side.registry.steady_until == LIMITS.ejection_time_s
     assert side.pairs.calm(RoutingHints(), now=LIMITS.ejection_time_s - 0.1) is not None
     assert side.pairs.calm(RoutingHints(), now=LIMITS.ejection_time_s) is None
     side.registry.usable(Role.PREFILL, now=LIMITS.ejection_time_s)
     assert life.state is HealthState.HALF_OPEN
-    assert side.registry.calm_until == -math.inf
+    assert side.pairs.calm(RoutingHints(), now=LIMITS.ejection_time_s) is None
 
 
 def test_an_engine_that_stays_away_does_not_make_each_request_look_at_all_engines():

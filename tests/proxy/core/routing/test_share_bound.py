@@ -1,6 +1,7 @@
 """What one engine gets while revisions are mixed."""
 
 from collections import Counter, deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -33,14 +34,14 @@ class Fleet:
         self.pairs = PairSelector(self.registry, choice, bounds=ShareBounds(self.registry) if is_bound else None)
         self.in_flight, self.open = in_flight, deque()
 
-    def ask(self, session, pairs=None):
+    def ask(self, session, pairs=None, model="m"):
         usable = [self.registry.usable(role) for role in Role]
-        chosen = (pairs or self.pairs).pair(*usable, RoutingHints("m", session), may_be_alone=True)
+        chosen = (pairs or self.pairs).pair(*usable, RoutingHints(model, session), may_be_alone=True)
         return [None if one is None else one.id for one in chosen]
 
-    def serve(self, session, number):
+    def serve(self, session, number, model="m"):
         """Ask, and end the oldest request that is one too many."""
-        chosen = [name for name in self.ask(session) if name is not None]
+        chosen = [name for name in self.ask(session, model=model) if name is not None]
         busy = [name for name in chosen if self.registry.get(name).load.in_flight]
         self.open.append((chosen, RequestId(str(number))))
         for name in chosen:
@@ -156,6 +157,18 @@ def test_models_without_end_are_not_kept():
         bounds.of(str(number))
 
     assert bounds.of("0") is not first
+
+
+def test_adapters_in_turn_keep_the_bound_of_each_engine():
+    """All bounds were forgotten beyond 64 names, over and over again: each engine had its burst anew each time."""
+    names, rounds, counts = [f"lora-{n}" for n in range(100)], 60, Counter()
+    fleet = Fleet(*([replace(facts, models=frozenset(names)) for facts in side] for side in MIXED))
+    for number in range(rounds):
+        for place, name in enumerate(names):
+            counts.update((name, one) for one in fleet.serve("everyone", number * len(names) + place, name)[1])
+
+    for (_, one), count in counts.items():
+        assert count <= EACH * rounds / len(fleet.registry.known(fleet.registry.get(one).instance.role)) + BURST
 
 
 def test_engines_that_are_gone_are_forgotten():

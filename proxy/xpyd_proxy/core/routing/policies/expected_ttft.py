@@ -6,7 +6,8 @@ from typing import Final, Protocol, TypeVar
 from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.model import ANY, Instance, RoutingHints
 from xpyd_proxy.core.routing.alone_bound import AloneBound, Holding
-from xpyd_proxy.core.routing.pairing import Among, Fits, Pair
+from xpyd_proxy.core.routing.candidates import Among, Fits
+from xpyd_proxy.core.routing.pairing import Pair
 
 LOYALTY: Final = 2.0  # times as long as the fastest one an engine may take for a prompt that it has nearly all of
 NEAR: Final = 0.05  # choices that cost at most this part more than the best one are as good: chance picks one

@@ -6,7 +6,8 @@ from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet.compatibility import always
 from xpyd_proxy.core.model import ANY, Instance, InstanceId, RoutingHints
-from xpyd_proxy.core.routing.pairing import Among, Fits, Pair
+from xpyd_proxy.core.routing.candidates import Among, Fits
+from xpyd_proxy.core.routing.pairing import Pair
 
 _Set: TypeAlias = tuple[InstanceId, ...]
 _MOST_SETS: Final = 256

@@ -1,0 +1,45 @@
+"""A change in a fleet of 2,000 engines keeps no request waiting for long."""
+
+import asyncio
+import json
+import os
+import sys
+
+import pytest
+
+from support import large_fleet
+
+MOST_S = 0.01
+STEPS = {"choice", "pod", "failure", "relist", "status", "metrics"}
+
+
+@pytest.mark.slow  # it starts a process, in which 60 pods are replaced
+@pytest.mark.timeout(180)
+async def test_no_step_of_the_loop_takes_10_ms_while_a_fleet_of_2000_engines_changes(capsys):
+    """Promised in docs/benchmarks/fleet.md: so long a request, or a token of a stream, waits at most.
+
+    Measured are a choice of two engines (each is the first after a change, for one of 100 adapters), a pod that is
+    replaced, an engine that fails, a LIST of all pods that differs in one, the steps of ``/stats`` and ``/metrics``,
+    probes, and the comparing of all engines with what sources say (the tasks without a name). A process of its own
+    measures processor time. A step takes longer while others use the caches: the median of the nine longest counts,
+    divided by how much slower than at best the same look at all engines is meanwhile.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
+    measuring = await asyncio.create_subprocess_exec(
+        sys.executable, large_fleet.__file__, env=environment, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        said, _ = await measuring.communicate()
+    finally:
+        if measuring.returncode is None:
+            measuring.kill()
+            await measuring.wait()
+    assert measuring.returncode == 0
+    found = json.loads(said)
+    longest = {name: steps[len(steps) // 2] / found["slowdown"] for name, steps in found["longest"].items()}
+    with capsys.disabled():
+        print(f" (slowdown {found['slowdown']:.1f})", end="")
+        print("".join(f" {name} {longest[name] * 1000:.1f}" for name in sorted(STEPS)), "ms", end="")
+
+    assert longest.keys() >= STEPS
+    assert {name: took for name, took in longest.items() if took >= MOST_S} == {}

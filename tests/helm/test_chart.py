@@ -58,7 +58,15 @@ def test_the_files_of_ci_show_every_kind_of_object():
     """What no file renders, no test sees."""
     kinds = {o["kind"] for case in CASES for o in default(case)}
 
-    crds = {"HTTPRoute", "LeaderWorkerSet", "PodMonitor", "PrometheusRule", "ScaledObject", "ServiceMonitor"}
+    crds = {
+        "DisaggregatedSet",
+        "HTTPRoute",
+        "LeaderWorkerSet",
+        "PodMonitor",
+        "PrometheusRule",
+        "ScaledObject",
+        "ServiceMonitor",
+    }
     core = {"ConfigMap", "Deployment", "HorizontalPodAutoscaler", "Ingress", "NetworkPolicy", "Pod", "Secret"}
     core |= {"Lease", "StatefulSet"}
     core |= {"PodDisruptionBudget", "Role", "RoleBinding", "Service", "ServiceAccount"}

@@ -8,11 +8,11 @@ import yaml
 from support.helm_chart import CHART, HELMS, Chart, Refused, default, run
 from support.helm_checks import complaints
 from support.helm_cluster import cluster
-from support.helm_objects import COMPONENT, WORKLOADS, as_controller, kind, pods
+from support.helm_objects import COMPONENT, WORKLOADS, as_controller, container, flag, kind, pods, router, templates
 from support.helm_schemas import wrong
 
 SET = {"disaggregatedSet": {"enabled": True}}
-NAME = "n" * 32  # the longest
+NAME = "n" * 30  # the longest
 ALONE = {role: {"autoscaling": {"type": "none"}} for role in ("prefill", "decode")}
 
 
@@ -68,6 +68,36 @@ def test_a_role_is_scaled_by_the_scaler_that_the_controller_makes_of_it(autoscal
     assert [problem for o in objects for problem in wrong(o, "1.33.0")] == []
 
 
+COPIED = {"slices": 3, "placementPolicy": {"type": "ExclusiveTopology", "topology": "example.com/rack"}}
+SLICED = {"disaggregatedSet": {"enabled": True, **COPIED}}
+COPIES = {"prefill": LWS, "decode": {**LWS, "replicas": 2}}
+
+
+def test_slices_are_copies_whose_engines_the_router_pairs():
+    """The fields are there only when asked for, because LeaderWorkerSet 0.9 has none; routers go by its own label."""
+    one, own = (
+        Chart().objects(COPIES | more) for more in (SET, {**SLICED, "router": {"settings": {"slice_pairing": "off"}}})
+    )
+    objects = Chart().objects(COPIES | SLICED)
+    spec, plain = (kind(found, "DisaggregatedSet")[0]["spec"] for found in (objects, one))
+
+    assert (spec["slices"], spec["placementPolicy"]) == (3, COPIED["placementPolicy"])
+    assert not {"slices", "placementPolicy"} & plain.keys()
+    assert [role["spec"]["replicas"] for role in spec["roles"]] == [1, 2]  # of each slice
+    found = [container(templates(router(of))[0])["args"] for of in (objects, own, one)]
+    assert [flag(args, "--slice-pairing") for args in found] == ["prefer", "off", None]
+    assert flag(found[0], "--slice-label") == "disaggregatedset.x-k8s.io/slice"
+
+
+def test_a_scaler_of_slices_counts_all_of_them():
+    """KEDA's number for the time without Prometheus is that of the set, `replicas` that of a slice."""
+    decode = {**LWS, "replicas": 2, "autoscaling": {"type": "keda", "min": 3}}
+    values = COPIES | SLICED | {"decode": decode, "monitoring": {"podMonitor": {"enabled": True}}}
+    (scaled,) = kind(Chart().objects(values), "ScaledObject")
+
+    assert scaled["spec"]["fallback"]["replicas"] == 6
+
+
 @pytest.mark.parametrize("helm", HELMS)
 @pytest.mark.parametrize("lacking", [(), ("DisaggregatedSetRoleScaler",)], ids=["newer", "0.9"])
 def test_a_controller_that_makes_no_scalers_is_noticed(lacking, helm, tmp_path, monkeypatch):
@@ -92,13 +122,26 @@ def test_a_controller_that_makes_no_scalers_is_noticed(lacking, helm, tmp_path, 
             {"prefill": LWS, "decode": {**LWS, "strategy": {"rollingUpdateConfiguration": {"partition": 1}}}},
             "decode.strategy: a DisaggregatedSet takes RollingUpdate without a partition",
         ),
-        ({"prefill": LWS, "decode": LWS, "fullnameOverride": "n" * 33}, "write a shorter fullnameOverride"),
+        ({"prefill": LWS, "decode": LWS, "fullnameOverride": "n" * 31}, "write a shorter fullnameOverride"),
+        (
+            COPIES | {"fullnameOverride": "n" * 30, "disaggregatedSet": {"enabled": True, "slices": 11}},
+            "than 29 characters",
+        ),
+        ({"disaggregatedSet": COPIED}, "disaggregatedSet.slices is 3: write disaggregatedSet.enabled: true"),
+        (
+            COPIES | {"disaggregatedSet": {"enabled": True, "placementPolicy": {"type": "ExclusiveTopology"}}},
+            "disaggregatedSet.placementPolicy.type is ExclusiveTopology: name the label of nodes",
+        ),
+        (
+            COPIES | SLICED | {"decode": {**LWS, "autoscaling": {"type": "hpa", "min": 2}}},
+            "decode.autoscaling.min is 2: the controller spreads the engines over 3 slices",
+        ),
     ],
     ids=lambda one: str(one)[:50],
 )
 def test_what_its_controller_would_refuse_is_refused_before(values, sentence):
     """In a sentence that names the value."""
     with pytest.raises(Refused) as refusal:
-        Chart().text(values | SET)
+        Chart().text(SET | values)
 
     assert sentence in str(refusal.value)

@@ -14,6 +14,7 @@ from support.helm_chart import HELMS, ROOT, TOOLS, Chart, Refused, default
 from support.helm_metrics import ENGINE_TARGET, TARGET, engine_metrics, loose, named, router_metrics
 from support.helm_objects import kind, matches, pods
 from support.helm_promql import Evaluation, Rule, firing, parsed, series
+from support.helm_schemas import wrong
 
 SERIES = yaml.safe_load((Path(__file__).parent / "alerts.yaml").read_text())
 ROUTER = 'namespace="ns",job="r-xpyd-router"'
@@ -155,6 +156,29 @@ def test_keda_takes_silence_for_an_error_and_not_for_zero(helm):
     assert [one["metadata"]["ignoreNullValues"] for one in o["spec"]["triggers"]] == ["false", "false"]
     assert o["spec"]["fallback"] == {"failureThreshold": 5, "replicas": 5, "behavior": "currentReplicasIfHigher"}
     assert {one["metricType"] for one in o["spec"]["triggers"]} == {"AverageValue"}  # a fallback needs it
+
+
+@pytest.mark.parametrize(
+    ("more", "types"), [([], ["cpu"]), ([("xpyd_requests_running", "600")], ["cpu", "prometheus"])]
+)
+def test_routers_are_scaled_by_keda_as_engines_are(more, types):
+    """By CPU, as the HPA does, and by metrics of their own. Without one of these KEDA takes no fallback."""
+    keda = {"type": "keda", "min": 3, "max": 9, "more": [{"metric": name, "target": target} for name, target in more]}
+    values = {"router": {"replicas": 4, "autoscaling": keda}, "monitoring": {"serviceMonitor": {"enabled": True}}}
+    (o,) = kind(Chart().objects(values), "ScaledObject")
+    spec, triggers = o["spec"], o["spec"]["triggers"]
+
+    assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "r-xpyd-router"}
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (3, 9)
+    assert [one["type"] for one in triggers] == types
+    assert triggers[0] == {"type": "cpu", "metricType": "Utilization", "metadata": {"value": "70"}}
+    assert spec.get("fallback", {}).get("replicas") == (4 if more else None)
+    for one in triggers[1:]:
+        assert one["metadata"]["query"] == f"sum(xpyd_requests_running{{{ROUTER}}})"
+        assert (one["metadata"]["threshold"], one["metadata"]["ignoreNullValues"]) == ("600", "false")
+        assert loose(one["metadata"]["query"]) == set()
+        assert "xpyd_requests_running" in real()
+    assert wrong(o, "1.33.0") == []
 
 
 def test_while_routers_do_not_know_what_is_wanted_the_number_stays():

@@ -68,6 +68,11 @@ BAD = [
     ("router.image.digest", "sha256:abc"),
     ("router.image.pullPolicy", "Sometimes"),
     ("router.service.type", "ExternalName"),
+    ("router.service.ipFamilyPolicy", "Dual"),
+    ("router.service.ipFamilies", ["IPv5"]),
+    ("router.autoscaling.more", [{"metric": "xpyd_requests_running"}]),
+    ("disaggregatedSet.slices", 0),
+    ("disaggregatedSet.placementPolicy.type", "Spread"),
     ("router.securityContext.privileged", True),
     ("router.securityContext.allowPrivilegeEscalation", True),
     ("router.pdb.maxUnavailable", "some"),
@@ -77,7 +82,7 @@ BAD = [
     ("prefill.pipelineParallel", 2),  # no real engine has been tried so
     ("prefill.extraArgs", ["--port=9"]),
     ("prefill.extraArgs", ["--kv-transfer-config", "{}"]),
-    ("prefill.extraArgs", ["-pp", "2"]),
+    ("prefill.extraArgs", ["-tp", "2"]),
     ("decode.extraArgs", ["--data-parallel-start-rank=8"]),
     ("decode.extraArgs", ["--master-port", "1"]),
     ("decode.apiServers", 0),
@@ -287,6 +292,14 @@ CONTRADICTIONS = [
     ({"decode": {"extraArgs": ["--uds", "/run/vllm"]}}, "decode.extraArgs has --uds: routers"),
     ({"prefill": {"kind": "LeaderWorkerSet", "minReadySeconds": 5}}, "a LeaderWorkerSet has no such field"),
     ({"decode": {"extraArgs": ["--ssl_ca_certs", "/tls/ca.crt"]}}, "decode.extraArgs has --ssl-ca-certs: routers"),
+    ({"prefill": {"extraArgs": ["--pipeline-parallel-size=2"]}}, "--pipeline-parallel-size: no real engine has been"),
+    ({"decode": {"extraArgs": ["-pp", "2"]}}, "decode.extraArgs has -pp: no real engine has been tried"),
+    ({"router": {"service": {"ipFamilies": ["IPv6"]}}}, "router.service wants IPv6, and listenAddress is 0.0.0.0"),
+    ({"router": {"service": {"ipFamilyPolicy": "PreferDualStack"}}}, "wants IPv6, and listenAddress is 0.0.0.0"),
+    (
+        {"router": {"autoscaling": {"type": "keda", "more": [{"metric": "xpyd_requests_running", "target": "9"}]}}},
+        "router.autoscaling.more asks Prometheus: write monitoring.serviceMonitor.enabled: true",
+    ),
 ]
 
 

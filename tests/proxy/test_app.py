@@ -258,6 +258,23 @@ async def test_a_stream_without_its_end_is_not_passed_off_as_complete():
     assert "[DONE]\n" not in response.text
 
 
+async def test_a_request_by_an_alias_has_both_legs_and_the_models_first_name():
+    """One model takes the place of another while clients go on saying the old name: docs/cells.md."""
+    (path, body), names = TEXT, ("new", "old", "chat")
+    engines = sims(2, 2, model=names[0], aliases=names[1:])
+    async with router(engines) as client:
+        answers = [await client.post(path, json=body | {"model": name}) for name in names]
+        unknown = await client.post(path, json=body | {"model": "other"})
+        listed = (await client.get("/v1/models")).json()["data"]
+
+    for answer in answers:
+        assert (answer.status_code, answer.json()["model"]) == (200, "new")
+        assert answer.json()["choices"][0]["text"] == expected_text(body)
+        assert re.findall(r"(\w+);desc=", answer.headers["server-timing"]) == ["prefill", "decode"]
+    assert unknown.status_code == 404
+    assert [one["id"] for one in listed] == [*names]
+
+
 async def test_models_come_from_any_engine_that_answers():
     """Decode engines first, and a dead one is passed over."""
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from support.helm_objects import kind, of_controller
+
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "xpyd"
 TOOLS = ROOT / ".xpyd" / "tools"
@@ -79,8 +81,9 @@ def binary(helm):
 
 @functools.cache
 def default(ci=None, helm="helm4"):
-    """Return the objects of an unchanged chart; nobody may change them."""
-    return tuple(Chart().objects(ci=ci, helm=helm))
+    """Return the objects of an unchanged chart, with what a controller makes of them; nobody may change them."""
+    objects = Chart().objects(ci=ci, helm=helm)
+    return (*objects, *(made for whole in kind(objects, "DisaggregatedSet") for made in of_controller(whole)))
 
 
 def names_of_ci():

@@ -90,11 +90,24 @@ def ident(o):
 
 
 def as_controller(objects):
-    """Put a LeaderWorkerSet in place of each role, as LWS 0.9 does; its name also has a hash, which changes."""
+    """Put a LeaderWorkerSet in place of each role, as the controller does; see :func:`of_controller`."""
     (whole,) = kind(objects, "DisaggregatedSet")
-    made = [o for o in objects if o is not whole]
-    for role in whole["spec"]["roles"]:
-        meta = {**role["metadata"], "name": f"{whole['metadata']['name']}-01234567-{role['name']}", "namespace": "ns"}
-        api = "leaderworkerset.x-k8s.io/v1"
-        made.append({"apiVersion": api, "kind": "LeaderWorkerSet", "metadata": meta, "spec": role["spec"]})
-    return made
+    return [o for o in objects if o is not whole] + of_controller(whole)
+
+
+def of_controller(whole):
+    """Return the LeaderWorkerSets of a DisaggregatedSet, of its last slice if it has several, with the longest names.
+
+    LWS newer than 0.9 has the slice's number in each name; the hash there changes.
+    """
+    name = f"{whole['metadata']['name']}-{whole['spec'].get('slices', 1) - 1}-01234567"
+    api = "leaderworkerset.x-k8s.io/v1"
+    return [
+        {
+            "apiVersion": api,
+            "kind": "LeaderWorkerSet",
+            "metadata": {**role["metadata"], "name": f"{name}-{role['name']}", "namespace": "ns"},
+            "spec": role["spec"],
+        }
+        for role in whole["spec"]["roles"]
+    ]

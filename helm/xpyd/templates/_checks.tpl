@@ -28,10 +28,25 @@
 {{- if and $v.router.apiKeys.secretName $v.monitoring.serviceMonitor.enabled (not $v.monitoring.serviceMonitor.bearerToken.secretName) (not (get $v.router.settings "public_metrics")) -}}
 {{- fail "router.apiKeys.secretName is set, and /metrics wants a key: name one for Prometheus in monitoring.serviceMonitor.bearerToken, or write router.settings.public_metrics: true" -}}
 {{- end -}}
-{{- /* NAME-REVISION-prefill is a LeaderWorkerSet; its controllers add to that, and a label has 63 characters. */ -}}
+{{- /* NAME-SLICE-REVISION-prefill is a LeaderWorkerSet; its controllers add to that, and a label has 63 characters. */ -}}
 {{- $name := include "xpyd.fullname" . -}}
-{{- if and $v.disaggregatedSet.enabled (gt (len $name) 32) -}}
-{{- fail (printf "disaggregatedSet.enabled is true, and the name %s has more than 32 characters: pods would be called by too long names, so write a shorter fullnameOverride" $name) -}}
+{{- $set := $v.disaggregatedSet -}}
+{{- $most := ternary 29 30 (gt (int $set.slices) 10) -}}
+{{- if and $set.enabled (gt (len $name) $most) -}}
+{{- fail (printf "disaggregatedSet.enabled is true, and the name %s has more than %d characters: pods would be called by too long names, so write a shorter fullnameOverride" $name $most) -}}
+{{- end -}}
+{{- if and (gt (int $set.slices) 1) (not $set.enabled) -}}
+{{- fail (printf "disaggregatedSet.slices is %d: write disaggregatedSet.enabled: true, or replicas of the pools" (int $set.slices)) -}}
+{{- end -}}
+{{- if and (ne $set.placementPolicy.type "None") (not $set.placementPolicy.topology) -}}
+{{- fail (printf "disaggregatedSet.placementPolicy.type is %s: name the label of nodes that says what a place is in disaggregatedSet.placementPolicy.topology" $set.placementPolicy.type) -}}
+{{- end -}}
+{{- $service := $v.router.service -}}
+{{- if and (or (has "IPv6" $service.ipFamilies) (hasSuffix "DualStack" $service.ipFamilyPolicy)) (not (contains ":" $v.listenAddress)) -}}
+{{- fail (printf "router.service wants IPv6, and listenAddress is %s: routers would listen on IPv4 alone, so write listenAddress: \"::\", which takes both" $v.listenAddress) -}}
+{{- end -}}
+{{- if and (eq $v.router.autoscaling.type "keda") $v.router.autoscaling.more (not $v.monitoring.serviceMonitor.enabled) -}}
+{{- fail "router.autoscaling.more asks Prometheus: write monitoring.serviceMonitor.enabled: true" -}}
 {{- end -}}
 {{- $egress := $v.networkPolicy.egress -}}
 {{- if and $v.networkPolicy.enabled $egress.enabled (not $egress.routerTo) -}}
@@ -137,6 +152,9 @@
 {{- if and (ne $p.autoscaling.type "none") ($.Capabilities.APIVersions.Has "disaggregatedset.x-k8s.io/v1/DisaggregatedSet") (not ($.Capabilities.APIVersions.Has "disaggregatedset.x-k8s.io/v1/DisaggregatedSetRoleScaler")) -}}
 {{- fail (printf "%s.autoscaling.type is %s, but the cluster has no DisaggregatedSetRoleScaler: a role is scaled by a LeaderWorkerSet newer than 0.9; write none, or disaggregatedSet.enabled: false" $role $p.autoscaling.type) -}}
 {{- end -}}
+{{- if and (ne $p.autoscaling.type "none") (lt (int $p.autoscaling.min) (int $v.disaggregatedSet.slices)) -}}
+{{- fail (printf "%s.autoscaling.min is %d: the controller spreads the engines over %d slices, and some would have none; write %d or more" $role (int $p.autoscaling.min) (int $v.disaggregatedSet.slices) (int $v.disaggregatedSet.slices)) -}}
+{{- end -}}
 {{- if or (ne (get $p.strategy "type" | default "RollingUpdate") "RollingUpdate") (hasKey (get $p.strategy "rollingUpdateConfiguration" | default dict) "partition") -}}
 {{- fail (printf "%s.strategy: a DisaggregatedSet takes RollingUpdate without a partition" $role) -}}
 {{- end -}}
@@ -189,6 +207,9 @@
 {{- end -}}
 {{- range $p.extraArgs -}}
 {{- $flag := splitList "=" . | first | replace "_" "-" -}}
+{{- if has $flag (list "-pp" "--pipeline-parallel-size") -}}
+{{- fail (printf "%s.extraArgs has %s: no real engine has been tried with pipeline stages, so leave it out, and write tensorParallel, which nodes of a LeaderWorkerSet can share" $role $flag) -}}
+{{- end -}}
 {{- if or (hasPrefix "--ssl-" $flag) (eq "--uds" $flag) -}}
 {{- fail (printf "%s.extraArgs has %s: routers, probes, the drain hook and helm test speak plain HTTP to engines inside the pod network, so the pod would never be ready; leave it out, and encrypt the network between nodes instead" $role $flag) -}}
 {{- end -}}

@@ -170,8 +170,20 @@ no
 {{- else if ne $v.autoscaling.type "none" -}}
 {{- printf "%d to %d" (int $v.autoscaling.min) (int $v.autoscaling.max) -}}
 {{- else if and .root.Values.disaggregatedSet.enabled (ne .component "router") -}}
-{{- int $v.replicas -}}
+{{- mul $v.replicas .root.Values.disaggregatedSet.slices -}}
 {{- else -}}
 {{- include "xpyd.replicas" (dict "root" .root "values" $v "kind" ($v.kind | default "Deployment") "name" (printf "%s-%s" (include "xpyd.fullname" .root) .component)) -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Address families of a Service that clients or operators reach, as lines of its spec. */}}
+{{- define "xpyd.families" -}}
+{{- with .Values.router.service }}
+{{- with .ipFamilyPolicy }}
+ipFamilyPolicy: {{ . }}
+{{- end }}
+{{- with .ipFamilies }}
+ipFamilies: {{ toJson . }}
+{{- end }}
+{{- end }}
 {{- end -}}

@@ -525,6 +525,15 @@ kind: DisaggregatedSet
 metadata:
   {{- include "xpyd.metadata" (dict "root" . "component" "engines" "name" (include "xpyd.fullname" .)) | nindent 2 }}
 spec:
+  {{- with .Values.disaggregatedSet }}
+  {{- /* LeaderWorkerSet 0.9 has neither field. */}}
+  {{- if gt (int .slices) 1 }}
+  slices: {{ int .slices }}
+  {{- end }}
+  {{- if ne .placementPolicy.type "None" }}
+  placementPolicy: {type: {{ .placementPolicy.type }}, topology: {{ .placementPolicy.topology | quote }}}
+  {{- end }}
+  {{- end }}
   roles:
     {{- range $role := list "prefill" "decode" }}
     {{- $one := dict "root" $ "role" $role }}

@@ -110,12 +110,13 @@
 {{- first . -}}{{- if $said -}}:{{- join "," $said -}}{{- end -}}
 {{- end -}}
 
-{{/* Settings of the router, by name: with kvEvents.enabled, returnKv.enabled or several routers those that make use of it, unless router.settings has others. */}}
+{{/* Settings of the router, by name: with kvEvents.enabled, returnKv.enabled, several routers or several slices those that make use of it, unless router.settings has others. */}}
 {{- define "xpyd.router.settings" -}}
 {{- $events := dict "kv_events" "auto" "prefill_policy" "prefix" "decode_policy" "prefix" -}}
 {{- $return := dict "return_kv" true "prefill_policy" "prefix" "decode_policy" "prefix" -}}
 {{- $peers := dict "prefill_policy" "least_loaded" "decode_policy" "least_loaded" -}}
-{{- merge (dict) .Values.router.settings (ternary $events dict .Values.kvEvents.enabled) (ternary $return dict .Values.returnKv.enabled) (ternary $peers dict (eq (include "xpyd.router.peers" .) "true")) | toYaml -}}
+{{- $slices := dict "slice_pairing" "prefer" "slice_label" "disaggregatedset.x-k8s.io/slice" -}}
+{{- merge (dict) .Values.router.settings (ternary $slices dict (gt (int .Values.disaggregatedSet.slices) 1)) (ternary $events dict .Values.kvEvents.enabled) (ternary $return dict .Values.returnKv.enabled) (ternary $peers dict (eq (include "xpyd.router.peers" .) "true")) | toYaml -}}
 {{- end -}}
 
 {{/* Names that clients may call routers by: needed where neither keys nor TLS keep web pages of other names away. */}}

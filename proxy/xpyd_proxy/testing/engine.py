@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Final, TypeAlias
@@ -99,7 +99,7 @@ class Sim:
     the transfer. Decode sims that share it wait for that. Without it (in other processes) they believe what they are
     told, and answer at once. With a ``cache`` it tells routers what it has in it. In auto mode the prefill leg says
     whether it pushes. ``moves_s``: how long KV is under way to a decode engine, by the way it goes (pull, push).
-    One of role both (kv_both) takes legs of both kinds.
+    One of role both (kv_both) takes legs of both kinds. ``aliases`` are more names that clients may say for its model.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class Sim:
         role: str,
         *,
         model: str = "sim",
+        aliases: Collection[str] = (),
         prefill_s: float = 0.0,
         token_s: float = 0.0,
         mode: str = "pull",
@@ -125,7 +126,8 @@ class Sim:
         # What it noted of each request, as the connector's route shows it; None: it has no such route.
         self.timelines: dict[str, list[Json]] | None = None
         self.loads = SimulatedLoads()
-        self._model = model
+        self._model = model  # the name in its answers, and the first that it is called by
+        self._names = (model, *aliases)
         self._prefill_s = prefill_s
         self._token_s = token_s
         self._fault: SimulatedFault | None = None
@@ -187,8 +189,8 @@ class Sim:
         return min(1.0, len(self.granted) / 1000) if keeps else 0.0
 
     async def _models(self, _: Request) -> Response:
-        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "vllm", "max_model_len": 2048}
-        return _json({"object": "list", "data": [card]})
+        card = {"object": "model", "created": 0, "owned_by": "vllm", "max_model_len": 2048}
+        return _json({"object": "list", "data": [{"id": name, **card} for name in self._names]})
 
     async def _kv_events(self, _: Request) -> Response:
         if self.cache is None:
@@ -247,7 +249,7 @@ class Sim:
         except rules.Violation as exc:
             self.violations.append(str(exc))
             return _json(error(400, str(exc)), 400)
-        if body.get("model", self._model) != self._model:
+        if body.get("model", self._model) not in self._names:
             return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
         if fault is not None and fault.kind is FaultKind.WRONG:
             body, fault = rules.of_another_prompt(body), None

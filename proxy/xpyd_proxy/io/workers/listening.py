@@ -8,6 +8,7 @@ from typing import Final
 
 from xpyd_proxy.errors import ConfigError
 
+EVERYWHERE: Final = "::"  # every address of the machine, those of IPv4 included
 _SPREADS: Final = sys.platform.startswith("linux")  # elsewhere the option is missing, or all goes to one of them
 
 
@@ -52,7 +53,7 @@ def _bound(family: int, where: tuple[str, int], *, shared: bool) -> socket.socke
         if shared:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
-            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(where[0] != EVERYWHERE))
         one.bind(where)
     except OSError as exc:
         one.close()

@@ -7,6 +7,8 @@ import pytest
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.workers import listening
 from xpyd_proxy.io.workers.listening import bound, reserved
+from xpyd_proxy.listeners import main_sockets
+from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.skipif("not hasattr(__import__('socket'), 'SO_REUSEPORT')")
 
@@ -55,6 +57,27 @@ def test_all_addresses_of_a_name_have_one_port():
         assert {one.getsockname()[1] for one in sockets} == {port}
         for one in sockets:
             one.close()
+
+
+def _has_ipv6():
+    try:
+        with socket.socket(socket.AF_INET6) as one:
+            one.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("place", ["worker", "alone"])
+def test_the_wildcard_of_ipv6_takes_clients_of_both_families(place):
+    """A pod of a cluster with both has an address of each: its probes come to the one, its Service may be the other."""
+    settings = Settings(host="::", port=0)
+    (one,) = bound("::", 0) if place == "worker" else main_sockets(settings, None)
+    with one:
+        one.listen()
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, one.getsockname()[1]), timeout=5).close()
 
 
 def test_where_the_kernel_does_not_spread_connections_workers_are_refused(monkeypatch):

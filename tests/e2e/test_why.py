@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 KEY = {"X-Api-Key": "sesame"}
 FROZEN_S = 0.3
 LONGER_S = 1.0  # that one part of a load takes: a busy machine takes 0.1 s of its own, which is nobody's row
+STEP = 512  # tokens that an engine computes at once, at most
 TOKEN_S = 0.001  # that P takes for each token of a prompt
 WAITING = "vllm:xpyd_requests_waiting_for_remote_kv"
 RUNNING = "vllm:num_requests_running"
@@ -50,7 +51,7 @@ def pair(request, fleet, model):
     def engine(name, role, **more):
         spec = engine_spec(
             f"why-{name}-{mode}", model, role=role, connector=Connector.XPYD, mode=mode, timelines=True,
-            extra_args=("--max-num-batched-tokens", "512"), **more,
+            extra_args=("--max-num-batched-tokens", str(STEP)), **more,
         )  # fmt: skip
         spec = paced(spec, 0, TOKEN_S, 0) if role is Role.PREFILL else spec
         return spec, start_engine(fleet, spec)
@@ -152,17 +153,17 @@ def test_an_engine_that_does_not_move_shows_in_its_own_leg(pair, role):
 
 
 def test_a_busy_prefill_engine_shows_in_the_rows_of_its_queue_and_its_steps(pair):
-    """One prompt is computed for a second and a half. The next one comes meanwhile, and its steps are full."""
-    long, short = [21 + number % 300 for number in range(1500)], [22 + number % 300 for number in range(400)]
+    """Two prompts are computed for four seconds. Another one comes meanwhile, and steps are full until then."""
+    long, short = [[first + number % 300 for number in range(1990)] for first in (21, 22)], [23] * 400
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(ask, pair.router, long)
-        wait_until(lambda: metrics(pair.prefill).get(RUNNING) == 1, seconds=30, what="P computes the first prompt")
+        first, _ = [pool.submit(ask, pair.router, prompt) for prompt in long]
+        wait_until(lambda: metrics(pair.prefill).get(RUNNING, 0) > 0, seconds=30, what="P computes a prompt")
         second = pool.submit(ask, pair.router, short)
         names = [asked.result() for asked in (first, second)]
     computed, queued = (timeline(pair.router, name, of={"prefill-0", "decode-0"}) for name, _ in names)
 
-    assert ms(computed, "prefill-0", "compute") >= 0.9 * len(long) * TOKEN_S * 1e3
-    assert ms(queued, "prefill-0", "wait in the queue") >= 0.3 * len(long) * TOKEN_S * 1e3
+    assert ms(computed, "prefill-0", "compute") >= 0.9 * len(long[0]) * TOKEN_S * 1e3
+    assert ms(queued, "prefill-0", "wait in the queue") >= 0.9 * STEP * TOKEN_S * 1e3
     assert ms(queued, "prefill-0", "compute") >= 0.9 * len(short) * TOKEN_S * 1e3
     for found, (_, waited) in zip((computed, queued), names, strict=True):
         assert sum(row["duration_ms"] for row in found["rows"] if not row["leg"]) == pytest.approx(waited, rel=0.05)

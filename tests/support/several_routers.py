@@ -172,4 +172,4 @@ if __name__ == "__main__":
             continue
         row = [mean_and_p95(waits(routers=each, policy=name, exchanges=exchanges)) for each in counts]
         cells = " | ".join(f"{mean:.0f} / {p95:.0f}" for mean, p95 in row)
-        sys.stdout.write(f"| `{name}`{' with `--peers`' if exchanges else ''} | {cells} |\n")
+        sys.stdout.write(f"| `{name}`{', `--peers`' if exchanges else ''} | {cells} |\n")

@@ -126,8 +126,7 @@ class Sim:
         # What it noted of each request, as the connector's route shows it; None: it has no such route.
         self.timelines: dict[str, list[Json]] | None = None
         self.loads = SimulatedLoads()
-        self._model = model  # the name in its answers, and the first that it is called by
-        self._names = (model, *aliases)
+        self._names = (model, *aliases)  # the first one is in its answers
         self._prefill_s = prefill_s
         self._token_s = token_s
         self._fault: SimulatedFault | None = None
@@ -175,7 +174,7 @@ class Sim:
         if self._fault is not None and self._fault.kind is FaultKind.MUTE and self.log:
             return Response(status_code=500)
         running = sum(entry.state == "open" for entry in self.log)
-        labels = f'{{model_name="{self._model}",engine="0"}}'
+        labels = f'{{model_name="{self._names[0]}",engine="0"}}'
         gauges = {"num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": self._held_share()}
         lines = [f"# TYPE vllm:{name} gauge\nvllm:{name}{labels} {value}\n" for name, value in gauges.items()]
         lines.append(self.loads.exposition(self.engine_id, labels[1:-1]))
@@ -249,7 +248,7 @@ class Sim:
         except rules.Violation as exc:
             self.violations.append(str(exc))
             return _json(error(400, str(exc)), 400)
-        if body.get("model", self._model) not in self._names:
+        if body.get("model", self._names[0]) not in self._names:
             return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
         if fault is not None and fault.kind is FaultKind.WRONG:
             body, fault = rules.of_another_prompt(body), None
@@ -285,13 +284,13 @@ class Sim:
         name, created = _request_id(request), int(time.time())  # noqa: TID251 (an epoch)
         match request.url.path:
             case "/v1/responses":
-                return ResponsesReplies(body, name, self._model, created)
+                return ResponsesReplies(body, name, self._names[0], created)
             case "/v1/messages":
-                return MessagesReplies(body, name, self._model, created)
+                return MessagesReplies(body, name, self._names[0], created)
             case "/inference/v1/generate":
-                return TokensReplies(body, name, self._model, created)
+                return TokensReplies(body, name, self._names[0], created)
             case path:
-                return Replies(body, name, self._model, created, path.startswith("/v1/chat/"), made)
+                return Replies(body, name, self._names[0], created, path.startswith("/v1/chat/"), made)
 
     def _refuse(self, body: Json) -> Response:
         """There is no room for so many tokens: tell the prefill engine that its blocks will not be read."""

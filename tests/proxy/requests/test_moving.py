@@ -38,10 +38,8 @@ from xpyd_proxy.settings import Settings, SlicePairing
 
 BODY = {"stream": True, "temperature": 0, "max_tokens": 24, "stream_options": {"include_usage": True}}
 SAID = [{"role": "user", "content": "hi"}]
-PROMPTS = {
-    Api.COMPLETIONS: {"prompt": "hi"}, Api.CHAT: {"messages": SAID}, Api.RESPONSES: {"input": "hi", "store": False},
-    Api.MESSAGES: {"messages": SAID},
-}  # fmt: skip
+PROMPTS = {Api.COMPLETIONS: {"prompt": "hi"}, Api.CHAT: {"messages": SAID}}
+STAY = {Api.RESPONSES: {"input": "hi", "store": False}, Api.MESSAGES: {"messages": SAID}}
 
 
 class Engines(Scripted):
@@ -107,7 +105,7 @@ def is_rest(leg):
 
 
 def asked(api, **fields):
-    return call(api, **BODY | PROMPTS[api] | fields)
+    return call(api, **BODY | (PROMPTS | STAY)[api] | fields)
 
 
 async def cut_once(fleet, api=Api.COMPLETIONS, **fields):

@@ -1,6 +1,7 @@
 """Settings every test shares."""
 
 import gc
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
 from support import router_kind
+from support.nursery_process import look_here
 
 settings.register_profile("xpyd", deadline=None)  # a busy machine is not a failure
 settings.load_profile("xpyd")
@@ -32,6 +34,8 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """What collecting has brought stays: tests that ask what can be freed need not look at all of PyTorch."""
+    if "vllm" in sys.modules:
+        look_here()
     gc.collect()
     gc.freeze()
 

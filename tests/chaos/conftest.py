@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.netns import lab_available, lab_of
+from support.netns import lab_available, lab_or_none
 from support.victims import make_victims
 
 
@@ -13,9 +13,9 @@ def mode(request):
 
 
 @pytest.fixture(scope="package")
-def lab(fleet):
+def lab():
     """Two hosts with a network between them that can be cut, or None where that cannot be had."""
-    with lab_of(fleet) as lab:
+    with lab_or_none() as lab:
         yield lab
 
 

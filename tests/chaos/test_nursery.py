@@ -2,12 +2,13 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
-from support import nursery
+from support import netns, nursery
 from support.cluster import free_ports, wait_until
 from support.proc import states, wait_stopped
 from xpyd_proxy.local.errors import ChildFailed
@@ -25,9 +26,8 @@ def fleet(tmp_path):
 def start(fleet, name, program, *arguments, port=9, prefix=(), **environment):
     health = f"http://127.0.0.1:{port}/"
     argv = [*prefix, sys.executable, "-P", "-m", program, *map(str, arguments)]
-    return nursery.start(
-        fleet, Command(name, argv, {**os.environ, **environment}, health), program=program, prefix=prefix
-    )
+    command = Command(name, argv, {**os.environ, **environment}, health)
+    return nursery.start(fleet, command, program=program, prefix=prefix)
 
 
 def serve(fleet, name, tmp_path, **options):
@@ -84,22 +84,38 @@ def bearers(fleet):
     return [child for child in fleet.children if child.name.startswith("nursery")]
 
 
-def test_what_an_import_may_see_and_where_it_happens_has_a_process_of_its_own(fleet):
+def test_what_an_import_may_see_has_a_process_of_its_own(fleet):
     """A variable that is read while modules are imported would be the first engine's for all of them."""
-    for number, options in enumerate([{}, {"A": "1"}, {"OMP_NUM_THREADS": "7"}, {"prefix": ("env", "IN=lab")}]):
+    for number, options in enumerate([{}, {"A": "1"}, {"VLLM_API_KEY": "key"}, {"OMP_NUM_THREADS": "7"}]):
         assert run(fleet, f"child-{number}", "pass", **options).wait(20) == 0
-    assert len(bearers(fleet)) == 3
 
-    nursery.close(fleet, ("env", "IN=lab"))
     assert len(bearers(fleet)) == 2
+
+
+@pytest.mark.skipif(netns.lab_available() is not None, reason=f"no network lab: {netns.lab_available()}")
+def test_on_a_host_of_a_lab_it_is_as_what_ip_starts_there(fleet):
+    """In the host's network, and with its devices in /sys, which UCX reads; here nothing of that is seen."""
+    what = "import os, socket; print('said', sorted(os.listdir('/sys/class/net')), socket.if_nameindex())"
+    here = run(fleet, "here", what)
+    with netns.open_lab() as lab:
+        born = run(fleet, "born", what, prefix=tuple(lab.p.prefix))
+        by_ip = subprocess.run(
+            [*lab.p.prefix, sys.executable, "-c", what], stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        assert (born.wait(20), here.wait(20)) == (0, 0)
+    after = run(fleet, "after", what)
+    assert after.wait(20) == 0
+
+    assert netns.DATA in by_ip
+    assert by_ip in born.log.read_text()
+    assert netns.DATA not in here.log.read_text() + after.log.read_text()
+    assert len(bearers(fleet)) == 1
 
 
 def test_what_was_prepared_for_nobody_ends_at_once(fleet):
     """As it does while it still imports."""
-    argv = [sys.executable, "-P", "-m", STATEMENT, "pass"]
-    nursery.prepare(fleet, Command("child", argv, dict(os.environ), ""), program=STATEMENT)
-    (bearer,) = bearers(fleet)
-    wait_until(lambda: (bearer.temp.parent / "n1").exists(), seconds=20, what="it listens")
+    bearer = nursery.Nursery(fleet, STATEMENT, dict(os.environ), "nursery-0").child
+    wait_until(lambda: list(bearer.temp.parent.glob("n*")), seconds=20, what="it listens")
     started = time.monotonic()
     fleet.stop(bearer)
 

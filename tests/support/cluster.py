@@ -113,11 +113,6 @@ def faulty_decode(fleet, model, name, connector, **env):
     fleet.stop(child)
 
 
-def prepare_engine(fleet, spec):
-    """Have imported what the engine needs, while something else is done."""
-    nursery.prepare(fleet, engine(spec, os.environ), program=SERVER, prefix=spec.prefix)
-
-
 def router_command(name, prefill, decode, *, port=None, env=None, args=()):
     """Return how to start our router in front of engine specs; ``support.router_kind`` says which one."""
     port = port or free_ports(1)[0]

@@ -25,8 +25,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
-from support import nursery
-
 PREFIX = "xpyd-lab-"  # of namespaces: xpyd-lab-<pid>-<slot>-<p or d>
 LINK = "xl"  # of the management devices in the root namespace: xl<pid>-<slot><p or d>, 15 characters at most
 DATA, MANAGEMENT = "data", "mgmt"  # devices inside the namespaces
@@ -150,15 +148,13 @@ def open_lab() -> Generator[Lab]:
 
 
 @contextlib.contextmanager
-def lab_of(fleet) -> Generator[Lab | None]:
+def lab_or_none() -> Generator[Lab | None]:
     """Give two hosts with a network between them that can be cut, or None where that cannot be had."""
     if lab_available():
         yield None
         return
     with open_lab() as lab:
         yield lab
-        for host in (lab.p, lab.d):
-            nursery.close(fleet, host.prefix)
 
 
 def lab_available() -> str | None:

@@ -1,7 +1,7 @@
 """Engines that have PyTorch and vLLM when they are born: forks of ``support.nursery_process``, which imported them.
 
 Importing them, and what they import later, takes 12 CPU seconds that no start needs any more. There is one such process
-for each environment that an import may see, and for each host of a lab; it ends with the fleet whose engines it bears.
+for each environment that an import may see; it ends with the fleet whose engines it bears, on this host or in a lab.
 ``xpyd up`` and the examples start engines as vLLM does.
 """
 
@@ -25,59 +25,53 @@ IMPORT_S, POLL_S = 120, 0.02
 # What a module may read when it is imported; of those, what is an engine's own is read when it starts. What vLLM sets
 # when it is imported (TORCHINDUCTOR_..., LD_LIBRARY_PATH) it sets there as well as in a test that imports it.
 SEEN_BY_IMPORTS = ("VLLM_", "TORCH_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "HF_", "XDG_", "PYTHON")
-OWN = ("VLLM_NIXL_SIDE_CHANNEL_", "VLLM_PLUGINS", "PYTHONPATH")
-_nurseries = weakref.WeakKeyDictionary()  # fleet -> (prefix, environment) -> nursery
+OWN = (
+    "VLLM_NIXL_SIDE_CHANNEL_", "VLLM_PLUGINS", "PYTHONPATH",
+    "VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_V1_MULTIPROCESSING",
+)  # fmt: skip
+IN_NAMESPACE = ("ip", "netns", "exec")  # what starts a program on a host of a lab; a fork goes there by itself
+_nurseries = weakref.WeakKeyDictionary()  # fleet -> (program, environment) -> nursery
 
 
 def start(fleet, command, *, program, prefix=()):
     """Start an engine: what ``fleet.start`` does, but for the fork; ``program`` is a module with a server in it.
 
-    The command line is the prefix (what makes a process run on a host of a lab), Python, -P, -m, the module, arguments.
+    The command line is the prefix (what starts it on a host of a lab), Python, -P, -m, the module, arguments.
     """
+    assert not prefix or tuple(prefix[:-1]) == IN_NAMESPACE, f"a fork cannot be started by {prefix}"
     at = command.argv.index(program)
-    nursery = _nursery(fleet, command, program, tuple(prefix))
+    nursery = _nursery(fleet, command, program)
     log, temp = fleet._log_dir / f"{command.name}.log", fleet._temp / str(next(fleet._numbers))
     temp.mkdir()
     with log.open("ab" if log in fleet._logs else "wb"):  # a name that is started again continues its log
         pass
     fleet._logs.add(log)
-    process = nursery.bear(command.argv[at + 1 :], {**command.environment, "TMPDIR": str(temp)}, log)
+    environment = {**command.environment, "TMPDIR": str(temp)}
+    process = nursery.bear(command.argv[at + 1 :], environment, log, prefix[-1] if prefix else None)
     fleet._tell_guard(f"+{process.pid}")
     child = Child(command, process, log, temp)
     fleet.children.append(child)
     return child
 
 
-def prepare(fleet, command, *, program, prefix=()):
-    """Have imported what such an engine needs, while something else is done; :func:`start` waits for it."""
-    _nursery(fleet, command, program, tuple(prefix))
-
-
-def close(fleet, prefix):
-    """End what has borne engines on a host that is to be no more."""
-    found = _nurseries.get(fleet, {})
-    for key in [key for key in found if key[0] == tuple(prefix)]:
-        fleet.stop(found.pop(key).child)
-
-
-def _nursery(fleet, command, program, prefix):
+def _nursery(fleet, command, program):
     environment = {name: value for name, value in command.environment.items() if not name.startswith(OWN)}
     seen = frozenset((name, value) for name, value in environment.items() if name.startswith(SEEN_BY_IMPORTS))
     found = _nurseries.setdefault(fleet, {})
-    key = (prefix, program, seen)
+    key = (program, seen)
     if key not in found or not found[key].child.alive:
-        found[key] = Nursery(fleet, program, prefix, environment, f"nursery-{len(found)}")
+        found[key] = Nursery(fleet, program, environment, f"nursery-{len(found)}")
     return found[key]
 
 
 class Nursery:
     """The process, as the tests see it."""
 
-    def __init__(self, fleet, program, prefix, environment, name):
+    def __init__(self, fleet, program, environment, name):
         self._place = str(fleet._temp / f"n{next(fleet._numbers)}")
         if "PYTHONPATH" in os.environ:  # the sources that are tested, where these are not the installed ones
             environment = {**environment, "PYTHONPATH": os.environ["PYTHONPATH"]}
-        argv = [*prefix, sys.executable, "-P", nursery_process.__file__, self._place, program]
+        argv = [sys.executable, "-P", nursery_process.__file__, self._place, program]
         self.child = fleet.start(Command(name, argv, environment, ""))
         self._codes = {}  # pid -> exit code
         self._gone = False
@@ -87,9 +81,9 @@ class Nursery:
         self._connected = False
         weakref.finalize(self, self._socket.close)
 
-    def bear(self, arguments, environment, log):
+    def bear(self, arguments, environment, log, namespace):
         """Fork an engine; it has a session of its own when this returns."""
-        order = {"arguments": list(arguments), "environment": environment, "log": str(log)}
+        order = {"arguments": list(arguments), "environment": environment, "log": str(log), "namespace": namespace}
         with self._lock:
             self._connect()
             self._socket.sendall(json.dumps(order).encode() + b"\n")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 
-from support.cluster import OVER_TCP, ROOT, engine_spec, metrics, nothing_held, prepare_engine, start_engine, wait_until
+from support.cluster import OVER_TCP, ROOT, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import SLOW_SECONDS, SLOW_TOKENS, STALL_SECONDS, decode, plain, prefill, prompt_of, text_of
 from support.proc import idle_cores, pids_of, wait_stopped
 from xpyd_proxy.core.protocol.push import TransferMode
@@ -108,8 +108,6 @@ class Victims:
 
     def ready(self):
         """Start what is dead, and wait until everybody is there and at rest."""
-        for victim in self.all:
-            prepare_engine(victim.fleet, victim.spec)  # both hosts at the same time
         for victim in self.all:
             victim.start()
         self.p.fleet.wait_ready([victim.child for victim in self.all], timeout_s=300)

@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from support.chat_scenes import CACHE_BLOCKS, DECODE, PREFILL, STICKY, Ask, Scene
-from xpyd_proxy.settings import FirstTokenFrom, KvEvents
+from xpyd_proxy.settings import FirstTokenFrom, KvEvents, PolicyName
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 CHATS = range(4)
@@ -41,6 +41,7 @@ ROUNDS = st.lists(
     max_size=6,
 )
 OPTIONS = st.fixed_dictionaries({
+    "policy": st.sampled_from([PolicyName.PREFIX, PolicyName.EXPECTED_TTFT]),
     "kv_events": st.sampled_from(KvEvents),
     "first_token_from": st.sampled_from(FirstTokenFrom),
     "resume_streams": st.booleans(),
@@ -56,7 +57,9 @@ def runner():
 
 
 def play(runner, options, rounds, seed):
-    scene = Scene(STICKY | options, seed)
+    policy = options.get("policy", PolicyName.PREFIX)
+    others = {name: value for name, value in options.items() if name != "policy"}
+    scene = Scene(STICKY | others | {"prefill_policy": policy, "decode_policy": policy}, seed)
     runner.run(scene.play(rounds))
     return scene
 

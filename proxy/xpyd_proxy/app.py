@@ -8,7 +8,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Set
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +56,8 @@ from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.protocol.realtime import REALTIME_PATH
 from xpyd_proxy.core.request_history import RequestHistory
+from xpyd_proxy.core.request_record import RequestRecord
+from xpyd_proxy.core.request_timeline import Timeline
 from xpyd_proxy.core.roles.role_controller import RoleController, RoleLimits
 from xpyd_proxy.core.roles.work_meter import RoleTargets
 from xpyd_proxy.core.routing.explain import Explainer
@@ -593,7 +595,11 @@ def _timelines(
     """Return what asks engines for their rows, and what adds them to traces; nothing, if there are none."""
     if traces is None:
         return timelines, ()
-    spans = EngineSpans(lambda record: timelines.of(record, is_over=True, asks_engines=True), counters, clock)
+
+    def ask(record: RequestRecord, without: Set[InstanceId]) -> Awaitable[tuple[float, Timeline]]:
+        return timelines.of(record, is_over=True, asks_engines=True, without=without)
+
+    spans = EngineSpans(ask, counters, clock)
     traces.ended = spans.offer
     return timelines, (spans,)
 

@@ -24,7 +24,7 @@ from xpyd_proxy.io.wire import WireEngines
 _WANTS_A_KEY: Final = (401, 403)
 _KEPT_S: Final = 3.0  # for which a list is given again: whoever asks often costs no more
 _KEYS_MOST: Final = 64  # of clients whose lists are kept, where engines see the clients' keys
-_TRIES: Final = 3  # engines of one set that are asked until one tells its models
+_TRIES: Final = 16  # engines of one set that are asked until one tells its models: some may have died just now
 _NEXT_S: Final = 1.0  # without an answer, until another one of the set is asked as well
 _AT_ONCE: Final = 32  # engines that are asked at the same time, for all clients
 

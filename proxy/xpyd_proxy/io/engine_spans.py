@@ -25,11 +25,14 @@ _QUIET_S: Final = 60.0  # for which engines that told nothing are not asked
 
 
 class EngineSpans:
-    """Takes in requests that are over; asks their engines in one task. Times are seconds of one clock."""
+    """Takes in requests that are over; asks their engines in one task. Times are seconds of one clock.
+
+    ``ask`` gets a request and the engines that are to be left out.
+    """
 
     def __init__(
         self,
-        ask: Callable[[RequestRecord], Awaitable[tuple[float, Timeline]]],
+        ask: Callable[[RequestRecord, Set[InstanceId]], Awaitable[tuple[float, Timeline]]],
         counters: Counters,
         clock: Callable[[], float],
         *,
@@ -61,20 +64,22 @@ class EngineSpans:
             due, record, add = await self._over.get()
             await asyncio.sleep(max(_LEAST_S, due - self._clock()))
             try:
-                began_at, timeline = await self._ask(record)
+                quiet = {name for name, until in self._quiet.items() if until > self._clock()}
+                began_at, timeline = await self._ask(record, quiet)
                 rows = [row for row in timeline.rows if row.leg]
-                self._note(record, {row.leg for row in rows}, self._clock())
+                self._note([leg.record.instance for leg in legs_of(record)], quiet, {row.leg for row in rows})
                 add(began_at, rows)
             except Exception:
                 logger.exception("the rows of engines could not be added to the trace of %s", record.request_id)
 
-    def _note(self, record: RequestRecord, told: Set[str], now: float) -> None:
+    def _note(self, engines: Sequence[InstanceId], quiet: Set[InstanceId], told: Set[str]) -> None:
         """Note which engines told something."""
         self._counters.trace_timelines["added" if told else "untold",] += 1
-        for leg in legs_of(record):
-            self._quiet.pop(leg.record.instance, None)
-            if leg.record.instance not in told:
-                self._quiet[leg.record.instance] = now + _QUIET_S
+        now = self._clock()
+        for engine in set(engines) - quiet:
+            self._quiet.pop(engine, None)
+            if engine not in told:
+                self._quiet[engine] = now + _QUIET_S
         self._forget(now)
 
     def _forget(self, now: float) -> None:

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, Final
 
 import msgspec
 
 from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.request_timeline import EngineEvent, Leg, Timeline, engine_rows, legs_of, router_timeline
@@ -44,11 +45,17 @@ class Timelines:
     clock: Callable[[], float]  # seconds, of the records
     wall_clock: Callable[[], float] = _WALL_CLOCK  # seconds since the epoch
 
-    async def of(self, record: RequestRecord, *, is_over: bool, asks_engines: bool) -> tuple[float, Timeline]:
-        """Return when a request began, in seconds since the epoch, and what happened since."""
+    async def of(
+        self, record: RequestRecord, *, is_over: bool, asks_engines: bool, without: Set[InstanceId] = frozenset()
+    ) -> tuple[float, Timeline]:
+        """Return when a request began, in seconds since the epoch, and what happened since.
+
+        ``without``: engines that are not asked.
+        """
         elapsed_s = record.duration_s if is_over else self.clock() - record.began_at
         began_at = self.wall_clock() - (self.clock() - record.began_at)
         timeline, legs = router_timeline(record, elapsed_s), legs_of(record) if asks_engines else []
+        legs = [leg for leg in legs if leg.record.instance not in without]
         answers = await asyncio.gather(*[self._ask(leg) for leg in legs])
         for leg, (events, said) in zip(legs, answers, strict=True):
             if said:

@@ -197,9 +197,13 @@ class RouterPeers(asyncio.DatagramProtocol):
     async def _resolve(self, family: socket.AddressFamily) -> None:
         """Look up where the others are; while a name has no address, those of before are kept."""
         loop, unresolved = asyncio.get_running_loop(), set[str]()
+        # Our socket for :: takes IPv4, too, and the Service of the other routers may have nothing else.
+        flags = socket.AI_V4MAPPED if family == socket.AF_INET6 else 0
         for name in self._names:
             try:
-                places = await loop.getaddrinfo(name.host, name.port, family=family, type=socket.SOCK_DGRAM)
+                places = await loop.getaddrinfo(
+                    name.host, name.port, family=family, type=socket.SOCK_DGRAM, flags=flags
+                )
             except OSError as exc:
                 unresolved.add(name.host)
                 if name.host not in self._unresolved:

@@ -27,6 +27,7 @@ _NAMES: Final = frozenset(name.encode() for name in _CONTEXT.fields)
 _ELSEWHERE: Final = frozenset({"path", "status", "mode", "retries"})  # fields of the log that spans name otherwise
 _BAD: Final = 400  # statuses from here on are errors
 _MOST_EVENTS: Final = 64  # of one span, the first ones; OpenTelemetry keeps the last 128
+_MOST_NS: Final = 1 << 63  # since the epoch
 _MOST_ROWS: Final = 256  # of the engines of one request, the first ones
 
 
@@ -130,9 +131,12 @@ class TracedRequest:
         for row in rows[:_MOST_ROWS]:
             attributes = {"xpyd.instance": row.where} | ({"xpyd.note": row.note} if row.note else {})
             begin_ns = began_ns + int(row.begin_ms * 1e6)
+            end_ns = begin_ns + int(row.duration_ms * 1e6)
+            if not 0 <= begin_ns <= end_ns < _MOST_NS:  # an engine's clock; the exporter would drop all it has with it
+                continue
             under = self._legs.get(row.leg, self._context)
             span = self._tracer.start_span(row.what, under, SpanKind.INTERNAL, attributes, start_time=begin_ns)
-            span.end(begin_ns + int(row.duration_ms * 1e6))
+            span.end(end_ns)
 
 
 class TracedLeg:

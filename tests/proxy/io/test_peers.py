@@ -124,3 +124,11 @@ async def test_a_router_that_is_no_longer_among_its_peers_expects_one_more(dns):
     dns.places["all"] = ["10.0.0.2", "10.0.0.3"]  # the same in another order
     await router.look_up()
     assert router.known == 1
+
+
+async def test_a_socket_for_both_families_finds_routers_that_have_one():
+    """A router listens at :: in a dual-stack cluster, where the Service of its peers may have IPv4 alone."""
+    one = OneRouter("127.0.0.1")
+    await one.peers._resolve(socket.AF_INET6)
+
+    assert [place[0] for places in one.peers._places.values() for place in places] == ["::ffff:127.0.0.1"]

@@ -38,12 +38,17 @@ class UnnamedAssignments:
             if named and one.is_unnamed:
                 found.append((one, replace(one, is_unnamed=False)))
             elif named is False and one.is_unnamed:
+                self._doubted[key] = now  # somebody's doubt is everybody's: else they take turns in it
                 since[key] = self._since.get(key, now)
                 if now >= since[key] + GRACE_S:
                     found.append((one, None))
             elif named is False and now >= self._doubted.get(key, now - AGAIN_S) + AGAIN_S:
-                self._doubted[key] = now
                 found.append((one, replace(one, is_unnamed=True)))
         self._since = since
         self._doubted = {key: at for key, at in self._doubted.items() if key in assignments}
         return found
+
+    def written(self, one: Assignment, *, now: float) -> None:
+        """What ``look`` said of an assignment is in the store."""
+        if one.is_unnamed:
+            self._doubted[one.key] = now

@@ -436,9 +436,12 @@ class Discovery:
         looked = self._unnamed.look(reconciler.assignments, reconciler.is_named, now=reconciler.clock())
         try:
             for before, after in looked:
+                if reconciler.assignments.get(before.key) != before:
+                    continue  # it was turned, or spoken for, while others were written
                 name = assignment_name(before.key)
                 if after is not None:
                     await self._store.put(name, assignment_of(after))
+                    self._unnamed.written(after, now=reconciler.clock())
                 else:
                     await self._store.delete(name)
                     said = "no router knows a %s engine at %s any more: it is forgotten that it serves %s"

@@ -20,6 +20,7 @@ class PairWatch:
         self._notes = notes
         self._loads = PeerLoads()
         self._rates = PeerRates()
+        self._written = PeerRates()
         self._read_from = set[InstanceId]()  # prefill engines whose KV was read since the last round
         self._round_began = 0.0
         self._engine_ids: dict[InstanceId, str | None] = {}  # of prefill engines, at the end of the last round
@@ -46,7 +47,7 @@ class PairWatch:
 
     def look_at_writer(self, prefill: Instance, exposition: bytes) -> None:
         """Take in what a prefill engine shows."""
-        rates = self._rates.look(prefill.id, read_moved(exposition, prefill.rank))
+        rates = self._written.look(prefill.id, read_moved(exposition, prefill.rank))
         self._notes.moved(prefill, rates, writes=True)
 
     def end_round(self) -> Sequence[Instance]:
@@ -58,7 +59,8 @@ class PairWatch:
                 self._notes.is_another(name)
         decodes = [decode.id for decode in self._registry.known(Role.DECODE)]
         self._loads.keep(frozenset(decodes))
-        self._rates.keep(frozenset([*decodes, *self._engine_ids]))
+        self._rates.keep(frozenset(decodes))
+        self._written.keep(frozenset(self._engine_ids))
         unknown, self._unknown = self._unknown, 0
         if not unknown or not prefills:
             return ()

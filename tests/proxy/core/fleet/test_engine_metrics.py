@@ -1,10 +1,12 @@
 """What is read in an engine's metrics."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.engine_metrics import Numbers, incompatible_peers, read
+from xpyd_proxy.core.fleet.engine_metrics import Numbers, incompatible_peers, read, received
 
 OURS = b"""# HELP vllm:xpyd_leases_held Requests whose blocks are kept.
 # TYPE vllm:xpyd_leases_held gauge
@@ -67,3 +69,16 @@ def test_engines_that_differ_are_known_by_their_ids():
 def test_any_text_can_be_read(text):
     """It comes from outside."""
     read(b"vllm:xpyd_leases_held " + text)
+
+
+@pytest.mark.parametrize("read_it", [read, incompatible_peers, received])
+@pytest.mark.parametrize(
+    "name",
+    ["xpyd_connector_info{", "xpyd_incompatible_peer{", 'prompt_tokens_by_source_total{source="local_cache_hit"'],
+)
+def test_a_text_of_one_long_line_holds_nothing_up(read_it, name):
+    """It is read on the event loop. An engine may be anything that answers, and answers may have 8 MiB."""
+    began = time.thread_time()
+    read_it(f"vllm:{name}".encode() * 20_000)
+
+    assert time.thread_time() - began < 1.0  # s; it took minutes

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.discovery.reconcile import MOST, entry_name, entry_of
+from xpyd_proxy.core.discovery.reconcile import (
+    MOST,
+    Assignment,
+    assignment_name,
+    assignment_of,
+    entry_name,
+    entry_of,
+)
 from xpyd_proxy.core.discovery.unnamed_assignments import GRACE_S
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
@@ -512,6 +519,29 @@ async def test_what_engines_serve_is_kept_while_it_is_not_known_which_there_are(
     await look(world, seconds=600)
 
     assert [one.is_unnamed for one in world.reconciler.assignments.values()] == [False]
+
+
+async def test_a_turn_that_is_made_while_doubts_are_written_stands():
+    """They are written one after the other, and a store may take its time for each."""
+    world = World("a:80", "d:80", "e:80")
+    world.see()
+    for name in ("decode-0", "decode-1"):
+        await turn_now(world, name, PREFILL)
+        world.registry.remove(name, now=1)
+    first, second = world.reconciler.assignments
+    put, written = world.store.put, []
+
+    async def slow(name, text):
+        await put(name, text)
+        written.append(name)
+        if len(written) == 1:
+            await put(assignment_name(second), assignment_of(Assignment(second, BOTH)))
+
+    world.store.put = slow
+    await world.discovery.look_at_assignments()
+
+    assert written == [assignment_name(first)]
+    assert world.reconciler.assignments[second] == Assignment(second, BOTH)
 
 
 @pytest.mark.parametrize("kind", ["settings", "pod"])

@@ -22,6 +22,9 @@ def listing(*ids, status=200):
     return EngineResponse(status, "application/json", f'{{"object":"list","data":[{data}]}}'.encode())
 
 
+TRIES = 16  # engines of one set that are asked before it counts as gone
+
+
 class Engines:
     """Answers for a port, or fails; remembers who was asked."""
 
@@ -159,7 +162,7 @@ async def test_engines_of_each_set_of_models_are_asked_and_those_that_are_not_kn
     fleet.kill(*range(40, 60))
 
     assert await fleet.ids() == ["m", "lora", "new"]
-    assert len(fleet.engines.asked) <= 2 + 1 + 3
+    assert len(fleet.engines.asked) <= 2 + 1 + TRIES  # the 20 that are gone are of one set
 
 
 async def test_a_list_is_kept_for_seconds_unless_what_engines_serve_changes():
@@ -197,5 +200,14 @@ async def test_when_no_engine_answers_all_who_wait_are_told_at_once():
     fleet.engines.answers["e1"] = listing("m")
 
     assert {type(one) for one in found} == {NoInstance}
-    assert asked <= 4
+    assert asked <= TRIES
+    assert await fleet.ids() == ["m"]
+
+
+async def test_engines_that_have_just_died_do_not_hide_those_that_live():
+    """A rack is gone, and no probe has missed it yet: what others of the set serve is there all the same."""
+    fleet = Fleet(*[("m",)] * 20)
+    for number in range(10):
+        del fleet.engines.answers[f"e{number}"]
+
     assert await fleet.ids() == ["m"]

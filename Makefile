@@ -69,7 +69,7 @@ test-router: $(STAMPS)/helm
 	$(BIN)/pytest $(SHARED) -m "$(ALONE) and not compiled" $(addprefix --ignore=,$(VLLM) tests/e2e tests/models)
 
 test-compile: $(STAMPS)/dev
-	-nice -n 5 $(BIN)/python -P tests/support/compiled.py
+	-nice -n 19 $(BIN)/python -P tests/support/compiled.py
 
 test-types: $(STAMPS)/dev
 	nice -n 19 $(MAKE) -k types imports

@@ -13,7 +13,8 @@ SHORT = ("--idle-seconds", "0.5", "--lease-seconds", "0.5")
 
 def test_engines_that_are_well_are_green(prove, fleet):
     """And the suite keeps a router's rules while it plays one: simulated decode engines insist on them."""
-    found = prove("--skip", "handovers", "--skip", "faults", *SHORT)
+    # None of these checks waits for a lease. On a busy machine a burst takes longer than a short one.
+    found = prove("--skip", "handovers", "--skip", "faults", "--idle-seconds", "0.5", "--lease-seconds", "30")
 
     assert {name: names for name, names in found.findings.items() if names} == {}
     assert found.code == 0

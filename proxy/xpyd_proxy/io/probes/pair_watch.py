@@ -41,7 +41,7 @@ class PairWatch:
     def writers(self, now: float) -> Sequence[Instance]:
         """Return the prefill engines whose KV seems to be pushed, for those count it themselves; once in each round."""
         since, self._round_began = self._round_began, now
-        used, self._read_from = self._notes.matrix.used_since(since) - self._read_from, set()
+        used, self._read_from = self._notes.matrix.used_since(since) - self._read_from, set[InstanceId]()
         prefills = self._registry.known(Role.PREFILL) if used else ()
         return [one for one in prefills if one.id in used and self._registry.facts(one).connector == OURS]
 

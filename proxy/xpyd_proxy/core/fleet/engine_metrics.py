@@ -63,7 +63,9 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
                 found[line["name"]].append(1.0)
     connector = _CONNECTOR.search(text)
     leases, usage = found.values()
-    ours = next((line["labels"] for line in _lines(text, _INFO) if line["value"] in _TRUE and _is_of(line, rank)), b"")
+    ours = next(
+        (line["labels"] for line in labelled_lines(text, _INFO) if line["value"] in _TRUE and _is_of(line, rank)), b""
+    )
     info = {name.decode(): value.decode() for name, value in _LABEL.findall(ours)}
     return Numbers(
         connector=connector[1].decode() if connector else None,
@@ -79,7 +81,7 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
 
 def incompatible_peers(text: bytes, rank: int | None = None) -> frozenset[str]:
     """Read which prefill engines a decode engine has met and cannot load from, by their engine ids."""
-    lines = [line["labels"] for line in _lines(text, _REFUSED) if line["value"] in _TRUE and _is_of(line, rank)]
+    lines = [line["labels"] for line in labelled_lines(text, _REFUSED) if line["value"] in _TRUE and _is_of(line, rank)]
     return frozenset(peer[1].decode() for labels in lines if (peer := _PEER.search(labels)))
 
 
@@ -104,23 +106,27 @@ def shown_load(text: bytes, rank: int | None = None, *, now: float) -> ShownLoad
     return ShownLoad(now, requests, min(1.0, max(0.0, max(usage))) if usage else None, preempted)
 
 
-def _lines(text: bytes, name: bytes) -> Iterator[re.Match[bytes]]:
-    """Find the lines of a metric that has labels; ``name`` ends with their brace.
+def labelled_lines(
+    text: bytes, name: bytes, line: re.Pattern[bytes] = _LABELLED, most: int = _MOST_LINES
+) -> Iterator[re.Match[bytes]]:
+    """Find the lines of a metric that has labels: ``most`` are looked at, and those that ``line`` fits are found.
+
+    ``name`` ends with the brace of the labels.
 
     They are searched for as bytes, and each is matched once: a pattern that is searched for is tried at every place,
     and with a text of one line that repeats its beginning that takes minutes, on the event loop.
     """
     follows, at = b"\n" + name, 0
     found = text.startswith(name)
-    for _ in range(_MOST_LINES):
+    for _ in range(most):
         if not found:
             at = text.find(follows, at) + 1
             if at == 0:
                 return
         end = text.find(b"\n", at)
-        line = _LABELLED.fullmatch(text[at : end if end >= 0 else len(text)])
-        if line is not None:
-            yield line
+        matched = line.fullmatch(text[at : end if end >= 0 else len(text)])
+        if matched is not None:
+            yield matched
         found = False
 
 
@@ -149,7 +155,7 @@ def _is_of(line: re.Match[bytes], rank: int | None) -> bool:
 def received(exposition: bytes, rank: int | None = None) -> float | None:
     """Read in an engine's metrics, or those of one of its ranks, how many prompt tokens it did not compute."""
     values = list[float]()
-    for line in _lines(exposition, _SOURCES):
+    for line in labelled_lines(exposition, _SOURCES):
         if _RECEIVED.search(line["labels"]) is not None and _is_of(line, rank):
             try:
                 values.append(float(line["value"]))

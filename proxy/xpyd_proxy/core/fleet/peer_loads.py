@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from xpyd_proxy.core.fleet.engine_metrics import labelled_lines
 from xpyd_proxy.core.fleet.pair_health import OF_THE_PAIR, PairFailure
 from xpyd_proxy.core.model import InstanceId
 
-_NAME: Final = b"\nvllm:xpyd_peer_loads_total{"
+_NAME: Final = b"vllm:xpyd_peer_loads_total{"
 _LINE: Final = re.compile(
     rb"vllm:xpyd_peer_loads_total\{(?P<labels>[^\n]{0,2000})\} "
     rb"(?P<value>[0-9]{1,18}(?:\.[0-9]{1,6})?(?:[eE]\+?[0-9]{1,2})?)"
@@ -54,18 +55,14 @@ class PeerNews:
 
 def read_totals(text: bytes, rank: int | None = None) -> Totals:
     """Read the loads that an engine shows, or one of its data-parallel ranks; a label of another form is left out."""
-    found, at, lines = dict[tuple[str, str], int](), text.find(_NAME), 0
-    while at >= 0 and lines < _MOST:
-        end, lines = text.find(b"\n", at + 1), lines + 1
-        line = _LINE.fullmatch(text[at + 1 : end if end >= 0 else len(text)])
-        if line is not None:
-            labels = {name: value.decode() for name, value in _LABEL.findall(line["labels"])}
-            peer, outcome, engine = labels.get(b"peer"), labels.get(b"outcome"), labels.get(b"engine")
-            is_own = rank is None or engine is None or engine == str(rank)
-            if peer is not None and outcome is not None and is_own:
-                key = peer, outcome
-                found[key] = found.get(key, 0) + int(float(line["value"]))
-        at = text.find(_NAME, at + 1)
+    found = dict[tuple[str, str], int]()
+    for line in labelled_lines(text, _NAME, _LINE, _MOST):
+        labels = {name: value.decode() for name, value in _LABEL.findall(line["labels"])}
+        peer, outcome, engine = labels.get(b"peer"), labels.get(b"outcome"), labels.get(b"engine")
+        is_own = rank is None or engine is None or engine == str(rank)
+        if peer is not None and outcome is not None and is_own:
+            key = peer, outcome
+            found[key] = found.get(key, 0) + int(float(line["value"]))
     return found
 
 

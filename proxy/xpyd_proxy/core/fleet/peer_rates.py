@@ -8,10 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
+from xpyd_proxy.core.fleet.engine_metrics import labelled_lines
 from xpyd_proxy.core.model import InstanceId
 
-_BYTES: Final = b"\nvllm:xpyd_peer_bytes_total{"
-_SECONDS: Final = b"\nvllm:xpyd_peer_transfer_seconds_total{"
+_BYTES: Final = b"vllm:xpyd_peer_bytes_total{"
+_SECONDS: Final = b"vllm:xpyd_peer_transfer_seconds_total{"
 _LINE: Final = re.compile(
     rb"[^{\n]{1,64}\{(?P<labels>[^\n]{0,2000})\} (?P<value>[0-9]{1,18}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,2})?)"
 )
@@ -29,15 +30,12 @@ def read_moved(text: bytes, rank: int | None = None) -> Moved:
 
 
 def _values(text: bytes, name: bytes, rank: int | None) -> dict[str, float]:
-    found, at, lines = dict[str, float](), text.find(name), 0
-    while at >= 0 and lines < _MOST:
-        end, lines = text.find(b"\n", at + 1), lines + 1
-        line = _LINE.fullmatch(text[at + 1 : end if end >= 0 else len(text)])
-        labels = {} if line is None else {key: value.decode() for key, value in _LABEL.findall(line["labels"])}
+    found = dict[str, float]()
+    for line in labelled_lines(text, name, _LINE, _MOST):
+        labels = {key: value.decode() for key, value in _LABEL.findall(line["labels"])}
         peer, engine = labels.get(b"peer"), labels.get(b"engine")
-        if line is not None and peer is not None and (rank is None or engine is None or engine == str(rank)):
+        if peer is not None and (rank is None or engine is None or engine == str(rank)):
             found[peer] = found.get(peer, 0.0) + float(line["value"])
-        at = text.find(name, at + 1)
     return found
 
 

@@ -1,13 +1,11 @@
 """A change in a fleet of 2,000 engines keeps no request waiting for long."""
 
-import asyncio
 import json
-import os
-import sys
 
 import pytest
 
 from support import large_fleet
+from support.measuring import said_by
 
 MOST_S = 0.01
 STEPS = {"choice", "pod", "failure", "relist", "status", "metrics"}
@@ -24,18 +22,7 @@ async def test_no_step_of_the_loop_takes_10_ms_while_a_fleet_of_2000_engines_cha
     measures processor time. A step takes longer while others use the caches: the median of the nine longest counts,
     divided by how much slower than at best the same look at all engines is meanwhile.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
-    measuring = await asyncio.create_subprocess_exec(
-        sys.executable, large_fleet.__file__, env=environment, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        said, _ = await measuring.communicate()
-    finally:
-        if measuring.returncode is None:
-            measuring.kill()
-            await measuring.wait()
-    assert measuring.returncode == 0
-    found = json.loads(said)
+    found = json.loads(await said_by(large_fleet))
     longest = {name: steps[len(steps) // 2] / found["slowdown"] for name, steps in found["longest"].items()}
     with capsys.disabled():
         print(f" (slowdown {found['slowdown']:.1f})", end="")

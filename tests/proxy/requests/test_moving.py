@@ -104,6 +104,17 @@ def is_rest(leg):
     return "-r" in request_id(leg)
 
 
+def waiting_prefill():
+    """Return an event, and a prefill engine that answers once it is set."""
+    go_on = asyncio.Event()
+
+    async def prefill(leg):
+        await go_on.wait()
+        return await pulled_prefill(leg)
+
+    return go_on, prefill
+
+
 def asked(api, **fields):
     return call(api, **BODY | (PROMPTS | STAY)[api] | fields)
 
@@ -398,12 +409,7 @@ async def test_the_engine_is_not_empty_while_its_kv_cache_is_read():
 
 async def test_a_prompt_that_is_still_computed_gets_another_decode_engine():
     """A late prefill engine would hold up the engine that is left for as long as its queue takes."""
-    go_on = asyncio.Event()
-
-    async def prefill(leg):
-        await go_on.wait()
-        return await pulled_prefill(leg)
-
+    go_on, prefill = waiting_prefill()
     fleet = Fleet(prefill=prefill, holds_at=())
     client = fleet.router.start(asked(Api.COMPLETIONS))
     await until(lambda: fleet.engines.legs)
@@ -422,12 +428,7 @@ async def test_a_prompt_that_is_still_computed_gets_another_decode_engine():
 
 async def test_a_prompt_that_is_still_computed_stays_within_its_slice():
     """The KV cache would cross a slow link, as it would not have without the drain."""
-    go_on = asyncio.Event()
-
-    async def prefill(leg):
-        await go_on.wait()
-        return await pulled_prefill(leg)
-
+    go_on, prefill = waiting_prefill()
     breaking = replace(NEVER_BROKEN, slice_pairing=SlicePairing.PREFER)
     fleet = Fleet(y=3, prefill=prefill, holds_at=(), breaking=breaking)
     registry = fleet.router.registry
@@ -452,12 +453,7 @@ async def test_a_prompt_that_is_still_computed_stays_within_its_slice():
 
 async def test_a_prompt_stays_with_a_decode_engine_that_nobody_can_replace():
     """It is served there: nothing else can."""
-    go_on = asyncio.Event()
-
-    async def prefill(leg):
-        await go_on.wait()
-        return await pulled_prefill(leg)
-
+    go_on, prefill = waiting_prefill()
     fleet = Fleet(prefill=prefill, holds_at=(), y=1)
     client = fleet.router.start(asked(Api.COMPLETIONS))
     await until(lambda: fleet.engines.legs)
@@ -472,12 +468,7 @@ async def test_a_prompt_stays_with_a_decode_engine_that_nobody_can_replace():
 
 async def test_a_prompt_does_not_change_to_a_decode_engine_of_another_model():
     """To look for one must not end the look at all other requests."""
-    go_on = asyncio.Event()
-
-    async def prefill(leg):
-        await go_on.wait()
-        return await pulled_prefill(leg)
-
+    go_on, prefill = waiting_prefill()
     fleet = Fleet(prefill=prefill, holds_at=())
     registry = fleet.router.registry
     for name, models in (("decode-0", {"a"}), ("decode-1", {"b"})):

@@ -2,9 +2,7 @@
 
 import asyncio
 import math
-import os
 import random
-import sys
 import time
 from collections import deque
 from contextlib import asynccontextmanager
@@ -13,6 +11,7 @@ import pytest
 
 from support import relist
 from support.kube_api import KubeApi, Refusal, pod
+from support.measuring import said_by
 from support.sim import until_async
 from xpyd_proxy.core.discovery.pods import read_pod
 from xpyd_proxy.core.fleet.registry import Registry
@@ -337,17 +336,7 @@ async def test_a_relist_of_400_pods_does_not_block_the_router(capsys):
     async with KubeApi() as api:
         for number in range(400):
             api.put("pods", f"p{number}", fat(number))
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
-        measuring = await asyncio.create_subprocess_exec(
-            sys.executable, relist.__file__, api.url, env=environment, stdout=asyncio.subprocess.PIPE
-        )
-        try:
-            said, _ = await measuring.communicate()
-        finally:
-            if measuring.returncode is None:
-                measuring.kill()
-                await measuring.wait()
-    assert measuring.returncode == 0
+        said = await said_by(relist, api.url)
     known, longest, *_ = said.decode().split()
     with capsys.disabled():
         print(f" longest block {float(longest) * 1000:.1f} ms", end="")

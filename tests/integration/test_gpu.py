@@ -230,6 +230,9 @@ def main(argv):
     parser.add_argument("--mib", type=int, default=256, help="memory of each end, of each rate")
     parser.add_argument("--checks", default="", metavar="NAME", help="only tests of this name (pytest's -k)")
     parser.add_argument("--transports", nargs="+", choices=("any", "tcp"), default=("any", "tcp"), help="of UCX")
+    parser.add_argument(
+        "--ucx", action="append", default=[], metavar="NAME=VALUE", help="variable of UCX or NIXL for the rates"
+    )
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for everything")
     args = parser.parse_args(argv)
     began = time.monotonic()
@@ -252,14 +255,14 @@ def main(argv):
     rows, faults = [], [] if code == 0 else [f"the checks ended with exit code {code}: see checks.log"]
     for device, peer in pairs:
         for name in args.transports:
-            ucx = variables(name, device)
+            ucx = variables(name, device) | dict(each.split("=", 1) for each in args.ucx)
             left = args.limit - (time.monotonic() - began)
             found, fault = measured(device, peer, seconds=args.seconds, mib=args.mib, ucx=ucx, timeout=max(left, 1))
             rows += [{"ucx": name, **row} for row in found]
             faults += [f"rates with UCX {name}: {fault}"] if fault else []
     print_table(rows)
     seconds = time.monotonic() - began
-    whole = {"versions": about, "seconds": seconds, "checks": checks, "rates": rows, "faults": faults}
+    whole = {"versions": about, "ucx": args.ucx, "seconds": seconds, "checks": checks, "rates": rows, "faults": faults}
     (args.out / "result.json").write_text(json.dumps(whole, indent=1) + "\n")
     print(f"{json.dumps(about)}\n{seconds:.0f} s; {args.out / 'result.json'}")
     for fault in faults:
@@ -269,6 +272,17 @@ def main(argv):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--only-checks"]:
-        alone = ["-p", "no:cacheprovider", "-q", "-ra", "--tb=short", "-W", "ignore::pytest.PytestUnknownMarkWarning"]
+        # Without a configuration: this folder may lie in a checkout, whose pytest has plugins that are not here.
+        alone = [
+            "-c",
+            os.devnull,
+            "-p",
+            "no:cacheprovider",
+            "-q",
+            "-ra",
+            "--tb=short",
+            "-W",
+            "ignore::pytest.PytestUnknownMarkWarning",
+        ]
         sys.exit(pytest.main([__file__, *alone, *sys.argv[3:]], plugins=[Outcomes(sys.argv[2])]))
     sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,6 @@
 """One NIXL agent that a worker uses for two things: it writes into other engines and reads from them."""
 
+import os
 import time
 import uuid
 
@@ -80,3 +81,16 @@ def test_a_rank_whose_memory_has_changed_is_not_attached_twice(movers, theirs, a
         (writer if again == "by the same" else reader).attach(other)
     with pytest.raises(TransferError, match="attached already"):
         writer.attach(theirs.info)
+
+
+@pytest.mark.parametrize("given", [None, "off"])
+def test_ucx_reads_gpus_of_this_machine_by_cuda_ipc_unless_the_operator_says_otherwise(monkeypatch, given):
+    """Without NVLink it would READ over TCP, and says nothing (tests/integration/test_gpu.py measures both)."""
+    variable = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+    monkeypatch.setenv(variable, given or "")
+    if given is None:
+        monkeypatch.delenv(variable)
+    make_agent(str(uuid.uuid4()), progress_delay_us=1000)
+
+    assert os.environ[variable] == (given or "on")
+    assert "UCX_RCACHE_MAX_UNRELEASED" in os.environ

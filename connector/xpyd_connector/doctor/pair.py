@@ -28,7 +28,6 @@ from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.io.tls import Tls
 from xpyd_connector.settings import Settings
 
-RCACHE_VARIABLE, RCACHE_LIMIT = "UCX_RCACHE_MAX_UNRELEASED", "1024"  # as engines have it (shell/network.py)
 LONGEST_WAIT: Final = 0.2  # s between two looks at NIXL, so that what an earlier partner left is cleared
 NO_MODEL: Final = Fingerprint("", "", "", "", 0, 0, 0, "", "")
 
@@ -133,7 +132,6 @@ def check_open(host: str, secrets: tuple[bytes, ...], settings: Settings) -> Non
 
 def bind_devices(own: str, settings: Settings) -> None:
     """Have UCX use the devices that an engine at this address would use."""
-    os.environ.setdefault(RCACHE_VARIABLE, RCACHE_LIMIT)
     devices = choose_devices(
         own,
         lambda: read_network_interfaces(own, 1),

@@ -37,6 +37,14 @@ finally:  # nixl/logging.py (1.5.1) sets it to False, once: log lines of the who
     logging.raiseExceptions = _raises
 
 _bindings = nixl_api.nixlBind
+# What UCX finds in its environment, unless the operator has set it.
+UCX_DEFAULTS: Mapping[str, str] = MappingProxyType({
+    # A leak in its registration cache; vllm/distributed/nixl_utils.py sets the same.
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",
+    # Where UCX 1.23 sees no NVLink (PCIe alone, most virtual machines) it READs over TCP in place of CUDA IPC: 0.4 GB/s
+    # instead of 147 (docs/benchmarks/gpu.md). It WRITEs over CUDA IPC anywhere.
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+})  # fmt: skip
 # NIXL's exceptions have no common base but Exception: list what the library can raise.
 NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
     kind
@@ -63,6 +71,8 @@ def make_agent(
     config.syncMode = strict.value
     config.pthrDelay = progress_delay_us
     agent.agent = _bindings.nixlAgent(name, config)
+    for variable, value in UCX_DEFAULTS.items():
+        os.environ.setdefault(variable, value)
     for backend, parameters in backends.items():
         try:
             agent.create_backend(backend, dict(parameters))

@@ -19,16 +19,13 @@ from xpyd_connector.settings import Settings
 logger = init_logger("vllm.xpyd")
 
 LOOPBACK = "lo"  # Linux's name of the loopback interface
-RCACHE_VARIABLE, RCACHE_LIMIT = "UCX_RCACHE_MAX_UNRELEASED", "1024"
 
 
 def bind_data_plane(settings: Settings, side_channel: Address) -> None:
-    """Set UCX's environment variables; call it before NIXL starts a backend.
+    """Set which devices UCX uses; call it before NIXL starts a backend.
 
     Raises :exc:`~xpyd_connector.errors.SettingsError` if NIXL would listen on more than the side channel's interface.
     """
-    # A leak in UCX's registration cache; vLLM sets the same in vllm/distributed/nixl_utils.py.
-    os.environ.setdefault(RCACHE_VARIABLE, RCACHE_LIMIT)
     devices = choose_devices(
         side_channel.host,
         lambda: read_network_interfaces(side_channel.host, side_channel.port),

@@ -13,6 +13,7 @@ from xpyd_connector.core.session.peers import mismatch
 
 SLOWER: Final = 2.0  # times, in every round; other differences come and go with the load of a machine
 CLOCK_WARNING: Final = CLOCK_SKEW / 10  # s: such a clock is not kept by NTP, and goes on to drift
+CUDA_IPC_READS: Final = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"  # "on" by our default (io/nixl.py)
 SLOW_REGISTRATION: Final = 1.0  # s for 10^9 bytes: a cache of 64 GB then delays the start by a minute
 
 
@@ -63,10 +64,16 @@ def _memory(facts: PairFacts) -> Iterator[Finding]:
     if not is_over_tcp(used):
         return
     what = f"both ends run on one machine, and UCX moves bytes between them over TCP ({', '.join(used)})"
-    yield Finding("tcp-on-one-machine", what, _memory_mend(facts.here, there))
+    yield Finding("tcp-on-one-machine", what, _memory_mend(facts.here, there, used))
 
 
-def _memory_mend(here: EndFacts, there: EndFacts) -> str:
+def _memory_mend(here: EndFacts, there: EndFacts, used: Sequence[str]) -> str:
+    if any(each.startswith("WRITE cuda_ipc/") for each in used):
+        for end in (here, there):
+            if (chosen := end.variable(CUDA_IPC_READS) or "auto") not in {"on", "y", "yes", "1"}:
+                return (
+                    f"set {CUDA_IPC_READS}=on at {end.host} ({chosen}): UCX WRITEs over CUDA IPC, and does not READ so"
+                )
     for end in (here, there):
         chosen = end.variable("UCX_TLS")
         if chosen is not None and not _allows_memory(chosen):

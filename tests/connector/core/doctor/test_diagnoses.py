@@ -114,6 +114,23 @@ def test_tcp_on_one_machine_is_mended_where_shared_memory_is_off(there, mend):
     assert mend in finding.mend
 
 
+@pytest.mark.parametrize(
+    ("here", "there", "named"), [("auto", "on", "at d0 (auto)"), ("on", "off", "at p0 (off)"), ("on", "on", "")]
+)
+def test_a_gpu_that_is_written_by_cuda_ipc_and_read_by_tcp_is_mended_by_ucx(here, there, named):
+    """Seen on an H200 whose NVLinks were hidden: 0.4 GB/s one way, hundreds the other."""
+    variable = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+    ends = (
+        changed(HERE, environment=(f"{variable}={here}",)),
+        changed(ONE_MACHINE, environment=(f"{variable}={there}",)),
+    )
+    used = {"transports_here": ("READ tcp/lo", "WRITE cuda_ipc/cuda"), "transports_there": ()}
+    (finding,) = diagnose(facts(here=ends[0], there=ends[1], **used))
+
+    assert finding.name == "tcp-on-one-machine"
+    assert (f"set {variable}=on {named}" in finding.mend) if named else (variable not in finding.mend)
+
+
 def test_tcp_between_machines_is_right_without_rdma_and_wrong_with_it():
     """TCP is what UCX falls back to, silently."""
     ports = {"rdma": ("mlx5_0:1",)}

@@ -2,16 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import Final
 
-from xpyd_proxy.core.model import ANY, Instance, RoutingHints
+from xpyd_proxy.core.model import ANY, Instance, InstanceId, RoutingHints
+
+_MOST_REMEMBERED: Final = 4096  # engines; those that were chosen longest ago are forgotten
 
 
 class LeastLoaded:
-    """Looks at all; equals take turns."""
+    """Looks at all; of equals, the one that was chosen longest ago.
+
+    Turns that only count would be uneven: which engines are equal is another list each time.
+    """
 
     def __init__(self, load: Callable[[Instance], float], turn: int = 0) -> None:
         self._load = load
         self._turn = turn
+        self._chosen: dict[InstanceId, int] = {}  # the turn of each engine's last choice, in their order
 
     def one(self, among: Sequence[Instance], _ask: RoutingHints = ANY, /) -> Instance:
         """Return the least loaded engine."""
@@ -23,10 +30,24 @@ class LeastLoaded:
                 least, equals = load, [instance]
             elif load == least:
                 equals.append(instance)
-        if len(equals) > 1:
-            self._turn += 1
-        return equals[self._turn % len(equals)]
+        chosen = equals[0] if len(equals) == 1 else self._longest_ago(equals)
+        self._chosen.pop(chosen.id, None)
+        self._turn += 1
+        self._chosen[chosen.id] = self._turn
+        if len(self._chosen) > _MOST_REMEMBERED:
+            del self._chosen[next(iter(self._chosen))]
+        return chosen
+
+    def _longest_ago(self, equals: Sequence[Instance]) -> Instance:
+        turns = [self._chosen.get(instance.id, -1) for instance in equals]
+        oldest = min(turns)
+        if oldest >= 0:
+            return equals[turns.index(oldest)]
+        unknown = [instance for instance, turn in zip(equals, turns, strict=True) if turn < 0]
+        return unknown[self._turn % len(unknown)]  # routers and workers begin with different engines
 
     def copy(self) -> "LeastLoaded":
         """Return one that chooses alike, and whose choices leave no trace here."""
-        return LeastLoaded(self._load, self._turn)
+        alike = LeastLoaded(self._load, self._turn)
+        alike._chosen = dict(self._chosen)  # its own
+        return alike

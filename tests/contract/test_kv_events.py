@@ -11,6 +11,7 @@ with warnings.catch_warnings():
     from vllm import SamplingParams
     from vllm.distributed.kv_events import BlockStored, KVEventBatch
     from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.utils.hashing import sha256, sha256_cbor
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -46,21 +47,23 @@ ADAPTERS = {name: LoRARequest(name, number, f"/{name}") for number, name in enum
 class Engine:
     """vLLM's cache of one rank, and the router's index of it at the other end of a wire."""
 
-    def __init__(self, *specs, blocks=40, function=sha256, dice):
+    def __init__(self, *specs, blocks=40, function=sha256, dice, **manager):
         groups = [KVCacheGroupSpec([f"layer.{place}"], spec) for place, spec in enumerate(specs)]
         init_none_hash(function)
-        self.cache = KVCacheManager(KVCacheConfig(blocks, [], groups), CONTEXT, SIZE, SIZE, enable_kv_cache_events=True)
+        self.cache = KVCacheManager(
+            KVCacheConfig(blocks, [], groups), CONTEXT, SIZE, SIZE, enable_kv_cache_events=True, **manager
+        )
         self.hasher = get_request_block_hasher(SIZE, function)
         self.dice, self.index, self.stream = dice, CacheIndex(), KvEventStream()
         self.index.open(ENGINE, {ENGINE: None})
         self.running, self.made, self.batches = [], 0, 0
         self.publish()
 
-    def request(self, ids, salt=None, lora=None):
+    def request(self, ids, salt=None, lora=None, image=None):
         self.made += 1
         return Request(
             f"r{self.made}", list(ids), SamplingParams(max_tokens=50), None, cache_salt=salt,
-            lora_request=ADAPTERS.get(lora), block_hasher=self.hasher,
+            lora_request=ADAPTERS.get(lora), mm_features=[image] if image else None, block_hasher=self.hasher,
         )  # fmt: skip
 
     def publish(self, events=None):
@@ -193,3 +196,44 @@ def test_of_several_groups_the_index_never_says_more(specs, seed):
     history(engine, dice, compare)
 
     assert sum(known == hit for known, hit in found) > 0.9 * len(found)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_with_images_are_no_hits_of_texts(seed):
+    """An image's tokens are placeholders: the same ids with another image, or as text, are other blocks."""
+    found = []
+
+    def compare(known, hit):
+        assert known == hit
+        found.append(hit)
+
+    dice = random.Random(seed)
+    engine = Engine(FULL, dice=dice, blocks=80)
+    for _ in range(ROUNDS):
+        ids, at = prompt(dice), dice.randrange(60)
+        place = PlaceholderRange(offset=at, length=dice.randrange(1, 12))
+        image = MultiModalFeatureSpec(None, "image", dice.choice("ab"), place) if at < len(ids) else None
+        engine.begin(engine.request(ids, image=image))
+        if len(engine.running) > 3:
+            engine.end(dice.randrange(len(engine.running)))
+        engine.publish()
+        for known in (ids, ids[: at + 1], prompt(dice)):
+            compare(engine.known(known), engine.hit(known))
+
+    assert len(set(found)) > 5
+    assert engine.index.take_counts(ENGINE).ignored == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_with_a_drafter_vllm_uses_one_block_less(seed):
+    """EAGLE computes the last block of a hit again, for its own hidden states; the index tells what is cached."""
+    found = []
+
+    def compare(known, hit):
+        assert known - hit in {0, SIZE}
+        found.append(known - hit)
+
+    dice = random.Random(seed)
+    history(Engine(FULL, dice=dice, use_eagle=True), dice, compare)
+
+    assert {0, SIZE} == set(found)

@@ -1,6 +1,6 @@
 """The control thread of a scheduler process: passes the events of its link to the objects they belong to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from xpyd_connector.core.cached_prefix.decode_scheduler import PrefixLender, PrefixWanted
@@ -14,14 +14,15 @@ from xpyd_connector.core.messages import FindPrefix, PrefixFound, Reachable, Rea
 from xpyd_connector.core.ports import ConnectionLost, LinkEvent, MessageReceived
 from xpyd_connector.core.push.decode_scheduler import PushReceiver
 from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
-from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult
+from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult, NumbersDue
 from xpyd_connector.core.session.peers import Peer, PeerState, PeerTable
 from xpyd_connector.core.staging.decode_scheduler import StagingReceiver
 from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator
 
 ControlResult: TypeAlias = (
-    LeaseEnded | LoadResult | BlocksReleased | LeaseLost | HandshakeEnded | SearchEnded | PrefixWanted
+    LeaseEnded | LoadResult | BlocksReleased | LeaseLost | HandshakeEnded | SearchEnded | PrefixWanted | NumbersDue
 )
+PUBLISH_AFTER = 1.0  # s that numbers wait for a step that the engine makes anyway
 
 
 class ControlPlane:
@@ -44,8 +45,12 @@ class ControlPlane:
         prefix_finder: PrefixFinder | None = None,
         prefix_lender: PrefixLender | None = None,
         takes_reads: bool = False,
+        has_numbers: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``takes_reads``: although this engine pushes, others may read what it keeps."""
+        """``takes_reads``: although this engine pushes, others may read what it keeps.
+
+        ``has_numbers`` tells whether something was counted that a step of the engine has not collected.
+        """
         self.lease_manager = lease_manager
         self.lease_renewer = lease_renewer
         self.counters = counters
@@ -57,6 +62,9 @@ class ControlPlane:
         self._prefix_lender = prefix_lender
         self._takes_reads = takes_reads or prefix_lender is not None
         self._peers = peers
+        self._has_numbers = has_numbers
+        self._publish_at: float | None = None  # absent while there are no numbers
+        self._are_numbers_due = False
 
     @property
     def push_coordinator(self) -> PushCoordinator:
@@ -129,7 +137,7 @@ class ControlPlane:
 
     def advance(self, *, now: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for never."""
-        dues = [self.lease_manager.advance(now=now), self.lease_renewer.advance(now=now)]
+        dues = [self.lease_manager.advance(now=now), self.lease_renewer.advance(now=now), self._publish(now)]
         if self._push_coordinator is not None:
             self._push_coordinator.advance(now=now)
         if self._staging_coordinator is not None:
@@ -143,7 +151,10 @@ class ControlPlane:
         return min((due for due in dues if due is not None), default=None)
 
     def take_results(self, *, now: float) -> list[ControlResult]:
-        """Return what has ended: leases of this engine and of others, handshakes, searches, and loads in push."""
+        """Return what has ended: leases of this engine and of others, handshakes, searches, and loads in push.
+
+        And that numbers are due, which an engine without work would keep until its next request.
+        """
         released = self.lease_manager.take_released()
         if self._push_coordinator is not None:
             self._push_coordinator.released(released, now=now)
@@ -153,7 +164,18 @@ class ControlPlane:
         searches = self._prefix_finder.take_ended() if self._prefix_finder is not None else ()
         wanted = self._prefix_lender.take_wanted() if self._prefix_lender is not None else ()
         renewer = self.lease_renewer
-        return [*released, *renewer.take_handshakes(), *renewer.take_lost(), *results, *searches, *wanted]
+        numbers, self._are_numbers_due = [NumbersDue()] * self._are_numbers_due, False
+        return [*released, *renewer.take_handshakes(), *renewer.take_lost(), *results, *searches, *wanted, *numbers]
+
+    def _publish(self, now: float) -> float | None:
+        """Have the engine step for numbers that have waited long enough; return when to look again."""
+        if not self._has_numbers():
+            self._publish_at = None
+        elif self._publish_at is None:
+            self._publish_at = now + PUBLISH_AFTER
+        elif now >= self._publish_at:
+            self._publish_at, self._are_numbers_due = now + PUBLISH_AFTER, True
+        return self._publish_at
 
     def _on_ours(self, event: LinkEvent, now: float) -> None:
         changed: Peer | None = None

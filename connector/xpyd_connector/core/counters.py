@@ -74,6 +74,9 @@ class Counters:
         if self.keeps_events:
             self._events.append(TimelineEvent(request, step, at, count))
 
+    def __bool__(self) -> bool:
+        return bool(self._counts or self._transfers or self._events or self._peer_loads)
+
     def take(self) -> StatsReport:
         """Return what was counted and noted since the last call, and start again at zero."""
         report = StatsReport(

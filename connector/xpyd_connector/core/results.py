@@ -43,6 +43,10 @@ class HandshakeEnded(NamedTuple):
     is_final: bool = True  # False: another attempt may end otherwise
 
 
+class NumbersDue(NamedTuple):
+    """Numbers have waited for a step of the engine: they reach vLLM's metrics with one."""
+
+
 class LeaseLost(NamedTuple):
     """P holds no lease for this request of ours: a load that has not begun must not begin."""
 

@@ -45,7 +45,7 @@ Handshakes: TypeAlias = Mapping[int, RankHandshake]  # by worker
 class ControlThread:
     """Runs a :class:`~xpyd_connector.core.control.ControlPlane`. Its methods belong to the engine thread.
 
-    ``on_news`` is called on the control thread when there are results.
+    ``on_news`` is called on the control thread when there are results. ``has_loop``: that wakes an engine which sleeps.
     """
 
     def __init__(
@@ -55,12 +55,14 @@ class ControlThread:
         secrets: Secrets,
         *,
         on_news: Callable[[], None],
+        has_loop: bool,
         clock: Callable[[], float],
     ) -> None:
         self._engine_config = engine_config
         self._settings = settings
         self._secrets = secrets
         self._clock = clock
+        self._has_loop = has_loop
         self._last_turn = clock()  # of vLLM's engine loop; the control thread reads it
         self._has_warned = False  # that leases are not renewed
         self._runner: Runner[ControlPlane] | None = None  # absent before start()
@@ -85,7 +87,13 @@ class ControlThread:
         for remark in reach_remarks(settings) if engine_config.is_consumer else ():
             logger.info("xpyd: %s", remark)
         control = _build_control_plane(
-            engine_config, settings, link, counters, handshakes, last_turn=lambda: self._last_turn
+            engine_config,
+            settings,
+            link,
+            counters,
+            handshakes,
+            last_turn=lambda: self._last_turn,
+            has_numbers=lambda: self._has_loop and (self._outbox.has_report or bool(counters)),
         )
         self._runner = Runner("xpyd-control", control, link, self._after_turn)
         self._runner.start()
@@ -153,6 +161,7 @@ def _build_control_plane(
     handshakes: Handshakes,
     *,
     last_turn: Callable[[], float],
+    has_numbers: Callable[[], bool] = lambda: False,
 ) -> ControlPlane:
     landing = [each.landing for each in _ordered(handshakes)]
     peers = PeerTable(link, _fingerprint(handshakes), counters, retry_after=settings.retry_after, ranks=landing)
@@ -198,6 +207,7 @@ def _build_control_plane(
             staging_coordinator=staging_coordinator,
             prefix_finder=finder,
             prefix_lender=lender,
+            has_numbers=has_numbers,
         )
     staging_receiver = None
     if slots is not None and engine_config.is_consumer:
@@ -227,6 +237,7 @@ def _build_control_plane(
         prefix_finder=finder,
         prefix_lender=lender,
         takes_reads=settings.mode.pulls,
+        has_numbers=has_numbers,
     )
 
 

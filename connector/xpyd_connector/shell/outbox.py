@@ -44,6 +44,11 @@ class Outbox(Generic[T]):
             reports, self._reports = self._reports, []
         return merge(reports)
 
+    @property
+    def has_report(self) -> bool:
+        """Whether :meth:`take_report` would return any numbers."""
+        return bool(self._reports)
+
     def wait(self, seconds: float) -> None:
         """Wait at most so long for results."""
         self._news.wait(seconds)

@@ -18,7 +18,7 @@ from xpyd_connector.core.cached_prefix.prefill_scheduler import SearchEnded
 from xpyd_connector.core.counters import Counters, StatsReport, merge
 from xpyd_connector.core.lease.lease_table import LeaseEnded
 from xpyd_connector.core.lease.signatures import Signatures
-from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult
+from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult, NumbersDue
 from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.shell.cached_prefixes import CachedPrefixes
 from xpyd_connector.shell.control_thread import ControlThread, Handshakes
@@ -60,7 +60,9 @@ class XpydConnectorScheduler:
         self._gauges: dict[str, float] = {}  # as last reported
         self._live: dict[str, Request] = {}
         self._notes = TimelineNotes(self._counters, monotonic, clock)
-        self._control = ControlThread(engine_config, settings, secrets, on_news=waker.wake, clock=monotonic)
+        self._control = ControlThread(
+            engine_config, settings, secrets, on_news=waker.wake, has_loop=waker.is_open, clock=monotonic
+        )
         self._prefills = PrefillRequests(
             engine_config,
             settings,
@@ -204,6 +206,8 @@ class XpydConnectorScheduler:
                     self._returned.ended(result)
                 case PrefixWanted():
                     self._cached.add(result)
+                case NumbersDue():
+                    pass  # stats() collects them in this step
 
     def has_pending(self) -> bool:
         """Whether the engine must step: for results, for the workers' metadata, or to poll quarantined blocks."""

@@ -5,11 +5,12 @@ import pytest
 from support.engines import LEASE, World
 from support.push_engines import PushWorld, right_bytes
 from support.staging_world import StagingWorld
-from xpyd_connector.core.control import ControlPlane
+from xpyd_connector.core.control import PUBLISH_AFTER, ControlPlane
 from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent
 from xpyd_connector.core.messages import RenewLeases
 from xpyd_connector.core.ports import MessageReceived
+from xpyd_connector.core.results import NumbersDue
 
 
 @pytest.fixture
@@ -58,6 +59,24 @@ def test_an_unknown_connection_belongs_to_the_prefill_role(world):
     world.d.control.on(MessageReceived(ConnId(77), RenewLeases((RequestId("d-x"),))), now=1.0)
 
     assert world.d.leases._leases[RequestId("d-x")].holder == 77
+
+
+def test_numbers_alone_have_the_engine_step_after_a_second(world):
+    """Not at once: most are collected with a step that the engine makes anyway."""
+    numbers = []
+    p, d = world.p.control, world.d.control
+    control = ControlPlane(
+        p.lease_manager, d.lease_renewer, world.d.peers, p.counters, has_numbers=lambda: bool(numbers)
+    )
+    assert (control.advance(now=0.0), control.take_results(now=0.0)) == (None, [])
+    numbers.append(1)
+    assert (control.advance(now=5.0), control.take_results(now=5.0)) == (5.0 + PUBLISH_AFTER, [])
+    control.advance(now=5.0 + PUBLISH_AFTER)
+    assert control.take_results(now=5.0 + PUBLISH_AFTER) == [NumbersDue()]
+    assert control.take_results(now=5.0 + PUBLISH_AFTER) == []
+    numbers.clear()
+
+    assert (control.advance(now=9.0), control.take_results(now=9.0)) == (None, [])
 
 
 @pytest.mark.parametrize("part", ["push_coordinator", "push_receiver"])

@@ -1,6 +1,7 @@
 """The scheduler half without an engine: vLLM's real block pool, a control thread, and no peer."""
 
 import logging
+import queue
 import socket
 import threading
 import warnings
@@ -15,6 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+    from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import RequestStatus
 
@@ -64,6 +66,7 @@ class Engine:
         first_token=None,
         looks_back=None,
         prefix_hash="",
+        input_queue=None,
         **choices,
     ):
         self.pool = BlockPool(BLOCKS, enable_caching=bool(prefix_hash), hash_block_size=SIZE)
@@ -75,7 +78,7 @@ class Engine:
         self.now = 1000.0
         # Nobody is there to be met: only a test that waits for the end of a handshake has it end.
         settings = Settings(**{"handshake_timeout": 600.0} | choices)
-        self.side = XpydConnectorScheduler(engine_config, settings, EngineWaker(None), clock, lambda: self.now)
+        self.side = XpydConnectorScheduler(engine_config, settings, EngineWaker(input_queue), clock, lambda: self.now)
         self.side.bind_block_pool(self.pool)
         self.port, memory = engine_config.address.port, rank_info(name, width=width)
         self.side.start({0: RankHandshake(memory, memory, FINGERPRINT, b"token")})
@@ -1446,6 +1449,26 @@ def test_blocks_of_a_sampled_prefill_are_ordered_from_the_workers_and_their_sums
 
     assert engine.side._control._runner._core.lease_manager._sampled["p-a"].of(0) == RankSums(0, "s", ())
     assert counters(engine)["prefills_sampled"] == 1
+
+
+@pytest.fixture
+def sleeping():
+    """An engine with a loop, which sleeps until something is in its input queue."""
+    engine = Engine(input_queue=queue.Queue())
+    yield engine
+    engine.side.stop()
+
+
+def test_numbers_that_nothing_follows_wake_an_idle_engine(sleeping):
+    """VLLM collects them with a step: what was counted of strangers would be seen when somebody else came, or never."""
+    with socket.create_connection(("127.0.0.1", sleeping.port)) as stranger:
+        stranger.sendall(b"no hello")
+    woken, _ = sleeping.side._waker._queue.get(timeout=60)
+
+    assert woken is EngineCoreRequestType.WAKEUP
+    assert sleeping.side.has_pending()
+    sleeping.side.step(IDLE)
+    assert sum(counters(sleeping).values()) > 0
 
 
 def compare_two_pushes(pushing):

@@ -74,10 +74,11 @@ def test_cut_in_the_middle_of_a_read(network, p, victims, reference):
             wait_until(lambda d=d: d.now(BORROWING) == 1, seconds=5, what=f"{d.spec.name} reads")
         time.sleep(1.0)
         network.cut()
+        for d in decoders:  # until then only: how long a prompt takes an engine that recomputes is its processor's
+            left = start + TIMEOUT + 2 - time.monotonic()
+            wait_until(lambda d=d: d.now(BORROWING) == 0, seconds=left, what=f"{d.spec.name} has given up")
         responses = [answer.result() for answer in answers]
-    seconds = time.monotonic() - start
 
-    assert seconds < TIMEOUT + 2
     for policy, prompt, response in zip(POLICIES, prompts, responses, strict=True):
         check(policy, response, plain(reference, prompt))
     assert any(d.now(LINGERING) > 0 for d in decoders)  # the reads were under way

@@ -90,8 +90,8 @@ def test_while_p_asks(trio, how):
     try:
         with Watch(trio.p.spec) as p:
             params = chat.prefill(name)
-        chat.d = trio.other.spec
-        answers.append(chat.answer(params))
+            chat.d = trio.other.spec
+            answers.append(chat.answer(params))
     finally:
         recover(trio, how)
 

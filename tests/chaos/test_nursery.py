@@ -113,13 +113,12 @@ def test_on_a_host_of_a_lab_it_is_as_what_ip_starts_there(fleet):
 
 
 def test_what_was_prepared_for_nobody_ends_at_once(fleet):
-    """As it does while it still imports."""
+    """As it does while it still imports: nobody has to kill it."""
     bearer = nursery.Nursery(fleet, STATEMENT, dict(os.environ), "nursery-0").child
     wait_until(lambda: list(bearer.temp.parent.glob("n*")), seconds=20, what="it listens")
-    started = time.monotonic()
     fleet.stop(bearer)
 
-    assert time.monotonic() - started < 3
+    assert bearer.exit_code != -signal.SIGKILL
 
 
 def test_what_cannot_be_imported_is_told(fleet):

@@ -24,16 +24,16 @@ def test_a_stranger_gets_no_welcome_and_no_lease_and_ends_none(network, p, victi
     """No Welcome, so nothing of P's memory; and what P holds for a decode engine stays, and is read by that one."""
     d, prompt = victims.hasty["recompute"], prompt_of(460)
     before, loads = p.now(HELD), d.now(LOADS)
-    params = prefill(p.spec, prompt)
-    request = params.get("transfer_id") or params["remote_request_id"]
-    at = (params["remote_host"], str(params["remote_port"]), params["remote_engine_id"], request)
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
-    done = subprocess.run(
-        [*network.d.prefix, sys.executable, "-m", "support.stranger", *at],
-        env=env, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    got = json.loads(done.stdout)
+    env, pipe = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}, subprocess.PIPE
+    argv = [*network.d.prefix, sys.executable, "-m", "support.stranger"]
+    with subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as stranger:
+        assert stranger.stdout.readline() == "ready\n"  # its imports may take longer than the lease
+        params = prefill(p.spec, prompt)
+        request = params.get("transfer_id") or params["remote_request_id"]
+        at = (params["remote_host"], params["remote_port"], params["remote_engine_id"], request)
+        said, errors = stranger.communicate(" ".join(map(str, at)) + "\n", timeout=60)
+    assert stranger.returncode == 0, errors
+    got = json.loads(said)
 
     assert "XPYD_CONNECTOR_SECRET" in got.pop("no secret")
     assert "XPYD_CONNECTOR_SECRET" in got.pop("a guess")

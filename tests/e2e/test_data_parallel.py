@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from support.cluster import MODEL_NAME, engine_spec, start_engine
+from support.cluster import MODEL_NAME, engine_spec, start_engine, wait_until
 from support.legs import OPEN, plain, prompt_of
 from support.questions import compare, questions
 from xpyd_proxy.local.recipe import Connector, Role
@@ -34,10 +34,15 @@ def pair(fleet, model):
 
 
 def by_rank(spec, name):
-    """Return a counter of each rank of an engine."""
+    """Return a counter or a gauge of each rank of an engine."""
     text = httpx.get(f"{spec.base_url}/metrics", timeout=10).text
-    found = re.findall(rf'^vllm:xpyd_{name}_total{{[^}}]*engine="(\d)"[^}}]*}} ([\d.e+]+)$', text, re.MULTILINE)
+    found = re.findall(rf'^vllm:xpyd_{name}(?:_total)?{{[^}}]*engine="(\d)"[^}}]*}} ([\d.e+]+)$', text, re.MULTILINE)
     return Counter({int(rank): float(value) for rank, value in found})
+
+
+def rest(p):
+    """Wait until no rank holds a lease: the step that publishes that publishes all that was counted of leases."""
+    wait_until(lambda: not any(by_rank(p, "leases_held").values()), seconds=20, what="all leases are over")
 
 
 def complete(spec, rank, prompt, params, tokens):
@@ -71,8 +76,10 @@ def test_the_router_spreads_its_requests_over_the_ranks(pair, start_router, refe
     url = start_router(
         "router-dp", *([SimpleNamespace(address=f"{spec.address}#dp={RANKS}")] for spec in (pair.p, pair.d))
     )
+    rest(pair.p)
     before = by_rank(pair.p, "leases_granted"), by_rank(pair.d, "loads")
     _, wrong = compare(url, asked, reference_answer)
+    rest(pair.p)
     granted, loads = by_rank(pair.p, "leases_granted") - before[0], by_rank(pair.d, "loads") - before[1]
 
     assert wrong == {}

@@ -17,7 +17,7 @@ from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run, run_at
 from support.hand_chats import COMPUTED, LOADED
 from support.proc import pids_of, wait_stopped
-from support.router_orders import all_at, moved_streams, order, rows, states
+from support.router_orders import all_at, moved_streams, order, rows, wait_known
 from xpyd_proxy.core.protocol.push import TransferMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
@@ -43,8 +43,7 @@ def router(fleet_of, start_router, request):
     name = f"router-move-{fleet_of.mode}-{request.node.name.split('[')[0][5:]}"
     env = {"ADMIN_API_KEY": ADMIN_KEY}
     url = start_router(name, [fleet_of.p0], [fleet_of.d0, fleet_of.d1], args=MOVES, env=env)
-    wait_until(lambda: states(url) == ["healthy"] * 3, seconds=20, what="the router has seen all engines")
-    time.sleep(1)  # the engines' metrics, by which the router knows their ids, are read behind their health
+    wait_known(url)
     return url
 
 
@@ -62,7 +61,7 @@ def move_all(fleet_of, url, count, tokens, *, seed, behind):
     taken, watches = [], []
 
     def drain():
-        watches.extend(Watch(spec).__enter__() for spec in (fleet_of.p0, fleet_of.d0, fleet_of.d1))
+        watches.extend(Watch(spec, begins_busy=True).__enter__() for spec in (fleet_of.p0, fleet_of.d0, fleet_of.d1))
         emptied(url, "decode-0", taken)
 
     streams = all_at(

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -20,7 +21,7 @@ from support.cluster import (
     start_engine,
     wait_until,
 )
-from support.pacing import paced
+from support.pacing import FENCE_SECONDS, FENCE_TOKENS, paced
 from support.proc import pids_of, wait_stopped
 from support.valves import Passing, open_valves
 from xpyd_proxy.core.model import Role
@@ -31,6 +32,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 KEY = {"X-Api-Key": "sesame"}
 FROZEN_S = 0.3
 LONGER_S = 1.0  # that one part of a load takes: a busy machine takes 0.1 s of its own, which is nobody's row
+ATTEMPTS = 5
 STEP = 512  # tokens that an engine computes at once, at most
 TOKEN_S = 0.001  # that P takes for each token of a prompt
 WAITING = "vllm:xpyd_requests_waiting_for_remote_kv"
@@ -43,8 +45,8 @@ CLIENT_ID = "of-this-test"
 def pair(request, fleet, model):
     """One engine of each role that keeps timelines, and a router; in pull also a decode engine that P has not met.
 
-    A valve is between each decode engine and its router. The first decode engine reads P's memory by itself, as it can
-    on one host; the second needs P for each read, as over a network.
+    A valve is between each decode engine and its router. The second decode engine needs P for each read, as over a
+    network; the first reads P's memory by itself, as it can on one host, but now and then UCX waits for P there, too.
     """
     mode = request.param
 
@@ -53,7 +55,9 @@ def pair(request, fleet, model):
             f"why-{name}-{mode}", model, role=role, connector=Connector.XPYD, mode=mode, timelines=True,
             extra_args=("--max-num-batched-tokens", str(STEP)), **more,
         )  # fmt: skip
-        spec = paced(spec, 0, TOKEN_S, 0) if role is Role.PREFILL else spec
+        if role is Role.PREFILL:
+            paced_spec = paced(spec, 0, TOKEN_S, 0)
+            spec = replace(paced_spec, extra_env={**paced_spec.extra_env, FENCE_SECONDS: str(LONGER_S)})
         return spec, start_engine(fleet, spec)
 
     p, d = (engine(role, role) for role in Role)
@@ -107,6 +111,11 @@ def timeline(router, name, *, of):
         time.sleep(0.1)
 
 
+def outer_ms(found):
+    """Return what the router's own rows add up to."""
+    return sum(row["duration_ms"] for row in found["rows"] if not row["leg"])
+
+
 def ms(found, leg, *whats):
     return sum(row["duration_ms"] for row in found["rows"] if row["leg"] == leg and row["what"] in whats)
 
@@ -114,10 +123,11 @@ def ms(found, leg, *whats):
 def test_each_part_of_a_request_has_a_row(pair):
     """The prompt is computed in chunks; D gets its KV, and computes the last token itself."""
     mode, router = pair.mode, pair.router
-    name, waited = ask(router, [7 + number % 400 for number in range(1200)], 300)
+    name, _ = ask(router, [7 + number % 400 for number in range(1200)], 300)
     found = timeline(router, name, of={"prefill-0", "decode-0"})
 
     assert found["notes"] == []
+    assert outer_ms(found) == pytest.approx(found["duration_ms"], abs=1)
     prefill = [row["what"] for row in found["rows"] if row["leg"] == "prefill-0"]
     decode = [row["what"] for row in found["rows"] if row["leg"] == "decode-0"]
     chunks = next(row["note"] for row in found["rows"] if (row["leg"], row["what"]) == ("prefill-0", "compute"))
@@ -129,8 +139,17 @@ def test_each_part_of_a_request_has_a_row(pair):
     else:
         assert "wait for the writes of P" in decode
         assert "write KV" in prefill
-    outer = sum(row["duration_ms"] for row in found["rows"] if not row["leg"])
-    assert outer == pytest.approx(waited, rel=0.05)
+
+
+def test_the_rows_are_what_the_client_waited_for(pair):
+    """But for what a client takes itself, which varies on a busy machine: with a missing row no attempt would do."""
+    shares = []
+    for attempt in range(ATTEMPTS):
+        name, waited = ask(pair.router, [31 + attempt + number % 400 for number in range(1200)], 100)
+        shares.append(outer_ms(timeline(pair.router, name, of={"prefill-0", "decode-0"})) / waited)
+        if shares[-1] == pytest.approx(1, rel=0.05):
+            return
+    pytest.fail(f"the rows are these parts of what the client waited for: {shares}")
 
 
 @pytest.mark.parametrize("role", list(Role), ids=str)
@@ -139,6 +158,7 @@ def test_an_engine_that_does_not_move_shows_in_its_own_leg(pair, role):
     router, pids = pair.router, pair.pids
     os.kill(pids[role], signal.SIGSTOP)
     try:
+        wait_stopped(pids[role])
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(ask, router, [3] * 100)
             wait_until(lambda: waiting_in(router) == f"{role} leg", seconds=60, what=f"the {role} leg is sent")
@@ -165,8 +185,8 @@ def test_a_busy_prefill_engine_shows_in_the_rows_of_its_queue_and_its_steps(pair
     assert ms(computed, "prefill-0", "compute") >= 0.9 * len(long[0]) * TOKEN_S * 1e3
     assert ms(queued, "prefill-0", "wait in the queue") >= 0.9 * STEP * TOKEN_S * 1e3
     assert ms(queued, "prefill-0", "compute") >= 0.9 * len(short) * TOKEN_S * 1e3
-    for found, (_, waited) in zip((computed, queued), names, strict=True):
-        assert sum(row["duration_ms"] for row in found["rows"] if not row["leg"]) == pytest.approx(waited, rel=0.05)
+    for found in (computed, queued):
+        assert outer_ms(found) == pytest.approx(found["duration_ms"], abs=1)
 
 
 @contextlib.contextmanager
@@ -181,7 +201,7 @@ def frozen(leader):
 
 
 def while_p_stands_still(pair, side, prompt):
-    """Have D load while P is frozen, from before it begins until `LONGER_S` after; return the rows, and the wait.
+    """Have D load while P is frozen, from before it begins until more than `LONGER_S` after; return the rows.
 
     P has computed the prompt by then: the leg to D waits in the valve until P is frozen.
     """
@@ -194,39 +214,38 @@ def while_p_stands_still(pair, side, prompt):
             with frozen(pair.pids[Role.PREFILL]):
                 side.valve.release()
                 wait_until(lambda: metrics(side.spec).get(WAITING) == 1, seconds=20, what="D loads")
-                time.sleep(LONGER_S)
+                time.sleep(1.5 * LONGER_S)  # D's threads may begin a little later
         finally:
             side.valve.release()
-        name, waited = asked.result()
-    return timeline(side.router, name, of={"prefill-0", "decode-0"}), waited
+        name, _ = asked.result()
+    return timeline(side.router, name, of={"prefill-0", "decode-0"})
 
 
-def check_longest(found, waited, what):
-    """One part of the load took `LONGER_S` more, and no other; and all parts are those that the client waited for."""
+def check_longest(found, what):
+    """One part of the load took `LONGER_S` more, and no other; and the rows of the router have no gaps."""
     took = {row: round(ms(found, "decode-0", row)) for row in LOADING}
     others = sum(milliseconds for row, milliseconds in took.items() if row != what)
     assert took[what] >= LONGER_S * 1e3, str(took)
     assert others < took[what] / 2, str(took)
-    outer = sum(row["duration_ms"] for row in found["rows"] if not row["leg"])
-    assert outer == pytest.approx(waited, rel=0.05)
+    assert outer_ms(found) == pytest.approx(found["duration_ms"], abs=1)
 
 
 @only_in_pull
 def test_a_slow_handshake_and_then_a_slow_read_show_in_their_rows(pair):
     """The same engines stand still at the same point: first they have to meet, and the next time only to read."""
-    check_longest(*while_p_stands_still(pair, pair.far, [11] * 200), "handshake")
-    check_longest(*while_p_stands_still(pair, pair.far, [12] * 200), "read KV")
+    check_longest(while_p_stands_still(pair, pair.far, [11] * 200), "handshake")
+    check_longest(while_p_stands_still(pair, pair.far, [12] * 200), "read KV")
 
 
 @only_in_pull
 def test_a_slow_fence_shows_in_its_row(pair):
-    """D reads P's memory without P, and only then P must say that the lease still holds.
+    """D has read P's memory, and then P must say that the lease still holds. P is late with that, and moves.
 
-    What UCX does with P once in a while, as after a time of silence, it has done with the load before: a read had to
-    wait for P once, on a busy machine.
+    A frozen P would be late with more, at times: a read had to wait for it on a busy machine, as any read may for which
+    UCX chooses to ask the other side.
     """
-    ask(pair.near.router, [14] * 200)
-    check_longest(*while_p_stands_still(pair, pair.near, [13] * 200), "fence")
+    name, _ = ask(pair.near.router, [13] * FENCE_TOKENS)
+    check_longest(timeline(pair.near.router, name, of={"prefill-0", "decode-0"}), "fence")
 
 
 def waiting_in(router):

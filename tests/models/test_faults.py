@@ -206,7 +206,7 @@ def test_aborted(pair, reference):
     else:
         params = prefill(p.spec, prompt)
     with p.frozen():
-        hang_up(d.spec, decode_body(prompt, params), 0.5)
+        hang_up(d.spec, decode_body(prompt, params), until=lambda: d.now(BORROWING) == 1)
     others = [prompt_of(80 + number, 700) for number in range(3)]
 
     assert [plain(d.spec, other) for other in others] == [plain(reference, other) for other in others]

@@ -32,6 +32,7 @@ EXACT = ("--dtype", "float32")
 # both ends take part: a stopped engine leaves a read hanging.
 OVER_TCP = {"UCX_TLS": "tcp"}
 SECRET = "what all engines of the tests share"
+FOR_TESTS = {"VLLM_SERVER_DEV_MODE": "1"}  # GET /is_paused, for `settled_metrics`
 
 
 # Below the ports that Linux gives to outgoing connections: an engine binds its port seconds after it is chosen.
@@ -81,7 +82,7 @@ def engine_spec(name, model, **options):
     spec = EngineSpec(
         name, port, model, served_name=MODEL_NAME, side_channel_port=side_port, cache_dir=ROOT / ".xpyd/cache"
     )
-    options["extra_env"] = {"XPYD_CONNECTOR_SECRET": SECRET, **options.get("extra_env", {})}
+    options["extra_env"] = {"XPYD_CONNECTOR_SECRET": SECRET, **FOR_TESTS, **options.get("extra_env", {})}
     options["extra_args"] = (*EXACT, "--enable-scale-out", *options.get("extra_args", ()))
     return dataclasses.replace(spec, **options)
 
@@ -145,18 +146,41 @@ def _http():
     return httpx.Client(trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 
 
-class Watch:
-    """How an engine's counters move during a block: ``watch.delta(name)`` once the block is left."""
+def settled_metrics(spec, *, seconds=30):
+    """Wait until an engine is at rest and has published all that it has counted; return its metrics.
 
-    def __init__(self, spec):
-        self.spec = spec
+    An answer may be with its client before either. VLLM publishes numbers with a step, and a prefill engine counts when
+    the decode engine has what it needs. The step in which a lease ends publishes all that was counted of it.
+    """
+    seen = {}
+
+    def is_settled():
+        # The engine's core answers this, and that comes to the API server behind all numbers that the core has sent
+        # before: without it, a busy API server may show those of a while ago, when the engine was at rest, too.
+        _http().get(f"{spec.base_url}/is_paused", timeout=seconds).raise_for_status()
+        seen.update(metrics(spec))
+        return holds_nothing(seen) and not any(seen[f"vllm:num_requests_{state}"] for state in ("running", "waiting"))
+
+    wait_until(is_settled, seconds=seconds, what=f"{spec.name} is at rest")
+    return seen
+
+
+class Watch:
+    """How an engine's counters move during a block: ``watch.delta(name)`` once the block is left.
+
+    The engine is at rest at both ends of the block, and all that it has counted is known; ``begins_busy``: at its end.
+    """
+
+    def __init__(self, spec, *, begins_busy=False):
+        self.spec, self._begins_busy = spec, begins_busy
 
     def __enter__(self):
-        self.before = metrics(self.spec)
+        self.before = metrics(self.spec) if self._begins_busy else settled_metrics(self.spec)
         return self
 
-    def __exit__(self, *exc):
-        self.after = metrics(self.spec)
+    def __exit__(self, kind=None, *exc):
+        if kind is None:
+            self.after = settled_metrics(self.spec)
 
     def delta(self, name):
         return self.after[name] - self.before.get(name, 0.0)
@@ -172,7 +196,11 @@ def wait_until(condition, *, seconds, what):
 
 def nothing_held(spec):
     """Whether an engine holds no KV block for anybody."""
-    seen = metrics(spec)
+    return holds_nothing(metrics(spec))
+
+
+def holds_nothing(seen):
+    """The same, of its metrics."""
     held = seen.get("vllm:xpyd_leases_held", 0.0) + seen.get("vllm:xpyd_requests_waiting_for_remote_kv", 0.0)
     return seen["vllm:kv_cache_usage_perc"] == 0.0 and held == 0.0
 

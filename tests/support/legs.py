@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,13 +47,16 @@ _transfers = itertools.count(1)
 def push(p, d, question, where, *, prefill_after=0.0, decode_after=0.0, tokens=TOKENS, **fields):
     """Ask a question over both legs at once, either later by some seconds; returns the answer and D's seconds.
 
-    D is told more in ``fields``.
+    The prefill leg may wait for an event instead. D is told more in ``fields``.
     """
     transfer = {"transfer_id": f"{os.getpid()}-{next(_transfers)}"}
     lends, borrows = OPEN | transfer, {"do_remote_prefill": True, "do_remote_decode": False, **transfer, **where}
 
     def leg(spec, delay, params, **options):
-        time.sleep(delay)
+        if isinstance(delay, threading.Event):
+            assert delay.wait(60), "nothing has let the leg go"
+        else:
+            time.sleep(delay)
         started = time.monotonic()
         with client(spec.base_url) as api:
             return ask(api, question, kv_transfer_params=params, **options), time.monotonic() - started

@@ -13,6 +13,8 @@ from support.cluster import ROOT
 from xpyd_proxy.local.recipe import transfer_config
 
 PACE = "XPYD_TEST_PACE"  # seconds: of any step, of each prompt token in it, of each stream in it
+FENCE_TOKENS = 211  # a prompt of exactly so many tokens has P answer late that its lease still holds,
+FENCE_SECONDS = "XPYD_TEST_FENCE_SECONDS"  # by so long
 
 
 def paced(spec, step_s, token_s, stream_s):

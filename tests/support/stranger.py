@@ -1,6 +1,7 @@
 """A process that does not know the secret, and tries to get something out of an engine's side channel.
 
-``python -m support.stranger HOST PORT ENGINE REQUEST`` prints what it got, as one JSON object: attempt -> answer.
+``python -m support.stranger`` says "ready", reads one line with HOST PORT ENGINE REQUEST, and prints what it got, as
+one JSON object: attempt -> answer.
 """
 
 import contextlib
@@ -83,4 +84,5 @@ def without_hello(address, message):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print("ready", flush=True)
+    main(*sys.stdin.readline().split())

@@ -248,8 +248,11 @@ def reading(p, decoders, prompts, reference):
         yield answers
 
 
-def hang_up(spec, body, patience, *, after=None):
-    """Send a completion request and close the connection, ``patience`` seconds later or after some bytes came."""
+def hang_up(spec, body, patience=0.0, *, after=None, until=None):
+    """Send a completion request and close the connection, ``patience`` seconds after what is waited for.
+
+    That is that some bytes have come (``after``), or that something is so (``until``).
+    """
     raw = json.dumps({"model": "tiny", "temperature": 0, **body}).encode()
     lines = (
         "POST /v1/completions HTTP/1.1",
@@ -262,4 +265,6 @@ def hang_up(spec, body, patience, *, after=None):
         seen = b""
         while after is not None and after not in seen and (data := client.recv(4096)):
             seen += data
+        if until is not None:
+            wait_until(until, seconds=60, what="the client may leave")
         time.sleep(patience)

@@ -9,7 +9,7 @@ import pytest
 from support.cluster import OVER_TCP, Watch, engine_spec, nothing_held, wait_until
 from support.hand_chats import Chat, alone, engine_id
 from support.legs import STALL_SECONDS, STALL_TOKENS, plain, prompt_of
-from support.victims import LINGERING, Victim, stalling
+from support.victims import HELD, LINGERING, Victim, stalling
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector
 
@@ -117,7 +117,10 @@ def test_while_p_reads(trio, how):
             time.sleep(0.3)
             second = pool.submit(plain, trio.p.spec, prompt_of(101 + 2 * attempt, STALL_TOKENS), tokens=1)
             first.result()
-            time.sleep(1.0)  # P has asked, D has answered, and P is in its second step of STALL
+            asked_by = time.monotonic() + STALL / 2
+            while trio.d.now(HELD) == 0 and time.monotonic() < asked_by:
+                time.sleep(0.02)
+            time.sleep(0.3)  # P has asked, D has answered, and P is in its second step of STALL
             trouble(trio, how)
             try:
                 params = asking.result()

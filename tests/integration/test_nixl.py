@@ -6,6 +6,7 @@ import time
 import pytest
 
 from support.nixl_process import ALL, BIG, TIMEOUT, same
+from support.sim import until
 
 pytestmark = pytest.mark.nixl
 
@@ -32,13 +33,8 @@ def test_bytes_arrive_bit_exact_wherever_the_blocks_lie(start):
 def test_a_peer_killed_during_a_read_fails_it_at_once(start):
     """What it has sent until then is not taken for the whole, and nothing comes after it."""
     p, d = start("p", "d", block_bytes=BIG)
-    p.ask("lend", requests=["warm", "a"])
-    d.load("warm", p, [1], [1])
-    d.result("warm")
-    d.load("a", p, ALL, ALL)
-    time.sleep(0.02)
-    p.kill()
-    failed = d.result("a")
+    while (failed := killed_in_the_middle(p, d)) is None:
+        (p,) = start("p-once-more", block_bytes=BIG)
     if failed.quarantined:
         d.released("a")
     d.ask("paint", blocks=ALL, value=7)
@@ -48,10 +44,31 @@ def test_a_peer_killed_during_a_read_fails_it_at_once(start):
     again.ask("lend", requests=["b"])
     d.load("b", again, [1], [1])
 
-    assert failed.failure
-    assert failed.seconds < TIMEOUT / 2
+    assert failed.failure != f"not loaded within {TIMEOUT:g} s"
     assert d.result("b").failure == ""
     assert d.ask("digests", blocks=ALL[2:])["digests"] == painted["digests"][2:]
+
+
+def killed_in_the_middle(p, d):
+    """Kill P while D reads, and return what becomes of the read.
+
+    None: this process got a core too late, and D had it all before.
+    """
+    p.ask("fill", seed=1)
+    p.ask("lend", requests=["warm", "a"])
+    d.load("warm", p, [1], [1])
+    d.result("warm")
+    whole, before = p.ask("digests", blocks=ALL), d.digest(2)
+    d.load("a", p, ALL, ALL)
+    d.wait_written(2, before)
+    p.kill()
+    failed = d.result("a")
+    if failed.failure:
+        return failed
+    assert d.ask("digests", blocks=ALL) == whole
+    d.forget("a", "warm")
+    d.ask("fill", seed=2)
+    return None
 
 
 def test_late_bytes_of_a_hung_peer_reach_quarantined_blocks_only(start):
@@ -64,7 +81,7 @@ def test_late_bytes_of_a_hung_peer_reach_quarantined_blocks_only(start):
     d.load("a", p, ALL[:32], ALL[:32])
     failed = d.result("a")
     assert failed.failure == f"not loaded within {TIMEOUT:g} s"
-    assert TIMEOUT <= failed.seconds < TIMEOUT + 1
+    assert failed.seconds >= TIMEOUT  # and before P goes on
     d.ask("paint", blocks=ALL[32:], value=7)
     others = d.ask("digests", blocks=ALL[32:])
     time.sleep(1)
@@ -85,14 +102,12 @@ def test_late_bytes_of_a_hung_peer_reach_quarantined_blocks_only(start):
 def test_engines_come_and_go_without_leaving_anything_open(start):
     """A decode engine outlives many prefill engines."""
     (d,) = start("d")
-    files = []
+    before = d.ask("files")
     for number in range(3):
         (p,) = start(f"p{number}")
         p.ask("lend", requests=[f"r{number}"])
         d.load(f"r{number}", p, [1], [1])
         assert d.result(f"r{number}").failure == ""
+        assert d.ask("files") != before
         p.kill()
-        time.sleep(0.3)
-        files.append(d.ask("files")["files"])
-
-    assert files[2] == files[0]
+        until(lambda: d.ask("files") == before)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from support.nixl_process import ALL, BIG, BLOCKS, TIMEOUT, same
+from support.nixl_process import ALL, BIG, BLOCKS, same
 
 pytestmark = pytest.mark.nixl
 MODE = "push"
@@ -16,6 +16,17 @@ def warm(p, d):
     d.expect("warm", p, [1])
     p.push("warm", [1])
     assert d.result("warm").failure == ""
+
+
+def begin(p, d, blocks):
+    """Have P write into these blocks, and return when some bytes are there. They are never all of the push.
+
+    However late this process gets a core for what it does next, it does it in the middle.
+    """
+    before = d.digest(blocks[1])
+    d.expect("a", p, blocks)
+    p.push("a", blocks, last=False)
+    d.wait_written(blocks[1], before)
 
 
 def test_what_has_landed_is_there_bit_exact(start):
@@ -63,9 +74,7 @@ def test_nothing_lands_after_an_aborted_push_has_let_go(start):
     p, d = start("p", "d", block_bytes=BIG)
     p.ask("fill", seed=1)
     warm(p, d)
-    d.expect("a", p, ALL)
-    p.push("a", ALL)
-    time.sleep(0.01)
+    begin(p, d, ALL)
     d.ask("abort", request="a")
     d.released("a")
     d.ask("paint", blocks=ALL, value=7)
@@ -79,10 +88,9 @@ def test_nothing_lands_after_an_aborted_push_has_let_go(start):
 def test_a_writer_killed_in_the_middle(start):
     """D learns of it at once, waits until what was on its way has arrived, and meets the successor."""
     p, d = start("p", "d", block_bytes=BIG)
+    p.ask("fill", seed=1)
     warm(p, d)
-    d.expect("a", p, ALL)
-    p.push("a", ALL)
-    time.sleep(0.02)
+    begin(p, d, ALL)
     p.kill()
     failed = d.result("a")
     d.released("a")
@@ -95,8 +103,7 @@ def test_a_writer_killed_in_the_middle(start):
     d.expect("b", again, ALL)
     again.push("b", ALL)
 
-    assert failed.failure
-    assert failed.seconds < TIMEOUT / 2
+    assert "is gone" in failed.failure  # its connection says so, before its silence does
     assert d.result("b").failure == ""
     assert same(again, ALL, d, ALL)
 
@@ -106,9 +113,7 @@ def test_a_writer_that_hangs(start):
     p, d = start("p", "d", block_bytes=BIG)
     p.ask("fill", seed=1)
     warm(p, d)
-    d.expect("a", p, ALL[:32])
-    p.push("a", ALL[:16], last=False)
-    time.sleep(0.02)
+    begin(p, d, ALL[:32])
     p.freeze()
     failed = d.result("a")
     d.ask("paint", blocks=ALL[32:], value=7)
@@ -122,7 +127,6 @@ def test_a_writer_that_hangs(start):
     time.sleep(1)
 
     assert failed.failure.endswith("does not answer")
-    assert failed.seconds < TIMEOUT + 0.5
     assert d.ask("digests", blocks=ALL[32:]) == others == {"digests": painted["digests"][32:]}
     assert d.ask("digests", blocks=ALL) == painted
     warm_again = "b"

@@ -92,6 +92,12 @@ class NixlProcess:
             assert self._news.wait_for(lambda: request in self._results, timeout), f"{request} never ended"
         return self._results[request]
 
+    def forget(self, *requests):
+        """Wait for new results of requests that have ended."""
+        with self._news:
+            for request in requests:
+                del self._results[request]
+
     def released(self, request, timeout=15.0):
         """Wait until nothing can write any more into the blocks of a load that lingered."""
         self.result(f"{request} let go", timeout)
@@ -99,6 +105,16 @@ class NixlProcess:
     def quarantined(self, request):
         """Whether NIXL may still write into the blocks of a load that failed."""
         return self._results[request].quarantined and f"{request} let go" not in self._results
+
+    def wait_written(self, block, before, timeout=15.0):
+        """Wait until a transfer has begun: a block is not any more what its ``digest`` was."""
+        end = time.monotonic() + timeout
+        while self.digest(block) == before:
+            assert time.monotonic() < end, f"nothing is written into block {block}"
+
+    def digest(self, block):
+        (digest,) = self.ask("digests", blocks=[block])["digests"]
+        return digest
 
     def freeze(self):
         self.process.send_signal(signal.SIGSTOP)

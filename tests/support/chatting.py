@@ -4,6 +4,7 @@ import json
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.cache_index import CacheIndex
@@ -35,14 +36,13 @@ SETTINGS = Settings(
 
 def token_ids(text):
     """Return a text's tokens: pieces of words, some of one character; an image has ten."""
-    if not isinstance(text, str):
-        return [9] * 10
+    return text_ids(text) if isinstance(text, str) else [9] * 10
+
+
+@lru_cache(4096)  # every turn of a chat, and every look at an engine, asks for the same texts again
+def text_ids(text):
     pieces = [word[at : at + 4] for word in text.split(" ") for at in range(0, len(word), 4)]
-    return [1000 + hash_of(piece) for piece in pieces]
-
-
-def hash_of(piece):
-    return int.from_bytes(piece.encode(), "big") % 50_000
+    return tuple([1000 + int.from_bytes(piece.encode(), "big") % 50_000 for piece in pieces])
 
 
 def chat_ids(messages, *, thinks=False):

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.certificates import Authority
+from support.cluster import free_ports
 from support.raw_http import RawClient
 from support.router_process import KEY, RouterProcess
 from support.sim import fleet, until
@@ -329,8 +330,7 @@ def test_an_admin_port_that_cannot_be_is_refused_in_a_sentence(tmp_path, flags, 
 
 def test_two_ports_that_are_one_are_refused(tmp_path):
     """Else the kernel would spread connections over both."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_ports(1)[0])
     router = RouterProcess(tmp_path / "router.log", "--port", port, "--admin-port", port)
 
     assert router.child.wait(timeout=60) == 2

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from support.clock import Clock
-from support.sim import InMemory, router, sims
+from support.sim import InMemory, router, sims, until_async
 from xpyd_proxy.app import build
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.errors import ConfigError
@@ -28,6 +28,9 @@ class SerialSim(Sim):
     def __init__(self, role, clock, seconds):
         super().__init__(role)
         self._clock, self._seconds, self._turn = clock, seconds, asyncio.Lock()
+
+    def is_busy(self):
+        return self._turn.locked()
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -236,7 +239,7 @@ async def test_what_is_refused_is_in_the_log_and_in_the_metrics(caplog):
         for number in range(MEASURED):
             await _while_time_passes(clock, ask(client, number, "batch"), step=clock_step)
         busy = asyncio.ensure_future(ask(client, 40, "batch"))
-        await asyncio.sleep(0.05)
+        await until_async(engines["p0"].is_busy)
         answer = await ask(client, 50, "strict")
         metrics = (await client.get("/metrics")).text
         await _while_time_passes(clock, busy, step=clock_step)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
+from support.cluster import free_ports
 from support.sim import InMemory, sims, until_async
 from xpyd_proxy.app import Router, build
 from xpyd_proxy.core.address import Address
@@ -60,16 +61,6 @@ class Fleet:
 
     def heard(self, number):
         return self.routers[number].telemetry.counters.peers.get(("heard",), 0)
-
-
-def free_ports(count):
-    sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @asynccontextmanager

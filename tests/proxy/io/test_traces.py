@@ -164,10 +164,10 @@ async def test_engines_that_noted_nothing_are_left_alone():
 
     spans = EngineSpans(ask, counters := Counters(frozenset()), lambda: now[0], later_s=0.0)
     async with spans.running():
-        for name, at in (("first", 0.0), ("soon", 30.0), ("later", 61.0)):
+        for name, at, untold in (("first", 0.0, 1), ("soon", 30.0, 1), ("later", 61.0, 2)):
             now[0] = at
             spans.offer(over(name), lambda began_at, rows: None)
-            await asyncio.sleep(0.15)
+            await until_async(lambda untold=untold: counters.trace_timelines["untold",] == untold)
 
     assert asked == ["first", "later"]
     assert counters.trace_timelines["untold",] == 2

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from support.cluster import free_ports
 from xpyd_proxy.local.errors import ChildFailed
 from xpyd_proxy.local.processes import Command, open_fleet
 
@@ -70,12 +70,6 @@ def command(code, *arguments, name="child", port=9):
     return Command(name, [sys.executable, "-c", code, *arguments], os.environ, f"http://127.0.0.1:{port}/health")
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def runs(pid):
     """Whether a process exists and is more than a zombie that nobody has collected."""
     try:
@@ -99,7 +93,7 @@ def fleet(tmp_path):
 
 def test_ready_means_that_it_serves(fleet):
     """An engine runs for half a minute before it serves."""
-    port = free_port()
+    (port,) = free_ports(1)
     seen = []
     child = fleet.start(command(SERVER, str(port), port=port))
 
@@ -111,7 +105,7 @@ def test_ready_means_that_it_serves(fleet):
 
 def test_ready_means_that_all_serve_at_the_same_time(fleet):
     """A router is healthy until its first look at engines that still load, and again when it has seen them serve."""
-    port = free_port()
+    (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     router = Command("router", [sys.executable, "-c", FICKLE, str(port)], os.environ, f"{url}/200,503,503,503,200,200")
     engine = Command("engine", [sys.executable, "-c", SLEEPER], os.environ, f"{url}/503,200")

@@ -1,7 +1,5 @@
 """What is told of legs: load, health, metrics and spans all stand on it."""
 
-import asyncio
-
 import pytest
 
 from support.scripted import (
@@ -136,7 +134,7 @@ async def test_a_client_that_leaves_is_nobodys_failure():
 
     watched = Watched(never, decode)
     client = watched.router.start()
-    await asyncio.sleep(0.01)
+    await until(lambda: watched.told)
     client.hang_up()
     assert watched.told == [("began", "prefill-0", "r"), ("ended", "prefill-0", "r", None)]
     assert watched.legs == {("prefill-0", "ok"): 1}

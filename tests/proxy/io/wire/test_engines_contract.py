@@ -381,8 +381,8 @@ def test_idle_connections_and_what_belongs_to_them_go_in_time(client, thinks_s):
     def script(engine, talk):
         talk.request()
         time.sleep(thinks_s)
+        start = time.monotonic()  # before the client can know
         talk.send(reply())
-        start = time.monotonic()
         engine.hung.append(talk.hung_up())
         ended.append(time.monotonic() - start)
 

@@ -30,7 +30,8 @@ class Pool:
         self._api = api
         self._numbers = itertools.count()
         self.sims = {}
-        self.late = []  # pods that got something new after they were marked
+        self.late = []  # pods that got something new after they were marked, and all routers had heard of it
+        self.told = None  # wait until they have; an engine's address
         self._stacks = {}
 
     async def start(self, role, revision):
@@ -44,9 +45,12 @@ class Pool:
         return name, address, role, revision
 
     async def end(self, name, address, role, revision):
-        """Delete a pod: it is marked, its preStop hook waits, and it ends with what it still has."""
+        """Delete a pod: it is marked, its preStop hook waits, and it ends with what it still has.
+
+        The hook's wait ends with what it is for: on a busy machine that takes longer than half a second.
+        """
         self._put(name, address, role, revision, deleted=True)
-        await asyncio.sleep(0.5)
+        await self.told(address)
         before = len(self.sims[name].log)
         async with asyncio.timeout(10):
             while any(entry.state == "open" for entry in self.sims[name].log):
@@ -102,6 +106,16 @@ class Clients:
                     self.revisions[url, row["id"]] = row["revision"]
             await asyncio.sleep(0.05)
 
+    async def told(self, address):
+        """Wait until no router that is ready sends anything new to an engine."""
+        async with asyncio.timeout(20):
+            for url in tuple(self.ready):
+                while any(
+                    row["address"] == address and row["state"] not in ("draining", "drained")
+                    for row in await rows_of(self._client, url)
+                ):
+                    await asyncio.sleep(0.02)
+
     def stop(self):
         self._stop.set()
 
@@ -120,6 +134,7 @@ async def test_two_revisions_a_router_that_ends_and_no_failed_request(tmp_path, 
                 limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
                 async with httpx.AsyncClient(timeout=20, trust_env=False, limits=limits) as client:
                     clients = Clients(client, [router.url for router in routers])
+                    pool.told = clients.told
                     for router in routers:
                         await _ready(client, router.url)
                     tasks = [asyncio.create_task(clients.ask(number)) for number in range(CLIENTS)]

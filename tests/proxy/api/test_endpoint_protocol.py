@@ -404,7 +404,9 @@ def test_a_client_that_leaves_is_noticed_at_the_engine(way, where):
     engines = sims(prefill_s=20.0 if where == "p0" else 0.0, token_s=0.05)
     with routers(engines, ways=[way]) as (served,):
         delays = []
-        for number in range(3):  # the machine may be busy with something else
+        for number in range(20):
+            if delays and min(delays) < 0.5:
+                break  # else the machine is busy with something else
             with served.open() as client:
                 client.send(post(STREAM | {"max_tokens": 500}))
                 until(lambda count=number: len(legs_of(engines[where])) > count)

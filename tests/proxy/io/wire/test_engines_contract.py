@@ -869,7 +869,7 @@ def test_a_request_that_nobody_wants_any_more_ends_at_once(client, way, begun):
 
     async def main(leg):
         async with client.make(Settings()) as engines:
-            for _ in range(3):  # the machine may be busy with something else
+            while not delays or (min(delays) >= 0.1 and len(delays) < 20):  # the machine may be busy
                 taken.clear()
                 task = asyncio.create_task(way(engines, leg))
                 while not taken.is_set():
@@ -885,7 +885,7 @@ def test_a_request_that_nobody_wants_any_more_ends_at_once(client, way, begun):
     with raw_engine(script) as engine:
         client.run(main(leg_to(engine)))
 
-    assert engine.hung == [True] * 3
+    assert engine.hung == [True] * len(delays)
     assert min(delays) < 0.1
 
 

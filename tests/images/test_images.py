@@ -30,7 +30,6 @@ REQUIREMENTS = {
     "requirements-router-tracing.txt": ["proxy", "realtime", "tracing"],
 }
 NOT_REACHED = re.compile(r"(?i)new connection|connection refused|timed out|name resolution|unreachable")
-pytestmark = pytest.mark.timeout(120)
 with_pip = pytest.mark.slow  # pip builds a wheel, makes an environment and installs into it
 
 

@@ -15,7 +15,6 @@ IMAGES = ROOT / "helm" / "images"
 LOCKED = sorted(
     p for folder in ("", "helm/images", "tests/benchmarks/router") for p in (ROOT / folder).glob("requirements-*.txt")
 )
-pytestmark = pytest.mark.timeout(120)
 
 
 def logical(text):

@@ -20,7 +20,6 @@ from support.sim import fleet, until
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3}
-pytestmark = pytest.mark.timeout(120)
 BOTH = {"/health", "/ready"}
 MAIN = {"/v1/models"}
 ADMIN = {"/live", "/", "/stats", "/metrics", "/status", "/instances", "/docs", "/openapi.json"}

@@ -30,7 +30,6 @@ BODY = b'{"prompt": "once upon", "max_tokens": 3}'
 KIB64 = 64 * 1024
 JSON = "Content-Type: application/json"
 KEY = "Authorization: Bearer sesame"
-pytestmark = pytest.mark.timeout(120)
 
 
 class Front:

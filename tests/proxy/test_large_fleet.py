@@ -12,7 +12,6 @@ STEPS = {"choice", "pod", "failure", "relist", "status", "metrics"}
 
 
 @pytest.mark.slow  # it starts a process, in which 60 pods are replaced
-@pytest.mark.timeout(180)
 async def test_no_step_of_the_loop_takes_10_ms_while_a_fleet_of_2000_engines_changes(capsys):
     """Promised in docs/benchmarks/fleet.md: so long a request, or a token of a stream, waits at most.
 

@@ -5,7 +5,6 @@ from collections import Counter
 from contextlib import ExitStack, asynccontextmanager
 
 import httpx
-import pytest
 
 from support.kube_api import KubeApi, pod
 from support.router_process import router_processes, rows_of
@@ -14,7 +13,6 @@ from support.sim import serving
 from xpyd_proxy.testing.engine import Sim
 from xpyd_proxy.testing.rules import expected_text
 
-pytestmark = pytest.mark.timeout(180)  # six turns, one after the other
 ARGS = (
     *("--kubernetes-selector", "app=xpyd", "--health-check-interval", "0.5", "--drain-idle-time", "0.1"),
     *("--roles", "auto", "--target-ttft", "2", "--target-itl", "0.05", "--roles-interval", "0.1"),

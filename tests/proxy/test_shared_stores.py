@@ -17,7 +17,6 @@ from xpyd_proxy.testing.rules import expected_text
 
 BODY = {"prompt": "once upon a time", "max_tokens": 4}
 ENGINES = 60
-pytestmark = pytest.mark.timeout(120)
 
 
 class File:

@@ -23,10 +23,7 @@ from xpyd_proxy.testing.rules import expected_text
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3}
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not spread connections"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not spread connections")
 
 
 class Crew(RouterProcess):

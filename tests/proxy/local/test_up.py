@@ -21,8 +21,6 @@ from xpyd_proxy.local.plan import LocalPlan
 from xpyd_proxy.local.screen import Screen
 from xpyd_proxy.local.up import _explain, _make_model
 
-pytestmark = pytest.mark.timeout(120)  # a busy machine starts four interpreters slowly
-
 
 @contextmanager
 def up(directory, *options, port=None):

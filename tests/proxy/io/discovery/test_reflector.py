@@ -327,7 +327,6 @@ def fat(number):
     return body
 
 
-@pytest.mark.timeout(180)  # three views of 4 MB, which a busy machine reads slowly
 async def test_a_relist_of_400_pods_does_not_block_the_router(capsys):
     """No request waits for as much as 50 ms: neither for the first LIST, which fills the registry, nor for the next.
 

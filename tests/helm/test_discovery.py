@@ -160,7 +160,7 @@ async def test_a_router_of_the_chart_follows_an_inference_pool_with_the_calls_of
 
 
 async def _ready(client):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (await client.get("/ready")).status_code != 200:
             await asyncio.sleep(0.02)
 

@@ -232,7 +232,7 @@ async def post(port, body):
 
 
 async def until(is_so):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not is_so():
             await asyncio.sleep(0.001)
 

@@ -50,7 +50,7 @@ async def cluster(account, monkeypatch, settings=OPEN, x=1, y=1):
             await asyncio.to_thread(stack.close)
 
 
-async def until_rows(client, true, *, seconds=10):
+async def until_rows(client, true, *, seconds=30):
     async with asyncio.timeout(seconds):
         while not true(rows := await rows_of(client, "")):
             await asyncio.sleep(0.02)

@@ -52,7 +52,7 @@ class Pool:
         self._put(name, address, role, revision, deleted=True)
         await self.told(address)
         before = len(self.sims[name].log)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while any(entry.state == "open" for entry in self.sims[name].log):
                 await asyncio.sleep(0.02)
         await asyncio.sleep(0.5)
@@ -147,7 +147,7 @@ async def test_two_revisions_a_router_that_ends_and_no_failed_request(tmp_path, 
                         await pool.end(*one)
 
                     routers[0].terminate()
-                    async with asyncio.timeout(10):
+                    async with asyncio.timeout(30):
                         while (await client.get(f"{routers[0].url}/ready")).status_code == 200:
                             await asyncio.sleep(0.02)
                     clients.ready.remove(routers[0].url)  # the Service notices within the grace

@@ -295,7 +295,7 @@ class Scene:
         assert max(sizes) <= CACHE_BLOCKS
 
     async def _until_known(self, client):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             for chat in self.chats:
                 if not chat.is_ids or not chat.history:
                     continue

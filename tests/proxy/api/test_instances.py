@@ -36,7 +36,7 @@ async def rows(client):
 
 async def known(client):
     """Wait until every engine has been probed."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             found = await rows(client)
             if all(row["version"] for row in found.values()):

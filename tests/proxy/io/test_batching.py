@@ -157,7 +157,7 @@ def test_a_line_of_another_thread_is_not_lost(logger, stream):
     class Slow(logging.Formatter):
         def format(self, record):
             started.set()
-            go_on.wait(5)
+            go_on.wait(30)
             return super().format(record)
 
     handler = handler_of_the_root()
@@ -166,13 +166,13 @@ def test_a_line_of_another_thread_is_not_lost(logger, stream):
     threads = [threading.Thread(target=logger.info, args=("slow",)), threading.Thread(target=handler.end)]
     try:
         threads[0].start()
-        assert started.wait(5)
+        assert started.wait(30)
         threads[1].start()
         threads[1].join(0.1)  # it may have to wait
     finally:
         go_on.set()
         for thread in threads:
-            thread.join(5)
+            thread.join(30)
 
     assert stream.getvalue() == "slow\n"
 

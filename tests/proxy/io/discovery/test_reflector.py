@@ -69,7 +69,7 @@ def there(api):
     return {body["status"]["podIP"] for (kind, _, _), body in api.objects.items() if kind == "pods"}
 
 
-async def agreed(eye, api, *, seconds=10):
+async def agreed(eye, api, *, seconds=30):
     await until_async(lambda: eye.pods is not None and set(eye.pods) == eye.known == there(api), seconds=seconds)
 
 

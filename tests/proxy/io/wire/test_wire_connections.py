@@ -160,7 +160,7 @@ def test_a_request_that_could_not_be_written_was_not_sent():
     begun, reset = threading.Event(), threading.Event()
 
     def script(_, talk):
-        begun.wait(5)
+        begun.wait(30)
         talk.reset()
         reset.set()
 
@@ -169,7 +169,7 @@ def test_a_request_that_could_not_be_written_was_not_sent():
             connection = await engines.pool.open(leg.instance)
             call = WholeAnswer(leg.instance.id)
             begun.set()
-            assert reset.wait(5)  # and the event loop sees nothing of it
+            assert reset.wait(30)  # and the event loop sees nothing of it
             connection.start(call, b"POST / HTTP/1.1\r\n\r\n", [b"{}"])
             assert not call.is_sent
             with pytest.raises(EngineError, match="broke off"):

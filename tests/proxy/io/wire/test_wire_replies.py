@@ -26,9 +26,9 @@ def test_a_second_answer_read_by_tls_while_paused_answers_nobody(loop, at, servi
         else:
             head, body = answer()[:-5], answer()[-5:]
             talk.send(head)
-            delivering.wait(5)
+            delivering.wait(30)
             talk.send(body)
-            paused.wait(5)
+            paused.wait(30)
             talk.send(answer(b"wrong"))
             strayed.set()
         talk.hung_up()

@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from support import router_kind
 from support.nursery_process import look_here
 
-settings.register_profile("xpyd", deadline=None)  # a busy machine is not a failure
+# A busy machine is not a failure; the health check, too, reads the clock: it gives ten examples half a minute.
+settings.register_profile("xpyd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("xpyd")
 # Hypothesis draws constants of the modules that are loaded, too, which no setting turns off: a test would try other
 # orders of events beside other tests, and others again after a change that does not touch it.

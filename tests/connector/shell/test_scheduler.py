@@ -2,6 +2,7 @@
 
 import logging
 import queue
+import socket
 import threading
 import warnings
 from types import SimpleNamespace

@@ -32,7 +32,7 @@ def modules():
 
 
 def compiled():
-    """Return the folder with the package, for PYTHONPATH; takes two minutes if it is not there yet.
+    """Return the folder with the package, for PYTHONPATH; takes three minutes if it is not there yet.
 
     Raises:
         NoCompiler: there is no C compiler, or no header files of Python.

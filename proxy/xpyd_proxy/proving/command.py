@@ -32,6 +32,7 @@ from xpyd_proxy.proving.core.cards import ModelFacts, read_models
 from xpyd_proxy.proving.core.finding import CheckReport
 from xpyd_proxy.proving.core.run_report import COULD_NOT_RUN, RunReport, line
 from xpyd_proxy.proving.http_server import HttpServer, Transport, open_transport
+from xpyd_proxy.proving.idleness import wait_rest
 from xpyd_proxy.proving.peers import Deed, Peers
 from xpyd_proxy.proving.report.html_page import write_html
 from xpyd_proxy.proving.report.json_page import write_json
@@ -191,16 +192,17 @@ async def _prove(args: argparse.Namespace, checks: Sequence[Check], children: Se
     try:
         servers = _servers(args, transport)
         await _wait_ready(servers, args.start_seconds if children else 0.0, children)
-        return await _measure(args, checks, servers)
+        return await _measure(args, checks, servers, rest_s=args.idle_seconds if children else 0.0)
     finally:
         await transport.close()
 
 
-async def _measure(args: argparse.Namespace, checks: Sequence[Check], servers: Servers) -> RunReport:
+async def _measure(args: argparse.Namespace, checks: Sequence[Check], servers: Servers, *, rest_s: float) -> RunReport:
+    """``rest_s``: until the engines must be at rest. What was started may ask some first requests, as ``xpyd up``."""
     began, when = now(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     seed = SystemRandom().randrange(10**9) if args.seed is None else args.seed
     bench = await _bench(args, servers, seed)
-    notes = [await _at_rest(bench), await bench.calibrate()]
+    notes = [await _at_rest(bench, now() + rest_s), await bench.calibrate()]
     for note in notes:
         sys.stderr.write(f"{note}\n")
     samples = UsageSamples(began)
@@ -259,11 +261,11 @@ async def _facts(server: HttpServer, wanted: str | None) -> ModelFacts:
         raise CheckAborted(f"{server.name} at {server.url}: {exc}") from exc
 
 
-async def _at_rest(bench: Bench) -> str:
+async def _at_rest(bench: Bench, deadline: float) -> str:
     """Look at the engines before anything is asked: what they hold then is not ours."""
     unknown: list[str] = []
     for server in bench.engines:
-        seen = await bench.holdings(server)
+        seen = await wait_rest(bench, server, deadline)
         if seen is None:
             unknown.append(server.name)
             continue

@@ -7,6 +7,7 @@ from typing import Final
 
 from xpyd_proxy.proving.bench import Bench, now
 from xpyd_proxy.proving.core.finding import Finding, FindingName
+from xpyd_proxy.proving.core.holdings import Holdings
 from xpyd_proxy.proving.http_server import HttpServer
 
 _POLL_S: Final = 0.2
@@ -22,6 +23,19 @@ class Idleness:
 
     seconds: float | None  # until everything was back; None: not known, or never
     findings: tuple[Finding, ...]
+
+
+async def wait_rest(bench: Bench, server: HttpServer, deadline: float) -> Holdings | None:
+    """Wait until an engine holds nothing, or for the deadline; return what it holds then. None: it does not say."""
+    nudged = now() + _NUDGE_S
+    while True:
+        seen = await bench.holdings(server)
+        if seen is None or not seen.beyond(None) or now() >= deadline:
+            return seen
+        if now() >= nudged:
+            nudged = now() + 5 * _NUDGE_S
+            await _nudge(bench, server)
+        await asyncio.sleep(_POLL_S)
 
 
 async def wait_idle(

@@ -5,6 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import httpx
@@ -14,7 +15,7 @@ from support.cluster import free_ports
 from support.sim import cluster
 from xpyd_proxy.cli import main
 from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
+from xpyd_proxy.testing.engine import FaultKind, LogEntry, SimulatedFault
 
 EVIL = "<script>alert(1)</script>|`x`\x1b[2J"
 
@@ -172,3 +173,18 @@ def test_what_is_started_is_waited_for_and_stopped(fleet, capsys):
     assert "logs of what is started" in capsys.readouterr().err
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health", trust_env=False)
+
+
+def test_what_is_started_may_ask_a_request_of_its_own_first(fleet, prove):
+    """``xpyd up`` does when its engines serve, which is when they are at rest for the first time."""
+    first = LogEntry("/v1/completions", {}, "")
+    fleet.d.log.append(first)
+    over = threading.Timer(1.5, setattr, (first, "state", "done"))
+    over.start()
+    started = prove("--start", "true", "--only", "refused")
+    over.join()
+    first.state = "open"
+    refused = prove("--only", "refused")
+
+    assert (started.code, started.findings) == (0, {"refused": []})
+    assert (refused.code, "decode-0" in refused.said.err, "not at rest" in refused.said.err) == (2, True, True)

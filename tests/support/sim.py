@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import httpx
 import uvicorn
@@ -20,6 +21,9 @@ from xpyd_proxy.app import Fabric, build
 from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.engine import Sim
+
+if TYPE_CHECKING:
+    from xpyd_proxy.io.traces import Traces  # what it imports is an extra
 
 Answering = Callable[[httpx.Request], Awaitable[httpx.Response]]
 
@@ -196,10 +200,14 @@ def fleet(x: int = 1, y: int = 1, **options: object) -> Generator[tuple[dict[str
 
 
 @contextmanager
-def cluster(x: int = 1, y: int = 1, settings: Settings | None = None, **options: object) -> Generator[Cluster]:
+def cluster(
+    x: int = 1, y: int = 1, settings: Settings | None = None, *, traces: "Traces | None" = None, **options: object
+) -> Generator[Cluster]:
     """Start x prefill sims, y decode sims and a router."""
-    with fleet(x, y, **options) as (engines, at, _), serving(build(_knowing(at, settings)).app) as address:
-        yield Cluster(address, engines)
+    with fleet(x, y, **options) as (engines, at, _):
+        built = build(_knowing(at, settings), traces=traces)
+        with serving(built.app) as address:
+            yield Cluster(address, engines)
 
 
 def until(true: Callable[[], bool], *, seconds: float = 30) -> None:

@@ -48,6 +48,7 @@ class Leg:
     answered_ms: float | None
     failure: str = ""
     transfer: str = ""  # what its engine calls the KV transfer, in push
+    streams: bool = False  # its answer begins with a first event
 
 
 @dataclass(slots=True)
@@ -72,7 +73,8 @@ def legs_of(record: RequestRecord) -> list[Leg]:
 def _leg(record: RequestRecord, leg: LegRecord, role: Role, *, failure: str = "", transfer: str = "") -> Leg:
     sent = (leg.sent_at - record.began_at) * 1e3
     answered = None if leg.ms is None else sent + leg.ms
-    return Leg(leg, role, leg.name or record.request_id, sent, answered, failure, transfer)
+    streams = role is Role.DECODE and record.ttft_s is not None
+    return Leg(leg, role, leg.name or record.request_id, sent, answered, failure, transfer, streams)
 
 
 def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
@@ -155,15 +157,28 @@ def engine_rows(leg: Leg, events: Sequence[EngineEvent], timeline: Timeline, beg
     # An engine may know several by this name: other answers or inputs, and what has told it to free the blocks.
     for request in dict.fromkeys(event.request for event in own):
         _add_rows(rows, where, [event for event in own if event.request == request])
-    before = [event.at for event in own if event.at < end]
-    if before and leg.answered_ms is not None and leg.role is Role.PREFILL:
-        rows.append(Row("answer", where, before[-1], end - before[-1], where))
+    rows += _on_its_way(leg, own, where)
     timeline.rows += rows
     for what, first, lasts in (
         ("write KV", "writing", ("written",)),
         ("lease", "lease_granted", tuple(event.step for event in placed if event.step in _LEASE_ENDS)),
     ):
         timeline.rows += _span(what, where, placed, first, lasts)
+
+
+def _on_its_way(leg: Leg, own: Sequence[EngineEvent], where: str) -> Sequence[Row]:
+    """Return the row of what the engine had computed, and the router did not have yet; none, if the leg failed."""
+    end = leg.answered_ms
+    if end is None or leg.failure:
+        return ()
+    step = "first_token" if leg.streams else "finished"
+    ready = [
+        event.at for event in own if event.at < end - _LEAST_MS and (event.step == step or leg.role is Role.PREFILL)
+    ]
+    if not ready:
+        return ()
+    begin = ready[0] if leg.streams else ready[-1]
+    return (Row("first event" if leg.streams else "answer", where, begin, end - begin, where),)
 
 
 def _add_rows(rows: list[Row], where: str, events: Sequence[EngineEvent]) -> None:

@@ -9,10 +9,12 @@ from functools import partial
 
 import httpx
 import pytest
+from opentelemetry.sdk.trace import SpanProcessor
 
 from support.sim import cluster, until
 from xpyd_proxy.commands.router_client import run_command
 from xpyd_proxy.commands.why import add_arguments, chrome_trace, text
+from xpyd_proxy.io.traces import Traces
 from xpyd_proxy.settings import Settings
 
 ROW = {"what": "prefill leg", "where": "prefill-0", "leg": "", "begin_ms": 1.0, "duration_ms": 60.0, "note": ""}
@@ -151,6 +153,14 @@ def queued(running):
     return found
 
 
+class SlowProcessor(SpanProcessor):
+    """Takes its time when a prefill leg has ended, on the thread that ends it."""
+
+    def on_end(self, span):
+        if span.name == "prefill leg":
+            time.sleep(WAIT)
+
+
 @pytest.mark.parametrize(
     ("ask", "row", "options", "settings"),
     [
@@ -158,6 +168,7 @@ def queued(running):
         (queued, "queue", {"token_s": WAIT}, {"max_concurrency": 1}),
         (streamed, "prefill leg", {"prefill_s": WAIT}, {}),
         (partial(streamed, stream=False), "decode leg", {"token_s": WAIT}, {}),
+        (streamed, "hand over", {"traces": Traces(frozenset(), SlowProcessor())}, {}),
         (streamed, "stream", {"token_s": WAIT}, {}),
     ],
 )

@@ -144,10 +144,10 @@ def test_the_rows_of_the_router_follow_each_other_and_add_up(legs, received, que
     assert end == pytest.approx(total * 1e3, abs=2e-3)
 
 
-def noted(role, events, *, at=5000.0, sent=100.0, ms=400.0):
+def noted(role, events, *, at=5000.0, sent=100.0, ms=400.0, **changes):
     """The engine's rows of a leg that was sent after 100 ms; events are milliseconds after the head came."""
     name = f"{role}-0"
-    found = record(**{role: leg(name, sent, ms)})
+    found = record(**{role: leg(name, sent, ms)}, **changes)
     timeline = router_timeline(found, 0.6)
     made = [EngineEvent(step, at + ms / 1e3, *number) for step, ms, *number in events]
     engine_rows(legs_of(found)[0], made, timeline, at)
@@ -191,6 +191,37 @@ def test_the_steps_of_a_pulled_load_are_named():
         ("order to the worker", 6, ""), ("handshake", 50, ""), ("plan the read", 1, "7 blocks"), ("read KV", 100, ""),
         ("fence", 20, ""), ("wait for a step", 9, ""), ("compute", 10, "1 tokens"), ("decode", 200, "20 tokens"),
     ]  # fmt: skip
+
+
+COMPUTED = [("arrived", 101), ("queued", 102), ("computing", 103, 9), ("first_token", 110), ("finished", 180, 20)]
+
+
+@pytest.mark.parametrize(
+    ("role", "changes", "expected"),
+    [
+        ("decode", {"ttft_s": 0.501}, ("first event", 110, 390, "")),  # a stream
+        ("decode", {}, ("answer", 180, 320, "")),
+        ("prefill", {"ttft_s": 0.501}, ("answer", 180, 320, "")),
+    ],
+)
+def test_what_an_engine_has_computed_is_on_its_way_until_the_leg_is_answered(role, changes, expected):
+    """A stream's first event is, from D's first token; beside it D computes the others."""
+    found, _ = noted(role, COMPUTED, **changes)
+
+    assert found[-1] == expected
+    assert ("decode", 110, 70, "20 tokens") in found
+
+
+def test_a_first_event_that_is_there_before_the_engine_notes_its_token_has_no_row():
+    """The engine notes it with its next step. A leg that failed has no first event either."""
+    begun, _ = noted("decode", COMPUTED, ttft_s=0.11, ms=9.0)
+    failed = record(decode=leg("decode-0", 100, 400.0), ttft_s=0.05)
+    failed.set_aside(Role.DECODE, Failure.TIMEOUT)
+    timeline = router_timeline(failed, 0.6)
+    engine_rows(legs_of(failed)[0], [EngineEvent(step, 5 + ms / 1e3) for step, ms, *_ in COMPUTED], timeline, 5.0)
+
+    assert {what for what, *_ in begun} & {"first event", "answer"} == set()
+    assert {row.what for row in timeline.rows} & {"first event", "answer"} == set()
 
 
 def test_what_p_writes_in_push_is_a_row_beside_the_prefill():

@@ -37,6 +37,7 @@ STEP = 512  # tokens that an engine computes at once, at most
 TOKEN_S = 0.001  # that P takes for each token of a prompt
 WAITING = "vllm:xpyd_requests_waiting_for_remote_kv"
 RUNNING = "vllm:num_requests_running"
+TOKENS = "vllm:generation_tokens_total"
 LOADING = ("allocate blocks", "order to the worker", "handshake", "plan the read", "read KV", "fence")
 CLIENT_ID = "of-this-test"
 
@@ -45,8 +46,9 @@ CLIENT_ID = "of-this-test"
 def pair(request, fleet, model):
     """One engine of each role that keeps timelines, and a router; in pull also a decode engine that P has not met.
 
-    A valve is between each decode engine and its router. The second decode engine needs P for each read, as over a
-    network; the first reads P's memory by itself, as it can on one host, but now and then UCX waits for P there, too.
+    A valve is between each engine and its router. In pull the second decode engine needs P for each read, as over a
+    network; the first reads P's memory by itself, as it can on one host, but now and then UCX waits for P there, too. In
+    push P needs D for each write.
     """
     mode = request.param
 
@@ -60,12 +62,14 @@ def pair(request, fleet, model):
             spec = replace(paced_spec, extra_env={**paced_spec.extra_env, FENCE_SECONDS: str(LONGER_S)})
         return spec, start_engine(fleet, spec)
 
-    p, d = (engine(role, role) for role in Role)
-    others = [engine("far", Role.DECODE, extra_env=OVER_TCP)] if mode is TransferMode.PULL else []
+    far = {"extra_env": OVER_TCP}
+    p = engine("prefill", Role.PREFILL)
+    d = engine("decode", Role.DECODE, **({} if mode is TransferMode.PULL else far))
+    others = [engine("far", Role.DECODE, **far)] if mode is TransferMode.PULL else []
     decoders = [d, *others]
-    with open_valves([spec for spec, _ in decoders]) as valves:
+    with open_valves([spec for spec, _ in (p, *decoders)]) as (prefill_valve, *valves):
         commands = [
-            router_command(f"why-router-{number}", [p[0]], [valve], env={"ADMIN_API_KEY": KEY["X-Api-Key"]})
+            router_command(f"why-router-{number}", [prefill_valve], [valve], env={"ADMIN_API_KEY": KEY["X-Api-Key"]})
             for number, valve in enumerate(valves)
         ]
         routers = [fleet.start(command) for command in commands]
@@ -79,12 +83,14 @@ def pair(request, fleet, model):
         ]
         pids = {Role.PREFILL: p[1].pid, Role.DECODE: d[1].pid}
         yield SimpleNamespace(
-            mode=mode, router=urls[0], pids=pids, prefill=p[0], near=decode_sides[0], far=decode_sides[-1]
+            mode=mode, router=urls[0], pids=pids, prefill=p[0], prefill_valve=prefill_valve,
+            near=decode_sides[0], far=decode_sides[-1],
         )  # fmt: skip
         fleet.stop(*routers, *children)
 
 
 only_in_pull = pytest.mark.parametrize("pair", [TransferMode.PULL], indirect=True, ids=str)
+only_in_push = pytest.mark.parametrize("pair", [TransferMode.PUSH], indirect=True, ids=str)
 
 
 def ask(router, prompt, tokens=8):
@@ -120,6 +126,11 @@ def ms(found, leg, *whats):
     return sum(row["duration_ms"] for row in found["rows"] if row["leg"] == leg and row["what"] in whats)
 
 
+def check_sum(found):
+    """The router's rows have no gaps; what a client takes itself has a test of its own."""
+    assert outer_ms(found) == pytest.approx(found["duration_ms"], abs=1)
+
+
 def test_each_part_of_a_request_has_a_row(pair):
     """The prompt is computed in chunks; D gets its KV, and computes the last token itself."""
     mode, router = pair.mode, pair.router
@@ -127,7 +138,7 @@ def test_each_part_of_a_request_has_a_row(pair):
     found = timeline(router, name, of={"prefill-0", "decode-0"})
 
     assert found["notes"] == []
-    assert outer_ms(found) == pytest.approx(found["duration_ms"], abs=1)
+    check_sum(found)
     prefill = [row["what"] for row in found["rows"] if row["leg"] == "prefill-0"]
     decode = [row["what"] for row in found["rows"] if row["leg"] == "decode-0"]
     chunks = next(row["note"] for row in found["rows"] if (row["leg"], row["what"]) == ("prefill-0", "compute"))
@@ -186,7 +197,7 @@ def test_a_busy_prefill_engine_shows_in_the_rows_of_its_queue_and_its_steps(pair
     assert ms(queued, "prefill-0", "wait in the queue") >= 0.9 * STEP * TOKEN_S * 1e3
     assert ms(queued, "prefill-0", "compute") >= 0.9 * len(short) * TOKEN_S * 1e3
     for found in (computed, queued):
-        assert outer_ms(found) == pytest.approx(found["duration_ms"], abs=1)
+        check_sum(found)
 
 
 @contextlib.contextmanager
@@ -227,7 +238,7 @@ def check_longest(found, what):
     others = sum(milliseconds for row, milliseconds in took.items() if row != what)
     assert took[what] >= LONGER_S * 1e3, str(took)
     assert others < took[what] / 2, str(took)
-    assert outer_ms(found) == pytest.approx(found["duration_ms"], abs=1)
+    check_sum(found)
 
 
 @only_in_pull
@@ -246,6 +257,86 @@ def test_a_slow_fence_shows_in_its_row(pair):
     """
     name, _ = ask(pair.near.router, [13] * FENCE_TOKENS)
     check_longest(timeline(pair.near.router, name, of={"prefill-0", "decode-0"}), "fence")
+
+
+def while_held(valve, what, router, prompt, *, ready=lambda: True):
+    """Keep a leg's request or answer on its way until `LONGER_S` after it is ready; return the rows."""
+    passed = valve.seen[what]
+    valve.hold(what)
+    with ThreadPoolExecutor() as pool:
+        try:
+            asked = pool.submit(ask, router, prompt)
+            wait_until(lambda: valve.seen[what] > passed and ready(), seconds=60, what=f"the {what} is on its way")
+            time.sleep(LONGER_S)
+        finally:
+            valve.release()
+        name, _ = asked.result()
+    return timeline(router, name, of={"prefill-0", "decode-0"})
+
+
+def check_only(found, leg, what):
+    """One row of the engines took `LONGER_S` more, and all others, but a lease, which goes on beside them, did not."""
+    took = {}
+    for row in found["rows"]:
+        if row["leg"] and row["what"] != "lease":
+            took[row["leg"], row["what"]] = took.get((row["leg"], row["what"]), 0) + round(row["duration_ms"])
+    longest = took.pop((leg, what), 0)
+    assert longest >= LONGER_S * 1e3, str(found["rows"])
+    assert sum(took.values()) < longest / 2, str(took)
+    check_sum(found)
+
+
+@only_in_pull
+@pytest.mark.parametrize(
+    ("leg", "passing", "row"),
+    [("prefill", Passing.ANSWER, "answer"), ("decode", Passing.REQUEST, "reach the engine")],
+)
+def test_a_slow_way_from_p_to_d_shows_in_the_row_of_its_half(pair, leg, passing, row):
+    """What lies between the router and an engine belongs to that leg; the router itself hands over within its turn."""
+    valve = pair.prefill_valve if leg == "prefill" else pair.near.valve
+    found = while_held(valve, passing, pair.near.router, [15 + len(row)] * 100)
+
+    check_only(found, f"{leg}-0", row)
+    assert ms(found, "", f"{leg} leg") >= LONGER_S * 1e3
+    assert ms(found, "", "hand over") < LONGER_S * 1e3 / 2
+
+
+def test_a_first_event_that_is_long_on_its_way_shows_in_its_row(pair):
+    """D has sent the head before it had a token, and computes all tokens meanwhile."""
+    known = metrics(pair.near.spec)[TOKENS]
+    found = while_held(
+        pair.near.valve, Passing.ANSWER, pair.near.router, [17] * 100,
+        ready=lambda: metrics(pair.near.spec)[TOKENS] > known,
+    )  # fmt: skip
+
+    check_only(found, "decode-0", "first event")
+    assert ms(found, "", "decode leg") >= LONGER_S * 1e3
+
+
+@only_in_push
+def test_slow_writes_show_in_the_rows_of_both_engines(pair):
+    """P computes the prompt only once D stands still, and has answered the router before its writes end."""
+    valve, answers = pair.prefill_valve, pair.prefill_valve.seen[Passing.ANSWER]
+    valve.hold(Passing.REQUEST)
+    with ThreadPoolExecutor() as pool:
+        try:
+            asked = pool.submit(ask, pair.router, [18] * 200)
+            wait_until(lambda: metrics(pair.near.spec).get(WAITING) == 1, seconds=60, what="D waits for the writes")
+            with frozen(pair.pids[Role.DECODE]):
+                valve.release()
+                wait_until(lambda: valve.seen[Passing.ANSWER] > answers, seconds=60, what="P has computed the prompt")
+                time.sleep(LONGER_S)
+        finally:
+            valve.release()
+        name, _ = asked.result()
+    found = timeline(pair.router, name, of={"prefill-0", "decode-0"})
+
+    took = {row["what"]: round(row["duration_ms"]) for row in found["rows"] if row["leg"] == "prefill-0"}
+    assert took["write KV"] >= LONGER_S * 1e3, str(took)
+    assert took["compute"] + took["answer"] < took["write KV"] / 2, str(took)
+    assert ms(found, "decode-0", "wait for the writes of P") >= took["write KV"]
+    assert ms(found, "", "decode leg") >= LONGER_S * 1e3
+    check_sum(found)
 
 
 def waiting_in(router):

@@ -1,11 +1,17 @@
 """``xpyd prove`` on real engines: green for ours, and a connector with a fault is found."""
 
 import json
+import shlex
+import sys
+import threading
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
-from support.cluster import OVER_TCP, engine_spec, faulty_decode
+from support.adapters import MAX_RANK, write_adapter
+from support.cluster import OVER_TCP, engine_spec, faulty_decode, free_ports, start_engine
+from support.images import make_blip2
 from support.restarting import restartable
 from xpyd_proxy.cli import main
 from xpyd_proxy.core.protocol.push import TransferMode
@@ -27,6 +33,11 @@ def prove(tmp_path, capfd):
     return run
 
 
+def states(page):
+    """How the checks ended: check -> state."""
+    return {check["name"]: check["state"] for check in page["checks"]}
+
+
 def findings(page):
     """What was found: check/finding -> what was seen."""
     return {
@@ -34,6 +45,7 @@ def findings(page):
     }
 
 
+READY_S = 300.0
 QUICK = [f"--only={name}" for name in ("lengths", "boundaries", "prefix-hits", "burst", "abandoned-streams", "refused")]
 
 
@@ -64,8 +76,110 @@ def test_one_wrong_block_in_a_hundred_is_found(prove, fleet, model, engines):
     assert {name.split("/")[1] for name in findings(page)} <= {"wrong-text", "wrong-logprobs"}
 
 
+def test_a_router_is_green(prove, engines, two_pairs):
+    """It is asked in place of the engines, whose blocks are watched all the same."""
+    checks = [f"--only={name}" for name in ("lengths", "abandoned-streams", "refused", "nonsense", "features")]
+    code, page = prove(
+        [engines.p0, engines.p1], [engines.d0, engines.d1], engines.reference, "--router", two_pairs, *checks
+    )
+
+    assert findings(page) == {}
+    assert code == 0
+    ended = states(page)
+    assert {name for name, state in ended.items() if state != "passed"} == {"adapters", "images"}
+    assert ended["several-answers"] == "passed"  # which only a router can be asked
+
+
+@contextmanager
+def trio(fleet, model, name, *args):
+    """Yield a prefill engine, a decode engine and a single one, with the same arguments."""
+    common = {"extra_args": args}
+    specs = [engine_spec(f"{name}-alone", model, **common)]
+    specs += [engine_spec(f"{name}-{role}", model, role=role, connector=Connector.XPYD, **common) for role in Role]
+    children = [start_engine(fleet, spec) for spec in specs]
+    fleet.wait_ready(children, timeout_s=READY_S)
+    yield specs[1:2], specs[2:], specs[0]
+    fleet.stop(*children)
+
+
+@pytest.mark.thorough  # three engines of its own, half a minute
+def test_adapters_are_compared(prove, fleet, model, tmp_path):
+    """Each LoRA adapter and the base model are asked the same, one after the other."""
+    names = {name: write_adapter(tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two"))}
+    modules = (f"{name}={folder}" for name, folder in names.items())
+    with trio(
+        fleet, model, "prove-lora", "--enable-lora", "--max-loras", "2", "--max-lora-rank", MAX_RANK,
+        "--lora-modules", *modules,
+    ) as servers:  # fmt: skip
+        code, page = prove(*servers, "--only=adapters", "--only=lengths")
+
+    assert findings(page) == {}
+    assert code == 0
+    assert states(page) == {"lengths": "passed", "adapters": "passed"}
+
+
+@pytest.mark.thorough  # three engines of its own, half a minute
+def test_images_are_compared(prove, fleet, tmp_path):
+    """One in a prompt: vLLM takes no more of this model's, and a question with two is left out."""
+    with trio(fleet, make_blip2(tmp_path / "blip2"), "prove-images") as servers:
+        code, page = prove(*servers, "--only=images", "--only=lengths")
+
+    assert findings(page) == {}
+    assert code == 0
+    assert states(page) == {"lengths": "passed", "images": "passed"}
+    (notes,) = (check["notes"] for check in page["checks"] if check["name"] == "images")
+    assert notes == ["1 of 3 kinds are not served by the reference."]
+
+
+@contextmanager
+def descendants():
+    """Collect the processes that are started in the block, by whichever process of ours."""
+    own, found, is_over = psutil.Process(), set(), threading.Event()
+    before = set(own.children(recursive=True))
+
+    def look():
+        while not is_over.wait(0.2):
+            found.update(set(own.children(recursive=True)) - before)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def runs(process):
+    """Whether a process has not ended; a dead one may wait for init to collect it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.thorough  # a minute: two engines and a router start as users start them
+def test_engines_that_it_starts_are_waited_for_and_are_gone_behind_it(model, tmp_path):
+    """``--start "xpyd up"``, as the documentation has it; up asks a first request when its engines serve."""
+    flags = ("--port", "--prefill-port", "--decode-port", "--side-channel-port")
+    ports = dict(zip(flags, free_ports(4), strict=True))
+    chosen = [f"{flag}={port}" for flag, port in ports.items()]
+    command = shlex.join([sys.executable, "-m", "xpyd_proxy.cli", "up", *chosen, f"--model={model}"])
+    urls = [f"{name}=http://127.0.0.1:{ports[f'{name}-port']}" for name in ("--prefill", "--decode")]
+    page = tmp_path / "page.json"
+    router = f"--router=http://127.0.0.1:{ports['--port']}"
+    with descendants() as started:
+        code = main(["prove", "--start", command, *urls, router, f"--report={page}", *QUICK])
+
+    found = json.loads(page.read_text())
+    assert findings(found) == {}
+    assert code == 0
+    assert set(states(found).values()) == {"passed"}
+    assert len(started) >= 5  # up, two engines of two processes each, the router
+    assert [process for process in started if runs(process)] == []
+
+
 LEASE = 8  # s; vLLM's connector renews at most every 5 s
-READY_S = 300.0
 
 
 @contextmanager

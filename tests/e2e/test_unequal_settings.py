@@ -5,21 +5,18 @@ import json
 import httpx
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
+from support.adapters import MAX_RANK, write_adapter
 from support.cluster import MODEL_NAME, Watch, engine_spec, start_engine, wait_until
 from support.legs import OPEN, prefill, prompt_of, text_of
 from support.questions import compare, questions
-from xpyd_proxy.local.model import HIDDEN, TinyModel
 from xpyd_proxy.local.recipe import Connector, Role
 
 # Two more engines each, 20 s. What differs is no part of the KV, which the ordinary tests move.
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 LOADS = "vllm:xpyd_loads_total"
-RANK = 4
 ADAPTER = "adapter"
-LAYERS = TinyModel().layers
 
 
 def test_ngram_drafts_on_one_side_only(fleet, model, engines, start_router, reference_answer):
@@ -42,22 +39,6 @@ def test_ngram_drafts_on_one_side_only(fleet, model, engines, start_router, refe
     fleet.stop(*children)
 
 
-def write_adapter(folder):
-    """Write a LoRA adapter of the tiny model that changes its texts."""
-    folder.mkdir()
-    rnd = np.random.default_rng(1)
-    weights = {}
-    for layer in range(LAYERS):
-        for name in ("q_proj", "o_proj"):
-            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{module}.lora_A.weight"] = rnd.normal(0, 0.1, (RANK, HIDDEN)).astype(np.float32)
-            weights[f"{module}.lora_B.weight"] = rnd.normal(0, 0.1, (HIDDEN, RANK)).astype(np.float32)
-    save_file(weights, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 16, "target_modules": ["q_proj", "o_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
 def complete(url, prompt, model, **fields):
     body = {"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True, **fields}
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
@@ -69,7 +50,7 @@ def test_an_adapter_loaded_while_serving_on_one_side_only(fleet, model, start_ro
     options = {
         "connector": Connector.XPYD,
         # Without a prefix cache, so that the last answers are of prompts that D computes itself.
-        "extra_args": ("--enable-lora", "--max-lora-rank", "8", "--no-enable-prefix-caching"),
+        "extra_args": ("--enable-lora", "--max-lora-rank", MAX_RANK, "--no-enable-prefix-caching"),
         "extra_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
     }
     p, d = (engine_spec(f"lora-{role.value}", model, role=role, **options) for role in (Role.PREFILL, Role.DECODE))

@@ -1,4 +1,4 @@
-"""A tiny model that sees, LLaVA's (a CLIP tower before a Llama), and questions with images."""
+"""Tiny models that see, LLaVA's and BLIP-2's (each a tower before a Llama), and questions with images."""
 
 import base64
 import io
@@ -36,6 +36,26 @@ LLAVA = Architecture(
     kind="AutoModelForImageTextToText",
 )
 
+QUERIES = 16  # tokens of an image, which come before the prompt
+TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+ONE_MORE = {"vocab_size": COMMON["vocab_size"] + 1}  # BLIP-2's processor adds a token to its tokenizer
+# vLLM takes one image in a prompt of it. It needs no torchvision, unlike LLaVA.
+BLIP2 = Architecture(
+    "blip-2",
+    "BLIP-2 (images, Q-Former before Llama)",
+    {
+        "text_config": COMMON
+        | HEADS
+        | ONE_MORE
+        | {"model_type": "llama", "num_hidden_layers": 3, "head_dim": 32, "architectures": ["LlamaForCausalLM"]},
+        "vision_config": TOWER | {"image_size": SIDE, "patch_size": PATCH},
+        "qformer_config": TOWER | {"vocab_size": 8},
+        "num_query_tokens": QUERIES,
+        "image_token_index": COMMON["vocab_size"],
+    },
+    kind="AutoModelForImageTextToText",
+)
+
 
 def make_llava(directory):
     """Write the model with its processor, and return its directory."""
@@ -52,6 +72,18 @@ def make_llava(directory):
     processor = transformers.LlavaProcessor(
         images, tokenizer, PATCH, "default", chat_template=TEMPLATE, image_token=IMAGE, num_additional_image_tokens=1
     )
+    processor.save_pretrained(directory)
+    return directory
+
+
+def make_blip2(directory):
+    """Write the model with its processor, and return its directory."""
+    import transformers
+
+    make(BLIP2, directory)
+    images = transformers.BlipImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    processor = transformers.Blip2Processor(images, tokenizer, QUERIES)
     processor.save_pretrained(directory)
     return directory
 

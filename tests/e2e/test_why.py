@@ -47,8 +47,8 @@ def pair(request, fleet, model):
     """One engine of each role that keeps timelines, and a router; in pull also a decode engine that P has not met.
 
     A valve is between each engine and its router. In pull the second decode engine needs P for each read, as over a
-    network; the first reads P's memory by itself, as it can on one host, but now and then UCX waits for P there, too. In
-    push P needs D for each write.
+    network; the first reads P's memory by itself, as it can on one host, but now and then UCX waits for P there, too.
+    In push P needs D for each write.
     """
     mode = request.param
 

@@ -309,8 +309,15 @@ class Attempt(LegOwner):
         return of.fleet.nearest(self.prefill.instance, fresh if fresh or len(fitting) < len(decodes) else fitting)
 
     def may_repeat(self, failed: LegFailed, others: Sequence[Instance]) -> bool:
-        """Tell whether a leg may be sent again, with so many engines of its role, and count it."""
-        return self.retries.take(failed, others) and self._of.budget.grants(now=self._of.clock())
+        """Tell whether a leg may be sent again, with so many engines of its role, and count it.
+
+        A stream moves to another decode engine or goes back: what is not sent again must not use up the budget, for
+        all moves to an engine fail at the same time when it dies.
+        """
+        move = self.move
+        needs_other = move is not None and not move.is_alone and failed.instance.role is Role.DECODE
+        is_left = self.retries.take(failed, others, needs_other=needs_other)
+        return is_left and self._of.budget.grants(now=self._of.clock())
 
     def failed(self) -> LegFailed | None:
         """Return why nothing will be shown, while nothing is: that a push has failed may be why the other leg will."""

@@ -30,6 +30,7 @@ from xpyd_proxy.core.model import Api, EngineResponse, EngineRole, Role
 from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.core.request_record import MoveOutcome
 from xpyd_proxy.core.request_timeline import router_timeline
+from xpyd_proxy.core.routing.retries import RetryBudget
 from xpyd_proxy.errors import ConfigError, EngineError
 from xpyd_proxy.io.request_path.access_log import text
 from xpyd_proxy.live import check
@@ -602,6 +603,20 @@ async def test_without_another_decode_engine_the_stream_goes_back(api):
 
     assert read(client.body) == whole(api)
     assert fleet.engines.legs[-1].instance.id == "decode-0"
+    assert fleet.outcomes == {("resumed",): 1}
+
+
+async def test_a_stream_that_goes_back_takes_one_retry_of_the_budget():
+    """A target that dies fails all moves to it at once: what no other engine can take is not tried, nor paid for."""
+
+    async def breaking(leg):
+        return 200, [EngineError("broke off")]
+
+    fleet = Fleet(then={"decode-1": breaking}, budget=RetryBudget(share=0.0, floor=0.0, most=1.0))
+    client = await cut_once(fleet)
+
+    assert read(client.body) == whole(Api.COMPLETIONS)
+    assert [leg.instance.id for leg in fleet.engines.of(Role.DECODE)] == ["decode-0", "decode-1", "decode-0"]
     assert fleet.outcomes == {("resumed",): 1}
 
 

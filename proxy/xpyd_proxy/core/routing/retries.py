@@ -92,14 +92,17 @@ class RetryAttempts:
         """Return all engines, those first that have not failed this request."""
         return sorted(known, key=lambda instance: instance.id in self.avoided)
 
-    def take(self, failed: LegFailed, known: Sequence[Instance]) -> bool:
-        """Tell whether there is another try, with so many engines of that role known, and count it."""
+    def take(self, failed: LegFailed, known: Sequence[Instance], *, needs_other: bool = False) -> bool:
+        """Tell whether there is another try, with so many engines of that role known, and count it.
+
+        ``needs_other``: only another engine can take it, whatever the rule.
+        """
         rule = failed.rule
         if rule.where is not RetryTarget.ANY:
             self.avoided.add(failed.instance.id)
         if failed.failure is Failure.HTTP_5XX:
             self.accused.append(failed.instance)
-        lost = rule.where is RetryTarget.ELSEWHERE and not self._unspoiled(known)
+        lost = (needs_other or rule.where is RetryTarget.ELSEWHERE) and not self._unspoiled(known)
         if rule.again is RetryScope.NOTHING or lost or self.left <= 0:
             return False
         self.left -= 1

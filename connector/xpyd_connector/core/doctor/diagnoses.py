@@ -70,9 +70,10 @@ def _memory(facts: PairFacts) -> Iterator[Finding]:
 def _memory_mend(here: EndFacts, there: EndFacts, used: Sequence[str]) -> str:
     if any(each.startswith("WRITE cuda_ipc/") for each in used):
         for end in (here, there):
-            if (chosen := end.variable(CUDA_IPC_READS) or "auto") not in {"on", "y", "yes", "1"}:
+            reads = end.variable(CUDA_IPC_READS) or "auto"
+            if reads not in {"on", "y", "yes", "1"}:
                 return (
-                    f"set {CUDA_IPC_READS}=on at {end.host} ({chosen}): UCX WRITEs over CUDA IPC, and does not READ so"
+                    f"set {CUDA_IPC_READS}=on at {end.host} ({reads}): UCX WRITEs over CUDA IPC, and does not READ so"
                 )
     for end in (here, there):
         chosen = end.variable("UCX_TLS")

@@ -84,7 +84,7 @@ test-e2e: $(STAMPS)/helm
 	$(BIN)/pytest $(REAL) $(LATER:%=--ignore=%) tests/e2e
 
 .PHONY: test-thorough
-test-thorough: $(STAMPS)/dev ## more of the same: every fault in every phase, in both modes, on real engines; 40 minutes
+test-thorough: $(STAMPS)/dev ## more of the same: every fault in every phase, in both modes, on real engines; 50 minutes
 	$(BIN)/pytest -m thorough
 
 .PHONY: fuzz

@@ -4,6 +4,7 @@ Small scenes are in test_move.py. ``pytest -s -m thorough tests/e2e/test_move_de
 docs/moving-streams.md has.
 """
 
+import contextlib
 import signal
 import time
 from collections import Counter
@@ -61,13 +62,26 @@ def expected(engines, texts):
     return texts[engines.mode]
 
 
-@pytest.fixture
-def router(engines, start_router, request):
-    """1P2D."""
-    name = f"router-deaths-{engines.mode}-{request.node.name.split('[')[0][5:]}"
-    url = start_router(name, [engines.p.spec], [engines.d.spec, engines.e.spec], args=MOVES, env=ENV)
+@contextlib.contextmanager
+def open_router(engines, name):
+    """Yield a router, 1P2D, and its URL; it ends with the block, for its probes would load the machine."""
+    name = f"router-deaths-{engines.mode}-{name}"
+    command = router_command(name, [engines.p.spec], [engines.d.spec, engines.e.spec], args=MOVES, env=ENV)
+    child, url = engines.fleet.start(command), base_url(command)
+    engines.fleet.wait_ready([child], timeout_s=30)
     wait_known(url)
-    return url
+    try:
+        yield child, url
+    finally:
+        if child in engines.fleet.children:
+            engines.fleet.stop(child)
+
+
+@pytest.fixture
+def router(engines, request):
+    """1P2D."""
+    with open_router(engines, request.node.name.split("[")[0][5:]) as (_, url):
+        yield url
 
 
 def asked(salt):
@@ -169,28 +183,25 @@ def test_the_target_dies(engines, expected, router):
     assert moves.total() > moves["moved"]  # some were between the two
 
 
-def test_the_router_dies(engines, expected, start_router):
+def test_the_router_dies(engines, expected):
     """Nothing of what clients have got is wrong; engines keep nothing for it, and nothing wrong in their caches."""
-    name = f"router-deaths-{engines.mode}-dies"
-    command = router_command(name, [engines.p.spec], [engines.d.spec, engines.e.spec], args=MOVES, env=ENV)
-    child, url, moves = engines.fleet.start(command), base_url(command), []
-    engines.fleet.wait_ready([child], timeout_s=30)
-    wait_known(url)
+    moves = []
+    with open_router(engines, "dies") as (child, url):
 
-    def drain():
-        order(url, "undrain", "decode-1")
-        begin(url, 1)
-        moves.append(moved_streams(url))
-        child.signal(signal.SIGKILL)
-        engines.fleet.stop(child)
+        def drain():
+            order(url, "undrain", "decode-1")
+            begin(url, 1)
+            moves.append(moved_streams(url))
+            child.signal(signal.SIGKILL)
+            engines.fleet.stop(child)
 
-    order(url, "drain", "decode-1")
-    streams = run(url, asked("router dies"), drain, behind=BEHIND)
+        order(url, "drain", "decode-1")
+        streams = run(url, asked("router dies"), drain, behind=BEHIND)
     found = verdicts(streams, expected)
     said(engines, "router killed", found, moves[0], None, *engines.all)
-    another = start_router(f"{name}-next", [engines.p.spec], [engines.d.spec, engines.e.spec], args=MOVES, env=ENV)
-    again = verdicts(run(another, asked("router dies")), expected)
-    said(engines, "the same from another router", again, moved_streams(another), None, *engines.all)
+    with open_router(engines, "next") as (_, url):
+        again = verdicts(run(url, asked("router dies")), expected)
+        said(engines, "the same from another router", again, moved_streams(url), None, *engines.all)
 
     assert found.keys() <= {"right", "broken"}
     assert found["broken"] > 0

@@ -16,14 +16,13 @@ from support.cluster import Watch, base_url, nothing_held, router_command, wait_
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run, run_at
 from support.hand_chats import COMPUTED, LOADED
-from support.proc import cores_of_others, pids_of, wait_stopped
+from support.proc import pids_of, wait_stopped
 from support.router_orders import all_at, moved_streams, order, rows, wait_known
 from xpyd_proxy.core.protocol.push import TransferMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
 
 BLOCK = 32  # tokens of a block of the engines here
-IDLE = 0.2  # cores that others may use on an idle machine
 
 
 def is_thorough(test, params):
@@ -57,15 +56,13 @@ def emptied(url, name, taken):
 
 
 def move_all(fleet_of, url, count, tokens, *, seed, behind):
-    """Move all streams of an engine; return the seconds until it was empty, and the cores that others used."""
+    """Move all streams of an engine; return the seconds until it was empty."""
     expected = run(fleet_of.p0.base_url, bodies(count, tokens, seed=seed, salt=f"alone {seed}"))
     taken, watches = [], []
 
     def drain():
         watches.extend(Watch(spec, begins_busy=True).__enter__() for spec in (fleet_of.p0, fleet_of.d0, fleet_of.d1))
-        with cores_of_others([child.pid for child in fleet_of.fleet.children]) as others:
-            emptied(url, "decode-0", taken)
-        taken.extend(others)
+        emptied(url, "decode-0", taken)
 
     streams = all_at(
         url, "decode-0", "decode-1", bodies(count, tokens, seed=seed, salt=f"moved {seed}"), drain, behind=behind
@@ -75,18 +72,17 @@ def move_all(fleet_of, url, count, tokens, *, seed, behind):
     p, left, d = watches
     gaps = sorted(stream.longest_s * 1000 for stream in streams)
     print(
-        f"\n{fleet_of.mode}: {count} streams of {tokens} tokens: empty after {taken[0]:.2f} s, while others used "
-        f"{taken[1]:.2f} cores; longest pause of a stream {statistics.median(gaps):.0f} ms (median), "
-        f"{gaps[-1]:.0f} ms (worst); P computed {p.delta(COMPUTED):.0f} tokens, the D that they left "
-        f"{left.delta(COMPUTED):.0f}, the other D {d.delta(COMPUTED):.0f}, which read {d.delta(LOADED):.0f}; "
-        f"{dict(moved_streams(url))}"
+        f"\n{fleet_of.mode}: {count} streams of {tokens} tokens: empty after {taken[0]:.2f} s; longest pause of a "
+        f"stream {statistics.median(gaps):.0f} ms (median), {gaps[-1]:.0f} ms (worst); P computed "
+        f"{p.delta(COMPUTED):.0f} tokens, the D that they left {left.delta(COMPUTED):.0f}, the other D "
+        f"{d.delta(COMPUTED):.0f}, which read {d.delta(LOADED):.0f}; {dict(moved_streams(url))}"
     )
     assert Counter(one.verdict(other) for one, other in zip(streams, expected, strict=True)) == {"right": count}
     assert moved_streams(url) == {"moved": count}
     assert p.delta(COMPUTED) == 0
     assert left.delta(COMPUTED) <= count * BLOCK
     assert d.delta(COMPUTED) <= count
-    return taken
+    return taken[0]
 
 
 def has_nothing_held(fleet_of, seconds=20):
@@ -103,10 +99,10 @@ def test_streams_move(fleet_of, router):
 @pytest.mark.thorough  # minutes of two cores
 def test_forty_long_streams_move(fleet_of, router):
     """A whole engine's work."""
-    seconds, others = move_all(fleet_of, router, 40, 2000, seed=2, behind=100)
+    seconds = move_all(fleet_of, router, 40, 2000, seed=2, behind=100)
     has_nothing_held(fleet_of)
 
-    assert seconds < (5 if others < IDLE else 30)
+    assert seconds < 30  # 5 on an idle machine: docs/moving-streams.md says why that is not asserted
 
 
 @contextlib.contextmanager

@@ -39,14 +39,6 @@ def cpu_by_thread(child):
     }
 
 
-@contextlib.contextmanager
-def cores_of_others(leaders):
-    """Yield a list that gets, when the block ends, how many cores all others used: not us, and not these sessions."""
-    start, before, found = time.monotonic(), _cpu_seconds_of_others(leaders), []
-    yield found
-    found.append((_cpu_seconds_of_others(leaders) - before) / (time.monotonic() - start))
-
-
 def idle_cores(children, *, windows=5, seconds=1.0):
     """Return for each child (share of a core of all its threads, of its busiest thread): medians of several windows."""
     shares = [[] for _ in children]
@@ -103,16 +95,6 @@ def states(pid):
 def _cpu_seconds(task):
     fields = _stat(task)
     return (int(fields[11]) + int(fields[12])) / TICK
-
-
-def _cpu_seconds_of_others(leaders):
-    user, nice, system, _idle, _iowait, _irq, _softirq, steal, *_ = map(int, _of_machine())
-    return (user + nice + system + steal) / TICK - sum(map(cpu_seconds, leaders)) - time.process_time()
-
-
-def _of_machine():
-    """Return the CPU time of all cores: what interrupts take is left out, for whom they are is unknown."""
-    return Path("/proc/stat").read_text().splitlines()[0].split()[1:]
 
 
 def _stat(task):

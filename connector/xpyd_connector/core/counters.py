@@ -74,7 +74,9 @@ class Counters:
         if self.keeps_events:
             self._events.append(TimelineEvent(request, step, at, count))
 
-    def __bool__(self) -> bool:
+    @property
+    def has_any(self) -> bool:
+        """Whether something was counted or noted since the last ``take``."""
         return bool(self._counts or self._transfers or self._events or self._peer_loads)
 
     def take(self) -> StatsReport:

@@ -93,7 +93,7 @@ class ControlThread:
             counters,
             handshakes,
             last_turn=lambda: self._last_turn,
-            has_numbers=lambda: self._has_loop and (self._outbox.has_report or bool(counters)),
+            has_numbers=lambda: self._has_loop and (self._outbox.has_report or counters.has_any),
         )
         self._runner = Runner("xpyd-control", control, link, self._after_turn)
         self._runner.start()

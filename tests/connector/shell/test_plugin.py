@@ -34,7 +34,7 @@ def known():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,  # for what hangs: importing vLLM takes 12 CPU seconds, and takes its turn with other tests
         check=False,
     )
     return done.stdout.splitlines(), done.stderr

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,21 +26,28 @@ class Process:
     """A program that runs where its actor does, and ends with it."""
 
     def __init__(self):
-        self._process = None
+        self._process, self._is_over = None, False
+        self._lock = threading.Lock()  # an actor starts and is ended in two threads
 
     def address(self):
         """Of this node, as the cluster knows it."""
         return ray.util.get_node_ip_address()
 
     def start(self, argv, env):
-        self._process = subprocess.Popen(argv, env=os.environ | env)
-        return self._process.pid
+        """Return the process's pid. Raises RuntimeError: it was ended before it began."""
+        with self._lock:
+            if self._is_over:
+                raise RuntimeError(f"{argv[0]} is not started: the fleet ends")
+            self._process = subprocess.Popen(argv, env=os.environ | env)
+            return self._process.pid
 
     def exit_code(self):
         return self._process.poll() if self._process else None
 
     def end(self, seconds):
         """SIGTERM, and SIGKILL after so many seconds; returns the exit code."""
+        with self._lock:
+            self._is_over = True
         if self._process is None:
             return None
         self._process.send_signal(signal.SIGTERM)

@@ -147,6 +147,26 @@ def have_ended(pids):
     return True
 
 
+ENDED_FIRST = """
+from ray_fleet import Process
+engine = Process()
+engine.end(1)
+try:
+    engine.start(["sleep", "1"], {})
+except RuntimeError as error:
+    print(error, engine.exit_code())
+"""
+
+
+def test_an_engine_that_was_ended_before_it_began_does_not_begin():
+    """It begins in a thread of its own: one that came late was ended by nobody, and held up the driver's end."""
+    path = os.pathsep.join([str(ROOT / "tests/support/pretended_ray"), str(SCRIPT.parent)])
+    argv = [sys.executable, "-c", ENDED_FIRST]
+    done = subprocess.run(argv, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+
+    assert done.stdout == "sleep is not started: the fleet ends None\n"
+
+
 @with_processes
 def test_a_start_that_is_stopped_leaves_no_engine(site, python):
     """An engine that loads holds its GPUs, and nobody knows it once the driver has gone."""

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -205,24 +206,28 @@ def reuse_blocks(p):
 
 @contextlib.contextmanager
 def queue_of(count, p, d, *, first, busy=False):
-    """Fill the only seat of D for 10 s and queue ``count`` prefilled requests behind it."""
-    prompts = [prompt_of(first + number) for number in range(count)]
+    """Fill the only seat of D for 10 s and queue ``count`` prefilled requests behind it; busy: 10 s from then on."""
+    prompts, are_queued = [prompt_of(first + number) for number in range(count)], threading.Event()
     with ThreadPoolExecutor(count + 1) as pool:
-        blocker = pool.submit(hold_seat, d, 10, busy=busy)
+        blocker = pool.submit(hold_seat, d, 10, busy_until=are_queued.is_set if busy else None)
         wait_until(lambda: d.now(RUNNING) == 1, seconds=30, what="the long answer runs")
         # Each decode leg follows its prefill at once, as a router sends it: unclaimed leases are short here.
         answers = [pool.submit(decode, d.spec, prompt, prefill(p.spec, prompt)) for prompt in prompts]
         wait_until(lambda: d.now(BORROWING) == count, seconds=30, what="all are queued")
+        are_queued.set()
         yield prompts, answers, blocker
 
 
-def hold_seat(d, seconds, *, busy=False):
-    """Run an answer of so many seconds, and some more; a busy one computes all the time, however fast D is."""
+def hold_seat(d, seconds, *, busy_until=None):
+    """Run an answer of so many seconds, and some more.
+
+    ``busy_until``: it computes all the time, however fast D is, and its seconds begin when this is so.
+    """
     seconds *= 1.4
     with contextlib.suppress(httpx.TransportError, ConnectionError):
-        if busy:  # answers one after the other, more than there is time for, until the client leaves
+        if busy_until is not None:  # answers one after the other, more than there is time for, until the client leaves
             endless = {"prompt": prompt_of(999, 8), "n": 32, "temperature": 1, "max_tokens": 4000, "ignore_eos": True}
-            hang_up(d.spec, endless, seconds)
+            hang_up(d.spec, endless, seconds, until=busy_until)
         else:
             decode(d.spec, prompt_of(999, SLOW_TOKENS), None, tokens=int(seconds / SLOW_SECONDS))
 

@@ -273,16 +273,7 @@ def main(argv):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--only-checks"]:
         # Without a configuration: this folder may lie in a checkout, whose pytest has plugins that are not here.
-        alone = [
-            "-c",
-            os.devnull,
-            "-p",
-            "no:cacheprovider",
-            "-q",
-            "-ra",
-            "--tb=short",
-            "-W",
-            "ignore::pytest.PytestUnknownMarkWarning",
-        ]
+        alone = ["-c", os.devnull, "-p", "no:cacheprovider", "-q", "-ra", "--tb=short"]
+        alone += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
         sys.exit(pytest.main([__file__, *alone, *sys.argv[3:]], plugins=[Outcomes(sys.argv[2])]))
     sys.exit(main(sys.argv[1:]))

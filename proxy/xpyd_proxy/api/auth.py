@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.endpoint_routes import is_endpoint
 from xpyd_proxy.api.exception_handlers import response_to
+from xpyd_proxy.api.operator_route import is_for_operators
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime, Stage, cut_short
 from xpyd_proxy.core.http.origins import Sites
@@ -28,11 +29,8 @@ _OPEN: Final = frozenset(
         "/health",
         "/live",
         "/ready",
-        "/status",
-        "/instances",
     }
 )
-_OPEN_BELOW: Final = ("/instances/", "/requests/")
 
 
 class AuthMiddleware:
@@ -95,4 +93,4 @@ class _ObservedSend:
 
 def is_open(path: str) -> bool:
     """Tell what is there until the end, and for everybody who passes the check of its own route."""
-    return path in _OPEN or path.startswith(_OPEN_BELOW)
+    return path in _OPEN or is_for_operators(path)

@@ -5,6 +5,7 @@ from fastapi.exception_handlers import http_exception_handler
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
+from xpyd_proxy.api.operator_route import is_for_operators
 from xpyd_proxy.api.request_context import id_headers, note_fault
 from xpyd_proxy.errors import NoInstance, ProxyError, Refused, TurnedAway, Unauthorized
 from xpyd_proxy.requests.error_body import error_body, openai_error
@@ -39,7 +40,7 @@ async def _on_proxy_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answer for a path or a method that does not exist; the admin routes speak FastAPI's own format."""
     assert isinstance(error, HTTPException)
-    if request.url.path == "/status" or request.url.path.startswith(("/instances", "/requests/")):
+    if is_for_operators(request.url.path):
         return await http_exception_handler(request, error)
     kind = {404: "NotFoundError", 405: "MethodNotAllowedError"}.get(error.status_code, "BadRequestError")
     body = openai_error(error.status_code, kind, f"{request.method} {request.url.path}: {error.detail}")

@@ -78,8 +78,10 @@ async def test_addresses_are_shown_to_who_has_a_key(keys):
 
 def test_everything_else_needs_one():
     """Also what is added tomorrow."""
-    assert not any(map(is_open, ["/v1/completions", "/tokenize", "/v2/rerank", "/instancesx", "//", "/health/", ""]))
-    assert all(map(is_open, ["/instances", "/instances/add", "/stats"]))
+    assert not any(
+        map(is_open, ["/v1/completions", "/tokenize", "/v2/rerank", "/instancesx", "/pairsx", "//", "/health/", ""])
+    )
+    assert all(map(is_open, ["/instances", "/instances/add", "/pairs", "/stats"]))
 
 
 async def test_the_official_client_sees_an_authentication_error(keys):

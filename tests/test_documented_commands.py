@@ -2,15 +2,14 @@
 
 import argparse
 import importlib.util
-import itertools
 import re
-import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
+from support.documents import COMMANDS, PAGES, ROOT, block_lines, blocks, commands, spans, words
 from xpyd_connector.settings import Settings as ConnectorSettings
 from xpyd_proxy.cli import build_parser
 from xpyd_proxy.core.admission.service_classes import CLASS_KEYS
@@ -20,12 +19,6 @@ from xpyd_proxy.core.protocol.realtime import SessionOutcome
 from xpyd_proxy.core.request_record import RequestOutcome
 from xpyd_proxy.options import OPTIONS
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = ("docs", "examples", "helm")
-PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
-PAGES.remove(ROOT / "CHANGELOG.md")  # it names what is gone
-END = {"|", "&&", "||", "&", ";", ">"}  # of a command in a line
-COMMANDS = ("serve", "up", "plan", "replay", "instances", "pairs", "why", "doctor", "prove")
 FOREIGN = {  # flags of kubectl, helm and other programs, and words of other projects, that stand alone in backquotes
     "--previous", "--force", "--exclusive", "--grace-period", "device_ownership_from_security_context", "ibv_devices",
     "container_cpu_cfs_throttled_periods_total", "max_new_tokens", "--key",
@@ -84,42 +77,6 @@ def _flags_in(paths):
     return fields | {flag.replace("_", "-") for flag in re.findall(r'"(--[a-z][\w-]*)"', text)}
 
 
-def lines(text):
-    """Yield the lines of code blocks, those that go on joined, and what is in backquotes."""
-    blocks = re.findall(r"(?ms)^ *```\w*\n(.*?)^ *```", text)
-    for block in blocks:
-        yield from re.sub(r"\\\n\s*", " ", block).splitlines()
-    for span in re.findall(r"(?s)`([^`]+)`", re.sub(r"(?ms)^ *```\w*\n.*?^ *```", "", text)):
-        yield " ".join(span.split())
-
-
-def words(line):
-    """Split a line as a shell does; comments go, and the brackets of what may be left out."""
-    line = line.replace(";", " ; ")
-    try:
-        found = shlex.split(line, comments=True)
-    except ValueError:  # one quote of a pair that another line has
-        found = line.partition(" #")[0].split()
-    return [
-        word.strip("[](){},.") if not word.startswith("-") or word == "--" else word.strip("],.)") for word in found
-    ]
-
-
-def commands(line):
-    """Yield the commands of a line that can be judged: what it is, its name there, its words."""
-    found = words(line)
-    for i, word in enumerate(found):
-        rest = [*itertools.takewhile(lambda word: word not in END, found[i + 1 :])]
-        if word.endswith(".py") and (ROOT / word).is_file():
-            yield "script", word, rest
-        elif rest and word == "xpyd" and rest[0] in COMMANDS:
-            yield "xpyd", rest[0], rest[1:]
-        elif rest and word == "vllm" and rest[0] in ("serve", "bench"):
-            yield "vllm", rest[0], rest[1:]
-        elif rest and word == "make" and (i == 0 or line.startswith("$")):
-            yield "make", "make", rest
-
-
 def flags_of(arguments):
     return {word.partition("=")[0] for word in arguments if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word)}
 
@@ -134,7 +91,7 @@ def mistakes(text, page, vllm):
     """Return what a page names and nobody knows."""
     found = []
     anything = {*FOREIGN, *scripts_of(page), *vllm["serve"], *(flag for flags in OURS.values() for flag in flags)}
-    for line in lines(text):
+    for line in (*block_lines(text), *spans(text)):
         judged = [*commands(line)]
         for kind, name, arguments in judged:
             if kind == "make":
@@ -155,7 +112,7 @@ def mistakes(text, page, vllm):
         if key := re.fullmatch(r"([a-z][a-z0-9_]*) = (?:[\d\[\"'].*|true|false)", line):
             is_known = key[1] in {*OPTIONS, *ConnectorSettings.__dataclass_fields__, *CLASS_KEYS}
             found += [] if is_known else [f"{key[1]} ="]
-    for block in re.findall(r"(?ms)^ *```toml\n(.*?)^ *```", text):
+    for block in blocks(text, "toml"):
         found += [f"{key} =" for key in tomllib.loads(block) if key not in OPTIONS]
     return found + [path for path in _values(text) if not has_value(path)]
 
@@ -224,19 +181,3 @@ def test_a_name_that_is_gone_is_found(text, mistake, vllm):
 def test_where_the_chart_sets_an_option_is_a_value_of_it():
     """The declarations say so, and docs/options.md shows it."""
     assert [s.option.chart for s in OPTIONS.values() if s.option.chart and not has_value(s.option.chart)] == []
-
-
-def test_the_values_of_the_quick_start_are_values_of_the_chart():
-    """A page whose first step is refused is no quick start."""
-    block = re.findall(r"(?s)```yaml\n(.*?)```", (ROOT / "docs/kubernetes.md").read_text())[0]
-
-    def paths(given, above=()):
-        for key, value in given.items():
-            if isinstance(value, dict):
-                yield from paths(value, (*above, key))
-            else:
-                yield ".".join((*above, key))
-
-    given = list(paths(yaml.safe_load(block)))
-    assert len(given) > 10
-    assert [path for path in given if not has_value(path)] == []

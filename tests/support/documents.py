@@ -1,0 +1,58 @@
+"""The documents, as the tests read them: pages, their blocks, and the commands that people paste."""
+
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("docs", "examples", "helm")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+PAGES.remove(ROOT / "CHANGELOG.md")  # it names what is gone
+COMMANDS = ("serve", "up", "plan", "replay", "instances", "pairs", "why", "doctor", "prove")
+END = {"|", "&&", "||", "&", ";", ">"}  # of a command in a line
+_BLOCK = re.compile(r"(?ms)^ *```(\w*)\n(.*?)^ *```")
+
+
+def blocks(text, language=None):
+    """Return the blocks of code, or those of one language."""
+    return [block for name, block in _BLOCK.findall(text) if language in (None, name)]
+
+
+def block_lines(text):
+    """Yield the lines of code blocks, those that go on joined."""
+    for block in blocks(text):
+        yield from re.sub(r"\\\n\s*", " ", block).splitlines()
+
+
+def spans(text):
+    """Yield what is in backquotes."""
+    for span in re.findall(r"(?s)`([^`]+)`", _BLOCK.sub("", text)):
+        yield " ".join(span.split())
+
+
+def words(line):
+    """Split a line as a shell does; comments go, and the brackets of what may be left out."""
+    line = line.replace(";", " ; ")
+    try:
+        found = shlex.split(line, comments=True)
+    except ValueError:  # one quote of a pair that another line has
+        found = line.partition(" #")[0].split()
+    return [
+        word.strip("[](){},.") if not word.startswith("-") or word == "--" else word.strip("],.)") for word in found
+    ]
+
+
+def commands(line):
+    """Yield the commands of a line that can be judged: what it is, its name there, its words."""
+    found = words(line)
+    for i, word in enumerate(found):
+        rest = [*itertools.takewhile(lambda word: word not in END, found[i + 1 :])]
+        if word.endswith(".py") and (ROOT / word).is_file():
+            yield "script", word, rest
+        elif rest and word == "xpyd" and rest[0] in COMMANDS:
+            yield "xpyd", rest[0], rest[1:]
+        elif rest and word == "vllm" and rest[0] in ("serve", "bench"):
+            yield "vllm", rest[0], rest[1:]
+        elif rest and word == "make" and (i == 0 or line.startswith("$")):
+            yield "make", "make", rest

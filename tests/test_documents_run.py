@@ -1,0 +1,226 @@
+"""What the documents tell people to type works: commands are parsed or run, requests sent, snippets and files read."""
+
+import argparse
+import ast
+import contextlib
+import io
+import itertools
+import json
+import re
+import shlex
+import subprocess
+
+import httpx
+import pytest
+
+from support.documents import PAGES, ROOT, block_lines, blocks, commands, spans
+from support.sim import Sim, cluster, serving
+from xpyd_connector.settings import read_settings, remarks
+from xpyd_proxy.api.schemas import CapacityReport
+from xpyd_proxy.app import build
+from xpyd_proxy.cli import build_parser, main
+from xpyd_proxy.core.routing.policy_parts import PolicyParts
+from xpyd_proxy.options import serve_settings
+from xpyd_proxy.settings import Settings
+
+KEY = "of-a-client-0123456789"
+MODEL = "qwen3-8b"  # of docs/kubernetes.md
+TLS = {"--ca", "--pin"}
+PLACES = {  # what stands for a word of one's own, and such a word; others are in the fixture `fleet`
+    "URL": "http://p:8100", "N": "2", "S": "5", "ID": "decode-0", "TRACE": "trace.jsonl", "$@": "list",
+}  # fmt: skip
+LACKS = "the following arguments are required|expected one argument"
+
+
+def _written():
+    """Yield each command of ours, once: its words, and whether a block shows it, to be pasted as it is."""
+    seen = set()
+    for page in PAGES:
+        text = page.read_text()
+        typed = [line for line in block_lines(text) if re.match(r"\$? ?xpyd |.* (exec|run) ", line)]
+        typed = [(line, True) for line in typed] + [(line, False) for line in spans(text)]
+        for line, pasted in typed:
+            for kind, name, arguments in commands(re.sub(r"^every ", "xpyd instances ", line)):
+                found = (name, *_without_dots(arguments))
+                if kind == "xpyd" and "|" not in "".join(arguments) and found not in seen:
+                    seen.add(found)
+                    yield found, pasted
+
+
+def _without_dots(arguments):
+    """Leave out `...`, and the flag whose value it stands for."""
+    for word, following in itertools.pairwise([*arguments, None]):
+        if word and not (word.startswith("--") and following == ""):
+            yield word
+
+
+WRITTEN = [*_written()]
+
+
+def _id(written):
+    return " ".join(written) if isinstance(written, tuple) else ""
+
+
+def _parsed(found):
+    """Return what the parser makes of a command, or its complaint."""
+    words = [PLACES.get(word, word) for word in found]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as complaint:
+            return build_parser(words).parse_args(words)
+    except SystemExit:
+        return complaint.getvalue()
+
+
+def _complete(*names):
+    """The commands with these names that are written with all they need."""
+    return [found for found, _ in WRITTEN if found[0] in names and isinstance(_parsed(found), argparse.Namespace)]
+
+
+@pytest.mark.parametrize(("found", "pasted"), WRITTEN, ids=_id)
+def test_a_command_is_understood(found, pasted):
+    """By the real parser, all values included. Only prose may name a command without what it needs."""
+    parsed = _parsed(found)
+
+    if not isinstance(parsed, argparse.Namespace):
+        assert re.search(LACKS, parsed)
+        assert not pasted
+
+
+@pytest.mark.parametrize("found", _complete("serve"), ids=_id)
+def test_a_router_is_built_of_what_is_written(found, tmp_path, monkeypatch):
+    """With the files that the pages show: clients' keys, and the settings of docs/slo.md."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XPYD_PREFILL_API_KEY", "secret-of-the-engines")
+    (tmp_path / "keys.txt").write_text(f"somebody:{KEY}\n")
+    (tmp_path / "xpyd.toml").write_text(blocks((ROOT / "docs/slo.md").read_text(), "toml")[0])
+
+    assert build(serve_settings(_parsed(found))).app.routes
+
+
+@pytest.fixture
+def fleet(tmp_path, monkeypatch):
+    """A router and four engines that can turn, and the words that stand for them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+    (tmp_path / "admin-key").write_text("sesame\n")
+    (tmp_path / "client-keys").write_text(f"somebody:{KEY}\n")
+    settings = Settings(
+        admin_key="sesame", health_check_interval_s=0.0, resume_streams=True,
+        api_keys_file=str(tmp_path / "client-keys"),
+    )  # fmt: skip
+    with (
+        cluster(2, 2, settings, kv_both=True, model=MODEL) as running,
+        serving(Sim("decode", model=MODEL, cache_blocks=8)) as spare,
+    ):
+        with httpx.Client(base_url=f"http://{running.router}", headers={"Authorization": f"Bearer {KEY}"}) as client:
+            served = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, "model": MODEL})
+            rows = client.get("/instances", headers={"X-Api-Key": "sesame"}).json()["instances"]
+        yield {
+            "router": running.router, "HOST:PORT": spare, "127.0.0.1:8299": spare,
+            "NAME": served.headers["x-request-id"],
+            "decode:8200": next(row["address"] for row in rows if row["id"] == "decode-0"),
+            "/run/secrets/admin-key": str(tmp_path / "admin-key"),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "found", [one for one in _complete("instances", "pairs", "why") if TLS.isdisjoint(one)], ids=_id
+)
+def test_a_command_that_asks_a_router_is_done(found, fleet, capsys):
+    """Against simulated engines. Those that trust a certificate are only parsed here: test_instances.py runs them."""
+    name, *arguments = (PLACES.get(word, word) for word in found)
+    arguments = [
+        fleet["NAME"] if re.fullmatch("xpyd-[0-9a-f]{32}", word) else fleet.get(word, word) for word in arguments
+    ]
+
+    code = main([name, "--router", fleet["router"], *arguments])
+
+    assert (code, capsys.readouterr().err) == (0, "")
+
+
+CURL = argparse.ArgumentParser()
+CURL.add_argument("-H", dest="headers", action="append", default=[])
+CURL.add_argument("-d", dest="data")
+for letter in "siNk":
+    CURL.add_argument(f"-{letter}", action="store_true")
+CURL.add_argument("url")
+
+
+def _requests():
+    for page in PAGES:
+        text = page.read_text()
+        for line in (*block_lines(text), *spans(text)):
+            if line.startswith("curl -") and "http" in line.replace("localhost:", "http:"):
+                yield pytest.param(line, id=f"{page.relative_to(ROOT)}: {line[:40]}")
+
+
+@pytest.mark.parametrize("line", [*_requests()])
+def test_a_request_is_answered(line, fleet):
+    """With 200, by a router whose clients need a key, or by an engine, whose route /v1/xpyd/kv_events is."""
+    line = line.replace("$KEY", KEY).replace("$ADMIN_API_KEY", "sesame").partition(" | ")[0]
+    for written, here in fleet.items():
+        line = line.replace(written, here)
+    args = CURL.parse_args(shlex.split(line)[1:])
+    path = httpx.URL(args.url if "://" in args.url else f"http://{args.url}").path
+    headers = dict(header.split(": ") for header in args.headers)
+    if not headers:  # the page says where it needs a key
+        headers["X-Api-Key"] = KEY
+    at = fleet["HOST:PORT"] if path == "/v1/xpyd/kv_events" else fleet["router"]
+
+    with httpx.stream("POST" if args.data else "GET", f"http://{at}{path}", headers=headers, content=args.data) as got:
+        assert got.status_code == 200
+        if args.i:  # the page has readers look at it
+            assert re.search("prefill;.*decode;", got.headers["server-timing"])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text(), "sh")], ids=lambda page: page.name)
+def test_a_shell_block_is_shell(page):
+    """Quotes and continued lines included."""
+    for block in blocks(page.read_text(), "sh"):
+        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def _configurations():
+    """Yield what pages give the connector, in vLLM's --kv-transfer-config, whole or in part."""
+    for page in PAGES:
+        for found in re.findall(r"""\{[^{}`]*"kv_connector"[^{}`]*(?:\{[^{}`]*\}[^{}`]*)?\}""", page.read_text()):
+            yield pytest.param(found, id=f"{page.name}: {found[:60]}")
+        for found in re.findall(r'("kv_connector_extra_config": ?\{[^{}]*\})', page.read_text()):
+            yield pytest.param(f"{{{found}}}", id=f"{page.name}: {found}")
+
+
+@pytest.mark.parametrize("text", [*_configurations()])
+def test_a_configuration_of_the_connector_is_one(text):
+    """Its own part through the reader of its settings, the roles and policies as vLLM spells them."""
+    config = json.loads(text)
+
+    assert config.keys() <= {"kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config"}
+    assert config.get("kv_role", "kv_both") in ("kv_producer", "kv_consumer", "kv_both")
+    assert config.get("kv_load_failure_policy", "fail") in ("fail", "recompute")
+    extra = config.get("kv_connector_extra_config", {})
+    assert read_settings(extra, {})
+    assert remarks(extra, {}) == []
+
+
+def test_the_answer_of_capacity_has_the_fields_of_its_schema():
+    """Gateways are configured by the page."""
+    (block,) = blocks((ROOT / "docs/cells.md").read_text(), "json")
+
+    shown = json.loads(block)
+    assert CapacityReport.model_validate(shown).model_dump() == shown
+
+
+def test_the_policy_of_ones_own_chooses():
+    """The class is pasted, built of the parts that a router gives, and chooses the engine with the smaller load."""
+    (block,) = blocks((ROOT / "docs/expected-ttft.md").read_text(), "python")
+    namespace = {}
+    exec(compile(ast.parse(block), "docs/expected-ttft.md", "exec"), namespace)
+
+    policy = namespace["MyPolicy"](PolicyParts(load=len, dice=lambda n: 0, turn=0, caches=None))
+    assert policy.copy().one(["bbb", "a", "cc"]) == "a"
+
+
+def test_every_python_block_is_one_of_those_above():
+    """A new one wants its test."""
+    assert [page.name for page in PAGES for _ in blocks(page.read_text(), "python")] == ["expected-ttft.md"]

@@ -1,12 +1,14 @@
-"""What engines are started with, read by vLLM's own parser. It takes 20 s to import, and 10 s more
-to read a model's configuration, so all pods share one process."""
+"""What engines are started with, by the chart and in the documents, read by vLLM's own parser. It takes 20 s to import,
+and 10 s more to read a model's configuration, so all share one process."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from support.documents import PAGES, blocks
 from support.helm_chart import CASES, Chart, default
 from support.helm_objects import WORKLOADS, container, env, kind, templates
 
@@ -24,7 +26,7 @@ for args in json.load(sys.stdin):
     try:
         parsed = parser.parse_args(args)
         engine = AsyncEngineArgs.from_cli_args(parsed)
-        transfer = engine.kv_transfer_config
+        transfer = engine.kv_transfer_config or KVTransferConfig()
         read.append({
             "model": parsed.model_tag, "served": parsed.served_model_name, "port": parsed.port, "host": parsed.host,
             "tp": engine.tensor_parallel_size, "dp": engine.data_parallel_size, "pp": engine.pipeline_parallel_size,
@@ -70,6 +72,15 @@ def started():
                     yield f"{case}-{template['metadata']['labels']['xpyd.io/role']}-{number}", container(template)
 
 
+def documented():
+    """Return the arguments of each `vllm serve` of the pages, as a shell gives them. It finds nothing else to run."""
+    shell = 'command_not_found_handle() { :; }; vllm() { printf "%s\\0" "$@"; printf "\\1"; }; PATH=/nowhere MODEL=M\n'
+    for block in [block for page in PAGES for block in blocks(page.read_text()) if re.search(r"\bvllm serve ", block)]:
+        done = subprocess.run(["/bin/bash", "-c", shell + block], capture_output=True, text=True, check=True)
+        found = [call.split("\0")[:-1] for call in done.stdout.split("\1")[:-1]]
+        yield from (words[1:] for words in found if words[0] == "serve")
+
+
 def read(argvs, model):
     argv = [sys.executable, "-W", "ignore", "-c", READING, str(model)]
     done = subprocess.run(argv, input=json.dumps(argvs), capture_output=True, text=True, timeout=400, check=False)
@@ -85,9 +96,14 @@ def test_vllm_reads_the_arguments_of_every_pod_as_they_are_meant(tmp_path):
     argvs = [[seen_by(name[-1]).get(arg, arg) for arg in c["args"][1:]] for name, c in pods.items()]
     (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
 
-    *found, wrong = read([*argvs, [*argvs[0], "--no-such-flag"]], tmp_path)
+    shown = [*documented()]
+
+    *found, wrong = read([*shown, *argvs, [*argvs[0], "--no-such-flag"]], tmp_path)
 
     assert wrong == {"refused": "2"}
+    assert len(shown) > 3
+    assert [words for words, one in zip(shown, found, strict=False) if "refused" in one] == []
+    found = found[len(shown) :]
     for (name, c), one in zip(pods.items(), found, strict=True):
         assert "refused" not in one, f"{name}: vLLM refuses {c['args']}"
         assert c["args"][0] == "serve"

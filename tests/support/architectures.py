@@ -4,7 +4,6 @@ Weights are scaled as those of the tiny Llama (``xpyd_proxy/local/model.py``), s
 and states forget slowly.
 """
 
-import json
 import math
 import shutil
 from dataclasses import dataclass, field
@@ -242,8 +241,3 @@ def _scale(torch, name, weight, scales):
 def size_of(directory):
     """Return how many bytes a model's files have."""
     return sum(path.stat().st_size for path in directory.iterdir())
-
-
-def config_of(directory):
-    """Return a model's configuration."""
-    return json.loads((directory / "config.json").read_text())

@@ -20,7 +20,6 @@ _CONTEXT: Final = (
     *("chat_template", "chat_template_kwargs", "reasoning_effort", "add_special_tokens"),
 )
 _CONTEXT_NAMES: Final = frozenset(_CONTEXT)
-_ARRAY: Final = 91
 _ENDS: Final = b' \t\r\n"]'  # of an array, or of a text
 _STYLE: Final = 64  # bytes from the beginning that show whether there are spaces behind colons
 # In a text every quote has a backslash before it, so these are between messages, or the end of a text.

@@ -195,7 +195,7 @@ def request_cost(count, spent_s):
         for instance in (prefill, decode):
             fleet.enter(instance, request)
             fleet.answered(instance, request, 0.1)
-            telemetry.leg_answered(instance, 0.1, 1.0)
+            telemetry.legs_over(instance, [0.1], [], 1.0)
             fleet.ended(instance, request, None)
             telemetry.leg_ended(instance, 0.2, None, request, 1.0)
         fleet.leave(decode, request)
@@ -279,7 +279,7 @@ def exposition(count):
     registry = registry_of(count)
     telemetry = Telemetry(Counters(frozenset({PATH})), time.monotonic)
     for member in registry.members():
-        telemetry.leg_answered(member.instance, 0.1, 1.0)
+        telemetry.legs_over(member.instance, [0.1], [], 1.0)
         telemetry.leg_ended(member.instance, 0.2, None, RequestId("r"), 1.0)
     metrics, queue = Metrics(telemetry, registry), Admission(Settings())
 

@@ -10,7 +10,6 @@ from benchmarks.router.scenarios import IDLE, SCENARIOS
 
 REQUESTS = ("short", "nonstream", "chat", "prompt32k", "prompt256k", "push")
 STREAMS = ("stream200", "alone200", "step256", "streams1000", "hangups")
-SHARES = ("p50", "p99")
 LATENCIES = ("burst32", "ttft32", "burst256", "ttft256", "stream200", "alone200", "step256", "streams1000")
 
 

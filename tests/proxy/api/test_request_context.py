@@ -11,7 +11,7 @@ from xpyd_proxy.api.request_context import RequestContextMiddleware, id_headers,
 from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.request_record import LegRecord
-from xpyd_proxy.io.request_path.access_log import log_request
+from xpyd_proxy.io.request_path.access_log import log_requests
 
 
 class Client:
@@ -27,7 +27,10 @@ class Client:
 def tracking(app):
     times = iter([1.0, 1.5])
     return RequestContextMiddleware(
-        app, new_id=lambda: RequestId("xpyd-1"), clock=lambda: next(times), request_over=log_request
+        app,
+        new_id=lambda: RequestId("xpyd-1"),
+        clock=lambda: next(times),
+        request_over=lambda record: log_requests([record]),
     )
 
 
@@ -161,7 +164,11 @@ async def test_who_follows_a_request_learns_how_it_ended(raises, status):
         await answer(scope, receive, send)
 
     follow = RequestContextMiddleware(
-        app, new_id=lambda: RequestId("r"), clock=lambda: 1.0, spans=Spans(), request_over=log_request
+        app,
+        new_id=lambda: RequestId("r"),
+        clock=lambda: 1.0,
+        spans=Spans(),
+        request_over=lambda record: log_requests([record]),
     )
     with suppress(KeyError):
         await follow(scope() | {"headers": [(b"a", b"b")]}, None, Client().send)

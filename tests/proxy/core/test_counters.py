@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.counters import Counters, Histogram
-from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
-from xpyd_proxy.core.request_record import LegRecord, RequestRecord
+from xpyd_proxy.core.model import Instance, InstanceId, Role
 
 P = Instance(InstanceId("prefill-0"), Role.PREFILL, Address("http", "h", 1))
 D = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "h", 2))
@@ -16,10 +15,6 @@ PATH = "/v1/completions"
 
 def counters():
     return Counters(frozenset({PATH}))
-
-
-def record(**more):
-    return RequestRecord(RequestId("r"), prefill=LegRecord(P.id), decode=LegRecord(D.id), **more)
 
 
 @given(st.lists(st.floats(0, 1000)), st.lists(st.floats(0.001, 500), unique=True).map(sorted))

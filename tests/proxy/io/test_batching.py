@@ -11,7 +11,7 @@ import pytest
 from xpyd_proxy.core.model import InstanceId, RequestId
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 from xpyd_proxy.io.logs import FACTS, BatchingHandler, JsonFormatter, TextFormatter, lines_together, note
-from xpyd_proxy.io.request_path.access_log import LOG, log_request
+from xpyd_proxy.io.request_path.access_log import LOG, log_requests
 
 
 class Written(io.StringIO):
@@ -235,10 +235,10 @@ def test_the_line_of_a_request_is_the_same_in_a_batch_and_by_itself(logger, stre
     for each in others:
         root.removeHandler(each)
     try:
-        log_request(record)
+        log_requests([record])
         with lines_together():
             logger.info("before")
-            log_request(record)
+            log_requests([record])
             logger.info("after")
     finally:
         root.setLevel(level)
@@ -263,7 +263,7 @@ def test_where_somebody_else_wants_the_line_it_is_a_record(logger, stream):
     LOG.setLevel(logging.INFO)
     try:
         with lines_together():
-            log_request(USUAL)
+            log_requests([USUAL])
     finally:
         LOG.filters.clear()
         LOG.setLevel(logging.NOTSET)

@@ -57,7 +57,7 @@ def test_a_leg_shows_while_it_is_open_and_counts_when_it_is_over():
     world = World()
     (p,), (d,), r = world.prefill, world.decode, RequestId("r")
     world.telemetry.legs_under_way = lambda: [p.id]
-    world.telemetry.leg_answered(p, 0.2, 0.2)
+    world.telemetry.legs_over(p, [0.2], [], 0.2)
     open_legs = world.scrape()
     world.telemetry.legs_under_way = list
     world.telemetry.leg_ended(p, 0.2, None, r, 0.2)
@@ -115,7 +115,7 @@ def test_the_numbers_of_all_workers_are_added_up_in_steps():
     one, other = World(1, 2), World(1, 2)
     for world, seconds in ((one, 0.2), (other, 0.04)):
         for instance in (*world.prefill, *world.decode):
-            world.telemetry.leg_answered(instance, seconds, 1.0)
+            world.telemetry.legs_over(instance, [seconds], [], 1.0)
             world.telemetry.leg_ended(instance, seconds, None, RequestId("r"), 1.0)
         world.telemetry.handed_over(seconds)
         world.telemetry.later.settle()
@@ -177,7 +177,7 @@ def test_ten_thousand_odd_requests_do_not_add_a_single_label():
         record.ttft_s, record.queue_s = dice.choice([None, 0.1]), dice.choice([None, 0.0, 0.1])
         record.over(dice.choice([200, 400, 404, 499, 500, 502, 503]), dice.random())
         for instance in (p, d):
-            world.telemetry.leg_answered(instance, dice.random(), 1.0)
+            world.telemetry.legs_over(instance, [dice.random()], [], 1.0)
             world.telemetry.leg_ended(instance, dice.random(), dice.choice([None, *Failure]), record.request_id, 1.0)
         world.telemetry.request_over(record)
         if turn in (4999, 9999):
@@ -226,7 +226,7 @@ def fleet_metrics(count, *, busy):
     """The pieces of a scrape of so many engines, some of which have had legs."""
     world = World(count // 2, count // 2)
     for instance in (*world.prefill, *world.decode)[:busy]:
-        world.telemetry.leg_answered(instance, 0.2, 0.2)
+        world.telemetry.legs_over(instance, [0.2], [], 0.2)
         world.telemetry.leg_ended(instance, 0.2, None, RequestId("r"), 0.2)
     world.telemetry.later.settle()
     whole = Whole(report_of(world.telemetry, world.queue), (), 1)
@@ -250,7 +250,7 @@ def test_a_scrape_of_many_engines_is_made_in_pieces(accept):
     """One of 1,000 engines took 170 ms, in which no request was served; together the pieces are one exposition."""
     world = World(150, 150)
     for instance in (*world.prefill, *world.decode):
-        world.telemetry.leg_answered(instance, 0.2, 0.2)
+        world.telemetry.legs_over(instance, [0.2], [], 0.2)
         world.telemetry.leg_ended(instance, 0.2, None, RequestId("r"), 0.2)
     world.telemetry.later.settle()
     pieces, _ = world.metrics.pieces(accept, Whole(report_of(world.telemetry, world.queue), (), 1))

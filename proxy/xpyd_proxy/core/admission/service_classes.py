@@ -76,11 +76,6 @@ class ServiceClass:
             _switch(name, said.get("open", "false")),
         )
 
-    @property
-    def has_targets(self) -> bool:
-        """Whether there is something that a request of it could miss."""
-        return self.ttft_s is not None or self.itl_s is not None
-
 
 @dataclass(frozen=True, slots=True)
 class ServiceClasses:

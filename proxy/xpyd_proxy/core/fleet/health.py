@@ -235,11 +235,7 @@ class EngineHealth:
             self._trial = None
             self.changes.count += 1
 
-    def succeeded(self, request: RequestId, *, now: float) -> None:
-        """It has answered a request."""
-        self.all_succeeded((request,), now)
-
-    def all_succeeded(self, requests: Sequence[RequestId], now: float) -> None:
+    def succeeded(self, requests: Sequence[RequestId], now: float) -> None:
         """It has answered some requests, one or more."""
         self._window.count(failed=False, now=now, legs=len(requests))
         self._in_a_row = 0

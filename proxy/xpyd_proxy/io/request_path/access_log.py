@@ -10,11 +10,6 @@ from xpyd_proxy.io.logs import note_all
 LOG: Final = logging.getLogger("xpyd.access")  # by this name people filter
 
 
-def log_request(record: RequestRecord) -> None:
-    """Write the line of a request that is over."""
-    log_requests((record,))
-
-
 def log_requests(records: Sequence[RequestRecord]) -> None:
     """Write the lines of some requests."""
     if LOG.isEnabledFor(logging.INFO):

@@ -318,7 +318,7 @@ class LiveFleet:
     def all_answered(self, instance: Instance, requests: Sequence[RequestId], /) -> None:
         """An engine has given some good answers."""
         if (member := self.registry.get(instance.id)) is not None:
-            member.life.all_succeeded(requests, self._clock())
+            member.life.succeeded(requests, self._clock())
             mode = MODES.get(self._learned.state(instance.id)) if instance.role is _PREFILL else None
             if mode is not None and member.facts.mode not in (mode, _AUTO):
                 self.registry.learn(instance.id, EngineCapabilities(mode=mode))

@@ -219,12 +219,6 @@ class Telemetry:
 
     # ---- legs
 
-    def leg_answered(self, instance: Instance, seconds: float, at: float) -> None:
-        """An engine gave a good answer, or the first event of one, so long after it was asked."""
-        engine = self._engine(instance)
-        engine.answered.append(seconds)
-        engine.at = at
-
     def legs_over(self, instance: Instance, answered_s: list[float], over_s: list[float], at: float) -> None:
         """Good legs of an engine were answered, and were over, so long after they were sent."""
         engine = self._engine(instance)

@@ -14,7 +14,6 @@ from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.errors import AddressError
 
 A = Wanted(Role.PREFILL, Target.parse("a:80"), "uid-a")
-B = Wanted(Role.DECODE, Target.parse("b:80"))
 
 
 def carried_out(desired, current):

@@ -54,7 +54,7 @@ def at(state):
     one = life()
     match state:
         case HealthState.HEALTHY:
-            one.succeeded(RequestId("r"), now=0)
+            one.succeeded((RequestId("r"),), now=0)
         case HealthState.EJECTED:
             one = broken()
         case HealthState.HALF_OPEN:
@@ -75,7 +75,7 @@ def at(state):
 
 # What a caller may do at any time, whatever the state.
 CALLS = {
-    "succeeded": lambda one: one.succeeded(RequestId("r"), now=9),
+    "succeeded": lambda one: one.succeeded((RequestId("r"),), now=9),
     "failed": lambda one: one.failed(RequestId("r"), Failure.BAD_RESPONSE, now=9),
     "refused": lambda one: one.failed(RequestId("r"), Failure.REFUSED, now=9),
     "seen": lambda one: one.seen(now=9),
@@ -121,7 +121,7 @@ def test_failures_in_a_row_break_it(failure):
     """So many and no fewer; a success in between starts the count again."""
     one = life()
     fail(one, 2, failure=failure)
-    one.succeeded(RequestId("good"), now=0)
+    one.succeeded((RequestId("good"),), now=0)
     fail(one, 2, failure=failure)
     assert one.may_serve(now=0)
     fail(one, 1, failure=failure)
@@ -160,7 +160,7 @@ def test_answers_of_5xx_to_requests_that_others_serve_break_it_by_their_number()
     for _ in range(2):
         one.failed(RequestId("good"), Failure.HTTP_5XX, now=0)
         one.blamed(now=1)
-    one.succeeded(RequestId("good"), now=2)
+    one.succeeded((RequestId("good"),), now=2)
     for _ in range(3):
         assert one.may_serve(now=3)
         one.failed(RequestId("good"), Failure.HTTP_5XX, now=3)
@@ -179,7 +179,7 @@ def test_a_share_of_failures_breaks_it_too():
     one = life()
     for number in range(4):
         assert one.state in (HealthState.STARTING, HealthState.HEALTHY)
-        one.succeeded(RequestId("good"), now=number)
+        one.succeeded((RequestId("good"),), now=number)
         one.failed(RequestId("bad"), Failure.BAD_RESPONSE, now=number)
 
     assert (one.state, one.why.split(":")[0]) == (HealthState.EJECTED, "4 of 8 requests failed")
@@ -189,7 +189,7 @@ def test_failures_of_long_ago_do_not_count():
     """The window slides."""
     one = life()
     for number in range(20):
-        one.succeeded(RequestId("good"), now=number * 6.0)
+        one.succeeded((RequestId("good"),), now=number * 6.0)
         one.failed(RequestId("bad"), Failure.BAD_RESPONSE, now=number * 6.0)
 
     assert one.state is HealthState.HEALTHY
@@ -202,9 +202,9 @@ def test_one_trial_at_a_time_and_a_good_one_heals():
     try_with(one, trial, now=5)
     assert not one.may_serve(now=1000)
 
-    one.succeeded(RequestId("one of before"), now=6)
+    one.succeeded((RequestId("one of before"),), now=6)
     assert one.state is HealthState.HALF_OPEN
-    one.succeeded(trial, now=6)
+    one.succeeded((trial,), now=6)
     assert (one.state, one.may_serve(now=6)) == (HealthState.HEALTHY, True)
 
 
@@ -222,7 +222,7 @@ def test_a_trial_that_fails_makes_the_rest_longer():
 
     now += 15
     try_with(one, RequestId("last"), now=now)
-    one.succeeded(RequestId("last"), now=now)
+    one.succeeded((RequestId("last"),), now=now)
     fail(one, 3, now=now)
     assert not one.may_serve(now=now + 4.9)
     assert one.may_serve(now=now + 5)
@@ -406,7 +406,7 @@ class Machine(RuleBasedStateMachine):
     def end(self, data, outcome):
         request = data.draw(st.sampled_from(sorted(self.running)))
         if outcome == "good":
-            self.life.succeeded(request, now=self.now)
+            self.life.succeeded((request,), now=self.now)
         elif outcome != "left":
             self.life.failed(request, outcome, now=self.now)
         self.life.released(request)

@@ -128,7 +128,7 @@ def test_old_news_change_nothing():
     zero.peers.hear(old, now=10.1)
     assert zero.life().may_serve(now=15.0)
     zero.life().claimed(R)
-    zero.life().succeeded(R, now=15.2)
+    zero.life().succeeded((R,), now=15.2)
     zero.peers.hear(old, now=15.3)
     assert zero.life().state is HealthState.HEALTHY
 

@@ -41,7 +41,7 @@ class World:
         for decode in (self.dry, self.wet):
             request = RequestId(f"{name}-{decode.id}")
             for instance in (self.p, decode):
-                self.telemetry.leg_answered(instance, 0.1, 1.0)
+                self.telemetry.legs_over(instance, [0.1], [], 1.0)
                 self.telemetry.leg_ended(instance, 0.2, None, request, 1.0)
             self.telemetry.transfer_expected(decode.id)
         self.tokens[self.wet.id] += 20

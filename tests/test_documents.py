@@ -44,6 +44,28 @@ def test_the_engines_of_the_readme_have_a_secret_and_a_key():
         assert name in rest
 
 
+def _measured():
+    """Yield each row of the README's numbers: what is shown, and the text of the page that it links to."""
+    table = (ROOT / "README.md").read_text().partition("\n## Measured\n")[2].partition("\n## ")[0]
+    for what, ours, theirs, link in re.findall(
+        r"(?m)^\| ([^|]*) \| ([^|]*) \| ([^|]*) \| \[.*\]\(([^)#]*).*\) \|$", table
+    ):
+        yield pytest.param(f"{ours} {theirs}", (ROOT / link).read_text(), id=what)
+
+
+@pytest.mark.parametrize(("shown", "page"), [*_measured()])
+def test_what_the_readme_measures_is_on_the_page_behind_it(shown, page):
+    """As many digits of it as the README shows: pages are measured anew, and the README is not."""
+    number = r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![.\d])"
+    there = [float(found.replace(",", "")) for found in re.findall(number, page)]
+    numbers = [found.replace(",", "") for found in re.findall(number, shown)]
+
+    assert numbers
+    for one in numbers:
+        digits = len(one.partition(".")[2])
+        assert any(f"{value:.{digits}f}" == one for value in there), one
+
+
 @pytest.mark.parametrize("finding", FINDINGS)
 def test_every_finding_of_the_audit_has_a_row(finding):
     """What was done, what shows it, and what stays."""

@@ -184,7 +184,8 @@ def build(
         learned,
         clock,
         random.randrange,
-        turn=_turn(settings, crew.number),
+        # Routers that know of each other do not all begin with the same engine.
+        turn=random.randrange(_TURNS) if settings.peers else crew.number,
         index=index,
         known=known,
     )
@@ -479,11 +480,6 @@ def _shared_text(settings: Settings) -> SharedText:
             from xpyd_proxy.io.discovery.stores.redis import RedisText  # noqa: PLC0415 (_store has loaded it)
 
             return RedisText(settings.store, "roles", password=os.environ.get("XPYD_REDIS_PASSWORD"))
-
-
-def _turn(settings: Settings, worker: int) -> int:
-    """Return where policies begin: routers that know of each other do not all begin with the same engine."""
-    return random.randrange(_TURNS) if settings.peers else worker
 
 
 def _peers(

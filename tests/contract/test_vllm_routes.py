@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.realtime import REALTIME_PATH
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
@@ -106,11 +106,6 @@ def test_what_is_refused_is_no_endpoint(path):
     """Not as a path below another one, either."""
     assert not any(path.startswith(f"{one}/") and path in ENDPOINTS for one in ENDPOINTS)
     assert path not in {api.value for api in Api}
-
-
-def test_all_that_generates_is_split_or_listed():
-    """The calls with two legs are those of the table."""
-    assert {path for path, kind in ENDPOINTS.items() if kind is EndpointKind.SPLIT} == {api.value for api in Api}
 
 
 def test_the_table_of_the_documentation_names_all_paths():

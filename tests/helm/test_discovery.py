@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-import re
 import shutil
 import ssl
+from contextlib import asynccontextmanager
 
 import httpx
 import msgspec
@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from support.certificates import Authority
+from support.documents import blocks
 from support.helm_chart import CASES, ROOT, Chart, default
 from support.helm_objects import COMPONENT, WORKER_INDEX, container, kind, pods, router, templates
-from support.helm_schemas import wrong
 from support.kube_api import KubeApi, pod, pool
 from support.sim import InMemory
 from xpyd_proxy.app import build
@@ -83,10 +83,22 @@ def account(tmp_path, monkeypatch):
     return tls
 
 
+@asynccontextmanager
+async def serving_chart(objects, engines):
+    """The router with the arguments of its pod; yields a client of its admin port, when it is ready."""
+    args = container(templates(router(objects))[0])["args"]
+    built = build(serve_settings(build_parser(args).parse_args(args)), fabric=InMemory(engines).fabric)
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(built.admin_app), base_url="http://router", headers=KEY)
+    async with built.app.router.lifespan_context(built.app), client:
+        async with asyncio.timeout(30):
+            while (await client.get("/ready")).status_code != 200:
+                await asyncio.sleep(0.02)
+        yield client
+
+
 async def test_a_router_of_the_chart_finds_the_engines_of_the_chart_with_the_calls_of_its_role(account, monkeypatch):
     """With the arguments of its pod, against an API that has the release's pods and the chart's empty ConfigMap."""
     objects = Chart().objects({"router": {"peers": {"enabled": False}}})  # its port may be taken here
-    args = container(templates(router(objects))[0])["args"]
     (role,) = kind(objects, "Role")
     (store,) = [o for o in kind(objects, "ConfigMap") if o["metadata"]["name"] == "r-xpyd-instances"]
     async with KubeApi(token="first", tls=account) as api:
@@ -98,12 +110,7 @@ async def test_a_router_of_the_chart_finds_the_engines_of_the_chart_with_the_cal
             api.put(
                 "pods", f"pod-{number}", {"metadata": dict(meta), "spec": spec, "status": READY | {"podIP": ip}}, "ns"
             )
-        built = build(serve_settings(build_parser(args).parse_args(args)), fabric=InMemory(engines).fabric)
-        client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(built.admin_app), base_url="http://router", headers=KEY
-        )
-        async with built.app.router.lifespan_context(built.app), client:
-            await _ready(client)
+        async with serving_chart(objects, engines) as client:
             rows = (await client.get("/instances")).json()["instances"]
             added = await client.post("/instances/add", json={"type": "decode", "instance": "new:80"})
 
@@ -124,7 +131,6 @@ async def test_a_router_of_the_chart_follows_an_inference_pool_with_the_calls_of
     objects = Chart().objects(
         {"router": {"discovery": {"inferencePool": "llm"}, "store": {"type": "memory"}, "replicas": 1}}
     )
-    args = container(templates(router(objects))[0])["args"]
     (role,) = kind(objects, "Role")
     async with KubeApi(token="first", tls=account) as api:
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
@@ -136,12 +142,7 @@ async def test_a_router_of_the_chart_follows_an_inference_pool_with_the_calls_of
             body = pod(ip, part, port=None)
             body["metadata"]["labels"]["app"] = "llm"
             api.put("pods", part, body, "ns")
-        built = build(serve_settings(build_parser(args).parse_args(args)), fabric=InMemory(engines).fabric)
-        client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(built.admin_app), base_url="http://router", headers=KEY
-        )
-        async with built.app.router.lifespan_context(built.app), client:
-            await _ready(client)
+        async with serving_chart(objects, engines) as client:
             rows = (await client.get("/instances")).json()["instances"]
 
     assert sorted(row["address"] for row in rows) == ["10.0.0.1:9000", "10.0.0.2:9000"]
@@ -159,19 +160,11 @@ async def test_a_router_of_the_chart_follows_an_inference_pool_with_the_calls_of
     }
 
 
-async def _ready(client):
-    async with asyncio.timeout(30):
-        while (await client.get("/ready")).status_code != 200:
-            await asyncio.sleep(0.02)
-
-
 def test_the_route_of_the_page_about_cells_is_one():
-    """People copy it: the real schema of the Gateway API refuses what is not in it."""
-    text = (ROOT / "docs" / "cells.md").read_text()
-    (route,) = [yaml.safe_load(block) for block in re.findall(r"(?ms)^```yaml\n(.*?)^```", text)]
+    """People copy it: it leads to services of the chart. test_documented_values.py has it read by its schema."""
+    (route,) = map(yaml.safe_load, blocks((ROOT / "docs/cells.md").read_text(), "yaml"))
     services = {name: Chart().objects(release=name) for name in ("a", "b")}
 
-    assert wrong(route, "1.33.0") == []
     (rule,) = route["spec"]["rules"]
     for backend, objects in zip(rule["backendRefs"], services.values(), strict=True):
         (service,) = [o for o in kind(objects, "Service") if o["metadata"]["name"] == backend["name"]]

@@ -5,22 +5,13 @@ import contextlib
 import httpx
 import pytest
 
+from support.cache_followers import FOLLOWING, explained
 from support.sim import cluster, fleet, serving, until
 from xpyd_proxy.app import build
 from xpyd_proxy.core.model import Api
-from xpyd_proxy.settings import KvEvents, PolicyName, Settings
+from xpyd_proxy.settings import Settings
 
 IDS = list(range(100, 500))
-KEY = {"x-api-key": "sesame"}
-FOLLOWING = Settings(
-    prefill_policy=PolicyName.PREFIX,
-    decode_policy=PolicyName.PREFIX,
-    min_split_new_bytes=400,
-    kv_events=KvEvents.AUTO,
-    admin_key="sesame",
-    health_check_interval_s=0.2,
-    allowed_hosts=("*",),
-)
 
 
 def body(ids=IDS, **more):
@@ -33,16 +24,14 @@ def ask(router, ids=IDS, **more):
     return answer.headers["server-timing"]
 
 
-def explained(router, ids=IDS, **more):
-    question = {"path": Api.COMPLETIONS, "body": body(ids, **more)}
-    answer = httpx.post(f"http://{router}/instances/explain", json=question, headers=KEY)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+def known(router, ids=IDS, **more):
+    """Return what the engines are known to have of a prompt, by their names."""
+    return explained(router, Api.COMPLETIONS, body(ids, **more))["cached_tokens"]
 
 
 def knows(router, tokens, ids=IDS, **more):
-    """Wait for what the engines are known to have, by their names."""
-    until(lambda: explained(router, ids, **more)["cached_tokens"] == tokens)
+    """Wait for it."""
+    until(lambda: known(router, ids, **more) == tokens)
 
 
 NOTHING = {"prefill-0": 0, "prefill-1": 0, "decode-0": 0, "decode-1": 0}
@@ -96,8 +85,8 @@ def test_salts_keep_prompts_apart():
         found.engines["d0"].cache.use(IDS, "mine")
         knows(found.router, {"prefill-0": 0, "decode-0": 384}, cache_salt="mine")
 
-        assert explained(found.router)["cached_tokens"] == {"prefill-0": 0, "decode-0": 0}
-        assert explained(found.router, cache_salt="yours")["cached_tokens"]["decode-0"] == 0
+        assert known(found.router) == {"prefill-0": 0, "decode-0": 0}
+        assert known(found.router, cache_salt="yours")["decode-0"] == 0
 
 
 def test_an_engine_without_events_is_known_by_what_it_was_sent():
@@ -129,15 +118,3 @@ SHOWN = {
 
 def shown(router):
     return set(httpx.get(f"http://{router}/metrics").text.splitlines())
-
-
-def test_a_restarted_engine_is_known_to_have_nothing():
-    """Before the memory of what was sent would have noticed."""
-    with cluster(1, 1, FOLLOWING, cache_blocks=100) as found:
-        knows(found.router, {"prefill-0": 0, "decode-0": 0})
-        ask(found.router)
-        knows(found.router, {"prefill-0": 384, "decode-0": 384})
-        found.engines["d0"].restart()
-        knows(found.router, {"prefill-0": 384, "decode-0": 0})
-
-        assert 'reason;desc="cached_prompt"' not in ask(found.router)

@@ -6,21 +6,13 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from support.cache_followers import FOLLOWING
+from support.cache_followers import explained as explained_by
 from support.sim import cluster, until
 from xpyd_proxy.core.model import Api
-from xpyd_proxy.settings import KvEvents, KvTransferMode, PolicyName, Settings
+from xpyd_proxy.settings import KvEvents, KvTransferMode
 from xpyd_proxy.testing.rules import expected_text, prompt_ids
 
-KEY = {"x-api-key": "sesame"}
-FOLLOWING = Settings(
-    prefill_policy=PolicyName.PREFIX,
-    decode_policy=PolicyName.PREFIX,
-    min_split_new_bytes=400,
-    kv_events=KvEvents.AUTO,
-    admin_key="sesame",
-    health_check_interval_s=0.2,
-    allowed_hosts=("*",),
-)
 LONG = "a long first question with a document in it, " * 20
 
 
@@ -44,10 +36,7 @@ def ask(found, body):
 
 
 def explained(found, body):
-    question = {"path": path(body), "body": body}
-    answer = httpx.post(f"http://{found.router}/instances/explain", json=question, headers=KEY)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return explained_by(found.router, path(body), body)
 
 
 def knows(found, body, tokens):
@@ -125,6 +114,7 @@ def test_later_turns_of_a_chat_are_served_by_its_decode_engine_until_it_has_evic
 
 
 def test_a_restarted_engine_is_known_to_have_nothing():
+    """Before the memory of what was sent would have noticed."""
     with cluster(1, 1, FOLLOWING, cache_blocks=200) as found:
         followed(found)
         ask(found, chat(LONG))

@@ -79,7 +79,7 @@ class Reconciler:
 
         In steps of some places, between which requests are served: thousands of engines take longer than a request may.
         """
-        changes = self._changes()
+        changes = (self._registry.lineup.count, sum(view.generation for view in self.sources.views.values()))
         if self._compared == changes:
             return
         seen, members = set[Key](), self._registry.members()
@@ -165,9 +165,6 @@ class Reconciler:
         if member.heading is role:
             verb = "serves" if member.turn is None else "turns to"
             logger.info("%s %s %s%s", member.instance.id, verb, role, "" if before is None else ", and not as before")
-
-    def _changes(self) -> tuple[int, int]:
-        return self._registry.lineup.count, sum(view.generation for view in self.sources.views.values())
 
     def _carry_out(self, desired: Mapping[Key, Origin], present: Sequence[Member]) -> None:
         current, members = dict[Key, Origin](), dict[Key, list[Member]]()

@@ -113,7 +113,7 @@ class LeaseText:
         """Write it, if the object is as it was read; raises StoreDown."""
         meta = {"resourceVersion": self._version, "annotations": {_ANNOTATION: text}}
         spec = {
-            "holderIdentity": _holder(text),
+            "holderIdentity": decode(text.encode(), _LeaseHolder).holder,
             "leaseDurationSeconds": int(LASTS_S),
             "renewTime": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
         }
@@ -139,7 +139,3 @@ class LeaseText:
 
 class _LeaseHolder(msgspec.Struct):
     holder: str = ""
-
-
-def _holder(text: str) -> str:
-    return decode(text.encode(), _LeaseHolder).holder

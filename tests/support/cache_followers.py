@@ -1,0 +1,23 @@
+"""Routers that go by the KV events of engines, and what they know."""
+
+import httpx
+
+from xpyd_proxy.settings import KvEvents, PolicyName, Settings
+
+FOLLOWING = Settings(
+    prefill_policy=PolicyName.PREFIX,
+    decode_policy=PolicyName.PREFIX,
+    min_split_new_bytes=400,
+    kv_events=KvEvents.AUTO,
+    admin_key="sesame",
+    health_check_interval_s=0.2,
+    allowed_hosts=("*",),
+)
+
+
+def explained(router, path, body):
+    """Return what an operator is told of a request: where it would go, and why."""
+    question = {"path": path, "body": body}
+    answer = httpx.post(f"http://{router}/instances/explain", json=question, headers={"x-api-key": "sesame"})
+    assert answer.status_code == 200, answer.text
+    return answer.json()

@@ -1,6 +1,5 @@
 """What the documents tell people to type exists: commands, flags, make targets, keys of files, values of the chart."""
 
-import argparse
 import importlib.util
 import re
 import tomllib
@@ -9,9 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support.documents import COMMANDS, PAGES, ROOT, block_lines, blocks, commands, spans, words
+from support.documents import OURS, PAGES, ROOT, block_lines, blocks, commands, flags_of, spans, words
 from xpyd_connector.settings import Settings as ConnectorSettings
-from xpyd_proxy.cli import build_parser
 from xpyd_proxy.core.admission.service_classes import CLASS_KEYS
 from xpyd_proxy.core.fleet.pair_health import PairFailure
 from xpyd_proxy.core.protocol.engine_errors import Failure
@@ -25,22 +23,6 @@ FOREIGN = {  # flags of kubectl, helm and other programs, and words of other pro
 }  # fmt: skip
 
 
-def known(parser):
-    """All flags and verbs of a parser."""
-    found = {flag for flag in parser._option_string_actions if flag.startswith("--")}
-    for action in parser._actions:
-        for name, one in action.choices.items() if isinstance(action, argparse._SubParsersAction) else ():
-            found |= {name, *known(one)}
-    return found
-
-
-def command(name):
-    """The parser of ``xpyd NAME``."""
-    commands = next(a for a in build_parser([name])._actions if isinstance(a, argparse._SubParsersAction))
-    return commands.choices[name]
-
-
-OURS = {name: known(command(name)) for name in COMMANDS}
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"(?m)^([a-z][\w-]*):", MAKEFILE)) | set(
     " ".join(re.findall(r"\.PHONY: (.*)", MAKEFILE)).split()
@@ -75,10 +57,6 @@ def _flags_in(paths):
     text = "".join(path.read_text() for path in paths)
     fields = {f"--{name.replace('_', '-')}" for name in re.findall(r"(?m)^    ([a-z]\w+): ", text)}
     return fields | {flag.replace("_", "-") for flag in re.findall(r'"(--[a-z][\w-]*)"', text)}
-
-
-def flags_of(arguments):
-    return {word.partition("=")[0] for word in arguments if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word)}
 
 
 def scripts_of(page):

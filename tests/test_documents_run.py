@@ -13,7 +13,7 @@ import subprocess
 import httpx
 import pytest
 
-from support.documents import PAGES, ROOT, block_lines, blocks, commands, spans
+from support.documents import OURS, PAGES, ROOT, block_lines, blocks, commands, flags_of, spans, words
 from support.sim import Sim, cluster, serving
 from xpyd_connector.settings import read_settings, remarks
 from xpyd_proxy.api.schemas import CapacityReport
@@ -27,7 +27,8 @@ KEY = "of-a-client-0123456789"
 MODEL = "qwen3-8b"  # of docs/kubernetes.md
 TLS = {"--ca", "--pin"}
 PLACES = {  # what stands for a word of one's own, and such a word; others are in the fixture `fleet`
-    "URL": "http://p:8100", "N": "2", "S": "5", "ID": "decode-0", "TRACE": "trace.jsonl", "$@": "list",
+    "URL": "http://p:8100", "N": "2", "S": "5", "ID": "decode-0", "NAME": "name", "TRACE": "trace.jsonl",
+    "SECONDS:RATE:PROMPT:OUTPUT": "60:1:100:10", "file:": "file:f", "$@": "list",
 }  # fmt: skip
 LACKS = "the following arguments are required|expected one argument"
 
@@ -86,6 +87,24 @@ def test_a_command_is_understood(found, pasted):
         assert not pasted
 
 
+def _flags():
+    """Yield flags of ours with their values that stand alone, once, and the commands that have them."""
+    found = {
+        tuple(_without_dots(words(span))) for page in PAGES for span in spans(page.read_text()) if span[:2] == "--"
+    }
+    for one in sorted(found):
+        if len(one) > 1 and (names := [name for name, known in OURS.items() if flags_of(one) <= known]):
+            yield pytest.param(one, names, id=" ".join(one))
+
+
+@pytest.mark.parametrize(("found", "names"), [*_flags()])
+def test_a_flag_takes_the_value_that_is_written(found, names):
+    """Of one of the commands that have it."""
+    parsed = [_parsed((name, *found)) for name in names]
+
+    assert any(isinstance(one, argparse.Namespace) or re.search(LACKS, one) for one in parsed), parsed
+
+
 @pytest.mark.parametrize("found", _complete("serve"), ids=_id)
 def test_a_router_is_built_of_what_is_written(found, tmp_path, monkeypatch):
     """With the files that the pages show: clients' keys, and the settings of docs/slo.md."""
@@ -128,10 +147,8 @@ def fleet(tmp_path, monkeypatch):
 )
 def test_a_command_that_asks_a_router_is_done(found, fleet, capsys):
     """Against simulated engines. Those that trust a certificate are only parsed here: test_instances.py runs them."""
-    name, *arguments = (PLACES.get(word, word) for word in found)
-    arguments = [
-        fleet["NAME"] if re.fullmatch("xpyd-[0-9a-f]{32}", word) else fleet.get(word, word) for word in arguments
-    ]
+    name, *arguments = (fleet.get(word, PLACES.get(word, word)) for word in found)
+    arguments = [re.sub("^xpyd-[0-9a-f]{32}$", fleet["NAME"], word) for word in arguments]
 
     code = main([name, "--router", fleet["router"], *arguments])
 

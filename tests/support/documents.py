@@ -1,9 +1,12 @@
 """The documents, as the tests read them: pages, their blocks, and the commands that people paste."""
 
+import argparse
 import itertools
 import re
 import shlex
 from pathlib import Path
+
+from xpyd_proxy.cli import build_parser
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "examples", "helm")
@@ -56,3 +59,25 @@ def commands(line):
             yield "vllm", rest[0], rest[1:]
         elif rest and word == "make" and (i == 0 or line.startswith("$")):
             yield "make", "make", rest
+
+
+def flags_of(arguments):
+    return {word.partition("=")[0] for word in arguments if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word)}
+
+
+def known(parser):
+    """All flags and verbs of a parser."""
+    found = {flag for flag in parser._option_string_actions if flag.startswith("--")}
+    for action in parser._actions:
+        for name, one in action.choices.items() if isinstance(action, argparse._SubParsersAction) else ():
+            found |= {name, *known(one)}
+    return found
+
+
+def command(name):
+    """The parser of ``xpyd NAME``."""
+    commands = next(a for a in build_parser([name])._actions if isinstance(a, argparse._SubParsersAction))
+    return commands.choices[name]
+
+
+OURS = {name: known(command(name)) for name in COMMANDS}

@@ -68,14 +68,6 @@ async def test_the_list_says_what_is_known_of_each():
     assert 0 <= decode["since_s"] < 60
 
 
-async def test_an_engine_can_be_named_by_its_address():
-    """A script that stops an engine knows where it is, and not what the router calls it."""
-    async with router(sims(1, 2), OPEN) as client:
-        status, found = await call(client, "drain", {"type": "decode", "instance": "d1:80"})
-
-    assert (status, [row["id"] for row in found["instances"]]) == (200, ["decode-1"])
-
-
 async def test_streams_move_only_where_the_router_knows_their_tokens():
     """Else the operator hears what is missing, and nothing is drained."""
     async with router(sims(), OPEN) as client:

@@ -526,6 +526,30 @@ def test_every_rank_has_to_write():
     assert has_landed(world, into)
 
 
+@pytest.mark.parametrize("ends", ["written", "aborted"])
+def test_a_rank_that_has_written_does_not_write_again(ends):
+    """Its scheduler has forgotten that connection, not its word: the last rank's makes the blocks another's."""
+    world = PushWorld(ranks=2)
+    into = world.expect()
+    world.run()
+    world.p.movers[1].stuck = True
+    world.prefill()
+    world.run()
+    world.network.lose_scheduler(world.p.worker_links[0])
+    world.p.movers[0].stuck = world.p.movers[0].clinging = True
+    world.run(seconds=1)
+    world.p.movers[1].stuck = False
+    if ends == "aborted":
+        world.stop("d-a")
+    world.run(seconds=1)
+    assert world.d.result("d-a") is not None
+    hang(world, hangs=False)
+    world.run(seconds=1)
+
+    assert has_landed(world, into) or ends == "aborted"
+    assert world.d.lent == {}
+
+
 def test_what_one_engine_waits_for_no_other_can_refuse(world):
     """Whoever knows a transfer's name could have its prefill thrown away."""
     world.start_renewing()

@@ -282,6 +282,23 @@ def test_a_prefill_engine_that_is_cut_off_may_write_much_later(world):
     assert len(world.d.free) == BLOCKS
 
 
+def test_a_reset_connection_is_no_dead_prefill_engine(world):
+    """P's kernel had given the connection up while the network was cut; P lives, and what it wrote is on its way."""
+    into = world.expect()
+    world.run()
+    world.cut(world.p, "bytes")
+    world.prefill()
+    world.run(seconds=1)
+    world.network.lose()
+    world.run(seconds=60)
+    assert failure(world)
+    assert set(into).isdisjoint(world.d.free)
+    world.heal()
+    world.run(seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
+
+    assert len(world.d.free) == BLOCKS
+
+
 def test_a_decode_engine_that_is_cut_off_recomputes(world):
     """P's lease ends meanwhile: what it wrote until then is not to be trusted."""
     into = world.expect()

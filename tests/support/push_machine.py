@@ -182,7 +182,9 @@ class PushMachine(EngineMachine):
 
     @precondition(lambda self: self.troubles < MOST_TROUBLES)
     @rule(
-        what=st.sampled_from(["freeze", "busy", "cut control", "cut bytes", "cut both", "reset", "hang", "cling"]),
+        what=st.sampled_from(
+            ["freeze", "busy", "cut control", "cut bytes", "cut both", "reset", "worker", "hang", "cling"]
+        ),
         who=st.sampled_from("pd"),
     )
     def trouble(self, what, who):
@@ -197,6 +199,8 @@ class PushMachine(EngineMachine):
                 self.world.cut(engine, part)
             case ["reset"]:
                 self.world.network.lose()
+            case ["worker"]:
+                self.world.network.lose_scheduler(engine.worker_links[self.troubles % engine.ranks])
             case _:
                 for mover in self.world.p.movers:
                     mover.stuck, mover.clinging = True, what == "cling"

@@ -93,7 +93,13 @@ class InMemoryNetwork:
 
     def lose(self) -> None:
         """Break every open connection, as a network does that resets."""
-        self._break([wire for wire in self._wires if not wire.is_local], ConnectionLost(ConnId(0), "connection reset"))
+        between = [wire for wire in self._wires if not wire.is_local]
+        self._break(between, ConnectionLost(ConnId(0), "connection reset", silent=True))
+
+    def lose_scheduler(self, link: "InMemoryLink") -> None:
+        """Break the connection between a worker's link and its own scheduler; both live."""
+        own = [wire for wire in self._wires if wire.is_local and link.number in wire.links]
+        self._break(own, ConnectionLost(ConnId(0), "connection reset"))
 
     def time_out(self) -> None:
         """Have everybody who is cut off notice it, as TCP does after a while; neither end knows if the other lives."""

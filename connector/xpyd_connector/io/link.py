@@ -43,8 +43,12 @@ from xpyd_connector.io.tls_records import MAX_UNAUTHENTICATED_RECORDS, TlsRecord
 MAX_UNSENT = 16 << 20  # bytes a peer may leave unread before we close its connection
 MAX_READS = 64  # TLS records of one connection before the next one's turn: 1 MiB, or 2 ms of key updates
 ACCEPT_PAUSE = 1.0  # s without accept() when the system has no descriptors: it would fail again at once, in a busy loop
-# Errors of the network between us and a peer: the peer itself may still run.
-SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
+# Errors of the network between us and a peer: the peer itself may still run. A reset is one, too: a kernel that has
+# given up a cut connection (TCP_USER_TIMEOUT, keepalive) answers so when the cut is mended, and so may a firewall.
+SILENT = frozenset({
+    *(errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN),
+    *(errno.ECONNRESET, errno.ECONNABORTED),
+})  # fmt: skip
 NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 

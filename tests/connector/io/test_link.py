@@ -472,13 +472,17 @@ class Broken:
         (errno.ENETUNREACH, True),
         (errno.EHOSTDOWN, True),
         (errno.ENETDOWN, True),
-        (errno.ECONNRESET, False),
+        (errno.ECONNRESET, True),
+        (errno.ECONNABORTED, True),
         (errno.EPIPE, False),
     ],
     ids=lambda value: errno.errorcode.get(value, value),
 )
 def test_a_peer_that_fell_silent_may_live(net, number, silent, on):
-    """Its writes may still arrive, unlike those of a peer whose kernel has closed the connection."""
+    """Its writes may still arrive, unlike those of a peer whose process has closed the connection.
+
+    A reset is no such end: a kernel that gave up a cut connection answers so later, and so may anything between.
+    """
     d, p = net.link(), net.listener()
     conn = net.connect(d, p)
     found = d._conns[conn]

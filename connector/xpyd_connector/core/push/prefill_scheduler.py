@@ -388,7 +388,8 @@ class PushCoordinator:
         for number, peer in self._peers.items():
             for info in peer.ranks.values():
                 self._link.send(conn, PeerMemory(number, info, self._link.engine_of(number) or EngineId("")))
-            for push in peer.pushes.values():
+            # A rank that has said what became of its part must not write again: the others' word may end the push.
+            for push in [each for each in peer.pushes.values() if hello.rank in each.writing_ranks]:
                 self._link.send(conn, StartPush(number, push.order))
                 if push.state is PushState.STOPPING:
                     self._link.send(conn, StopPush(number, push.order.reader))

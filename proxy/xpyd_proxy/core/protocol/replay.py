@@ -8,6 +8,11 @@ A token may be half a character, whose text comes with the next one. So a point 
 of a single token had a text: that is all of it. What comes after the last such point is made again, and the part of
 its text that the client has is left out. That is only the same text under greedy decoding.
 
+In a chat it may not be all of it. A parser of tool calls keeps the end of a text that could begin a call ("<") until it
+knows more, also where the client has no tools (``prefix-match buffering`` in vllm/parser/engine/incremental_lexer.py),
+and gives it back with the next text. So a chat's point is safe when the next text does not begin so. A sampled stream,
+of which nothing may be made again, takes the risk behind a letter or a digit: few tokens go on with such a mark.
+
 Only fields that are known to survive this are let through: what looks back at the tokens made so far (penalties, stop
 texts, guided decoding, tools, logprobs) would begin anew, and a seed would begin anew with it.
 """
@@ -20,7 +25,7 @@ import msgspec
 
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.core.protocol.continuation import Rest, limits_behind, prompt_of, raw, raw_fields
-from xpyd_proxy.core.protocol.first_token import FirstToken
+from xpyd_proxy.core.protocol.first_token import MARKS, FirstToken
 from xpyd_proxy.core.raw_json import NULL, TRUE, Fields, encode, maybe
 from xpyd_proxy.core.schemas import PlainMessage
 
@@ -54,6 +59,7 @@ _DATA: Final = b"data:"
 _DONE: Final = b"data: [DONE]\n\n"
 _DROPPED: Final = b": goes on\n"  # a comment: clients do not see it
 _TOKENS: Final = ("token_ids", "prompt_token_ids")
+_NOWHERE: Final = 0, 0
 
 
 def can_resume(api: Api, fields: Fields) -> bool:
@@ -83,6 +89,7 @@ class Replay:
     _prompt: list[int] = field(default_factory=list[int])
     _shown: list[int] = field(default_factory=list[int])  # tokens whose text is with the client, all of it
     _ahead: list[int] = field(default_factory=list[int])  # tokens after these
+    _point: tuple[int, int] = _NOWHERE  # how many of these, and how much of their text, are with the client as it seems
     _text: str = ""  # of those, as far as this engine has told it
     _again: str = ""  # text that is with the client, and that this engine is going to make again
     _before: int = 0  # tokens of earlier engines
@@ -127,7 +134,7 @@ class Replay:
         if again and not self._is_greedy():
             return None
         self._ahead.clear()
-        self._text, self._again = "", again
+        self._text, self._again, self._point = "", again, _NOWHERE
         self._before, self._resumed, self.broken = len(self._shown), True, False
         return Rest(traced(self.fields) | left, raw([*self._prompt, *self._shown]))
 
@@ -182,12 +189,17 @@ class Replay:
         news = self._skip(text)
         if news != text:
             _set_text(choice, delta, news)
+        if text and self._point != _NOWHERE:
+            if text[0] in MARKS:
+                self._point = _NOWHERE  # this may be what was kept back of it
+            else:
+                self._keep(*self._point)
         self._ahead += tokens
         self._text += text
         if text and len(tokens) == 1:
-            self._shown += self._ahead
-            self._ahead.clear()
-            self._text = ""
+            self._point = len(self._ahead), len(self._text)
+            if self.api is not _CHAT or (text[-1].isalnum() and not self._is_greedy()):
+                self._keep(*self._point)
         if any(maybe(value, object) for name, value in delta.items() if name not in ("role", "content")):
             self._spoilt = True
             self.broken = self.broken or self._resumed  # a parser that began anew takes what follows for something else
@@ -196,6 +208,12 @@ class Replay:
             self.broken = self._spoilt = True  # it has less to say than the client has
         self._finished = self._finished or (is_last and not self._spoilt)
         return bool(not self._resumed or news or is_last)
+
+    def _keep(self, tokens: int, text: int) -> None:
+        """The client has all of the text of so many tokens."""
+        self._shown += self._ahead[:tokens]
+        del self._ahead[:tokens]
+        self._text, self._point = self._text[text:], _NOWHERE
 
     def _skip(self, text: str) -> str:
         """Leave out what the client has already."""

@@ -3,11 +3,13 @@
 Types are strict, and fields that are not named here are left out: later versions add some.
 """
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-BlockHash: TypeAlias = bytes | int  # an int with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
+HASH_MOST: Final = 64  # bytes of a hash; vLLM's have 32 (SHA-256) or 16 (xxHash)
+# An int with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES.
+BlockHash: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=HASH_MOST)] | int
 _TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 _BlockSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # tokens
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31)]

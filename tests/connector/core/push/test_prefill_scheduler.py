@@ -187,6 +187,24 @@ def test_early_words_are_limited_to_the_latest(harness, monkeypatch):
     assert list(harness.push_coordinator._early) == ["6", "7", "8"]
 
 
+# ---- a worker that connects again
+
+
+def test_a_worker_hears_again_only_of_what_it_owes(harness):
+    """What it has written, or will not write, may be another's by the time it would write it once more."""
+    harness.register(reader="written")
+    harness.register(reader="aborted", request="u")
+    owed = harness.register(reader="owed", request="v")
+    harness.hear(W0, PushWritten(D, RequestId("written")), PushAborted(D, RequestId("aborted"), "no room"))
+    harness.lose(W0)
+    harness.take_sent()
+    harness.hear(ELSE, WorkerHello(0, TOKENS[0]))
+
+    assert [message for message in harness.take_sent(ELSE) if not isinstance(message, PeerMemory)] == [
+        StartPush(D, owed)
+    ]
+
+
 # ---- a decode engine that stops
 
 

@@ -282,6 +282,23 @@ def test_a_prefill_engine_that_is_cut_off_may_write_much_later(world):
     assert len(world.d.free) == BLOCKS
 
 
+def test_a_reset_connection_is_no_dead_prefill_engine(world):
+    """P's kernel had given the connection up while the network was cut; P lives, and what it wrote is on its way."""
+    into = world.expect()
+    world.run()
+    world.cut(world.p, "bytes")
+    world.prefill()
+    world.run(seconds=1)
+    world.network.lose()
+    world.run(seconds=60)
+    assert failure(world)
+    assert set(into).isdisjoint(world.d.free)
+    world.heal()
+    world.run(seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
+
+    assert len(world.d.free) == BLOCKS
+
+
 def test_a_decode_engine_that_is_cut_off_recomputes(world):
     """P's lease ends meanwhile: what it wrote until then is not to be trusted."""
     into = world.expect()
@@ -524,6 +541,30 @@ def test_every_rank_has_to_write():
     world.run()
 
     assert has_landed(world, into)
+
+
+@pytest.mark.parametrize("ends", ["written", "aborted"])
+def test_a_rank_that_has_written_does_not_write_again(ends):
+    """Its scheduler has forgotten that connection, not its word: the last rank's makes the blocks another's."""
+    world = PushWorld(ranks=2)
+    into = world.expect()
+    world.run()
+    world.p.movers[1].stuck = True
+    world.prefill()
+    world.run()
+    world.network.lose_scheduler(world.p.worker_links[0])
+    world.p.movers[0].stuck = world.p.movers[0].clinging = True
+    world.run(seconds=1)
+    world.p.movers[1].stuck = False
+    if ends == "aborted":
+        world.stop("d-a")
+    world.run(seconds=1)
+    assert world.d.result("d-a") is not None
+    hang(world, hangs=False)
+    world.run(seconds=1)
+
+    assert has_landed(world, into) or ends == "aborted"
+    assert world.d.lent == {}
 
 
 def test_what_one_engine_waits_for_no_other_can_refuse(world):

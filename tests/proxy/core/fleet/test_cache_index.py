@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from hashlib import sha256
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ FULL, WINDOW, STATE = "full_attention", "sliding_window", "mamba"
 
 def names(ids, size=SIZE):
     """Hashes as an engine's might be: each of all that comes before its end."""
-    return [repr(ids[: end + size]).encode() for end in range(0, len(ids) - size + 1, size)]
+    return [sha256(repr(ids[: end + size]).encode()).digest() for end in range(0, len(ids) - size + 1, size)]
 
 
 def stored(ids, *, start=0, group=0, kind=FULL, size=SIZE, **more):

@@ -33,6 +33,18 @@ def test_the_payloads_come_out_however_the_bytes_are_cut(payloads, data):
     assert found == payloads
 
 
+def test_a_hash_is_as_long_as_a_hash():
+    """The index counts blocks: half a million of them with hashes of 30 KB would be the router's whole memory."""
+    longest, longer = b"h" * 64, b"h" * 65
+    stored = read_event(raw(STORED | {"block_hashes": [longest], "parent_block_hash": longest}))
+
+    assert isinstance(stored, BlockStored)
+    assert read_event(raw(STORED | {"block_hashes": [longer]})) is None
+    assert read_event(raw(STORED | {"parent_block_hash": longer})) is None
+    with pytest.raises(BadKvEvents):
+        read_event(raw({"type": "BlockRemoved", "block_hashes": [longer]}))
+
+
 @pytest.mark.parametrize(
     "bad",
     [

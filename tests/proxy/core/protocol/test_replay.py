@@ -157,6 +157,41 @@ def test_what_is_no_text_behind_the_break_ends_in_an_error(delta):
     assert replay.ending() is None
 
 
+def keeping_back(texts):
+    """Return what vLLM's parser of Qwen's tool calls tells of these tokens: what may begin a call comes later."""
+    kept = ""
+    for number, text in enumerate(texts):
+        text, kept = kept + text, ""
+        if text.endswith("<"):
+            text, kept = text[:-1], "<"
+        delta = {"content": text} if text else {}
+        yield {"id": "x", "choices": [{"index": 0, "delta": delta, "token_ids": [number]}]}
+
+
+MADE = ["a", " <", "b", ">", "\n<", "i", "> c", "<", "/i>"]  # the texts of tokens 0, 1, 2 ...
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+@pytest.mark.parametrize("after", range(1, 10))
+def test_what_a_parser_keeps_back_is_not_lost(after, temperature):
+    """A stream that goes on behind a token of which the client lacks the end would lack it for good."""
+    fields = fields_of(CHAT | {"temperature": temperature})
+    replay, shown = Replay(Api.CHAT, fields, _prompt=[77]), []
+    for chunk in list(keeping_back(MADE))[:after]:
+        line = replay.feed(b"data: " + json.dumps(chunk).encode() + b"\n")
+        shown += [json.loads(line[5:])["choices"][0]["delta"].get("content", "")] if b"data:" in line else []
+    rest = replay.rest()
+    if rest is None:
+        assert temperature, "a greedy stream goes on anywhere"
+        return
+    made = len(json.loads(bytes(rest.tokens))) - 1
+    for chunk in keeping_back(MADE[made:]):
+        line = replay.feed(b"data: " + json.dumps(chunk).encode() + b"\n")
+        shown += [json.loads(line[5:])["choices"][0]["delta"].get("content", "")] if b"data:" in line else []
+
+    assert "".join(shown) == "".join(MADE)
+
+
 @settings(max_examples=100, deadline=None)
 @given(breaks=st.lists(st.integers(1, 20), max_size=4), per_event=st.integers(1, 4))
 def test_a_sampled_stream_goes_on_only_from_a_safe_point(breaks, per_event):

@@ -39,11 +39,13 @@ class ConnectionLost(NamedTuple):
     """An open connection closed. Its id is no longer valid.
 
     ``silent``: the peer did not close it. The network is cut or we gave up; the peer may still run.
+    ``reset``: silent, but its kernel has answered that there is no such connection.
     """
 
     conn: ConnId
     reason: str
     silent: bool = False
+    reset: bool = False
 
 
 LinkEvent: TypeAlias = PeerConnected | ConnectFailed | MessageReceived | ConnectionLost

@@ -94,7 +94,7 @@ class InMemoryNetwork:
     def lose(self) -> None:
         """Break every open connection, as a network does that resets."""
         between = [wire for wire in self._wires if not wire.is_local]
-        self._break(between, ConnectionLost(ConnId(0), "connection reset", silent=True))
+        self._break(between, ConnectionLost(ConnId(0), "connection reset", silent=True, reset=True))
 
     def lose_scheduler(self, link: "InMemoryLink") -> None:
         """Break the connection between a worker's link and its own scheduler; both live."""

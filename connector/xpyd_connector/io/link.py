@@ -45,10 +45,8 @@ MAX_READS = 64  # TLS records of one connection before the next one's turn: 1 Mi
 ACCEPT_PAUSE = 1.0  # s without accept() when the system has no descriptors: it would fail again at once, in a busy loop
 # Errors of the network between us and a peer: the peer itself may still run. A reset is one, too: a kernel that has
 # given up a cut connection (TCP_USER_TIMEOUT, keepalive) answers so when the cut is mended, and so may a firewall.
-SILENT = frozenset({
-    *(errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN),
-    *(errno.ECONNRESET, errno.ECONNABORTED),
-})  # fmt: skip
+RESET = frozenset({errno.ECONNRESET, errno.ECONNABORTED})
+SILENT = RESET | {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -320,7 +318,7 @@ class SocketLink:
         if isinstance(exc, ssl.SSLError):
             self._lose(conn, f"TLS: {exc.reason}", silent=True)
         else:
-            self._lose(conn, str(exc), silent=exc.errno in SILENT)
+            self._lose(conn, str(exc), silent=exc.errno in SILENT, reset=exc.errno in RESET)
 
     def _received(self, conn: Connection, message: Message) -> None:
         if conn.server_connection is None:
@@ -345,9 +343,9 @@ class SocketLink:
         if self._selector.get_key(conn.tls.sock).events != wanted:
             self._selector.modify(conn.tls.sock, wanted, conn)
 
-    def _lose(self, conn: Connection, reason: str, *, silent: bool = False) -> None:
+    def _lose(self, conn: Connection, reason: str, *, silent: bool = False, reset: bool = False) -> None:
         if conn.server_connection is None:
-            self._events.append(ConnectionLost(conn.id, reason, silent))
+            self._events.append(ConnectionLost(conn.id, reason, silent, reset))
         self._drop(conn)
 
     def _drop(self, conn: Connection) -> None:

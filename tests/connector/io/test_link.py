@@ -494,6 +494,7 @@ def test_a_peer_that_fell_silent_may_live(net, number, silent, on):
     (lost,) = d.poll(0)
 
     assert (lost.conn, lost.silent) == (conn, silent)
+    assert lost.reset == (number in (errno.ECONNRESET, errno.ECONNABORTED))
 
 
 def test_a_peer_that_closed_is_not_silent_but_one_that_we_gave_up_is(net):

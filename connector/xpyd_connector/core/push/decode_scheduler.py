@@ -2,7 +2,8 @@
 
 P answers each registration with PushDone or PushStopped. If we abort one before (request aborted, timeout, P silent),
 the load fails at once, but its blocks stay unused because P may still write into them. They are free when P sends
-PushStopped; or, if P's connection closed, when all that P had sent must have arrived (:data:`QUARANTINE`).
+PushStopped; or, if P's connection closed, when all that P had sent must have arrived (:data:`QUARANTINE`). A connection
+that was reset may be that of a P that lives; that it has died is known when another engine answers at its address.
 
 A registration sent over a connection that ended must not be sent again. P closes idle connections, though: over one
 that has been idle for long, a push is registered only when P has answered a heartbeat. If the connection ends before,
@@ -124,8 +125,9 @@ class _ExpectedPush:
     state: ReceiveState = ReceiveState.WAITING
     lent: Sequence[LentBlocks] = ()  # what P may write into: our blocks, or slots
     sums: Sequence[RankSums] = ()  # of what it has written, if it has sampled the prefill
-    check_interval: float = 0.0  # s; these two only while QUARANTINED
+    check_interval: float = 0.0  # s; these three only while QUARANTINED
     checks: int = 0
+    is_reset: bool = False  # P's kernel has answered for it: it has died, or has given up a cut connection
 
     def on(self, event: ReceiveEvent) -> None:
         self.state = transition(TRANSITIONS, self.state, event, f"landing of {self.order.request}")
@@ -242,6 +244,7 @@ class PushReceiver:
         if peer.state is PeerState.CONNECTED:
             for rank in self._ranks:
                 self._link.send(peer.conn, RankMemory(rank))
+            self._bury_predecessors(peer, now)
         for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
             if push.state in _IGNORES_PEER:
                 continue
@@ -379,8 +382,18 @@ class PushReceiver:
             self._report(push, f"{peer.address} is gone: {peer.reason}")
         push.on(ReceiveEvent.PEER_LOST)
         push.check_interval, push.checks = LONG_QUARANTINE if peer.is_silent else QUARANTINE
+        push.is_reset = peer.is_reset
         self._deadlines.set(push.order.request, now + push.check_interval)
         self._contention_deadlines.discard(push.order.request)
+
+    def _bury_predecessors(self, peer: Peer, now: float) -> None:
+        """An engine listens where another one did, so the process is dead whose kernel has reset our connection."""
+        for push in self._pushes.values():
+            is_dead = push.order.address == peer.address and push.order.engine != peer.engine
+            if is_dead and push.is_reset and push.state is ReceiveState.QUARANTINED:
+                push.is_reset = False
+                push.check_interval, push.checks = QUARANTINE
+                self._deadlines.set(push.order.request, now + push.check_interval)
 
     def _abort(self, push: _ExpectedPush, counter: str, why: str) -> None:
         """End a push for our own reasons, and tell P."""

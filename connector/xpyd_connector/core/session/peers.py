@@ -71,6 +71,7 @@ class Peer:
     last_heard_at: float = -inf  # when it last answered
     unanswered_since: float | None = None  # when the oldest unanswered heartbeat was sent (push)
     is_silent: bool = False  # gone without closing its connection: it may still run
+    is_reset: bool = False  # silent, and its kernel knows the connection no more
 
     def on(self, event: PeerEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""
@@ -156,9 +157,9 @@ class PeerTable:
             case ConnectFailed(_, reason, is_incompatible) if peer is not None:
                 peer.is_incompatible = is_incompatible
                 self.refuse(peer, reason, now=now)
-            case ConnectionLost(_, reason, is_silent) if peer is not None:
+            case ConnectionLost(_, reason, is_silent, is_reset) if peer is not None:
                 self._forget(peer)
-                peer.reason, peer.is_silent = reason, is_silent
+                peer.reason, peer.is_silent, peer.is_reset = reason, is_silent, is_reset
                 peer.on(PeerEvent.DISCONNECTED)
                 self._counters.count("peers_lost")
             case _:

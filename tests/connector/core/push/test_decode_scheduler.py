@@ -3,7 +3,7 @@
 import pytest
 
 from support.engines import FINGERPRINT, rank_info
-from support.expecting import ADDRESS, A, B, ExpectingEngine, T
+from support.expecting import ADDRESS, A, B, ExpectingEngine, P, T
 from support.push_engines import WAIT
 from xpyd_connector.core.ids import ConnId, EngineId
 from xpyd_connector.core.lease.kv_params import PushParams
@@ -33,8 +33,14 @@ from xpyd_connector.io.client_connections import IDLE_TIMEOUT
 class Harness(ExpectingEngine):
     """One whose turns a test takes."""
 
-    def lose(self, *, silent=False):
-        self.happen(ConnectionLost(self.conn, "closed", silent))
+    def lose(self, *, silent=False, reset=False):
+        self.happen(ConnectionLost(self.conn, "closed", silent, reset))
+
+    def meet(self, engine):
+        """Another engine answers at P's address."""
+        self.expect(B, engine=engine)
+        conn = self.peers.get(engine).conn
+        self.happen(PeerConnected(conn, Welcome(PROTOCOL, engine, FINGERPRINT, (rank_info("p"),))))
 
     def hear(self, message, conn=None):
         return self.push_receiver.on(conn or self.conn, message)
@@ -226,6 +232,32 @@ def test_a_p_that_is_back_has_no_say_about_what_was_before(harness):
     harness.lose()
 
     assert harness.take_results() == [LoadResult(B, f"{ADDRESS} is gone: closed", quarantined=True)]
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_p_whose_place_another_takes_has_died_if_its_kernel_says_so(harness, is_reset):
+    """A process that was killed with bytes unread ends in a reset; its blocks must not wait for a cut to mend.
+
+    Without a word of that kernel P may live on a host that is cut off, while another has its address.
+    """
+    interval, looks = QUARANTINE
+    harness.lose(silent=True, reset=is_reset)
+    harness.take_results()
+    harness.wait(3 * LONG_QUARANTINE[0])
+    assert harness.state() is ReceiveState.QUARANTINED
+    harness.meet(EngineId("p1"))
+    for _ in range(looks):
+        assert harness.state() is ReceiveState.QUARANTINED
+        harness.wait(interval)
+
+    assert (BlocksReleased(A) in harness.take_results()) == is_reset
+
+
+def test_a_p_that_is_back_after_a_reset_lives(harness):
+    harness.lose(silent=True, reset=True)
+    harness.meet(P)
+
+    assert harness.push_receiver._pushes[A].checks == LONG_QUARANTINE[1]
 
 
 def test_a_p_that_breaks_the_protocol_may_live(harness):

@@ -111,7 +111,7 @@ async def _lines(response):
 
 
 def run(url, asked, act=None, *, behind=0):
-    """Run all streams at the same time; do something in a thread when each has so many tokens."""
+    """Run all streams at the same time; do something in a thread when each has so many tokens, or has ended."""
     return run_at([(url, body) for body in asked], act, behind=behind)
 
 
@@ -126,7 +126,8 @@ def run_at(asked, act=None, *, behind=0):
                 asyncio.create_task(follow(client, url, stream)) for url, stream in zip(urls, streams, strict=True)
             ]
             if act is not None:
-                while any(stream.tokens < behind for stream in streams):
+                # One that ends before has failed: its verdict says how.
+                while any(one.tokens < behind and not task.done() for one, task in zip(streams, tasks, strict=True)):
                     await asyncio.sleep(0.01)
                 await asyncio.to_thread(act)
             await asyncio.gather(*tasks)

@@ -105,9 +105,14 @@ class Fleet:
         return new
 
     def relist(self):
-        """Hear of all pods anew, of which one is another."""
+        """Hear of all pods anew, of which one is another, in steps."""
         self.replaced()
-        self.pods.view(self.engines)
+        return self.pods.listed(dict(self.engines))
+
+    def list(self):
+        """Hear of all pods for the first time, as a router does that has just started, in steps."""
+        reconciler = Reconciler(Registry(), [EngineSource.PODS], time.monotonic)
+        return Pods(reconciler).listed(dict(self.engines))
 
     def fail(self):
         """Have an engine fail a request."""
@@ -169,6 +174,7 @@ class Fleet:
                 "choice": self.every(0.01, self.choose),
                 "yardstick": self.every(0.02, self.look),
                 "relist": self.every(0.4, self.relist),
+                "list": self.every(0.4, self.list),
                 "failure": self.every(0.1, self.fail),
                 "status": self.every(0.3, lambda: self.status.in_steps(self.whole())),
                 "metrics": self.every(0.4, lambda: self.metrics.pieces("text/plain", self.whole())[0]),

@@ -26,8 +26,8 @@ class Counting(Pods):
         super().__init__(reconciler)
         self.views = 0
 
-    def view(self, objects, /):
-        super().view(objects)
+    def listed(self, objects, /):
+        yield from super().listed(objects)
         self.views += 1
 
 

@@ -34,8 +34,8 @@ async def follow(url):
     class Observer:
         heard = pods.heard
 
-        def view(self, objects):
-            pods.view(objects)
+        def listed(self, objects):
+            yield from pods.listed(objects)
             spent_s.append(time.process_time())
             versions.clear()
             say("view", len(registry.members()), time.monotonic())

@@ -5,7 +5,7 @@ last holds until it says something else: one that cannot be reached takes nothin
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Final, Literal
@@ -19,6 +19,8 @@ from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import AddressError
 
 MOST: Final = 50_000  # engines of one source; what is beyond is left out, and said
+_READ_AT_ONCE: Final = 200  # engines that are compared with those of before in one step: some tenths of a millisecond
+_TAKEN_AT_ONCE: Final = 50  # places that have changed and are taken in at once: what follows takes 20 times as long
 _PLAIN: Final = re.compile(r"[A-Za-z0-9.-]")
 _NAME_MOST: Final = 200  # characters of an entry's name; Kubernetes takes 253
 
@@ -30,11 +32,7 @@ class View:
     engines: Mapping[Key, Wanted] = field(default_factory=dict[Key, Wanted])
     generation: int = 0  # counts the changes; 0: never heard
     heard: float = 0.0  # when it was last known to be so
-
-    @property
-    def is_synced(self) -> bool:
-        """Tell whether the source has been heard at all."""
-        return self.generation > 0
+    is_synced: bool = False  # the source has been heard as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +54,44 @@ class Sources:
 
     def replace(self, source: EngineSource, engines: Iterable[Wanted], *, now: float) -> Sequence[Key]:
         """Take in all that a source says; return the places that differ from what it said before."""
-        old = self.views[source]
-        # Of two engines at one address the one that stays counts, else the one that was named last.
-        named = [*engines]
-        named = [*(one for one in named if one.leaves), *(one for one in named if not one.leaves)]
-        found = {one.key: one for one in named[-MOST:]}
         changed = list[Key]()
-        if found != old.engines:
-            changed = sorted(set(old.engines).difference(found))
-            for key, wanted in found.items():
-                before = old.engines.get(key)
-                if before is not wanted and before != wanted:
-                    changed.append(key)
-        is_news = bool(changed) or not old.is_synced
-        self.views[source] = View(found if changed else old.engines, old.generation + is_news, now)
+        for some in self.replace_in_steps(source, engines, now=now):
+            changed.extend(some)
         return changed
+
+    def replace_in_steps(
+        self, source: EngineSource, engines: Iterable[Wanted], *, now: float
+    ) -> Generator[Sequence[Key]]:
+        """Take in the same in steps of a millisecond or so, and yield the places that differ with each.
+
+        First go those where no engine is any more, which makes room at an address. The source has been heard as a whole
+        when all steps are done; all of them are of one generation.
+        """
+        old = self.views[source]
+        found = yield from _by_key(engines)
+        gone = [key for key in old.engines if key not in found]
+        news, generation = list[Key](), old.generation + 1
+        for number, (key, wanted) in enumerate(found.items(), start=1):
+            before = old.engines.get(key)
+            if before is not wanted and before != wanted:
+                news.append(key)
+            if number % _READ_AT_ONCE == 0:
+                yield ()
+        for keys in (gone, news):
+            for begin in range(0, len(keys), _TAKEN_AT_ONCE):
+                some = keys[begin : begin + _TAKEN_AT_ONCE]
+                taken = dict(self.views[source].engines)
+                for key in some:
+                    if key in found:
+                        taken[key] = found[key]
+                    else:
+                        taken.pop(key, None)
+                self.views[source] = replace(self.views[source], engines=taken, generation=generation)
+                yield some
+        is_news = bool(gone or news) or not old.is_synced
+        self.views[source] = View(
+            self.views[source].engines, generation if is_news else old.generation, now, is_synced=True
+        )
 
     def change(self, source: EngineSource, engines: Mapping[Key, Wanted | None], *, now: float) -> Sequence[Key]:
         """Take in what a source says of some places (None: no engine is there any more); return those that differ.
@@ -87,7 +108,8 @@ class Sources:
                 del found[key]
             else:
                 found[key] = wanted
-        self.views[source] = View(found if changed else old.engines, old.generation + bool(changed), now)
+        engines_now, generation = (found, old.generation + 1) if changed else (old.engines, old.generation)
+        self.views[source] = replace(old, engines=engines_now, generation=generation, heard=now)
         return changed
 
     def heard(self, source: EngineSource, *, now: float) -> None:
@@ -123,6 +145,17 @@ class Sources:
                     moves = wanted.moves or first.wanted.moves
                     found[key] = replace(first, wanted=replace(first.wanted, leaves=True, moves=moves))
         return found
+
+
+def _by_key(engines: Iterable[Wanted]) -> Generator[Sequence[Key], None, Mapping[Key, Wanted]]:
+    """Sort engines by place, in steps: of two at one address the one that stays counts, else the one named last."""
+    leaving, staying = dict[Key, Wanted](), dict[Key, Wanted]()
+    for number, one in enumerate(engines, start=1):
+        (leaving if one.leaves else staying)[one.key] = one
+        if number % _READ_AT_ONCE == 0:
+            yield ()
+    found = {**leaving, **staying}
+    return found if len(found) <= MOST else dict([*found.items()][-MOST:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from xpyd_proxy.core.discovery.unnamed_assignments import UnnamedAssignments
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Wanted
 from xpyd_proxy.core.model import EngineRole, InstanceId, Role
+from xpyd_proxy.core.steps import finish
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import AddressError, AlreadyKnown, CannotTurn
 from xpyd_proxy.io.background import meanwhile, repeatedly
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 _FRESH_S: Final = 90.0  # a source that was not heard for longer may not know what there is; a watch says so by then
 _ASSIGNMENTS_S: Final = 5.0  # seconds between two looks at the assignments of engines that may be gone
 _AT_ONCE: Final = 50  # places that are compared in one step
+_READ_AT_ONCE: Final = 200  # objects that are sorted in one step: less than a millisecond
 _TICK_S: Final = 1.0  # seconds between two looks without a reason: what retired may have made room
 
 
@@ -53,11 +55,16 @@ class Reconciler:
 
     def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
         """Take in all that a source says."""
+        finish(self.view_in_steps(source, engines))
+
+    def view_in_steps(self, source: EngineSource, engines: Iterable[Wanted]) -> Generator[None]:
+        """Take in the same in steps, between which requests are served; the source has been heard after the last."""
         is_first = not self.sources.views[source].is_synced
-        changed = self.sources.replace(source, engines, now=self.clock())
+        for changed in self.sources.replace_in_steps(source, engines, now=self.clock()):
+            self._compare(changed)
+            yield
         if is_first and source is EngineSource.PODS:
             logger.info("there are %d engines among the pods", len(self.sources.views[source].engines))
-        self._compare(changed)
         if is_first and source is EngineSource.STORE:
             self._turn_all(self._registry.members())
 
@@ -222,14 +229,24 @@ class Pods:
 
     def view(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
         """Take all objects."""
-        said = {str(one) for one in objects.values() if isinstance(one, AddressError)}
+        finish(self.listed(objects))
+
+    def listed(self, objects: Mapping[str, Wanted | AddressError | None], /) -> Generator[None]:
+        """Take all objects, in steps; ``changed`` must wait until they are done."""
+        said, named = set[str](), dict[Key, dict[str, Wanted]]()
+        for number, (name, one) in enumerate(objects.items(), start=1):
+            if isinstance(one, Wanted):
+                named.setdefault(one.key, {})[name] = one
+            elif isinstance(one, AddressError):
+                said.add(str(one))
+            if number % _READ_AT_ONCE == 0:
+                yield
         for text in sorted(said - self._said):
             logger.warning("left out: %s", text)
-        self._said, self._objects, self._named = said, dict(objects), {}
-        for name, one in objects.items():
-            if isinstance(one, Wanted):
-                self._named.setdefault(one.key, {})[name] = one
-        self._reconciler.view(self._source, (one for one in objects.values() if isinstance(one, Wanted)))
+        self._said, self._objects, self._named = said, dict(objects), named
+        yield from self._reconciler.view_in_steps(
+            self._source, (one for one in objects.values() if isinstance(one, Wanted))
+        )
 
     def changed(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
         """Take some objects that have changed; None: it is gone, or no engine. The others are as they were."""

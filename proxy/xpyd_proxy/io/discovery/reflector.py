@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -16,10 +16,10 @@ from xpyd_proxy.core.discovery.reconcile import MOST
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.discovery.kubernetes import Expired, KubeError, Kubernetes
-from xpyd_proxy.io.discovery.stores import Observer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
 _PAGE: Final = 200  # objects asked for at once
 _AT_A_TIME: Final = 10  # objects that are read before others may run: half a millisecond
 _SHORT_S: Final = 1.0  # a round that is over sooner counts as failed
@@ -67,6 +67,18 @@ class _Failure(msgspec.Struct):
     message: str = ""
 
 
+class ObjectObserver(Protocol[T_contra]):
+    """Hears what objects there are."""
+
+    def listed(self, objects: Mapping[str, T_contra], /) -> Iterable[None]:
+        """Take all there are, by uid, in steps between which others run; nothing else is told before they are done."""
+        ...
+
+    def heard(self) -> None:
+        """Note that the view of before is still so."""
+        ...
+
+
 class Reflector(Generic[T]):
     """One task; run it for as long as the router serves."""
 
@@ -75,7 +87,7 @@ class Reflector(Generic[T]):
         api: Kubernetes,
         what: Collection,
         read: Callable[[Meta, msgspec.Raw], T],
-        told: Observer[T],
+        told: ObjectObserver[T],
         *,
         clock: Callable[[], float],
         chance: Callable[[], float],
@@ -147,8 +159,7 @@ class Reflector(Generic[T]):
             logger.error("%s has more than %d objects: the rest is left out", self._what.path, MOST)
         self._items, self._gone, self._listed = found, set(), page.metadata.resource_version
         self._since = self._clock()
-        await asyncio.sleep(0)  # the first view fills the registry: that is a turn of its own
-        self._tell()
+        await self._tell()
 
     async def _watch(self) -> None:
         """Follow the changes until anything ends it."""
@@ -169,7 +180,7 @@ class Reflector(Generic[T]):
                     if not changed:
                         self._told.heard()
                     elif self._changed is None:
-                        self._tell()
+                        await self._tell()
                     else:
                         self._changed({uid: None if item is None else item[1] for uid, item in changed.items()})
         except TimeoutError:
@@ -204,8 +215,10 @@ class Reflector(Generic[T]):
         meta = _sound(raw, _Holder).metadata
         return meta, (meta.resource_version, self._read(meta, raw))
 
-    def _tell(self) -> None:
-        self._told.view({uid: value for uid, (_, value) in self._items.items()})
+    async def _tell(self) -> None:
+        await asyncio.sleep(0)  # to read them took its time
+        for _ in self._told.listed({uid: value for uid, (_, value) in self._items.items()}):
+            await asyncio.sleep(0)
 
 
 def _sound(data: bytes | msgspec.Raw, wanted: type[T]) -> T:

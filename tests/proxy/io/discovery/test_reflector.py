@@ -35,10 +35,10 @@ class Eye:
         self.reconciler = Reconciler(self.registry, [EngineSource.PODS], time.monotonic)
         self.passed_on = Pods(self.reconciler)
 
-    def view(self, objects):
+    def listed(self, objects):
         self.pods = {one.target.address.host: one for one in objects.values() if one is not None}
         self.views += 1
-        self.passed_on.view(objects)
+        yield from self.passed_on.listed(objects)
 
     def heard(self):
         self.hearings += 1

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
@@ -60,16 +60,17 @@ class ConfigMapStore:
         """Watch the ConfigMap."""
         return self._reflector.running()
 
-    def view(self, objects: Mapping[str, _Map | None], /) -> None:
-        """Take what the watch has seen: this one object, if it is there."""
+    def listed(self, objects: Mapping[str, _Map | None], /) -> Iterable[None]:
+        """Take what the watch has seen, at once: this one object, if it is there."""
         found = next((one for one in objects.values() if one is not None), None)
         if found is None:
             logger.warning("there is no ConfigMap %s: make an empty one; the last view of it stays", self._name)
-            return
+            return ()
         uid, version, when = self._latest
         if found.metadata.uid == uid and _number(found) < version and self._clock() < when + _LATE_S:
-            return  # it was on its way when we made a change
+            return ()  # it was on its way when we made a change
         self._take(found)
+        return ()
 
     def heard(self) -> None:
         """Pass it on."""

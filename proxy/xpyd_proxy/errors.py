@@ -33,6 +33,7 @@
         * :exc:`BadPort` -- the operator: the port is a number, but outside 1..65535
         * :exc:`NotAllowed` -- the operator: no engine may be added there, by ``allowed_instances``
     * :exc:`AlreadyKnown` -- the operator: an engine with this role and address is there already
+    * :exc:`IdLogBusy` -- nobody: another worker holds the file in which all workers name engines
     * :exc:`UnknownInstance` -- the operator: no engine has this id (any more)
     * :exc:`CannotTurn` -- the operator: an engine cannot serve this role, or is the last one of another
     * :exc:`ConfigError` -- the operator: a file cannot be read, or says what cannot be; the message names the place
@@ -177,6 +178,9 @@ class NotAllowed(AddressError): ...
 
 
 class AlreadyKnown(ProxyError): ...
+
+
+class IdLogBusy(ProxyError): ...
 
 
 class UnknownInstance(ProxyError): ...

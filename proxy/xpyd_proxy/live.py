@@ -12,7 +12,7 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.errors import AlreadyKnown, ConfigError
+from xpyd_proxy.errors import AlreadyKnown, ConfigError, IdLogBusy
 from xpyd_proxy.io.files import client_keys, engine_keys, operator_key
 from xpyd_proxy.io.peers import check_peers
 from xpyd_proxy.requests.gate import Gate
@@ -80,6 +80,8 @@ class Live:
                 except AlreadyKnown as exc:  # by hand, before, or as a pod
                     logger.info("%s", exc)
                     self.registry.claim(role, authority)
+                except IdLogBusy as exc:  # the settings do not name it a second time
+                    logger.error("%s is left out: %s; take it out of the settings and add it again", authority, exc)
                 else:
                     for instance in added:
                         logger.info("%s is at %s", instance.id, target.address.url)

@@ -26,7 +26,7 @@ from xpyd_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Want
 from xpyd_proxy.core.model import EngineRole, InstanceId, Role
 from xpyd_proxy.core.steps import finish
 from xpyd_proxy.core.workers.instance_ids import Verb
-from xpyd_proxy.errors import AddressError, AlreadyKnown, CannotTurn
+from xpyd_proxy.errors import AddressError, AlreadyKnown, CannotTurn, IdLogBusy
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.discovery.stores import Store, StoreDown
 
@@ -52,6 +52,7 @@ class Reconciler:
         self.assignments: Mapping[Key, Assignment] = {}  # of engines that have turned, or shall
         self._begins = True  # the store has not been heard, so this router has just started
         self._compared = -1, -1  # changes of the registry, and of the views, when all was compared last
+        self._left_out = False  # an engine that could not be added a moment ago
 
     def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
         """Take in all that a source says."""
@@ -100,7 +101,8 @@ class Reconciler:
             for begin in range(0, len(rest), _AT_ONCE):
                 self._compare(rest[begin : begin + _AT_ONCE])
                 yield
-        self._compared = changes  # what has changed since is compared the next time
+        # What has changed since is compared the next time, and all is if an engine was left out.
+        self._compared, self._left_out = (-1, -1) if self._left_out else changes, False
 
     def _compare(self, keys: Iterable[Key]) -> None:
         """Compare what there should be at some places with what there is, and carry out the difference."""
@@ -194,6 +196,9 @@ class Reconciler:
             added = self._registry.add_target(wanted.role, wanted.target, now=self.clock(), origin=action.origin)
         except AlreadyKnown as exc:
             logger.warning("%s", exc)
+        except IdLogBusy as exc:
+            self._left_out = True
+            logger.warning("%s: %s is added later", exc, wanted.target.address.authority)
         else:
             for instance in added:
                 logger.info("%s is at %s (%s)", instance.id, wanted.target.address.url, action.origin.source)

@@ -1,15 +1,26 @@
-"""The roster of all workers, in one file that only grows; the kernel's lock says whose turn it is to write."""
+"""The roster of all workers, in one file that only grows; the kernel's lock says whose turn it is to write.
+
+Only who writes takes the lock, and for microseconds. A worker that is stopped meanwhile, by SIGSTOP or a debugger,
+keeps it: the others go on without, write their orders when they can, and add no engine that none has named yet.
+"""
 
 import fcntl
 import os
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.workers.instance_ids import InstanceIds, Line, Verb
+from xpyd_proxy.errors import IdLogBusy
+
+_START_WAIT_S: Final = 5.0  # for a turn, while nothing is served yet
+_SERVING_WAIT_S: Final = 0.004  # likewise on the loop that serves requests
+_POLL_S: Final = 0.0002
 
 
 class InstanceIdLog:
@@ -17,34 +28,41 @@ class InstanceIdLog:
 
     def __init__(self, path: Path) -> None:
         self.roster = InstanceIds()
+        self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._read_to = 0
         self._news: list[Line] = []  # what others have written, and nobody has asked for yet
+        self._unsaid: list[Line] = []  # of this worker, while another one has the turn
 
     def number(self, key: str, *, anew: bool) -> int:
         """Return the number of an engine in all workers; ``anew``: one that was taken out by hand gets another."""
         return self.named(key, anew=anew)[0]
 
     def named(self, key: str, *, anew: bool) -> tuple[int, bool]:
-        """Return the same, and whether no worker had given it one before."""
-        with self._turn():
-            is_new = self.roster.number(key) is None or (anew and self.roster.is_removed(key))
-            if is_new:
-                self._write(Verb.NAME, key)
+        """Return the same, and whether no worker had given it one before.
+
+        ``anew`` is said while requests are served. Raises IdLogBusy: it has none, and another worker has the turn.
+        """
+        self._read()
+        is_new = self._is_new(key, anew=anew)
+        if is_new:
+            with self._turn(_SERVING_WAIT_S if anew else _START_WAIT_S):
+                is_new = self._is_new(key, anew=anew)  # another one may have been faster
+                if is_new:
+                    self._write((Verb.NAME, key))
         number = self.roster.number(key)
         assert number is not None
         return number, is_new
 
     def say(self, verb: Verb, text: str) -> None:
-        """Let all workers know; ``text``: as it stands in the line of this verb."""
-        with self._turn():
-            self._write(verb, text)
+        """Let all workers know, at once or as soon as it can be written; ``text``: as it stands in the verb's line."""
+        self._unsaid.append((verb, text))
+        self._say_rest()
 
     def news(self) -> Sequence[Line]:
         """Return what other workers have named and ordered since the last time."""
-        if os.fstat(self._file).st_size > self._read_to:
-            with self._turn():
-                pass
+        self._say_rest()
+        self._read()
         found, self._news = self._news, []
         return found
 
@@ -52,27 +70,59 @@ class InstanceIdLog:
         """Drop the news of an engine: what the roster says of it is known."""
         self._news = [line for line in self._news if line[0] is Verb.NAME or line[1].partition(" ")[0] != name]
 
+    def _is_new(self, key: str, *, anew: bool) -> bool:
+        return self.roster.number(key) is None or (anew and self.roster.is_removed(key))
+
+    def _say_rest(self) -> None:
+        if not self._unsaid:
+            return
+        try:
+            with self._turn(_SERVING_WAIT_S):
+                pass
+        except IdLogBusy:
+            return  # the next turn has it
+
     @contextmanager
-    def _turn(self) -> Generator[None]:
-        """Have the file alone, with all that others have written read."""
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+    def _turn(self, wait_s: float) -> Generator[None]:
+        """Have the file alone, with all that others have written read, and written what was left to say.
+
+        Raises IdLogBusy: another worker has it for so long.
+        """
+        until = time.monotonic() + wait_s
+        while not self._is_taken():
+            if time.monotonic() >= until:
+                said = f"another worker of this router holds {self._path} for {wait_s:g} s: it is stopped, or hangs"
+                raise IdLogBusy(said)
+            time.sleep(_POLL_S)
         try:
             self._read()
+            while self._unsaid:
+                self._write(self._unsaid.pop(0))
             yield
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
+    def _is_taken(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
     def _read(self) -> None:
+        """Read all lines that are whole: another worker may be writing one."""
         size = os.fstat(self._file).st_size
+        if size <= self._read_to:
+            return
         data = os.pread(self._file, size - self._read_to, self._read_to)
-        self._read_to += len(data)
-        for text in data.splitlines():
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_to += len(whole)
+        for text in whole.splitlines():
             line = msgspec.json.decode(text, type=Line)
             self.roster.apply(line)
             if line[0] is not Verb.CLOSE:
                 self._news.append(line)
 
-    def _write(self, verb: Verb, text: str) -> None:
-        line: Line = (verb, text)
+    def _write(self, line: Line) -> None:
         self._read_to += os.write(self._file, msgspec.json.encode(line) + b"\n")
         self.roster.apply(line)

@@ -53,7 +53,7 @@ class SharedRegistry(Registry):
     ) -> Instance:
         """Start to route to an engine, as all workers do, unless one of them was told to remove it.
 
-        Raises AlreadyKnown.
+        Raises AlreadyKnown, or IdLogBusy: no worker has named it yet, and it cannot be named now.
         """
         identity = "" if origin.wanted is None else origin.wanted.identity
         key = key_of(role, address.authority, rank, origin.source, identity)

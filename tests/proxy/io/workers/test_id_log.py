@@ -1,6 +1,9 @@
 """One file, several hands."""
 
+import subprocess
+import sys
 import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -9,7 +12,8 @@ from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.target import EngineSource, Origin, Target, Wanted
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
-from xpyd_proxy.errors import AlreadyKnown
+from xpyd_proxy.errors import AlreadyKnown, IdLogBusy
+from xpyd_proxy.io.discovery.reconciler import Reconciler
 from xpyd_proxy.io.request_path.id_log import InstanceIdLog
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.settings import Settings
@@ -26,6 +30,64 @@ def worker(folder, *addresses):
         registry.add(Role.DECODE, address)
     registry.begin(now=0.0)
     return registry
+
+
+HOLDER = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+
+
+@contextmanager
+def held(folder):
+    """Another process has the turn while the block lasts, as a worker that was stopped in it."""
+    arguments = [sys.executable, "-c", HOLDER, str(folder / "ledger")]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        yield
+        holder.communicate()
+
+
+def test_a_worker_that_is_stopped_while_it_writes_does_not_stop_the_others(tmp_path):
+    """They waited for the file's lock on the loop that serves requests, without a bound."""
+    zero, one = worker(tmp_path), worker(tmp_path)
+    zero.add(Role.DECODE, A, origin=STORED)
+    with held(tmp_path):
+        assert one.add(Role.DECODE, A, origin=STORED).id == D0  # all of them know it
+        zero.drain(D0, now=1.0)
+        zero._ledger.say(Verb.DRAIN, D0)
+        with pytest.raises(IdLogBusy, match="another worker of this router holds"):
+            zero.add(Role.DECODE, B)
+        one.follow(now=1.0)
+        assert one.member(D0).life.state is HealthState.STARTING
+    zero.follow(now=2.0)
+    one.follow(now=2.0)
+
+    assert one.member(D0).life.state is HealthState.DRAINING
+    assert [each.add(Role.DECODE, B).id for each in (zero, one)] == [D1, D1]
+
+
+def test_an_engine_that_could_not_be_named_is_added_later(tmp_path):
+    """By the next look at all engines after the log is free, though no source says anything new."""
+    registry = worker(tmp_path)
+    reconciler = Reconciler(registry, [EngineSource.STORE], lambda: 0.0)
+    with held(tmp_path):
+        reconciler.view(EngineSource.STORE, [STORED.wanted])
+        assert [*reconciler.reconcile(), *registry.members()] == [None]
+        list(reconciler.reconcile())
+        assert not registry.members()
+    list(reconciler.reconcile())
+
+    assert [member.instance.id for member in registry.members()] == [D0]
+
+
+def test_a_line_of_which_half_is_written_is_read_when_it_is_whole(tmp_path):
+    """Who reads takes no lock."""
+    ledger = InstanceIdLog(tmp_path / "ledger")
+    line = b'["name","decode a"]\n'
+    with (tmp_path / "ledger").open("ab", buffering=0) as file:
+        file.write(line[:9])
+        assert ledger.news() == []
+        file.write(line[9:])
+
+    assert ledger.news() == [(Verb.NAME, "decode a")]
 
 
 def test_ten_hands_at_once_give_every_engine_one_number(tmp_path):

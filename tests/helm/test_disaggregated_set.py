@@ -113,6 +113,21 @@ def test_a_controller_that_makes_no_scalers_is_noticed(lacking, helm, tmp_path, 
             rendered()
 
 
+@pytest.mark.parametrize("helm", HELMS)
+@pytest.mark.parametrize("length", [25, 26, 31, 32, 40, 53])
+def test_a_long_release_is_told_that_its_pods_would_have_too_long_names(length, helm):
+    """Its name is that of the set, of its LeaderWorkerSets, and of what these make; a label has 63 characters."""
+    chart, release, values = Chart(), "r" * length, SET | {"prefill": LWS, "decode": LWS}
+    if length > 25:
+        with pytest.raises(Refused, match="more than 30 characters: pods would be called by too long names"):
+            chart.text(values, release=release, helm=helm)
+        values |= {"fullnameOverride": NAME}
+
+    objects = as_controller(chart.objects(values, release=release, helm=helm))
+    assert [problem for o in objects for problem in wrong(o, "1.33.0")] == []
+    assert complaints(objects) == []
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [

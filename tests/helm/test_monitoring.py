@@ -181,6 +181,32 @@ def test_routers_are_scaled_by_keda_as_engines_are(more, types):
     assert wrong(o, "1.33.0") == []
 
 
+@pytest.mark.parametrize("helm", HELMS)
+@pytest.mark.parametrize(("target", "number"), [("500m", 0.5), ("1500m", 1.5), ("5m", 0.005), ("0.7", 0.7), ("12", 12)])
+def test_a_target_in_thousandths_is_a_number_for_keda(target, number, helm):
+    """An HPA takes 500m; KEDA reads thresholds as plain numbers, and would scale nothing."""
+    other = [{"metric": "vllm:num_requests_running", "target": target}]
+    scaled = {"type": "keda", "target": target, "more": other}
+    more = [{"metric": "xpyd_requests_running", "target": target}]
+    values = SCRAPED | {"decode": {"autoscaling": scaled}, "router": {"autoscaling": {"type": "keda", "more": more}}}
+    values |= {"monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}}
+    objects = Chart().objects(values, helm=helm)
+    triggers = [one["metadata"] for o in kind(objects, "ScaledObject") for one in o["spec"]["triggers"]]
+    thresholds = [one["threshold"] for one in triggers if "threshold" in one]
+
+    assert len(thresholds) == 3
+    assert {float(one) for one in thresholds} == {number}
+
+
+@pytest.mark.parametrize("helm", HELMS)
+def test_a_target_in_thousandths_stays_one_for_an_hpa(helm):
+    """Kubernetes takes both."""
+    objects = Chart().objects({"decode": {"autoscaling": {"type": "hpa", "target": "500m"}}}, helm=helm)
+    (o,) = kind(objects, "HorizontalPodAutoscaler")
+
+    assert o["spec"]["metrics"][0]["pods"]["target"]["averageValue"] == "500m"
+
+
 def test_while_routers_do_not_know_what_is_wanted_the_number_stays():
     """Each restart of the routers is a silence: `replicas` then would add engines that had been taken away for good."""
     wanted = {"type": "keda", "min": 2, "wanted": True}

@@ -60,6 +60,15 @@ annotations:
 {{- end -}}
 {{- end -}}
 
+{{/* A target for KEDA, whose triggers take plain numbers: a quantity such as 500m is Kubernetes' own. */}}
+{{- define "xpyd.threshold" -}}
+{{- if hasSuffix "m" . -}}
+{{- divf (trimSuffix "m" . | float64) 1000 -}}
+{{- else -}}
+{{- . -}}
+{{- end -}}
+{{- end -}}
+
 {{/* What must fit on both sides, so that only engines of one revision meet. */}}
 {{- define "xpyd.revision" -}}
 {{- if .Values.revision -}}

@@ -350,6 +350,8 @@ class Discovery:
         for member in self._registry.members():
             if _key(member) == wanted.key and not member.retires:
                 raise AlreadyKnown(f"{target.address.authority} is already known as {member.instance.id}")
+        if wanted.key in self._reconciler.assignments:  # of an engine that was there before
+            await self._store.delete(assignment_name(wanted.key))
         await self._store.put(entry_name(wanted.key), entry_of(wanted))
 
     async def remove(self, name: InstanceId) -> None:

@@ -541,6 +541,25 @@ async def test_another_engine_at_the_address_of_one_that_is_gone_serves_its_own_
     assert serving(world)["decode-2"] is DECODE
 
 
+@pytest.mark.parametrize("before", ["settings", "pod"])
+async def test_an_engine_that_is_added_by_hand_serves_what_was_asked_for(before):
+    """Not what an engine before it at this address had turned to: its entry is deleted only half a minute later."""
+    world = World("e:80", *["d:80"] * (before == "settings"))
+    world.see(*[D] * (before == "pod"))
+    await turn_now(world, "decode-1", PREFILL)
+    world.see()
+    if before == "settings":
+        world.registry.retire("decode-1", now=1)
+        world.registry.settle(patience_s=0, now=1)
+    assert "decode-1" not in serving(world)
+
+    await world.discovery.add(Role.DECODE, Target.parse("d:80"))
+    await look(world, seconds=5)
+
+    assert serving(world)["decode-2"] is DECODE
+    assert not world.reconciler.assignments
+
+
 @pytest.mark.parametrize("why", ["a source was never heard", "a source was not heard lately"])
 async def test_what_engines_serve_is_kept_while_it_is_not_known_which_there_are(why):
     """A pod may be at the address, or another router may have said so in the store."""

@@ -10,7 +10,7 @@ from xpyd_proxy.core.fleet.pair_rows import worst_rows
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.recent_stats import SPAN_S
-from xpyd_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups
+from xpyd_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups_in_steps
 from xpyd_proxy.core.schemas import Bin
 from xpyd_proxy.core.schemas.pairs import PairRow
 from xpyd_proxy.core.schemas.roles import RolesPart
@@ -191,7 +191,7 @@ class Status:
                 yield
             engines.append(_engine(member, parts, in_flight))
         yield
-        groups = fleet_groups(self._engines, may_be_alone=self._may_be_alone())
+        groups = yield from fleet_groups_in_steps(self._engines, may_be_alone=self._may_be_alone())
         yield
         failures = sorted((Failed(*failure) for part in parts for failure in part.failures), key=lambda one: one.ago_s)
         requests, ttft, gaps = (

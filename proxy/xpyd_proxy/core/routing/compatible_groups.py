@@ -5,7 +5,7 @@ the work grows with the number of engines plus the comparisons of a few kinds (t
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum  # sum() of floats fails where this is compiled: mypyc takes its result for an int
 from operator import itemgetter
@@ -13,10 +13,12 @@ from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet.compatibility import NO_SLICE, Compared, EngineCapabilities, agree, compared
 from xpyd_proxy.core.model import Instance, InstanceId
+from xpyd_proxy.core.steps import finish
 
 Facts: TypeAlias = Callable[[Instance], EngineCapabilities]
 _MOST_GROUPS: Final = 64  # of engines that all fit each other; those beyond share one, in which each pair is looked at
 _FEW_LISTED: Final = 2  # groups that a prefill engine is in, on the mean, up to which there may be more: slices
+_AT_ONCE: Final = 500  # engines that are looked at in one step: half a millisecond
 NO_PREFILL: Final = "no prefill engine fits"  # the name of a group
 _UNKNOWN: Final = "unknown facts"
 
@@ -68,8 +70,15 @@ class _EngineKind:
 
 def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts: Facts) -> Grouping:
     """Sort engines into groups, in the order of the decode engines."""
-    decodes = _decode_kinds(decode, facts)
-    prefills = _prefill_kinds(prefill, facts, decodes)
+    return finish(group_engines_in_steps(prefill, decode, facts))
+
+
+def group_engines_in_steps(
+    prefill: Sequence[Instance], decode: Sequence[Instance], facts: Facts
+) -> Generator[None, None, Grouping]:
+    """Sort them in steps of a millisecond or so, for who is in no hurry; engines may change in between."""
+    decodes = yield from _decode_kinds(decode, facts)
+    prefills = yield from _prefill_kinds(prefill, facts, decodes)
     avoided = [set[int]() for _ in decodes]
     for i, other in enumerate(prefills):
         for number in other.by:
@@ -130,20 +139,24 @@ def _without_itself(group: CompatibleGroup) -> CompatibleGroup:
     return CompatibleGroup(name, prefill, decode, min(group.prefill_count, float(len(prefill))))
 
 
-def _decode_kinds(decode: Sequence[Instance], facts: Facts) -> Sequence[_EngineKind]:
+def _decode_kinds(decode: Sequence[Instance], facts: Facts) -> Generator[None, None, Sequence[_EngineKind]]:
     kinds = dict[tuple[Compared, frozenset[str] | None, frozenset[InstanceId] | None], _EngineKind]()
-    for place, instance in enumerate(decode):
-        known = facts(instance)
-        key = compared(known), known.incompatible or None, known.resting or None
-        kind = kinds.get(key)
-        if kind is None:
-            kind = kinds[key] = _EngineKind(known, key[0])
-        kind.engines.append(instance)
-        kind.places.append(place)
+    for begin in range(0, len(decode), _AT_ONCE):
+        for place, instance in enumerate(decode[begin : begin + _AT_ONCE], start=begin):
+            known = facts(instance)
+            key = compared(known), known.incompatible or None, known.resting or None
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = _EngineKind(known, key[0])
+            kind.engines.append(instance)
+            kind.places.append(place)
+        yield
     return list(kinds.values())
 
 
-def _prefill_kinds(prefill: Sequence[Instance], facts: Facts, decodes: Sequence[_EngineKind]) -> Sequence[_EngineKind]:
+def _prefill_kinds(
+    prefill: Sequence[Instance], facts: Facts, decodes: Sequence[_EngineKind]
+) -> Generator[None, None, Sequence[_EngineKind]]:
     """Tell prefill engines apart by their facts, and by which kinds of decode engines refuse them or rest with them."""
     refusing, resting = dict[str, list[int]](), dict[InstanceId, list[int]]()
     for number, decode in enumerate(decodes):
@@ -152,16 +165,18 @@ def _prefill_kinds(prefill: Sequence[Instance], facts: Facts, decodes: Sequence[
         for prefill_id in decode.facts.resting or ():
             resting.setdefault(prefill_id, []).append(number)
     kinds = dict[tuple[Compared, tuple[int, ...], tuple[int, ...]], _EngineKind]()
-    for place, instance in enumerate(prefill):
-        known = facts(instance)
-        by = refusing.get(known.engine_id, ()) if refusing and known.engine_id is not None else ()
-        avoiding = tuple(resting[instance.id]) if instance.id in resting else ()
-        key = compared(known), tuple(by), avoiding
-        kind = kinds.get(key)
-        if kind is None:
-            kind = kinds[key] = _EngineKind(known, key[0], avoiding)
-        kind.engines.append(instance)
-        kind.places.append(place)
+    for begin in range(0, len(prefill), _AT_ONCE):
+        for place, instance in enumerate(prefill[begin : begin + _AT_ONCE], start=begin):
+            known = facts(instance)
+            by = refusing.get(known.engine_id, ()) if refusing and known.engine_id is not None else ()
+            avoiding = tuple(resting[instance.id]) if instance.id in resting else ()
+            key = compared(known), tuple(by), avoiding
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = _EngineKind(known, key[0], avoiding)
+            kind.engines.append(instance)
+            kind.places.append(place)
+        yield
     return list(kinds.values())
 
 

@@ -9,9 +9,10 @@ from xpyd_proxy.core.fleet.compatibility import NO_SLICE, compared, fit, rests
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping, group_engines
+from xpyd_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping, group_engines_in_steps
 from xpyd_proxy.core.routing.group_weights import GroupShare, shares_of
 from xpyd_proxy.core.routing.slices import SliceOf, divide_by_slice, left_out
+from xpyd_proxy.core.steps import finish
 from xpyd_proxy.settings import SlicePairing
 
 _AT_ONCE: Final = 500  # engines
@@ -31,9 +32,15 @@ class EngineGroup:
 
 def grouping_now(registry: Registry) -> Grouping:
     """Sort all engines that may serve into groups, whatever their models."""
+    return finish(_grouping_in_steps(registry))
+
+
+def _grouping_in_steps(registry: Registry) -> Generator[None, None, Grouping]:
     members = [member for member in registry.members() if member.life.state in _SERVING]
     sides = [[one for member in members if (one := member.as_role(role)) is not None] for role in Role]
-    return group_engines(sides[0], sides[1], registry.facts)
+    yield
+    found = yield from group_engines_in_steps(sides[0], sides[1], registry.facts)
+    return found
 
 
 def slices(registry: Registry) -> dict[tuple[str, Role], int]:
@@ -101,8 +108,15 @@ def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, in
 
 def fleet_groups(registry: Registry, *, may_be_alone: bool) -> Sequence[EngineGroup]:
     """List the groups, if there are several or engines without a partner; empty: one group has all engines."""
-    found = grouping_now(registry)
+    return finish(fleet_groups_in_steps(registry, may_be_alone=may_be_alone))
+
+
+def fleet_groups_in_steps(registry: Registry, *, may_be_alone: bool) -> Generator[None, None, Sequence[EngineGroup]]:
+    """List the same in steps of a millisecond or so, also among thousands of engines."""
+    found = yield from _grouping_in_steps(registry)
+    yield
     shares = _shares(registry, found, may_be_alone=may_be_alone)
+    yield
     pairs = {share.group.name: share.weight for share in shares if not share.alone}
     alone = {share.group.name: share.weight for share in shares if share.alone}
     groups = {share.group.name: share.group for share in shares}

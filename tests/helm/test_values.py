@@ -98,6 +98,8 @@ BAD = [
     ("decode.autoscaling.type", "vpa"),
     ("decode.autoscaling.metric", "model{name}"),
     ("decode.autoscaling.target", 4),
+    ("decode.autoscaling.target", "0"),  # an HPA is refused by the API, and KEDA divides by it
+    ("prefill.autoscaling.target", "0.0"),
     ("decode.autoscaling.more", [{"metric": "vllm:num_requests_running"}]),
     ("decode.autoscaling.perOther", 0),
     ("decode.probes.periodSeconds", 0),

@@ -60,6 +60,9 @@ class Shares:
         """Return the part of all requests that each engine may get (share_bound)."""
         prefill = self._rates_of(self.prefills, [share for share in self.all if not share.alone], Role.PREFILL)
         rates = self._rates_of(self.decodes, self.all, Role.DECODE)
+        if rates.keys().isdisjoint(prefill):
+            rates.update(prefill)
+            return rates
         for name, rate in prefill.items():  # one that serves both roles gets the parts of both
             rates[name] = rates.get(name, 0.0) + rate
         return rates
@@ -69,10 +72,13 @@ class Shares:
         for share in shares:
             engines = share.group.prefill if role is Role.PREFILL else share.group.decode
             part = share.weight / len(engines)
-            for instance in engines:
-                parts[instance.id] = parts.get(instance.id, 0.0) + part
+            found = dict.fromkeys([instance.id for instance in engines], part)
+            for name in parts.keys() & found.keys():
+                found[name] = parts[name] + part
+            parts.update(found)
         least = EACH / count if parts else 0.0
-        return {name: max(least, SPARE * part) for name, part in parts.items()}
+        rates = {part: max(least, SPARE * part) for part in set(parts.values())}  # few: one for each share, or two
+        return {name: rates[part] for name, part in parts.items()}
 
 
 def shares_of(grouping: Grouping, *, may_be_alone: bool) -> Shares:

@@ -19,6 +19,7 @@ from contextlib import AsyncExitStack
 
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.counters import Counters
+from xpyd_proxy.core.discovery.reconcile import entry_of
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.engine_metrics import Numbers
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
@@ -85,11 +86,15 @@ class Fleet:
         self.places = itertools.cycle(range(0, ENGINES, 7))
         self.engines = {f"pod-{n}": wanted(n) for n in range(ENGINES)}
         self.generations = defaultdict(int)
+        self.stored = Entries(Reconciler(Registry(), [EngineSource.STORE], clock))
+        self.entries = {one.identity: entry_of(one) for one in self.engines.values()}
+        self.entry_generations = itertools.count(1)
         self.longest = defaultdict(list)
 
     def fill(self):
         """Have all engines be there, and be known."""
         self.pods.view(self.engines)
+        self.stored.view(dict(self.entries))
         shown = {"connector": "xpyd", "protocol": "4", "fingerprint": "0123456789abcdef", "mode": EngineMode.PUSH}
         for member in self.registry.members():
             name = member.instance.id
@@ -113,6 +118,12 @@ class Fleet:
         """Hear of all pods for the first time, as a router does that has just started, in steps."""
         reconciler = Reconciler(Registry(), [EngineSource.PODS], time.monotonic)
         return Pods(reconciler).listed(dict(self.engines))
+
+    def entry(self):
+        """Hear of a store that has all engines, and in which one is another."""
+        number, generation = next(self.places), next(self.entry_generations)
+        self.entries[f"uid-{number}-0"] = entry_of(wanted(number, generation % 200))
+        self.stored.view(dict(self.entries))
 
     def fail(self):
         """Have an engine fail a request."""
@@ -174,7 +185,8 @@ class Fleet:
                 "choice": self.every(0.01, self.choose),
                 "yardstick": self.every(0.02, self.look),
                 "relist": self.every(0.4, self.relist),
-                "list": self.every(0.4, self.list),
+                "list": self.every(1.0, self.list),
+                "entry": self.every(0.2, self.entry),
                 "failure": self.every(0.1, self.fail),
                 "status": self.every(0.3, lambda: self.status.in_steps(self.whole())),
                 "metrics": self.every(0.4, lambda: self.metrics.pieces("text/plain", self.whole())[0]),

@@ -292,20 +292,32 @@ class Entries:
     def __init__(self, reconciler: Reconciler) -> None:
         self._reconciler = reconciler
         self._view = Pods(reconciler, EngineSource.STORE)
-        self._read: dict[str, Wanted | Assignment | AddressError] = {}  # by text
+        self._texts: Mapping[str, str] = {}  # by name, as they were heard last
+        self._assignments: dict[str, Assignment] = {}  # likewise
         self.heard = self._view.heard
 
     def view(self, entries: Mapping[str, str], /) -> None:
-        """Take all entries."""
-        self._read = {text: self._read.get(text) or _entry(text) for text in entries.values()}
-        engines, assignments = dict[str, Wanted | AddressError | None](), dict[Key, Assignment]()
+        """Take all entries; only those are looked at that have changed, of what may be thousands."""
+        before, self._texts = self._texts, dict(entries)
+        engines = dict[str, Wanted | AddressError | None]()
+        for name in before:
+            if name not in entries:
+                engines[name] = None
+                self._assignments.pop(name, None)
         for name, text in entries.items():
-            one = self._read[text]
+            if before.get(name) == text:
+                continue
+            one = _entry(text)
+            self._assignments.pop(name, None)
             if isinstance(one, Assignment):
-                assignments[one.key] = one
+                engines[name] = None
+                self._assignments[name] = one
             else:
                 engines[name] = one if isinstance(one, Wanted) else AddressError(f"entry {name}: {one}")
-        self._reconciler.assign(assignments, partial(self._view.view, engines))
+        is_first = EngineSource.STORE in self._reconciler.sources.missing
+        take = self._view.view if is_first else self._view.changed
+        found = [self._assignments[name] for name in entries if name in self._assignments]
+        self._reconciler.assign({one.key: one for one in found}, partial(take, engines))
 
 
 class Discovery:

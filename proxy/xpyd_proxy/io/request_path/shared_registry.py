@@ -34,6 +34,7 @@ class SharedRegistry(Registry):
         self.is_drained_elsewhere: Callable[[InstanceId], bool] = lambda _: True  # for the other workers
         self._has_begun = False
         self._named: dict[str, InstanceId] = {}  # by key
+        self._keys: dict[InstanceId, str] = {}  # the other way round, also of those that retire
         self._first: set[InstanceId] = set()  # those that no worker knew before this one
 
     def begin(self, *, now: float) -> None:
@@ -59,7 +60,7 @@ class SharedRegistry(Registry):
         key = key_of(role, address.authority, rank, origin.source, identity)
         self._added[role], is_first = self._ledger.named(key, anew=self._has_begun)
         instance = super().add(role, address, rank=rank, facts=facts, now=now, origin=origin)
-        self._named[key] = instance.id
+        self._named[key], self._keys[instance.id] = instance.id, key
         if is_first:
             self._first.add(instance.id)
         if (turned := self._ledger.roster.role(instance.id)) is not None:
@@ -140,7 +141,9 @@ class SharedRegistry(Registry):
         logger.info("%s went and came again: it is %s now", one.id, new.id)
 
     def _forget(self, name: InstanceId, *, now: float) -> None:
-        self._named = {key: one for key, one in self._named.items() if one != name}
+        key = self._keys.pop(name, None)
+        if key is not None and self._named.get(key) == name:  # else another one has come to its place
+            del self._named[key]
         self._first.discard(name)
         super().remove(name, now=now)
 

@@ -20,7 +20,7 @@ from xpyd_proxy.core.discovery.reconcile import (
 from xpyd_proxy.core.discovery.unnamed_assignments import GRACE_S
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import EngineSource, Target, Wanted
+from xpyd_proxy.core.fleet.target import EngineSource, Key, Target, Wanted
 from xpyd_proxy.core.model import EngineRole, Role
 from xpyd_proxy.errors import AddressError, AlreadyKnown, CannotTurn, UnknownInstance
 from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, NotManagedHere, Pods, Reconciler
@@ -201,6 +201,42 @@ def test_changes_of_some_pods_bring_what_a_view_of_all_would(steps):
             for each in (some, whole)
         ]
         assert shown[0] == shown[1]
+
+
+TEXTS = st.one_of(
+    st.none(),  # the entry is gone
+    st.builds(
+        lambda role, place, leaves: entry_of(Wanted(role, Target.parse(place), leaves=leaves)),
+        st.sampled_from(Role),
+        PLACES,
+        st.booleans(),
+    ),
+    st.builds(
+        lambda role, place, serves: assignment_of(Assignment(Key(role, place), serves)),
+        st.sampled_from(Role),
+        PLACES,
+        st.sampled_from(EngineRole),
+    ),
+    st.just("{}"),
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("uvw"), TEXTS), min_size=1, max_size=8))
+def test_a_router_that_followed_a_store_wants_what_one_that_starts_would(steps):
+    """It looks at the entries alone that have changed, of what may be thousands."""
+    follower, entries = World(), {}
+    for step in steps:
+        entries = {name: text for name in "uvw" if (text := step.get(name, entries.get(name))) is not None}
+        follower.entries.view(dict(entries))
+        late = World()
+        late.entries.view(dict(entries))
+
+        assert follower.reconciler.assignments == late.reconciler.assignments
+        wanted = [each.reconciler.sources.views[EngineSource.STORE].engines for each in (follower, late)]
+        assert wanted[0].keys() == wanted[1].keys()
+        assert {key: one.leaves for key, one in wanted[0].items()} == {
+            key: one.leaves for key, one in wanted[1].items()
+        }
 
 
 def test_a_change_of_one_pod_leaves_the_others_alone():

@@ -27,6 +27,9 @@ SECRET_FILE = "/nowhere/secret"
         (["h", "--model", "/nowhere"], "cannot be read"),
         (["--router", "router:8000"], "must be a URL"),
         (["--engine", "e@"], "is no HOST"),
+        (["h:²"], "is no HOST"),
+        (["h", "--port", "-1"], "--port must be"),
+        (["listen", "--port", "65536"], "--port must be"),
     ],
 )
 @pytest.mark.parametrize("program", [command.main, lambda arguments: xpyd(["doctor", *arguments])], ids=["own", "xpyd"])

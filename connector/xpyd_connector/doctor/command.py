@@ -14,6 +14,7 @@ import msgspec
 
 from xpyd_connector.core.doctor.block_bytes import ModelShape, read_shape
 from xpyd_connector.core.doctor.diagnoses import diagnose
+from xpyd_connector.core.doctor.examination import shortened
 from xpyd_connector.core.doctor.finding import Finding
 from xpyd_connector.core.doctor.router_times import diagnose_router
 from xpyd_connector.core.ids import Address
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace, *, wall: Callable[[], float] = WALL_CLOCK) -> 
     except ModuleNotFoundError as exc:
         sys.stderr.write(f"xpyd doctor: {exc.name} is not installed; install xpyd[connector]\n")
     except (ConnectorError, OSError) as exc:
-        sys.stderr.write(f"xpyd doctor: {exc}\n")
+        sys.stderr.write(f"xpyd doctor: {shortened(str(exc))}\n")
     return 2
 
 

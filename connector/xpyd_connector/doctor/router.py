@@ -7,6 +7,7 @@ from collections.abc import Generator
 from http.client import HTTPException
 from math import isfinite, isnan
 from typing import Final
+from urllib.error import HTTPError
 
 from xpyd_connector.core.doctor.router_times import DECODE_STEP, RouterTimes
 from xpyd_connector.errors import Unreachable
@@ -38,6 +39,8 @@ def _fetch(address: str, url: str, timeout: float) -> str:
                 found.append(answer.read(MOST_BYTES + 1))
         except (OSError, ValueError, HTTPException) as exc:  # URLError is an OSError
             failed.append(exc)
+            if isinstance(exc, HTTPError):  # it is the response, too
+                exc.close()
 
     thread = threading.Thread(target=fetch, daemon=True)
     thread.start()

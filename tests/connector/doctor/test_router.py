@@ -25,7 +25,7 @@ def test_hand_overs_that_leave_no_step_of_the_lease_are_counted():
 
 
 def test_a_router_that_has_handed_nothing_over_says_nothing():
-    assert times_in(TEXT.replace("\"} ", "\"} 0e"), lease=30.0, handoff_timeout=20.0).handoffs == 0
+    assert times_in(TEXT.replace('"} ', '"} 0e'), lease=30.0, handoff_timeout=20.0).handoffs == 0
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "http://127.0.0.1:1"])
@@ -47,7 +47,7 @@ def test_lines_that_make_no_sense_are_left_out(text, handoffs):
     assert times_in(text, lease=30.0, handoff_timeout=20.0).handoffs == handoffs
 
 
-@pytest.mark.parametrize("text", ["xpyd_handoff_gap_seconds_bucket{\n", "xpyd_handoff_gap_seconds_bucket{le=\"1,"])
+@pytest.mark.parametrize("text", ["xpyd_handoff_gap_seconds_bucket{\n", 'xpyd_handoff_gap_seconds_bucket{le="1,'])
 def test_many_lines_are_read_in_time(text):
     """A pattern that looks for the end of each in all that follows would take days."""
     began = time.monotonic()
@@ -91,8 +91,8 @@ def flood(engine, talk):
 def test_a_server_that_is_no_router_is_said_in_time(script, said):
     """And not as a router without hand-overs: "no findings" would be read as good news."""
     began = time.monotonic()
+    timeout = 60.0 if script is flood else 1.0
     with raw_engine(script) as engine, pytest.raises(Unreachable, match=said):
-        timeout = 60.0 if script is flood else 1.0
         read_router(f"http://{engine.at}", lease=30.0, handoff_timeout=20.0, timeout=timeout)
 
     assert time.monotonic() - began < 30

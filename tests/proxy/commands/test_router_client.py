@@ -19,7 +19,9 @@ def _key(monkeypatch):
 
 
 def answering(body, *, status=b"200 OK", head=b""):
-    return closing(b"HTTP/1.1 %b\r\n%bContent-Length: %d\r\nConnection: close\r\n\r\n" % (status, head, len(body)) + body)
+    return closing(
+        b"HTTP/1.1 %b\r\n%bContent-Length: %d\r\nConnection: close\r\n\r\n" % (status, head, len(body)) + body
+    )
 
 
 def run(command, at, *flags):
@@ -107,7 +109,9 @@ def test_workers_beyond_those_that_a_router_has_are_not_asked(capsys):
     assert 64 <= engine.connections <= 64 * 8
 
 
-@pytest.mark.parametrize("url", ["http://", "http://[", "ftp://x", "http://a:99999", "http://u:secret@a", "http://a/?x"])
+@pytest.mark.parametrize(
+    "url", ["http://", "http://[", "ftp://x", "http://a:99999", "http://u:secret@a", "http://a/?x"]
+)
 def test_what_is_no_url_of_a_router_is_said(capsys, url):
     """With code 2: nothing was asked. A password would be in the list of processes."""
     assert run(["pairs"], url) == 2

@@ -20,6 +20,7 @@ import httpx
 from support import nursery, router_kind
 from xpyd_proxy.local.processes import Command
 from xpyd_proxy.local.recipe import Connector, EngineSpec, Role, engine
+from xpyd_proxy.proving.core.holdings import read_holdings
 
 ROOT = Path(__file__).parents[2]
 MODEL_NAME = "tiny"
@@ -130,9 +131,16 @@ def base_url(command):
 
 def metrics(spec):
     """Return an engine's metrics: name or ``name|source`` -> value."""
-    lines = _http().get(f"{spec.base_url}/metrics", timeout=10).text.splitlines()
+    return _values(_exposition(spec))
+
+
+def _exposition(spec):
+    return _http().get(f"{spec.base_url}/metrics", timeout=10).text
+
+
+def _values(exposition):
     found = {}
-    for line in lines:
+    for line in exposition.splitlines():
         if line.startswith("vllm:"):
             name, _, labels = line.partition("{")
             source = labels.split('source="')[1].split('"')[0] if 'source="' in labels else ""
@@ -158,8 +166,9 @@ def settled_metrics(spec, *, seconds=30):
         # The engine's core answers this, and that comes to the API server behind all numbers that the core has sent
         # before: without it, a busy API server may show those of a while ago, when the engine was at rest, too.
         _http().get(f"{spec.base_url}/is_paused", timeout=seconds).raise_for_status()
-        seen.update(metrics(spec))
-        return holds_nothing(seen) and not any(seen[f"vllm:num_requests_{state}"] for state in ("running", "waiting"))
+        exposition = _exposition(spec)
+        seen.update(_values(exposition))
+        return _is_idle(exposition)
 
     wait_until(is_settled, seconds=seconds, what=f"{spec.name} is at rest")
     return seen
@@ -195,14 +204,13 @@ def wait_until(condition, *, seconds, what):
 
 
 def nothing_held(spec):
-    """Whether an engine holds no KV block for anybody."""
-    return holds_nothing(metrics(spec))
+    """Whether an engine holds no KV block and no request, as ``xpyd prove`` sees it."""
+    return _is_idle(_exposition(spec))
 
 
-def holds_nothing(seen):
-    """The same, of its metrics."""
-    held = seen.get("vllm:xpyd_leases_held", 0.0) + seen.get("vllm:xpyd_requests_waiting_for_remote_kv", 0.0)
-    return seen["vllm:kv_cache_usage_perc"] == 0.0 and held == 0.0
+def _is_idle(exposition):
+    found = read_holdings(exposition)
+    return found is not None and not found.beyond(None)
 
 
 def run_example(script, *args, env=None, timeout=300):

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ import msgspec
 
 from xpyd_connector.core.doctor.block_bytes import ModelShape, read_shape
 from xpyd_connector.core.doctor.diagnoses import diagnose
+from xpyd_connector.core.doctor.examination import shortened
 from xpyd_connector.core.doctor.finding import Finding
 from xpyd_connector.core.doctor.router_times import diagnose_router
 from xpyd_connector.core.ids import Address
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace, *, wall: Callable[[], float] = WALL_CLOCK) -> 
     except ModuleNotFoundError as exc:
         sys.stderr.write(f"xpyd doctor: {exc.name} is not installed; install xpyd[connector]\n")
     except (ConnectorError, OSError) as exc:
-        sys.stderr.write(f"xpyd doctor: {exc}\n")
+        sys.stderr.write(f"xpyd doctor: {shortened(str(exc))}\n")
     return 2
 
 
@@ -99,9 +101,10 @@ def _check(args: argparse.Namespace) -> None:
         raise SettingsError("say what to examine: listen, HOST[:PORT], --engine HOST:PORT or --router URL")
     for name, least, most in (
         ("memory_mib", 1, 1 << 16), ("seconds", 0.01, 15), ("timeout", 0.1, 15), ("block_size", 1, 1 << 20),
-        ("tensor_parallel", 1, 1024), ("lease_seconds", 0.5, 1e9), ("handoff_timeout", 0, 1e9),
+        ("tensor_parallel", 1, 1024), ("port", 0, 65535), ("lease_seconds", 0.5, 1e9), ("handoff_timeout", 0, 1e9),
     ):  # fmt: skip
-        if not least <= getattr(args, name) <= most:
+        value: float | None = getattr(args, name)
+        if value is not None and not least <= value <= most:
             raise SettingsError(f"--{name.replace('_', '-')} must be between {least:g} and {most:g}")
     if args.block_bytes is not None and not 1 <= args.block_bytes <= args.memory_mib << 20:
         raise SettingsError(f"--block-bytes must be between 1 and the memory ({args.memory_mib} MiB, --memory-mib)")
@@ -179,7 +182,7 @@ def _parsed(text: str, port: int) -> Address:
     host, colon, number = text.rpartition(":")
     if not colon or (":" in host and not host.endswith("]")):  # a name, or an IPv6 address without brackets
         host, number = text, str(port)
-    if not number.isdigit() or not 0 < int(number) < 65536 or not host:
+    if not re.fullmatch("[0-9]{1,5}", number) or not 0 < int(number) < 65536 or not host:
         raise SettingsError(f"{text!r} is no HOST or HOST:PORT")
     return Address(host.strip("[]"), int(number))
 

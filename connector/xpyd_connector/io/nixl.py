@@ -27,6 +27,7 @@ from xpyd_connector.core.ids import XferId
 from xpyd_connector.core.layout.transfer_plan import Spans
 from xpyd_connector.core.messages import RankInfo
 from xpyd_connector.core.ports import XferEnded, XferOutcome
+from xpyd_connector.core.session.data_plane import CUDA_IPC_READS
 from xpyd_connector.core.session.nixl_metadata import check_metadata
 from xpyd_connector.errors import TransferError
 
@@ -43,7 +44,7 @@ UCX_DEFAULTS: Mapping[str, str] = MappingProxyType({
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
     # Where UCX 1.23 sees no NVLink (PCIe alone, most virtual machines) it READs over TCP in place of CUDA IPC: 0.4 GB/s
     # instead of 152 (docs/benchmarks/gpu.md). It WRITEs over CUDA IPC anywhere.
-    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+    CUDA_IPC_READS: "on",
 })  # fmt: skip
 # NIXL's exceptions have no common base but Exception: list what the library can raise.
 NIXL_ERRORS: tuple[type[Exception], ...] = tuple(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from xpyd_proxy.commands.flag_values import seconds, seconds_or_none
 from xpyd_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
 from xpyd_proxy.commands.tables import table
 
@@ -21,7 +22,9 @@ _POLL_S: Final = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
     add_access_arguments(parser)
-    parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds for its answer (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=seconds, default=10.0, metavar="S", help="seconds for its answer (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=type(parser))
     verbs.add_parser("list", help="who is there").set_defaults(verb=_list)
@@ -42,12 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             one.add_argument(
                 "--move", action="store_true", help="their streams go on at other engines (docs/moving-streams.md)"
             )
-            one.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait until it is drained")
+            one.add_argument(
+                "--wait", type=seconds_or_none, default=0.0, metavar="S", help="seconds to wait until it is drained"
+            )
     turn = verbs.add_parser("turn", help="have engines serve another role under the same process (kv_both)")
     turn.add_argument("id", nargs="+", metavar="ID", help="such as decode-0: see list; or its HOST:PORT")
     turn.add_argument("to", choices=["prefill", "decode", "both"], help="what they shall serve")
     turn.add_argument("--force", action="store_true", help="also if no other engine serves what they leave")
-    turn.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait until they serve it")
+    turn.add_argument(
+        "--wait", type=seconds_or_none, default=0.0, metavar="S", help="seconds to wait until they serve it"
+    )
     turn.set_defaults(verb=_turn)
     explain = verbs.add_parser("explain", help="which engines a request would go to, and what each would get")
     explain.add_argument("file", metavar="FILE", help="the body of the request; - reads it from standard input")

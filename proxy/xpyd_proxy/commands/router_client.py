@@ -1,6 +1,8 @@
 """A client of a running router's routes for operators: where it is, how it is trusted, and its answers."""
 
 import argparse
+import asyncio
+import json
 import os
 import re
 import ssl
@@ -10,7 +12,8 @@ from typing import Any, Final, TypeAlias, cast
 
 import httpx
 
-from xpyd_proxy.commands.tables import printable
+from xpyd_proxy.commands.flag_values import server_url
+from xpyd_proxy.commands.tables import printable, shortened
 from xpyd_proxy.core.admission.keys import outbound_key
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.files import load_chain, read_text
@@ -21,6 +24,8 @@ PIN_VARIABLE: Final = "XPYD_ROUTER_PIN"
 KEY_VARIABLE: Final = "ADMIN_API_KEY"
 _WORKERS: Final = "x-xpyd-workers"  # of a 404: of how many processes this one is
 _TRIES: Final = 8  # connections for each worker: one in 3,000 is missed
+_MOST_WORKERS: Final = 64  # that a router has
+_LARGEST_BODY: Final = 64 << 20  # bytes of an answer: ten thousand engines have megabytes
 _PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
@@ -40,11 +45,21 @@ def run_command(name: str, args: argparse.Namespace, answer: "Callable[[RouterCl
     """Print what a command answers; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
     try:
         with RouterClient(args) as router:
-            sys.stdout.write(printable(answer(router)))
+            sys.stdout.write(printable(_read(router, answer)))
     except (CommandFailed, ConfigError) as exc:
-        sys.stderr.write(f"xpyd {name}: {printable(str(exc))}\n")
+        sys.stderr.write(f"xpyd {name}: {printable(shortened(str(exc)))}\n")
         return 2 if isinstance(exc, ConfigError) else 1
     return 0
+
+
+def _read(router: "RouterClient", answer: "Callable[[RouterClient], str]") -> str:
+    """Have an answer written for people; raises CommandFailed if fields are missing, or are no such fields."""
+    try:
+        return answer(router)
+    # What writes it takes the answer for a router's: a server that is none, or a router of another time, sends others.
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as exc:
+        said = f"{router.url} answers something else than a router does ({type(exc).__name__}: {exc})"
+        raise CommandFailed(said) from exc
 
 
 class RouterClient:
@@ -52,41 +67,57 @@ class RouterClient:
 
     def __init__(self, args: argparse.Namespace) -> None:
         """Read what flags and environment name; raises ConfigError: no key, a wrong file, or flags that clash."""
-        self._url, key, tls = _read_access(args)
-        headers = {b"x-api-key": key.encode()}
+        self.url, key, tls = _read_access(args)
+        headers = {b"x-api-key": key.encode(errors="surrogateescape")}
         limits = httpx.Limits(max_keepalive_connections=0)  # a connection for each question
-        self._client = httpx.Client(headers=headers, timeout=args.timeout, trust_env=False, verify=tls, limits=limits)
+        self._client = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False, verify=tls, limits=limits)
         self._extensions = {} if args.server_name is None else {"sni_hostname": args.server_name}
+        self._timeout_s: float = args.timeout
+        self._runner = asyncio.Runner()
 
     def __enter__(self) -> "RouterClient":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.close()
+        self._runner.run(self._client.aclose())
+        self._runner.close()
 
     def ask(self, path: str, body: Mapping[str, object] | None = None) -> Json:
         """Get, or post a body, and return the answer."""
-        method = "GET" if body is None else "POST"
         try:
-            response = self._client.request(method, self._url + path, json=body, extensions=self._extensions)
-        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            response, content = self._runner.run(self._exchange(path, body))
+        except TimeoutError as exc:
+            raise CommandFailed(f"{self.url} gave no whole answer within {self._timeout_s:g} s (--timeout)") from exc
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as exc:
             reason = str(exc) or type(exc).__name__
-            said = f"the router at {self._url} cannot be asked: {reason}"
+            said = f"the router at {self.url} cannot be asked: {reason}"
             if found := re.search(r"certificate verify failed: (.+?) \(_ssl", reason):
-                said = f"the certificate of {self._url} is not trusted ({found[1]}): see --ca, --pin and --server-name"
+                said = f"the certificate of {self.url} is not trusted ({found[1]}): see --ca, --pin and --server-name"
             raise CommandFailed(said) from exc
         try:
-            found = response.json()
-        except ValueError as exc:
-            raise CommandFailed(f"{self._url} answers {response.status_code} without JSON: is it a router?") from exc
-        workers = response.headers.get(_WORKERS, "")
-        if response.status_code == 404 and workers.isdigit():
-            raise UnknownHere(_said(found), int(workers))
+            found = json.loads(content)
+        except (ValueError, RecursionError) as exc:
+            raise CommandFailed(f"{self.url} answers {response.status_code} without JSON: is it a router?") from exc
+        if response.status_code == 404 and (workers := _count(response.headers.get(_WORKERS, ""))):
+            raise UnknownHere(_said(found), workers)
         if response.status_code != 200:
             raise CommandFailed(_said(found) or f"the router answers with status {response.status_code}")
         if not isinstance(found, dict):
-            raise CommandFailed(f"{self._url} answers something else than a router does")
+            raise CommandFailed(f"{self.url} answers something else than a router does")
         return cast("Json", found)
+
+    async def _exchange(self, path: str, body: Mapping[str, object] | None) -> tuple[httpx.Response, bytes]:
+        """Read a whole answer; the time is for all of it, as httpx's own are for one read each."""
+        method, content = "GET" if body is None else "POST", bytearray()
+        async with (
+            asyncio.timeout(self._timeout_s),
+            self._client.stream(method, self.url + path, json=body, extensions=self._extensions) as response,
+        ):
+            async for piece in response.aiter_bytes():
+                content += piece
+                if len(content) > _LARGEST_BODY:
+                    raise CommandFailed(f"{self.url} answers more than {_LARGEST_BODY} bytes: is it a router?")
+        return response, bytes(content)
 
     def ask_any_worker(self, path: str) -> Json:
         """Get what only one worker of the router knows: each connection is one worker's, and nobody chooses whose."""
@@ -98,6 +129,11 @@ class RouterClient:
                 asked, most = asked + 1, 1 if exc.workers == 1 else _TRIES * exc.workers
                 if asked >= most:
                     raise
+
+
+def _count(text: str) -> int:
+    """Read how many workers there are; 0: it is no such number."""
+    return min(int(text), _MOST_WORKERS) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def _said(found: object) -> str:
@@ -126,7 +162,7 @@ def add_access_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _read_access(args: argparse.Namespace) -> tuple[str, str, ssl.SSLContext]:
     """Return the router's URL without a slash at its end, the key, and what its certificate is checked with."""
-    url = (args.router if "://" in args.router else f"http://{args.router}").rstrip("/")
+    url = server_url(args.router)
     secure = url.startswith("https://")
     for_https = ("ca", "pin", "server_name", "client_cert", "client_key")
     given = sorted(f"--{name.replace('_', '-')}" for name in for_https if getattr(args, name) is not None)

@@ -95,6 +95,13 @@ class Bench:
         self.requests += 1
         return await self.service.ask(question, timeout_s=self.limits.request_s)
 
+    async def leave(self, question: Question, *, after_s: float, after_events: int | None = None) -> Reply:
+        """Ask the service and hang up."""
+        self.requests += 1
+        return await self.service.leave(
+            question, timeout_s=self.limits.request_s, after_s=after_s, after_events=after_events
+        )
+
     async def ask_all(self, questions: Sequence[Question], *, at_once: int) -> list[Reply]:
         """Ask the service many questions, so many at a time."""
         turns = asyncio.Semaphore(at_once)
@@ -172,16 +179,9 @@ class Bench:
         if self.reference is None:
             return "There is no reference: answers are compared with nothing."
         asked = self.prompts.mixed(6, longest=self.longest)
-        first = [await self.reference.ask(question, timeout_s=self.limits.request_s) for question in asked]
-        again = await asyncio.gather(
-            *(self.reference.ask(question, timeout_s=self.limits.request_s) for question in asked)
-        )
-        worst = 0.0
-        for question, one, other in zip(asked, first, again, strict=True):
-            try:
-                worst = max(worst, self_difference(read_reply(question, one), read_reply(question, other)))
-            except Malformed as exc:
-                raise CheckAborted(f"the reference {self.reference.name} does not answer ({question}): {exc}") from exc
+        first = [await _answer(self.reference, question, self.limits) for question in asked]
+        again = await asyncio.gather(*(_answer(self.reference, question, self.limits) for question in asked))
+        worst = max(self_difference(one, other) for one, other in zip(first, again, strict=True))
         self.tolerance = min(LARGEST_TOLERANCE, max(SMALLEST_TOLERANCE, _SAFETY * worst))
         said = (
             f"{self.reference.name} differs from itself by {worst:.2g} in a logprob; {self.tolerance:.2g} is allowed."
@@ -201,6 +201,14 @@ class Bench:
         counts = [None if each is None else each.loaded for each in seen]
         known = [count for count in counts if count is not None]
         return sum(known) if known and len(known) == len(counts) else None
+
+
+async def _answer(reference: Service, question: Question, limits: Limits) -> Answer:
+    """Ask the reference; raises CheckAborted."""
+    try:
+        return read_reply(question, await reference.ask(question, timeout_s=limits.request_s))
+    except Malformed as exc:
+        raise CheckAborted(f"the reference {reference.name} does not answer ({question}): {exc}") from exc
 
 
 def new_prompts(seed: int) -> Prompts:

@@ -7,7 +7,6 @@ import signal
 import ssl
 import sys
 import tempfile
-import urllib.parse
 from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from random import SystemRandom
 from types import FrameType
 from typing import Final
 
-from xpyd_proxy.commands.tables import printable
+from xpyd_proxy.commands.flag_values import seconds, server_url
+from xpyd_proxy.commands.tables import printable, shortened
 from xpyd_proxy.core.admission.keys import outbound_key
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ConfigError
@@ -79,17 +79,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reference", metavar="URL", help="a single engine with the same model, whose answers are right")
     add("--model", metavar="NAME", help="the model to ask (default: the first that is listed)")
     add("--start", action="append", default=[], metavar="COMMAND", help="start this first, and stop it at the end")
-    add("--start-seconds", type=_seconds, default=600.0, metavar="S", help="until all answer (%(default)g)")
+    add("--start-seconds", type=seconds, default=600.0, metavar="S", help="until all answer (%(default)g)")
     for role in _ROLES:
         for deed in Deed:
             add(f"--{deed}-{role}", metavar="COMMAND", help=f"how to {deed} the first {role} engine")
         add(f"--{role}-pid", type=_pid, metavar="PID", help=f"the first {role} engine on this machine, for signals")
     limits = Limits()
-    add("--seconds", type=_seconds, default=limits.seconds, metavar="S", help="for the whole run (%(default)g)")
-    add("--timeout", type=_seconds, default=limits.request_s, metavar="S", help="for an answer (%(default)g)")
-    add("--idle-seconds", type=_seconds, default=limits.idle_s, metavar="S", help="until blocks are free (%(default)g)")
+    add("--seconds", type=seconds, default=limits.seconds, metavar="S", help="for the whole run (%(default)g)")
+    add("--timeout", type=seconds, default=limits.request_s, metavar="S", help="for an answer (%(default)g)")
+    add("--idle-seconds", type=seconds, default=limits.idle_s, metavar="S", help="until blocks are free (%(default)g)")
     said = "kv_lease_duration of the prefill engines (%(default)g)"
-    add("--lease-seconds", type=_seconds, default=limits.lease_s, metavar="S", help=said)
+    add("--lease-seconds", type=seconds, default=limits.lease_s, metavar="S", help=said)
     add("--block-size", type=int, metavar="TOKENS", help="of the engines (default: what their metrics say, or 16)")
     add("--seed", type=int, metavar="N", help="of the prompts (default: another one each time)")
     add("--only", action="append", default=[], metavar="NAME", help="these checks or groups; see --list")
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         for path in args.report:
             _write(path, report)
     except (ConfigError, CheckAborted, ChildFailed) as exc:
-        sys.stderr.write(f"xpyd prove: {printable(str(exc))}\n")  # words of engines may be in it
+        sys.stderr.write(f"xpyd prove: {printable(shortened(str(exc)))}\n")  # words of engines may be in it
         return COULD_NOT_RUN
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stderr.write("xpyd prove: interrupted; no page was written\n")
@@ -315,7 +315,7 @@ class _Progress:
 
 def _servers(args: argparse.Namespace, transport: Transport) -> Servers:
     def named(name: str, url: str, kind: str) -> HttpServer:
-        return HttpServer(name, _url(url), transport, _key(args, kind))
+        return HttpServer(name, server_url(url), transport, _key(args, kind))
 
     return Servers(
         router=None if args.router is None else named("router", args.router, "router"),
@@ -341,19 +341,6 @@ def _tls(args: argparse.Namespace) -> ssl.SSLContext | None:
     return context
 
 
-def _url(text: str) -> str:
-    """Return a URL without a slash at its end; raises ConfigError."""
-    url = text if "://" in text else f"http://{text}"
-    try:
-        parts = urllib.parse.urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        is_good, parts = False, None
-    if not is_good or parts is None or parts.username or parts.query or parts.fragment:
-        raise ConfigError(f"{text!r} is not the URL of a server: write http://HOST:PORT, and keys in files")
-    return url.rstrip("/")
-
-
 def _key(args: argparse.Namespace, name: str) -> str | None:
     path: str | None = getattr(args, f"{name}_key_file")
     if path is not None:
@@ -376,13 +363,3 @@ def _pid(text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) <= _PID_DIGITS and int(text) > 1:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not the number of an engine's process: write one above 1")
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write seconds, above 0 and up to 86400")
-    return value

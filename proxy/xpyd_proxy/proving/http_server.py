@@ -12,7 +12,7 @@ import msgspec
 
 from xpyd_proxy.proving.core.reply import Reply
 
-LARGEST_BODY: Final = 32 << 20  # bytes of an answer; more is cut off and told
+LARGEST_BODY: Final = 8 << 20  # bytes of an answer, of which 32 may come at once; more is cut off and told
 _DATA: Final = b"data:"
 
 
@@ -102,6 +102,6 @@ class HttpServer:
                         break
         except TimeoutError:
             why, is_late = f"{self.name} gave no whole answer within {timeout_s:g} s", True
-        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as exc:  # UnicodeError: a name that is none
             why = f"{self.name}: {str(exc) or type(exc).__name__}"
         return Reply(status, bytes(received), why, is_late, sent_at, time.monotonic() - sent_at, tuple(times))

@@ -1,7 +1,7 @@
 """Waits until engines hold nothing, and says for how long they held what."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,15 +27,22 @@ class Idleness:
 
 async def wait_rest(bench: Bench, server: HttpServer, deadline: float) -> Holdings | None:
     """Wait until an engine holds nothing, or for the deadline; return what it holds then. None: it does not say."""
-    nudged = now() + _NUDGE_S
-    while True:
+    seen: Holdings | None = None
+
+    async def look() -> Sequence[HttpServer]:
+        nonlocal seen
         seen = await bench.holdings(server)
-        if seen is None or not seen.beyond(None) or now() >= deadline:
-            return seen
-        if now() >= nudged:
-            nudged = now() + 5 * _NUDGE_S
-            await _nudge(bench, server)
-        await asyncio.sleep(_POLL_S)
+        return [server] if seen is not None and seen.beyond(None) else []
+
+    await _look_until(bench, look, now(), deadline)
+    return seen
+
+
+async def seconds_until_free(bench: Bench, server: HttpServer, since: float) -> float:
+    """Return how long after ``since`` an engine holds nothing; it is watched for as long as a lease may last."""
+    watch = _Watch(bench, [server], since, since)
+    await _look_until(bench, watch.look, since, since + _WATCHED_LEASES * bench.limits.lease_s)
+    return watch.back.get(server.name, now() - since)
 
 
 async def wait_idle(
@@ -47,23 +54,31 @@ async def wait_idle(
     prefill engine that are back when a lease that ``began`` with the check may be over were stranded. So is an engine
     that does not show any more what it holds, unless it is ``dead`` (names), which is another finding.
     """
-    watched = max(bound_s, _WATCHED_LEASES * bench.limits.lease_s)
-    watch = _Watch(bench, since, began, dead)
-    nudged = since + _NUDGE_S
-    while await watch.look() and now() - since <= watched:
-        if now() >= nudged:
-            nudged = now() + 5 * _NUDGE_S
-            await asyncio.gather(*(_nudge(bench, server) for server in watch.left))
-        await asyncio.sleep(_POLL_S)
+    watch = _Watch(bench, bench.engines, since, began, dead)
+    await _look_until(bench, watch.look, since, since + max(bound_s, _WATCHED_LEASES * bench.limits.lease_s))
     findings = watch.late(bound_s) + [await _never(bench, server, watch) for server in watch.left]
     return Idleness(max(watch.back.values(), default=None) if not watch.left else None, tuple(findings))
+
+
+async def _look_until(
+    bench: Bench, look: Callable[[], Awaitable[Sequence[HttpServer]]], since: float, deadline: float
+) -> None:
+    """Look again and again, until no engine holds something or the deadline is over; give a step to those that do."""
+    nudged = since + _NUDGE_S
+    while (left := await look()) and now() < deadline:
+        if now() >= nudged:
+            nudged = now() + 5 * _NUDGE_S
+            await asyncio.gather(*(_nudge(bench, server) for server in left))
+        await asyncio.sleep(_POLL_S)
 
 
 class _Watch:
     """Who still holds something, and since when others hold nothing."""
 
-    def __init__(self, bench: Bench, since: float, began: float, dead: Collection[str]) -> None:
-        self.left: list[HttpServer] = list(bench.engines)
+    def __init__(
+        self, bench: Bench, servers: Sequence[HttpServer], since: float, began: float, dead: Collection[str] = ()
+    ) -> None:
+        self.left: Sequence[HttpServer] = servers
         self.held: dict[str, str] = {}  # what was seen first, by engine
         self.unseen: set[str] = set()  # those that have shown what they hold, and do not now
         self.back: dict[str, float] = {}  # seconds
@@ -72,8 +87,8 @@ class _Watch:
         self._bench = bench
         self._dead = dead
 
-    async def look(self) -> bool:
-        """Look at those that held something; tell whether one of them still does."""
+    async def look(self) -> Sequence[HttpServer]:
+        """Look at those that held something; return those that still do."""
         left: list[HttpServer] = []
         for server in self.left:
             seen = await self._bench.holdings(server)
@@ -89,7 +104,7 @@ class _Watch:
             else:
                 self.back[server.name] = now() - self.since
         self.left = left
-        return bool(left)
+        return left
 
     def late(self, bound_s: float) -> list[Finding]:
         """Return what was back, and too late."""

@@ -43,8 +43,13 @@ class Service(Protocol):
         """Ask a question; what goes wrong is in the reply."""
         ...
 
-    async def leave(self, question: Question, *, after_s: float, after_events: int | None = None) -> Reply:
-        """Ask, and hang up after so many seconds, or as soon as so many events of the stream came."""
+    async def leave(
+        self, question: Question, *, timeout_s: float, after_s: float, after_events: int | None = None
+    ) -> Reply:
+        """Ask, and hang up after so many seconds, or as soon as so many events of the stream came.
+
+        ``timeout_s``: for an answer that must come before there is a stream: a prefill engine's.
+        """
         ...
 
 
@@ -66,8 +71,11 @@ class OneServer:
             question.path, question.body(self._model), timeout_s=timeout_s, request_id=new_request_id()
         )
 
-    async def leave(self, question: Question, *, after_s: float, after_events: int | None = None) -> Reply:
+    async def leave(
+        self, question: Question, *, timeout_s: float, after_s: float, after_events: int | None = None
+    ) -> Reply:
         """Post it and hang up."""
+        del timeout_s  # a router keeps its own
         body = question.body(self._model)
         return await self.server.leave(
             question.path, body, after_s=after_s, after_events=after_events, request_id=new_request_id()
@@ -158,12 +166,14 @@ class EnginePairs:
         body = decode_body(question, self.model, params)
         return await decode.post(question.path, body, timeout_s=timeout_s, request_id=request)
 
-    async def leave(self, question: Question, *, after_s: float, after_events: int | None = None) -> Reply:
+    async def leave(
+        self, question: Question, *, timeout_s: float, after_s: float, after_events: int | None = None
+    ) -> Reply:
         """Send both legs and close them both: a router whose client hangs up."""
         prefill, decode = next(self._turns)
         request, transfer = new_request_id(), new_transfer()
         try:
-            first, handover = await self.prefill_leg(question, prefill, request, transfer, timeout_s=120.0)
+            first, handover = await self.prefill_leg(question, prefill, request, transfer, timeout_s=timeout_s)
         except PrefillFailed as exc:
             return exc.reply
         body = decode_body(question, self.model, with_transfer(handover, transfer))

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from support.raw_engine import closing, raw_engine
 from xpyd_connector.core.ids import Address
 from xpyd_connector.doctor import command
 from xpyd_proxy.cli import main as xpyd
@@ -27,6 +28,9 @@ SECRET_FILE = "/nowhere/secret"
         (["h", "--model", "/nowhere"], "cannot be read"),
         (["--router", "router:8000"], "must be a URL"),
         (["--engine", "e@"], "is no HOST"),
+        (["h:²"], "is no HOST"),
+        (["h", "--port", "-1"], "--port must be"),
+        (["listen", "--port", "65536"], "--port must be"),
     ],
 )
 @pytest.mark.parametrize("program", [command.main, lambda arguments: xpyd(["doctor", *arguments])], ids=["own", "xpyd"])
@@ -73,6 +77,15 @@ def test_a_blocked_address_is_a_finding_in_text_and_as_json(capsys):
     assert command.main(["127.0.0.1:1", "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert finding["name"] == "not-listening"
+
+
+def test_words_of_a_server_do_not_reach_the_terminal(capsys):
+    """It may be anybody's."""
+    with raw_engine(closing(b"HTTP/1.1 500 \x1b[2J\r\nContent-Length: 0\r\n\r\n")) as engine:
+        assert command.main(["--router", f"http://{engine.at}"]) == 2
+
+    assert "500" in (err := capsys.readouterr().err)
+    assert "\x1b" not in err
 
 
 @pytest.mark.parametrize("missing", ["numpy", "xpyd_connector"])

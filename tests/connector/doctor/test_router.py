@@ -1,7 +1,10 @@
 """What a router's metrics say of its hand-overs."""
 
+import time
+
 import pytest
 
+from support.raw_engine import closing, raw_engine
 from xpyd_connector.doctor.router import read_router, times_in
 from xpyd_connector.errors import Unreachable
 
@@ -22,10 +25,74 @@ def test_hand_overs_that_leave_no_step_of_the_lease_are_counted():
 
 
 def test_a_router_that_has_handed_nothing_over_says_nothing():
-    assert times_in("", lease=30.0, handoff_timeout=20.0).handoffs == 0
+    assert times_in(TEXT.replace('"} ', '"} 0e'), lease=30.0, handoff_timeout=20.0).handoffs == 0
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "http://127.0.0.1:1"])
 def test_what_is_no_router_is_said(url):
     with pytest.raises(Unreachable):
         read_router(url, lease=30.0, handoff_timeout=20.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "handoffs"),
+    [
+        (TEXT + 'xpyd_handoff_gap_seconds_bucket{le="x"} 1\nxpyd_handoff_gap_seconds_bucket{le="1"} 1.2.3\n', 100),
+        (TEXT.replace("100", "1e999").replace("99", "NaN"), 97),
+        (TEXT.replace('{le="', '{worker="0",role="le=",le="'), 100),
+    ],
+    ids=["no-numbers", "infinite", "labels"],
+)
+def test_lines_that_make_no_sense_are_left_out(text, handoffs):
+    assert times_in(text, lease=30.0, handoff_timeout=20.0).handoffs == handoffs
+
+
+@pytest.mark.parametrize("text", ["xpyd_handoff_gap_seconds_bucket{\n", 'xpyd_handoff_gap_seconds_bucket{le="1,'])
+def test_many_lines_are_read_in_time(text):
+    """A pattern that looks for the end of each in all that follows would take days."""
+    began = time.monotonic()
+    times_in(TEXT + text * 300_000, lease=30.0, handoff_timeout=20.0)
+
+    assert time.monotonic() - began < 20
+
+
+def drip(beginning, piece):
+    """Send a piece every 0.1 s, which is within any time limit for one read, until the client hangs up."""
+
+    def script(engine, talk):
+        engine.requests.append(talk.request())
+        talk.sock.sendall(beginning)
+        while True:
+            talk.sock.sendall(piece)
+            time.sleep(0.1)
+
+    return script
+
+
+def flood(engine, talk):
+    engine.requests.append(talk.request())
+    talk.sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        talk.sock.sendall(TEXT.encode() * 10_000)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (drip(b"HTTP/1.1 200 OK\r\n\r\n", b"\n"), "no whole answer within 1 s"),
+        (drip(b"HTTP/1.1 200 OK\r\n", b"X-A: b\r\n"), "no whole answer within 1 s"),
+        (flood, "more than"),
+        (closing(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>"), "is it a router?"),
+        (closing(b"HTTP/1.1 999999 Oh\r\n\r\n"), "does not show its metrics"),
+        (closing(b"\0\1\2" * 9000), "does not show its metrics"),
+    ],
+    ids=["drip", "drip-head", "flood", "html", "status", "bytes"],
+)
+def test_a_server_that_is_no_router_is_said_in_time(script, said):
+    """And not as a router without hand-overs: "no findings" would be read as good news."""
+    began = time.monotonic()
+    timeout = 60.0 if script is flood else 1.0
+    with raw_engine(script) as engine, pytest.raises(Unreachable, match=said):
+        read_router(f"http://{engine.at}", lease=30.0, handoff_timeout=20.0, timeout=timeout)
+
+    assert time.monotonic() - began < 30

@@ -25,7 +25,7 @@ class Timed:
     async def ask(self, question, *, timeout_s):
         return Reply(200, BODY, "", False, 0.0, self._seconds, (0.0, self._seconds))
 
-    async def leave(self, question, *, after_s, after_events=None):
+    async def leave(self, question, *, timeout_s, after_s, after_events=None):
         raise NotImplementedError
 
 

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from starlette.responses import Response
 
 from support.sim import serving
 from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
@@ -145,6 +146,23 @@ def test_every_fault_can_be_tried(prove):
     assert {name: names for name, names in found.findings.items() if names} == {}
     assert {check["state"] for check in found.page["checks"]} == {"passed"}
     assert found.code == 0
+
+
+def test_a_prefill_engine_that_shows_no_blocks_is_not_said_to_hold_any(prove, fleet):
+    """It is said to be without metrics; a decode engine that dies says nothing about it."""
+
+    async def without_metrics(scope, receive, send):
+        if scope.get("path") == "/metrics":
+            await Response(status_code=404)(scope, receive, send)
+        else:
+            await fleet.p(scope, receive, send)
+
+    with serving(without_metrics) as at:
+        fleet.at["p0"] = f"http://{at}"
+        found = prove("--only", "decode-killed", *DEEDS, *SHORT)
+
+    assert "Without vLLM's metrics: prefill-0" in found.said.err
+    assert (found.code, found.findings) == (0, {"decode-killed": []})
 
 
 def test_a_wrong_text_after_a_freeze_is_found(prove, fleet):

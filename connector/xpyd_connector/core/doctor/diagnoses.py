@@ -9,11 +9,11 @@ from xpyd_connector.core.doctor.finding import Finding, refusal
 from xpyd_connector.core.doctor.pair_facts import End, PairFacts
 from xpyd_connector.core.doctor.ucx_log import is_over_tcp
 from xpyd_connector.core.lease.signatures import CLOCK_SKEW
+from xpyd_connector.core.session.data_plane import CUDA_IPC_READS
 from xpyd_connector.core.session.peers import mismatch
 
 SLOWER: Final = 2.0  # times, in every round; other differences come and go with the load of a machine
 CLOCK_WARNING: Final = CLOCK_SKEW / 10  # s: such a clock is not kept by NTP, and goes on to drift
-CUDA_IPC_READS: Final = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"  # "on" by our default (io/nixl.py)
 SLOW_REGISTRATION: Final = 1.0  # s for 10^9 bytes: a cache of 64 GB then delays the start by a minute
 
 

@@ -11,6 +11,7 @@ from xpyd_connector.core.addresses import is_loopback, is_wildcard
 from xpyd_connector.errors import SettingsError
 
 DEVICES_VARIABLE = "UCX_NET_DEVICES"
+CUDA_IPC_READS = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"  # whether UCX reads GPUs by it without NVLink; "on" by our default
 ALLOW = "allow_open_data_plane"
 
 

@@ -21,8 +21,7 @@ _MANY: Final = 2_000_000_000  # tokens that no engine has room for
 
 async def abandoned_early(bench: Bench) -> Seen:
     """Hang up before the first token, at different times."""
-    await asyncio.gather(*(bench.service.leave(_long(bench, 300), after_s=after_s) for after_s in _EARLY_S * 2))
-    bench.requests += 2 * len(_EARLY_S)
+    await asyncio.gather(*(bench.leave(_long(bench, 300), after_s=after_s) for after_s in _EARLY_S * 2))
     findings = await bench.compare(bench.prompts.mixed(3, longest=200))
     if not isinstance(bench.service, EnginePairs):
         return Seen(findings)
@@ -35,9 +34,8 @@ async def abandoned_streams(bench: Bench) -> Seen:
     wanted = (1, 1, 2, 5, 20, 20)
     wait_s = bench.limits.request_s
     left = await asyncio.gather(
-        *(bench.service.leave(_long(bench, 150), after_s=wait_s, after_events=events) for events in wanted)
+        *(bench.leave(_long(bench, 150), after_s=wait_s, after_events=events) for events in wanted)
     )
-    bench.requests += len(wanted)
     findings = [Finding(FindingName.NO_ANSWER, f"no first token: {reply.why}") for reply in left if reply.is_late]
     return Seen(together(findings, len(wanted)) + await bench.compare(bench.prompts.mixed(3, longest=200)))
 

@@ -13,7 +13,7 @@ from xpyd_proxy.proving.core.finding import Finding, FindingName
 from xpyd_proxy.proving.core.question import Question, Shape
 from xpyd_proxy.proving.core.reply import Reply
 from xpyd_proxy.proving.http_server import HttpServer
-from xpyd_proxy.proving.idleness import is_strand
+from xpyd_proxy.proving.idleness import is_strand, seconds_until_free
 from xpyd_proxy.proving.peers import Deed
 
 _SENT_S: Final = 0.5  # until a leg has reached its engine
@@ -80,7 +80,7 @@ async def decode_killed(bench: Bench) -> Seen:
         await bench.peers.do("decode", Deed.KILL)
         killed = now()
         findings = await _judge(bench, offers, await asyncio.gather(*answering))
-    held = await _until_empty(bench, bench.pairs.prefill[0], killed)
+    held = await seconds_until_free(bench, bench.pairs.prefill[0], killed)
     if held > bench.limits.idle_s:
         prefill = bench.pairs.prefill[0].name
         name = FindingName.BLOCKS_STRANDED if is_strand(bench, prefill, now() - began) else FindingName.BLOCKS_HELD
@@ -127,16 +127,6 @@ async def _busy(bench: Bench, decode: HttpServer) -> AsyncGenerator[str]:
         yield f"{decode.name} was busy with {count} prompts of {length} tokens, {once:.2f} s each"
     finally:
         await asyncio.gather(*working)
-
-
-async def _until_empty(bench: Bench, server: HttpServer, since: float) -> float:
-    """Return after how many seconds an engine holds nothing; watches for a lease and some more."""
-    while now() - since < 1.5 * bench.limits.lease_s:
-        seen = await bench.holdings(server)
-        if seen is not None and not seen.beyond(bench.usual.get(server.name)):
-            break
-        await asyncio.sleep(0.2)
-    return now() - since
 
 
 async def _restart(bench: Bench, role: str, server: HttpServer) -> None:

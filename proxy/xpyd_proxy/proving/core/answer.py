@@ -10,6 +10,7 @@ from xpyd_proxy.proving.core.finding import FindingName
 
 SMALLEST_TOLERANCE: Final = 1e-4  # of a logprob: float32 differs by this in the order of its sums
 _SHOWN: Final = 60  # characters of a text in a finding
+_SHOWN_ERROR: Final = 300  # characters of an error
 
 
 class Malformed(Exception):
@@ -158,9 +159,8 @@ def read(parts: Sequence[bytes]) -> Answer:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise Malformed(f"{exc}") from exc
         if part.error is not None:
-            raise Malformed(
-                f"an error in the answer: {part.error if isinstance(part.error, str) else part.error.message}"
-            )
+            said = part.error if isinstance(part.error, str) else part.error.message
+            raise Malformed(f"an error in the answer: {said[:_SHOWN_ERROR]}")
         counts = part.usage or counts
         for choice in part.choices:
             choices.setdefault(choice.index, _Choice()).take(choice)

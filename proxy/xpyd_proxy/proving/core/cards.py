@@ -1,6 +1,7 @@
 """The models that an engine or a router lists."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -8,7 +9,7 @@ from xpyd_proxy.proving.core.answer import Malformed
 
 
 class _ListedModel(msgspec.Struct):
-    id: str
+    id: Annotated[str, msgspec.Meta(max_length=1000)]  # each request has it
     parent: str | None = None  # of an adapter: the model that it belongs to
     max_model_len: int | None = None
 

@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Final
 
 _LINE: Final = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}\n]*)\})? (\S+)", re.MULTILINE)
-_LABEL: Final = re.compile(r'(\w+)="([^"]*)"')
+_LABEL: Final = re.compile(r'\b(\w+)="([^"]*)"')  # \b: else a long word is looked through from each of its letters
 _USAGE: Final = "vllm:kv_cache_usage_perc"
 _QUEUES: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _TABLES: Final = (

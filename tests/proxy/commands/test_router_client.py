@@ -1,0 +1,142 @@
+"""Commands that ask a router, in front of servers that are none: each ends in time, with one sentence."""
+
+import json
+import time
+
+import pytest
+
+from support.raw_engine import closing, raw_engine
+from xpyd_proxy.cli import main
+
+COMMANDS = (["why", "x"], ["pairs"], ["instances", "list"])
+SECONDS = "1"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch):
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+
+
+def answering(body, *, status=b"200 OK", head=b""):
+    return closing(
+        b"HTTP/1.1 %b\r\n%bContent-Length: %d\r\nConnection: close\r\n\r\n" % (status, head, len(body)) + body
+    )
+
+
+def run(command, at, *flags):
+    """Run a command against a server."""
+    name, *rest = command
+    return main([name, "--router", at, "--timeout", SECONDS, *flags, *rest])
+
+
+def drip(beginning, piece):
+    """Send a piece every 0.1 s, each of which is within any time limit for one read, until the client hangs up."""
+
+    def script(engine, talk):
+        engine.requests.append(talk.request())
+        talk.sock.sendall(beginning)
+        while True:
+            talk.sock.sendall(piece)
+            time.sleep(0.1)
+
+    return script
+
+
+def flood(engine, talk):
+    """Send as fast as the client reads."""
+    engine.requests.append(talk.request())
+    talk.sock.sendall(HEAD + b"\r\n")
+    while True:
+        talk.sock.sendall(b" " * (1 << 20))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (drip(HEAD + b"\r\n", b" "), "gave no whole answer within 1 s"),
+        (drip(b"HTTP/1.1 200 OK\r\n", b"X-A: b\r\n"), "gave no whole answer within 1 s"),
+        (answering(b"[" * 1_000_000), "without JSON: is it a router?"),
+        (answering(b"{}"), "answers something else than a router does"),
+        (answering(b'{"requests": null, "pairs": null, "instances": 3, "dropped": 0}'), "something else than a router"),
+        (answering(b'{"requests": [{}], "pairs": [1], "instances": [{}], "dropped": 0}'), "something else than"),
+        (answering(b"{}", status=b"404 No", head=b"x-xpyd-workers: \xb2\r\n"), "status 404"),
+        (answering(b"{}", status=b"404 No", head=b"x-xpyd-workers: %b\r\n" % (b"9" * 5000)), "status 404"),
+    ],
+    ids=["drip", "drip-head", "deep", "empty", "nulls", "rows", "workers", "many-workers"],
+)  # fmt: skip
+def test_a_server_that_is_no_router_is_said_in_one_sentence(capsys, command, script, said):
+    """A wrong port may be anything's, and --timeout is for the whole answer."""
+    began = time.monotonic()
+    with raw_engine(script) as engine:
+        code = run(command, engine.at)
+    out, err = capsys.readouterr()
+
+    assert (code, out) == (1, "")
+    assert said in err
+    assert err.startswith(f"xpyd {command[0]}: ")
+    assert err.count("\n") == 1
+    assert time.monotonic() - began < 8
+
+
+def test_a_server_that_does_not_end_is_said(capsys):
+    """As fast as it may be: its answer is not kept."""
+    with raw_engine(flood) as engine:
+        code = run(["pairs"], engine.at, "--timeout", "60")
+
+    assert code == 1
+    assert "answers more than" in capsys.readouterr().err
+
+
+def test_many_words_of_an_error_are_cut(capsys):
+    """The terminal is an operator's."""
+    body = json.dumps({"error": {"message": "x" * 5_000_000}}).encode()
+    with raw_engine(answering(body, status=b"500 No")) as engine:
+        code = run(["pairs"], engine.at)
+
+    assert code == 1
+    assert 100 < len(capsys.readouterr().err) < 1000
+
+
+def test_workers_beyond_those_that_a_router_has_are_not_asked(capsys):
+    """One that names a million would be asked for days."""
+    with raw_engine(answering(b'{"detail": "not here"}', status=b"404 No", head=b"x-xpyd-workers: 9999\r\n")) as engine:
+        code = run(["why", "x"], engine.at)
+
+    assert code == 1
+    assert "not here" in capsys.readouterr().err
+    assert 64 <= engine.connections <= 64 * 8
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "http://[", "ftp://x", "http://a:99999", "http://u:secret@a", "http://a/?x"]
+)
+def test_what_is_no_url_of_a_router_is_said(capsys, url):
+    """With code 2: nothing was asked. A password would be in the list of processes."""
+    assert run(["pairs"], url) == 2
+    assert "is not the URL of a server" in capsys.readouterr().err
+
+
+def test_a_name_that_no_resolver_takes_is_said(capsys):
+    assert run(["pairs"], "http://xn--") == 1
+    assert "cannot be asked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "x"])
+def test_times_are_bounded(capsys, command, value):
+    name, *rest = command
+    with pytest.raises(SystemExit):
+        main([name, "--timeout", value, *rest])
+
+    assert "is not a time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", [["drain"], ["turn"]])
+def test_a_wait_ends(capsys, verb):
+    """No time is later than NaN."""
+    with pytest.raises(SystemExit):
+        main(["instances", *verb, "--wait", "nan", "decode-0", *(["decode"] if verb == ["turn"] else [])])
+
+    assert "is not a time" in capsys.readouterr().err

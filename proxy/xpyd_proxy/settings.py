@@ -231,7 +231,8 @@ class Settings:
         "time without use after which the policies prefix and expected_ttft forget what an engine has cached")
     kv_events: KvEvents = ENGINES.option(KvEvents.OFF,
         "auto: the policies prefix and expected_ttft go by what engines tell of their caches, where they do")
-    reuse_prompt_tokens: bool = ENGINES.option(False, "only the prefill engine renders and tokenizes a chat", live=True)
+    reuse_prompt_tokens: bool = ENGINES.option(True,
+        "only prefill engines render and tokenize prompts, where decode engines can take token ids", live=True)
     return_kv: bool = ENGINES.option(False,
         "prefill engines read KV of earlier answers from decode engines; both need the connector's return_kv")
     first_token_from: FirstTokenFrom = ENGINES.option(FirstTokenFrom.DECODE,

@@ -267,6 +267,7 @@ class PrefillResult:
     offer: msgspec.Raw  # what it says of its first token, if it does not push
     read: TokensAnswer | None  # the answer, if it was asked for token ids
     looks_back: bool  # no other engine goes on exactly with its streams
+    ids: msgspec.Raw  # the prompt's, as JSON, for the decode leg; null: it was not asked for them, or tells none
 
     def __init__(  # noqa: PLR0917 (by name they cost several hundred instructions more)
         self,
@@ -278,8 +279,10 @@ class PrefillResult:
         offer: msgspec.Raw = NULL,
         read: TokensAnswer | None = None,
         looks_back: bool = False,  # noqa: FBT001, FBT002
+        ids: msgspec.Raw = NULL,
     ) -> None:
         self.params = params
+        self.ids = ids
         self.replaced = replaced
         self.coordinates = coordinates
         self.counted = counted

@@ -12,7 +12,7 @@ TRUE: Final = msgspec.Raw(b"true")
 FALSE: Final = msgspec.Raw(b"false")
 # By type: there are as many as this package names, and making one costs ten times its use.
 _DECODERS: Final[dict[object, msgspec.json.Decoder[Any]]] = {}
-_LONG: Final = 8192  # bytes of a value; a shorter one is copied in less time than its piece takes
+LONG: Final = 8192  # bytes of a value; a shorter one is copied in less time than its piece takes
 
 
 class NotJson(ValueError):
@@ -61,7 +61,7 @@ def encode(fields: Fields) -> bytes:
 def encode_in_pieces(fields: Fields, last: str) -> Pieces:
     """Write an object; if the value of the field ``last`` is long, it stands at the end, and is not copied."""
     value = fields.get(last)
-    if value is None or len(memoryview(value)) <= _LONG:
+    if value is None or len(memoryview(value)) <= LONG:
         return [msgspec.json.encode(fields)]
     before = b",".join([msgspec.json.encode({name: raw})[1:-1] for name, raw in fields.items() if name != last] + [b""])
     return [b"{%b%b:" % (before, msgspec.json.encode(last)), memoryview(value), b"}"]

@@ -178,7 +178,7 @@ class Attempt(LegOwner):
         )
         now = of.clock()
         leg = PrefillLeg(self, prefill, now, now + seconds)
-        leg.shows, leg.learns = shows, learns
+        leg.reuses, leg.shows, leg.learns = reuses, shows, learns
         self.prefill, self.record.prefill = leg, leg.record
         self._send(leg, body, asks_for_report=of.reports)
         return leg
@@ -401,7 +401,6 @@ class Attempt(LegOwner):
 
     def _read_handover(self, leg: PrefillLeg, call: GenerationRequest, body: bytes) -> PrefillResult | None:
         """Return what the prefill engine's answer is good for; None: nothing, and the leg has failed."""
-        reuses = self._settings.reuse_prompt_tokens and self.coordinates is None and not leg.shows and not self.move
         try:
             if leg.status != _OK:
                 check_prefill(leg.instance.id, leg.response(body))
@@ -412,7 +411,7 @@ class Attempt(LegOwner):
                 leg.instance,
                 told=self.coordinates,
                 answer=body,
-                reuses=reuses,
+                reuses=leg.reuses,
                 tells_ids=leg.shows or leg.learns,
                 is_auto=self.mode is not None or self.move is not None,  # a move asks to be lent what might be pushed
             )

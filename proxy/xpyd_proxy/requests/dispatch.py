@@ -6,10 +6,20 @@ requests/attempt.py is one try. What the client gets of it is up to requests/cli
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from xpyd_proxy.core.model import GenerationRequest, Instance, InstanceId, LegOrder, Role, SingleEngineReason
+from xpyd_proxy.core.model import (
+    Api,
+    GenerationRequest,
+    Instance,
+    InstanceId,
+    LegOrder,
+    PrefillResult,
+    Role,
+    SingleEngineReason,
+)
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
-from xpyd_proxy.core.raw_json import Pieces, encode
+from xpyd_proxy.core.protocol.prompt_ids import may_pass_ids
+from xpyd_proxy.core.raw_json import NULL, Pieces, encode
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts, RetryScope
 from xpyd_proxy.errors import NoInstance, NoMatchingInstance, ProxyError
 from xpyd_proxy.requests.attempt import Attempt
@@ -30,6 +40,7 @@ _CONTINUING: Final = RequestState.CONTINUING
 _PREFILL: Final = Role.PREFILL
 _DECODE: Final = Role.DECODE
 _SEVERAL: Final = SingleEngineReason.N
+_CHAT: Final = Api.CHAT
 _CONCURRENT: Final = LegOrder.CONCURRENT
 _READ: Final = push.TransferMode.PULL
 
@@ -128,9 +139,9 @@ class Dispatch:
                         await life
                     if move is not None:
                         move.handed_over(lent_by.instance)
-                    if self._hand_over(attempt, call, lent_by):
+                    if self._hand_over(attempt, call, lent_by, decode):
                         return
-                await self._decode(attempt, attempt.slot_or(decode), lent_by)
+                await self._decode(attempt, call, attempt.slot_or(decode), lent_by)
                 return
             except LegFailed as latest:
                 failed = latest.with_traceback(None)  # it leads here: a circle
@@ -280,7 +291,10 @@ class Dispatch:
                 coordinates = life.of.learned.coordinates(prefill.id)
         if coordinates is None:
             life.on(_PULL)
-            return attempt.send_prefill(call, prefill, reuses=self.settings.reuse_prompt_tokens)
+            reuses = self.settings.reuse_prompt_tokens and may_pass_ids(call.api, call.fields)
+            if reuses and call.api is _CHAT:
+                reuses = life.of.fleet.takes_chat_ids(decode)
+            return attempt.send_prefill(call, prefill, reuses=reuses)
         record = life.record
         record.push, record.transfer, attempt.coordinates = _CONCURRENT, attempt.transfer, coordinates
         params = push.decode_params(coordinates, call.api, attempt.id, attempt.transfer)
@@ -289,7 +303,7 @@ class Dispatch:
         attempt.send_prefill(call, prefill, reuses=False)
         return None
 
-    def _hand_over(self, attempt: Attempt, call: GenerationRequest | None, leg: PrefillLeg) -> bool:
+    def _hand_over(self, attempt: Attempt, call: GenerationRequest | None, leg: PrefillLeg, decode: Instance) -> bool:
         """Make the decode leg's body of the prefill engine's answer; True: that answer is all the client gets."""
         first, life = leg.first, self._life
         if first is None:
@@ -301,11 +315,23 @@ class Dispatch:
                 attempt.settle(leg)
                 return True
         if call is not None and leg.handover is not None:
-            ids = None if attempt.move is None else attempt.move.ids
-            attempt.body = decode_body(call, life.record, attempt.id, leg.handover, first, ids=ids)
+            self._write_body(attempt, call, leg, leg.handover, attempt.slot_or(decode))
         return False
 
-    async def _decode(self, attempt: Attempt, decode: Instance, lent_by: PrefillLeg | None) -> None:
+    def _write_body(
+        self, attempt: Attempt, call: GenerationRequest, leg: PrefillLeg, handover: PrefillResult, decode: Instance
+    ) -> None:
+        """Write a decode leg's body, as its engine can take it."""
+        life, ids = self._life, None
+        if attempt.move is not None:
+            ids = attempt.move.ids
+        elif handover.ids is not NULL and (call.api is not _CHAT or life.of.fleet.takes_chat_ids(decode)):
+            ids = handover.ids
+        attempt.body = decode_body(call, life.record, attempt.id, handover, leg.first, ids=ids)
+
+    async def _decode(
+        self, attempt: Attempt, call: GenerationRequest | None, decode: Instance, lent_by: PrefillLeg | None
+    ) -> None:
         """Get the answer from a decode engine, or from another one if this one got nothing of the request.
 
         ``lent_by``: the leg whose blocks the decode engine reads.
@@ -322,6 +348,8 @@ class Dispatch:
                     await life
                 else:
                     decode = self._next_decode(attempt, failed, lent_by)
+                    if call is not None and lent_by is not None and lent_by.handover is not None:
+                        self._write_body(attempt, call, lent_by, lent_by.handover, decode)
                     life.on(_NEXT_DECODE)
                     leg = attempt.send_decode(decode)
         finally:

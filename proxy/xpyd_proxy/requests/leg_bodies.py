@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -20,10 +19,9 @@ from xpyd_proxy.core.model import (
 from xpyd_proxy.core.protocol import push, request_bodies, returned_kv
 from xpyd_proxy.core.protocol.disaggregation import PROMPTS
 from xpyd_proxy.core.protocol.first_token import FirstToken, asked_for_token, first_token, may_show, offered
-from xpyd_proxy.core.protocol.prompt_ids import asking_for_ids
 from xpyd_proxy.core.protocol.push import TransferPolicy
 from xpyd_proxy.core.protocol.returned_kv import CachedOn
-from xpyd_proxy.core.raw_json import Pieces, encode_in_pieces
+from xpyd_proxy.core.raw_json import TRUE, Pieces, encode_in_pieces
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.schemas import Coordinates, FirstTokenOffer
 from xpyd_proxy.errors import Moved
@@ -56,11 +54,9 @@ def prefill_body(
     and shall push.
     """
     fields = request_bodies.named(call.api, call.fields, request)
-    if reuses:
-        fields = request_bodies.telling_tokens(call.api, fields)
-    if learns:
-        fields = asking_for_ids(fields)
     asked = request_bodies.prefill_fields(call.api, fields, transfer, pushes=pushes)
+    if reuses or learns:
+        asked["return_token_ids"] = TRUE
     if shows:
         asked.update(asked_for_token(call.fields))
     if cached_on is not None:
@@ -81,16 +77,18 @@ def decode_body(
 ) -> Pieces:
     """Return the body of a decode leg that follows its prefill leg.
 
-    ``first``: the token that was shown, behind which it goes on; ``ids``: as in ``prefill_body``.
+    ``first``: the token that was shown, behind which it goes on; ``ids``: of the prompt, in place of its text or its
+    messages.
     """
     record.push = LegOrder.SEQUENTIAL if handover.coordinates else None
     record.transfer = handover.transfer
     fields = request_bodies.named(call.api, call.fields, request)
-    if first is None:
-        params = handover.params if ids is None else request_bodies.with_ids(handover.params, ids)
-        asked = request_bodies.decode_fields(fields, params)
-    else:
+    if first is not None:
         asked = first.decode_fields(fields, handover.params)
+    elif ids is not None:
+        return request_bodies.decode_pieces_with_ids(call.api, fields, handover.params, ids)
+    else:
+        asked = request_bodies.decode_fields(fields, handover.params)
     return encode_in_pieces(asked, PROMPTS[call.api])
 
 
@@ -132,7 +130,8 @@ class LegBodies:
     ) -> PrefillResult:
         """Read an answer; ``told``: what the decode engine has been told of the prefill engine already.
 
-        ``tells_ids``: the engine was asked for token ids; ``is_auto``: it can do either, so one that is read shows
+        ``reuses``: the decode engine shall get the ids of the prompt; ``tells_ids``: the engine was asked for token
+        ids, for something else; ``is_auto``: it can do either, so one that is read shows
         nothing of the next request.
 
         Raises:
@@ -149,11 +148,10 @@ class LegBodies:
             host=prefill.address.host,
             is_followed=told is None,
             tells_ids=tells_ids,
+            reuses=reuses,
         )
         if found.replaced is not None:
             self._replaced(prefill, found.replaced)
-        if reuses:
-            found = replace(found, params=request_bodies.with_tokens(found.params, answer))
         if found.coordinates is not None or not is_auto:
             self._learned.learn(prefill.id, found.coordinates)
         if told is not None and told != found.coordinates:

@@ -150,7 +150,7 @@ class PrefillLeg(EngineLeg):
 
     __slots__ = (
         *("_pieces", "_size", "first", "handed_over_at", "handover", "is_followed", "is_read", "learns", "load"),
-        "shows",
+        *("reuses", "shows"),
     )
 
     def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
@@ -163,6 +163,7 @@ class PrefillLeg(EngineLeg):
         self.is_followed = False  # a decode leg was sent behind its answer
         self.is_read = False  # a decode engine has come, or may have come, for its blocks
         self.learns = False  # it was asked for the tokens of the prompt, for later prompts
+        self.reuses = False  # the same, for the decode engine
         self.shows = False  # it was asked for a token that the client may see
         self.first: FirstToken | None = None  # the token that the client gets from it
 

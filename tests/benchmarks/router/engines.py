@@ -213,7 +213,8 @@ class Connection(asyncio.Protocol):
             return
         self.engines.counts.prefill += 1
         kv = words.kv_params(asked.number, asked.size, name, self.name, push=self.engines.options.push)
-        body = words.whole(asked.number, 1, chat=chat, size=asked.size, kv=kv)
+        ids = bool(fields.return_token_ids)
+        body = words.whole(asked.number, 1, chat=chat, size=asked.size, kv=kv, ids=ids)
         self._after_prefill(self._prefilled, asked.number, body)
 
     def _prefilled(self, number, body):

@@ -35,6 +35,12 @@ _KINDS = {
     "chat": {"chat": True},
     "prompt32k": {"size": 32 << 10},
     "push": {"push": True},
+    # The prefill engine alone tokenizes (--reuse-prompt-tokens, the default).
+    "short-text": {"reuses": False},
+    "chat-text": {"chat": True, "reuses": False},
+    "prompt32k-text": {"size": 32 << 10, "reuses": False},
+    "chat32k": {"chat": True, "size": 32 << 10},
+    "chat32k-text": {"chat": True, "size": 32 << 10, "reuses": False},
 }
 _MARKS = r"""
 #include <valgrind/callgrind.h>
@@ -62,16 +68,22 @@ class Wire:
 class Rig:
     """A router between clients and engines that are not there."""
 
-    def __init__(self, *, stream=True, chat=False, size=512, push=False):
+    def __init__(self, *, stream=True, chat=False, size=512, push=False, reuses=True):
         from xpyd_proxy import listeners
         from xpyd_proxy.app import Fabric, build
+        from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
         from xpyd_proxy.settings import Settings
 
         self.stream, self.chat, self.size, self.push = stream, chat, size, push
+        self.tells_ids = reuses and not push
         self.engines = {"p": [], "d": []}  # connections, and what was written to them
         self.socks = []
         settings = replace(Settings(), prefill=("http://p0:1", "http://p1:1"), decode=("http://d0:1", "http://d1:1"))
+        settings = replace(settings, reuse_prompt_tokens=reuses)
         self.router = build(settings, fabric=Fabric(None, self.dial))
+        registry = self.router.requests.fleet.registry
+        for member in registry.members():
+            registry.learn(member.instance.id, EngineCapabilities(version="0.32.0"))
         self.protocol = listeners.main_protocol(self.router, settings)
         self.state = None
         self.client = None
@@ -102,7 +114,7 @@ class Rig:
             words.request(number, host=b"127.0.0.1:8000", size=size, tokens=2, chat=chat, stream=self.stream)
         )
         kv = words.kv_params(number, size, b"cmpl-%b-0" % _PLACE, b"engine", push=self.push)
-        prefilled = words.whole(number, 1, chat=chat, size=size, kv=kv)
+        prefilled = words.whole(number, 1, chat=chat, size=size, kv=kv, ids=self.tells_ids)
         if not self.stream:
             decoded = words.whole(number, 2, chat=chat, size=size)
             return asked, _JSON % (len(prefilled), prefilled), _JSON % (len(decoded), decoded)

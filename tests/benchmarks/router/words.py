@@ -19,6 +19,7 @@ LONGEST = 0xFFFFFF  # bytes of a prompt
 _LINE = b" ".join(b"word%03d" % (37 * n % 1000) for n in range(11)) + rb".\n"  # escaped, as it is inside JSON
 _PLACES = [b"%04d" % n for n in range(MOST)]
 _ROLE = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
+_IDS = b'"prompt":['
 _PATHS = {False: b"/v1/completions", True: b"/v1/chat/completions"}
 
 
@@ -45,6 +46,7 @@ class Fields(msgspec.Struct):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     kv_transfer_params: Kv | None = None
+    return_token_ids: bool | None = None
 
 
 class Asked(NamedTuple):
@@ -98,6 +100,8 @@ def read(body):
         Corrupt: its prompt is not the one that was sent, or the rest is no JSON.
     """
     start = body.find(MARK)
+    if start < 0:
+        return _read_ids(body)
     try:
         number, size = int(body[start + 7 : start + 15], 16), int(body[start + 16 : start + 22], 16)
         text, end = start + MARKED, start + size
@@ -109,6 +113,28 @@ def read(body):
 
 
 _decode = msgspec.json.Decoder(Fields).decode
+
+
+def prompt_ids(number, size):
+    """Return the JSON of a prompt's token ids, of four bytes of text each; its number and size are the first two."""
+    return b"[%d,%d,%b" % (number, size, _more_ids(size // 4 - 2))
+
+
+@functools.lru_cache(maxsize=64)
+def _more_ids(count):
+    return b",".join(b"%d" % (37 * n % 30_000) for n in range(count)) + b"]"
+
+
+def _read_ids(body):
+    """Return what a body asks for whose prompt was replaced by its ids."""
+    start = body.find(_IDS)
+    try:
+        number, size = (int(each) for each in body[start + len(_IDS) : start + 40].split(b",")[:2])
+        if start < 0 or not body.startswith(prompt_ids(number, size), start + len(_IDS) - 1):
+            raise Corrupt("the ids of the prompt are not those that were told")
+        return Asked(number, size, _decode(body))
+    except (ValueError, msgspec.MsgspecError) as exc:
+        raise Corrupt(f"not a request: {exc}") from exc
 
 
 def is_release(body):
@@ -165,18 +191,20 @@ def event_size(*, chat):
     return len(stream(0, 2, chat=chat).tokens[0])
 
 
-def whole(number, tokens, *, chat, size=0, kv=b"null"):
-    """Return an answer in one piece, in vLLM's shape."""
+def whole(number, tokens, *, chat, size=0, kv=b"null", ids=False):
+    """Return an answer in one piece, in vLLM's shape; ``ids``: with those of its prompt."""
     text = b"".join(b" %08x%b" % (number, place) for place in _PLACES[:tokens])
     if chat:
         name, kind = b"chatcmpl", b"chat.completion"
         said = b'"message":{"role":"assistant","content":"%b"}' % text
+        inside, beside = b"", b',"prompt_token_ids":%b' % prompt_ids(number, size) if ids else b""
     else:
         name, kind, said = b"cmpl", b"text_completion", b'"text":"%b"' % text
+        inside, beside = b',"prompt_token_ids":%b' % prompt_ids(number, size) if ids else b"", b""
     return (
         b'{"id":"%b-%08x","object":"%b","created":%d,"model":"%b","choices":[{"index":0,%b,"logprobs":null,'
-        b'"finish_reason":"length","stop_reason":null}],"usage":%b,"kv_transfer_params":%b}'
-    ) % (name, number, kind, CREATED, MODEL.encode(), said, _usage(size, tokens), kv)
+        b'"finish_reason":"length","stop_reason":null%b}]%b,"usage":%b,"kv_transfer_params":%b}'
+    ) % (name, number, kind, CREATED, MODEL.encode(), said, inside, beside, _usage(size, tokens), kv)
 
 
 def _usage(size, tokens):

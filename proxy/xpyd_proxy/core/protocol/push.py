@@ -14,9 +14,9 @@ from typing import Final, TypeVar
 import msgspec
 
 from xpyd_proxy.core.model import Api, InstanceId, PrefillResult, RequestId, TransferId
-from xpyd_proxy.core.protocol import request_bodies
-from xpyd_proxy.core.raw_json import NULL, TRUE, Fields, NotJson, decode, encode, encode_text, maybe, text
-from xpyd_proxy.core.schemas import Coordinates, KvParams, TokensAnswer, TransferNaming
+from xpyd_proxy.core.protocol import prompt_ids, request_bodies
+from xpyd_proxy.core.raw_json import NULL, TRUE, Fields, NotJson, decode, encode, encode_text, text
+from xpyd_proxy.core.schemas import Coordinates, KvParams, PromptIdsAnswer, TokensAnswer, TransferNaming
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.settings import KvTransferMode
 
@@ -101,17 +101,23 @@ def handover(
     host: str | None = None,
     is_followed: bool = True,
     tells_ids: bool = False,
+    reuses: bool = False,
 ) -> PrefillResult:
     """Read the answer of a prefill engine; ``transfer`` is the name that it was told.
 
     ``host``: where the router reaches it, and so do decode engines if it names a place where none could.
-    ``is_followed``: a decode engine is yet to be told; ``tells_ids``: the engine was asked for token ids.
+    ``is_followed``: a decode engine is yet to be told; ``tells_ids``: the engine was asked for token ids;
+    ``reuses``: for those of the prompt, and the decode engine shall get them.
 
     Raises:
         EngineError: it is such that a decode engine would not survive it, or would wait for ever.
     """
-    read = maybe(answer, TokensAnswer) if tells_ids else None
-    params, naming, count = request_bodies.kv_params(prefill, answer, read)
+    read = prompt_ids.read_with_ids(answer, TokensAnswer) if tells_ids else None
+    telling: TokensAnswer | PromptIdsAnswer | None = read
+    if reuses and not tells_ids:
+        telling = prompt_ids.read_with_ids(answer, PromptIdsAnswer)
+    ids = prompt_ids.found_ids(telling) if reuses and telling is not None else NULL
+    params, naming, count = request_bodies.kv_params(prefill, answer, telling)
     said = naming or _read(prefill, params, TransferNaming)
     if isinstance(said, KvParams):
         named, offer, looks_back = said.remote_host, said.xpyd_first_token, said.xpyd_looks_back == TRUE
@@ -127,13 +133,14 @@ def handover(
             f"{prefill} does not push its KV cache, and this router was started with --kv-transfer-mode push"
         )
     if mode is _PULL:
-        return PrefillResult(params, None, count, None, named if is_replaced else None, offer, read, looks_back)
+        return PrefillResult(params, None, count, None, named if is_replaced else None, offer, read, looks_back, ids)
     if not _is_same(said.remote_request_id, known_as(api, request)):
         raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
     if is_followed:
         params = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
     coordinates = _read(prefill, params, Coordinates)
-    return PrefillResult(params, coordinates, count, transfer, named if is_replaced else None, NULL, read, looks_back)
+    replaced = named if is_replaced else None
+    return PrefillResult(params, coordinates, count, transfer, replaced, NULL, read, looks_back, ids)
 
 
 def is_nowhere(said: str) -> bool:

@@ -16,20 +16,31 @@ from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.protocol.usage import counted, prompt_of
 from xpyd_proxy.core.raw_json import (
     FALSE,
+    LONG,
     NULL,
     TRUE,
     Fields,
     NotJson,
     OtherJson,
+    Pieces,
     decode,
     encode,
+    encode_in_pieces,
     maybe,
     text,
 )
-from xpyd_proxy.core.schemas import KvParams, PlainPrefillAnswer, PrefillAnswer, TokensAnswer, TransferNaming
+from xpyd_proxy.core.schemas import (
+    KvParams,
+    PlainPrefillAnswer,
+    PrefillAnswer,
+    PromptIdsAnswer,
+    TokensAnswer,
+    TransferNaming,
+)
 from xpyd_proxy.errors import BadRequest, EngineError
 
 _RESPONSES: Final = Api.RESPONSES  # looking a member up takes as long as a call
+_COMPLETIONS: Final = Api.COMPLETIONS
 _GENERATE: Final = Api.GENERATE
 _ONE: Final = msgspec.Raw(b"1")
 _ANY_PROMPT: Final = msgspec.Raw(b"[0]")
@@ -158,25 +169,28 @@ def decode_fields(fields: Fields, kv_params: msgspec.Raw) -> Fields:
     return fields | {"kv_transfer_params": kv_params}
 
 
-def telling_tokens(api: Api, fields: Fields) -> Fields:
-    """Have the prefill engine tell the tokens of its prompt, where the decode engine can take them over."""
-    return fields | {"return_token_ids": TRUE} if api is Api.CHAT else fields
+def decode_pieces_with_ids(api: Api, fields: Fields, kv_params: msgspec.Raw, ids: msgspec.Raw) -> Pieces:
+    """Ask for the same, of the ids of the prompt: the decode engine does not render and tokenize it again.
 
-
-def with_tokens(kv_params: msgspec.Raw, answer: bytes) -> msgspec.Raw:
-    """Add the prompt's tokens to the parameters: the decode engine then does not render and tokenize again.
-
-    vLLM takes the key out before anything else reads the parameters, which stay as they came.
+    Many ids are not copied.
     """
-    ids = decode(answer, PrefillAnswer).prompt_token_ids
-    return kv_params if ids == NULL else with_ids(kv_params, ids)
+    if api is _COMPLETIONS:
+        return encode_in_pieces(fields | {"prompt": ids, "kv_transfer_params": kv_params}, "prompt")
+    pieces = encode_in_pieces(fields, "messages")
+    written = memoryview(ids)
+    pieces[-1:] = [pieces[-1][:-1], b',"kv_transfer_params":', bytes(kv_params).rstrip()[:-1], _IDS, written, b"}}"]
+    return pieces if len(written) > LONG else [b"".join(pieces)]
 
 
 def with_ids(kv_params: msgspec.Raw, ids: msgspec.Raw) -> msgspec.Raw:
-    """Add token ids to parameters, an object with members: a chat's prompt is these, whatever its messages say."""
-    return msgspec.Raw(bytes(kv_params).rstrip()[:-1] + b',"prompt_token_ids":' + bytes(ids) + b"}")
+    """Add token ids to parameters, an object with members: a chat's prompt is these, whatever its messages say.
+
+    vLLM takes the key out before anything else reads the parameters, which stay as they came.
+    """
+    return msgspec.Raw(b"%b%b%b}" % (bytes(kv_params).rstrip()[:-1], _IDS, bytes(ids)))
 
 
+_IDS: Final = b',"prompt_token_ids":'
 RELEASE_PATH: Final = Api.COMPLETIONS.value
 
 
@@ -203,7 +217,7 @@ def _about_blocks(fields: Fields, tokens: msgspec.Raw, kv_params: msgspec.Raw) -
 
 
 def kv_params(
-    prefill: InstanceId, answer: bytes, read: TokensAnswer | None = None
+    prefill: InstanceId, answer: bytes, read: TokensAnswer | PromptIdsAnswer | None = None
 ) -> tuple[msgspec.Raw, TransferNaming | None, int | None]:
     """Take the KV parameters out of a prefill engine's answer; ``read``: the same, if it was read.
 
@@ -213,15 +227,15 @@ def kv_params(
         EngineError: they are missing, or such that a decode engine would not survive them.
     """
     try:
-        plain = None if read is not None else maybe(answer, PlainPrefillAnswer)
-        if read is not None:
+        plain = maybe(answer, PlainPrefillAnswer) if read is None else None
+        if isinstance(read, TokensAnswer):
             found = read.kv_transfer_params
             count = None if read.usage is None else maybe(read.usage.get("prompt_tokens", NULL), int)
-        elif plain is not None:
-            found, count = plain.kv_transfer_params, None if plain.usage is None else prompt_of(plain.usage)
+        elif (said := read or plain) is not None:
+            found, count = said.kv_transfer_params, None if said.usage is None else prompt_of(said.usage)
         else:
-            said = decode(answer, PrefillAnswer)
-            found, count = said.kv_transfer_params, counted(said.usage)
+            odd = decode(answer, PrefillAnswer)
+            found, count = odd.kv_transfer_params, counted(odd.usage)
         if (good := _good(found)) is not None:
             return found, good, count
         params = decode(found, Fields)

@@ -20,7 +20,6 @@ class PrefillAnswer(msgspec.Struct):
     """What we read of a prefill engine's answer."""
 
     kv_transfer_params: msgspec.Raw = NULL
-    prompt_token_ids: msgspec.Raw = NULL
     usage: msgspec.Raw = NULL
 
 
@@ -29,6 +28,21 @@ class PlainPrefillAnswer(msgspec.Struct):
 
     kv_transfer_params: msgspec.Raw = NULL
     usage: "Usage | None" = None
+
+
+class PromptIdsChoice(msgspec.Struct):
+    """The choice of a completion that tells the ids of its prompt."""
+
+    prompt_token_ids: msgspec.Raw = NULL
+
+
+class PromptIdsAnswer(msgspec.Struct):
+    """The same of one that tells the ids of its prompt."""
+
+    kv_transfer_params: msgspec.Raw = NULL
+    usage: "Usage | None" = None
+    prompt_token_ids: msgspec.Raw = NULL  # of a chat
+    choices: tuple[PromptIdsChoice, ...] = ()  # of a completion
 
 
 class TransferNaming(msgspec.Struct):

@@ -25,7 +25,7 @@ from xpyd_proxy.core.model import (
 )
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import cached_share
-from xpyd_proxy.core.protocol.prompt_ids import may_tell_ids
+from xpyd_proxy.core.protocol.prompt_ids import may_tell_ids, takes_chat_ids
 from xpyd_proxy.core.protocol.push import EngineMode, TransferMode
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.pairing import Chosen, PairSelector
@@ -275,6 +275,11 @@ class LiveFleet:
     def asks_for_ids(self, call: GenerationRequest, ask: RoutingHints) -> bool:
         """Tell whether a prefill engine shall tell the tokens of a prompt."""
         return self.learner is not None and may_tell_ids(call, ask)
+
+    def takes_chat_ids(self, decode: Instance) -> bool:
+        """Tell whether a decode engine takes the ids of a chat's prompt, and only where that is exact."""
+        member = self.registry.get(decode.id)
+        return member is not None and takes_chat_ids(member.facts.version)
 
     def learn(self, ask: RoutingHints, answer: TokensAnswer | None) -> None:
         """A prefill engine has answered that was asked for the tokens of the prompt; None: it cannot be read."""

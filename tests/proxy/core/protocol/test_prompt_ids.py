@@ -2,14 +2,21 @@
 
 import json
 
-import msgspec
 import pytest
 
 from xpyd_proxy.core.model import Api, GenerationRequest
-from xpyd_proxy.core.protocol.prompt_ids import PIECE, asking_for_ids, ids_in, is_even, may_tell_ids, packed_ids
-from xpyd_proxy.core.raw_json import Fields, decode, maybe
+from xpyd_proxy.core.protocol.prompt_ids import (
+    PIECE,
+    found_ids,
+    ids_in,
+    is_even,
+    may_tell_ids,
+    packed_ids,
+    read_with_ids,
+)
+from xpyd_proxy.core.raw_json import NULL, Fields, decode, maybe
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
-from xpyd_proxy.core.schemas import TokensAnswer
+from xpyd_proxy.core.schemas import PromptIdsAnswer, TokensAnswer
 from xpyd_proxy.core.token_blocks import packed
 from xpyd_proxy.errors import EngineError
 
@@ -95,12 +102,56 @@ def test_long_lists_come_in_pieces(written):
     assert list(packed_ids(b"[]")) == []
 
 
-def test_the_question_is_vllms():
-    assert asking_for_ids({"model": msgspec.Raw(b'"m"')})["return_token_ids"] == msgspec.Raw(b"true")
-
-
 def test_tools_may_stand_before_the_last_message():
     """A bound for the tokens before it would be wrong."""
     assert is_even(asked(Api.CHAT, messages=HELLO, tools=None)[1])
     assert not is_even(asked(Api.CHAT, messages=HELLO, tools=[{"type": "function"}])[1])
     assert is_even(asked(Api.COMPLETIONS, prompt="hello", documents=[])[1])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"prompt_token_ids":[1,2,3],"choices":[{}],"kv_transfer_params":{"a":1}}',
+        b'{"prompt_token_ids": [1,2,3],"choices":[{}],"kv_transfer_params":{"a":1}}',
+        b'{"choices":[{"prompt_token_ids":[1,2,3]}],"kv_transfer_params":{"a":1}}',
+        b'{"kv_transfer_params":{"a":1},"choices":[{"text":"\\"prompt_token_ids\\":[9","prompt_token_ids":[1,2,3]}]}',
+        b'{"prompt_token_ids":null,"choices":[{"prompt_token_ids":[1,2,3]}],"kv_transfer_params":{"a":1}}',
+    ],
+)
+def test_ids_are_read_without_a_look_at_each(answer):
+    """They, and what is beside them."""
+    read = read_with_ids(answer, PromptIdsAnswer)
+
+    assert bytes(found_ids(read)) == b"[1,2,3]"
+    assert bytes(read.kv_transfer_params) == b'{"a":1}'
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"kv_transfer_params": {"prompt_token_ids": [1, 2]}, "choices": [{}]},
+        {"kv_transfer_params": {"prompt_token_ids": [1, 2]}, "choices": [{"prompt_token_ids": None}]},
+        {"kv_transfer_params": {"prompt_token_ids": [1, 2]}, "prompt_token_ids": []},
+        {"usage": {"prompt_token_ids": [1, 2]}},
+        {"prompt_token_ids": []},
+        {"prompt_token_ids": {"a": [1]}},
+        {"choices": [{"prompt_token_ids": [1]}, {"prompt_token_ids": [1]}]},
+    ],
+    ids=repr,
+)
+def test_what_stands_elsewhere_under_their_name_is_not_the_ids(answer):
+    """And it stays as it is."""
+    read = read_with_ids(json.dumps(answer, separators=(",", ":")).encode(), PromptIdsAnswer)
+
+    assert read is not None
+    assert found_ids(read) is NULL
+    assert json.loads(bytes(read.kv_transfer_params)) == answer.get("kv_transfer_params")
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b'{"prompt_token_ids":[1,2', b'{"prompt_token_ids":[[1],[2]]}'])
+def test_odd_answers_are_read_whole_or_not_at_all(answer):
+    """Lists of lists would be several prompts."""
+    read = read_with_ids(answer, PromptIdsAnswer)
+
+    assert read is None or found_ids(read) is NULL

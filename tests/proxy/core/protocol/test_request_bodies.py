@@ -15,8 +15,7 @@ from xpyd_proxy.core.protocol.request_bodies import (
     named,
     parse,
     prefill_body,
-    telling_tokens,
-    with_tokens,
+    with_ids,
 )
 from xpyd_proxy.core.raw_json import encode
 from xpyd_proxy.errors import BadRequest, EngineError
@@ -346,10 +345,4 @@ def test_tokens_are_added_to_parameters_that_stay_as_they_came():
     """To the byte: the engine's own numbers and blanks are not ours to rewrite."""
     params = msgspec.Raw(b'{"a": 1.50, "b" : [ ] } ')
 
-    assert bytes(with_tokens(params, b'{"prompt_token_ids":[1, 2]}')) == (
-        b'{"a": 1.50, "b" : [ ] ,"prompt_token_ids":[1, 2]}'
-    )
-    for silent in (b"{}", b'{"prompt_token_ids":null}'):
-        assert with_tokens(params, silent) == params
-    assert telling_tokens(Api.CHAT, {}) == {"return_token_ids": msgspec.Raw(b"true")}
-    assert telling_tokens(Api.COMPLETIONS, {}) == {}
+    assert bytes(with_ids(params, msgspec.Raw(b"[1, 2]"))) == b'{"a": 1.50, "b" : [ ] ,"prompt_token_ids":[1, 2]}'

@@ -4,10 +4,11 @@ Every key comes out of a short list: the ids of known instances, the paths of ou
 what clients send cannot make the counters grow. io/request_path/telemetry.py adds to them, io/metrics.py writes them.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import fsum  # sum() of floats fails where this is compiled: mypyc takes its result for an int
 from typing import Final, TypeAlias, TypeVar
 
 from xpyd_proxy.core.model import Instance, InstanceId, Role
@@ -15,6 +16,7 @@ from xpyd_proxy.core.model import Instance, InstanceId, Role
 T = TypeVar("T")
 Key: TypeAlias = tuple[str, ...]
 OTHER: Final = "other"
+_SEVERAL: Final = 8  # values; of fewer, each is looked up among the bounds
 # Seconds: vLLM's own bounds for the same quantities (vllm/v1/metrics/buckets.py: REQUEST_LATENCY_BUCKETS,
 # TIME_TO_FIRST_TOKEN_BUCKETS, INTER_TOKEN_LATENCY_BUCKETS), so that quantiles of routers and engines compare.
 REQUEST_LATENCY: Final[tuple[float, ...]] = (
@@ -49,12 +51,20 @@ class Histogram:
         self.total += value
 
     def observe_all(self, values: Sequence[float]) -> None:
-        """Count some values."""
-        bounds, counts, total = self.bounds, self.counts, self.total
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-            total += value
-        self.total = total
+        """Count some values: of several the bounds are looked up among them, for most are below the first few."""
+        if len(values) < _SEVERAL:
+            for value in values:
+                self.observe(value)
+            return
+        counts, ordered, below = self.counts, sorted(values), 0
+        for place, bound in enumerate(self.bounds):
+            if below == len(ordered):
+                break
+            behind = bisect_right(ordered, bound, below)
+            counts[place] += behind - below
+            below = behind
+        counts[-1] += len(ordered) - below
+        self.total += fsum(values)
 
 
 class Histograms:

@@ -30,6 +30,19 @@ def test_a_histogram_counts_every_value_once(values, bounds):
         assert sum(histogram.counts[: place + 1]) == sum(value <= bound for value in values)
 
 
+@given(st.lists(st.sampled_from([0.0, 0.001, 0.5, 0.5000001, 1.0, 2.0, 900.0])))
+def test_many_values_are_counted_as_each_would_be(values):
+    """Also those that are a bound, and those above all of them."""
+    single, together = Histogram((0.001, 0.5, 1.0)), Histogram((0.001, 0.5, 1.0))
+    for value in values:
+        single.observe(value)
+
+    together.observe_all(values)
+
+    assert together.counts == single.counts
+    assert together.total == pytest.approx(single.total)
+
+
 def test_paths_that_are_not_ours_have_one_label():
     """Clients can think of others without end."""
     seen = Counters(frozenset({PATH}))

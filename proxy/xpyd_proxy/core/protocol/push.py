@@ -112,12 +112,11 @@ def handover(
     Raises:
         EngineError: it is such that a decode engine would not survive it, or would wait for ever.
     """
-    read, telling = None, None
-    if tells_ids:
-        read = telling = prompt_ids.read_with_ids(answer, TokensAnswer)
-    elif reuses:
+    read = prompt_ids.read_with_ids(answer, TokensAnswer) if tells_ids else None
+    telling: TokensAnswer | PromptIdsAnswer | None = read
+    if reuses and not tells_ids:
         telling = prompt_ids.read_with_ids(answer, PromptIdsAnswer)
-    ids = NULL if telling is None or not reuses else prompt_ids.found_ids(telling)
+    ids = prompt_ids.found_ids(telling) if reuses and telling is not None else NULL
     params, naming, count = request_bodies.kv_params(prefill, answer, telling)
     said = naming or _read(prefill, params, TransferNaming)
     if isinstance(said, KvParams):

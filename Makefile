@@ -157,6 +157,14 @@ bench-router: $(STAMPS)/dev ## the router beside others: docs/benchmarks/router.
 bench-chats: $(STAMPS)/dev ## chats of several turns on real engines, beside an oracle: docs/benchmarks/chats.md, 8 minutes, on an idle machine; QUICK=1
 	$(BIN)/python tests/benchmarks/chats/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
 
+.PHONY: fit
+fit: $(STAMPS)/dev ## the engine of xpyd replay fitted to a real one: .xpyd/bench/fit.md is a part of docs/replay.md, 4 minutes, on an idle machine
+	$(BIN)/python tests/benchmarks/replay/fit.py
+
+.PHONY: bench-first-token
+bench-first-token: $(STAMPS)/dev ## P's token at the client, beside P's own answers: docs/benchmarks/first-token.md, 2 minutes, on an idle machine; QUICK=1
+	$(BIN)/python tests/benchmarks/first_token/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+
 .PHONY: bench-roles
 bench-roles: $(STAMPS)/dev ## roles that follow the traffic, on real engines: docs/benchmarks/roles.md, 15 minutes, on an idle machine; QUICK=1
 	$(BIN)/python tests/benchmarks/roles/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)

@@ -9,9 +9,9 @@ import signal
 import statistics
 
 import pytest
-from support.first_tokens import USAGE, added_ms, asked, bodies, read, told
 
 from support.cluster import Watch, nothing_held, wait_until
+from support.first_tokens import USAGE, added_ms, asked, bodies, read, told
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

@@ -1,0 +1,128 @@
+"""How much later than P's own answer its token is at the client (``--first-token-from prefill``), on real engines.
+
+``make bench-first-token`` writes docs/benchmarks/first-token.md and .json. One P, one D, and a router in front of them.
+Each prompt is new, and asked once: by turns P itself for one token, through the router, and through a router that shows
+D's token.
+"""
+
+import http.client
+import json
+import statistics
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import page
+from benchmarks.page import paragraph, table
+from support.cluster import ROOT, base_url, engine_spec, router_command, start_engine
+from support.first_tokens import added_ms, bodies, read
+from xpyd_proxy.local.model import ensure_model
+from xpyd_proxy.local.processes import open_fleet
+from xpyd_proxy.local.recipe import Connector, Role
+
+LOGS = ROOT / ".xpyd/logs/bench"
+GOAL_MS = 5.0
+KINDS = 3  # of prompts: they come in turn
+PROMPTS, QUICK_PROMPTS, WARM = 201, 21, 6  # of each way
+OWN, SHOWN, DECODE = "P itself", "P's token", "D's token"
+
+
+def main():
+    args = page.parser_of(__doc__, f"{QUICK_PROMPTS} prompts").parse_args()
+    start = time.monotonic()
+    seen = {"machine": page.machine(), **measured(QUICK_PROMPTS if args.quick else PROMPTS)}
+    out = page.out_of(args, "first-token")
+    page.write(seen, out, page_of(seen))
+    print(out.with_suffix(".md").read_text())
+    print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
+
+
+def measured(count):
+    """Return the milliseconds of each prompt, by way; and how much later than P's answer its token was there."""
+    firsts, added = {OWN: [], SHOWN: [], DECODE: []}, []
+    with engines_of() as (prefill, routers):
+        ways = [OWN, SHOWN, DECODE]
+        for number, body in enumerate(bodies((count + WARM) * len(ways), seed=3)):
+            way = ways[number // KINDS % len(ways)]
+            stream = None if way is OWN else read(routers[way], body)
+            first_ms = answered(prefill.address, body) if stream is None else stream.first_ms
+            if number < WARM * len(ways):
+                continue
+            firsts[way].append(first_ms)
+            if way is SHOWN and stream is not None and (late := added_ms(stream)) is not None:
+                added.append(late)
+    return {"first_ms": firsts, "added_ms": added}
+
+
+@contextmanager
+def engines_of():
+    """Start the engines and both routers; yields P, and where the routers are."""
+    model = ROOT / ".xpyd/models/tiny"
+    ensure_model(model)
+    with open_fleet(LOGS) as fleet:
+        specs = [
+            engine_spec(name, model, role=role, connector=Connector.XPYD)
+            for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE))
+        ]
+        fleet.wait_ready([start_engine(fleet, spec) for spec in specs], timeout_s=300)
+        prefill, decode = specs
+        commands = {
+            way: router_command(name, [prefill], [decode], args=("--first-token-from", of))
+            for way, name, of in ((SHOWN, "shown", "prefill"), (DECODE, "later", "decode"))
+        }
+        fleet.wait_ready([fleet.start(command) for command in commands.values()], timeout_s=60)
+        yield prefill, {way: base_url(command).removeprefix("http://") for way, command in commands.items()}
+
+
+def answered(address, body):
+    """Return the milliseconds until P has answered a request for one token, which is not streamed."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    asked = {name: value for name, value in body.items() if name != "stream_options"}
+    asked |= {"max_tokens": 1, "stream": False}
+    connection = http.client.HTTPConnection(address, timeout=60)
+    start = time.perf_counter()
+    connection.request("POST", path, json.dumps(asked), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    text = answer.read()
+    took = (time.perf_counter() - start) * 1000
+    connection.close()
+    if answer.status != http.client.OK:
+        sys.exit(f"P answered {answer.status}: {text!r}")
+    return took
+
+
+def page_of(seen):
+    """Return the parts of the page."""
+    machine, firsts, added = seen["machine"], seen["first_ms"], seen["added_ms"]
+    own = statistics.median(firsts[OWN])
+    rows = [
+        [name, f"{statistics.median(ms):.2f}", f"{_p95(ms):.2f}", f"{statistics.median(ms) - own:+.2f}"]
+        for name, ms in firsts.items()
+    ]
+    median = statistics.median(added)
+    verdict = "met" if median <= GOAL_MS else "missed"
+    about = paragraph(f"""
+`make bench-first-token` measures everything and writes this page; with `QUICK=1` {QUICK_PROMPTS} prompts, and it writes
+to `.xpyd/bench`. The raw numbers are in `first-token.json`. {machine["cores"]} cores, {machine["processor"]},
+{machine["system"]}; one P and one D of vLLM 0.32 with the tiny model, one request at a time; {len(firsts[OWN])} prompts
+each way, a third each of texts, token ids and chats, none of which was asked before.""")
+    result = paragraph(f"""
+From P's answer at the router (`Server-Timing`) to the first byte at the client: **{median:.2f} ms** in the median,
+{_p95(added):.2f} ms in the 95th percentile, of {len(added)} streams that begin with P's token. The goal is
+{GOAL_MS:.0f}
+ms in the median: {verdict}.""")
+    beside = paragraph("""
+The whole time to the first token at the client, beside P asked directly for one token that is not streamed; the last
+column is the difference of the medians.""")
+    return ["# P's token at once\n", about, result, beside, table(["first token", "p50, ms", "p95, ms", "later"], rows)]
+
+
+def _p95(numbers):
+    return sorted(numbers)[int(0.95 * (len(numbers) - 1))]
+
+
+if __name__ == "__main__":
+    main()

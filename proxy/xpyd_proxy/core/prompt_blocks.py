@@ -39,6 +39,14 @@ _MEDIA: Final = tuple(
 _GIVEN: Final = (b'"user"', b'"tool"', b'"system"', b'"developer"', b'"function_call_output"')
 
 
+def may_have_media(messages: bytes) -> bool:
+    """Tell whether there may be an image or the like in messages (JSON). A list in a call of a tool may look so."""
+    if messages.find(b"[", 1) < 0:
+        return False
+    has_lists = messages.find(b'":[') >= 0 or messages.find(b'": [') >= 0  # without them all are plain texts
+    return has_lists and any(messages.find(name) >= 0 for name in _MEDIA)
+
+
 class PromptBlocks:
     """The blocks of one prompt. It does not change."""
 
@@ -60,14 +68,7 @@ class PromptBlocks:
     def has_media(self) -> bool:
         """Tell whether there may be an image or the like in a message, or there is more than is compared."""
         text = self._text
-        if text[:1] != b"[":
-            return False
-        if not self.is_compared:
-            return True
-        if text.find(b"[", 1) < 0:
-            return False
-        has_lists = text.find(b'":[') >= 0 or text.find(b'": [') >= 0  # without them all messages are plain texts
-        return has_lists and any(text.find(name) >= 0 for name in _MEDIA)
+        return text[:1] == b"[" and (not self.is_compared or may_have_media(text))
 
     def generated(self, block: int) -> int:
         """Return how many bytes of messages that an engine has written follow a block (0: the first one)."""

@@ -66,6 +66,7 @@ def test_errors_that_clients_never_see_are_accounted_for():
     """A new error must get its status, or its place in this list."""
     inside = {errors.ProxyError, errors.ClientError, errors.Refused, errors.TurnedAway, errors.ConfigError}
     inside |= {errors.UnknownInstance}  # of the admin routes
+    inside |= {errors.IdLogBusy}  # in the log: the engine is added later
     inside |= {
         errors.AddressError,
         errors.BadPort,

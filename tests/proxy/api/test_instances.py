@@ -151,8 +151,10 @@ async def test_explain_says_what_each_engine_would_get():
     sent = json.loads(engines["p0"].log[0].body)
     sent["kv_transfer_params"]["transfer_id"] = said["prefill_body"]["kv_transfer_params"]["transfer_id"]
     assert said["prefill_body"] == sent
-    sent = json.loads(engines["d0"].log[0].body) | {"kv_transfer_params": "those that prefill-0 answers with"}
-    assert said["decode_body"] == sent
+    sent = json.loads(engines["d0"].log[0].body)
+    assert sent["prompt"] != "hello"
+    shown = {"kv_transfer_params": "those that", "prompt": "the token ids that"}
+    assert said["decode_body"] == sent | {name: f"{words} prefill-0 answers with" for name, words in shown.items()}
 
 
 async def test_explain_of_a_pushing_engine_shows_both_legs():

@@ -8,6 +8,7 @@ from support.greedy import events, first_answer, ids_of, read
 from support.scripted import JSON, Scripted, call, prefilled, request_id, router_of
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.model import Api, EngineResponse, Role
+from xpyd_proxy.core.protocol.prompt_ids import LONGEST_PROMPT
 from xpyd_proxy.errors import EngineError
 
 TEXT = {"stream": True, "temperature": 0, "max_tokens": 8, "prompt": "once"}
@@ -195,3 +196,41 @@ async def test_an_answer_that_has_the_prompts_text_needs_the_text(api, change):
     assert {name: asked[name] for name in body} == body
     assert "prompt_token_ids" not in asked["kv_transfer_params"]
     assert "return_token_ids" not in engines.asked(Role.PREFILL)[0]
+
+
+IMAGE = [{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
+
+
+@pytest.mark.parametrize(
+    ("api", "change"),
+    [
+        (Api.CHAT, {"messages": [{"role": "user", "content": IMAGE}]}),
+        (Api.CHAT, {"messages": [{"role": "user", "content": "x" * LONGEST_PROMPT}]}),
+        (Api.COMPLETIONS, {"prompt": "x" * LONGEST_PROMPT}),
+    ],
+    ids=["image", "long-chat", "long-text"],
+)
+async def test_engines_are_not_asked_for_ids_that_nobody_takes(api, change):
+    """With an image D renders whatever it gets, and the ids of a long text may be more than an answer may have."""
+    engines, body = Engines(), BODIES[api] | change
+    await served(engines, api, body, "0.32.0")
+
+    (asked,) = engines.asked(Role.DECODE)
+    assert {name: asked[name] for name in body} == body
+    assert "prompt_token_ids" not in asked["kv_transfer_params"]
+    assert "return_token_ids" not in engines.asked(Role.PREFILL)[0]
+
+
+async def test_an_answer_with_all_ids_of_the_longest_prompt_is_read():
+    """One token for each byte, of a vocabulary of millions."""
+    engines = Engines(spoil=_every_byte)
+    router = knowing(engines, "0.32.0")
+    client = await router.serve(call(Api.COMPLETIONS, **TEXT | {"prompt": "x" * (LONGEST_PROMPT - 2)}))
+    assert client.status == 200
+
+    (asked,) = engines.asked(Role.DECODE)
+    assert len(asked["prompt"]) == LONGEST_PROMPT
+
+
+def _every_byte(answer):
+    answer["choices"][0]["prompt_token_ids"] = [1_000_000] * LONGEST_PROMPT

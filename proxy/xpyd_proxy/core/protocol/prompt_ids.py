@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from xpyd_proxy.core.model import Api, GenerationRequest, RoutingHints
+from xpyd_proxy.core.prompt_blocks import may_have_media
 from xpyd_proxy.core.raw_json import FALSE, NULL, Fields, maybe
 from xpyd_proxy.core.schemas import PromptIdsAnswer, TokensAnswer
 from xpyd_proxy.core.token_blocks import is_plain, packed_json
@@ -18,6 +19,7 @@ from xpyd_proxy.errors import EngineError
 
 _Answer = TypeVar("_Answer", TokensAnswer, PromptIdsAnswer)
 IDS_MOST: Final = 1 << 21  # bytes of their JSON: 300,000 ids
+LONGEST_PROMPT: Final = 1 << 21  # bytes of JSON; ids of longer ones are not passed on
 PIECE: Final = 1 << 15  # bytes of their JSON that are read at once: 5,000 ids, 0.2 ms
 _CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS  # looking a member up takes as long as a call
 _FOR: Final = (_CHAT, _COMPLETIONS)
@@ -43,14 +45,21 @@ def takes_chat_ids(version: str | None) -> bool:
 def may_pass_ids(api: Api, fields: Fields) -> bool:
     """Tell whether an engine makes the same answer of the ids of a prompt as of its text, or its messages.
 
-    As vLLM 0.32 does (tests/contract/test_prompt_ids.py): it knows by itself when messages are more than text.
+    As vLLM 0.32 does (tests/contract/test_prompt_ids.py): it knows by itself when messages are more than text. An id
+    takes up to eight bytes, so those of a text of which each byte is a token would be more than an answer may be.
     """
     if api is _CHAT:
-        return "return_prompt_text" not in fields or fields["return_prompt_text"] in (NULL, FALSE)
+        if "return_prompt_text" in fields and fields["return_prompt_text"] not in (NULL, FALSE):
+            return False
+        written = memoryview(fields["messages"]) if "messages" in fields else None
+        return written is not None and len(written) <= LONGEST_PROMPT and not may_have_media(bytes(written))
     if api is not _COMPLETIONS or ("suffix" in fields and fields["suffix"] != NULL):
         return False
     prompt = fields.get("prompt")
-    return prompt is not None and memoryview(prompt)[0] == _QUOTE  # else it has ids already
+    if prompt is None:
+        return False
+    written = memoryview(prompt)
+    return written[0] == _QUOTE and len(written) <= LONGEST_PROMPT  # a list has ids already
 
 
 def may_tell_ids(call: GenerationRequest, ask: RoutingHints) -> bool:

@@ -10,6 +10,7 @@ from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.model import (
+    Api,
     GenerationRequest,
     Instance,
     InstanceId,
@@ -23,8 +24,9 @@ from xpyd_proxy.core.model import (
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
 from xpyd_proxy.core.protocol.prompt_arrays import one_of, prompts_of
+from xpyd_proxy.core.protocol.prompt_ids import may_pass_ids
 from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.core.raw_json import encode, text
+from xpyd_proxy.core.raw_json import TRUE, encode, text
 from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
 from xpyd_proxy.core.routing.session_ids import SessionIds
@@ -77,6 +79,7 @@ class Explainer:
     shares_loads: Callable[[], bool]  # decode engines load a prompt once for several answers
     caches: KnownCaches | None = None  # None: no policy asks for them
     modes: PairModes | None = None  # of pairs that can pull and push
+    takes_chat_ids: Callable[[Instance], bool] = lambda _: False  # a decode engine, of a chat's prompt
 
     def explain(self, call: GenerationRequest) -> Explanation:
         """Say what would become of a request now. Raises NoInstance, UnknownModel, BadRequest: it would be refused."""
@@ -153,14 +156,24 @@ class Explainer:
         mode = None if self.modes is None else self.modes.get((prefill.id, decode.id))
         if mode is not None and mode.chosen is TransferMode.PULL:
             told = None
-        if told is None:
-            params = text(f"those that {prefill.id} answers with")
-        else:
+        asked, answered = request_bodies.prefill_fields(call.api, fields, _TRANSFER), fields
+        if told is not None:
             params = push.decode_params(told, call.api, _REQUEST, _TRANSFER)
+        else:
+            params = text(f"those that {prefill.id} answers with")
+            if self._passes_ids(call, decode):
+                asked["return_token_ids"] = TRUE
+                if call.api is Api.COMPLETIONS:  # of a chat they are among the parameters
+                    answered = fields | {"prompt": text(f"the token ids that {prefill.id} answers with")}
         return Explanation(
             "prefill first, then decode" if told is None else f"both legs at once ({LegOrder.CONCURRENT})",
             prefill,
             decode,
-            request_bodies.prefill_body(call.api, fields, _TRANSFER),
-            request_bodies.decode_body(fields, msgspec.Raw(params)),
+            encode(asked),
+            request_bodies.decode_body(answered, msgspec.Raw(params)),
         )
+
+    def _passes_ids(self, call: GenerationRequest, decode: Instance) -> bool:
+        if not self.settings().reuse_prompt_tokens or not may_pass_ids(call.api, call.fields):
+            return False
+        return call.api is not Api.CHAT or self.takes_chat_ids(decode)

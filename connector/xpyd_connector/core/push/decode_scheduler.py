@@ -3,7 +3,8 @@
 P answers each registration with PushDone or PushStopped. If we abort one before (request aborted, timeout, P silent),
 the load fails at once, but its blocks stay unused because P may still write into them. They are free when P sends
 PushStopped; or, if P's connection closed, when all that P had sent must have arrived (:data:`QUARANTINE`). A connection
-that was reset may be that of a P that lives; that it has died is known when another engine answers at its address.
+that was reset may be that of a P that lives, cut off for so long that its kernel has given up. It has died if it had
+answered just before, or when another engine answers at its address.
 
 A registration sent over a connection that ended must not be sent again. P closes idle connections, though: over one
 that has been idle for long, a push is registered only when P has answered a heartbeat. If the connection ends before,

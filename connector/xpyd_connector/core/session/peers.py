@@ -17,6 +17,9 @@ from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, Link, LinkE
 from xpyd_connector.core.state_machine import transition
 from xpyd_connector.errors import IncompatiblePeer
 
+# s after an answer of a peer in which a reset of its connection shows that its process has ended: if it lives, its
+# kernel gives a connection up when nothing was acknowledged for twice as long (TCP_USER_TIMEOUT, io/connection.py).
+FRESH = 10.0
 QUIET = 1800.0  # s without a word of a peer after which it may be closing the connection: half of its IDLE_TIMEOUT
 MAX_BACKOFF = 30.0  # s between two attempts to meet a peer that refuses
 
@@ -159,7 +162,8 @@ class PeerTable:
                 self.refuse(peer, reason, now=now)
             case ConnectionLost(_, reason, is_silent, is_reset) if peer is not None:
                 self._forget(peer)
-                peer.reason, peer.is_silent, peer.is_reset = reason, is_silent, is_reset
+                peer.reason, peer.is_reset = reason, is_reset
+                peer.is_silent = is_silent and not (is_reset and now < peer.last_heard_at + FRESH)
                 peer.on(PeerEvent.DISCONNECTED)
                 self._counters.count("peers_lost")
             case _:

@@ -25,9 +25,10 @@ from xpyd_connector.core.push.decode_scheduler import (
     ReceiveState,
 )
 from xpyd_connector.core.results import BlocksReleased, LoadResult
-from xpyd_connector.core.session.peers import QUIET
+from xpyd_connector.core.session.peers import FRESH, QUIET
 from xpyd_connector.errors import IllegalTransition
 from xpyd_connector.io.client_connections import IDLE_TIMEOUT
+from xpyd_connector.io.connection import USER_TIMEOUT_MS
 
 
 class Harness(ExpectingEngine):
@@ -241,6 +242,7 @@ def test_a_p_whose_place_another_takes_has_died_if_its_kernel_says_so(harness, i
     Without a word of that kernel P may live on a host that is cut off, while another has its address.
     """
     interval, looks = QUARANTINE
+    harness.now += FRESH
     harness.lose(silent=True, reset=is_reset)
     harness.take_results()
     harness.wait(3 * LONG_QUARANTINE[0])
@@ -253,7 +255,24 @@ def test_a_p_whose_place_another_takes_has_died_if_its_kernel_says_so(harness, i
     assert (BlocksReleased(A) in harness.take_results()) == is_reset
 
 
+@pytest.mark.parametrize("seconds", [0, FRESH - 1, FRESH])
+def test_a_reset_soon_after_an_answer_is_a_death(harness, seconds):
+    """No kernel gives up so soon; a process that is killed with a heartbeat unread ends so."""
+    harness.now += 100
+    harness.happen(MessageReceived(harness.conn, HeartbeatReply()))
+    harness.now += seconds
+    harness.lose(silent=True, reset=True)
+
+    assert harness.push_receiver._pushes[A].checks == (QUARANTINE if seconds < FRESH else LONG_QUARANTINE)[1]
+
+
+def test_a_kernel_gives_up_later_than_that():
+    """With room for an answer that was long on its way."""
+    assert USER_TIMEOUT_MS / 1000 >= 2 * FRESH
+
+
 def test_a_p_that_is_back_after_a_reset_lives(harness):
+    harness.now += FRESH
     harness.lose(silent=True, reset=True)
     harness.meet(P)
 

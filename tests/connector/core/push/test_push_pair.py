@@ -14,6 +14,7 @@ from support.push_machine import PushMachine, nothing_is_left
 from xpyd_connector.core.messages import DropLeases
 from xpyd_connector.core.ports import ConnectionLost, MessageReceived
 from xpyd_connector.core.push.decode_scheduler import LONG_QUARANTINE
+from xpyd_connector.io.connection import USER_TIMEOUT_MS
 
 SHAPES = {  # ranks of P and of D, KV heads
     "one rank": (1, 1, 1),
@@ -284,11 +285,12 @@ def test_a_prefill_engine_that_is_cut_off_may_write_much_later(world):
 
 def test_a_reset_connection_is_no_dead_prefill_engine(world):
     """P's kernel had given the connection up while the network was cut; P lives, and what it wrote is on its way."""
+    hang(world, hangs=False, clings=True)
     into = world.expect()
     world.run()
-    world.cut(world.p, "bytes")
+    world.cut(world.p, "both")
     world.prefill()
-    world.run(seconds=1)
+    world.run(seconds=USER_TIMEOUT_MS / 1000)
     world.network.lose()
     world.run(seconds=60)
     assert failure(world)

@@ -316,7 +316,7 @@ def build(
         fleet.shares_loads,
         fleet.caches,
         fleet.modes,
-        fleet.takes_chat_ids,
+        fleet.passes_ids,
     )
     keys, browsers = (
         CLIENT_KEYS if keyring.keys is not None else (),

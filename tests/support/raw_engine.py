@@ -5,6 +5,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -125,6 +126,24 @@ def closing(answer: bytes, *, reset: bool = False) -> Script:
             talk.reset()
 
     return script
+
+
+def endless(beginning: bytes, piece: bytes, *, pause_s: float = 0.0) -> Script:
+    """Read a request and send pieces until the client hangs up; with a pause, each is in time for one read."""
+
+    def script(engine: RawEngine, talk: Talk) -> None:
+        engine.requests.append(talk.request())
+        pour(talk, beginning, piece, pause_s=pause_s)
+
+    return script
+
+
+def pour(talk: Talk, beginning: bytes, piece: bytes, *, pause_s: float = 0.0) -> None:
+    """Do so for a request that was read."""
+    talk.sock.sendall(beginning)
+    while True:
+        talk.sock.sendall(piece)
+        time.sleep(pause_s)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from xpyd_proxy.commands.flag_values import seconds, seconds_or_none
+from xpyd_proxy.commands.flag_values import seconds_or_none
 from xpyd_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
 from xpyd_proxy.commands.tables import table
 
@@ -22,9 +22,6 @@ _POLL_S: Final = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
     add_access_arguments(parser)
-    parser.add_argument(
-        "--timeout", type=seconds, default=10.0, metavar="S", help="seconds for its answer (%(default)s)"
-    )
     parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=type(parser))
     verbs.add_parser("list", help="who is there").set_defaults(verb=_list)

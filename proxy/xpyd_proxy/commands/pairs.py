@@ -5,7 +5,6 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
-from xpyd_proxy.commands.flag_values import seconds
 from xpyd_proxy.commands.router_client import Json, RouterClient, add_access_arguments, run_command
 from xpyd_proxy.commands.tables import table
 
@@ -15,9 +14,6 @@ _COLUMNS: Final = ("prefill", "decode", "state", "reason", "mode", "handovers", 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add_access_arguments(parser)
-    parser.add_argument(
-        "--timeout", type=seconds, default=10.0, metavar="S", help="seconds for its answer (%(default)s)"
-    )
     parser.add_argument("--failing", action="store_true", help="only those that fail, or have failed")
     parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     parser.set_defaults(run=run)

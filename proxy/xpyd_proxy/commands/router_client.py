@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias, cast
 
 import httpx
 
-from xpyd_proxy.commands.flag_values import server_url
+from xpyd_proxy.commands.flag_values import seconds, server_url
 from xpyd_proxy.commands.tables import printable, shortened
 from xpyd_proxy.core.admission.keys import outbound_key
 from xpyd_proxy.errors import ConfigError
@@ -158,6 +158,9 @@ def add_access_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server-name", metavar="NAME", help="name in its certificate, if it is not that of the URL")
     parser.add_argument("--client-cert", metavar="FILE", help="PEM file with a certificate to show (--tls-client-ca)")
     parser.add_argument("--client-key", metavar="FILE", help="PEM file with its private key")
+    parser.add_argument(
+        "--timeout", type=seconds, default=10.0, metavar="S", help="seconds for its answer (%(default)s)"
+    )
 
 
 def _read_access(args: argparse.Namespace) -> tuple[str, str, ssl.SSLContext]:

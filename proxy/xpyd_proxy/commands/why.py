@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from xpyd_proxy.commands.flag_values import seconds
 from xpyd_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
 
 _BAR: Final = 30  # characters that stand for the whole time
@@ -18,9 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument("name", metavar="NAME", help="X-Request-Id of the response, or what the client called it")
     add_access_arguments(parser)
-    parser.add_argument(
-        "--timeout", type=seconds, default=10.0, metavar="S", help="seconds for its answer (%(default)s)"
-    )
     parser.add_argument("--router-only", action="store_true", help="do not ask the engines, of which one may hang")
     parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     parser.add_argument("--trace", metavar="FILE", help="write the rows for ui.perfetto.dev or chrome://tracing, too")

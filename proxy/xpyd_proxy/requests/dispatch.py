@@ -18,7 +18,6 @@ from xpyd_proxy.core.model import (
 )
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
-from xpyd_proxy.core.protocol.prompt_ids import may_pass_ids
 from xpyd_proxy.core.raw_json import NULL, Pieces, encode
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts, RetryScope
 from xpyd_proxy.errors import NoInstance, NoMatchingInstance, ProxyError
@@ -291,9 +290,7 @@ class Dispatch:
                 coordinates = life.of.learned.coordinates(prefill.id)
         if coordinates is None:
             life.on(_PULL)
-            reuses = self.settings.reuse_prompt_tokens and may_pass_ids(call.api, call.fields)
-            if reuses and call.api is _CHAT:
-                reuses = life.of.fleet.takes_chat_ids(decode)
+            reuses = self.settings.reuse_prompt_tokens and life.of.fleet.passes_ids(call, decode)
             return attempt.send_prefill(call, prefill, reuses=reuses)
         record = life.record
         record.push, record.transfer, attempt.coordinates = _CONCURRENT, attempt.transfer, coordinates

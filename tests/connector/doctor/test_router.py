@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from support.raw_engine import closing, raw_engine
+from support.raw_engine import closing, endless, raw_engine
 from xpyd_connector.doctor.router import read_router, times_in
 from xpyd_connector.errors import Unreachable
 
@@ -56,32 +56,15 @@ def test_many_lines_are_read_in_time(text):
     assert time.monotonic() - began < 20
 
 
-def drip(beginning, piece):
-    """Send a piece every 0.1 s, which is within any time limit for one read, until the client hangs up."""
-
-    def script(engine, talk):
-        engine.requests.append(talk.request())
-        talk.sock.sendall(beginning)
-        while True:
-            talk.sock.sendall(piece)
-            time.sleep(0.1)
-
-    return script
-
-
-def flood(engine, talk):
-    engine.requests.append(talk.request())
-    talk.sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-    while True:
-        talk.sock.sendall(TEXT.encode() * 10_000)
+FLOOD = endless(b"HTTP/1.1 200 OK\r\n\r\n", TEXT.encode() * 10_000)
 
 
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (drip(b"HTTP/1.1 200 OK\r\n\r\n", b"\n"), "no whole answer within 1 s"),
-        (drip(b"HTTP/1.1 200 OK\r\n", b"X-A: b\r\n"), "no whole answer within 1 s"),
-        (flood, "more than"),
+        (endless(b"HTTP/1.1 200 OK\r\n\r\n", b"\n", pause_s=0.1), "no whole answer within 1 s"),
+        (endless(b"HTTP/1.1 200 OK\r\n", b"X-A: b\r\n", pause_s=0.1), "no whole answer within 1 s"),
+        (FLOOD, "more than"),
         (closing(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>"), "is it a router?"),
         (closing(b"HTTP/1.1 999999 Oh\r\n\r\n"), "does not show its metrics"),
         (closing(b"\0\1\2" * 9000), "does not show its metrics"),
@@ -91,7 +74,7 @@ def flood(engine, talk):
 def test_a_server_that_is_no_router_is_said_in_time(script, said):
     """And not as a router without hand-overs: "no findings" would be read as good news."""
     began = time.monotonic()
-    timeout = 60.0 if script is flood else 1.0
+    timeout = 60.0 if script is FLOOD else 1.0
     with raw_engine(script) as engine, pytest.raises(Unreachable, match=said):
         read_router(f"http://{engine.at}", lease=30.0, handoff_timeout=20.0, timeout=timeout)
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from support.raw_engine import closing, raw_engine
+from support.raw_engine import closing, endless, raw_engine
 from xpyd_proxy.cli import main
 
 COMMANDS = (["why", "x"], ["pairs"], ["instances", "list"])
@@ -30,33 +30,12 @@ def run(command, at, *flags):
     return main([name, "--router", at, "--timeout", SECONDS, *flags, *rest])
 
 
-def drip(beginning, piece):
-    """Send a piece every 0.1 s, each of which is within any time limit for one read, until the client hangs up."""
-
-    def script(engine, talk):
-        engine.requests.append(talk.request())
-        talk.sock.sendall(beginning)
-        while True:
-            talk.sock.sendall(piece)
-            time.sleep(0.1)
-
-    return script
-
-
-def flood(engine, talk):
-    """Send as fast as the client reads."""
-    engine.requests.append(talk.request())
-    talk.sock.sendall(HEAD + b"\r\n")
-    while True:
-        talk.sock.sendall(b" " * (1 << 20))
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (drip(HEAD + b"\r\n", b" "), "gave no whole answer within 1 s"),
-        (drip(b"HTTP/1.1 200 OK\r\n", b"X-A: b\r\n"), "gave no whole answer within 1 s"),
+        (endless(HEAD + b"\r\n", b" ", pause_s=0.1), "gave no whole answer within 1 s"),
+        (endless(b"HTTP/1.1 200 OK\r\n", b"X-A: b\r\n", pause_s=0.1), "gave no whole answer within 1 s"),
         (answering(b"[" * 1_000_000), "without JSON: is it a router?"),
         (answering(b"{}"), "answers something else than a router does"),
         (answering(b'{"requests": null, "pairs": null, "instances": 3, "dropped": 0}'), "something else than a router"),
@@ -82,7 +61,7 @@ def test_a_server_that_is_no_router_is_said_in_one_sentence(capsys, command, scr
 
 def test_a_server_that_does_not_end_is_said(capsys):
     """As fast as it may be: its answer is not kept."""
-    with raw_engine(flood) as engine:
+    with raw_engine(endless(HEAD + b"\r\n", b" " * (1 << 20))) as engine:
         code = run(["pairs"], engine.at, "--timeout", "60")
 
     assert code == 1

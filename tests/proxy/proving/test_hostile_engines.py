@@ -2,10 +2,11 @@
 
 import json
 import time
+from functools import partial
 
 import pytest
 
-from support.raw_engine import closing, raw_engine
+from support.raw_engine import closing, pour, raw_engine
 from xpyd_proxy.cli import main
 
 IDLE = b'vllm:kv_cache_usage_perc{engine="0"} 0.0\nvllm:num_requests_running{engine="0"} 0.0\n'
@@ -34,18 +35,8 @@ def engine(completion=b"", *, models=MODELS, metrics=IDLE):
     return script
 
 
-def drip(talk):
-    """Send a byte every 0.1 s, which is within any time limit for one read."""
-    talk.sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-    while True:
-        talk.sock.sendall(b" ")
-        time.sleep(0.1)
-
-
-def flood(talk):
-    talk.sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-    while True:
-        talk.sock.sendall(b"data: \n\n" * 10_000)
+DRIP = partial(pour, beginning=b"HTTP/1.1 200 OK\r\n\r\n", piece=b" ", pause_s=0.1)
+FLOOD = partial(pour, beginning=b"HTTP/1.1 200 OK\r\n\r\n", piece=b"data: \n\n" * 10_000)
 
 
 def prove(prefill, decode, reference, *flags):
@@ -62,7 +53,7 @@ def well(fleet):
 @pytest.mark.parametrize(
     "garbage",
     [
-        drip, flood, b"", b"[" * 100_000, b"{}", b'{"choices": [{"index": -1, "finish_reason": ""}]}', b"\xff" * 1000,
+        DRIP, FLOOD, b"", b"[" * 100_000, b"{}", b'{"choices": [{"index": -1, "finish_reason": ""}]}', b"\xff" * 1000,
         b'{"choices": [{"index": 1e400}]}', b'{"choices": null, "usage": {"prompt_tokens": 1e9}}',
         PARAMS.replace(b'{"remote_engine_id": "e"}', b'{"a":' * 5000 + b"1" + b"}" * 5000),
         PARAMS.replace(b'"e"', b'"' + b"e" * 1_000_000 + b'"'),
@@ -122,7 +113,7 @@ def test_a_model_without_end_is_refused(well, capsys):
 def test_a_reference_that_does_not_answer_is_said_at_once(fleet, capsys):
     """Not after a time limit for each of a dozen questions."""
     began = time.monotonic()
-    with raw_engine(engine(drip)) as reference:
+    with raw_engine(engine(DRIP)) as reference:
         urls = [f"--prefill={fleet.at['p0']}", f"--decode={fleet.at['d0']}", f"--reference={reference.at}"]
         code = main(["prove", *urls, "--timeout=4"])
 

@@ -24,7 +24,6 @@ from xpyd_proxy.core.model import (
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
 from xpyd_proxy.core.protocol.prompt_arrays import one_of, prompts_of
-from xpyd_proxy.core.protocol.prompt_ids import may_pass_ids
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.raw_json import TRUE, encode, text
 from xpyd_proxy.core.routing.pairing import PairSelector
@@ -79,7 +78,7 @@ class Explainer:
     shares_loads: Callable[[], bool]  # decode engines load a prompt once for several answers
     caches: KnownCaches | None = None  # None: no policy asks for them
     modes: PairModes | None = None  # of pairs that can pull and push
-    takes_chat_ids: Callable[[Instance], bool] = lambda _: False  # a decode engine, of a chat's prompt
+    passes_ids: Callable[[GenerationRequest, Instance], bool] = lambda _call, _decode: False  # to a decode engine
 
     def explain(self, call: GenerationRequest) -> Explanation:
         """Say what would become of a request now. Raises NoInstance, UnknownModel, BadRequest: it would be refused."""
@@ -161,7 +160,7 @@ class Explainer:
             params = push.decode_params(told, call.api, _REQUEST, _TRANSFER)
         else:
             params = text(f"those that {prefill.id} answers with")
-            if self._passes_ids(call, decode):
+            if self.settings().reuse_prompt_tokens and self.passes_ids(call, decode):
                 asked["return_token_ids"] = TRUE
                 if call.api is Api.COMPLETIONS:  # of a chat they are among the parameters
                     answered = fields | {"prompt": text(f"the token ids that {prefill.id} answers with")}
@@ -172,8 +171,3 @@ class Explainer:
             encode(asked),
             request_bodies.decode_body(answered, msgspec.Raw(params)),
         )
-
-    def _passes_ids(self, call: GenerationRequest, decode: Instance) -> bool:
-        if not self.settings().reuse_prompt_tokens or not may_pass_ids(call.api, call.fields):
-            return False
-        return call.api is not Api.CHAT or self.takes_chat_ids(decode)

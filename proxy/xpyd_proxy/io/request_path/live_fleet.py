@@ -15,6 +15,7 @@ from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import (
     ANY,
+    Api,
     GenerationRequest,
     Instance,
     InstanceId,
@@ -25,7 +26,7 @@ from xpyd_proxy.core.model import (
 )
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import cached_share
-from xpyd_proxy.core.protocol.prompt_ids import may_tell_ids, takes_chat_ids
+from xpyd_proxy.core.protocol.prompt_ids import may_pass_ids, may_tell_ids, takes_chat_ids
 from xpyd_proxy.core.protocol.push import EngineMode, TransferMode
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.pairing import Chosen, PairSelector
@@ -40,6 +41,7 @@ from xpyd_proxy.settings import SlicePairing
 if TYPE_CHECKING:
     from xpyd_proxy.io.request_path.engine_costs import EngineCosts
 
+_CHAT: Final = Api.CHAT  # looking a member up takes as long as a call
 _PREFILL: Final = Role.PREFILL
 _DECODE: Final = Role.DECODE
 _OURS: Final = "xpyd"  # an engine's metrics show which connector it has
@@ -280,6 +282,10 @@ class LiveFleet:
         """Tell whether a decode engine takes the ids of a chat's prompt, and only where that is exact."""
         member = self.registry.get(decode.id)
         return member is not None and takes_chat_ids(member.facts.version)
+
+    def passes_ids(self, call: GenerationRequest, decode: Instance) -> bool:
+        """Tell whether a decode engine can get the ids of a request's prompt in place of its text, or messages."""
+        return (call.api is not _CHAT or self.takes_chat_ids(decode)) and may_pass_ids(call.api, call.fields)
 
     def learn(self, ask: RoutingHints, answer: TokensAnswer | None) -> None:
         """A prefill engine has answered that was asked for the tokens of the prompt; None: it cannot be read."""

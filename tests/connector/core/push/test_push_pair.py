@@ -265,40 +265,32 @@ def test_a_dead_prefill_engine_fails_the_request_at_once_and_its_bytes_hit_no_ot
     assert len(world.d.free) == BLOCKS
 
 
-def test_a_prefill_engine_that_is_cut_off_may_write_much_later(world):
-    """Its blocks are kept for longer than TCP sends again."""
+def keep_blocks_behind_a_cut(world, silent_s, end, later_s, step=0.5):
+    """Cut P off while it writes, and end the connection so much later: its blocks are kept for as long as TCP sends."""
     hang(world, hangs=False, clings=True)
     into = world.expect()
     world.run()
     world.cut(world.p, "both")
     world.prefill()
-    world.run(seconds=LEASE)
-    world.network.time_out()
-    world.run(seconds=800, step=5.0)
+    world.run(seconds=silent_s)
+    end()
+    world.run(seconds=later_s, step=step)
     assert failure(world)
     assert set(into).isdisjoint(world.d.free)
     world.heal()
     world.run(seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
 
     assert len(world.d.free) == BLOCKS
+
+
+def test_a_prefill_engine_that_is_cut_off_may_write_much_later(world):
+    """Its blocks are kept for longer than TCP sends again."""
+    keep_blocks_behind_a_cut(world, LEASE, world.network.time_out, later_s=800, step=5.0)
 
 
 def test_a_reset_connection_is_no_dead_prefill_engine(world):
     """P's kernel had given the connection up while the network was cut; P lives, and what it wrote is on its way."""
-    hang(world, hangs=False, clings=True)
-    into = world.expect()
-    world.run()
-    world.cut(world.p, "both")
-    world.prefill()
-    world.run(seconds=USER_TIMEOUT_MS / 1000)
-    world.network.lose()
-    world.run(seconds=60)
-    assert failure(world)
-    assert set(into).isdisjoint(world.d.free)
-    world.heal()
-    world.run(seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
-
-    assert len(world.d.free) == BLOCKS
+    keep_blocks_behind_a_cut(world, USER_TIMEOUT_MS / 1000, world.network.lose, later_s=60)
 
 
 def test_a_decode_engine_that_is_cut_off_recomputes(world):

@@ -143,9 +143,10 @@ def test_engines_are_not_asked_for_ids_that_are_of_no_use(body):
     assert asked_for_ids(found) == [None]
 
 
-def test_engines_are_not_asked_for_ids_without_the_setting():
-    """Nothing else changes for a request either."""
-    with cluster(1, 1, replace(FOLLOWING, kv_events=KvEvents.OFF), cache_blocks=200) as found:
+def test_engines_are_not_asked_for_ids_without_the_settings():
+    """Events and one tokenization ask for them; nothing else changes for a request."""
+    settings = replace(FOLLOWING, kv_events=KvEvents.OFF, reuse_prompt_tokens=False)
+    with cluster(1, 1, settings, cache_blocks=200) as found:
         ask(found, chat(LONG))
         known = explained(found, chat(LONG))
 

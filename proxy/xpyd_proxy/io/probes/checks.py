@@ -17,13 +17,11 @@ from xpyd_proxy.core.http.bounded_body import whole
 from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import NotAllowed
+from xpyd_proxy.io.probes.one_connection import OneConnection
 from xpyd_proxy.io.wire.connection_guard import Guard
 
 T = TypeVar("T")
 NextBytes: TypeAlias = Callable[[float], Awaitable[bytes]]  # within so many seconds
-# What gets through httpx when a connection is reset as it opens: anyio asks a uvloop transport for a socket that it no
-# longer has. Seen once in a dozen resets.
-_RESET_AT_ONCE: Final = (ConnectionError, AttributeError)
 _PORTS: Final = {"http": 80, "https": 443}
 _HEADERS: Final = ((b"accept-encoding", b"identity"), (b"user-agent", b"xpyd"))  # what is unpacked has no bound
 _MOST_BYTES: Final = 8 * 1024 * 1024  # of one answer; /metrics of a busy engine has some hundred kB
@@ -55,11 +53,7 @@ class _Version(msgspec.Struct):
 
 
 class HttpChecks:
-    """Opens a new connection for each look: to accept one is part of living.
-
-    Each look has a pool of its own, for httpcore's searches through all of its connections with every request, and
-    again for each that is idle: 2,000 engines in one pool took a whole core.
-    """
+    """Opens a new connection for each look: to accept one is part of living."""
 
     def __init__(
         self,
@@ -85,7 +79,7 @@ class HttpChecks:
         if self._given is not None:
             yield self._given
             return
-        async with httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False) as transport:
+        async with OneConnection(self._tls) as transport:
             yield transport if self._guard is None else _GuardedTransport(transport, self._guard)
 
     async def look(self, instance: Instance, *, is_whole: bool = True) -> EngineCapabilities:
@@ -176,7 +170,7 @@ def _failures(path: str, patience_s: float) -> Generator[None]:
         if isinstance(exc.__cause__, NotAllowed):
             raise ProbeFailed("is not where engines may be added (allowed_instances)") from exc
         raise ProbeFailed("cannot be reached") from exc
-    except (httpx.HTTPError, *_RESET_AT_ONCE) as exc:
+    except httpx.HTTPError as exc:
         raise ProbeFailed(f"breaks off when asked for {path}") from exc
 
 

@@ -1,0 +1,139 @@
+"""One connection to an engine, for the requests of one look. httpcore stops at this file.
+
+httpx's own transport opens a pool of connections, and connects by anyio: more than half of what a look costs.
+"""
+
+import asyncio
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Final
+
+import httpcore
+import httpx
+
+_PORTS: Final = {b"http": 80, b"https": 443}
+
+
+class OneConnection(httpx.AsyncBaseTransport):
+    """Sends one request after the other; it connects anew if the engine has closed, or to another address."""
+
+    def __init__(self, tls: ssl.SSLContext) -> None:
+        self._tls = tls
+        self._origin: httpcore.Origin | None = None
+        self._connection: httpcore.AsyncHTTPConnection | None = None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Return a response whose body is still to come. Raises httpx.ConnectError, and httpx.ReadError for the rest.
+
+        It waits as long as its task does. The extension ``sni_hostname`` is the name that a certificate must have.
+        """
+        url = request.url
+        origin = httpcore.Origin(url.raw_scheme, url.raw_host, url.port or _PORTS[url.raw_scheme])
+        name = str(request.extensions.get("sni_hostname", url.host))
+        asked = httpcore.Request(
+            request.method,
+            httpcore.URL(scheme=origin.scheme, host=origin.host, port=origin.port, target=url.raw_path),
+            headers=request.headers.raw,
+            content=request.stream,
+        )
+        with _errors_of_httpx():
+            answer = await (await self._connected(origin, name)).handle_async_request(asked)
+        assert isinstance(answer.stream, AsyncIterable)
+        return httpx.Response(answer.status, headers=answer.headers, stream=_Body(answer.stream, answer.aclose))
+
+    async def aclose(self) -> None:
+        """Close the connection, if there is one."""
+        if self._connection is not None:
+            await self._connection.aclose()
+            self._connection = None
+
+    async def _connected(self, origin: httpcore.Origin, name: str) -> httpcore.AsyncHTTPConnection:
+        found = self._connection
+        if found is not None and self._origin == origin and found.is_available() and not found.has_expired():
+            return found
+        await self.aclose()
+        self._origin = origin
+        sockets = _Sockets(self._tls if origin.scheme == b"https" else None, name)
+        self._connection = httpcore.AsyncHTTPConnection(origin, ssl_context=self._tls, network_backend=sockets)
+        return self._connection
+
+
+class _Body(httpx.AsyncByteStream):
+    def __init__(self, pieces: AsyncIterable[bytes], close: Callable[[], Awaitable[None]]) -> None:
+        self._pieces = pieces
+        self._close = close
+
+    async def __aiter__(self) -> AsyncGenerator[bytes]:
+        with _errors_of_httpx():
+            async for piece in self._pieces:
+                yield piece
+
+    async def aclose(self) -> None:
+        await self._close()
+
+
+@contextmanager
+def _errors_of_httpx() -> Generator[None]:
+    try:
+        yield
+    except httpcore.ConnectError as exc:
+        raise httpx.ConnectError(str(exc)) from exc
+    except (httpcore.NetworkError, httpcore.ProtocolError) as exc:
+        raise httpx.ReadError(str(exc)) from exc
+
+
+class _Sockets(httpcore.AsyncNetworkBackend):
+    """Connects as asyncio does, with TLS from the first byte where there is a context."""
+
+    def __init__(self, tls: ssl.SSLContext | None, name: str) -> None:
+        self._tls = tls
+        self._name = name if tls is not None else None
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,  # the signature is httpcore's
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        try:
+            streams = await asyncio.open_connection(host, port, ssl=self._tls, server_hostname=self._name)
+        except OSError as exc:  # certificates that do not fit are among these
+            raise httpcore.ConnectError(str(exc)) from exc
+        return _Stream(*streams)
+
+
+class _Stream(httpcore.AsyncNetworkStream):
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        try:
+            return await self._reader.read(max_bytes)
+        except OSError as exc:
+            raise httpcore.ReadError(str(exc)) from exc
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        try:
+            self._writer.write(buffer)
+            await self._writer.drain()
+        except OSError as exc:
+            raise httpcore.WriteError(str(exc)) from exc
+
+    async def aclose(self) -> None:
+        self._writer.close()
+
+    async def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        return self  # it began so
+
+    def get_extra_info(self, info: str) -> object:
+        """Answer what httpcore asks before the next request: whether the engine has closed meanwhile."""
+        return self._reader.at_eof() if info == "is_readable" else None

@@ -4,7 +4,8 @@ P answers each registration with PushDone or PushStopped. If we abort one before
 the load fails at once, but its blocks stay unused because P may still write into them. They are free when P sends
 PushStopped; or, if P's connection closed, when all that P had sent must have arrived (:data:`QUARANTINE`). A connection
 that was reset may be that of a P that lives, cut off for so long that its kernel has given up. It has died if it had
-answered just before, or when another engine answers at its address.
+answered just before, or when another engine answers at its address. Something between may have reset it, though: P is
+connected again at once, and if it answers it lives.
 
 A registration sent over a connection that ended must not be sent again. P closes idle connections, though: over one
 that has been idle for long, a push is registered only when P has answered a heartbeat. If the connection ends before,
@@ -246,6 +247,7 @@ class PushReceiver:
             for rank in self._ranks:
                 self._link.send(peer.conn, RankMemory(rank))
             self._bury_predecessors(peer, now)
+            self._keep_from_living(peer, now)
         for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
             if push.state in _IGNORES_PEER:
                 continue
@@ -302,7 +304,8 @@ class PushReceiver:
 
     def _check_quarantine(self, push: _ExpectedPush, now: float) -> None:
         push.checks -= 1
-        if push.checks:
+        peer = self._peers.get(push.order.engine) if push.is_reset else None
+        if push.checks > 0 or (peer is not None and peer.state is PeerState.CONNECTING):  # it may show that P lives
             self._deadlines.set(push.order.request, now + push.check_interval)
         else:
             self._release(push)
@@ -382,10 +385,15 @@ class PushReceiver:
             self._lease_renewer.stop_renewing(push.order.request, push.order.engine)
             self._report(push, f"{peer.address} is gone: {peer.reason}")
         push.on(ReceiveEvent.PEER_LOST)
-        push.check_interval, push.checks = LONG_QUARANTINE if peer.is_silent else QUARANTINE
         push.is_reset = peer.is_reset
-        self._deadlines.set(push.order.request, now + push.check_interval)
+        self._quarantine(push, LONG_QUARANTINE if peer.is_silent else QUARANTINE, now)
         self._contention_deadlines.discard(push.order.request)
+        if peer.is_reset and not peer.is_silent:  # it seems to have died: it answers if it has not
+            self._peers.ensure_connected(push.order.engine, push.order.address, now=now)
+
+    def _quarantine(self, push: _ExpectedPush, looks: tuple[float, int], now: float) -> None:
+        push.check_interval, push.checks = looks
+        self._deadlines.set(push.order.request, now + push.check_interval)
 
     def _bury_predecessors(self, peer: Peer, now: float) -> None:
         """An engine listens where another one did, so the process is dead whose kernel has reset our connection."""
@@ -393,8 +401,14 @@ class PushReceiver:
             is_dead = push.order.address == peer.address and push.order.engine != peer.engine
             if is_dead and push.is_reset and push.state is ReceiveState.QUARANTINED:
                 push.is_reset = False
-                push.check_interval, push.checks = QUARANTINE
-                self._deadlines.set(push.order.request, now + push.check_interval)
+                self._quarantine(push, QUARANTINE, now)
+
+    def _keep_from_living(self, peer: Peer, now: float) -> None:
+        """An engine answers again, so it was not its end that reset our connection: its writes may be on their way."""
+        for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
+            is_short = (push.check_interval, push.state) == (QUARANTINE[0], ReceiveState.QUARANTINED)
+            if is_short and push.is_reset:
+                self._quarantine(push, LONG_QUARANTINE, now)
 
     def _abort(self, push: _ExpectedPush, counter: str, why: str) -> None:
         """End a push for our own reasons, and tell P."""

@@ -271,12 +271,38 @@ def test_a_kernel_gives_up_later_than_that():
     assert USER_TIMEOUT_MS / 1000 >= 2 * FRESH
 
 
-def test_a_p_that_is_back_after_a_reset_lives(harness):
-    harness.now += FRESH
+@pytest.mark.parametrize("seconds", [0, FRESH])
+def test_a_p_that_is_back_after_a_reset_lives(harness, seconds):
+    """Then no kernel has told of its death, but something between: what it wrote may still be on its way."""
+    harness.now += seconds
     harness.lose(silent=True, reset=True)
+    harness.wait(QUARANTINE[0])
     harness.meet(P)
+    harness.take_results()
+    harness.wait(LONG_QUARANTINE[0])
 
-    assert harness.push_receiver._pushes[A].checks == LONG_QUARANTINE[1]
+    assert harness.push_receiver._pushes[A].checks == LONG_QUARANTINE[1] - 1
+    for _ in range(LONG_QUARANTINE[1] - 1):
+        harness.wait(LONG_QUARANTINE[0])
+    assert BlocksReleased(A) in harness.take_results()
+
+
+def test_whether_a_p_lives_whose_connection_was_reset_is_asked_at_once(harness):
+    """No request may ask before its blocks are used again. An end that leaves no doubt is not looked into."""
+    harness.lose(silent=True, reset=True)
+    harness.take_results()
+    for _ in range(2 * QUARANTINE[1]):
+        harness.wait(QUARANTINE[0])
+    assert harness.take_results() == []
+    harness.happen(ConnectFailed(harness.conn, "no route"))
+    harness.wait(QUARANTINE[0])
+    assert harness.take_results() == [BlocksReleased(A)]
+    harness.now += 100
+    harness.expect(B)
+    harness.connect()
+    harness.lose()
+
+    assert harness.peers.get(P) is None
 
 
 def test_a_p_that_breaks_the_protocol_may_live(harness):

@@ -293,6 +293,22 @@ def test_a_reset_connection_is_no_dead_prefill_engine(world):
     keep_blocks_behind_a_cut(world, USER_TIMEOUT_MS / 1000, world.network.lose, later_s=60)
 
 
+def test_a_prefill_engine_whose_connection_something_between_has_reset_may_write_on(world):
+    """A firewall, or a proxy: the last answer is fresh, and what carries the KV cache is another connection."""
+    hang(world, clings=True)
+    world.prefill()
+    into = world.expect()
+    world.run()
+    world.network.lose()
+    world.run(seconds=60)
+    assert failure(world)
+    assert set(into).isdisjoint(world.d.free)
+    world.heal()
+    world.run(seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
+
+    assert len(world.d.free) == BLOCKS
+
+
 def test_a_decode_engine_that_is_cut_off_recomputes(world):
     """P's lease ends meanwhile: what it wrote until then is not to be trusted."""
     into = world.expect()

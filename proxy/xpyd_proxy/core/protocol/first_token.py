@@ -26,7 +26,7 @@ _CHUNKS: Final = {_COMPLETIONS: raw("text_completion"), _CHAT: raw("chat.complet
 _ASSISTANT: Final = raw("assistant")
 _NO_TEXT: Final = raw("")
 _HALF: Final = "\N{REPLACEMENT CHARACTER}"  # the token is a part of a character
-MARKS: Final = frozenset("<[{|")  # they begin tool calls and the like, which a parser must see from their beginning on
+_MARKS: Final = frozenset("<[{|")  # they begin tool calls and the like, which a parser must see from their beginning on
 _TEXT: Final = ("role", "content")  # what a message has that is a text
 _EMPTY: Final = (NULL, msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
 _NO_PROMPT: Final = b',"prompt_token_ids":null,"prompt_text":null'  # in the first event of a chat
@@ -173,7 +173,7 @@ def first_token(
     prompt = choice.prompt_token_ids if is_completion else said.prompt_token_ids
     if text is None or _HALF in text or tokens is None or len(tokens) != 1 or bytes(prompt)[:1] != b"[":
         return None
-    if api is _CHAT and not MARKS.isdisjoint(text):
+    if api is _CHAT and not _MARKS.isdisjoint(text):
         return None
     if choice.finish_reason != "stop" and (choice.finish_reason != "length" or not text):
         return None

@@ -8,10 +8,12 @@ A token may be half a character, whose text comes with the next one. So a point 
 of a single token had a text: that is all of it. What comes after the last such point is made again, and the part of
 its text that the client has is left out. That is only the same text under greedy decoding.
 
-In a chat it may not be all of it. A parser of tool calls keeps the end of a text that could begin a call ("<") until it
-knows more, also where the client has no tools (``prefix-match buffering`` in vllm/parser/engine/incremental_lexer.py),
-and gives it back with the next text. So a chat's point is safe when the next text does not begin so. A sampled stream,
-of which nothing may be made again, takes the risk behind a letter or a digit: few tokens go on with such a mark.
+In a chat it may not be all of it. A parser of tool calls keeps the end of a text that could begin one of its literals
+("<") until it knows more, also where the client has no tools (``prefix-match buffering`` in
+vllm/parser/engine/incremental_lexer.py), and gives it back with the next text. So a chat's point is safe when the next
+text does not begin so. Of a sampled stream nothing may be made again. It goes on behind a letter or a digit, for no
+token has punctuation behind these; but one literal begins with a letter (Gemma's "call:" with a "c", so that of "music"
+the "c" comes later), so behind a letter only when the engine has been seen to tell of a "c" at an end.
 
 Only fields that are known to survive this are let through: what looks back at the tokens made so far (penalties, stop
 texts, guided decoding, tools, logprobs) would begin anew, and a seed would begin anew with it.
@@ -25,7 +27,7 @@ import msgspec
 
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.core.protocol.continuation import Rest, limits_behind, prompt_of, raw, raw_fields
-from xpyd_proxy.core.protocol.first_token import MARKS, FirstToken
+from xpyd_proxy.core.protocol.first_token import FirstToken
 from xpyd_proxy.core.raw_json import NULL, TRUE, Fields, encode, maybe
 from xpyd_proxy.core.schemas import PlainMessage
 
@@ -60,6 +62,7 @@ _DONE: Final = b"data: [DONE]\n\n"
 _DROPPED: Final = b": goes on\n"  # a comment: clients do not see it
 _TOKENS: Final = ("token_ids", "prompt_token_ids")
 _NOWHERE: Final = 0, 0
+_KEPT_LETTER: Final = "c"  # the only one that begins a literal of vLLM 0.32's parsers
 
 
 def can_resume(api: Api, fields: Fields) -> bool:
@@ -72,6 +75,12 @@ def can_resume(api: Api, fields: Fields) -> bool:
         if not all(_is_neutral(name, value, fields) for name, value in odd):
             return False
     return api is not _CHAT or _is_text_only(fields.get("messages", NULL))
+
+
+def may_be_kept(text: str) -> bool:
+    """Tell whether a text of a chat may begin with what a parser has kept back of the one before."""
+    first = text[0]
+    return first == _KEPT_LETTER or not (first.isalnum() or first.isspace())
 
 
 def traced(fields: Fields) -> Fields:
@@ -99,6 +108,7 @@ class Replay:
     _resumed: bool = False
     _counted: bool = False  # the client has its usage
     _inside: bool = False  # the client has the beginning of an event, and not the empty line that ends it
+    _keeps_no_letter: bool = False  # as far as a chat's texts show
 
     def feed(self, lines: bytes) -> bytes:
         """Take whole lines of the engine's stream; return what the client gets in their place."""
@@ -190,15 +200,16 @@ class Replay:
         if news != text:
             _set_text(choice, delta, news)
         if text and self._point != _NOWHERE:
-            if text[0] in MARKS:
-                self._point = _NOWHERE  # this may be what was kept back of it
+            if may_be_kept(text):
+                self._point = _NOWHERE
             else:
                 self._keep(*self._point)
+        self._keeps_no_letter = self._keeps_no_letter or text.endswith(_KEPT_LETTER)
         self._ahead += tokens
         self._text += text
         if text and len(tokens) == 1:
             self._point = len(self._ahead), len(self._text)
-            if self.api is not _CHAT or (text[-1].isalnum() and not self._is_greedy()):
+            if self.api is not _CHAT or (not self._is_greedy() and self._seems_whole(text)):
                 self._keep(*self._point)
         if any(maybe(value, object) for name, value in delta.items() if name not in ("role", "content")):
             self._spoilt = True
@@ -208,6 +219,11 @@ class Replay:
             self.broken = self._spoilt = True  # it has less to say than the client has
         self._finished = self._finished or (is_last and not self._spoilt)
         return bool(not self._resumed or news or is_last)
+
+    def _seems_whole(self, text: str) -> bool:
+        """Tell whether no parser keeps back an end of the token of a text, as tokens are."""
+        last = text[-1]
+        return self._keeps_no_letter if last.isascii() and last.isalpha() else last.isalnum()
 
     def _keep(self, tokens: int, text: int) -> None:
         """The client has all of the text of so many tokens."""

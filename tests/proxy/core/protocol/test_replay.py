@@ -157,39 +157,57 @@ def test_what_is_no_text_behind_the_break_ends_in_an_error(delta):
     assert replay.ending() is None
 
 
-def keeping_back(texts):
-    """Return what vLLM's parser of Qwen's tool calls tells of these tokens: what may begin a call comes later."""
+def keeping_back(texts, literal):
+    """Return what a parser of vLLM's with this literal tells of these tokens: what may begin it comes later."""
     kept = ""
     for number, text in enumerate(texts):
-        text, kept = kept + text, ""
-        if text.endswith("<"):
-            text, kept = text[:-1], "<"
+        text = kept + text
+        end = next((at for at in range(len(text)) if literal.startswith(text[at:])), len(text))
+        text, kept = text[:end], text[end:]
         delta = {"content": text} if text else {}
         yield {"id": "x", "choices": [{"index": 0, "delta": delta, "token_ids": [number]}]}
 
 
-MADE = ["a", " <", "b", ">", "\n<", "i", "> c", "<", "/i>"]  # the texts of tokens 0, 1, 2 ...
+MADE = {  # by a literal, the texts of tokens 0, 1, 2 ...
+    "<tool_call>": ["a", " <", "b", ">", "\n<", "i", "> c", "<", "/i>"],
+    '">': ["a", ' "', "b", '."', '"', '"', "\n", '"', '"', ",", " d"],
+    "]<]minimax[>[": ["a[", "0", "]", "]", " b", "].", "]", "]<", " d"],
+    "call:": ["I", " like", " music", " and", " logic", "al", " talk", " ca", "lm", " 7", " magic", ".", " E"],
+}
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
-@pytest.mark.parametrize("after", range(1, 10))
-def test_what_a_parser_keeps_back_is_not_lost(after, temperature):
+@pytest.mark.parametrize(
+    ("literal", "after"), [(literal, after) for literal, made in MADE.items() for after in range(1, len(made) + 1)]
+)
+def test_what_a_parser_keeps_back_is_not_lost(literal, after, temperature):
     """A stream that goes on behind a token of which the client lacks the end would lack it for good."""
-    fields = fields_of(CHAT | {"temperature": temperature})
+    fields, made = fields_of(CHAT | {"temperature": temperature}), MADE[literal]
     replay, shown = Replay(Api.CHAT, fields, _prompt=[77]), []
-    for chunk in list(keeping_back(MADE))[:after]:
+    for chunk in list(keeping_back(made, literal))[:after]:
         line = replay.feed(b"data: " + json.dumps(chunk).encode() + b"\n")
         shown += [json.loads(line[5:])["choices"][0]["delta"].get("content", "")] if b"data:" in line else []
     rest = replay.rest()
     if rest is None:
         assert temperature, "a greedy stream goes on anywhere"
         return
-    made = len(json.loads(bytes(rest.tokens))) - 1
-    for chunk in keeping_back(MADE[made:]):
+    behind = len(json.loads(bytes(rest.tokens))) - 1
+    for chunk in keeping_back(made[behind:], literal):
         line = replay.feed(b"data: " + json.dumps(chunk).encode() + b"\n")
         shown += [json.loads(line[5:])["choices"][0]["delta"].get("content", "")] if b"data:" in line else []
 
-    assert "".join(shown) == "".join(MADE)
+    assert "".join(shown) == "".join(made)
+
+
+def test_a_sampled_chat_goes_on_behind_words_of_an_engine_that_tells_whole_ones():
+    """Nearly all do; a stream shows it by a word that ends with the letter that begins a literal of another parser."""
+    replay = Replay(Api.CHAT, fields_of(CHAT | {"temperature": 0.7}), _prompt=[77])
+    told = []
+    for chunk in keeping_back(["I", " like", " 2", " music", " and", " more"], "<tool_call>"):
+        replay.feed(b"data: " + json.dumps(chunk).encode() + b"\n")
+        told.append(replay.can_move())
+
+    assert told == [False, False, True, True, True, True]
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,17 +1,17 @@
 """A registry whose engines have the same ids in all workers, and do what an operator has told any of them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.registry import Member, Registry
-from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Origin
+from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
 from xpyd_proxy.core.fleet.turns import RoleTurn, TurnEvent
 from xpyd_proxy.core.model import EngineRole, Instance, InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb, key_of, turned_of, turned_text
-from xpyd_proxy.errors import AlreadyKnown
+from xpyd_proxy.errors import AlreadyKnown, IdLogBusy
 from xpyd_proxy.io.request_path.id_log import InstanceIdLog
 from xpyd_proxy.settings import Settings
 
@@ -69,6 +69,18 @@ class SharedRegistry(Registry):
         self._obey(self._ledger.roster.order(instance.id), instance.id, now=now)
         self._ledger.catch_up(instance.id)
         return member.instance
+
+    def add_target(self, role: Role, target: Target, *, now: float, origin: Origin = BY_HAND) -> Sequence[Instance]:
+        """Do the same for all ranks of an engine, or for none; raises AlreadyKnown, or IdLogBusy."""
+        place = [Key(role, target.address.authority)]
+        before = {member.instance.id for member in self.members_at(place)}
+        try:
+            return super().add_target(role, target, now=now, origin=origin)
+        except IdLogBusy:
+            for member in self.members_at(place):
+                if member.instance.id not in before:
+                    self._forget(member.instance.id, now=now)  # the other workers keep it
+            raise
 
     def remove(self, name: InstanceId, *, now: float) -> None:
         """Forget an engine; raises UnknownInstance. If its source names it again, it has another id."""

@@ -78,6 +78,22 @@ def test_an_engine_that_could_not_be_named_is_added_later(tmp_path):
     assert [member.instance.id for member in registry.members()] == [D0]
 
 
+def test_of_an_engine_with_ranks_all_are_added_later_or_none(tmp_path):
+    """A worker that is stopped has named the first of them; an engine that lacks some is not looked at again."""
+    wanted = Wanted(Role.DECODE, Target.parse("a:1#dp=2"))
+    other, registry = worker(tmp_path), worker(tmp_path)
+    other.add(Role.DECODE, A, rank=0, origin=Origin(EngineSource.STORE, 1, wanted))
+    reconciler = Reconciler(registry, [EngineSource.STORE], lambda: 0.0)
+    with held(tmp_path):
+        reconciler.view(EngineSource.STORE, [wanted])
+        assert not registry.members()
+    list(reconciler.reconcile())
+
+    assert [member.instance.rank for member in registry.members()] == [0, 1]
+    assert [member.instance.id for member in registry.members()] == [D0, D1]
+    assert [verb for verb, _ in other._ledger.news()] == [Verb.NAME]  # nothing was given up
+
+
 def test_a_line_of_which_half_is_written_is_read_when_it_is_whole(tmp_path):
     """Who reads takes no lock."""
     ledger = InstanceIdLog(tmp_path / "ledger")

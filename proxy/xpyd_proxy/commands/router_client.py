@@ -7,6 +7,7 @@ import os
 import re
 import ssl
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias, cast
 
@@ -57,7 +58,8 @@ def _read(router: "RouterClient", answer: "Callable[[RouterClient], str]") -> st
     try:
         return answer(router)
     # What writes it takes the answer for a router's: a server that is none, or a router of another time, sends others.
-    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as exc:
+    # OSError: no date is so many seconds away.
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, OSError) as exc:
         said = f"{router.url} answers something else than a router does ({type(exc).__name__}: {exc})"
         raise CommandFailed(said) from exc
 
@@ -68,7 +70,7 @@ class RouterClient:
     def __init__(self, args: argparse.Namespace) -> None:
         """Read what flags and environment name; raises ConfigError: no key, a wrong file, or flags that clash."""
         self.url, key, tls = _read_access(args)
-        headers = {b"x-api-key": key.encode(errors="surrogateescape")}
+        headers = {b"x-api-key": key.encode(errors="surrogateescape"), b"accept-encoding": b"identity"}
         limits = httpx.Limits(max_keepalive_connections=0)  # a connection for each question
         self._client = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False, verify=tls, limits=limits)
         self._extensions = {} if args.server_name is None else {"sni_hostname": args.server_name}
@@ -113,7 +115,7 @@ class RouterClient:
             asyncio.timeout(self._timeout_s),
             self._client.stream(method, self.url + path, json=body, extensions=self._extensions) as response,
         ):
-            async for piece in response.aiter_bytes():
+            async for piece in response.aiter_raw():  # as it came: some KB of gzip in gzip unpack to many GB
                 content += piece
                 if len(content) > _LARGEST_BODY:
                     raise CommandFailed(f"{self.url} answers more than {_LARGEST_BODY} bytes: is it a router?")
@@ -121,13 +123,13 @@ class RouterClient:
 
     def ask_any_worker(self, path: str) -> Json:
         """Get what only one worker of the router knows: each connection is one worker's, and nobody chooses whose."""
-        asked, most = 0, 1
+        asked, most, until = 0, 1, time.monotonic() + self._timeout_s  # which is for all of them together
         while True:
             try:
                 return self.ask(path)
             except UnknownHere as exc:
                 asked, most = asked + 1, 1 if exc.workers == 1 else _TRIES * exc.workers
-                if asked >= most:
+                if asked >= most or time.monotonic() >= until:
                     raise
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Final
 
 _LONGEST: Final = 500  # characters of what a server said, in a sentence
+_WIDEST: Final = 100  # columns; a longer cell stands out, and no other is as wide: one server may have a million rows
 
 
 def printable(text: str) -> str:
@@ -16,8 +17,13 @@ def shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def widths_of(rows: Sequence[Sequence[str]]) -> Sequence[int]:
+    """Return how wide columns are: as their widest cell, within reason."""
+    return [min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True)]
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Write rows, of which the first one names the columns, with columns as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = widths_of(rows)
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "".join(line.rstrip() + "\n" for line in lines)

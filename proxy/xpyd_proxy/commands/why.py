@@ -9,6 +9,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from xpyd_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
+from xpyd_proxy.commands.tables import widths_of
 
 _BAR: Final = 30  # characters that stand for the whole time
 
@@ -74,7 +75,7 @@ def _request(request: Json) -> str:
                 [part for part in inner if part["leg"] != row["where"]],
             )
             table += [_cells(part, request["duration_ms"], f"  {part['what']}") for part in parts]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    widths = widths_of(table)
     lines += [
         f"{start:>{widths[0]}}  {ms:>{widths[1]}}  {what:<{widths[2]}}  {bar:<{widths[3]}}  {note}".rstrip()
         for start, ms, what, bar, note in table

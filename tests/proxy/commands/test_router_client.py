@@ -1,7 +1,9 @@
 """Commands that ask a router, in front of servers that are none: each ends in time, with one sentence."""
 
+import gzip
 import json
 import time
+import tracemalloc
 
 import pytest
 
@@ -68,6 +70,59 @@ def test_a_server_that_does_not_end_is_said(capsys):
     assert "answers more than" in capsys.readouterr().err
 
 
+def test_an_answer_is_not_unpacked(capsys):
+    """A few KB unpack to many GB, and what was read is bounded behind that."""
+    bomb = gzip.compress(gzip.compress(bytes(1 << 26)))
+    assert len(bomb) < 2000
+    script = answering(bomb, head=b"Content-Encoding: gzip, gzip\r\n")
+    with raw_engine(script) as engine:
+        tracemalloc.start()
+        code = run(["pairs"], engine.at, "--timeout", "60")
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+
+    assert code == 1
+    assert "without JSON" in capsys.readouterr().err
+    assert most < 32 << 20
+
+
+REQUEST = {
+    **dict.fromkeys(("request_id", "path", "outcome", "mode"), "x"),
+    **dict.fromkeys(("client_id", "single_reason", "error"), ""),
+    "status": 200,
+    "duration_ms": 1.0,
+    "began_at": 0.0,
+    "retries": [],
+    "notes": [],
+    "rows": [],
+}
+
+
+def test_what_cannot_be_written_is_said(capsys):
+    """It is JSON, and its fields are of the right types."""
+    body = json.dumps({"requests": [REQUEST | {"began_at": 1e17}], "omitted": 0}).encode()
+    with raw_engine(answering(body)) as engine:
+        code = run(["why", "x"], engine.at)
+
+    assert code == 1
+    assert "answers something else than a router does" in capsys.readouterr().err
+
+
+def test_a_long_word_does_not_widen_a_million_rows(capsys):
+    """Each would be as wide: 64 MB of an answer would be written as terabytes."""
+    row = dict.fromkeys(("prefill", "decode", "state"), "x")
+    row |= dict.fromkeys(("rest_s", "reason", "mode", "pull_s", "push_s", "ttft_s", "bytes_per_s", "last_s"))
+    row |= {"handovers": 0, "failed": 0, "failures": {}}
+    found = {"dropped": 0, "workers": 1, "pairs": [row | {"prefill": "y" * 100_000}, *[row] * 100]}
+    with raw_engine(answering(json.dumps(found).encode())) as engine:
+        code = run(["pairs"], engine.at)
+    out = capsys.readouterr().out
+
+    assert code == 0
+    assert "y" * 100_000 in out
+    assert len(out) < 200_000
+
+
 def test_many_words_of_an_error_are_cut(capsys):
     """The terminal is an operator's."""
     body = json.dumps({"error": {"message": "x" * 5_000_000}}).encode()
@@ -78,10 +133,27 @@ def test_many_words_of_an_error_are_cut(capsys):
     assert 100 < len(capsys.readouterr().err) < 1000
 
 
+def test_all_workers_together_have_the_time_of_one(capsys):
+    """A server that takes a moment for each of 512 questions held a terminal for more than an hour."""
+    script = answering(b'{"detail": "not here"}', status=b"404 No", head=b"x-xpyd-workers: 64\r\n")
+
+    def slowly(engine, talk):
+        time.sleep(0.4)
+        script(engine, talk)
+
+    began = time.monotonic()
+    with raw_engine(slowly) as engine:
+        code = run(["why", "x"], engine.at, "--timeout", "3")
+
+    assert code == 1
+    assert "not here" in capsys.readouterr().err
+    assert time.monotonic() - began < 20
+
+
 def test_workers_beyond_those_that_a_router_has_are_not_asked(capsys):
     """One that names a million would be asked for days."""
     with raw_engine(answering(b'{"detail": "not here"}', status=b"404 No", head=b"x-xpyd-workers: 9999\r\n")) as engine:
-        code = run(["why", "x"], engine.at)
+        code = run(["why", "x"], engine.at, "--timeout", "60")
 
     assert code == 1
     assert "not here" in capsys.readouterr().err

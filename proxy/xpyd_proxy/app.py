@@ -96,6 +96,7 @@ from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.connection_guard import Guard, resolved
+from xpyd_proxy.io.wire.engine_tls import EngineTls
 from xpyd_proxy.io.wire.pool import Dial
 from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.group import worker_group
@@ -189,7 +190,10 @@ def build(
         index=index,
         known=known,
     )
-    outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
+    outbound, tls = (
+        Outbound(engine_keys(settings), forwards=settings.forward_client_key),
+        EngineTls(engine_tls(settings), settings.engine_server_name),
+    )
     resolve = resolved if transport is None else None  # with the transport of a test it connects nowhere
     guard = Guard(AllowList.parse(settings.allowed_instances), registry.is_given, resolve)
     engines = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=dial)
@@ -199,7 +203,7 @@ def build(
         _salts(settings, keyring),
         ModelCatalog(registry, engines, outbound, clock, model=settings.required_model),
     )
-    telemetry, queue = Telemetry(_counters(fleet, pairs, gate), clock, history, pairs), gate.admission
+    telemetry, queue = Telemetry(_counters(fleet, pairs, gate, tls), clock, history, pairs), gate.admission
     traces, releaser = traces or _traces(settings), Releaser(engines, told=(telemetry,))
     requests = Requests(
         intake=Intake(settings, lifetime, keyring, sites, salts, _sessions(settings)),
@@ -233,7 +237,7 @@ def build(
     checks = HttpChecks(
         timeout_s=settings.health_check_timeout_s,
         headers=lambda role: outbound.headers(role, ()),
-        verify=tls,
+        tls=tls,
         transport=transport,
         guard=guard,
     )
@@ -282,7 +286,7 @@ def build(
     reloads = FileReloads(
         lambda: requests.settings,
         server_tls(settings),
-        tls,
+        tls.context,
         keyring,
         outbound,
         admin_key,
@@ -381,12 +385,13 @@ def _has_open_admin_port(settings: Settings) -> bool:
     return settings.admin_port is not None and settings.tls_client_ca is not None and settings.api_keys_file is None
 
 
-def _counters(fleet: LiveFleet, pairs: PairNotes, gate: Gate) -> Counters:
+def _counters(fleet: LiveFleet, pairs: PairNotes, gate: Gate, tls: EngineTls) -> Counters:
     """Return the counters; some of them are counted where pairs are chosen, or remembered, or requests wait."""
     counters = Counters(
         _PATHS,
         pair_failures=pairs.health.failures,
         pairs_dropped=pairs.matrix.counts,
+        engine_tls_failures=tls.failures,
         turns=fleet.registry.turns,
     )
     counters.class_waiting = gate.admission.waiting_by_class
@@ -548,9 +553,7 @@ def _sessions(settings: Settings) -> SessionIds | None:
     return SessionIds(settings.session_names) if by_session else None
 
 
-def _realtime(
-    requests: Requests, outbound: Outbound, tls: ssl.SSLContext | None, guard: Guard
-) -> Sequence[WebSocketRoute]:
+def _realtime(requests: Requests, outbound: Outbound, tls: EngineTls, guard: Guard) -> Sequence[WebSocketRoute]:
     """Build the route of sessions, if there shall be some; raises ConfigError: their library is missing."""
     if not requests.settings.realtime:
         return ()

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final, cast, get_args
 from urllib.parse import urlsplit
 
-from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.address import Address, dns_name
 from xpyd_proxy.core.admission.service_classes import ServiceClass
 from xpyd_proxy.core.discovery.pods import LABEL_KEY
 from xpyd_proxy.core.discovery.store_url import split_prefix
@@ -251,6 +251,7 @@ _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
     "PEER": _peer,
     "NETWORK": _network,
     "HOST": _host,
+    "DNS_NAME": dns_name,
     "URL": lambda text: text if text.startswith(("http://", "https://")) else None,
     "STORE": _store,
     "CLASS": _class,

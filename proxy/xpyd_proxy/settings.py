@@ -154,6 +154,7 @@ Address = Annotated[str, Kind("", "ENGINE")]
 Peer = Annotated[str, Kind("", "PEER")]
 Network = Annotated[str, Kind("", "NETWORK")]
 Host = Annotated[str, Kind("the name of a host: write it without scheme and port, or * for all", "HOST")]
+DnsName = Annotated[str, Kind("a DNS name: write it without scheme, port and *, such as engines.llm.svc", "DNS_NAME")]
 Url = Annotated[str, Kind("a URL: write http://host:port or https://host:port", "URL")]
 Store = Annotated[str, Kind("a store: write memory, file:PATH, kubernetes:CONFIGMAP or redis://host:port/0", "STORE")]
 ClassText = Annotated[str, Kind("", "CLASS")]
@@ -365,6 +366,9 @@ class Settings:
     engine_ca: File | None = SECURITY.option(None, "PEM, authorities of https engines", unset="the system's")
     engine_cert: File | None = SECURITY.option(None, "PEM, the certificate that the router shows to engines")
     engine_key: File | None = SECURITY.option(None, "PEM, its private key")
+    engine_server_name: DnsName | None = SECURITY.option(None,
+        "name that the certificates of all https engines must have, whatever their addresses (pods have only IPs)",
+        unset="the host of each one's address")
     prefill_api_key_file: File | None = SECURITY.option(None,
         "key that the router shows to prefill engines", live=True, chart="prefill.apiKey.secretName")
     decode_api_key_file: File | None = SECURITY.option(None,

@@ -568,6 +568,25 @@ async def test_sessions_go_over_tls_on_both_sides(tmp_path):
         assert (await stage.refusal(scheme="wss", ssl=trusting)).status_code == 502
 
 
+async def test_sessions_go_to_engines_by_the_name_of_all(tmp_path):
+    """Pods have addresses that no certificate names; one without the name gets no session, and it is counted."""
+    authority = Authority(tmp_path, "ca")
+    for shown, wanted in (("DNS:engines.llm.svc", True), ("DNS:stranger.llm.svc", False)):
+        theirs = authority.sign("engine", shown)
+        serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        serving.load_cert_chain(theirs.cert, theirs.key)
+        flags = ("--engine-ca", authority.own.cert, "--engine-server-name", "engines.llm.svc")
+        async with staged(tmp_path, *flags, scheme="https://", ssl=serving) as stage:
+            if wanted:
+                async with stage.connect() as session:
+                    assert json.loads(await session.recv()) == HELLO
+                continue
+            refused = await stage.refusal()
+            assert refused.status_code == 502
+            assert b"decode-0 shows a certificate that is not for engines.llm.svc" in refused.body
+            assert await stage.metric('xpyd_engine_tls_failures_total{instance="decode-0",reason="wrong_name"}') >= 1
+
+
 async def test_workers_share_the_sessions(tmp_path):
     """Each counts its own, and any of them shows all."""
     async with staged(tmp_path, "--workers", "2") as stage, AsyncExitStack() as opened:

@@ -241,7 +241,10 @@ def test_an_engine_whose_certificate_is_not_known_gets_nothing(start, tmp_path):
         process.kill()
 
     assert answer.status_code == 502
-    assert answer.json()["error"]["message"] == "prefill-0 cannot be reached"
+    assert answer.json()["error"]["message"] == (
+        "prefill-0 shows a certificate of no authority that the router trusts (engine_ca): unable to get local issuer"
+        " certificate"
+    )
 
 
 def _certificate(authority):

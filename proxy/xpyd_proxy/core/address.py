@@ -50,6 +50,13 @@ class Address:
         return cls((shape["scheme"] or "http").lower(), host, port)
 
 
+def dns_name(text: str) -> str | None:
+    """Return the normal spelling of a name that certificates can have; None: it is none, such as an IP address."""
+    found = _host(text)
+    is_name = found == text.lower() and not text.endswith(".") and _ip(IPv4Address, text) is None
+    return found if is_name else None
+
+
 def _host(text: str) -> str | None:
     """Return the normal spelling of an IP address or a DNS name; None if it is neither."""
     if text.startswith("["):

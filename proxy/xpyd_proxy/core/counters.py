@@ -115,6 +115,7 @@ class Counters:
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
     # by result, of files that have changed
     file_reloads: Counter[Key] = field(default_factory=lambda: Counter[Key]({("ok",): 0, ("failed",): 0}))
+    engine_tls_failures: Counter[Key] = field(default_factory=Counter)  # instance, TlsFailure of io/wire/engine_tls.py
     unreachable_hosts: Counter[Key] = field(default_factory=Counter)  # prefill engine: replaced in its answers
     write_timeouts: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
     realtime_sessions: Counter[Key] = field(default_factory=Counter)  # SessionOutcome

@@ -156,6 +156,10 @@ class _Collector:
     def _legs(self) -> Iterator[Family | None]:
         text = "Legs that are over, by engine and by how they ended; ok: also those that were not needed any more."
         yield from self._counted.counter("xpyd_legs", text, ("instance", "role", "outcome"), "legs")
+        text = "Connections to https engines that TLS did not let be, by reason; probes' among them."
+        yield from self._counted.counter(
+            "xpyd_engine_tls_failures", text, ("instance", "reason"), "engine_tls_failures"
+        )
         text = "Seconds from sending a prefill leg to the whole answer."
         yield from self._counted.histogram("xpyd_prefill_seconds", text, ("instance",), "prefill_times")
         text = (

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import ssl
 from typing import Final
 
 from websockets.asyncio.client import ClientConnection, connect
@@ -13,6 +12,7 @@ from xpyd_proxy.core.model import Headers, Instance
 from xpyd_proxy.core.protocol.realtime import ABNORMAL, REALTIME_PATH, Side, SocketClosed, sendable
 from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, EngineTimeout, NotAllowed, NotServed
 from xpyd_proxy.io.wire.connection_guard import Guard
+from xpyd_proxy.io.wire.engine_tls import EngineTls
 from xpyd_proxy.settings import Settings
 
 _PING_S: Final = 20.0  # seconds between two pings, and for the answer to each: an engine that is gone is noticed
@@ -64,7 +64,7 @@ class EngineSocket:
 class EngineSockets:
     """Opens sessions at engines."""
 
-    def __init__(self, settings: Settings, outbound: Outbound, tls: ssl.SSLContext | None, guard: Guard | None) -> None:
+    def __init__(self, settings: Settings, outbound: Outbound, tls: EngineTls, guard: Guard | None) -> None:
         self._settings = settings
         self._outbound = outbound
         self._tls = tls
@@ -91,16 +91,18 @@ class EngineSockets:
         except InvalidStatus as refused:
             raise _refusal(instance, refused.response.status_code) from refused
         except InvalidHandshake as exc:
-            raise EngineFault(f"{instance.id} answered the offer of a session with something else") from exc
+            why = (
+                self._tls.failure(instance, exc, was_open=True) or "answered the offer of a session with something else"
+            )
+            raise EngineFault(f"{instance.id} {why}") from exc
         except (OSError, EOFError, UnicodeError) as exc:  # ssl.SSLError is an OSError
-            raise EngineError(f"{instance.id} cannot be reached", reached=False) from exc
+            why = self._tls.failure(instance, exc) or "cannot be reached"
+            raise EngineError(f"{instance.id} {why}", reached=False) from exc
 
     async def _connect(self, instance: Instance, host: str, shown: Headers) -> ClientConnection:
         address, tls, name, scheme = instance.address, None, None, "ws"
         if address.scheme == "https":
-            if self._tls is None:
-                self._tls = ssl.create_default_context()
-            tls, name, scheme = self._tls, address.host, "wss"
+            tls, name, scheme = self._tls.context, self._tls.name_of(address), "wss"
         return await _Connect(
             f"{scheme}://{address.authority}{REALTIME_PATH}",
             additional_headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in shown],

@@ -19,6 +19,7 @@ from typing import Final
 
 from xpyd_proxy.commands.flag_values import seconds, server_url
 from xpyd_proxy.commands.tables import printable, shortened
+from xpyd_proxy.core.address import dns_name
 from xpyd_proxy.core.admission.keys import outbound_key
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ConfigError
@@ -99,6 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, variable in _KEYS.items():
         add(f"--{name}-key-file", metavar="FILE", help=f"file with its API key (default: ${variable})")
     add("--ca", metavar="FILE", help="PEM file with the authorities of https URLs, and no others")
+    said = "name that the certificates of https engines must have (default: the host of each URL)"
+    add("--engine-server-name", metavar="NAME", help=said)
     parser.set_defaults(run=run)
 
 
@@ -315,7 +318,8 @@ class _Progress:
 
 def _servers(args: argparse.Namespace, transport: Transport) -> Servers:
     def named(name: str, url: str, kind: str) -> HttpServer:
-        return HttpServer(name, server_url(url), transport, _key(args, kind))
+        wanted = None if kind == "router" else args.engine_server_name
+        return HttpServer(name, server_url(url), transport, _key(args, kind), server_name=wanted)
 
     return Servers(
         router=None if args.router is None else named("router", args.router, "router"),
@@ -327,9 +331,12 @@ def _servers(args: argparse.Namespace, transport: Transport) -> Servers:
 
 def _tls(args: argparse.Namespace) -> ssl.SSLContext | None:
     urls = [*args.prefill, *args.decode, *filter(None, (args.router, args.reference))]
+    if args.engine_server_name is not None and dns_name(args.engine_server_name) is None:
+        raise ConfigError(f"--engine-server-name {args.engine_server_name!r} is not a DNS name")
     if not any(url.startswith("https://") for url in urls):
-        if args.ca is not None:
-            raise ConfigError("--ca is for URLs that begin with https://, and there is none")
+        for flag, value in (("--ca", args.ca), ("--engine-server-name", args.engine_server_name)):
+            if value is not None:
+                raise ConfigError(f"{flag} is for URLs that begin with https://, and there is none")
         return None
     context = ssl.create_default_context()
     if args.ca is not None:

@@ -37,10 +37,14 @@ def open_transport(tls: ssl.SSLContext | None) -> Transport:
 class HttpServer:
     """An engine or a router: its name in reports, and its URL."""
 
-    def __init__(self, name: str, url: str, transport: Transport, key: str | None = None) -> None:
+    def __init__(
+        self, name: str, url: str, transport: Transport, key: str | None = None, *, server_name: str | None = None
+    ) -> None:
+        """``server_name``: the name that its certificate must have; None: the host of its URL."""
         self.name = name
         self.url = url
         self._client = transport.client
+        self._extensions = {} if server_name is None else {"sni_hostname": server_name}
         self._headers = {"accept-encoding": "identity"} | ({} if key is None else {"authorization": f"Bearer {key}"})
 
     async def post(
@@ -87,7 +91,11 @@ class HttpServer:
             async with (
                 asyncio.timeout(timeout_s),
                 self._client.stream(
-                    method, self.url + path, content=content, headers=self._headers | dict(headers)
+                    method,
+                    self.url + path,
+                    content=content,
+                    headers=self._headers | dict(headers),
+                    extensions=self._extensions,
                 ) as response,
             ):
                 status = response.status_code

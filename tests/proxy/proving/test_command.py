@@ -80,6 +80,8 @@ def test_equality_with_nothing_is_not_green(tmp_path):
         (["--router", "http://127.0.0.1:1", "--only", "lenghts"], "neither a check nor a group"),
         (["--router", "http://127.0.0.1:1", "--ca", "/no/file"], "there is none"),
         (["--router", "https://127.0.0.1:1", "--ca", "/no/file"], "cannot be read"),
+        (["--router", "http://127.0.0.1:1", "--engine-server-name", "e.llm.svc"], "there is none"),
+        (["--router", "https://127.0.0.1:1", "--engine-server-name", "10.0.0.1"], "is not a DNS name"),
         (["--router", "http://127.0.0.1:1", "--router-key-file", "/no/file"], "cannot be read"),
         (["--router", "http://127.0.0.1:1"], "does not serve"),
         (["--router", "http://127.0.0.1:1", "--start", "exit 3"], "exit code 3"),

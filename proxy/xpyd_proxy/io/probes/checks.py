@@ -1,7 +1,6 @@
 """Looks at engines beside the requests: whether they live, and what they are. httpx stops at this file."""
 
 import asyncio
-import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Final, TypeAlias, TypeVar
@@ -19,6 +18,7 @@ from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import NotAllowed
 from xpyd_proxy.io.probes.one_connection import OneConnection
 from xpyd_proxy.io.wire.connection_guard import Guard
+from xpyd_proxy.io.wire.engine_tls import EngineTls
 
 T = TypeVar("T")
 NextBytes: TypeAlias = Callable[[float], Awaitable[bytes]]  # within so many seconds
@@ -60,13 +60,15 @@ class HttpChecks:
         *,
         timeout_s: float,
         headers: Callable[[Role], Headers] = lambda _: (),
-        verify: ssl.SSLContext | bool = True,
+        tls: EngineTls | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         guard: Guard | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._headers = headers  # the key of the pool, if it wants one
-        self._tls = httpx.create_ssl_context(verify) if isinstance(verify, bool) else verify
+        self._tls = tls or EngineTls.usual()
+        # httpcore's word for the name that is asked for and looked for in certificates; over http nothing is.
+        self._extensions = {} if self._tls.server_name is None else {"sni_hostname": self._tls.server_name}
         self._given = transport
         self._guard = guard
 
@@ -79,7 +81,7 @@ class HttpChecks:
         if self._given is not None:
             yield self._given
             return
-        async with OneConnection(self._tls) as transport:
+        async with OneConnection(self._tls.context) as transport:
             yield transport if self._guard is None else _GuardedTransport(transport, self._guard)
 
     async def look(self, instance: Instance, *, is_whole: bool = True) -> EngineCapabilities:
@@ -113,7 +115,7 @@ class HttpChecks:
         Raises ProbeFailed, as reading does, which takes the seconds that it may wait.
         """
         async with self._connected() as transport:
-            with _failures(path, self._timeout_s):
+            with self._failures(instance, path, self._timeout_s):
                 async with asyncio.timeout(self._timeout_s):
                     response = await transport.handle_async_request(self._request(instance, path))
             async with aclosing(response):
@@ -121,7 +123,7 @@ class HttpChecks:
                 pieces = response.aiter_raw()
 
                 async def read(patience_s: float) -> bytes:
-                    with _failures(path, patience_s):
+                    with self._failures(instance, path, patience_s):
                         async with asyncio.timeout(patience_s):
                             return await anext(pieces, b"")
 
@@ -139,7 +141,7 @@ class HttpChecks:
         return EngineCapabilities(models, version, adapters=adapters)
 
     async def _get(self, transport: httpx.AsyncBaseTransport, instance: Instance, path: str) -> tuple[int, bytes]:
-        with _failures(path, self._timeout_s):
+        with self._failures(instance, path, self._timeout_s):
             async with (
                 asyncio.timeout(self._timeout_s),
                 aclosing(await transport.handle_async_request(self._request(instance, path))) as response,
@@ -149,7 +151,28 @@ class HttpChecks:
                 return response.status_code, await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
 
     def _request(self, instance: Instance, path: str) -> httpx.Request:
-        return httpx.Request("GET", instance.address.url + path, headers=[*_HEADERS, *self._headers(instance.pool)])
+        headers = [*_HEADERS, *self._headers(instance.pool)]
+        return httpx.Request("GET", instance.address.url + path, headers=headers, extensions=self._extensions)
+
+    @contextmanager
+    def _failures(self, instance: Instance, path: str, patience_s: float) -> Generator[None]:
+        """Say ProbeFailed where the libraries say what has failed."""
+        try:
+            yield
+        except (TimeoutError, httpx.TimeoutException) as exc:
+            raise ProbeFailed(f"does not answer {path} within {patience_s:g} s") from exc
+        except httpx.ConnectError as exc:
+            if isinstance(exc.__cause__, NotAllowed):
+                raise ProbeFailed("is not where engines may be added (allowed_instances)") from exc
+            if (why := self._tls.failure(instance, exc)) is not None:
+                raise ProbeInvalid(why) from exc  # something is there that takes connections
+            raise ProbeFailed("cannot be reached") from exc
+        except httpx.HTTPError as exc:
+            if (why := self._tls.failure(instance, exc, was_open=True)) is not None:
+                raise ProbeInvalid(why) from exc
+            hint = ", over TLS: it may want a certificate of the router (engine_cert)"
+            said = hint if instance.address.scheme == "https" else ""
+            raise ProbeFailed(f"breaks off when asked for {path}{said}") from exc
 
 
 def _check_coding(response: httpx.Response, path: str) -> None:
@@ -157,21 +180,6 @@ def _check_coding(response: httpx.Response, path: str) -> None:
     coding = str(response.headers.get("content-encoding", "")).strip().lower()
     if coding not in ("", "identity"):
         raise ProbeInvalid(f"answers {path} with a content coding, and none was asked for")
-
-
-@contextmanager
-def _failures(path: str, patience_s: float) -> Generator[None]:
-    """Say ProbeFailed where the libraries say what has failed."""
-    try:
-        yield
-    except (TimeoutError, httpx.TimeoutException) as exc:
-        raise ProbeFailed(f"does not answer {path} within {patience_s:g} s") from exc
-    except httpx.ConnectError as exc:
-        if isinstance(exc.__cause__, NotAllowed):
-            raise ProbeFailed("is not where engines may be added (allowed_instances)") from exc
-        raise ProbeFailed("cannot be reached") from exc
-    except httpx.HTTPError as exc:
-        raise ProbeFailed(f"breaks off when asked for {path}") from exc
 
 
 def _read(body: bytes, wanted: type[T]) -> T:
@@ -197,7 +205,7 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
             raise httpx.ConnectError(str(exc), request=request) from exc
         if not places:
             return await self._transport.handle_async_request(request)
-        request.extensions = {**request.extensions, "sni_hostname": url.host}
+        request.extensions = {"sni_hostname": url.host, **request.extensions}  # the name of all engines goes before
         for place in places[:-1]:
             request.url = url.copy_with(host=place)
             with suppress(httpx.ConnectError, httpx.ConnectTimeout):  # nothing has been sent: the next may take it

@@ -124,7 +124,10 @@ class _Stream(httpcore.AsyncNetworkStream):
             raise httpcore.WriteError(str(exc)) from exc
 
     async def aclose(self) -> None:
-        self._writer.close()
+        if self._writer.get_extra_info("ssl_object") is None:
+            self._writer.close()
+        else:
+            self._writer.transport.abort()  # TLS would wait for the engine's last word, for half a minute if it hangs
 
     async def start_tls(
         self,

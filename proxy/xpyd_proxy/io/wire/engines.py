@@ -1,7 +1,6 @@
 """vLLM over HTTP, by the router's own client."""
 
 import asyncio
-import ssl
 from collections.abc import Callable
 from functools import partial
 from typing import Self
@@ -10,6 +9,7 @@ from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import EngineResponse, Headers, Instance, LegRequest
 from xpyd_proxy.errors import EngineTimeout
 from xpyd_proxy.io.wire.connection_guard import Guard
+from xpyd_proxy.io.wire.engine_tls import EngineTls
 from xpyd_proxy.io.wire.leg_sender import LegSender
 from xpyd_proxy.io.wire.pool import Dial, Pool
 from xpyd_proxy.io.wire.response_handler import ResponseHandler
@@ -29,7 +29,7 @@ class WireEngines:
         settings: Settings,
         *,
         outbound: Outbound | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: EngineTls | None = None,
         guard: Guard | None = None,
         dial: Dial | None = None,
     ) -> None:

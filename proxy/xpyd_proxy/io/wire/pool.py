@@ -1,7 +1,6 @@
 """Connections to engines that wait for the next request."""
 
 import asyncio
-import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, TypeAlias, cast
@@ -12,6 +11,7 @@ from xpyd_proxy.errors import EngineError, EngineTimeout, NotAllowed
 from xpyd_proxy.io.wire.connect_limiter import ConnectLimiter
 from xpyd_proxy.io.wire.connection import Connection, Peer
 from xpyd_proxy.io.wire.connection_guard import Guard
+from xpyd_proxy.io.wire.engine_tls import EngineTls
 
 IDLE_MOST: Final = 2048  # connections that wait, to all engines together
 _ROUNDS: Final = 8  # looks at them in the time that one may wait
@@ -28,7 +28,7 @@ class Pool:
         *,
         keepalive_s: float,
         connect_timeout_s: float,
-        tls: ssl.SSLContext | None = None,
+        tls: EngineTls | None = None,
         guard: Guard | None = None,
         dial: Dial | None = None,
     ) -> None:
@@ -97,7 +97,8 @@ class Pool:
         except TimeoutError as late:
             raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from late
         except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a name may not be one that DNS can have
-            raise EngineError(f"{instance.id} cannot be reached", reached=False) from exc
+            why = None if self._tls is None else self._tls.failure(instance, exc)
+            raise EngineError(f"{instance.id} {why or 'cannot be reached'}", reached=False) from exc
 
     def put_back(self, connection: Connection) -> None:
         """Keep a connection for the next request, or close it at once: unless its answer is complete, say."""
@@ -168,12 +169,12 @@ class Pool:
             made.append(Connection(self._peer(address), self))
             return cast("asyncio.Protocol", made[-1])
 
-        tls = self._context() if address.scheme == "https" else None
-        name = address.host if tls is not None else None
+        tls = self._engine_tls() if address.scheme == "https" else None
+        context, name = (None, None) if tls is None else (tls.context, tls.name_of(address))
         try:
             if self._dial is None:
                 loop = asyncio.get_running_loop()
-                await loop.create_connection(protocol, host, address.port, ssl=tls, server_hostname=name)
+                await loop.create_connection(protocol, host, address.port, ssl=context, server_hostname=name)
             else:
                 await self._dial(protocol, host, address.port)
         except BaseException:
@@ -182,9 +183,9 @@ class Pool:
             raise
         return made[-1]
 
-    def _context(self) -> ssl.SSLContext:
+    def _engine_tls(self) -> EngineTls:
         if self._tls is None:
-            self._tls = ssl.create_default_context()
+            self._tls = EngineTls.usual()
         return self._tls
 
     def _peer(self, address: Address) -> Peer:

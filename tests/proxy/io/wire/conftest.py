@@ -4,6 +4,7 @@ import pytest
 
 from support.certificates import Authority
 from support.wiring import LOOPS
+from xpyd_proxy.io.wire.engine_tls import EngineTls
 
 
 @pytest.fixture(params=LOOPS)
@@ -14,7 +15,8 @@ def loop(request):
 @pytest.fixture(scope="module")
 def serving_tls(tmp_path_factory):
     """What an engine serves with, and what trusts it."""
-    return Authority(tmp_path_factory.mktemp("authority"), "ca").contexts()
+    serving, trusting = Authority(tmp_path_factory.mktemp("authority"), "ca").contexts()
+    return serving, EngineTls(trusting)
 
 
 @pytest.fixture(params=["http", "https"])

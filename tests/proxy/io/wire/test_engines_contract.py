@@ -26,9 +26,10 @@ from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import Instance, InstanceId, LegRequest, Role
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.io.wire import WireEngines
+from xpyd_proxy.io.wire.engine_tls import EngineTls
 from xpyd_proxy.settings import Settings
 
-AUTHORITIES = ssl.create_default_context()  # it takes longer to read them than to ask an engine
+AUTHORITIES = EngineTls(ssl.create_default_context())  # it takes longer to read them than to ask an engine
 
 
 @dataclass(frozen=True)

@@ -363,12 +363,14 @@ class Settings:
     tls_key: File | None = SECURITY.option(None, "PEM, its private key", chart="router.tls.secretName")
     tls_client_ca: File | None = SECURITY.option(None,
         "PEM; clients must show a certificate of these authorities", chart="router.tls.clientCaSecretName")
-    engine_ca: File | None = SECURITY.option(None, "PEM, authorities of https engines", unset="the system's")
-    engine_cert: File | None = SECURITY.option(None, "PEM, the certificate that the router shows to engines")
-    engine_key: File | None = SECURITY.option(None, "PEM, its private key")
+    engine_ca: File | None = SECURITY.option(None, "PEM, authorities of https engines", unset="the system's",
+        chart="engineTls.caSecretName")
+    engine_cert: File | None = SECURITY.option(None, "PEM, the certificate that the router shows to engines",
+        chart="engineTls.clientSecretName")
+    engine_key: File | None = SECURITY.option(None, "PEM, its private key", chart="engineTls.clientSecretName")
     engine_server_name: DnsName | None = SECURITY.option(None,
         "name that the certificates of all https engines must have, whatever their addresses (pods have only IPs)",
-        unset="the host of each one's address")
+        unset="the host of each one's address", chart="engineTls.serverName")
     prefill_api_key_file: File | None = SECURITY.option(None,
         "key that the router shows to prefill engines", live=True, chart="prefill.apiKey.secretName")
     decode_api_key_file: File | None = SECURITY.option(None,

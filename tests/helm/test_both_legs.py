@@ -227,3 +227,23 @@ def test_its_prompt_is_one_that_the_router_splits(engines, tested):
 
     assert (short[0], long[0]) == (1, 0)
     assert "(short_prompt)" in short[1]
+
+
+def test_decode_engines_behind_https_are_asked_by_the_name_of_all(tested, tmp_path):
+    """By their IPs, which no certificate has; a stranger's numbers count for nothing, and it says why."""
+    authority, decode = Authority(tmp_path, "authority"), Decode()
+    ours, client = authority.sign("ours", "DNS:r-xpyd-engines.ns.svc"), authority.sign("client")
+    asks = {"ssl_certfile": ours.cert, "ssl_keyfile": ours.key, "ssl_ca_certs": authority.own.cert, "ssl_cert_reqs": 2}
+    values = {"engineTls": {"secretName": "e", "clientSecretName": "c", "requireClientCertificates": True}}
+    shown = {"engine_cert": client.cert, "engine_cert_key": client.key}
+    trust = {"engine_ca": authority.own.cert, "engine_cert": client.cert, "engine_key": client.key}
+    settings = Settings(engine_server_name="r-xpyd-engines.ns.svc", **trust, health_check_interval_s=0.0)
+    with serving(Sim("prefill")) as prefill, serving(decode, **asks) as at:
+        known = replace(settings, prefill=(prefill,), decode=(f"https://{at}",))
+        with serving(build(known).app) as router:
+            good = tested((router, at), values, engine_ca=authority.own.cert, **shown)
+            bad = tested((router, at), values, engine_ca=client.cert, **shown)
+
+    assert good[0] == 0
+    assert good[1].endswith("and its KV from one to the other")
+    assert bad == (1, "a decode engine is not reached over TLS (engineTls): CERTIFICATE_VERIFY_FAILED")

@@ -75,6 +75,26 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
         '- "8082"',
         "router_args",
     ),
+    "the router looks for another name": (
+        "_router.tpl",
+        "- --engine-server-name\n- {{ . | quote }}",
+        "- --engine-server-name\n- other.svc",
+        "engine_tls",
+    ),
+    "the router trusts everybody's authorities": (
+        "_router.tpl",
+        "- --engine-ca\n- /etc/xpyd/engine-ca/ca.crt\n",
+        "",
+        "engine_tls",
+    ),
+    "pods do not say that they serve https": ("_pool.tpl", "xpyd.io/scheme: https\n", "", "engine_tls"),
+    "the kubelet has no certificate": (
+        "_pool.tpl",
+        "{{- if $t.requireClientCertificates -}}\nexec:",
+        "{{- if false -}}\nexec:",
+        "engine_tls",
+    ),
+    "the hook asks by http": ("_helpers.tpl", "- --ca=/etc/xpyd/engine-tls/ca.crt\n", "", "engine_tls"),
     "no readiness probe": ("router.yaml", "readinessProbe:", "x-readinessProbe:", "probes"),
     "an engine without a startup probe": ("_pool.tpl", "startupProbe:", "x-startupProbe:", "probes"),
     "a router is restarted for lack of engines": (
@@ -198,6 +218,7 @@ def rendered(chart):
     yield chart.objects({"prefill": {"drain": {"requestSeconds": 5}}}, ci="hostnetwork-rdma")
     yield chart.objects(ci="tp8-multinode")
     yield chart.objects(ci="wide-ep")
+    yield chart.objects(ci="https-engines")
     yield chart.objects()
 
 

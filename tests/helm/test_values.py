@@ -292,6 +292,22 @@ CONTRADICTIONS = [
     ({"prefill": {"extraArgs": ["--ssl-keyfile", "/tls/tls.key"]}}, "prefill.extraArgs has --ssl-keyfile: routers"),
     ({"decode": {"extraArgs": ["--ssl-certfile=/tls/tls.crt"]}}, "decode.extraArgs has --ssl-certfile: routers"),
     ({"decode": {"extraArgs": ["--uds", "/run/vllm"]}}, "decode.extraArgs has --uds: routers"),
+    (
+        {"decode": {"extraArgs": ["--enable-ssl-refresh"]}},
+        "so the pod would never be ready; write engineTls.secretName",
+    ),
+    (
+        {"engineTls": {"secretName": "t", "requireClientCertificates": True}},
+        "engines would refuse every router, so name the engines' certificate in engineTls.secretName and the routers'",
+    ),
+    ({"engineTls": {"clientSecretName": "c", "requireClientCertificates": True}}, "engines would refuse every router"),
+    (
+        {
+            "engineTls": {"secretName": "t", "clientSecretName": "c", "requireClientCertificates": True},
+            "monitoring": {"podMonitor": {"enabled": True}},
+        },
+        "Prometheus needs a certificate to show to engines, so write monitoring.podMonitor.tlsConfig",
+    ),
     ({"prefill": {"kind": "LeaderWorkerSet", "minReadySeconds": 5}}, "a LeaderWorkerSet has no such field"),
     ({"decode": {"extraArgs": ["--ssl_ca_certs", "/tls/ca.crt"]}}, "decode.extraArgs has --ssl-ca-certs: routers"),
     ({"prefill": {"extraArgs": ["--pipeline-parallel-size=2"]}}, "--pipeline-parallel-size: no real engine has been"),

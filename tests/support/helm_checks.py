@@ -9,6 +9,7 @@ from support.helm_pods import (
     connector_secret,
     drains,
     engine_args,
+    engine_tls,
     probes,
     router_args,
     secrets,
@@ -20,7 +21,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         names, selectors, references, probes, security, secrets, connector_secret, router_args, engine_args,
-        side_channel, drains, rbac, discovery, isolation, admin_port,
+        engine_tls, side_channel, drains, rbac, discovery, isolation, admin_port,
     )
 }  # fmt: skip
 

@@ -47,8 +47,11 @@ def probes(objects):
                 problems.append(f"router is probed at {sorted(asked, key=str)}, and has an admin port")
         if name == "router" and paths["readinessProbe"] not in ("/ready", None):
             problems.append(f"router is ready by {paths['readinessProbe']}")
-        if name != "router" and set(paths.values()) != {"/health"}:
-            problems.append(f"{name} is probed at {sorted(paths.values())}")
+        asks = {
+            probe: c[probe].get("exec", {}).get("command", ["", ""])[1] == "/opt/xpyd/health.py" for probe in PROBES
+        }
+        if name != "router" and any(paths[probe] != "/health" and not asks[probe] for probe in PROBES):
+            problems.append(f"{name} is probed at {sorted(map(str, paths.values()))}")
         patience = {p: c[p]["periodSeconds"] * c[p]["failureThreshold"] for p in PROBES}
         if patience["livenessProbe"] <= patience["readinessProbe"]:
             problems.append(f"{name} is restarted before it is taken out")
@@ -176,6 +179,66 @@ def engine_args(objects):
         ):
             problems.append(f"{role}: --port, port http and xpyd.io/port differ")
     return problems
+
+
+def engine_tls(objects):
+    """Where engines serve https, whoever asks them does, trusts the same authorities and looks for the same name."""
+    problems = []
+    args = container(templates(router(objects))[0])["args"]
+    wanted = flag(args, "--engine-server-name")
+    trusted = _secret_of(templates(router(objects))[0], flag(args, "--engine-ca"))
+    secure = {role: "--ssl-certfile" in container(one)["args"] for role, one in engine_pods(objects)}
+    for role, template in engine_pods(objects):
+        own, said = container(template), template["metadata"]["annotations"].get("xpyd.io/scheme", "http")
+        if said != ("https" if secure[role] else "http"):
+            problems.append(f"{role}: xpyd.io/scheme is {said}, which it does not serve")
+        hook = own["lifecycle"]["preStop"]["exec"]["command"] if "lifecycle" in own else []
+        asked = [own[probe] for probe in PROBES if probe in own]
+        if not secure[role]:
+            problems += [f"{role} is probed by https" for probe in asked if "scheme" in probe.get("httpGet", {})]
+            continue
+        commands = [hook, *(probe["exec"]["command"] for probe in asked if "exec" in probe)]
+        problems += [
+            f"{role} is probed by http" for p in asked if p.get("httpGet", {"scheme": "HTTPS"}).get("scheme") != "HTTPS"
+        ]
+        problems += [f"{role} is asked for another name by {c}" for c in commands if f"--server-name={wanted}" not in c]
+        files = [flag(own["args"], "--ssl-certfile"), flag(own["args"], "--ssl-keyfile"), *_files(commands)]
+        problems += [f"{role}: {file} is not mounted" for file in files if _secret_of(template, file) is None]
+        if trusted is None or {_secret_of(template, file) for file in _files([hook]) if file.endswith("ca.crt")} != {
+            trusted
+        }:
+            problems.append(f"{role} has another authority than the router's {trusted}")
+        if "--ssl-cert-reqs" in own["args"]:
+            shown = _secret_of(templates(router(objects))[0], flag(args, "--engine-cert"))
+            problems += [] if shown else [f"{role} wants a certificate, and the router has none"]
+            problems += [f"{role}: {c[1]} shows none" for c in commands if not any(w.startswith("--cert=") for w in c)]
+            problems += [f"{role} wants a certificate of the kubelet" for probe in asked if "httpGet" in probe]
+    for o in kind(objects, "PodMonitor"):
+        ways = {end.get("scheme", "http") for end in o["spec"]["podMetricsEndpoints"]}
+        if ways != {"https" if is_secure else "http" for is_secure in secure.values()}:
+            problems.append(f"engines are scraped by {ways}")
+    for o in kind(objects, "Pod"):
+        (test,) = o["spec"]["containers"]
+        if secure.get("decode") and f"--engine-server-name={wanted}" not in test["args"]:
+            problems.append("the test asks decode engines for another name")
+    return problems
+
+
+def _files(commands):
+    return [w.partition("=")[2] for c in commands for w in c if w.startswith(("--ca=", "--cert=", "--cert-key="))]
+
+
+def _secret_of(template, path):
+    """Return the name of the secret that a container's file comes from; None: it is not there."""
+    folder, _, file = (path or "").rpartition("/")
+    (name, *_) = [m["name"] for m in container(template)["volumeMounts"] if m["mountPath"] == folder] or [None]
+    (volume, *_) = [one for one in template["spec"]["volumes"] if one["name"] == name] or [{}]
+    parts = [part["secret"] for part in volume.get("projected", {}).get("sources", ())]
+    whole = [{"name": volume["secret"]["secretName"], **volume["secret"]}] if "secret" in volume else []
+    for one in (*parts, *whole):
+        if any(item["path"] == file for item in one["items"]):
+            return one["name"]
+    return None
 
 
 def side_channel(objects):

@@ -96,14 +96,40 @@ def read(path: str) -> str:
         raise Missing(f"{path} cannot be read: {exc.strerror}") from exc
 
 
-def counted(engines: str) -> dict[str, float]:
+class Named(ssl.SSLContext):
+    """Trusts certificates that have one name, whatever the address."""
+
+    name = ""
+
+    def wrap_socket(self, sock: socket.socket, *args: object, **kwargs: object) -> ssl.SSLSocket:
+        """Begin TLS with whoever has the name."""
+        return super().wrap_socket(sock, *args, **kwargs | {"server_hostname": self.name})
+
+
+def engine_trust(args: argparse.Namespace) -> Named | None:
+    """Return what https engines are asked with; None: they serve http."""
+    if not args.engine_ca:
+        return None
+    context = Named(ssl.PROTOCOL_TLS_CLIENT)
+    context.name = args.engine_server_name
+    try:
+        context.load_verify_locations(args.engine_ca)
+        if args.engine_cert:
+            context.load_cert_chain(args.engine_cert, args.engine_cert_key)
+    except OSError as exc:  # ssl.SSLError is one
+        raise Missing(f"a certificate of engineTls cannot be used: {exc}") from exc
+    return context
+
+
+def counted(args: argparse.Namespace) -> dict[str, float]:
     """Add up the connector's numbers of all engines behind a name; Missing if none can be asked."""
+    engines, tls = args.decode, engine_trust(args)
     host, _, port = engines.rpartition(":")
     try:
         found = {one[4][0] for one in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)}
     except OSError:
         found = set()
-    texts = [text for address in sorted(map(str, found)) if (text := metrics(address, int(port)))]
+    texts = [text for address in sorted(map(str, found)) if (text := metrics(address, int(port), tls))]
     if not texts:
         raise Missing(CLOSED.format(engines))
     numbers: dict[str, float] = {}
@@ -112,12 +138,17 @@ def counted(engines: str) -> dict[str, float]:
     return numbers
 
 
-def metrics(address: str, port: int) -> str:
+def metrics(address: str, port: int, tls: Named | None) -> str:
     """Return an engine's metrics; nothing if it does not answer: a pod of several, or one that is loading its model."""
-    connection = http.client.HTTPConnection(address, port, timeout=5)
+    if tls is None:
+        connection = http.client.HTTPConnection(address, port, timeout=5)
+    else:
+        connection = http.client.HTTPSConnection(address, port, timeout=5, context=tls)
     try:
         connection.request("GET", "/metrics")
         return connection.getresponse().read().decode(errors="replace")
+    except ssl.SSLError as exc:
+        raise Missing(f"a decode engine is not reached over TLS (engineTls): {exc.reason or exc}") from exc
     except (OSError, http.client.HTTPException):
         return ""
     finally:
@@ -148,7 +179,7 @@ def once(args: argparse.Namespace) -> str:
     status, _, body = ask(args.router, "/ready", None, args)
     if status != 200:
         raise Missing(f"the router at {args.router} is not ready: {said(body)}")
-    before = counted(args.decode) if args.decode else {}
+    before = counted(args) if args.decode else {}
     words = f"{uuid.uuid4()} " + "a long prompt that nobody has sent before, " * (1 + args.chars // 43)
     request = {"model": args.model, "prompt": words, "max_tokens": 8, "temperature": 0}
     status, timing, body = ask(args.router, "/v1/completions", request, args)
@@ -158,7 +189,7 @@ def once(args: argparse.Namespace) -> str:
     if not args.decode:
         return f"a request went through {way}; whether its KV did is not known: the decode engines are elsewhere"
     deadline = time.monotonic() + args.settle
-    while (now := counted(args.decode)).get(LOADS, 0.0) <= before.get(LOADS, 0.0):
+    while (now := counted(args)).get(LOADS, 0.0) <= before.get(LOADS, 0.0):
         if time.monotonic() >= deadline:
             raise Missing(f"the request went through {way}, but its KV did not: {why(before, now)}")
         time.sleep(0.2)
@@ -188,6 +219,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--wants-cert", action="store_true", help="the router wants a certificate of its clients")
     parser.add_argument("--cert", default="", help="PEM file with a certificate to show")
     parser.add_argument("--cert-key", default="", help="PEM file with its private key")
+    parser.add_argument("--engine-ca", default="", help="PEM file with the authorities of engines that serve https")
+    parser.add_argument(
+        "--engine-server-name", default="", help="the name in their certificates; needed with --engine-ca"
+    )
+    parser.add_argument("--engine-cert", default="", help="PEM file with a certificate to show to them")
+    parser.add_argument("--engine-cert-key", default="", help="PEM file with its private key")
     args = parser.parse_args(arguments)
     deadline = time.monotonic() + args.seconds
     while True:

@@ -28,6 +28,13 @@
 {{- if and $v.router.apiKeys.secretName $v.monitoring.serviceMonitor.enabled (not $v.monitoring.serviceMonitor.bearerToken.secretName) (not (get $v.router.settings "public_metrics")) -}}
 {{- fail "router.apiKeys.secretName is set, and /metrics wants a key: name one for Prometheus in monitoring.serviceMonitor.bearerToken, or write router.settings.public_metrics: true" -}}
 {{- end -}}
+{{- $tls := $v.engineTls -}}
+{{- if and $tls.requireClientCertificates (not (and $tls.secretName $tls.clientSecretName)) -}}
+{{- fail "engineTls.requireClientCertificates is true: engines would refuse every router, so name the engines' certificate in engineTls.secretName and the routers' in engineTls.clientSecretName" -}}
+{{- end -}}
+{{- if and $tls.requireClientCertificates $v.monitoring.podMonitor.enabled (not $v.monitoring.podMonitor.tlsConfig) -}}
+{{- fail "engineTls.requireClientCertificates is true: Prometheus needs a certificate to show to engines, so write monitoring.podMonitor.tlsConfig" -}}
+{{- end -}}
 {{- /* NAME-SLICE-REVISION-prefill is a LeaderWorkerSet; its controllers add to that, and a label has 63 characters. */ -}}
 {{- $name := include "xpyd.fullname" . -}}
 {{- $set := $v.disaggregatedSet -}}
@@ -210,8 +217,11 @@
 {{- if has $flag (list "-pp" "--pipeline-parallel-size") -}}
 {{- fail (printf "%s.extraArgs has %s: no real engine has been tried with pipeline stages, so leave it out, and write tensorParallel, which nodes of a LeaderWorkerSet can share" $role $flag) -}}
 {{- end -}}
-{{- if or (hasPrefix "--ssl-" $flag) (eq "--uds" $flag) -}}
-{{- fail (printf "%s.extraArgs has %s: routers, probes, the drain hook and helm test speak plain HTTP to engines inside the pod network, so the pod would never be ready; leave it out, and encrypt the network between nodes instead" $role $flag) -}}
+{{- if and (or (hasPrefix "--ssl-" $flag) (eq "--enable-ssl-refresh" $flag)) (ne "--ssl-ciphers" $flag) -}}
+{{- fail (printf "%s.extraArgs has %s: routers, probes, the drain hook and helm test would know nothing of it, so the pod would never be ready; write engineTls.secretName" $role $flag) -}}
+{{- end -}}
+{{- if eq "--uds" $flag -}}
+{{- fail (printf "%s.extraArgs has --uds: routers, probes, the drain hook and helm test reach engines over TCP, so the pod would never be ready; leave it out" $role) -}}
 {{- end -}}
 {{- end -}}
 {{- range $p.extraArgs -}}

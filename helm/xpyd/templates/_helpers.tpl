@@ -121,6 +121,31 @@ annotations:
 {{- $s.name | default (ternary (printf "%s-router-peers" (include "xpyd.fullname" .)) "" $s.create) -}}
 {{- end -}}
 
+{{/* The name in the certificates of https engines; empty: that of each one's address. */}}
+{{- define "xpyd.engineTls.name" -}}
+{{- $t := .Values.engineTls -}}
+{{- $t.serverName | default (ternary (printf "%s-engines.%s.svc" (include "xpyd.fullname" .) .Release.Namespace) "" (not (empty $t.secretName))) -}}
+{{- end -}}
+
+{{/* The secret with the authorities of https engines; empty: the system's. */}}
+{{- define "xpyd.engineTls.ca" -}}
+{{- .Values.engineTls.caSecretName | default .Values.engineTls.secretName -}}
+{{- end -}}
+
+{{/* What scripts in an engine's pod need to reach an engine of the release, as a YAML list; empty: it serves http. */}}
+{{- define "xpyd.engineTls.args" -}}
+{{- with .Values.engineTls }}
+{{- if .secretName }}
+- --ca=/etc/xpyd/engine-tls/ca.crt
+- --server-name={{ include "xpyd.engineTls.name" $ }}
+{{- if .requireClientCertificates }}
+- --cert=/etc/xpyd/engine-tls/tls.crt
+- --cert-key=/etc/xpyd/engine-tls/tls.key
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "xpyd.scheme" -}}
 {{- ternary "HTTPS" "HTTP" (not (empty .Values.router.tls.secretName)) -}}
 {{- end -}}

@@ -141,8 +141,46 @@
 - --api-server-count
 - {{ include "xpyd.argument" $p.apiServers | quote }}
 {{- end }}
+{{- with $v.engineTls }}
+{{- if and .secretName (not $.worker) }}
+- --ssl-certfile
+- /etc/xpyd/engine-tls/tls.crt
+- --ssl-keyfile
+- /etc/xpyd/engine-tls/tls.key
+- --enable-ssl-refresh
+{{- if .requireClientCertificates }}
+- --ssl-ca-certs
+- /etc/xpyd/engine-tls/ca.crt
+- --ssl-cert-reqs
+- "2"
+{{- end }}
+{{- end }}
+{{- end }}
 {{- range $p.extraArgs }}
 - {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* dict root role patient: how the kubelet asks an engine. It can show no certificate itself. Patient: a certificate that is no good is
+left to the readiness probe, for a restart brings no better one. */}}
+{{- define "xpyd.pool.probe" -}}
+{{- $t := .root.Values.engineTls -}}
+{{- $p := index .root.Values .role -}}
+{{- if $t.requireClientCertificates -}}
+exec:
+  command:
+    - python3
+    - /opt/xpyd/health.py
+    - --port={{ int $p.port }}
+    - --seconds={{ int $p.probes.timeoutSeconds }}
+    {{- include "xpyd.engineTls.args" .root | nindent 4 }}
+    {{- if .patient }}
+    - --patient
+    {{- end }}
+{{- else if $t.secretName -}}
+httpGet: {path: /health, port: http, scheme: HTTPS}
+{{- else -}}
+httpGet: {path: /health, port: http}
 {{- end }}
 {{- end -}}
 
@@ -209,6 +247,12 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 - name: VLLM_API_KEY
   valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
 {{- end }}
+{{- end }}
+{{- if and $v.engineTls.secretName (not .worker) }}
+- name: WATCHFILES_FORCE_POLLING # --enable-ssl-refresh: a watch on a file ends when the kubelet replaces it the first time
+  value: "true"
+- name: WATCHFILES_POLL_DELAY_MS
+  value: "5000"
 {{- end }}
 {{- if $p.rdma.enabled }}
 {{- with $p.rdma.devices }}
@@ -287,6 +331,16 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 {{- toYaml $security -}}
 {{- end -}}
 
+{{/* What hooks and probes run in the pods, as YAML of a ConfigMap. */}}
+{{- define "xpyd.pool.scripts" -}}
+drain.py: |
+  {{- .Files.Get "files/drain.py" | nindent 2 }}
+{{- if .Values.engineTls.requireClientCertificates }}
+health.py: |
+  {{- .Files.Get "files/health.py" | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{- define "xpyd.pool.labels" -}}
 {{- $more := merge (dict "xpyd.io/role" (ternary "both" .role .root.Values.onePool.enabled) "xpyd.io/release" .root.Release.Name "xpyd.io/revision" (include "xpyd.revision" .root)) (index .root.Values .role).podLabels -}}
 {{- include "xpyd.podLabels" (dict "root" .root "component" .role "more" $more) -}}
@@ -295,13 +349,16 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 {{- define "xpyd.pool.annotations" -}}
 {{- $p := index .root.Values .role -}}
 xpyd.io/port: {{ include "xpyd.argument" $p.port | quote }}
+{{- if .root.Values.engineTls.secretName }}
+xpyd.io/scheme: https
+{{- end }}
 {{- if gt (int $p.dataParallel) 1 }}
 xpyd.io/ranks: {{ include "xpyd.argument" $p.dataParallel | quote }}
 {{- end }}
 {{- if ne .root.Values.connector.mode "pull" }}
 xpyd.io/mode: {{ .root.Values.connector.mode }}
 {{- end }}
-checksum/scripts: {{ .root.Files.Get "files/drain.py" | sha256sum | trunc 16 }}
+checksum/scripts: {{ include "xpyd.pool.scripts" .root | sha256sum | trunc 16 }}
 {{- with merge (dict) $p.podAnnotations .root.Values.commonAnnotations }}
 {{ toYaml . }}
 {{- end }}
@@ -404,17 +461,17 @@ spec:
       {{- end }}
       {{- if not .worker }}
       startupProbe:
-        httpGet: {path: /health, port: http}
+        {{- include "xpyd.pool.probe" (merge (dict "patient" true) .) | nindent 8 }}
         periodSeconds: {{ int $p.probes.periodSeconds }}
         timeoutSeconds: {{ int $p.probes.timeoutSeconds }}
         failureThreshold: {{ divf $p.probes.startupSeconds $p.probes.periodSeconds | ceil | int }}
       readinessProbe:
-        httpGet: {path: /health, port: http}
+        {{- include "xpyd.pool.probe" (merge (dict "patient" false) .) | nindent 8 }}
         periodSeconds: {{ int $p.probes.periodSeconds }}
         timeoutSeconds: {{ int $p.probes.timeoutSeconds }}
         failureThreshold: {{ int $p.probes.readinessFailures }}
       livenessProbe:
-        httpGet: {path: /health, port: http}
+        {{- include "xpyd.pool.probe" (merge (dict "patient" true) .) | nindent 8 }}
         periodSeconds: {{ int $p.probes.periodSeconds }}
         timeoutSeconds: {{ int $p.probes.timeoutSeconds }}
         failureThreshold: {{ int $p.probes.livenessFailures }}
@@ -430,6 +487,9 @@ spec:
               - --settle={{ int $p.drain.settleSeconds }}
               - --lease={{ include "xpyd.argument" $v.connector.leaseSeconds }}
               - --seconds={{ include "xpyd.pool.drain" . }}
+              {{- with include "xpyd.engineTls.args" .root | trim }}
+              {{- . | nindent 14 }}
+              {{- end }}
               {{- if .worker }}
               - --of-leader
               {{- end }}
@@ -443,6 +503,9 @@ spec:
         - {name: scripts, mountPath: /opt/xpyd, readOnly: true}
         {{- if $v.kvEvents.enabled }}
         - {name: run, mountPath: /run/xpyd}
+        {{- end }}
+        {{- if $v.engineTls.secretName }}
+        - {name: engine-tls, mountPath: /etc/xpyd/engine-tls, readOnly: true}
         {{- end }}
         {{- if include "xpyd.connector.secret" .root }}
         - {name: connector, mountPath: /etc/xpyd/connector, readOnly: true}
@@ -465,6 +528,13 @@ spec:
     - {name: scripts, configMap: {name: {{ $name }}-scripts}}
     {{- if $v.kvEvents.enabled }}
     - {name: run, emptyDir: {medium: Memory, sizeLimit: 1Mi}}
+    {{- end }}
+    {{- if $v.engineTls.secretName }}
+    - name: engine-tls
+      projected:
+        sources:
+          - secret: {name: {{ $v.engineTls.secretName | quote }}, items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]}
+          - secret: {name: {{ include "xpyd.engineTls.ca" .root | quote }}, items: [{key: ca.crt, path: ca.crt}]}
     {{- end }}
     {{- with include "xpyd.connector.secret" .root }}
     - {name: connector, secret: {secretName: {{ . | quote }}, items: [{key: {{ $v.connector.secret.key | quote }}, path: secret}]}}

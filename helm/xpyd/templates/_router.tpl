@@ -87,6 +87,20 @@
 - --tls-client-ca
 - /etc/xpyd/client-ca/ca.crt
 {{- end }}
+{{- if include "xpyd.engineTls.ca" . }}
+- --engine-ca
+- /etc/xpyd/engine-ca/ca.crt
+{{- end }}
+{{- with include "xpyd.engineTls.name" . }}
+- --engine-server-name
+- {{ . | quote }}
+{{- end }}
+{{- if .Values.engineTls.clientSecretName }}
+- --engine-cert
+- /etc/xpyd/engine-client/tls.crt
+- --engine-key
+- /etc/xpyd/engine-client/tls.key
+{{- end }}
 {{- with $v.classes }}
 - --classes
 {{- range $name, $class := . }}

@@ -82,8 +82,8 @@ def trust_nixl_to_have_let_go(patch):
     """Let others use the blocks of a load that is given up at once, while bytes may still land."""
     whole = PullReader._abort_once
 
-    def give_up(self, load, counter, why):
-        whole(self, load, counter, why)
+    def give_up(self, load, counter, why, now):
+        whole(self, load, counter, why, now)
         self._results = [
             result._replace(quarantined=False) for result in self._results if isinstance(result, LoadResult)
         ]
@@ -103,9 +103,9 @@ def _peer_changed_without_states(self, peer, now):
         if peer.state is PeerState.CONNECTED:
             self._begin(load, now)
         elif peer.state is PeerState.REFUSED:
-            self._fail(load, "loads_failed_handshake", peer.reason)
+            self._fail(load, "loads_failed_handshake", peer.reason, now)
         else:
-            self._abort(load, "loads_failed_peer", peer.reason)
+            self._abort(load, "loads_failed_peer", peer.reason, now)
     if peer is not None and peer.state is PeerState.GONE:
         self._reach.detach(peer.engine)
 

@@ -20,6 +20,7 @@ class TimelineStep(StrEnum):
     LOAD_ORDERED = auto()  # it has blocks, and their KV is to be loaded; count: tokens
     LOAD_BEGUN = auto()  # the worker has the order
     PEER_MET = auto()  # the handshake is over
+    STAGING = auto()  # a part is being copied into P's host memory; count: blocks
     READING = auto()  # a part is being read; count: blocks
     READ = auto()  # all parts are here, and P is asked whether the lease held
     LOADED = auto()  # P has confirmed, or all was pushed

@@ -101,12 +101,13 @@ class MoveRecord:
 class RequestTimes:
     """When and how long, in seconds; None: it did not come to that. RequestRecord sets them."""
 
-    __slots__ = ("began_at", "duration_s", "last_token_at", "queue_s", "received_s", "ttft_s")
+    __slots__ = ("admitted_s", "began_at", "duration_s", "last_token_at", "queue_s", "received_s", "ttft_s")
 
     def __init__(self) -> None:
         self.began_at = 0.0  # when its head came, by the router's clock
         self.received_s: float | None = None  # until all of its body had come, if that was not at once
         self.queue_s: float | None = None  # in the queue of the admission control
+        self.admitted_s: float | None = None  # until it had its place
         self.ttft_s: float | None = None  # until the first event of a stream was written
         self.last_token_at: float | None = None  # when a leg that is over had brought the latest piece of a stream
         self.duration_s = 0.0  # of the whole request, once it is over

@@ -95,12 +95,11 @@ def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
     if record.received_s is not None:
         until(record.received_s * 1e3, "receive the body")
     legs = legs_of(record)
-    begin = legs[0].sent_ms if legs else total
-    if record.queue_s:
-        # The turn of a request that waited is the last thing before its engines are chosen.
-        waited = record.queue_s * 1e3
-        until(max(cursor, begin - waited) if legs else total - waited, "read the request")
-        until(cursor + waited, "queue")
+    waited = 0.0 if record.queue_s is None else record.queue_s * 1e3
+    if record.admitted_s is not None or waited:
+        ready = total if record.admitted_s is None else record.admitted_s * 1e3  # or it waited in vain
+        until(ready - waited, "read the request")
+        until(ready, "queue")
     before = "choose engines"
     cuts = [(move, (move.cut_at - record.began_at) * 1e3) for move in record.moves]
     for leg in legs:
@@ -117,10 +116,11 @@ def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
     if record.ttft_s is not None:
         until(record.ttft_s * 1e3, "write the first event")
         until(total, "stream", legs[-1].record.instance if legs else ROUTER)
-    until(total, "answer" if legs else "refuse")
+    until(total, "answer" if legs else "refuse" if record.status else "until now")
     return timeline
 
 
+_HOST_MEMORY: Final = "wait for host memory"
 # What an engine was busy with, by the event that ended it.
 _ENDED: Final = {
     "queued": "API server",
@@ -128,7 +128,8 @@ _ENDED: Final = {
     "load_ordered": "allocate blocks",
     "load_begun": "order to the worker",
     "peer_met": "handshake",
-    "reading": "plan the read",
+    "staging": _HOST_MEMORY,
+    "reading": _HOST_MEMORY,
     "read": "read KV",
     "loaded": "fence",
     "load_failed": "load, failed",
@@ -137,6 +138,7 @@ _ENDED: Final = {
     "finished": "finish",
 }
 _COMPUTED: Final = frozenset({"computing", "first_token", "finished"})
+_NEXT_PART: Final = frozenset({"staging", "reading", "read"})  # of a load, or its end
 
 
 def engine_rows(leg: Leg, events: Sequence[EngineEvent], timeline: Timeline, began_at: float) -> None:
@@ -187,6 +189,8 @@ def _add_rows(rows: list[Row], where: str, events: Sequence[EngineEvent]) -> Non
     for before, after in pairwise(events):
         what, note = _label(before, after)
         begin, duration = before.at, after.at - before.at
+        if what == _HOST_MEMORY and duration < _LEAST_MS:
+            continue  # the read needs none
         if rows and rows[-1].what == what and not begins:
             last = rows.pop()
             begin, duration, note = last.begin_ms, last.duration_ms + duration, _joined(last.note, note)
@@ -214,8 +218,10 @@ def _label(before: EngineEvent, after: EngineEvent) -> tuple[str, str]:
         return "wait for the writes of P", f"{before.number} tokens"
     if after.step == "considered":
         return _ENDED[after.step], f"{after.number} tokens cached" if after.number else ""
-    if after.step in ("reading", "load_ordered"):
-        return _ENDED[after.step], f"{after.number} {'blocks' if after.step == 'reading' else 'tokens'}"
+    if before.step == "reading" and after.step in _NEXT_PART:
+        return "read KV", f"{before.number} blocks"
+    if after.step == "load_ordered":
+        return _ENDED[after.step], f"{after.number} tokens"
     return _ENDED[after.step], ""
 
 

@@ -306,6 +306,7 @@ class Request:
         if life.record.queue_s is None:
             life.record.queue_s = 0.0
         settings, now = of.settings, of.clock()
+        life.record.admitted_s = now - life.record.began_at
         of.budget.came(now)
         seconds = settings.stream_timeout_s if plan.streams else settings.total_timeout_s
         if seconds is not None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.request_history import RequestHistory
-from xpyd_proxy.core.request_record import LegRecord, RequestRecord
+from xpyd_proxy.core.request_record import LegRecord, MoveRecord, RequestRecord
 from xpyd_proxy.core.request_timeline import EngineEvent, engine_rows, legs_of, router_timeline
 
 BEGAN = 1000.0
@@ -36,14 +36,16 @@ def test_a_pulled_stream_has_a_row_for_each_part():
         decode=leg("decode-0", 1001, 200.0),
         received_s=0.2,
         queue_s=0.2,
+        admitted_s=0.6,
         ttft_s=1.401,
         duration_s=1.601,
     )
 
     assert rows(router_timeline(found, 1.601)) == [
         ("receive the body", "router", 0.0, 200.0),
-        ("read the request", "router", 200.0, 201.0),
-        ("queue", "router", 401.0, 200.0),
+        ("read the request", "router", 200.0, 200.0),
+        ("queue", "router", 400.0, 200.0),
+        ("choose engines", "router", 600.0, 1.0),
         ("prefill leg", "prefill-0", 601.0, 200.0),
         ("hand over", "router", 801.0, 200.0),
         ("decode leg", "decode-0", 1001.0, 200.0),
@@ -88,7 +90,8 @@ def test_a_leg_that_failed_is_a_row_and_has_the_name_that_its_engine_knows():
 
 def test_a_good_leg_of_a_try_that_failed_keeps_its_row():
     """Its time was spent."""
-    found = record(prefill=leg("prefill-0", 10, 2000.0), decode=leg("decode-0", 2011, 5.0), queue_s=0.01)
+    found = record(prefill=leg("prefill-0", 10, 2000.0), decode=leg("decode-0", 2011, 5.0))
+    found.queue_s = found.admitted_s = 0.01
     found.set_aside(Role.DECODE, Failure.UNREACHABLE)
     found.start_over()
     found.decode = leg("decode-1", 2020, 80.0)
@@ -106,13 +109,44 @@ def test_a_good_leg_of_a_try_that_failed_keeps_its_row():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, [("refuse", "router", 0.0, 500.0)]),
+        ({"status": 503}, [("refuse", "router", 0.0, 500.0)]),
         ({"queue_s": 0.3}, [("read the request", "router", 0.0, 200.0), ("queue", "router", 200.0, 300.0)]),
     ],
 )
 def test_a_request_without_legs_has_rows_too(changes, expected):
     """One that was refused, and one that waited in vain."""
     assert rows(router_timeline(record(**changes), 0.5)) == expected
+
+
+def test_a_stream_that_moves_shows_how_long_it_was_nowhere():
+    """From the cut until another engine is asked; the engine that it leaves prefills the rest."""
+    found = record(prefill=leg("decode-0", 500, 100.0), decode=leg("decode-1", 600, 100.0), ttft_s=0.101)
+    found.past = ((leg("decode-0", 1, 100.0), Role.DECODE),)
+    found.moves = (MoveRecord(InstanceId("decode-0"), BEGAN + 0.3),)
+
+    assert rows(router_timeline(found, 0.9))[1:] == [
+        ("decode leg", "decode-0", 1.0, 100.0),
+        ("stream", "decode-0", 101.0, 199.0),
+        ("move", "router", 300.0, 200.0),
+        ("prefill leg", "decode-0", 500.0, 100.0),
+        ("decode leg", "decode-1", 600.0, 100.0),
+        ("stream", "decode-1", 700.0, 200.0),
+    ]
+
+
+def test_a_request_whose_engines_are_not_chosen_yet_is_not_refused():
+    """It waits in the queue, or its body comes."""
+    assert rows(router_timeline(record(), 0.5)) == [("until now", "router", 0.0, 500.0)]
+    assert rows(router_timeline(record(received_s=0.2), 0.5))[-1] == ("until now", "router", 200.0, 300.0)
+
+
+def test_a_long_body_that_is_read_slowly_shows_where_nothing_waited():
+    """It is read in a thread, one after the other."""
+    found = record(decode=leg("decode-0", 210, 200.0), queue_s=0.0, admitted_s=0.2)
+
+    assert rows(router_timeline(found, 0.41))[:2] == [
+        ("read the request", "router", 0.0, 200.0), ("choose engines", "router", 200.0, 10.0),
+    ]  # fmt: skip
 
 
 def test_a_leg_under_way_takes_all_the_time_until_now():
@@ -127,11 +161,12 @@ def test_a_leg_under_way_takes_all_the_time_until_now():
     st.none() | st.floats(0, 1),
     st.none() | st.floats(0, 1),
     st.none() | st.floats(0, 3),
+    st.none() | st.floats(0, 3),
     st.floats(0, 3),
 )
-def test_the_rows_of_the_router_follow_each_other_and_add_up(legs, received, queued, ttft, total):
+def test_the_rows_of_the_router_follow_each_other_and_add_up(legs, received, queued, admitted, ttft, total):
     """Whatever the record says."""
-    found = record(received_s=received, queue_s=queued, ttft_s=ttft)
+    found = record(received_s=received, queue_s=queued, admitted_s=admitted, ttft_s=ttft)
     for name, (sent, ms) in zip(("prefill", "decode"), legs, strict=False):
         setattr(found, name, leg(f"{name}-0", sent, ms))
     timeline = router_timeline(found, total)
@@ -188,8 +223,46 @@ def test_the_steps_of_a_pulled_load_are_named():
     assert [(what, ms, note) for what, _, ms, note in found] == [
         ("reach the engine", 1, ""), ("API server", 1, ""), ("wait in the queue", 1, ""),
         ("allocate blocks", 1, "9 tokens"),
-        ("order to the worker", 6, ""), ("handshake", 50, ""), ("plan the read", 1, "7 blocks"), ("read KV", 100, ""),
+        ("order to the worker", 6, ""), ("handshake", 50, ""), ("wait for host memory", 1, ""),
+        ("read KV", 100, "7 blocks"),
         ("fence", 20, ""), ("wait for a step", 9, ""), ("compute", 10, "1 tokens"), ("decode", 200, "20 tokens"),
+    ]  # fmt: skip
+
+
+LOADED = [("arrived", 0), ("load_ordered", 1), ("load_begun", 2)]  # a load, so far
+
+
+def rows_of_load(events):
+    found, _ = noted("decode", [(step, 101 + ms, *number) for step, ms, *number in LOADED + events])
+    return [(what, ms, note) for what, _, ms, note in found[3:]]
+
+
+def test_a_read_without_host_memory_has_no_row_for_it():
+    """The worker posts it in the turn in which it has the order."""
+    assert rows_of_load([("reading", 2, 7), ("read", 202)]) == [("read KV", 200, "7 blocks")]
+
+
+def test_a_read_in_parts_shows_the_reads_and_the_waits_apart():
+    """Part by part, through host memory: first D waits for room in its own, then P copies a part into its own."""
+    events = [("staging", 202, 3), ("reading", 402, 3), ("staging", 602, 2), ("reading", 802, 2), ("read", 1002)]
+
+    assert rows_of_load(events) == [
+        ("wait for host memory", 400, ""), ("read KV", 200, "3 blocks"),
+        ("wait for host memory", 200, ""), ("read KV", 200, "2 blocks"),
+    ]  # fmt: skip
+
+
+def test_a_read_in_parts_that_only_d_stages_is_one_row():
+    """Each part begins when the one before is copied out of D's host memory."""
+    assert rows_of_load([("reading", 202, 3), ("reading", 402, 2), ("read", 602)]) == [
+        ("wait for host memory", 200, ""), ("read KV", 400, "3 blocks + 2 blocks"),
+    ]  # fmt: skip
+
+
+def test_a_load_that_failed_is_no_wait_for_a_step():
+    """The time went into the load, whatever came of it."""
+    assert rows_of_load([("reading", 2, 7), ("load_failed", 202), ("computing", 203, 9)]) == [
+        ("load, failed", 200, ""), ("wait for a step", 1, ""),
     ]  # fmt: skip
 
 

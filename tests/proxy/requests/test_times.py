@@ -125,7 +125,9 @@ async def test_the_wait_in_the_queue_is_timed_whatever_comes_of_it(clock):
     for client in (first, second, third, refused):
         await client.end()
 
-    assert [client.record.queue_s for client in (first, second, third, refused)] == [0.0, 1.0, 1.0, None]
+    clients = (first, second, third, refused)
+    assert [client.record.queue_s for client in clients] == [0.0, 1.0, 1.0, None]
+    assert [client.record.admitted_s for client in clients] == [0.0, 1.0, None, None]
     assert seen(router, "queue_times") == (3, 2.0)
     outcomes = ("ok", "client_disconnected", "server_error")
     assert [seen(router, "durations", outcome)[0] for outcome in outcomes] == [2, 1, 1]

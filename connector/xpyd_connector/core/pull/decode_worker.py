@@ -93,7 +93,7 @@ class PullReader:
         try:
             self._staging.slots.ask(order.request, most_blocks(order.token_ranges, self._own))
         except ConnectorError as exc:
-            self._abort(load, "loads_failed_staging", str(exc))
+            self._abort(load, "loads_failed_staging", str(exc), now)
         else:
             self._start_granted(self._staging.slots, now)
 
@@ -116,7 +116,7 @@ class PullReader:
         if peer.state is PeerState.CONNECTED:
             self._begin(load, now)
         elif peer.is_refused:
-            self._fail(load, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
+            self._fail(load, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}", now)
 
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of a connection that we opened."""
@@ -129,7 +129,7 @@ class PullReader:
             case MessageReceived(conn, PartRefused(reader, part, reason)):
                 if (load := self._load_asking(conn, reader, part)) is not None:
                     self._send_drop(load)
-                    self._fail(load, "loads_failed_staging", f"it was not staged: {reason}")
+                    self._fail(load, "loads_failed_staging", f"it was not staged: {reason}", now)
             case MessageReceived(conn, _):
                 self._link.close(conn)
                 self._on_peer_changed(self._peers.on(ConnectionLost(conn, "it broke the protocol"), now=now), now)
@@ -174,10 +174,10 @@ class PullReader:
                 self._begin(load, now)
         elif peer.is_refused:
             for load in waiting:
-                self._fail(load, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
+                self._fail(load, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}", now)
         elif peer.state is PeerState.GONE:
             for load in loads:
-                self._abort_once(load, "loads_failed_peer", f"{peer.address} is gone: {peer.reason}")
+                self._abort_once(load, "loads_failed_peer", f"{peer.address} is gone: {peer.reason}", now)
             self._remote_engines.detach(peer.engine)
 
     def _attach(self, peer: Peer, now: float) -> None:
@@ -209,6 +209,8 @@ class PullReader:
             return
         load.on(LoadEvent.ASKED)
         load.deadline = now + STAGING_TIMEOUT_FACTOR * self._timeout
+        blocks = sum(len(tokens.local) for tokens in load.parts[0])
+        self._counters.note(order.request, TimelineStep.STAGING, now, blocks)
         groups: list[tuple[BlockId, ...]] = [()] * self._groups
         for tokens in load.parts[0]:
             groups[tokens.group] = tuple(tokens.remote)
@@ -233,7 +235,7 @@ class PullReader:
             spans = self._remote_engines[load.order.engine].spans(part)
             self._transfers.read(load.order.request, spans, peer=load.order.engine)
         except ConnectorError as exc:
-            self._abort(load, "loads_failed_transfer", str(exc), LoadEvent.STARTED)
+            self._abort(load, "loads_failed_transfer", str(exc), now, LoadEvent.STARTED)
         else:
             load.on(LoadEvent.STARTED)
             self._counters.note(load.order.request, TimelineStep.READING, now, sum(len(each.local) for each in part))
@@ -247,9 +249,9 @@ class PullReader:
                 self._release(load)
         elif step.failure and step.is_copy:
             why = f"it was not copied out of host memory: {step.failure}"
-            self._abort(load, "loads_failed_staging", why)
+            self._abort(load, "loads_failed_staging", why, now)
         elif step.failure:
-            self._abort(load, "loads_failed_transfer", step.failure)
+            self._abort(load, "loads_failed_transfer", step.failure, now)
         elif step.is_copy:
             self._counters.count("bytes_staged_in", step.copied_bytes)
             self._finish_part(load, now)
@@ -283,9 +285,9 @@ class PullReader:
             return  # aborted before, or another peer's
         if not held:
             self._counters.count("reads_discarded")
-            self._fail(load, "loads_failed_lease", "its lease was over before the read ended")
+            self._fail(load, "loads_failed_lease", "its lease was over before the read ended", now)
         elif failure := self._mismatch(load, sums):
-            self._fail(load, "loads_failed_wrong_kv", failure)
+            self._fail(load, "loads_failed_wrong_kv", failure, now)
         else:
             load.on(LoadEvent.CONFIRMED)
             self._counters.count("loads")
@@ -308,20 +310,20 @@ class PullReader:
         """Abort a load; if it was reading or waiting for the fence result, its peer hangs: disconnect."""
         peer = self._peers.get(load.order.engine)
         is_hung = load.state in (LoadState.READING, LoadState.CONFIRMING)
-        self._abort_once(load, "loads_failed_timeout", f"not loaded within {self._timeout:g} s")
+        self._abort_once(load, "loads_failed_timeout", f"not loaded within {self._timeout:g} s", now)
         if is_hung and peer is not None and peer.state is PeerState.CONNECTED:
             self._peers.disconnect(peer, "it does not answer")
             self._on_peer_changed(peer, now)
 
-    def _abort_once(self, load: Load, counter: str, why: str) -> None:
+    def _abort_once(self, load: Load, counter: str, why: str, now: float) -> None:
         if load.state is not LoadState.ABORTING:
-            self._abort(load, counter, why)
+            self._abort(load, counter, why, now)
 
-    def _abort(self, load: Load, counter: str, why: str, before: LoadEvent | None = None) -> None:
+    def _abort(self, load: Load, counter: str, why: str, now: float, before: LoadEvent | None = None) -> None:
         """Fail a load. Quarantine its blocks if something may still write into them; ``before`` happened first."""
         self._send_drop(load)
         if not self._transfers.is_active(load.order.request):
-            self._fail(load, counter, why)
+            self._fail(load, counter, why, now)
             return
         if before is not None:
             load.on(before)
@@ -329,6 +331,7 @@ class PullReader:
         load.deadline = inf
         self._transfers.cancel(load.order.request)
         self._counters.count_load(counter, load.order.engine)
+        self._counters.note(load.order.request, TimelineStep.LOAD_FAILED, now)
         self._results.append(LoadResult(load.order.request, why, quarantined=True))
 
     def _release(self, load: Load) -> None:
@@ -337,9 +340,10 @@ class PullReader:
         self._forget(load)
         self._results.append(BlocksReleased(load.order.request))
 
-    def _fail(self, load: Load, counter: str, why: str) -> None:
+    def _fail(self, load: Load, counter: str, why: str, now: float) -> None:
         load.on(LoadEvent.FAILED)
         self._counters.count_load(counter, load.order.engine)
+        self._counters.note(load.order.request, TimelineStep.LOAD_FAILED, now)
         self._end(load, why)
 
     def _end(self, load: Load, failure: str) -> None:

@@ -177,6 +177,32 @@ def test_a_peer_whose_memory_cannot_be_read_is_refused(world, ranks, sentence):
     assert counters(world) == {"handshakes": 1, "handshakes_failed": 1, "loads_failed_handshake": 1}
 
 
+def noted(world):
+    """Return what the worker of D has noted since the last call: what, when, how many."""
+    return [(str(event.step), event.at, event.count) for event in world.d.worker_tally.take().events]
+
+
+@pytest.fixture
+def noting(world):
+    """Engines whose requests have timelines."""
+    world.d.worker_tally.keeps_events = True
+    return world
+
+
+def test_the_timeline_of_a_load_that_hangs_says_how_long_it_hung(noting):
+    """Else that time was a wait for a step of this engine."""
+    noting.d.mover.stuck = True
+    noting.load(offered(noting))
+    noting.run()
+    noting.run(seconds=TIMEOUT)
+    noting.d.mover.stuck = False
+    noting.run()
+    found = noted(noting)
+
+    assert [step for step, *_ in found] == ["load_begun", "peer_met", "reading", "load_failed"]
+    assert found[-1][1] - found[-2][1] == pytest.approx(TIMEOUT, abs=1)
+
+
 # ---- from an engine that stages: P copies each part into its host memory first
 
 
@@ -225,6 +251,34 @@ def test_parts_that_p_stages_are_read_from_its_slots_one_after_the_other():
 
     assert p.world.d.result("d-a").failure == ""
     assert p.world.d.bytes_of(p.into) == [right("p-a", number, 0) for number in range(5)]
+
+
+def test_the_timeline_shows_when_p_was_asked_for_each_part():
+    """How long P takes to copy it is no part of the read."""
+    p = StagingEngine(blocks=5)
+    p.world.d.worker_tally.keeps_events = True
+    (blocks,) = p.offer.remote_block_ids
+    for number, part in enumerate((blocks[:3], blocks[3:])):
+        p.hear()
+        p.world.now += 0.2
+        p.answer(PartStaged("d-a", number, (p.stage(part),)))
+    p.hear()
+    found = [(step, count, round(at, 1)) for step, at, count in noted(p.world) if step in ("staging", "reading")]
+
+    assert found == [("staging", 3, 0.0), ("reading", 3, 0.2), ("staging", 2, 0.2), ("reading", 2, 0.4)]
+
+
+def test_the_timeline_of_a_load_that_p_does_not_confirm_ends_with_its_failure():
+    """It was read in vain."""
+    p = StagingEngine(blocks=2)
+    p.world.d.worker_tally.keeps_events = True
+    (blocks,) = p.offer.remote_block_ids
+    p.hear()
+    p.answer(PartStaged("d-a", 0, (p.stage(blocks),)))
+    p.hear()
+    p.answer(FenceResult("d-a", held=False))
+
+    assert [step for step, *_ in noted(p.world)][-2:] == ["read", "load_failed"]
 
 
 def test_a_part_that_p_does_not_stage_fails_the_load():
@@ -309,6 +363,23 @@ def test_what_was_read_into_host_memory_is_copied_to_where_it_belongs():
 
     assert harness.reader.take_results() == [LoadResult(RequestId("d-a"), "")]
     assert harness.slots.held == len(harness.slots) == 0
+
+
+def test_the_timeline_shows_how_long_a_load_waited_for_room():
+    """Another one has all of the host memory for 200 ms."""
+    harness = Harness(slots=1)
+    harness.counters.keeps_events = True
+    for name in "ab":
+        harness.load(name, blocks=1)
+    for _ in range(4):
+        harness.turn()
+    harness.now += 0.2
+    harness.copied(0)
+    for _ in range(4):
+        harness.turn()
+    events = [event for event in harness.counters.take().events if event.request == "d-b"]
+
+    assert [(str(event.step), round(event.at, 1)) for event in events] == [("load_begun", 0.0), ("reading", 0.2)]
 
 
 def test_a_copy_that_fails_fails_the_load():

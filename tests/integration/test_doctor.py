@@ -1,13 +1,17 @@
-"""``xpyd doctor`` with real NIXL between processes and network namespaces: each fault is named with its mend."""
+"""``xpyd doctor`` with real NIXL between processes: each fault is named with its mend.
+
+The two ends are in network namespaces of their own, where the kernel lets us have them.
+"""
 
 import contextlib
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from support.doctor_process import examined, listening
-from support.netns import DATA, lab_available, open_lab
+from support.netns import DATA, lab_available, lab_or_none
 from support.slow_memory import COMPILER, NEEDED, slow
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
@@ -26,11 +30,24 @@ def secret(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def lab():
-    if reason := lab_available():
-        pytest.skip(reason)
-    with open_lab() as lab:
+def lab_if_any():
+    with lab_or_none() as lab:
         yield lab
+
+
+@pytest.fixture
+def lab(lab_if_any):
+    if lab_if_any is None:
+        pytest.skip(lab_available() or "there was no network lab")
+    return lab_if_any
+
+
+@pytest.fixture
+def ends(lab_if_any):
+    """Where both ends run: on two hosts of a lab if there can be one, else on loopback."""
+    if lab_if_any is None:
+        return SimpleNamespace(ip="127.0.0.1", here=[], there=[])
+    return SimpleNamespace(ip=lab_if_any.p.data_ip, here=lab_if_any.d.prefix, there=lab_if_any.p.prefix)
 
 
 @contextlib.contextmanager
@@ -52,10 +69,13 @@ def model(folder, name, **changes):
     return ("--model", folder / name)
 
 
-def test_two_ends_of_one_machine_use_shared_memory_and_nothing_is_wrong(secret):
-    """Every number is there: rates and latency each way, posting, clock, versions, MTU, transports."""
-    with listening("--host", "127.0.0.1", "--port", 0, *secret) as address:
-        found = examined(address, *secret)
+def test_two_ends_of_one_machine_use_shared_memory_and_nothing_is_wrong(ends, secret):
+    """Every number is there: rates and latency each way, posting, clock, versions, MTU, transports.
+
+    A network of its own is no obstacle, and nothing that the mend of `tcp-on-one-machine` names is missing.
+    """
+    with listening("--host", ends.ip, "--port", 0, *secret, prefix=ends.there) as address:
+        found = examined(address, *secret, prefix=ends.here)
     pair = found.report["pair"]
 
     assert set(found.findings) <= RATES
@@ -75,23 +95,36 @@ def test_two_ends_of_one_machine_use_shared_memory_and_nothing_is_wrong(secret):
     assert any("memory" in each for each in pair["transports_here"])
 
 
-def test_tcp_where_shared_memory_was_possible(secret):
-    """It is what one variable in an image does to everybody, silently."""
-    with listening("--host", "127.0.0.1", "--port", 0, *secret, env=TCP) as address:
-        found = examined(address, *secret)
+@pytest.mark.parametrize(
+    ("there", "mend"),
+    [
+        ({"env": TCP}, "remove UCX_TLS=tcp at "),
+        ({"prefix": ["unshare", "--ipc"]}, "give both containers one IPC namespace"),
+        (
+            {"prefix": ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]},
+            "give both containers one PID namespace",
+        ),
+    ],
+    ids=["variable", "ipc", "pid"],
+)
+def test_tcp_where_shared_memory_was_possible(lab, secret, there, mend):
+    """It is what one variable in an image, or a container, does to everybody, silently."""
+    there = there | {"prefix": [*lab.p.prefix, *there.get("prefix", ())]}
+    with listening("--host", lab.p.data_ip, "--port", 0, *secret, **there) as address:
+        found = examined(address, *secret, prefix=lab.d.prefix)
 
     assert found.code == 1
     assert "over TCP (" in found.findings["tcp-on-one-machine"].what
-    assert "remove UCX_TLS=tcp at " in found.findings["tcp-on-one-machine"].mend
+    assert mend in found.findings["tcp-on-one-machine"].mend
 
 
-def test_a_wrong_secret_and_none(secret, tmp_path):
+def test_a_wrong_secret_and_none(ends, secret, tmp_path):
     """Both are found before NIXL is loaded, and neither end says more than that they differ."""
     other = tmp_path / "other"
     other.write_text("another secret than that of the engines\n")
-    with listening("--host", "127.0.0.1", "--port", 0, *secret) as address:
-        wrong = examined(address, "--secret-file", other)
-        none = examined(address)
+    with listening("--host", ends.ip, "--port", 0, *secret, prefix=ends.there) as address:
+        wrong = examined(address, "--secret-file", other, prefix=ends.here)
+        none = examined(address, prefix=ends.here)
 
     for found in (wrong, none):
         assert found.code == 1
@@ -100,12 +133,15 @@ def test_a_wrong_secret_and_none(secret, tmp_path):
         assert found.report["pair"]["there"] is None
 
 
-def test_a_skewed_clock_and_another_fingerprint(secret, tmp_path):
-    """Beyond what signed leases bear, and a model of another shape."""
+def test_a_skewed_clock_and_another_fingerprint(ends, secret, tmp_path):
+    """Beyond what signed leases bear, and a model of another shape.
+
+    The skew is put into the other end's process: a time namespace has the clocks since boot, and never the wall clock.
+    """
     here, there = model(tmp_path, "m"), model(tmp_path, "n", num_hidden_layers=3)
-    at = ("--host", "127.0.0.1", "--port", 0)
-    with listening(*at, *secret, *there, ahead=400.0) as address:
-        found = examined(address, *secret, *here)
+    at = ("--host", ends.ip, "--port", 0)
+    with listening(*at, *secret, *there, ahead=400.0, prefix=ends.there) as address:
+        found = examined(address, *secret, *here, prefix=ends.here)
 
     assert {"clock", "fingerprint"} <= set(found.findings) <= {"clock", "fingerprint"} | RATES
     assert "ahead of" in found.findings["clock"].what

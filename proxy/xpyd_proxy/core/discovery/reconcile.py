@@ -77,10 +77,12 @@ class Sources:
                 news.append(key)
             if number % _READ_AT_ONCE == 0:
                 yield ()
+        taken = dict[Key, Wanted]()
         for keys in (gone, news):
             for begin in range(0, len(keys), _TAKEN_AT_ONCE):
                 some = keys[begin : begin + _TAKEN_AT_ONCE]
-                taken = dict(self.views[source].engines)
+                if self.views[source].engines is not taken:  # the first step, or one after a change of some places
+                    taken = dict(self.views[source].engines)
                 for key in some:
                     if key in found:
                         taken[key] = found[key]

@@ -166,6 +166,24 @@ def test_of_two_pods_at_one_address_the_one_that_stays_counts():
     assert sources.desired()[A.key].wanted == new
 
 
+def test_a_view_of_thousands_is_copied_once_however_many_steps_it_takes():
+    """A copy for each step made the work grow with the square of the engines; what changes in between is kept."""
+    many = [Wanted(Role.DECODE, Target(Address("http", f"h{n}", 80))) for n in range(2000)]
+    sources = Sources([EngineSource.PODS], now=0)
+    views, steps = [], sources.replace_in_steps(EngineSource.PODS, many, now=1)
+    for some in steps:
+        views.append(sources.views[EngineSource.PODS].engines)
+        if some:
+            sources.change(EngineSource.PODS, {A.key: A}, now=1)
+            break
+    for _ in steps:
+        views.append(sources.views[EngineSource.PODS].engines)
+
+    assert len(views) > 2000 / 50
+    assert len({id(view) for view in views}) <= 3  # the empty one before, and one for each who changed it
+    assert sources.desired().keys() == {A.key, *(one.key for one in many)}
+
+
 def test_a_view_is_bounded():
     """A selector that fits everything does not take the router's memory."""
     many = [Wanted(Role.DECODE, Target(Address("http", f"h{n}", 80))) for n in range(MOST + 5)]

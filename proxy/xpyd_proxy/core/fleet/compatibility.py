@@ -73,6 +73,7 @@ _COMPARED: Final = {
     "fingerprint": "the connector's fingerprint",
     "pairs_within": "the slice",
 }
+WITHIN: Final = [*_COMPARED].index("pairs_within")  # the place of the slice among them
 compared: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(*_COMPARED)
 # The same without the slice, which is no part of what a rollout changes.
 without_slice: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(

@@ -151,6 +151,8 @@ class Registry:
     def __init__(self, settings: Settings | None = None) -> None:
         self._settings = settings or Settings()
         self._members: dict[InstanceId, Member] = {}
+        # Those that serve a role, as they do: in the order of the members.
+        self._serving: dict[Role, dict[InstanceId, tuple[EngineHealth, Instance]]] = {role: {} for role in Role}
         self.get: Final = self._members.get  # what is known of an engine; None if it was removed meanwhile
         # The same by the role they were added with, host and port; none is empty.
         self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}
@@ -185,6 +187,7 @@ class Registry:
         instance = Instance(name, role, address, rank)
         life = EngineHealth(now, self._settings, changes=self.changes)
         self._members[name] = Member(instance, life, facts=self._shared(facts or EngineCapabilities()), origin=origin)
+        self._serving[role][name] = life, instance
         self._at.setdefault(_place(instance), set()).add(name)
         self.changes.count += 1
         self.lineup.count += 1
@@ -220,6 +223,8 @@ class Registry:
         self.pairs.forget(name)
         self.lineup.count += 1
         del self._members[name]
+        for serving in self._serving.values():
+            serving.pop(name, None)
         self.moving.pop(name, None)
         place = _place(member.instance)
         self._at[place].discard(name)
@@ -355,7 +360,7 @@ class Registry:
 
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List the engines of a role, also those that must not get a request now, in the order they were added."""
-        return tuple([instance for _, instance in self._of(role)])
+        return tuple([instance for _, instance in self._serving[role].values()])
 
     def usable(self, role: Role, /, *, now: float = 0.0) -> Sequence[Instance]:
         """List the engines of a role that can take a request; raises NoInstance, with what has become of them.
@@ -366,23 +371,20 @@ class Registry:
         if known is not None and known.version == self.changes.count and now < known.until:
             return known.engines
         found, until = list[Instance](), math.inf
-        for member in self._members.values():
-            instance = member.instance if member.instance.role is role else member.as_decode
-            if instance is None:
-                continue
-            if member.life.state is _HEALTHY:  # nearly all are
+        for life, instance in self._serving[role].values():
+            if life.state is _HEALTHY:  # nearly all are
                 found.append(instance)
                 continue
-            if member.life.may_serve(now=now):
+            if life.may_serve(now=now):
                 found.append(instance)
-            until = min(until, member.life.steady_until)
+            until = min(until, life.steady_until)
         if found:
             usable = self._usable[role] = _Usable(self.changes.count, until, tuple(found))
             return usable.engines
         raise self._none_usable(role, now)
 
     def _none_usable(self, role: Role, now: float) -> NoInstance:
-        members = [member for member, _ in self._of(role)]
+        members = [self._members[name] for name in self._serving[role]]
         if not members:
             return NoInstance(f"the router knows no {role} instance")
         states = list[str]()
@@ -401,8 +403,12 @@ class Registry:
         """When the passing of time may change which engines are usable; infinity: only what is counted does."""
         version, until = self._steady
         if version != self.changes.count:
-            lives = [member.life for member in self._members.values() if member.life.state is not _HEALTHY]
-            until = min([life.steady_until for life in lives], default=math.inf)
+            known = [each.until for each in self._usable.values() if each.version == self.changes.count]
+            if len(known) == len(Role):  # all engines were looked at just now
+                until = min(known)
+            else:
+                lives = [member.life for member in self._members.values() if member.life.state is not _HEALTHY]
+                until = min([life.steady_until for life in lives], default=math.inf)
             self._steady = self.changes.count, until
         return until
 
@@ -563,6 +569,9 @@ class Registry:
         """
         name = member.instance.id
         member.serve(role)
+        for each in Role:  # it is as old as it was, in whatever it serves
+            found = [(one, one.as_role(each)) for one in self._members.values()]
+            self._serving[each] = {one.id: (other.life, one) for other, one in found if one is not None}
         member.speed, member.lone, member.shown, member.load.report = EngineSpeed(), LonePrompts(), None, None
         for _, decode in (*self.pairs.forget(name), (name, name)):
             self.settle_rests(decode)
@@ -582,15 +591,6 @@ class Registry:
                 overlaps = rank is None or member.instance.rank in (None, rank)
                 if overlaps and not member.retires and (declared is role or member.serves_or_will(role)):
                     raise AlreadyKnown(f"{address.authority} is already known as {name}")
-
-    def _of(self, role: Role) -> list[tuple[Member, Instance]]:
-        """List the engines that serve a role, and what they are called in it."""
-        found = list[tuple[Member, Instance]]()
-        for member in self._members.values():
-            instance = member.as_role(role)
-            if instance is not None:
-                found.append((member, instance))
-        return found
 
 
 def listed(names: Sequence[str]) -> str:

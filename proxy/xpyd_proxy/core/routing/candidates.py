@@ -15,8 +15,8 @@ from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry, listed
 from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
-from xpyd_proxy.core.routing.compatible_groups import Grouping, group_engines
-from xpyd_proxy.core.routing.group_weights import Shares, shares_of
+from xpyd_proxy.core.routing.compatible_groups import EngineGroups, Grouping, group_engines
+from xpyd_proxy.core.routing.group_weights import FairRates, Shares, shares_of
 from xpyd_proxy.core.routing.slices import divide_by_slice
 from xpyd_proxy.errors import BadRequest, NoInstance, NoMatchingInstance, UnknownModel
 from xpyd_proxy.settings import SlicePairing
@@ -26,7 +26,7 @@ Fits: TypeAlias = Callable[[Instance, Instance], bool]  # whether a prefill and 
 # Which of the sets of models that engines serve have a model, and the rank that a request asks for.
 _Key: TypeAlias = tuple[frozenset[frozenset[str] | None], int | None]
 
-UNBOUND: Final[Mapping[bool, Mapping[InstanceId, float]]] = {True: {}, False: {}}
+_UNBOUND: Final[Mapping[bool, FairRates]] = {}
 _MOST_NAMED: Final = 4  # pairs in one message
 _MOST_LOOKS: Final = 64  # by which engines serve a model: there may be as many of these as models
 _HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
@@ -44,14 +44,28 @@ class Narrowed:
     shares_alone: Shares | None  # the same where decode engines may serve alone
     fits: Fits  # for groups in which not all fit
     # By whether decode engines may serve alone: the part of the requests that each engine may get; empty: any.
-    rates: Mapping[bool, Mapping[InstanceId, float]]
+    rates: Mapping[bool, FairRates]
+
+
+@dataclass(slots=True)
+class _Look:
+    """What was found for a model last, for these engines or for those of before."""
+
+    model: str | None
+    groups: EngineGroups
+    narrowed: Narrowed | None = None  # None: no two engines fit
 
 
 class Candidates:
     """Some engines that can take a request, with what is known of them now."""
 
-    def __init__(self, registry: Registry, prefill: Among, decode: Among, *, is_bound: bool) -> None:
-        """``is_bound``: say how much each engine may get while revisions are mixed."""
+    def __init__(
+        self, registry: Registry, prefill: Among, decode: Among, before: "Candidates | None" = None, *, is_bound: bool
+    ) -> None:
+        """``is_bound``: say how much each engine may get while revisions are mixed.
+
+        ``before``: other engines, or as they were before a change: their groups are moved on to these.
+        """
         self.prefill, self.decode = prefill, decode
         self.version = registry.changes.count  # for which all of this is true
         self._registry, self._is_bound = registry, is_bound
@@ -62,19 +76,21 @@ class Candidates:
         self._half_open = [member for member in members if member is not None and member.life.state is _HALF_OPEN]
         self.looks = dict[_Key, Narrowed]()
         self.unmatched = dict[tuple[_Key, bool], str]()  # why no two engines fit
+        self.latest: dict[_Key, _Look] = {} if before is None else before.latest
+
+    @property
+    def size(self) -> int:
+        """How many engines there are."""
+        return len(self.prefill) + len(self.decode)
+
+    @property
+    def is_old(self) -> bool:
+        """Tell whether something has changed since."""
+        return self.version != self._registry.changes.count
 
     def is_for(self, prefill: Among, decode: Among) -> bool:
         """Tell at once whether these are the engines, and nothing has changed."""
-        return self.prefill is prefill and self.decode is decode and self.version == self._registry.changes.count
-
-    def resume(self, before: "Candidates") -> bool:
-        """Take over the looks at engines as they were, if they and their facts are the same; tell whether they are."""
-        is_same = (
-            self.facts == before.facts and [*self.prefill] == [*before.prefill] and [*self.decode] == [*before.decode]
-        )
-        if is_same:
-            self.looks, self.unmatched = before.looks, before.unmatched
-        return is_same
+        return self.prefill is prefill and self.decode is decode and not self.is_old
 
     def waiting(self, ask: RoutingHints) -> frozenset[InstanceId]:
         """Return the engines that wait for their trial, and serve the model."""
@@ -82,48 +98,80 @@ class Candidates:
 
     def narrowed(self, ask: RoutingHints, *, may_be_alone: bool) -> Narrowed:
         """Return what they come down to for a request; raises UnknownModel, BadRequest or NoInstance."""
-        model = ask.model
-        serving = self._models
-        if model is not None:
-            serving = {models for models in self._models if models is None or model in models}
-        key = frozenset(serving), ask.rank
+        key = self._key(ask.model, ask.rank)
         found = self.looks.get(key)
         if found is None:
             why = self.unmatched.get((key, may_be_alone))
             if why is not None:
                 raise NoMatchingInstance(why)
-            decode = self._serving(Role.DECODE, key, ask)
-            found = self._look(self._serving(Role.PREFILL, key, ask), decode, key, may_be_alone=may_be_alone)
+            found = self._look(key, ask, may_be_alone=may_be_alone)
             if len(self.looks) >= _MOST_LOOKS:
                 del self.looks[next(iter(self.looks))]
             self.looks[key] = found
         return found
 
-    def _serving(self, role: Role, key: _Key, ask: RoutingHints) -> Among:
+    def _key(self, model: str | None, rank: int | None) -> _Key:
+        serving = self._models
+        if model is not None:
+            serving = {models for models in self._models if models is None or model in models}
+        return frozenset(serving), rank
+
+    def _serving(self, role: Role, key: _Key, ask: RoutingHints) -> tuple[Among, list[EngineCapabilities]]:
+        """List the engines of a role that serve the model, and their facts."""
         at = 0 if role is Role.PREFILL else 1
-        among, (models, rank) = (self.prefill, self.decode)[at], key
+        among, facts, (models, rank) = (self.prefill, self.decode)[at], self.facts[at], key
         if len(models) == len(self._models) and rank is None and among:
-            return among
-        sides = zip(among, self.facts[at], strict=True)
-        found = [one for one, facts in sides if facts.models in models and has_rank(one, ask)]
+            return among, facts
+        found = [
+            (one, each) for one, each in zip(among, facts, strict=True) if each.models in models and has_rank(one, ask)
+        ]
         if not found:
             raise why_none(self._registry, role, ask)
-        return found
+        return [one for one, _ in found], [each for _, each in found]
 
-    def _look(self, prefill: Among, decode: Among, key: _Key, *, may_be_alone: bool) -> Narrowed:
+    def _look(self, key: _Key, ask: RoutingHints, *, may_be_alone: bool) -> Narrowed:
         """Sort engines that serve the model into groups. Raises NoMatchingInstance: no two of them fit."""
-        grouping, fits = self._grouped(prefill, decode, key, may_be_alone=may_be_alone)
+        decode, decode_facts = self._serving(Role.DECODE, key, ask)
+        prefill, prefill_facts = self._serving(Role.PREFILL, key, ask)
+        latest = self._latest_of(key, ask, len(prefill) + len(decode))
+        is_other = latest.groups.move(prefill, prefill_facts, decode, decode_facts)
+        if is_other or latest.narrowed is None:
+            latest.narrowed = None
+            grouping, fits = latest.groups.grouping, self._registry.fits
+            if not grouping.pairs:
+                grouping, fits = self._anyway(prefill, decode, key, may_be_alone=may_be_alone)
+                return self._narrowed(prefill, decode, grouping, fits)
+            latest.narrowed = self._narrowed(prefill, decode, grouping, fits)
+        return latest.narrowed
+
+    def _latest_of(self, key: _Key, ask: RoutingHints, size: int) -> _Look:
+        """Return what was found for a model last; if that is nothing, what no model needs any more."""
+        latest = self.latest.pop(key, None)
+        if latest is None:
+            unused = [each for each, look in self.latest.items() if self._key(look.model, each[1]) != each]
+            if unused:
+                latest = self.latest.pop(min(unused, key=lambda each: abs(self.latest[each].groups.size - size)))
+                latest.narrowed = None
+            else:
+                latest = _Look(ask.model, EngineGroups())
+        if len(self.latest) >= _MOST_LOOKS:
+            del self.latest[next(iter(self.latest))]
+        latest.model = ask.model
+        self.latest[key] = latest
+        return latest
+
+    def _narrowed(self, prefill: Among, decode: Among, grouping: Grouping, fits: Fits) -> Narrowed:
         pairs = grouping.pairs
         paired_prefill, paired_decode = _paired(grouping, prefill, decode)
         alone = self._shares(grouping, may_be_alone=True)
         # Where nothing is served alone although it may be, nothing changes if it may not.
         is_some_alone = True in [share.alone for share in alone.all]
         shares = self._shares(grouping, may_be_alone=False) if is_some_alone else alone
-        rates = UNBOUND
+        rates = _UNBOUND
         if self._is_bound and self._is_mixed(grouping):
             rates_alone = alone.rates()
             rates = {True: rates_alone, False: shares.rates() if is_some_alone else rates_alone}
-        is_bound = rates is not UNBOUND
+        is_bound = rates is not _UNBOUND
         return Narrowed(
             paired_prefill,
             paired_decode,
@@ -148,11 +196,8 @@ class Candidates:
             return shares
         return divide_by_slice(shares, lambda instance: self._registry.facts(instance).slice)
 
-    def _grouped(self, prefill: Among, decode: Among, key: _Key, *, may_be_alone: bool) -> tuple[Grouping, Fits]:
-        """Sort engines into groups; if all pairs that fit rest, and no engine may serve alone, they are used anyway."""
-        grouping = group_engines(prefill, decode, self._registry.facts)
-        if grouping.pairs:
-            return grouping, self._registry.fits
+    def _anyway(self, prefill: Among, decode: Among, key: _Key, *, may_be_alone: bool) -> tuple[Grouping, Fits]:
+        """Sort engines into groups by pairs that rest, too: all that fit do, and no engine may serve alone."""
         if not may_be_alone:
             grouping = group_engines(prefill, decode, self._facts_without_rests)
             if grouping.pairs:
@@ -217,7 +262,7 @@ def _are_compatible(registry: Registry, prefill: Instance, decode: Instance) -> 
 def _paired(grouping: Grouping, prefill: Among, decode: Among) -> tuple[Among, Among]:
     """Drop the engines that fit none of the other side; the others stay in their order."""
     pairs = grouping.pairs
-    if len(pairs) == 1 and len(pairs[0].prefill) == len(prefill) and len(pairs[0].decode) == len(decode):
+    if grouping.all_paired:
         return prefill, decode
     paired_prefill = {instance.id for group in pairs for instance in group.prefill}
     paired_decode = {instance.id for group in pairs for instance in group.decode}

@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import fsum, log
 from typing import Final
 
-from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.core.model import Instance, InstanceId
 from xpyd_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping
 from xpyd_proxy.core.routing.share_bound import EACH, SPARE
 
@@ -44,41 +44,92 @@ class Shares:
         self.all = shares
         self.prefills, self.decodes = prefills, decodes
         self.upto = list(accumulate([share.weight for share in shares]))  # the sums of the weights so far
-        self.by_engine = dict[InstanceId, GroupShare]()  # the first share that an engine has a part in
         self.limits = dict[str, float]()  # by group: the limit of its first share
-        prefill, decode = dict[InstanceId, Instance](), dict[InstanceId, Instance]()
         for share in reversed(shares):
             self.limits[share.group.name] = share.limit
-            sides = ((decode, share.group.decode), (prefill, () if share.alone else share.group.prefill))
-            for side, engines in sides:
-                for instance in engines:
-                    side[instance.id] = instance
-                    self.by_engine[instance.id] = share
-        self.prefill, self.decode = list(prefill.values()), list(decode.values())
+        # Empty: not looked at yet. Only caches ask for them, and to list thousands takes as long as to divide them.
+        self._by_engine = dict[InstanceId, GroupShare]()
+        self._sides: Sequence[Sequence[Instance]] = ((), ())
 
-    def rates(self) -> dict[InstanceId, float]:
+    @property
+    def by_engine(self) -> Mapping[InstanceId, GroupShare]:
+        """The first share that each engine has a part in."""
+        if not self._by_engine:
+            for share in reversed(self.all):
+                for engines in (share.group.decode, () if share.alone else share.group.prefill):
+                    self._by_engine.update(dict.fromkeys([instance.id for instance in engines], share))
+        return self._by_engine
+
+    @property
+    def prefill(self) -> Sequence[Instance]:
+        """The prefill engines of all shares."""
+        return self._listed()[0]
+
+    @property
+    def decode(self) -> Sequence[Instance]:
+        """The decode engines of all shares."""
+        return self._listed()[1]
+
+    def _listed(self) -> Sequence[Sequence[Instance]]:
+        if not self._sides[1]:
+            prefill, decode = dict[InstanceId, Instance](), dict[InstanceId, Instance]()
+            for share in reversed(self.all):
+                decode.update([(instance.id, instance) for instance in share.group.decode])
+                if not share.alone:
+                    prefill.update([(instance.id, instance) for instance in share.group.prefill])
+            self._sides = [*prefill.values()], [*decode.values()]
+        return self._sides
+
+    def rates(self) -> "FairRates":
         """Return the part of all requests that each engine may get (share_bound)."""
-        prefill = self._rates_of(self.prefills, [share for share in self.all if not share.alone], Role.PREFILL)
-        rates = self._rates_of(self.decodes, self.all, Role.DECODE)
-        if rates.keys().isdisjoint(prefill):
-            rates.update(prefill)
-            return rates
-        for name, rate in prefill.items():  # one that serves both roles gets the parts of both
-            rates[name] = rates.get(name, 0.0) + rate
-        return rates
+        return FairRates(self)
 
-    def _rates_of(self, count: float, shares: Sequence[GroupShare], role: Role) -> dict[InstanceId, float]:
-        parts = dict[InstanceId, float]()
-        for share in shares:
-            engines = share.group.prefill if role is Role.PREFILL else share.group.decode
-            part = share.weight / len(engines)
-            found = dict.fromkeys([instance.id for instance in engines], part)
-            for name in parts.keys() & found.keys():
-                found[name] = parts[name] + part
-            parts.update(found)
-        least = EACH / count if parts else 0.0
-        rates = {part: max(least, SPARE * part) for part in set(parts.values())}  # few: one for each share, or two
-        return {name: rates[part] for name, part in parts.items()}
+
+class FairRates:
+    """The part of all requests that each engine may get: found for those that are asked for."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        # By role: the least that an engine may get, and what each share gives its engines. Empty: not looked at yet.
+        self._sides = list[tuple[float, list[tuple[float, frozenset[InstanceId]]]]]()
+        self._size = 0  # engines
+        self._known = dict[InstanceId, float]()
+
+    def __len__(self) -> int:
+        if not self._sides:
+            self._look()
+        return self._size
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.get(InstanceId(name)) is not None
+
+    def get(self, name: InstanceId, /) -> float | None:
+        """Return the part that an engine may get; one that serves both roles gets the parts of both. None: none."""
+        rate = self._known.get(name)
+        if rate is None:
+            rate = self._rate(name)
+            if rate is not None:
+                self._known[name] = rate
+        return rate
+
+    def _rate(self, name: InstanceId) -> float | None:
+        if not self._sides:
+            self._look()
+        sides = [(least, [part for part, names in parts if name in names]) for least, parts in self._sides]
+        rates = [max(least, SPARE * fsum(parts)) for least, parts in sides if parts]
+        return fsum(rates) if rates else None
+
+    def _look(self) -> None:
+        shares, count = self._shares.all, 0
+        for total, some in (
+            (self._shares.decodes, [(share.weight, share.group.decode) for share in shares]),
+            (self._shares.prefills, [(share.weight, share.group.prefill) for share in shares if not share.alone]),
+        ):
+            parts = [(weight / len(one), frozenset([instance.id for instance in one])) for weight, one in some]
+            count += len(frozenset[InstanceId]().union(*[names for _, names in parts]))
+            if parts:
+                self._sides.append((EACH / total, parts))
+        self._size = count
 
 
 def shares_of(grouping: Grouping, *, may_be_alone: bool) -> Shares:

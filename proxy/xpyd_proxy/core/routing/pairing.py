@@ -1,6 +1,6 @@
 """Which engines may serve a request, and the choice among them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Final, Protocol, Self, TypeAlias
 
@@ -10,8 +10,8 @@ from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import ANY, Instance, InstanceId, Role, RoutingHints, SingleEngineReason
 from xpyd_proxy.core.routing.alone_bound import AloneBound, Holding
-from xpyd_proxy.core.routing.candidates import UNBOUND, Among, Candidates, Fits, Narrowed, serving
-from xpyd_proxy.core.routing.group_weights import GroupShare, GroupTurns, Shares
+from xpyd_proxy.core.routing.candidates import Among, Candidates, Fits, Narrowed, serving
+from xpyd_proxy.core.routing.group_weights import FairRates, GroupShare, GroupTurns, Shares
 from xpyd_proxy.core.routing.share_bound import ShareBound, ShareBounds, make_room, without
 from xpyd_proxy.core.routing.slices import nearest
 from xpyd_proxy.errors import NoInstance
@@ -92,6 +92,7 @@ class PolicyPerLeg:
         return PolicyPerLeg(self.prefill.copy(), self.decode.copy(), self.decode_first)
 
 
+_NOBODY: Final = frozenset[InstanceId]()
 _MOST_PARTS: Final = 4  # of the fleet, of which what they come down to is remembered: retries leave engines out
 
 
@@ -203,12 +204,13 @@ class PairSelector:
         for each in known:
             if each.is_for(prefill, decode):
                 return each
-        found = Candidates(self.registry, prefill, decode, is_bound=self.bounds is not None)
-        same = next((each for each in known if found.resume(each)), None)
-        if same is not None:
-            known.remove(same)
-        elif len(known) >= (1 if known is self._whole else _MOST_PARTS):
-            del known[0]
+        before = None  # those that were most alike before a change, or were asked for longest ago
+        size, most = len(prefill) + len(decode), 1 if known is self._whole else _MOST_PARTS
+        old = [each for each in known if each.is_old] or (known[:1] if len(known) >= most else [])
+        if old:
+            before = min(old, key=lambda each: abs(each.size - size))
+            known.remove(before)
+        found = Candidates(self.registry, prefill, decode, before, is_bound=self.bounds is not None)
         known.append(found)
         return found
 
@@ -217,7 +219,7 @@ class PairSelector:
         among = self._within_bound(self._alone(decode, ask), ask)
         chosen = self.choice.one(self._found.take(among, ask) or among, ask)
         rates = self._rates_alone(ask)
-        if self.bounds is not None and rates:
+        if self.bounds is not None and rates is not None:
             self.bounds.of(ask.model).count(rates, (chosen,))
         return chosen
 
@@ -276,16 +278,16 @@ class PairSelector:
     def _within_bound(self, alone: Among, ask: RoutingHints) -> Among:
         """Leave the engines that may get more, if revisions are mixed and there are any."""
         rates = self._rates_alone(ask)
-        if self.bounds is None or not rates:
+        if self.bounds is None or rates is None:
             return alone
         return without(alone, self.bounds.of(ask.model).exhausted()) or alone
 
-    def _rates_alone(self, ask: RoutingHints) -> Mapping[InstanceId, float]:
-        """Return what each engine may get where one may serve alone, as ``pair`` has found it; empty: any part."""
+    def _rates_alone(self, ask: RoutingHints) -> FairRates | None:
+        """Return what each engine may get where one may serve alone, as ``pair`` has found it; None: any part."""
         calm = self._calm.get(ask.model)
         if calm is None or calm.version != self.registry.changes.count:
-            return UNBOUND[True]
-        return calm.narrowed.rates[True]
+            return None
+        return calm.narrowed.rates.get(True)
 
     def _choose(self, found: Narrowed, ask: RoutingHints, *, may_be_alone: bool) -> Chosen:
         """Choose a group, if there are several, and then its engines."""
@@ -294,18 +296,18 @@ class PairSelector:
             return self.choice.pair(
                 found.prefill, found.decode, ask, compatibility.always if found.all_fit else found.fits
             )
-        rates = found.rates[may_be_alone]
-        if self.bounds is not None and rates:
+        rates = found.rates.get(may_be_alone)
+        if self.bounds is not None and rates is not None:
             return self._choose_within(shares, rates, self.bounds.of(ask.model), ask, found.fits)
-        share = self._share(shares, shares.prefill, shares.decode, ask)
+        share = self._share(shares, _NOBODY, ask)
         return self._choose_of(share, share.group.prefill, share.group.decode, ask, found.fits)
 
     def _choose_within(
-        self, shares: Shares, rates: Mapping[InstanceId, float], bound: ShareBound, ask: RoutingHints, fits: Fits
+        self, shares: Shares, rates: FairRates, bound: ShareBound, ask: RoutingHints, fits: Fits
     ) -> Chosen:
         """Choose likewise among engines that may get more; if a group has none of a role, another group serves."""
         out = bound.exhausted()
-        first = share = self._share(shares, without(shares.prefill, out), without(shares.decode, out), ask)
+        first = share = self._share(shares, out, ask)
         sides = share.group.prefill, share.group.decode
         if out and share.group.all_fit:
             for each in (first, *self.turns.others(shares, first, ask.session)):
@@ -324,17 +326,25 @@ class PairSelector:
             return None, self.choice.one(decode, ask)
         return self.choice.pair(prefill, decode, ask, compatibility.always if share.group.all_fit else fits)
 
-    def _share(self, shares: Shares, prefill: Among, decode: Among, ask: RoutingHints) -> GroupShare:
-        """Choose a share: that of a session, of an engine of these that has the prompt in its cache, or the next."""
+    def _share(self, shares: Shares, out: Set[InstanceId], ask: RoutingHints) -> GroupShare:
+        """Choose a share: that of a session, of an engine that has the prompt in its cache, or the next.
+
+        ``out``: engines that are not asked for their caches.
+        """
         share = None
         if len(shares.all) == 1:
             return shares.all[0]
         if ask.session is not None:
             return self.turns.of_session(shares, ask.session)
-        if ask.prompt and self.holder is not None and decode:
+        if ask.prompt and self.holder is not None and (decode := without(shares.decode, out)):
             holders = self.holder.holders(decode, ask)
             share = self.turns.cached(shares, [instance.id for instance in holders])
-        if share is None and ask.prompt and self.prefill_holders is not None and prefill:
+        if (
+            share is None
+            and ask.prompt
+            and self.prefill_holders is not None
+            and (prefill := without(shares.prefill, out))
+        ):
             holders = self.prefill_holders(prefill, ask)
             share = self.turns.cached(shares, [instance.id for instance in holders])
         return self.turns.next(shares) if share is None else share

@@ -6,8 +6,8 @@ share, R divided by the engines of its role, and ``BURST`` more. An engine that 
 the next one, which may go there in any case.
 """
 
-from collections.abc import Mapping, Sequence, Set
-from typing import Final, TypeVar
+from collections.abc import Sequence, Set
+from typing import Final, Protocol, TypeVar
 
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, InstanceId
@@ -19,6 +19,18 @@ _LEAST_MODELS: Final = 64  # names that something is kept for, also if engines s
 _MOST_MODELS: Final = 512  # however many engines serve: clients can think of models without end
 T = TypeVar("T")
 _NONE: Final = frozenset[InstanceId]()
+
+
+class RatesByEngine(Protocol):
+    """The part of all requests that each of some engines may get."""
+
+    def get(self, name: InstanceId, /) -> float | None:
+        """Return that of an engine; None: it may get none."""
+        ...
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def __len__(self) -> int: ...
 
 
 class ShareBound:
@@ -38,7 +50,7 @@ class ShareBound:
             del self._free_at[name]
         return {name for name in self._free_at if not self._is_idle(name)}
 
-    def count(self, rates: Mapping[InstanceId, float], chosen: Sequence[Instance | None]) -> None:
+    def count(self, rates: RatesByEngine, chosen: Sequence[Instance | None]) -> None:
         """Count a request that goes to these engines; ``rates``: the part of all requests that an engine may get."""
         self._total += 1.0
         for instance in chosen:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit, rests
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.routing.compatible_groups import NO_PREFILL, group_engines, group_engines_in_steps
+from xpyd_proxy.core.routing.compatible_groups import NO_PREFILL, EngineGroups, group_engines, group_engines_in_steps
 from xpyd_proxy.core.routing.group_weights import BOUND, GroupTurns, shares_of
 
 
@@ -65,6 +66,31 @@ def test_groups_are_what_comparing_all_engines_would_bring(prefill, decode):
     assert sorted(d.id for group in found.groups for d in group.decode) == sorted(d.id for d in ds)
     assert sum(group.prefill_count for group in found.groups) == pytest.approx(len(ps) - len(found.unpaired_prefill))
     assert len({group.name for group in found.groups}) == len(found.groups)
+
+
+SLICED = FACTS.flatmap(lambda facts: st.sampled_from([None, "", "z"]).map(lambda z: replace(facts, pairs_within=z)))
+
+
+@given(st.data(), st.lists(SLICED, min_size=12, max_size=12))
+def test_groups_that_are_moved_on_are_those_that_all_engines_are_sorted_into(data, facts):
+    """From any fleet to any other, in any order, with engines that serve both roles."""
+    groups, known = EngineGroups(), dict(enumerate(facts))
+    for _ in range(data.draw(st.integers(1, 6))):
+        for number in data.draw(st.sets(st.integers(0, 11), max_size=2)):
+            known[number] = data.draw(SLICED)
+        sides = [data.draw(st.lists(st.integers(0, 11), unique=True)) for _ in Role]
+        if data.draw(st.integers(0, 5)):
+            sides = [sorted(side) for side in sides]
+        fleet = [
+            [Instance(InstanceId(f"prefill-{n}"), role, Address("http", "h", n + 1)) for n in side]
+            for role, side in zip(Role, sides, strict=True)
+        ]
+        of = [[known[n] for n in side] for side in sides]
+        groups.move(fleet[0], of[0], fleet[1], of[1])
+        anew = group_engines(*fleet, lambda one: known[int(one.id.split("-")[1])])
+
+        assert replace(groups.grouping, comparisons=0) == replace(anew, comparisons=0)
+        assert not groups.move(fleet[0], of[0], fleet[1], of[1])
 
 
 @pytest.mark.parametrize("kinds", [1, 2, 5])

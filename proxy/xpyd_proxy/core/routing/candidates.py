@@ -69,8 +69,9 @@ class Candidates:
         self.prefill, self.decode = prefill, decode
         self.version = registry.changes.count  # for which all of this is true
         self._registry, self._is_bound = registry, is_bound
-        members = [registry.get(instance.id) for side in (prefill, decode) for instance in side]
-        facts = [EngineCapabilities() if member is None else member.facts for member in members]
+        find, unknown = registry.get, EngineCapabilities()
+        members = [find(instance.id) for side in (prefill, decode) for instance in side]
+        facts = [unknown if member is None else member.facts for member in members]
         self.facts = facts[: len(prefill)], facts[len(prefill) :]
         self._models = {each.models for each in facts}
         self._half_open = [member for member in members if member is not None and member.life.state is _HALF_OPEN]
@@ -136,12 +137,11 @@ class Candidates:
         latest = self._latest_of(key, ask, len(prefill) + len(decode))
         is_other = latest.groups.move(prefill, prefill_facts, decode, decode_facts)
         if is_other or latest.narrowed is None:
-            latest.narrowed = None
-            grouping, fits = latest.groups.grouping, self._registry.fits
+            latest.narrowed, grouping = None, latest.groups.grouping
             if not grouping.pairs:
-                grouping, fits = self._anyway(prefill, decode, key, may_be_alone=may_be_alone)
-                return self._narrowed(prefill, decode, grouping, fits)
-            latest.narrowed = self._narrowed(prefill, decode, grouping, fits)
+                grouping = self._anyway(prefill, decode, key, may_be_alone=may_be_alone)
+                return self._narrowed(prefill, decode, grouping, partial(_are_compatible, self._registry))
+            latest.narrowed = self._narrowed(prefill, decode, grouping, self._registry.fits)
         return latest.narrowed
 
     def _latest_of(self, key: _Key, ask: RoutingHints, size: int) -> _Look:
@@ -196,12 +196,12 @@ class Candidates:
             return shares
         return divide_by_slice(shares, lambda instance: self._registry.facts(instance).slice)
 
-    def _anyway(self, prefill: Among, decode: Among, key: _Key, *, may_be_alone: bool) -> tuple[Grouping, Fits]:
+    def _anyway(self, prefill: Among, decode: Among, key: _Key, *, may_be_alone: bool) -> Grouping:
         """Sort engines into groups by pairs that rest, too: all that fit do, and no engine may serve alone."""
         if not may_be_alone:
             grouping = group_engines(prefill, decode, self._facts_without_rests)
             if grouping.pairs:
-                return grouping, partial(_are_compatible, self._registry)
+                return grouping
         why = f"no prefill instance fits a decode instance: {self._differences(prefill, decode)}"
         if len(self.unmatched) >= _MOST_LOOKS:
             self.unmatched.clear()

@@ -86,12 +86,12 @@ class Shares:
 
 
 class FairRates:
-    """The part of all requests that each engine may get: found for those that are asked for."""
+    """The part of all requests that each engine may get: worked out when an engine is asked for."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
-        # By role: the least that an engine may get, and what each share gives its engines. Empty: not looked at yet.
-        self._sides = list[tuple[float, list[tuple[float, frozenset[InstanceId]]]]]()
+        # By role: the least that an engine may get, and what its shares give it. Empty: not looked at yet.
+        self._sides = list[tuple[float, dict[InstanceId, float]]]()
         self._size = 0  # engines
         self._known = dict[InstanceId, float]()
 
@@ -107,29 +107,35 @@ class FairRates:
         """Return the part that an engine may get; one that serves both roles gets the parts of both. None: none."""
         rate = self._known.get(name)
         if rate is None:
-            rate = self._rate(name)
-            if rate is not None:
-                self._known[name] = rate
+            if not self._sides:
+                self._look()
+            rates = [max(least, SPARE * parts[name]) for least, parts in self._sides if name in parts]
+            if rates:
+                rate = self._known[name] = fsum(rates)
         return rate
 
-    def _rate(self, name: InstanceId) -> float | None:
-        if not self._sides:
-            self._look()
-        sides = [(least, [part for part, names in parts if name in names]) for least, parts in self._sides]
-        rates = [max(least, SPARE * fsum(parts)) for least, parts in sides if parts]
-        return fsum(rates) if rates else None
-
     def _look(self) -> None:
-        shares, count = self._shares.all, 0
-        for total, some in (
-            (self._shares.decodes, [(share.weight, share.group.decode) for share in shares]),
-            (self._shares.prefills, [(share.weight, share.group.prefill) for share in shares if not share.alone]),
-        ):
-            parts = [(weight / len(one), frozenset([instance.id for instance in one])) for weight, one in some]
-            count += len(frozenset[InstanceId]().union(*[names for _, names in parts]))
-            if parts:
-                self._sides.append((EACH / total, parts))
-        self._size = count
+        shares, known = self._shares.all, self._shares
+        decodes = _parts([(share.weight, share.group.decode) for share in shares])
+        prefills = _parts([(share.weight, share.group.prefill) for share in shares if not share.alone])
+        self._size = len(decodes) + len(prefills)
+        if not decodes.keys().isdisjoint(prefills):
+            self._size = len(decodes.keys() | prefills.keys())
+        both = ((known.decodes, decodes), (known.prefills, prefills))
+        self._sides.extend([(EACH / total, parts) for total, parts in both if parts])
+
+
+def _parts(shares: Sequence[tuple[float, Sequence[Instance]]]) -> dict[InstanceId, float]:
+    """Divide weights among engines, some of which may be in several shares."""
+    parts = dict[InstanceId, float]()
+    for weight, engines in shares:
+        part = weight / len(engines)
+        found = dict.fromkeys([instance.id for instance in engines], part)
+        if not parts.keys().isdisjoint(found):
+            for name in parts.keys() & found.keys():
+                found[name] = parts[name] + part
+        parts.update(found)
+    return parts
 
 
 def shares_of(grouping: Grouping, *, may_be_alone: bool) -> Shares:

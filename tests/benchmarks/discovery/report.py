@@ -117,7 +117,7 @@ def discovering(found):
     (*computed*)."""
     change, beside = found["change"], found["beside"]
     then = f"""
-    The first choice after a change sorts the engines into groups anew: with {change["engines"]:,} engines
+    The first choice after a change moves the engines that differ to other groups: with {change["engines"]:,} engines
     {change["ms"]["one revision"]:.1f} ms, and {change["ms"]["two revisions"]:.1f} ms in the middle of a rollout (before
     kinds of engines were compared in place of engines: 1,300 and 12 ms).{slices(change)}
     With {beside["engines"]:,} engines,

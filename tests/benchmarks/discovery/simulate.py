@@ -206,7 +206,7 @@ def request_cost(count, spent_s):
 
 
 def change_of(count):
-    """Time the first choice after an engine has changed, which compares engines anew."""
+    """Time the first choice after an engine has changed, which looks at all engines."""
     found = {}
     cases = {case: registry_of(count, case) for case in ("one revision", "two revisions")}
     for pairing, slices in itertools.product((SlicePairing.REQUIRE, SlicePairing.PREFER), SLICES):

@@ -48,7 +48,7 @@ class Narrowed:
 
 
 @dataclass(slots=True)
-class _Look:
+class _ModelLook:
     """What was found for a model last, for these engines or for those of before."""
 
     model: str | None
@@ -77,7 +77,7 @@ class Candidates:
         self._half_open = [member for member in members if member is not None and member.life.state is _HALF_OPEN]
         self.looks = dict[_Key, Narrowed]()
         self.unmatched = dict[tuple[_Key, bool], str]()  # why no two engines fit
-        self.latest: dict[_Key, _Look] = {} if before is None else before.latest
+        self.latest: dict[_Key, _ModelLook] = {} if before is None else before.latest
 
     @property
     def size(self) -> int:
@@ -144,7 +144,7 @@ class Candidates:
             latest.narrowed = self._narrowed(prefill, decode, grouping, self._registry.fits)
         return latest.narrowed
 
-    def _latest_of(self, key: _Key, ask: RoutingHints, size: int) -> _Look:
+    def _latest_of(self, key: _Key, ask: RoutingHints, size: int) -> _ModelLook:
         """Return what was found for a model last; if that is nothing, what no model needs any more."""
         latest = self.latest.pop(key, None)
         if latest is None:
@@ -153,7 +153,7 @@ class Candidates:
                 latest = self.latest.pop(min(unused, key=lambda each: abs(self.latest[each].groups.size - size)))
                 latest.narrowed = None
             else:
-                latest = _Look(ask.model, EngineGroups())
+                latest = _ModelLook(ask.model, EngineGroups())
         if len(self.latest) >= _MOST_LOOKS:
             del self.latest[next(iter(self.latest))]
         latest.model = ask.model

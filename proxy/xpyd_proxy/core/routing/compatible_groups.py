@@ -13,12 +13,12 @@ from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet.compatibility import NO_SLICE, WITHIN, Compared, EngineCapabilities, agree, compared
 from xpyd_proxy.core.model import Instance, InstanceId
-from xpyd_proxy.core.routing.engine_kinds import AT_ONCE, EngineKind, EngineKinds, KindChanges, KindKey
+from xpyd_proxy.core.routing.engine_kinds import AT_ONCE, CapabilityKind, EngineKinds, KindChanges, KindKey
 from xpyd_proxy.core.steps import finish
 
 Facts: TypeAlias = Callable[[Instance], EngineCapabilities]
-_Prefills: TypeAlias = EngineKind[int]  # with the numbers of the families and kinds that refuse it, or rest with it
-_Decodes: TypeAlias = EngineKind[str]  # with the engine ids that it refuses, and the engines that it rests with
+_Prefills: TypeAlias = CapabilityKind[int]  # with the numbers of the families and kinds that refuse it, or rest with it
+_Decodes: TypeAlias = CapabilityKind[str]  # with the engine ids that it refuses, and the engines that it rests with
 _MOST_GROUPS: Final = 64  # of engines that all fit each other; those beyond share one, in which each pair is looked at
 _FEW_LISTED: Final = 2  # groups that a prefill engine is in, on the mean, up to which there may be more: slices
 NO_PREFILL: Final = "no prefill engine fits"  # the name of a group

@@ -18,7 +18,7 @@ AT_ONCE: Final = 500  # engines that are looked at in one step: half a milliseco
 _RUN: Final = 100  # engines that are compared at once: where they are the same, that takes a tenth of the time
 
 
-class EngineKind(Generic[T]):
+class CapabilityKind(Generic[T]):
     """Engines of one role with equal facts, in the order of all of their role."""
 
     def __init__(self, number: int, key: KindKey[T]) -> None:
@@ -34,8 +34,8 @@ class KindChanges(Generic[T]):
 
     is_same: bool  # no engine came, is gone, or has other facts
     touched: frozenset[int]  # the numbers of the kinds that have other engines now, or none
-    came: Sequence[EngineKind[T]]
-    gone: Sequence[EngineKind[T]]
+    came: Sequence[CapabilityKind[T]]
+    gone: Sequence[CapabilityKind[T]]
     reordered: bool  # the kinds are others, or their first engines come in another order
 
 
@@ -43,13 +43,13 @@ class EngineKinds(Generic[T]):
     """All engines of one role, by kind."""
 
     def __init__(self) -> None:
-        self.kinds = dict[KindKey[T], EngineKind[T]]()  # in the order of their first engines
-        self.by_engine = dict[InstanceId, EngineKind[T]]()
+        self.kinds = dict[KindKey[T], CapabilityKind[T]]()  # in the order of their first engines
+        self.by_engine = dict[InstanceId, CapabilityKind[T]]()
         self._engines = list[Instance]()
         self._facts = list[EngineCapabilities]()  # of these
         self._places = dict[InstanceId, int]()  # of all engines in their list; empty: not looked at yet
 
-    def joined(self, kinds: Sequence[EngineKind[T]]) -> Sequence[Instance]:
+    def joined(self, kinds: Sequence[CapabilityKind[T]]) -> Sequence[Instance]:
         """List the engines of some kinds, in the order of all of their role."""
         found = dict[InstanceId, Instance]()
         for kind in kinds:
@@ -71,7 +71,7 @@ class EngineKinds(Generic[T]):
         """Sort these engines in place of those before, in steps. ``all_anew``: the keys of all may be others."""
         found = _differences(self._engines, self._facts, engines, facts, self.by_engine)
         before = [*self.kinds.values()]
-        touched, unsorted = dict[int, EngineKind[T]](), dict[int, EngineKind[T]]()
+        touched, unsorted = dict[int, CapabilityKind[T]](), dict[int, CapabilityKind[T]]()
         self._engines, self._facts, self._places = engines, facts, {}
         for name in found.gone:
             kind = self.by_engine.pop(name)
@@ -95,13 +95,13 @@ class EngineKinds(Generic[T]):
         self._sort(touched, unsorted)
         return _changes(before, [*self.kinds.values()], frozenset(touched), is_same=found.is_none)
 
-    def _kind_of(self, key: KindKey[T], numbers: Callable[[], int]) -> EngineKind[T]:
+    def _kind_of(self, key: KindKey[T], numbers: Callable[[], int]) -> CapabilityKind[T]:
         kind = self.kinds.get(key)
         if kind is None:
-            kind = self.kinds[key] = EngineKind(numbers(), key)
+            kind = self.kinds[key] = CapabilityKind(numbers(), key)
         return kind
 
-    def _sort(self, touched: dict[int, EngineKind[T]], unsorted: dict[int, EngineKind[T]]) -> None:
+    def _sort(self, touched: dict[int, CapabilityKind[T]], unsorted: dict[int, CapabilityKind[T]]) -> None:
         """Put engines and kinds in order, and drop the kinds that have no engine left."""
         for kind in unsorted.values():
             places, engines = self._placed(), kind.engines
@@ -178,7 +178,7 @@ def _differences(
 
 
 def _changes(
-    before: Sequence[EngineKind[T]], after: Sequence[EngineKind[T]], touched: frozenset[int], *, is_same: bool
+    before: Sequence[CapabilityKind[T]], after: Sequence[CapabilityKind[T]], touched: frozenset[int], *, is_same: bool
 ) -> KindChanges[T]:
     was, now = [kind.number for kind in before], [kind.number for kind in after]
     if was == now:

@@ -152,7 +152,7 @@ class EngineGroups:
         prefills = yield from self._prefills.move_in_steps(
             [*prefill], prefill_facts, self._prefill_key, self._number, all_anew=is_other
         )
-        if decodes.is_same and prefills.is_same:
+        if self._decodes.is_same and self._prefills.is_same:
             return False
         comparisons = self._compare(prefills, new)
         if decodes.reordered or prefills.reordered:

@@ -28,15 +28,22 @@ class CapabilityKind(Generic[T]):
         self.first = InstanceId("")  # of these, when all were in order last
 
 
-@dataclass(frozen=True, slots=True)
 class KindChanges(Generic[T]):
-    """What another list of engines has changed."""
+    """What another list of engines has changed. It is no dataclass: mypyc compiles none that is generic."""
 
-    is_same: bool  # no engine came, is gone, or has other facts
-    touched: frozenset[int]  # the numbers of the kinds that have other engines now, or none
-    came: Sequence[CapabilityKind[T]]
-    gone: Sequence[CapabilityKind[T]]
-    reordered: bool  # the kinds are others, or their first engines come in another order
+    def __init__(
+        self, before: Sequence[CapabilityKind[T]], after: Sequence[CapabilityKind[T]], touched: frozenset[int]
+    ) -> None:
+        """``before``, ``after``: the kinds in their order; ``touched``: those that have other engines now, or none."""
+        self.touched = touched
+        was, now = [kind.number for kind in before], [kind.number for kind in after]
+        self.reordered = was != now  # the kinds are others, or their first engines come in another order
+        self.came: Sequence[CapabilityKind[T]] = ()
+        self.gone: Sequence[CapabilityKind[T]] = ()
+        if self.reordered:
+            came, gone = set(now).difference(was), set(was).difference(now)
+            self.came = [kind for kind in after if kind.number in came]
+            self.gone = [kind for kind in before if kind.number in gone]
 
 
 class EngineKinds(Generic[T]):
@@ -47,6 +54,7 @@ class EngineKinds(Generic[T]):
         self.by_engine = dict[InstanceId, CapabilityKind[T]]()
         self._engines = list[Instance]()
         self._facts = list[EngineCapabilities]()  # of these
+        self.is_same = True  # the latest move was one to the same engines, with the same facts
         self._places = dict[InstanceId, int]()  # of all engines in their list; empty: not looked at yet
 
     def joined(self, kinds: Sequence[CapabilityKind[T]]) -> Sequence[Instance]:
@@ -70,6 +78,7 @@ class EngineKinds(Generic[T]):
     ) -> Generator[None, None, KindChanges[T]]:
         """Sort these engines in place of those before, in steps. ``all_anew``: the keys of all may be others."""
         found = _differences(self._engines, self._facts, engines, facts, self.by_engine)
+        self.is_same = found.is_none
         before = [*self.kinds.values()]
         touched, unsorted = dict[int, CapabilityKind[T]](), dict[int, CapabilityKind[T]]()
         self._engines, self._facts, self._places = engines, facts, {}
@@ -77,6 +86,8 @@ class EngineKinds(Generic[T]):
             kind = self.by_engine.pop(name)
             del kind.engines[name]
             touched[kind.number] = kind
+            if kind.first == name:
+                kind.first = InstanceId("")  # also if it comes anew, for then it has another place
         changed = found.changed if not all_anew else sorted({*range(len(engines))} - {*found.came})
         for count, place in enumerate((*changed, *found.came), start=1):
             instance = engines[place]
@@ -93,7 +104,7 @@ class EngineKinds(Generic[T]):
             if count % AT_ONCE == 0:
                 yield
         self._sort(touched, unsorted)
-        return _changes(before, [*self.kinds.values()], frozenset(touched), is_same=found.is_none)
+        return KindChanges(before, [*self.kinds.values()], frozenset(touched))
 
     def _kind_of(self, key: KindKey[T], numbers: Callable[[], int]) -> CapabilityKind[T]:
         kind = self.kinds.get(key)
@@ -175,19 +186,3 @@ def _differences(
     gone.extend([one.id for one in old[i:]])
     came.extend(range(j, len(new)))
     return _Differences(gone, came, changed, settled)
-
-
-def _changes(
-    before: Sequence[CapabilityKind[T]], after: Sequence[CapabilityKind[T]], touched: frozenset[int], *, is_same: bool
-) -> KindChanges[T]:
-    was, now = [kind.number for kind in before], [kind.number for kind in after]
-    if was == now:
-        return KindChanges(is_same, touched, (), (), reordered=False)
-    came, gone = set(now).difference(was), set(was).difference(now)
-    return KindChanges(
-        is_same,
-        touched,
-        [kind for kind in after if kind.number in came],
-        [kind for kind in before if kind.number in gone],
-        reordered=True,
-    )

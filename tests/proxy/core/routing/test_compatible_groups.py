@@ -93,6 +93,17 @@ def test_groups_that_are_moved_on_are_those_that_all_engines_are_sorted_into(dat
         assert not groups.move(fleet[0], of[0], fleet[1], of[1])
 
 
+def test_groups_follow_engines_that_come_in_another_order():
+    """Engines of a fleet keep theirs; whoever passes others on still gets groups in the order of the decode engines."""
+    facts = revisions(a=1, b=1)
+    (prefill, _), (decode, _) = engines(Role.PREFILL, facts), engines(Role.DECODE, facts)
+    groups = EngineGroups()
+    groups.move(prefill, facts, decode, facts)
+    groups.move(prefill, facts, decode[::-1], facts[::-1])
+
+    assert [group.name for group in groups.grouping.groups] == ["revision b", "revision a"]
+
+
 @pytest.mark.parametrize("kinds", [1, 2, 5])
 def test_the_work_does_not_grow_with_the_pairs_of_engines(kinds):
     """2,000 engines are a million pairs: comparing them after each change stopped the router for a second."""

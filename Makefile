@@ -39,26 +39,30 @@ up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 E
 
 ##@ Check
 
-# What imports vLLM and starts no engines is one process: the import takes 12 CPU seconds. The rest is shared out to
-# WORKERS (two beside that one), file by file: fixtures of a module are made once, and each process imports all modules.
-# They wait a third of their time; the compiler takes what they leave of two cores. Then engines fail in one process,
-# which waits for leases and timeouts to end, and serve in the other; the first ends sooner, and takes the models and what
-# is LATER. What waits for nothing takes the rest.
+# Three chains at once, because all tests wait for a third of their time or more: for leases, timeouts, clients that say
+# nothing. What imports vLLM and starts no engines is one process: the import takes 12 CPU seconds. What is before engines
+# needs the compiler first. The router's tests are shared out to WORKERS, two beside the other chains, file by file:
+# fixtures of a module are made once, and each process imports all modules. One test of a chain runs at a time.
 ALONE   := not (vllm or gpu or thorough)
 REAL    := -p no:cacheprovider --durations=20 -m "vllm and not (gpu or thorough)"
-LATER   := tests/e2e/test_kv_back.py
+LATER   := tests/e2e/test_kv_back.py tests/models
 VLLM    := tests/connector tests/contract tests/integration tests/helm/test_engines.py
 SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: test
-test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs; WORKERS=3
-	@failed=0; \
-	$(MAKE) -k -j3 -Otarget test-connector test-router test-compile WORKERS=2 || failed=1; \
-	$(MAKE) test-compiled || failed=1; \
-	$(MAKE) -k -j3 -Oline test-chaos test-e2e test-types || failed=1; \
-	exit $$failed
+test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs
+	@$(MAKE) -k -j3 -Otarget $(CHAINS) WORKERS=2
 
-.PHONY: test-alone test-connector test-router test-compile test-compiled test-chaos test-e2e test-types
+CHAINS := chain-connector chain-compiler chain-router
+chain-connector: CHAIN := test-connector test-chaos
+chain-compiler: CHAIN := test-compile test-e2e test-types
+chain-router: CHAIN := test-router test-compiled test-models
+
+.PHONY: $(CHAINS)
+$(CHAINS):
+	@failed=0; for target in $(CHAIN); do $(MAKE) $$target || failed=1; done; exit $$failed
+
+.PHONY: test-alone test-connector test-router test-compile test-compiled test-chaos test-e2e test-models test-types
 test-alone: $(STAMPS)/helm
 	@$(MAKE) -k -j2 -Otarget test-connector test-router
 
@@ -69,19 +73,22 @@ test-router: $(STAMPS)/helm
 	$(BIN)/pytest $(SHARED) -m "$(ALONE) and not compiled" $(addprefix --ignore=,$(VLLM) tests/e2e tests/models)
 
 test-compile: $(STAMPS)/dev
-	-nice -n 19 $(BIN)/python -P tests/support/compiled.py
+	-$(BIN)/python -P tests/support/compiled.py
 
 test-types: $(STAMPS)/dev
-	nice -n 19 $(MAKE) -k types imports
+	$(MAKE) -k types imports
 
 test-compiled: $(STAMPS)/dev
 	$(BIN)/pytest $(SHARED) -m compiled --dist worksteal tests/images
 
 test-chaos: $(STAMPS)/helm
-	$(BIN)/pytest $(REAL) tests/chaos tests/models $(LATER)
+	$(BIN)/pytest $(REAL) tests/chaos
 
 test-e2e: $(STAMPS)/helm
 	$(BIN)/pytest $(REAL) $(LATER:%=--ignore=%) tests/e2e
+
+test-models: $(STAMPS)/helm
+	$(BIN)/pytest $(REAL) $(LATER)
 
 .PHONY: test-thorough
 test-thorough: $(STAMPS)/dev ## more of the same: every fault in every phase, in both modes, on real engines; 50 minutes

@@ -18,7 +18,7 @@ settings.load_profile("xpyd")
 # orders of events beside other tests, and others again after a change that does not touch it.
 providers._get_local_constants = lambda: providers._local_constants  # empty: only what it replaces fills it
 
-# As ``make test-chaos test-e2e``.
+# As ``make test-chaos test-e2e test-models``.
 WITH_ENGINES = [Path(__file__).parent / folder for folder in ("chaos", "e2e", "models")]
 
 

@@ -32,6 +32,7 @@
     * :exc:`AddressError` -- the operator: no engine can have this address
         * :exc:`BadPort` -- the operator: the port is a number, but outside 1..65535
         * :exc:`NotAllowed` -- the operator: no engine may be added there, by ``allowed_instances``
+    * :exc:`NotAccepted` -- an engine that was to be added: it cannot be reached, or serves nothing or another model
     * :exc:`AlreadyKnown` -- the operator: an engine with this role and address is there already
     * :exc:`IdLogBusy` -- nobody: another worker holds the file in which all workers name engines
     * :exc:`UnknownInstance` -- the operator: no engine has this id (any more)
@@ -175,6 +176,9 @@ class BadPort(AddressError): ...
 
 
 class NotAllowed(AddressError): ...
+
+
+class NotAccepted(ProxyError): ...
 
 
 class AlreadyKnown(ProxyError): ...

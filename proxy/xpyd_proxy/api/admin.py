@@ -17,7 +17,7 @@ from xpyd_proxy.api.operator_route import (
 from xpyd_proxy.api.schemas import FleetStatus, InstanceAdded, NewInstance
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAllowed
+from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAccepted, NotAllowed
 from xpyd_proxy.io.discovery.reconciler import Discovery
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
@@ -72,9 +72,11 @@ def admin_routes(
         except OSError as exc:
             raise HTTPException(400, "Instance validation failed.") from exc
         candidate = Instance(InstanceId("candidate"), role, target.address)
-        served = await models.accepted(candidate, passed_on(request.scope))
-        if served is None:
-            raise HTTPException(400, "Instance validation failed.")
+        try:
+            served = await models.accepted(candidate, passed_on(request.scope))
+        except NotAccepted as exc:
+            logger.warning("%s %s is not added: %s", role, text, exc)
+            raise HTTPException(400, "Instance validation failed.") from exc
         try:
             await discovery.add(role, target)
         except AlreadyKnown as exc:

@@ -18,7 +18,7 @@ from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import EngineResponse, Headers, Instance, Role
 from xpyd_proxy.core.protocol.response_filter import check_type
 from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.errors import EngineError, NoInstance
+from xpyd_proxy.errors import EngineError, NoInstance, NotAccepted
 from xpyd_proxy.io.wire import WireEngines
 
 _WANTS_A_KEY: Final = (401, 403)
@@ -27,6 +27,7 @@ _KEYS_MOST: Final = 64  # of clients whose lists are kept, where engines see the
 _TRIES: Final = 16  # engines of one set that are asked until one tells its models: some may have died just now
 _NEXT_S: Final = 1.0  # without an answer, until another one of the set is asked as well
 _AT_ONCE: Final = 32  # engines that are asked at the same time, for all clients
+_NAME_MOST: Final = 100  # characters of a name that are said: the engine may be anybody
 
 
 class _ModelId(msgspec.Struct):
@@ -150,22 +151,27 @@ class ModelCatalog:
             answer = await self._ask(instance, headers)
         return None if answer is None or answer.status >= 500 else answer
 
-    async def accepted(self, candidate: Instance, headers: Headers) -> frozenset[str] | None:
-        """Return what an engine serves; None: it cannot be reached, serves nothing, or not first the one it must.
+    async def accepted(self, candidate: Instance, headers: Headers) -> frozenset[str]:
+        """Return what an engine serves. Raises NotAccepted: it cannot be reached, or serves nothing or another model.
 
         It is shown a key only if it wants one.
         """
-        answer = await self._ask(candidate, headers, bare=True)
-        if answer is not None and answer.status in _WANTS_A_KEY:
-            answer = await self._ask(candidate, headers)
-        names = [name for name, _ in (None if answer is None else _cards(answer)) or ()]
-        if not names or self._model not in (None, names[0]):
-            return None
+        try:
+            answer = await self._engines.models(candidate, headers, bare=True)
+            if answer.status in _WANTS_A_KEY:
+                answer = await self._engines.models(candidate, headers)
+        except EngineError as exc:
+            raise NotAccepted(str(exc)) from exc
+        names = [name for name, _ in _cards(answer) or ()]
+        if not names:
+            raise NotAccepted(f"{candidate.id} answers /v1/models with status {answer.status}, and names no model")
+        if self._model not in (None, names[0]):
+            raise NotAccepted(f"{candidate.id} serves {names[0][:_NAME_MOST]!r} first, and not {self._model!r}")
         return frozenset(names)
 
-    async def _ask(self, instance: Instance, headers: Headers, *, bare: bool = False) -> EngineResponse | None:
+    async def _ask(self, instance: Instance, headers: Headers) -> EngineResponse | None:
         try:
-            return await self._engines.models(instance, headers, bare=bare)
+            return await self._engines.models(instance, headers)
         except EngineError:
             return None
 

@@ -120,6 +120,14 @@ async def test_what_cannot_be_added_is_told_in_the_demos_words(body, detail):
     assert (status["prefill_node_count"], status["decode_node_count"]) == (1, 1)
 
 
+async def test_why_an_engine_is_not_added_is_in_the_log(caplog):
+    """The demo's words do not say it."""
+    async with router(sims(), OPEN) as client:
+        await add(client, {"type": "decode", "instance": "silent:80"})
+
+    assert "decode silent:80 is not added: candidate cannot be reached" in caplog.text
+
+
 async def test_a_body_must_be_json_whatever_it_is_called():
     """As the demo has it: curl -d sends it as a form."""
     async with router(engines_and_new(), OPEN) as client:

@@ -11,7 +11,7 @@ from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import EngineResponse, Instance, InstanceId, Role
-from xpyd_proxy.errors import EngineError, NoInstance
+from xpyd_proxy.errors import EngineError, NoInstance, NotAccepted
 
 HEADERS = ((b"authorization", b"k"),)
 OTHERS = ((b"authorization", b"other"),)
@@ -73,21 +73,22 @@ async def test_a_refusal_is_an_answer():
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "why"),
     [
-        None,
-        listing("m", status=503),
-        listing(),
-        EngineResponse(200, "application/json", b"<html>"),
-        EngineResponse(200, "application/json", b'{"data":[{"name":"m"}]}'),
-        EngineResponse(200, "application/json", b'{"data":7}'),
+        (None, "down"),
+        (listing("m", status=503), "answers /v1/models with status 503, and names no model"),
+        (listing(), "answers /v1/models with status 200, and names no model"),
+        (EngineResponse(200, "application/json", b"<html>"), "names no model"),
+        (EngineResponse(200, "application/json", b'{"data":[{"name":"m"}]}'), "names no model"),
+        (EngineResponse(200, "application/json", b'{"data":7}'), "names no model"),
     ],
 )
-async def test_what_does_not_answer_like_an_engine_is_not_accepted(answer):
+async def test_what_does_not_answer_like_an_engine_is_not_accepted(answer, why):
     """It would fail every request it gets."""
     engines = Engines(x=answer) if answer else Engines()
 
-    assert await models(engines).accepted(candidate("x"), HEADERS) is None
+    with pytest.raises(NotAccepted, match=why):
+        await models(engines).accepted(candidate("x"), HEADERS)
 
 
 async def test_the_given_model_decides():
@@ -96,7 +97,8 @@ async def test_the_given_model_decides():
     ours = models(engines, decode="a", model="m")
 
     assert await ours.accepted(candidate("x"), HEADERS) == {"m", "adapter"}
-    assert await ours.accepted(candidate("y"), HEADERS) is None
+    with pytest.raises(NotAccepted, match="serves 'adapter' first, and not 'm'"):
+        await ours.accepted(candidate("y"), HEADERS)
     assert engines.asked == ["x", "y"]
 
 
@@ -113,7 +115,8 @@ async def test_a_key_is_shown_only_to_an_engine_that_wants_one(status):
     engines = Engines(x=EngineResponse(status, "application/json", b'{"error":"Unauthorized"}'), y=listing("m"))
     ours = models(engines)
 
-    assert await ours.accepted(candidate("x"), HEADERS) is None
+    with pytest.raises(NotAccepted, match=f"status {status}"):
+        await ours.accepted(candidate("x"), HEADERS)
     assert await ours.accepted(candidate("y"), HEADERS) == {"m"}
     assert engines.asked == ["x", "x with a key", "y"]
 

@@ -54,9 +54,9 @@ test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs
 	@$(MAKE) -k -j3 -Otarget $(CHAINS) WORKERS=2
 
 CHAINS := chain-connector chain-compiler chain-router
-chain-connector: CHAIN := test-connector test-chaos
+chain-connector: CHAIN := test-connector test-chaos test-models
 chain-compiler: CHAIN := test-compile test-e2e test-types
-chain-router: CHAIN := test-router test-compiled test-models
+chain-router: CHAIN := test-router test-compiled
 
 .PHONY: $(CHAINS)
 $(CHAINS):

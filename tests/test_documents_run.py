@@ -9,10 +9,12 @@ import json
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 import httpx
 import pytest
 
+from support.certificates import Authority
 from support.documents import OURS, PAGES, ROOT, block_lines, blocks, commands, flags_of, spans, words
 from support.sim import Sim, cluster, serving
 from xpyd_connector.settings import read_settings, remarks
@@ -107,11 +109,13 @@ def test_a_flag_takes_the_value_that_is_written(found, names):
 
 @pytest.mark.parametrize("found", _complete("serve"), ids=_id)
 def test_a_router_is_built_of_what_is_written(found, tmp_path, monkeypatch):
-    """With the files that the pages show: clients' keys, and the settings of docs/slo.md."""
+    """With the files that the pages show: clients' keys, an authority of engines, and the settings of docs/slo.md."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XPYD_PREFILL_API_KEY", "secret-of-the-engines")
     (tmp_path / "keys.txt").write_text(f"somebody:{KEY}\n")
     (tmp_path / "xpyd.toml").write_text(blocks((ROOT / "docs/slo.md").read_text(), "toml")[0])
+    if "ca.crt" in found:
+        Path(Authority(tmp_path, "engines").own.cert).rename("ca.crt")
 
     assert build(serve_settings(_parsed(found))).app.routes
 

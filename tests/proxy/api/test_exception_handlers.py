@@ -67,6 +67,7 @@ def test_errors_that_clients_never_see_are_accounted_for():
     inside = {errors.ProxyError, errors.ClientError, errors.Refused, errors.TurnedAway, errors.ConfigError}
     inside |= {errors.UnknownInstance}  # of the admin routes
     inside |= {errors.IdLogBusy}  # in the log: the engine is added later
+    inside |= {errors.NotAccepted}  # in the log, and 400 in the demo's words
     inside |= {
         errors.AddressError,
         errors.BadPort,

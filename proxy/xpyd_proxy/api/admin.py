@@ -70,13 +70,12 @@ def admin_routes(
         except AddressError as exc:
             raise HTTPException(400, "Invalid instance address.") from exc
         except OSError as exc:
-            raise HTTPException(400, "Instance validation failed.") from exc
+            raise _not_added(new, exc) from exc
         candidate = Instance(InstanceId("candidate"), role, target.address)
         try:
             served = await models.accepted(candidate, passed_on(request.scope))
         except NotAccepted as exc:
-            logger.warning("%s %s is not added: %s", role, text, exc)
-            raise HTTPException(400, "Instance validation failed.") from exc
+            raise _not_added(new, exc) from exc
         try:
             await discovery.add(role, target)
         except AlreadyKnown as exc:
@@ -89,3 +88,9 @@ def admin_routes(
 
     router.include_router(looking)
     return router
+
+
+def _not_added(new: NewInstance, why: Exception) -> HTTPException:
+    """Log why; the demo's words do not say it."""
+    logger.warning("%s %s is not added: %s", new.type, new.instance, why)
+    return HTTPException(400, "Instance validation failed.")

@@ -1,10 +1,13 @@
 """Routes for operators, byte for byte as vLLM's own proxy demo answers."""
 
 import asyncio
+import socket
 
+import httpx
 import pytest
 
 from support.sim import router, sims
+from xpyd_proxy.app import build
 from xpyd_proxy.settings import Settings
 
 KEY = {"X-Api-Key": "sesame"}
@@ -126,6 +129,21 @@ async def test_why_an_engine_is_not_added_is_in_the_log(caplog):
         await add(client, {"type": "decode", "instance": "silent:80"})
 
     assert "decode silent:80 is not added: candidate cannot be reached" in caplog.text
+
+
+async def test_a_name_that_leads_nowhere_is_in_the_log_too(caplog, monkeypatch):
+    """Nothing has been sent by then."""
+
+    async def nowhere(_host, _port):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("xpyd_proxy.app.resolved", nowhere)
+    app = build(Settings(admin_key="sesame", allowed_instances=("*.example",))).app
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        refused = await add(client, {"type": "decode", "instance": "d9.example:80"})
+
+    assert refused == (400, '{"detail":"Instance validation failed."}')
+    assert "decode d9.example:80 is not added: [Errno -2] Name or service not known" in caplog.text
 
 
 async def test_a_body_must_be_json_whatever_it_is_called():

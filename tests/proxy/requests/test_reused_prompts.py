@@ -179,39 +179,26 @@ async def test_without_ids_the_decode_engine_tokenizes(api, spoil):
     assert not has_ids(*engines.asked(Role.DECODE))
 
 
-@pytest.mark.parametrize(
-    ("api", "change"),
-    [
-        (Api.CHAT, {"return_prompt_text": True}),
-        (Api.COMPLETIONS, {"suffix": "end"}),
-        (Api.COMPLETIONS, {"prompt": [1, 2, 3]}),
-    ],
-)
-async def test_an_answer_that_has_the_prompts_text_needs_the_text(api, change):
-    """Or there are ids already; ids have no text, and vLLM fills no gap before a suffix with them."""
-    engines, body = Engines(), BODIES[api] | change
-    await served(engines, api, body, "0.32.0")
-
-    (asked,) = engines.asked(Role.DECODE)
-    assert {name: asked[name] for name in body} == body
-    assert "prompt_token_ids" not in asked["kv_transfer_params"]
-    assert "return_token_ids" not in engines.asked(Role.PREFILL)[0]
-
-
 IMAGE = [{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
 
 
 @pytest.mark.parametrize(
     ("api", "change"),
     [
+        (Api.CHAT, {"return_prompt_text": True}),
+        (Api.COMPLETIONS, {"suffix": "end"}),
+        (Api.COMPLETIONS, {"prompt": [1, 2, 3]}),
         (Api.CHAT, {"messages": [{"role": "user", "content": IMAGE}]}),
         (Api.CHAT, {"messages": [{"role": "user", "content": "x" * LONGEST_PROMPT}]}),
         (Api.COMPLETIONS, {"prompt": "x" * LONGEST_PROMPT}),
     ],
-    ids=["image", "long-chat", "long-text"],
+    ids=["prompt-text", "suffix", "ids", "image", "long-chat", "long-text"],
 )
 async def test_engines_are_not_asked_for_ids_that_nobody_takes(api, change):
-    """With an image D renders whatever it gets, and the ids of a long text may be more than an answer may have."""
+    """The answer has the prompt's text, vLLM fills no gap before a suffix with ids, or there are ids already.
+
+    With an image D renders whatever it gets, and the ids of a long text may be more than an answer may have.
+    """
     engines, body = Engines(), BODIES[api] | change
     await served(engines, api, body, "0.32.0")
 

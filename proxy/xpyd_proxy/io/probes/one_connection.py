@@ -7,12 +7,9 @@ import asyncio
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Final
 
 import httpcore
 import httpx
-
-_PORTS: Final = {b"http": 80, b"https": 443}
 
 
 class OneConnection(httpx.AsyncBaseTransport):
@@ -20,7 +17,6 @@ class OneConnection(httpx.AsyncBaseTransport):
 
     def __init__(self, tls: ssl.SSLContext) -> None:
         self._tls = tls
-        self._origin: httpcore.Origin | None = None
         self._connection: httpcore.AsyncHTTPConnection | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -29,16 +25,11 @@ class OneConnection(httpx.AsyncBaseTransport):
         It waits as long as its task does. The extension ``sni_hostname`` is the name that a certificate must have.
         """
         url = request.url
-        origin = httpcore.Origin(url.raw_scheme, url.raw_host, url.port or _PORTS[url.raw_scheme])
+        place = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
+        asked = httpcore.Request(request.method, place, headers=request.headers.raw, content=request.stream)
         name = str(request.extensions.get("sni_hostname", url.host))
-        asked = httpcore.Request(
-            request.method,
-            httpcore.URL(scheme=origin.scheme, host=origin.host, port=origin.port, target=url.raw_path),
-            headers=request.headers.raw,
-            content=request.stream,
-        )
         with _errors_of_httpx():
-            answer = await (await self._connected(origin, name)).handle_async_request(asked)
+            answer = await (await self._connected(place.origin, name)).handle_async_request(asked)
         assert isinstance(answer.stream, AsyncIterable)
         return httpx.Response(answer.status, headers=answer.headers, stream=_Body(answer.stream, answer.aclose))
 
@@ -50,10 +41,9 @@ class OneConnection(httpx.AsyncBaseTransport):
 
     async def _connected(self, origin: httpcore.Origin, name: str) -> httpcore.AsyncHTTPConnection:
         found = self._connection
-        if found is not None and self._origin == origin and found.is_available() and not found.has_expired():
+        if found is not None and found.can_handle_request(origin) and found.is_available() and not found.has_expired():
             return found
         await self.aclose()
-        self._origin = origin
         sockets = _Sockets(self._tls if origin.scheme == b"https" else None, name)
         self._connection = httpcore.AsyncHTTPConnection(origin, ssl_context=self._tls, network_backend=sockets)
         return self._connection

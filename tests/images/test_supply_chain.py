@@ -56,9 +56,9 @@ EXCEPTIONS = {
     ("tests/support/compiled.py", '"--no-deps", "--no-index"'): "this directory, as a wheel",
     ("examples/05-gpu/wheels.py", "--no-index --no-deps --no-compile"): "the folder of wheels that was made elsewhere",
     ("hatch_build.py", "pip wheel .``"): "a sentence",
-    ("proxy/xpyd_proxy/app.py", "pip install 'xpyd[tracing]'"): "a sentence for the operator",
-    ("proxy/xpyd_proxy/app.py", "pip install 'xpyd[redis]'"): "a sentence for the operator",
-    ("proxy/xpyd_proxy/app.py", "pip install 'xpyd[realtime]'"): "a sentence for the operator",
+    ("proxy/xpyd_proxy/building/requests.py", "pip install 'xpyd[tracing]'"): "a sentence for the operator",
+    ("proxy/xpyd_proxy/building/discovery.py", "pip install 'xpyd[redis]'"): "a sentence for the operator",
+    ("proxy/xpyd_proxy/building/routes.py", "pip install 'xpyd[realtime]'"): "a sentence for the operator",
 }
 
 

@@ -137,7 +137,7 @@ async def test_a_name_that_leads_nowhere_is_in_the_log_too(caplog, monkeypatch):
     async def nowhere(_host, _port):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr("xpyd_proxy.app.resolved", nowhere)
+    monkeypatch.setattr("xpyd_proxy.building.engines.resolved", nowhere)
     app = build(Settings(admin_key="sesame", allowed_instances=("*.example",))).app
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         refused = await add(client, {"type": "decode", "instance": "d9.example:80"})

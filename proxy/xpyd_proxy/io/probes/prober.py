@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 # Seconds between two glances at who is due: each wakes a process that may have nothing to do.
 _TICK_MOST_S: Final = 0.25
 _TICK_LEAST_S: Final = 0.1
-# Probes that begin in one turn of the event loop: with thousands of engines a hundred and more are due at a tick, and
-# to send all of them takes tens of milliseconds, in which no request and no /ready would be served.
+# Probes that begin at the same moment: with thousands of engines a hundred and more are due at a glance. All of them
+# together would take tens of milliseconds, in which requests wait, so they are spread over the time until the next.
 _BEGUN_AT_ONCE: Final = 4
+_APART_MOST_S: Final = 0.01  # between these: enough for what four take, and a small fleet is known at once
 _MOST_SAID: Final = 20  # pairs in the log at one glance: a rollout of many revisions has hundreds
 _TICKS: Final = 20  # glances in the time between two probes
 
@@ -76,13 +77,13 @@ class Prober:
                 for instance in self._registry.settle(patience_s=self._settings.drain_idle_time_s, now=self._clock()):
                     if self._registry.get(instance.id) is None:
                         logger.info("%s has nothing left, and is forgotten", instance.id)
-                for number, member in enumerate(
-                    self._schedule.next(self._registry.members(), now=self._clock()), start=1
-                ):
+                until = self._clock() + tick_s
+                due = self._schedule.next(self._registry.members(), now=self._clock())
+                for number, member in enumerate(due, start=1):
                     group.create_task(self._visit(member, group))
                     if number % _BEGUN_AT_ONCE == 0:
-                        await asyncio.sleep(0)
-                await asyncio.sleep(tick_s)
+                        await asyncio.sleep(min(_APART_MOST_S, tick_s * _BEGUN_AT_ONCE / len(due)))
+                await asyncio.sleep(max(0.0, until - self._clock()))
 
     def _tell(self) -> None:
         """Log what has become of engines since the last glance, whether a probe, a request or an operator did it."""

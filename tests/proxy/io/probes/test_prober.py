@@ -2,11 +2,14 @@
 
 import asyncio
 import itertools
+import random
 import time
+from collections import Counter
 
 import pytest
 
 from support.sim import until_async
+from support.virtual_time import in_virtual_time
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.engine_metrics import Numbers
@@ -263,6 +266,29 @@ async def test_a_prefill_engine_that_cannot_be_asked_is_drained_after_a_while(re
         await until_async(lambda: member.life.state is HealthState.DRAINED)
 
     assert "does not say what it keeps" in member.life.why
+
+
+def test_the_probes_of_a_large_fleet_are_spread_over_time(registry, engines):
+    """Nothing else is served while one begins, and a hundred and more are due at each glance."""
+    for port in range(1, 1001):
+        add(registry, port=port)
+    begun = []
+
+    async def probed():
+        clock = asyncio.get_running_loop().time
+
+        async def look(instance, *, is_whole):
+            begun.append(clock())
+            return engines.facts
+
+        engines.look = look
+        async with Prober(registry, engines, Settings(), clock, random.Random(7).random).running():
+            await asyncio.sleep(60)
+
+    in_virtual_time(probed())
+    later = Counter(round(at, 3) for at in begun if at > 20)
+    assert max(later.values()) <= 4
+    assert sum(later.values()) >= 40 / 5 * 1000  # and each engine has had its own in time
 
 
 async def test_an_engine_that_hangs_is_looked_at_once_at_a_time(registry, engines):

@@ -690,20 +690,17 @@ async def test_an_offer_that_comes_in_two_pieces_becomes_a_session_that_lasts(tm
         client.send((OFFER + "\r\n").encode())
         return await asyncio.to_thread(client.incoming.until, b"\r\n\r\n")
 
-    async with staged(tmp_path, "--head-timeout", "0.5") as stage:
+    async with staged(tmp_path, "--head-timeout", "2") as stage:
         for _ in range(20):
             with RawClient(stage.port) as client:
                 try:
                     answer = await in_two_pieces(client)
-                except (
-                    Over,
-                    httpx.TransportError,
-                ):  # this machine is busy, and the head took longer than half a second
+                except (Over, httpx.TransportError):  # this machine is busy, and the head took longer than two seconds
                     continue
                 assert answer.startswith(b"HTTP/1.1 101 ")
                 await asyncio.to_thread(client.incoming.exactly, 2 + len(json.dumps(HELLO)))
 
-                client.sock.settimeout(2)
+                client.sock.settimeout(4)
                 with pytest.raises(TimeoutError):  # neither a frame nor an end
                     await asyncio.to_thread(client.incoming.exactly, 1)
                 return

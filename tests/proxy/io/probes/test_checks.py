@@ -24,7 +24,8 @@ GOOD = {
 
 
 def checks(answers, **options):
-    """An engine that answers like this: a status and a body, or an exception."""
+    """An engine that answers like this: a status and a body, an exception, or silence, which has a short limit."""
+    timeout_s = 0.05 if "silence" in answers.values() else 20
 
     async def handle(request):
         answer = answers.get(request.url.path, (404, ""))
@@ -34,7 +35,7 @@ def checks(answers, **options):
             await asyncio.sleep(30)
         return httpx.Response(answer[0], text=answer[1])
 
-    return HttpChecks(timeout_s=0.05, transport=httpx.MockTransport(handle), **options)
+    return HttpChecks(timeout_s=timeout_s, transport=httpx.MockTransport(handle), **options)
 
 
 async def test_an_engine_that_lives_says_what_it_is():
@@ -51,7 +52,7 @@ async def test_a_look_that_is_not_whole_asks_one_question():
 
 async def test_a_simulated_engine_lives():
     """The shapes are vLLM's."""
-    look = HttpChecks(timeout_s=1, transport=httpx.ASGITransport(Sim("decode", model="m")))
+    look = HttpChecks(timeout_s=20, transport=httpx.ASGITransport(Sim("decode", model="m")))
     assert await look.look(D) == EngineCapabilities(frozenset({"m"}), "0.32.0", adapters=frozenset())
     assert await look.numbers(D) == Numbers(kv_usage=0)
 
@@ -144,7 +145,7 @@ async def test_probes_show_the_key_of_their_pool():
         return httpx.Response(200, json={"data": [], "version": "1"})
 
     headers = {Role.DECODE: ((b"authorization", b"Bearer k"),)}
-    look = HttpChecks(timeout_s=1, headers=headers.__getitem__, transport=httpx.MockTransport(handle))
+    look = HttpChecks(timeout_s=20, headers=headers.__getitem__, transport=httpx.MockTransport(handle))
     await look.look(D)
 
     assert set(seen) == {"Bearer k"}
@@ -159,7 +160,7 @@ async def test_a_packed_answer_is_refused_before_it_is_unpacked():
         asked.append(request.headers["accept-encoding"])
         return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(packed))
 
-    look = HttpChecks(timeout_s=1, transport=httpx.MockTransport(handle))
+    look = HttpChecks(timeout_s=20, transport=httpx.MockTransport(handle))
     with pytest.raises(ProbeFailed, match="answers /metrics with a content coding, and none was asked for"):
         await look.metrics(D)
     with pytest.raises(ProbeFailed, match="answers /health with a content coding"):

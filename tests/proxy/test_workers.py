@@ -110,6 +110,16 @@ def order(client, verb, **body):
 
 
 def metrics(client):
+    """Return what a worker shows of both, once both are in it: it waits half a second for the other one's numbers."""
+    for _ in range(100):
+        found = shown_metrics(client)
+        if found["xpyd_workers",] == 2:
+            break
+        time.sleep(0.05)
+    return found
+
+
+def shown_metrics(client):
     return {
         (sample.name, *sorted(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(client.get("/metrics").text)
@@ -183,15 +193,16 @@ def test_an_engine_that_one_worker_drains_is_drained_in_both(shared):
     delays = Delays()
     crew, engines, _ = shared
     zero, one = crew.worker(0), crew.worker(1)
-    engines["d0"]._token_s = engines["d1"]._token_s = 0.02
+    engines["d0"]._token_s = engines["d1"]._token_s = 0.2  # so that the stream lasts
     with zero.stream("POST", PATH, json=BODY | {"max_tokens": 60, "stream": True}) as response:
         busy = re.findall(r'"(decode-\d+)"', response.headers["server-timing"])[0]
         order(one, "drain", id=busy)
         until(lambda: rows(one)[busy]["in_flight"] == 1)
         assert rows(one)[busy]["state"] == "draining"
+        engines["d1" if busy == "decode-0" else "d0"]._token_s = 0.0
         assert busy not in {post(one) for _ in range(4)}
+        engines["d0"]._token_s = engines["d1"]._token_s = 0.0
         assert response.read().endswith(b"data: [DONE]\n\n")
-    engines["d0"]._token_s = engines["d1"]._token_s = 0.0
     delays.wait(lambda: all(rows(client)[busy]["state"] == "drained" for client in (zero, one)))
     assert busy not in {post(zero) for _ in range(4)}
 
@@ -233,9 +244,12 @@ def test_metrics_and_status_are_those_of_all_workers_whoever_is_asked(shared):
         assert found["xpyd_legs_in_flight", "prefill", "prefill-0"] == 0
     assert after[zero]["process_resident_memory_bytes",] > 1.5 * _resident(crew.pids[0])
     assert {client.get("/capacity").json()["max_concurrency"] for client in (zero, one)} == {4096}
-    shown = [client.get("/stats").json() for client in (zero, one)]
-    assert [(one["worker"], one["workers"]) for one in shown] == [(0, 2), (1, 2)]
-    assert shown[0]["last_minute"] == shown[1]["last_minute"]
+
+    def stats():
+        return [client.get("/stats").json() for client in (zero, one)]
+
+    assert [(each["worker"], each["workers"]) for each in stats()] == [(0, 2), (1, 2)]
+    until(lambda: len({json.dumps(each["last_minute"], sort_keys=True) for each in stats()}) == 1)
 
 
 def _resident(pid):
@@ -248,7 +262,8 @@ def test_an_engine_that_one_worker_breaks_is_broken_in_the_other_within_a_second
     crew, engines, _ = shared
     zero, one = crew.worker(0), crew.worker(1)
     engines["d1"].inject(SimulatedFault(FaultKind.DROP, times=3))
-    until(lambda: post(zero) and rows(zero)["decode-1"]["state"] == "ejected")
+    # It may be half open by the time of the look: this machine may be busy, and it is ejected for half a second.
+    until(lambda: post(zero) and rows(zero)["decode-1"]["state"] in ("ejected", "half_open"))
     delays.wait(lambda: rows(one)["decode-1"]["state"] in ("ejected", "half_open"))
     assert rows(one)["decode-1"]["why"] == rows(zero)["decode-1"]["why"]
 
@@ -261,7 +276,7 @@ def test_load_and_limits_are_those_of_the_router_and_not_of_each_worker(tmp_path
     """A stream of one worker is load for the other; and of two places there are two, whoever hands them out."""
     delays = Delays()
     flags = ("--decode-policy", "least_loaded", "--max-concurrency", "2", "--max-queue", "0")
-    body = BODY | {"max_tokens": 100, "stream": True}
+    body = BODY | {"max_tokens": 400, "stream": True}  # nothing waits for its end
     with crew_of(tmp_path, *flags, token_s=0.05) as (crew, _, _), ExitStack() as stack:
         zero, one = crew.worker(0), crew.worker(1)
         response = stack.enter_context(crew.worker(0).stream("POST", PATH, json=body))
@@ -275,7 +290,9 @@ def test_load_and_limits_are_those_of_the_router_and_not_of_each_worker(tmp_path
         assert shown["xpyd_legs_in_flight", "decode", busy] == 1
         assert shown["xpyd_requests_running",] == 2
         assert shown["xpyd_requests_refused_total", "max_queue"] == 2
-        assert [client.get("/stats").json()["queue"]["refused"] for client in (zero, one)] == [2, 2]
+        until(lambda: [client.get("/stats").json()["queue"]["refused"] for client in (zero, one)] == [2, 2])
+        response.close()
+        delays.wait(lambda: rows(one)[busy]["in_flight"] == 0)
     delays.check()
 
 

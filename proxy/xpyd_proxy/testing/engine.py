@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Final, TypeAlias
@@ -268,7 +268,7 @@ class Sim:
         if not self.loads.load(body):
             return _json(error(500, "EngineCore encountered an issue"), 500)
         if body.get("stream"):
-            events = _events(request, replies, entry, fault, self._token_s)
+            events = _events(request, replies, entry, fault, lambda: self._token_s)
             return StreamingResponse(events, media_type="text/event-stream")
         await _pause(request, self._token_s * rules.token_limit(body))
         return _whole(request, replies, entry, fault)
@@ -397,7 +397,7 @@ async def _fail_at_once(request: Request, fault: SimulatedFault) -> Response | N
 
 
 async def _events(
-    request: Request, replies: AnyReplies, entry: LogEntry, fault: SimulatedFault | None, token_s: float
+    request: Request, replies: AnyReplies, entry: LogEntry, fault: SimulatedFault | None, token_s: Callable[[], float]
 ) -> AsyncGenerator[bytes]:
     """Stream an answer up to its end, its fault, or the client's hanging up, and note which it was."""
     try:
@@ -414,7 +414,7 @@ async def _events(
                 entry.state = "done"
                 return
             yield piece
-            await asyncio.sleep(token_s)
+            await asyncio.sleep(token_s())
         if replies.end:
             yield replies.end
         entry.state = "done"

@@ -179,6 +179,21 @@ def retried(running):
     return streamed(running)
 
 
+def spent(ask, options, settings):
+    """Ask a router; return the milliseconds of each row, of all by the router's clock, and of the client's."""
+    chosen = Settings(admin_key="sesame", health_check_interval_s=0.0, **settings)
+    with cluster(2, 1, chosen, **(options() if callable(options) else options)) as running:
+        name, waited = ask(running)
+        headers = {"X-Api-Key": "sesame"}
+        (found,) = httpx.get(f"http://{running.router}/requests/{name}", headers=headers).json()["requests"]
+
+    times = Counter()
+    for each in found["rows"]:
+        if not each["leg"]:
+            times[each["what"]] += each["duration_ms"]
+    return times, found["duration_ms"], waited * 1e3
+
+
 @pytest.mark.parametrize(
     ("ask", "rows", "options", "settings"),
     [
@@ -196,19 +211,16 @@ def retried(running):
 def test_200_ms_show_in_the_row_where_they_were_spent(monkeypatch, ask, rows, options, settings):
     """In no other one.
 
-    The rows add up to what the client has waited, within 5 % and what a busy machine takes to hang up.
+    The rows add up to what the client has waited, within 5 % and what a busy machine takes to hang up. Such a machine
+    may spend as long in another row, too: then the request is sent anew. A row that is wrong is so each time.
     """
     monkeypatch.setenv("ADMIN_API_KEY", "sesame")
-    chosen = Settings(admin_key="sesame", health_check_interval_s=0.0, **settings)
-    with cluster(2, 1, chosen, **(options() if callable(options) else options)) as running:
-        name, waited = ask(running)
-        headers = {"X-Api-Key": "sesame"}
-        (found,) = httpx.get(f"http://{running.router}/requests/{name}", headers=headers).json()["requests"]
+    for _ in range(5):
+        times, duration, waited = spent(ask, options, settings)
+        long = {what for what, milliseconds in times.items() if milliseconds >= WAIT * 1e3 * 0.95}
+        if long == rows and sum(times.values()) <= waited * 1.05:
+            break
 
-    times = Counter()
-    for each in found["rows"]:
-        if not each["leg"]:
-            times[each["what"]] += each["duration_ms"]
-    assert {what for what, milliseconds in times.items() if milliseconds >= WAIT * 1e3 * 0.95} == rows
-    assert sum(times.values()) == pytest.approx(found["duration_ms"], abs=1)
-    assert sum(times.values()) <= waited * 1e3 * 1.05
+    assert long == rows
+    assert sum(times.values()) == pytest.approx(duration, abs=1)
+    assert sum(times.values()) <= waited * 1.05

@@ -10,9 +10,26 @@ from starlette.responses import Response
 from support.sim import serving
 from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
 
+# For blocks that never come back: both are waited for.
 SHORT = ("--idle-seconds", "0.5", "--lease-seconds", "0.5")
-# For checks that wait for no lease: an answer that takes as long as one is a finding, and a busy machine is slow.
-LONG = ("--idle-seconds", "0.5", "--lease-seconds", "30")
+# For checks that wait for leases to end, of engines that free their blocks: a busy machine may see that late.
+BRIEF = ("--idle-seconds", "10", "--lease-seconds", "0.5")
+# For checks that wait for no lease.
+LONG = ("--idle-seconds", "10", "--lease-seconds", "30")
+
+
+def but_slow(findings):
+    """Leave out answers that took half a second, a short lease: so long may a busy machine keep an engine from one."""
+    return {check: [name for name in names if name != "slow-answer"] for check, names in findings.items()}
+
+
+def prove_calm(prove, *arguments):
+    """Prove; again where an answer took as long as a short lease. Engines that are slow are so each time."""
+    for _ in range(5):
+        found = prove(*arguments)
+        if found.findings == but_slow(found.findings):
+            break
+    return found
 
 
 def test_engines_that_are_well_are_green(prove, fleet):
@@ -40,12 +57,13 @@ def test_blocks_that_are_never_freed_are_found_once(prove, fleet):
     found = prove("--only", "boundaries", "--only", "refused", *SHORT)
 
     assert found.code == 1
-    assert found.findings == {"boundaries": ["blocks-never-freed"], "refused": ["blocks-never-freed"]}
-    assert "prefill-0 still held 1.50% of its KV cache" in found.page["checks"][0]["findings"][0]["seen"]
-    assert "0.70%" in found.page["checks"][1]["findings"][0]["seen"]
+    assert but_slow(found.findings) == {"boundaries": ["blocks-never-freed"], "refused": ["blocks-never-freed"]}
+    first, second = (check["findings"][-1]["seen"] for check in found.page["checks"])  # slow answers stand before it
+    assert "prefill-0 still held 1.50% of its KV cache" in first
+    assert "0.70%" in second
 
 
-@pytest.mark.parametrize(("lease_s", "name"), [(3.0, "blocks-stranded"), (20.0, "blocks-held")])
+@pytest.mark.parametrize(("lease_s", "name"), [(4.0, "blocks-stranded"), (20.0, "blocks-held")])
 def test_blocks_that_stay_until_their_lease_ends_are_stranded(prove, fleet, lease_s, name):
     """They come back by themselves, and too late."""
     fleet.p.inject(SimulatedFault(FaultKind.KEEP))
@@ -53,7 +71,7 @@ def test_blocks_that_stay_until_their_lease_ends_are_stranded(prove, fleet, leas
     def give_back():
         while not fleet.p.granted:
             time.sleep(0.01)
-        time.sleep(2.3)  # long after the last request, two thirds of the short lease, and long before it is given up
+        time.sleep(3.0)  # more than two thirds of the short lease, and three seconds before it is given up
         fleet.p.inject(None)
 
     thread = threading.Thread(target=give_back)
@@ -64,7 +82,7 @@ def test_blocks_that_stay_until_their_lease_ends_are_stranded(prove, fleet, leas
     assert (found.code, found.findings) == (1, {"refused": [name]})
     (seen,) = (each["seen"] for each in found.page["checks"][0]["findings"])
     assert "after the last request was over" in seen
-    assert ("until leases of 3 s had ended" in seen) == (name == "blocks-stranded")
+    assert ("until leases of 4 s had ended" in seen) == (name == "blocks-stranded")
 
 
 class Late(Sim):
@@ -95,7 +113,7 @@ def test_an_answer_that_takes_as_long_as_a_lease_is_found(prove, fleet):
 def test_an_engine_that_hangs_is_found(prove, fleet):
     """One silent answer among many; its client has left, so nothing is held."""
     fleet.d.inject(SimulatedFault(FaultKind.STALL, times=1))
-    found = prove("--only", "burst", "--timeout", "1", *LONG)
+    found = prove("--only", "burst", "--timeout", "4", *LONG)
 
     assert (found.code, found.findings) == (1, {"burst": ["no-answer"]})
 
@@ -141,7 +159,7 @@ DEEDS = [f"--{deed}-{role}=true" for role in ("prefill", "decode") for deed in (
 
 def test_every_fault_can_be_tried(prove):
     """With commands that do nothing, as the engines are well: all checks run, and all are green."""
-    found = prove("--only", "handovers", "--only", "faults", *DEEDS, *SHORT)
+    found = prove_calm(prove, "--only", "handovers", "--only", "faults", *DEEDS, *BRIEF)
 
     assert {name: names for name, names in found.findings.items() if names} == {}
     assert {check["state"] for check in found.page["checks"]} == {"passed"}
@@ -159,7 +177,7 @@ def test_a_prefill_engine_that_shows_no_blocks_is_not_said_to_hold_any(prove, fl
 
     with serving(without_metrics) as at:
         fleet.at["p0"] = f"http://{at}"
-        found = prove("--only", "decode-killed", *DEEDS, *SHORT)
+        found = prove_calm(prove, "--only", "decode-killed", *DEEDS, *BRIEF)
 
     assert "Without vLLM's metrics: prefill-0" in found.said.err
     assert (found.code, found.findings) == (0, {"decode-killed": []})
@@ -168,21 +186,21 @@ def test_a_prefill_engine_that_shows_no_blocks_is_not_said_to_hold_any(prove, fl
 def test_a_wrong_text_after_a_freeze_is_found(prove, fleet):
     """Status 200 and the text of another prompt: what KV read too late gives."""
     fleet.d.inject(SimulatedFault(FaultKind.WRONG))
-    found = prove("--only", "decode-frozen", *DEEDS, *SHORT)
+    found = prove("--only", "decode-frozen", *DEEDS, *BRIEF)
 
-    assert (found.code, found.findings) == (1, {"decode-frozen": ["wrong-text"]})
+    assert (found.code, but_slow(found.findings)) == (1, {"decode-frozen": ["wrong-text"]})
 
 
 def test_params_of_another_request_that_are_believed_are_found(prove, fleet):
     fleet.d.inject(SimulatedFault(FaultKind.WRONG))
-    found = prove("--only", "mixed-up", *SHORT)
+    found = prove("--only", "mixed-up", *BRIEF)
 
-    assert (found.code, found.findings) == (1, {"mixed-up": ["wrong-text"]})
+    assert (found.code, but_slow(found.findings)) == (1, {"mixed-up": ["wrong-text"]})
 
 
 def test_a_command_that_fails_is_no_finding(prove):
     """The engines are not to blame, and the run is not green either."""
-    found = prove("--only", "decode-frozen", "--freeze-decode", "exit 3", "--thaw-decode", "true", *SHORT)
+    found = prove("--only", "decode-frozen", "--freeze-decode", "exit 3", "--thaw-decode", "true", *BRIEF)
 
     assert found.code == 2
     assert "--freeze-decode ended with 3" in found.page["checks"][0]["reason"]
@@ -234,5 +252,5 @@ def test_an_engine_that_shows_nothing_any_more_is_not_idle(prove, fleet):
     fleet.p.inject(SimulatedFault(FaultKind.MUTE))
     found = prove("--only", "refused", *SHORT)
 
-    assert (found.code, found.findings) == (1, {"refused": ["blocks-unseen"]})
-    assert "HTTP 500" in found.page["checks"][0]["findings"][0]["seen"]
+    assert (found.code, but_slow(found.findings)) == (1, {"refused": ["blocks-unseen"]})
+    assert "HTTP 500" in found.page["checks"][0]["findings"][-1]["seen"]

@@ -121,12 +121,17 @@ async def test_a_full_router_says_503_and_a_waiting_request_gets_its_turn():
             bodies = [json.loads(entry.body) for entry in engines["p0"].log]
             return [body["prompt"] for body in bodies if not abandoned(body)]
 
+        async def until_waiting(count):
+            async with asyncio.timeout(30):
+                while f"xpyd_requests_waiting {count}.0" not in (await client.get("/metrics")).text:
+                    await asyncio.sleep(0.005)
+
         first = post("first")
         await until_async(lambda: asked() == ["first"])
         low = post("low")
-        await asyncio.sleep(0.05)
+        await until_waiting(1)
         high = post("high", priority=-1)
-        await asyncio.sleep(0.05)
+        await until_waiting(2)
         refused = await post("refused")
         highest = post("highest", {"x-vllm-priority": "-2"})
         displaced = await low

@@ -21,7 +21,7 @@ from xpyd_proxy.live import check
 from xpyd_proxy.options import OPTIONS, read
 from xpyd_proxy.settings import Settings
 
-FAST = WatchTimes(relist_s=30, silence_s=1.0, pause_s=0.02, pause_most_s=0.1)
+FAST = WatchTimes(relist_s=30, silence_s=20.0, pause_s=0.02, pause_most_s=0.1)
 
 
 class World:

@@ -20,7 +20,7 @@ from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
 
-FAST = WatchTimes(relist_s=30, silence_s=1.0, pause_s=0.02, pause_most_s=0.1)
+FAST = WatchTimes(relist_s=30, silence_s=20.0, pause_s=0.02, pause_most_s=0.1)
 PATH = "/api/v1/namespaces/default/pods"
 
 

@@ -29,7 +29,7 @@ async def lease_texts(_):
     api.put("leases", "r-roles", {"metadata": {}})
 
     def text():
-        clients.append(Kubernetes(Cluster(api.url, "default"), timeout_s=2))
+        clients.append(Kubernetes(Cluster(api.url, "default"), timeout_s=20))
         return LeaseText(clients[-1], "r-roles")
 
     try:
@@ -100,7 +100,7 @@ async def test_kubectl_shows_who_holds_the_lease():
     await api.start()
     try:
         api.put("leases", "r", {"metadata": {}})
-        async with Kubernetes(Cluster(api.url, "default"), timeout_s=2) as client:
+        async with Kubernetes(Cluster(api.url, "default"), timeout_s=20) as client:
             text = LeaseText(client, "r")
             await text.read()
             assert await text.replace('{"holder":"pod-1","number":1}')
@@ -118,7 +118,7 @@ async def test_a_router_without_rights_is_told_so():
     api = KubeApi()
     await api.start()
     try:
-        async with Kubernetes(Cluster(api.url, "default"), timeout_s=2) as client:
+        async with Kubernetes(Cluster(api.url, "default"), timeout_s=20) as client:
             api.faults.refusals.append(Refusal(403, "Forbidden"))
             with pytest.raises(StoreDown, match=r"the Lease r cannot be read: .*403"):
                 await LeaseText(client, "r").read()

@@ -21,7 +21,7 @@ from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.io.discovery.stores.file import FileStore
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 
-FAST = WatchTimes(relist_s=30, silence_s=1.0, pause_s=0.02, pause_most_s=0.1)
+FAST = WatchTimes(relist_s=30, silence_s=20.0, pause_s=0.02, pause_most_s=0.1)
 
 
 class Ear:
@@ -71,7 +71,7 @@ class KubeWorld:
         await self.api.stop()
 
     def store(self, ear):
-        client = Kubernetes(Cluster(self.api.url, "default"), timeout_s=2)
+        client = Kubernetes(Cluster(self.api.url, "default"), timeout_s=20)
         return ConfigMapStore(client, "set", ear, clock=time.monotonic, rhythm=FAST)
 
 

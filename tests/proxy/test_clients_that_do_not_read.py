@@ -74,7 +74,8 @@ def test_a_client_that_reads_nothing_is_hung_up_on(options, act, stream, caplog)
     async def scene():
         start = time.monotonic()  # the kernel's time begins with the first byte that is not read
         async with asked(options, act, stream=stream) as (cast, port, settled, sock):
-            assert (await metrics_of(port))["xpyd_client_write_timeouts_total"] == "0.0"
+            counted = (await metrics_of(port))["xpyd_client_write_timeouts_total"]
+            assert counted == "0.0" or time.monotonic() - start >= PATIENCE_S
             await until(lambda: "has read nothing" in caplog.text)
             waited = time.monotonic() - start
             await settled()

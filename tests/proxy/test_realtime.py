@@ -62,12 +62,12 @@ class Stage:
         return await self.metric(f'xpyd_realtime_sessions_total{{outcome="{outcome}"}}')
 
     async def until_over(self):
-        async def all_over():
-            return await self.metric("xpyd_realtime_sessions_open") == 0
+        await self.until_open(0)
 
+    async def until_open(self, count):
         deadline = time.monotonic() + 20
-        while not await all_over():
-            assert time.monotonic() < deadline
+        while (found := await self.metric("xpyd_realtime_sessions_open")) != count:
+            assert time.monotonic() < deadline, found
             await asyncio.sleep(0.02)
 
     @property
@@ -416,7 +416,6 @@ async def test_times_of_a_session(tmp_path):
         assert await stage.ended("timeout") == await stage.ended("refused") == 1
     async with staged(tmp_path, "--realtime-idle-timeout", "1", "--realtime-timeout", "30") as stage:
         async with stage.connect() as session:
-            await session.recv()
             with pytest.raises(ConnectionClosed) as idle:
                 await ping(session)
         await stage.until_over()
@@ -431,7 +430,8 @@ async def test_times_of_a_session(tmp_path):
 
 async def test_a_client_that_ignores_the_end_is_cut_off(tmp_path):
     """It reads nothing, so no close frame arrives: the connection must not stay."""
-    async with staged(tmp_path, "--realtime-idle-timeout", "1", "--max-connections", "2") as stage:
+    # Within this time the engine has to greet, and a busy machine may keep it from that.
+    async with staged(tmp_path, "--realtime-idle-timeout", "4", "--max-connections", "2") as stage:
 
         async def floods(session):
             while True:
@@ -456,7 +456,8 @@ async def test_a_client_that_ignores_the_end_is_cut_off(tmp_path):
 
 async def test_a_router_that_ends_says_so(tmp_path):
     """1012 when its time is over; new sessions are refused from the beginning."""
-    async with staged(tmp_path, "--shutdown-timeout", "2") as stage, stage.connect() as session:
+    # Within this time the new session is refused, and the old one goes on: also where the machine is busy.
+    async with staged(tmp_path, "--shutdown-timeout", "6") as stage, stage.connect() as session:
         await session.recv()
         stage.process.terminate()
         await until_async(lambda: "refusing new requests" in stage.process.said)
@@ -593,7 +594,7 @@ async def test_workers_share_the_sessions(tmp_path):
         sessions = [await opened.enter_async_context(stage.connect()) for _ in range(8)]
         for session in sessions:
             await session.recv()
-        assert await stage.metric("xpyd_realtime_sessions_open") == 8
+        await stage.until_open(8)  # without those of a worker that does not tell them within half a second
 
 
 # Smuggling

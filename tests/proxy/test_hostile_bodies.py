@@ -7,36 +7,39 @@ import time
 import httpx
 import pytest
 
+from support.proc import waited_s
 from support.router_process import router_processes
 from support.sim import fleet
 
 SIZE = 16 * 1024 * 1024 - 1024
 PATIENCE_S = 30.0  # for a body that was looked at for hours
-MOMENT_S = 1.0  # for /health on a busy machine; the body alone takes less
+MOMENT_S = 1.0  # for /health; the body alone takes less
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    """A router in a process of its own: its event loop is not this one's."""
+def router(tmp_path_factory):
+    """One in a process of its own: its event loop is not this one's."""
     with fleet() as (_, _, flags):
         args = (*flags, "--health-check-interval", "0")
         with router_processes(tmp_path_factory.mktemp("router"), 1, *args) as (router,):
-            yield router.url
+            yield router
 
 
-def post(url, path, body, content_type="application/json"):
+def post(router, path, body, content_type="application/json"):
     """Send a body and look at /health meanwhile; return the answer and the longest time that /health took.
 
-    Other work on this machine delays /health, too: there are three tries. A router that is held up is so in each.
+    Other work on this machine delays /health, too: the time in which the router or this thread wait for a core does
+    not count, and there are three tries. A router that is held up is so in each.
     """
     for _ in range(3):
-        answer, worst = _post(url, path, body, content_type)
+        answer, worst = _post(router, path, body, content_type)
         if worst < MOMENT_S:
             break
     return answer, worst
 
 
-def _post(url, path, body, content_type):
+def _post(router, path, body, content_type):
+    url, threads = router.url, (router.child.pid, threading.get_native_id())
     answers, worst = [], 0.0
 
     def send():
@@ -46,9 +49,10 @@ def _post(url, path, body, content_type):
     sending.start()
     with httpx.Client() as client:
         while sending.is_alive():
-            began = time.monotonic()
+            waited, began = sum(map(waited_s, threads)), time.monotonic()
             assert client.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
-            worst = max(worst, time.monotonic() - began)
+            took = time.monotonic() - began
+            worst = max(worst, took - (sum(map(waited_s, threads)) - waited))
             time.sleep(0.005)
     sending.join()
     (answer,) = answers
@@ -60,11 +64,11 @@ def fill(before, piece, after):
 
 
 @pytest.mark.parametrize("piece", [b"content-disposition", b"content-disposition; name ", b"\r\n--x", b"\r\n--x\r\n"])
-def test_a_hostile_form_holds_up_nobody(url, piece):
+def test_a_hostile_form_holds_up_nobody(router, piece):
     """One of these stopped the event loop for two days."""
     body = fill(b"--x\r\nContent-Disposition: form-data; name=a\r\n\r\n", piece, b"")
 
-    answer, worst = post(url, "/v1/audio/transcriptions", body, "multipart/form-data; boundary=x")
+    answer, worst = post(router, "/v1/audio/transcriptions", body, "multipart/form-data; boundary=x")
 
     assert answer.status_code == 400
     assert "form" in answer.json()["error"]["message"]
@@ -89,9 +93,9 @@ MANY_NAMES = b",".join(b'"%x":1' % number for number in range(1_300_000))[:SIZE]
     ],
     ids=["names", "names, one leg", "names inside", "objects", "prompts", "lists", "inputs", "odd", "odd later"],
 )
-def test_a_body_of_many_small_things_is_refused(url, path, body):
+def test_a_body_of_many_small_things_is_refused(router, path, body):
     """Reading each of a million names or prompts takes seconds, here and in the engine."""
-    answer, worst = post(url, path, body)
+    answer, worst = post(router, path, body)
 
     assert answer.status_code == 400
     assert "at most" in answer.json()["error"]["message"]
@@ -107,18 +111,18 @@ def test_a_body_of_many_small_things_is_refused(url, path, body):
     ],
     ids=["text", "escapes", "tokens"],
 )
-def test_a_long_prompt_holds_up_nobody(url, prompt):
+def test_a_long_prompt_holds_up_nobody(router, prompt):
     """It is read to its end, where something stands that is refused: the engines of a test would hold up the test."""
     body = b'{"prompt":%b,"kv_transfer_params":{"a":1}}' % prompt
-    answer, worst = post(url, "/v1/completions", body)
+    answer, worst = post(router, "/v1/completions", body)
 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "kv_transfer_params"
     assert worst < MOMENT_S
 
 
-def test_a_long_prompt_is_served(url):
+def test_a_long_prompt_is_served(router):
     """As long as the limit says."""
-    answer, _ = post(url, "/v1/completions", b'{"prompt":"%b","max_tokens":2}' % (b"x" * (SIZE - 100)))
+    answer, _ = post(router, "/v1/completions", b'{"prompt":"%b","max_tokens":2}' % (b"x" * (SIZE - 100)))
 
     assert answer.status_code == 200

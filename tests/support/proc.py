@@ -92,6 +92,14 @@ def states(pid):
     return found
 
 
+def waited_s(thread):
+    """Return for how long a thread was ready and had no core, in seconds; 0 where Linux does not count it."""
+    try:
+        return int(Path(f"/proc/{thread}/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
 def _cpu_seconds(task):
     fields = _stat(task)
     return (int(fields[11]) + int(fields[12])) / TICK

@@ -40,7 +40,7 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def until(self, script, *, seconds=10):
+    def until(self, script, *, seconds=30):
         """Wait until an expression is true in the page."""
         waiting = f"""new Promise((yes, no) => {{
             const end = Date.now() + {seconds * 1000};
@@ -120,7 +120,7 @@ def browser():
             yield Page(call)
             call.session = None
             call("Browser.close")  # its helpers end with it; those of a killed one may still write
-            child.wait(timeout=10)
+            child.wait(timeout=60)
         finally:
             os.close(ours)
             os.close(theirs)

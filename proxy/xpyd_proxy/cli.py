@@ -39,19 +39,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Declare the subcommands; ``serve`` does not load what others need (``up``, ``plan``, ``prove``, ...)."""
-    parser = _Parser(prog="xpyd", description="A prefill/decode router for vLLM.", allow_abbrev=False)
+    parser = _Parser(
+        prog="xpyd", description="A prefill/decode router for vLLM, and tools for its engines.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     serve = commands.add_parser("serve", help="run the router in front of running engines", allow_abbrev=False)
     add_arguments(serve)
     serve.set_defaults(run=_serve)
-    up = commands.add_parser("up", help="start engines and the router on this machine", allow_abbrev=False)
-    instances.add_arguments(commands.add_parser("instances", help="the engines of a running router"))
-    why.add_arguments(commands.add_parser("why", help="where the time of a request went", allow_abbrev=False))
-    pairs.add_arguments(commands.add_parser("pairs", help="the pairs of engines of a running router"))
-    plan = commands.add_parser("plan", help="how many prefill and decode engines a traffic needs")
-    replay = commands.add_parser("replay", help="compare policies on a trace, with simulated engines")
-    prove = commands.add_parser("prove", help="try running engines and report what is wrong", allow_abbrev=False)
-    doctor = commands.add_parser("doctor", help="examine the network between engines", allow_abbrev=False)
+    up = commands.add_parser(
+        "up", help="start vLLM or simulated engines and the router on this machine, to try them", allow_abbrev=False
+    )
+    instances.add_arguments(
+        commands.add_parser("instances", help="list, add, drain, change and remove the engines of a running router")
+    )
+    why.add_arguments(commands.add_parser("why", help="show where the time of one request went", allow_abbrev=False))
+    pairs.add_arguments(
+        commands.add_parser("pairs", help="show which prefill and decode engines work together at a running router")
+    )
+    plan = commands.add_parser("plan", help="compute how many prefill and decode engines your traffic needs")
+    replay = commands.add_parser("replay", help="compare routing policies on a trace, with simulated engines")
+    prove = commands.add_parser(
+        "prove", help="test running engines from outside and report what is wrong", allow_abbrev=False
+    )
+    doctor = commands.add_parser("doctor", help="examine the network between two engine hosts", allow_abbrev=False)
     if arguments[:1] == ["up"]:
         from xpyd_proxy.local.up import add_arguments as add_up_arguments  # noqa: PLC0415
 

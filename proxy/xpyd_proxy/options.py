@@ -74,9 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for every option. What is not given stays out of the namespace: the file may say it."""
     parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=36)
     parser.usage = "xpyd serve --prefill URL... --decode URL... [--config FILE] [OPTION VALUE]..."
-    parser.epilog = "From the environment: " + "; ".join(
+    parser.epilog = "Secrets are never flags. From the environment: " + "; ".join(
         f"{one.option.environment} ({one.option.help})" for one in SECRETS.values()
     )
+    file = "TOML file with options as keys, such as connect_timeout_s = 5; flags override it (default: none)"
     for group, options in itertools.groupby(OPTIONS.values(), lambda one: one.option.group):
         part = parser.add_argument_group(group.title)
         for one in options:
@@ -93,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             if choices := one.kind.choices:
                 action.completer = lambda choices=choices, **_: choices  # type: ignore[attr-defined]
         if group is FIRST:
-            part.add_argument("--config", metavar="FILE", help="TOML, with these names as keys (connect_timeout_s = 5)")
+            part.add_argument("--config", metavar="FILE", help=file)
 
 
 def _open_choices(kind: Kind) -> str:

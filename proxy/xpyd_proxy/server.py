@@ -150,7 +150,7 @@ class _Process:
         loop.add_signal_handler(signal.SIGHUP, self._on_reload)
         if line is not None:
             loop.add_reader(line, self._on_line, line)
-        logger.info("what every request goes through is %s", "compiled" if _IS_COMPILED else "plain Python")
+        logger.info("the request path is %s", "compiled" if _IS_COMPILED else "plain Python (not compiled)")
         async with meanwhile(self._end_when_told()):
             await self._server.serve(self._sockets)
 
@@ -161,7 +161,7 @@ class _Process:
         self._told.set()
 
     def _hurry(self) -> None:
-        logger.warning("told to end once more: %d requests are cut off", self._lifetime.in_flight)
+        logger.warning("second signal: shutting down now; %d requests are cut off", self._lifetime.in_flight)
         self._hurried.set()
 
     def _on_line(self, line: int) -> None:
@@ -201,7 +201,7 @@ class _Process:
         await self._told.wait()
         settings, lifetime = self._settings, self._lifetime
         lifetime.on(Step.TOLD)
-        logger.info("told to end: not ready; new requests are served for %g s more", settings.drain_grace_s)
+        logger.info("shutting down: /ready answers 503; new requests are served for %g s more", settings.drain_grace_s)
         await self._unless_hurried(asyncio.sleep(settings.drain_grace_s))
         lifetime.on(Step.GRACE_OVER)
         logger.info("refusing new requests; %d in flight have %g s", lifetime.in_flight, settings.shutdown_timeout_s)

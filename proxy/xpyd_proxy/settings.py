@@ -200,231 +200,268 @@ class Settings:
 
     # fmt: off
     prefill: tuple[Address, ...] = FIRST.option((),
-        "addresses of prefill engines", live=True, chart="router.discovery.prefill")
+        "addresses of the prefill engines, as host:port or http(s)://host:port",
+        live=True, chart="router.discovery.prefill")
     decode: tuple[Address, ...] = FIRST.option((),
-        "addresses of decode engines", live=True, chart="router.discovery.decode")
-    host: str = FIRST.option("127.0.0.1", "interface to listen on", chart="listenAddress")
-    port: Port = FIRST.option(8000, "TCP port to listen on; 0 lets the system choose", chart="router.port")
+        "addresses of the decode engines, as host:port or http(s)://host:port",
+        live=True, chart="router.discovery.decode")
+    host: str = FIRST.option("127.0.0.1", "address to listen on", chart="listenAddress")
+    port: Port = FIRST.option(8000, "TCP port to listen on; 0: the system chooses one", chart="router.port")
     api_keys_file: File | None = FIRST.option(None,
-        "keys that clients must show, one name:key a line", live=True, chart="router.apiKeys.secretName")
-    prefill_policy: PolicyChoice = FIRST.option(PolicyName.ROUND_ROBIN, "how the engine of the prefill leg is chosen")
-    decode_policy: PolicyChoice = FIRST.option(PolicyName.ROUND_ROBIN, "how the engine of the decode leg is chosen")
+        "file with the API keys of clients, one name:key a line", live=True, chart="router.apiKeys.secretName")
+    prefill_policy: PolicyChoice = FIRST.option(PolicyName.ROUND_ROBIN,
+        "policy that chooses the prefill engine of a request")
+    decode_policy: PolicyChoice = FIRST.option(PolicyName.ROUND_ROBIN,
+        "policy that chooses the decode engine of a request")
     kv_transfer_mode: KvTransferMode = FIRST.option(KvTransferMode.AUTO,
-        "pull: one leg after the other; push: both at once; auto: as each prefill engine says")
-    log_level: LogLevel = FIRST.option(LogLevel.INFO, "least severe records that the log shows", live=True)
+        "pull: a request goes to the prefill engine, then to the decode engine; push: to both at once; auto: as each "
+        "prefill engine says")
+    log_level: LogLevel = FIRST.option(LogLevel.INFO, "least severe level that is logged", live=True)
 
-    required_model: str | None = ENGINES.option(None, "model that an engine added at run time must serve", unset="any")
+    required_model: str | None = ENGINES.option(None,
+        "model that an engine must serve to be added at run time", unset="any")
     allowed_instances: tuple[Network, ...] = ENGINES.option((),
-        "where engines may be added", unset="loopback and private networks", chart="router.allowedInstances")
+        "networks, addresses and names at which engines may be added at run time",
+        unset="loopback and private networks", chart="router.allowedInstances")
     store: Store = ENGINES.option("memory",
-        "where added engines are kept (file:PATH, kubernetes:CONFIGMAP, redis://...)", chart="router.store.type")
+        "where engines added at run time are kept: memory, file:PATH, kubernetes:CONFIGMAP or redis://...",
+        chart="router.store.type")
     decode_only_fallback: bool = ENGINES.option(True,
-        "decode engines serve alone while there is no prefill engine", live=True)
+        "decode engines serve alone while there is no prefill engine; false: such requests get 503", live=True)
     slice_pairing: SlicePairing = ENGINES.option(SlicePairing.OFF,
-        "whether both engines of a request must have the same xpyd.io/slice")
+        "whether both engines of a request must be of one slice (a zone, rack or NVLink domain)")
     min_split_new_bytes: SomeBytes = ENGINES.option(0,
-        "a prompt of whose JSON the decode engine lacks fewer bytes is served by it alone, up to so many at a time",
-        live=True)
+        "a decode engine serves a prompt alone if its cache lacks fewer bytes than this of the prompt's JSON; also "
+        "the limit for all prompts that it computes alone at a time", live=True)
     max_decode_itl_s: SomeSeconds = ENGINES.option(0.0,
-        "longest pause in its streams for which a decode engine serves a prompt alone; 0: expected_ttft never does, "
-        "unless it is a short one")
+        "longest pause in its streams for which a decode engine computes a prompt alone; 0: with expected_ttft it "
+        "serves only short prompts alone")
     prefix_lifetime_s: Seconds = ENGINES.option(1800.0,
         "time without use after which the policies prefix and expected_ttft forget what an engine has cached")
     kv_events: KvEvents = ENGINES.option(KvEvents.OFF,
-        "auto: the policies prefix and expected_ttft go by what engines tell of their caches, where they do")
+        "auto: the policies prefix and expected_ttft go by the KV events of engines that publish them")
     reuse_prompt_tokens: bool = ENGINES.option(True,
-        "only prefill engines render and tokenize prompts, where decode engines can take token ids", live=True)
+        "only the prefill engine renders and tokenizes a prompt, if the decode engine can take token ids", live=True)
     return_kv: bool = ENGINES.option(False,
-        "prefill engines read KV of earlier answers from decode engines; both need the connector's return_kv")
+        "prefill engines read the KV of earlier answers from decode engines; the connector of both needs return_kv, "
+        "too")
     first_token_from: FirstTokenFrom = ENGINES.option(FirstTokenFrom.DECODE,
-        "prefill: clients of streams get the prefill engine's token at once, where the rest is exact", live=True)
+        "prefill: clients of streams get the prefill engine's token at once, where the decode engine can continue "
+        "exactly", live=True)
     session_names: tuple[SessionName, ...] = ENGINES.option((),
-        "headers, or body:FIELD, that name a session, before the known ones", unset="the known ones alone")
+        "headers, or body:FIELD, that name a session; they come before the built-in names",
+        unset="the built-in names only")
     peers: tuple[Peer, ...] = ENGINES.option((),
-        "where the fleet's other routers listen (UDP), or one name for all: they share the load of engines",
-        chart="router.peers.enabled")
-    peer_port: Port = ENGINES.option(8001, "UDP port on which this router hears them", chart="router.peers.port")
+        "where the fleet's other routers listen (UDP), as host:port or one DNS name for all; routers tell each other "
+        "the load of engines", chart="router.peers.enabled")
+    peer_port: Port = ENGINES.option(8001,
+        "UDP port on which this router listens to its peers", chart="router.peers.port")
     decode_slots: Count | None = ENGINES.option(None,
-        "requests that a decode engine serves at once (its --max-num-seqs), for /capacity", unset="not known")
-    load_reports: bool = ENGINES.option(True, "ask prefill engines how busy they are, if their policy needs it")
-    realtime: bool = ENGINES.option(False,
-        "serve /v1/realtime: WebSockets that go through to one decode engine")
+        "requests that a decode engine serves at the same time (its --max-num-seqs), for /capacity", unset="unknown")
+    load_reports: bool = ENGINES.option(True, "ask prefill engines for their load, if the prefill policy uses it")
+    realtime: bool = ENGINES.option(False, "serve /v1/realtime: each WebSocket session is relayed to one decode engine")
     drain_idle_time_s: Seconds = ENGINES.option(60.0,
-        "time without a request after which a draining prefill engine has no leases")
+        "time without a request after which a draining prefill engine counts as drained, if its metrics do not show "
+        "it earlier")
 
-    health_check_interval_s: SomeSeconds = HEALTH.option(5.0, "time between two probes of an engine; 0: no probes")
-    health_check_timeout_s: Seconds = HEALTH.option(5.0, "time for one probe")
-    health_check_failures: Count = HEALTH.option(2, "probes that fail in a row until an engine is ejected")
+    health_check_interval_s: SomeSeconds = HEALTH.option(5.0,
+        "time between two health checks of an engine; 0: no health checks")
+    health_check_timeout_s: Seconds = HEALTH.option(5.0, "time for one health check")
+    health_check_failures: Count = HEALTH.option(2, "consecutive health checks that fail before an engine is ejected")
     unresponsive_timeout_s: Seconds = HEALTH.option(30.0,
-        "time without an answer to a probe after which requests at that engine are given up")
-    circuit_breaker_failures: Count = HEALTH.option(5, "requests that fail in a row until an engine is ejected")
+        "time without an answer to a health check after which the engine's requests are cancelled and retried "
+        "elsewhere")
+    circuit_breaker_failures: Count = HEALTH.option(5, "consecutive requests that fail before an engine is ejected")
     circuit_breaker_failure_ratio: Ratio = HEALTH.option(0.5,
-        "share of an engine's requests in a window that fail until it is ejected")
-    circuit_breaker_window_s: Seconds = HEALTH.option(30.0, "length of that window")
+        "share of an engine's requests that fail within the window before it is ejected")
+    circuit_breaker_window_s: Seconds = HEALTH.option(30.0, "length of the window for the failure ratio")
     circuit_breaker_min_requests: Count = HEALTH.option(20,
-        "requests in the window below which the share does not count")
+        "requests in the window below which the failure ratio does not count")
     ejection_time_s: Seconds = HEALTH.option(5.0,
-        "time before an ejected engine gets one request again; doubled with each that fails")
-    max_ejection_time_s: Seconds = HEALTH.option(60.0, "upper limit of that")
+        "time before an ejected engine gets one request again; doubled after each one that fails")
+    max_ejection_time_s: Seconds = HEALTH.option(60.0, "longest time before an ejected engine gets one request again")
     engine_metrics_interval_s: Seconds = HEALTH.option(15.0,
-        "time between two looks at the metrics of all decode engines: whether KV arrives, and whose does not")
+        "time between two reads of the metrics of all decode engines, which show whether KV arrives")
     pair_failures: Natural = HEALTH.option(3,
-        "transfers between two engines that fail in a row until the pair rests; 0: no pair rests")
+        "consecutive transfers between two engines that fail before the pair rests (gets no requests); 0: never")
     canary_every: Natural = HEALTH.option(0,
-        "requests until a greedy one is repeated by its prefill engine alone: does KV arrive right? 0: none is")
+        "one in this many greedy requests is repeated by its prefill engine alone, to compare both texts; 0: none")
     pair_rest_time_s: Seconds = HEALTH.option(30.0,
-        "time before a pair gets one request again; doubled with each that fails")
-    max_pair_rest_time_s: Seconds = HEALTH.option(600.0, "upper limit of that")
+        "time before a resting pair gets one request again; doubled after each one that fails")
+    max_pair_rest_time_s: Seconds = HEALTH.option(600.0, "longest time before a resting pair gets one request again")
 
     roles: RolesMode = ROLES.option(RolesMode.OFF,
-        "auto: engines turn to the role that lacks one, by the load of all; dry-run: say which one would")
-    target_ttft_s: Seconds | None = ROLES.option(None, "time to first token that roles are to keep")
-    target_itl_s: Seconds | None = ROLES.option(None, "mean time between two tokens that roles are to keep")
-    min_prefill: Count = ROLES.option(1, "prefill engines that roles leaves at least")
-    min_decode: Count = ROLES.option(1, "decode engines that roles leaves at least")
-    turns_per_hour: Count = ROLES.option(6, "engines that turn in an hour at most")
-    turn_cooldown_s: Seconds = ROLES.option(60.0, "time between two turns")
-    roles_interval_s: Seconds = ROLES.option(5.0, "time between two looks at all engines")
+        "auto: engines change between prefill and decode with the load; dry-run: the router only says which one "
+        "would")
+    target_ttft_s: Seconds | None = ROLES.option(None, "time to first token that --roles tries to keep")
+    target_itl_s: Seconds | None = ROLES.option(None, "mean time between two tokens that --roles tries to keep")
+    min_prefill: Count = ROLES.option(1, "fewest prefill engines that --roles leaves")
+    min_decode: Count = ROLES.option(1, "fewest decode engines that --roles leaves")
+    turns_per_hour: Count = ROLES.option(6, "most role changes in an hour")
+    turn_cooldown_s: Seconds = ROLES.option(60.0, "shortest time between two role changes")
+    roles_interval_s: Seconds = ROLES.option(5.0, "time between two looks at the load of all engines")
+    turn_timeout_s: Seconds = ROLES.option(120.0,
+        "time after which an engine serves its new role, even if something of the old one is left")
 
-    retries: Retries = RETRIES.option(2, "failed legs of one request before the client gets the error", live=True)
-    retry_budget_ratio: Ratio = RETRIES.option(0.2, "retries of all requests together, as a share of the requests")
-    retry_budget_min_rate: Rate = RETRIES.option(1.0, "retries a second that are allowed with few requests, too")
+    retries: Retries = RETRIES.option(2,
+        "failed legs (requests to one engine) of a client's request that are retried before it gets the error",
+        live=True)
+    retry_budget_ratio: Ratio = RETRIES.option(0.2,
+        "limit for the retries of all requests together, as a share of the requests")
+    retry_budget_min_rate: Rate = RETRIES.option(1.0,
+        "retries a second that are always allowed, however few requests there are")
     resume_streams: bool = RETRIES.option(False, "another decode engine continues a stream that breaks off", live=True)
     move_concurrency: Count = RETRIES.option(8,
-        "streams that move at the same time from engines that are drained with --move", live=True)
-    turn_timeout_s: Seconds = RETRIES.option(120.0,
-        "until an engine that turns serves its new role, though something of the old one is left")
+        "most streams that move at the same time away from engines drained with --move", live=True)
     move_timeout_s: Seconds = RETRIES.option(10.0,
-        "an engine gets for its part in a move, before the stream goes on elsewhere", live=True)
+        "time that an engine has for its part in moving a stream; then the stream continues on another engine",
+        live=True)
     move_above: Ratio | None = RETRIES.option(None,
         "share of a decode engine's KV cache in use from which some of its streams move to engines with room")
 
-    max_concurrency: Count = LIMITS.option(4096, "requests served at the same time; more wait", live=True)
-    max_queue: Natural = LIMITS.option(1024, "requests that wait; more are refused", live=True)
-    max_queue_wait_s: Seconds = LIMITS.option(30.0, "time that a request waits at most", live=True)
+    max_concurrency: Count = LIMITS.option(4096,
+        "requests served at the same time; further ones wait in the queue", live=True)
+    max_queue: Natural = LIMITS.option(1024, "requests that wait in the queue; further ones get 503", live=True)
+    max_queue_wait_s: Seconds = LIMITS.option(30.0, "longest time in the queue; then the request gets 503", live=True)
     max_inflight_bytes: Bytes = LIMITS.option(1 << 30,
-        "bodies of all requests that are served or wait, together", live=True)
-    max_body_bytes: Bytes = LIMITS.option(16 << 20, "body of one request; a larger one is answered with 413")
-    max_rate: Rate | None = LIMITS.option(None, "requests a second of all clients", live=True)
-    max_key_concurrency: Count | None = LIMITS.option(None, "requests of one key that are served or wait", live=True)
-    max_key_rate: Rate | None = LIMITS.option(None, "requests a second of one key", live=True)
+        "bodies of all requests that are served or wait, together; further ones get 503", live=True)
+    max_body_bytes: Bytes = LIMITS.option(16 << 20, "body of one request; a larger one gets 413")
+    max_rate: Rate | None = LIMITS.option(None,
+        "requests a second of all clients together; further ones get 503", live=True)
+    max_key_concurrency: Count | None = LIMITS.option(None,
+        "requests of one API key that are served or wait; further ones get 429", live=True)
+    max_key_rate: Rate | None = LIMITS.option(None, "requests a second of one API key; further ones get 429", live=True)
     max_key_tokens_per_minute: Count | None = LIMITS.option(None,
-        "tokens of prompts and answers a minute of one key", live=True)
+        "prompt and answer tokens a minute of one API key; further requests get 429", live=True)
     queue_order: QueueOrder = LIMITS.option(QueueOrder.ARRIVAL,
-        "who is next in the queue, within a priority; fair: the key that was served the fewest tokens", live=True)
+        "which request of a priority leaves the queue next; fair: one of the API key that was served the fewest "
+        "tokens", live=True)
     share_limits: bool = LIMITS.option(False,
         "max_rate, max_key_rate and max_key_tokens_per_minute hold for all routers together; needs peers", live=True)
     min_priority: Priority = LIMITS.option(0,
-        "least number, so the most urgent priority, of a client whose key has none of its own", live=True)
+        "lowest number, so the most urgent priority, that clients may use if their API key sets none", live=True)
     classes: tuple[ClassText, ...] = LIMITS.option((),
-        "classes of requests with targets, as NAME:ttft=SECONDS,on_miss=queue; in the file also tables [classes.NAME]",
+        "request classes with targets, as NAME:ttft=SECONDS,on_miss=queue; in the file also tables [classes.NAME]",
         live=True, chart="router.classes")
     default_class: str | None = LIMITS.option(None,
-        "class of requests whose key has none, and which name none; needed where there are classes", live=True,
-        chart="router.defaultClass")
-    max_connections: Count = LIMITS.option(16384, "connections of clients; more are answered with 503 and closed")
+        "class of requests that name none and whose API key has none; needed with classes",
+        live=True, chart="router.defaultClass")
+    max_connections: Count = LIMITS.option(16384, "connections of clients; further ones get 503 and are closed")
     max_connections_per_address: Count | None = LIMITS.option(None,
-        "connections of one client address; behind a proxy all clients have the same")
+        "connections of one client address; behind a proxy all clients have the same address")
 
-    realtime_max_sessions: Count = LIMITS.option(256, "sessions of /v1/realtime; more are refused", live=True)
-    realtime_max_message_bytes: Bytes = LIMITS.option(1 << 20, "one message of such a session, either way")
+    realtime_max_sessions: Count = LIMITS.option(256,
+        "sessions of /v1/realtime at the same time; further ones are refused", live=True)
+    realtime_max_message_bytes: Bytes = LIMITS.option(1 << 20,
+        "one message of a /v1/realtime session, in either direction")
 
-    connect_timeout_s: Seconds = TIMEOUTS.option(5.0, "opening a connection to an engine")
+    connect_timeout_s: Seconds = TIMEOUTS.option(5.0, "time to open a connection to an engine")
     prefill_timeout_s: Seconds = TIMEOUTS.option(300.0,
-        "a whole prefill leg, with its time in the engine's queue", live=True)
-    first_token_timeout_s: Seconds = TIMEOUTS.option(300.0, "from a streamed decode leg to its first event", live=True)
-    stream_idle_timeout_s: Seconds = TIMEOUTS.option(120.0, "between two pieces of a stream", live=True)
-    total_timeout_s: Seconds = TIMEOUTS.option(3600.0, "a response that is not streamed, with all retries", live=True)
-    stream_timeout_s: Seconds | None = TIMEOUTS.option(None, "a streamed response, to its end", live=True)
+        "time for a whole prefill leg, with its time in the engine's queue", live=True)
+    first_token_timeout_s: Seconds = TIMEOUTS.option(300.0,
+        "time from sending a streamed decode leg to its first event", live=True)
+    stream_idle_timeout_s: Seconds = TIMEOUTS.option(120.0, "longest pause between two pieces of a stream", live=True)
+    total_timeout_s: Seconds = TIMEOUTS.option(3600.0,
+        "time for a response that is not streamed, with all retries", live=True)
+    stream_timeout_s: Seconds | None = TIMEOUTS.option(None, "time for a whole streamed response", live=True)
     realtime_idle_timeout_s: Seconds = TIMEOUTS.option(60.0,
-        "between two messages of a session of /v1/realtime", live=True)
-    realtime_timeout_s: Seconds = TIMEOUTS.option(3600.0, "such a session, to its end", live=True)
+        "longest pause between two messages of a /v1/realtime session", live=True)
+    realtime_timeout_s: Seconds = TIMEOUTS.option(3600.0, "time for a whole /v1/realtime session", live=True)
     handoff_timeout_s: Seconds = TIMEOUTS.option(20.0,
-        "from a prefill engine's answer until its decode leg must be out", live=True)
-    client_write_timeout_s: Seconds = TIMEOUTS.option(300.0, "until a client must have read some of its response")
+        "time from a prefill engine's answer until the decode leg must be sent", live=True)
+    client_write_timeout_s: Seconds = TIMEOUTS.option(300.0,
+        "time in which a client must read some of its response; then its connection is closed")
     head_timeout_s: Seconds = TIMEOUTS.option(10.0,
-        "from the beginning of a connection, or of a request, to the end of its head")
+        "time to receive the head of a request, from the start of the connection or of the request")
     body_timeout_s: Seconds = TIMEOUTS.option(30.0,
-        "a request's body, and one second more for each 16 KiB of it that has come")
+        "time to receive the body of a request, plus one second for each 16 KiB received")
     engine_keepalive_s: Seconds = TIMEOUTS.option(4.0,
-        "for which an idle connection to an engine is kept; vLLM's is 5 s")
-    client_keepalive_s: WholeSeconds = TIMEOUTS.option(75, "for which an idle connection of a client is kept")
+        "time that an idle connection to an engine stays open; vLLM closes it after 5 s")
+    client_keepalive_s: WholeSeconds = TIMEOUTS.option(75, "time that an idle connection of a client stays open")
     drain_grace_s: SomeSeconds = TIMEOUTS.option(0.0,
-        "new requests are served after SIGTERM, and /ready is 503", live=True, chart="router.drain.graceSeconds")
+        "time after SIGTERM in which new requests are still served, while /ready answers 503",
+        live=True, chart="router.drain.graceSeconds")
     shutdown_timeout_s: WholeSeconds = TIMEOUTS.option(30,
-        "requests in flight get after that", live=True, chart="router.drain.shutdownSeconds")
+        "time after that in which requests in flight may finish", live=True, chart="router.drain.shutdownSeconds")
 
     allow_unauthenticated: bool = SECURITY.option(False,
-        "serve others than this machine without keys", chart="router.apiKeys.secretName")
+        "serve clients on other machines without API keys", chart="router.apiKeys.secretName")
     allowed_hosts: tuple[Host, ...] = SECURITY.option((),
-        "more names that clients may call the router by; *: all", chart="router.allowedHosts")
+        "further names by which clients may call the router (Host header); *: any", chart="router.allowedHosts")
     tls_cert: File | None = SECURITY.option(None,
-        "PEM, the router's certificate with its chain, to serve https", chart="router.tls.secretName")
-    tls_key: File | None = SECURITY.option(None, "PEM, its private key", chart="router.tls.secretName")
+        "PEM file with the router's certificate and its chain; the router then serves https",
+        chart="router.tls.secretName")
+    tls_key: File | None = SECURITY.option(None, "PEM file with its private key", chart="router.tls.secretName")
     tls_client_ca: File | None = SECURITY.option(None,
-        "PEM; clients must show a certificate of these authorities", chart="router.tls.clientCaSecretName")
-    engine_ca: File | None = SECURITY.option(None, "PEM, authorities of https engines", unset="the system's",
-        chart="engineTls.caSecretName")
-    engine_cert: File | None = SECURITY.option(None, "PEM, the certificate that the router shows to engines",
-        chart="engineTls.clientSecretName")
-    engine_key: File | None = SECURITY.option(None, "PEM, its private key", chart="engineTls.clientSecretName")
+        "PEM file with authorities; clients must present a certificate of one of them",
+        chart="router.tls.clientCaSecretName")
+    engine_ca: File | None = SECURITY.option(None,
+        "PEM file with the authorities of https engines", unset="the system's", chart="engineTls.caSecretName")
+    engine_cert: File | None = SECURITY.option(None,
+        "PEM file with the certificate that the router presents to engines", chart="engineTls.clientSecretName")
+    engine_key: File | None = SECURITY.option(None, "PEM file with its private key", chart="engineTls.clientSecretName")
     engine_server_name: DnsName | None = SECURITY.option(None,
-        "name that the certificates of all https engines must have, whatever their addresses (pods have only IPs)",
-        unset="the host of each one's address", chart="engineTls.serverName")
+        "DNS name that the certificate of every https engine must have, whatever its address (pods have only IPs)",
+        unset="the host in each engine's address", chart="engineTls.serverName")
     prefill_api_key_file: File | None = SECURITY.option(None,
-        "key that the router shows to prefill engines", live=True, chart="prefill.apiKey.secretName")
+        "file with the API key that the router sends to prefill engines", live=True, chart="prefill.apiKey.secretName")
     decode_api_key_file: File | None = SECURITY.option(None,
-        "key that the router shows to decode engines", live=True, chart="decode.apiKey.secretName")
+        "file with the API key that the router sends to decode engines", live=True, chart="decode.apiKey.secretName")
     prefill_api_key: str | None = SECURITY.secret("XPYD_PREFILL_API_KEY",
-        "the same, where no file is named", unset="no key is shown", chart="prefill.apiKey.secretName")
+        "API key for prefill engines, if prefill_api_key_file is not set",
+        unset="no key is sent", chart="prefill.apiKey.secretName")
     decode_api_key: str | None = SECURITY.secret("XPYD_DECODE_API_KEY",
-        "the same, where no file is named", unset="no key is shown", chart="decode.apiKey.secretName")
-    admin_key_file: File | None = SECURITY.option(None, "X-Api-Key of /instances", live=True)
+        "API key for decode engines, if decode_api_key_file is not set",
+        unset="no key is sent", chart="decode.apiKey.secretName")
+    admin_key_file: File | None = SECURITY.option(None,
+        "file with the admin key, which /instances, /pairs and /requests require as X-Api-Key", live=True)
     admin_key: str | None = SECURITY.secret("ADMIN_API_KEY",
-        "the same, where no file is named", unset="engines cannot be added", chart="router.adminKey.secretName")
+        "admin key, if admin_key_file is not set", unset="/instances answers 404", chart="router.adminKey.secretName")
     forward_client_key: bool = SECURITY.option(False,
-        "show the client's Authorization to engines whose pool has no key")
+        "pass the client's Authorization header to engines whose pool has no API key")
     client_kv_params: ClientKvParams = SECURITY.option(ClientKvParams.REFUSE,
-        "what to do with kv_transfer_params in a client's body")
+        "what happens to a client's own kv_transfer_params; refuse: 400; strip: they are removed")
     cache_salt_per_key: bool = SECURITY.option(False,
-        "keep what one client key sends out of the prefix cache of all others")
+        "clients with different API keys share no entries of the engines' prefix caches")
     cache_salt_secret: str | None = SECURITY.secret("XPYD_CACHE_SALT_SECRET",
-        "the fleet's secret for that", unset="each client's key is its own", chart="router.cacheSalt.secretName")
+        "secret for cache_salt_per_key, the same for all routers of a fleet",
+        unset="each client's own key", chart="router.cacheSalt.secretName")
     peer_secret: str | None = SECURITY.secret("XPYD_PEER_SECRET",
-        "what the routers of a fleet prove to each other (peers)", unset="peers is refused",
-        chart="router.peers.secret.name")
-    public_metrics: bool = SECURITY.option(False,
-        "show /, /stats, /metrics and /capacity without a key where clients need one")
+        "secret that the routers of a fleet prove to each other, for peers",
+        unset="peers is refused", chart="router.peers.secret.name")
+    public_metrics: bool = SECURITY.option(False, "show /, /stats, /metrics and /capacity without an API key")
 
     admin_port: Port | None = ADMIN.option(None,
-        "TCP port of probes, metrics, status page and /instances, which leave the main port; 0: the system chooses",
-        unset="the main port has them", chart="router.adminPort")
-    admin_host: str | None = ADMIN.option(None, "interface to listen on there", unset="host", chart="listenAddress")
+        "separate TCP port for metrics, status page and /instances, which then leave the main port; 0: the system "
+        "chooses one", unset="they are on the main port", chart="router.adminPort")
+    admin_host: str | None = ADMIN.option(None,
+        "address to listen on for the admin port", unset="the same as host", chart="listenAddress")
     admin_tls_cert: File | None = ADMIN.option(None,
-        "PEM, the certificate of that port with its chain; no client shows one there", unset="plain http",
-        chart="router.tls.secretName")
-    admin_tls_key: File | None = ADMIN.option(None, "PEM, its private key", chart="router.tls.secretName")
+        "PEM file with the certificate of the admin port and its chain; that port asks for no client certificate",
+        unset="plain http", chart="router.tls.secretName")
+    admin_tls_key: File | None = ADMIN.option(None, "PEM file with its private key", chart="router.tls.secretName")
 
-    log_format: LogFormat = TELEMETRY.option(LogFormat.TEXT, "lines for people, or one JSON object for each event")
+    log_format: LogFormat = TELEMETRY.option(LogFormat.TEXT,
+        "text: lines for people; json: one JSON object for each event")
     otlp_endpoint: Url | None = TELEMETRY.option(None,
-        "base URL of the collector of spans (OTLP over HTTP)", unset="OTEL_EXPORTER_OTLP_ENDPOINT")
+        "base URL of the collector that gets the spans (OTLP over HTTP)", unset="OTEL_EXPORTER_OTLP_ENDPOINT")
     request_history: Natural = TELEMETRY.option(1000,
-        "requests that are over and whose timeline xpyd why still shows; 0: none")
+        "finished requests whose timeline xpyd why can still show; 0: none")
     pair_history: Natural = TELEMETRY.option(1024,
-        "pairs of engines, the last used ones, that xpyd pairs still shows; 0: none")
+        "pairs of engines, the last used ones, that xpyd pairs can still show; 0: none")
     server_timing: bool = TELEMETRY.option(True,
-        "tell clients the engines of a request and their milliseconds (Server-Timing)")
+        "tell clients which engines served a request and for how many milliseconds (Server-Timing header)")
 
     workers: Processes = WORKERS.option(1,
-        "processes that serve together, as one router; above 1 on Linux only", chart="router.workers")
+        "processes that serve together as one router; more than 1 on Linux only", chart="router.workers")
 
     kubernetes_selector: Selector | None = KUBERNETES.option(None,
         "label selector of the pods that are engines", unset="no pods", chart="router.discovery.enabled")
     kubernetes_inference_pool: PoolName | None = KUBERNETES.option(None,
-        "InferencePool whose pods are engines, in place of a selector", unset="no pods",
-        chart="router.discovery.inferencePool")
+        "InferencePool whose pods are the engines, instead of a selector",
+        unset="no pods", chart="router.discovery.inferencePool")
     slice_label: LabelKey = KUBERNETES.option("xpyd.io/slice", "label or annotation of pods that names their slice")
     kubernetes_namespace: str | None = KUBERNETES.option(None,
-        "their namespace, and that of the pool and of the store's ConfigMap", unset="the router's own",
-        chart="router.discovery.enabled")
+        "namespace of the pods, of the InferencePool and of the store's ConfigMap",
+        unset="the router's own", chart="router.discovery.enabled")
     # fmt: on

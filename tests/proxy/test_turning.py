@@ -234,7 +234,7 @@ async def test_what_cannot_be_done_is_one_sentence():
         counted = await metrics(client)
 
     assert last["detail"] == (
-        "decode-0 is the last decode engine that serves: turn another one to decode before, or use force"
+        "decode-0 is the last decode engine that serves: turn another one to decode first, or use force"
     )
     assert "there is no instance 'decode-9'" in gone["detail"]
     assert forced["instances"][0]["turns_to"] == "prefill"

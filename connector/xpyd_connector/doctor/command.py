@@ -36,16 +36,29 @@ class _Parser(argparse.ArgumentParser):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("target", nargs="?", metavar="listen|HOST[:PORT]", help="wait here, or examine a waiting end")
     parser.add_argument(
-        "--engine", action="append", default=[], metavar="[ID@]HOST:PORT", help="a running engine's side channel"
-    )
-    parser.add_argument("--router", metavar="URL", help="a running router, whose measured hand-overs are compared")
-    parser.add_argument(
-        "--lease-seconds", type=float, default=30.0, metavar="S", help="kv_lease_duration (%(default)s)"
+        "target",
+        nargs="?",
+        metavar="listen|HOST[:PORT]",
+        help="listen: wait for the other host; HOST[:PORT]: examine a listening one",
     )
     parser.add_argument(
-        "--handoff-timeout", type=float, default=20.0, metavar="S", help="the router's setting (%(default)s)"
+        "--engine", action="append", default=[], metavar="[ID@]HOST:PORT", help="side channel of a running engine"
+    )
+    parser.add_argument("--router", metavar="URL", help="running router, whose measured handoffs are compared")
+    parser.add_argument(
+        "--lease-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="kv_lease_duration, in seconds (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--handoff-timeout",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="the router's setting, in seconds (default: %(default)s)",
     )
     _add_end_arguments(parser)
     _add_model_arguments(parser)
@@ -54,25 +67,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_end_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="", help=f"address of this end ({HOST_VARIABLE}, or what leads to the other)")
-    parser.add_argument("--port", type=int, default=None, help=f"to listen at ({DEFAULT_PORT}; of HOST: chosen)")
-    parser.add_argument("--once", action="store_true", help="listen: stop after one examination")
-    parser.add_argument("--secret-file", default="", metavar="FILE", help=f"instead of {SECRET_FILE_VARIABLE}")
+    parser.add_argument(
+        "--host",
+        default="",
+        help=f"address of this host (default: ${HOST_VARIABLE}, or the one that reaches the other host)",
+    )
+    port = f"port to listen on (default: {DEFAULT_PORT} with listen, else the system chooses)"
+    parser.add_argument("--port", type=int, default=None, help=port)
+    parser.add_argument("--once", action="store_true", help="with listen: stop after one examination")
+    parser.add_argument(
+        "--secret-file",
+        default="",
+        metavar="FILE",
+        help=f"file with the engines' secret (default: ${SECRET_FILE_VARIABLE})",
+    )
     for name in ("tls-cert", "tls-key", "tls-ca", "tls-server-name"):
         parser.add_argument(f"--{name}", default="", help="as in kv_connector_extra_config")
-    parser.add_argument("--device", default="cpu", help="memory to move: cpu or cuda:N (%(default)s)")
-    parser.add_argument("--memory-mib", type=int, default=64, metavar="N", help="of it (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="for each throughput (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="for each step (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="memory to transfer: cpu or cuda:N (default: %(default)s)")
+    parser.add_argument(
+        "--memory-mib", type=int, default=64, metavar="N", help="MiB of that memory (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, metavar="S", help="seconds for each throughput (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=10.0, metavar="S", help="seconds for each step (default: %(default)s)"
+    )
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--block-bytes", type=int, metavar="N", help=f"of one descriptor ({DEFAULT_BLOCK_BYTES})")
-    parser.add_argument("--model", default="", metavar="DIR", help="a folder with config.json: descriptors of its size")
-    parser.add_argument("--cache-dtype", default="auto", help="--kv-cache-dtype of the engines (%(default)s)")
-    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens of a block (%(default)s)")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (%(default)s)")
-    parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="pull", help="of the engines")
+    parser.add_argument(
+        "--block-bytes", type=int, metavar="N", help=f"bytes of a descriptor (default: {DEFAULT_BLOCK_BYTES})"
+    )
+    parser.add_argument(
+        "--model", default="", metavar="DIR", help="folder with a config.json; descriptors get the size of its blocks"
+    )
+    parser.add_argument("--cache-dtype", default="auto", help="--kv-cache-dtype of the engines (default: %(default)s)")
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        default=16,
+        metavar="N",
+        help="--block-size of the engines, in tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tensor-parallel ranks of an engine (default: %(default)s)",
+    )
+    mode = "mode of the engines' connector (default: %(default)s)"
+    parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="pull", help=mode)
 
 
 def main(argv: Sequence[str] | None = None, *, wall: Callable[[], float] = WALL_CLOCK) -> int:

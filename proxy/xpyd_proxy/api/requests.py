@@ -38,15 +38,15 @@ def request_routes(
         found = [(record, state) for record, state in under_way() if is_named(record, name)]
         found += [(record, RequestState.OVER) for record in history().find(name)]
         if not found:
-            raise HTTPException(404, _unknown(len(history()), workers), {WORKERS: str(workers)})
+            raise HTTPException(404, _unknown(name, len(history()), workers), {WORKERS: str(workers)})
         shown = [await _shown(record, state, timelines, asks_engines=engines) for record, state in found[:_MOST]]
         return RequestTimelines(requests=shown, omitted=len(found) - len(shown))
 
     return router
 
 
-def _unknown(kept: int, workers: int) -> str:
-    said = f"There is no request of this name among those under way and the last {kept} that are over (request_history)"
+def _unknown(name: str, kept: int, workers: int) -> str:
+    said = f"There is no request {name!r} among those under way and the last {kept} that are over (request_history)"
     return said if workers == 1 else f"{said}; this process is one of {workers} workers, and another may know it."
 
 

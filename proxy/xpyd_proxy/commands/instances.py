@@ -17,6 +17,7 @@ _COLUMNS: Final = (
     *("source", "revision", "slice", "why"),
 )
 _POLL_S: Final = 0.5
+_UNEXPLAINED: Final = "Instance validation failed."  # the words of vLLM's demo router (api/admin.py)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,39 +25,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_access_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=type(parser))
-    verbs.add_parser("list", help="who is there").set_defaults(verb=_list)
-    add = verbs.add_parser("add", help="send requests to one more engine, which must answer")
-    add.add_argument("type", choices=["prefill", "decode"])
-    add.add_argument("address", metavar="HOST:PORT", help="also HOST:PORT#dp=N for N data-parallel ranks")
+    verbs.add_parser("list", help="show all engines with their role, state and load").set_defaults(verb=_list)
+    add = verbs.add_parser("add", help="add a running engine")
+    add.add_argument("type", choices=["prefill", "decode"], help="role of the engine")
+    add.add_argument(
+        "address", metavar="HOST:PORT", help="address of the engine; HOST:PORT#dp=N if it has N data-parallel ranks"
+    )
     add.set_defaults(verb=_add)
     changes = {
-        "remove": "forget engines at once; drain them first if they are to be stopped",
-        "drain": "send them nothing new, and say so when they have nothing left",
-        "undrain": "send them requests again",
+        "remove": "forget engines at once; to stop an engine, drain it first",
+        "drain": "send engines no new requests; they are drained when nothing is left",
+        "undrain": "send drained engines requests again",
     }
     for verb, text in changes.items():
         one = verbs.add_parser(verb, help=text)
-        one.add_argument("id", nargs="+", metavar="ID", help="such as decode-0: see list; or its HOST:PORT")
+        one.add_argument(
+            "id", nargs="+", metavar="ID", help="id of an engine, such as decode-0 (see list), or its HOST:PORT"
+        )
         one.set_defaults(verb=_change, name=verb)
         if verb == "drain":
             one.add_argument(
-                "--move", action="store_true", help="their streams go on at other engines (docs/moving-streams.md)"
+                "--move", action="store_true", help="move their streams to other engines (docs/moving-streams.md)"
             )
             one.add_argument(
-                "--wait", type=seconds_or_none, default=0.0, metavar="S", help="seconds to wait until it is drained"
+                "--wait",
+                type=seconds_or_none,
+                default=0.0,
+                metavar="S",
+                help="seconds to wait until they are drained (default: 0)",
             )
-    turn = verbs.add_parser("turn", help="have engines serve another role under the same process (kv_both)")
-    turn.add_argument("id", nargs="+", metavar="ID", help="such as decode-0: see list; or its HOST:PORT")
-    turn.add_argument("to", choices=["prefill", "decode", "both"], help="what they shall serve")
-    turn.add_argument("--force", action="store_true", help="also if no other engine serves what they leave")
+    turn = verbs.add_parser("turn", help="change the role of engines without a restart (they need kv_role kv_both)")
     turn.add_argument(
-        "--wait", type=seconds_or_none, default=0.0, metavar="S", help="seconds to wait until they serve it"
+        "id", nargs="+", metavar="ID", help="id of an engine, such as decode-0 (see list), or its HOST:PORT"
+    )
+    turn.add_argument("to", choices=["prefill", "decode", "both"], help="new role")
+    turn.add_argument("--force", action="store_true", help="change it even if no other engine serves the old role")
+    turn.add_argument(
+        "--wait",
+        type=seconds_or_none,
+        default=0.0,
+        metavar="S",
+        help="seconds to wait until they serve the new role (default: 0)",
     )
     turn.set_defaults(verb=_turn)
-    explain = verbs.add_parser("explain", help="which engines a request would go to, and what each would get")
-    explain.add_argument("file", metavar="FILE", help="the body of the request; - reads it from standard input")
-    explain.add_argument("--path", default="/v1/completions", help="(%(default)s)")
-    explain.add_argument("--session", metavar="ID", help="its X-Session-ID")
+    explain = verbs.add_parser("explain", help="show which engines a request would go to, and what each would get")
+    explain.add_argument("file", metavar="FILE", help="file with the JSON body of a request; - reads standard input")
+    explain.add_argument("--path", default="/v1/completions", help="path of the request (default: %(default)s)")
+    explain.add_argument("--session", metavar="ID", help="X-Session-ID of the request (default: none)")
     explain.set_defaults(verb=_explain)
     parser.set_defaults(run=run)
 
@@ -72,7 +87,13 @@ def _list(router: RouterClient, args: argparse.Namespace) -> str:
 
 
 def _add(router: RouterClient, args: argparse.Namespace) -> str:
-    return f"{router.ask('/instances/add', {'type': args.type, 'instance': args.address})['message']}\n"
+    try:
+        answer = router.ask("/instances/add", {"type": args.type, "instance": args.address})
+    except CommandFailed as exc:
+        if str(exc) != _UNEXPLAINED:
+            raise
+        raise CommandFailed(f"{exc} The router's log says why {args.address} was not added") from exc
+    return f"{answer['message']}\n"
 
 
 def _change(router: RouterClient, args: argparse.Namespace) -> str:

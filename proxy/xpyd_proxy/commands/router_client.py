@@ -151,17 +151,28 @@ def _said(found: object) -> str:
 def add_access_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     router = os.environ.get(ROUTER_VARIABLE) or "http://127.0.0.1:8000"
-    parser.add_argument("--router", default=router, metavar="URL", help=f"the router (${ROUTER_VARIABLE}: %(default)s)")
+    said = f"URL of the router (default: ${ROUTER_VARIABLE}, now %(default)s)"
+    parser.add_argument("--router", default=router, metavar="URL", help=said)
     parser.add_argument("--key-file", metavar="FILE", help=f"file with the admin key (default: ${KEY_VARIABLE})")
-    parser.add_argument("--ca", metavar="FILE", help="PEM file with the authorities of an https router, and no others")
+    parser.add_argument("--ca", metavar="FILE", help="PEM file with the only authorities to trust for an https router")
     parser.add_argument(
-        "--pin", metavar="FILE", help=f"PEM file that begins with its very certificate, of any name (${PIN_VARIABLE})"
+        "--pin",
+        metavar="FILE",
+        help=f"PEM file that begins with the router's exact certificate, of any name (default: ${PIN_VARIABLE})",
     )
-    parser.add_argument("--server-name", metavar="NAME", help="name in its certificate, if it is not that of the URL")
-    parser.add_argument("--client-cert", metavar="FILE", help="PEM file with a certificate to show (--tls-client-ca)")
+    parser.add_argument(
+        "--server-name", metavar="NAME", help="name in the router's certificate, if it is not the host of the URL"
+    )
+    parser.add_argument(
+        "--client-cert", metavar="FILE", help="PEM file with a certificate for a router with --tls-client-ca"
+    )
     parser.add_argument("--client-key", metavar="FILE", help="PEM file with its private key")
     parser.add_argument(
-        "--timeout", type=seconds, default=10.0, metavar="S", help="seconds for its answer (%(default)s)"
+        "--timeout",
+        type=seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds that the router has for its whole answer (default: %(default)s)",
     )
 
 
@@ -179,7 +190,7 @@ def _read_access(args: argparse.Namespace) -> tuple[str, str, ssl.SSLContext]:
     if args.key_file is not None:
         key = outbound_key(read_text(args.key_file), args.key_file)
     elif not (key := os.environ.get(KEY_VARIABLE, "")):  # never an argument: those are visible in ps
-        raise ConfigError(f"set {KEY_VARIABLE} in the environment to the key of the router, or name a file: --key-file")
+        raise ConfigError(f"no admin key: set {KEY_VARIABLE} in the environment, or name a file with it (--key-file)")
     return url, key, tls
 
 

@@ -41,25 +41,45 @@ class Interrupted(KeyboardInterrupt):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("--prefill", type=_count, default=_DEFAULT.prefill, metavar="N", help="prefill engines (%(default)s)")
-    add("--decode", type=_count, default=_DEFAULT.decode, metavar="N", help="decode engines (%(default)s)")
+    add(
+        "--prefill",
+        type=_count,
+        default=_DEFAULT.prefill,
+        metavar="N",
+        help="number of prefill engines (default: %(default)s)",
+    )
+    add(
+        "--decode",
+        type=_count,
+        default=_DEFAULT.decode,
+        metavar="N",
+        help="number of decode engines (default: %(default)s)",
+    )
+    kind = "vllm: real engines; sim: simulated ones, without a model and KV (default: %(default)s)"
     engines, connectors, modes = (list(map(str, kinds)) for kinds in (EngineKind, Connector, EngineMode))
-    add("--engine", choices=engines, default=str(_DEFAULT.kind), help="real or simulated ones (%(default)s)")
-    add("--connector", choices=connectors, default=str(_DEFAULT.connector), help="ours or vLLM's (%(default)s)")
-    said = "decode engines pull the KV cache, prefill engines push it, or the router says which (%(default)s)"
+    ours = "xpyd: our KV connector; nixl: vLLM's NixlConnector or NixlPushConnector (default: %(default)s)"
+    add("--engine", choices=engines, default=str(_DEFAULT.kind), help=kind)
+    add("--connector", choices=connectors, default=str(_DEFAULT.connector), help=ours)
+    said = "pull: decode engines read the KV cache; push: prefill engines write it; auto: the router chooses "
+    said += "(default: %(default)s)"
     add("--kv-transfer-mode", dest="mode", choices=modes, default=str(_DEFAULT.mode), help=said)
-    add("--return-kv", action="store_true", help="prefill engines read KV of earlier answers (our connector, pull)")
+    add("--return-kv", action="store_true", help="prefill engines read the KV of earlier answers (our connector, pull)")
     for flag, default, owner in (
         ("--port", _DEFAULT.port, "the router"),
         ("--prefill-port", _DEFAULT.prefill_port, "the first prefill engine"),
         ("--decode-port", _DEFAULT.decode_port, "the first decode engine"),
         ("--side-channel-port", _DEFAULT.side_channel_port, "the first engine's side channel"),
     ):
-        add(flag, type=int, default=default, metavar="PORT", help=f"of {owner} (%(default)s)")
-    add("--model", type=Path, metavar="DIR", help=f"the tiny model is made there if absent ({_DEFAULT.model})")
-    said = "the router knows from the engines what they have cached (docs/kv-events-router.md)"
+        add(flag, type=int, default=default, metavar="PORT", help=f"port of {owner} (default: %(default)s)")
+    add(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help=f"folder of the model; without one there, a tiny one is made (default: {_DEFAULT.model})",
+    )
+    said = "engines tell the router what they have cached (docs/kv-events-router.md)"
     add("--kv-events", action="store_true", help=said)
-    add("--once", action="store_true", help="stop after the first request")
+    add("--once", action="store_true", help="send one request, show the answer and stop")
     parser.set_defaults(run=run)
 
 

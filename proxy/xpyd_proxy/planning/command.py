@@ -22,40 +22,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     traffic = parser.add_argument_group("what clients ask for")
     arrivals = traffic.add_mutually_exclusive_group(required=True)
-    arrivals.add_argument("--requests-per-second", type=float, metavar="R", help="requests a second")
-    arrivals.add_argument("--prompt-tokens-per-second", type=float, metavar="N", help="or prompt tokens a second")
-    traffic.add_argument("--prompt-lengths", metavar="FILE", help="lengths of prompts instead, numbers in a text file")
+    arrivals.add_argument("--requests-per-second", type=float, metavar="R", help="requests a second of all clients")
+    arrivals.add_argument(
+        "--prompt-tokens-per-second", type=float, metavar="N", help="instead: prompt tokens a second of all clients"
+    )
+    traffic.add_argument(
+        "--prompt-lengths", metavar="FILE", help="text file with prompt lengths in tokens, instead of --prompt-tokens"
+    )
     add = partial(traffic.add_argument, type=float)
-    spread = "their 95th percentile (without it: 3 times the mean, exponential)"
-    add("--prompt-tokens", metavar="N", help="tokens of a prompt, on the mean")
+    spread = "their 95th percentile (default: 3 times the mean, an exponential distribution)"
+    add("--prompt-tokens", metavar="N", help="mean tokens of a prompt")
     add("--prompt-tokens-p95", metavar="N", help=spread)
-    add("--output-tokens", metavar="N", required=True, help="tokens of an answer, on the mean")
+    add("--output-tokens", metavar="N", required=True, help="mean tokens of an answer")
     add("--output-tokens-p95", metavar="N", help=spread)
-    said = "share of the prompt tokens that prefill engines have in their prefix caches (%(default)s)"
+    said = "share of the prompt tokens that hit the prefill engines' prefix caches, 0 to 1 (default: %(default)s)"
     add("--cached", metavar="SHARE", default=0.0, help=said)
     add = partial(parser.add_argument_group("what one engine does, measured").add_argument, type=float)
-    said = "prompt tokens a second of a busy prefill engine"
+    said = "prompt tokens a second that one busy prefill engine computes"
     add("--prefill-rate", metavar="TOKENS/S", required=True, help=said)
-    said = "tokens a second of a decode engine, at the ITL target"
+    said = "tokens a second that one decode engine makes at the ITL target"
     add("--decode-rate", metavar="TOKENS/S", required=True, help=said)
-    said = "tokens that the KV cache of a decode engine has room for"
+    said = "tokens that fit into the KV cache of one decode engine"
     add("--kv-capacity", metavar="TOKENS", required=True, help=said)
-    add("--kv-bytes-per-token", metavar="BYTES", help="bytes of KV cache of one token, all layers and ranks together")
-    said = "bandwidth of one engine for KV transfers; without it links are not looked at"
+    add("--kv-bytes-per-token", metavar="BYTES", help="bytes of KV of one token, all layers and ranks together")
+    said = "Gbit/s of one engine's link for KV transfers (default: links are no limit)"
     add("--link-gbit", metavar="GBIT/S", help=said)
     add = partial(parser.add_argument_group("what is wanted").add_argument, type=float)
-    add("--itl", metavar="S", required=True, help="seconds between two tokens of an answer, at most")
-    said = "seconds to the first token, 95th percentile, at most; without it there is no target"
+    add("--itl", metavar="S", required=True, help="target: most seconds between two tokens of an answer")
+    said = "target: most seconds to the first token, 95th percentile (default: none)"
     add("--ttft", metavar="S", help=said)
-    said = "share of a resource that may be busy on the mean (%(default)s)"
+    said = "mean share of a resource that may be busy, 0 to 1 (default: %(default)s)"
     add("--utilisation", metavar="SHARE", default=0.7, help=said)
-    said = "the router's prefill policy; session and prefix wait longer than these (%(default)s)"
+    said = "the router's prefill policy (default: %(default)s); with session and prefix requests wait longer"
     parser.add_argument("--prefill-policy", choices=list(map(str, sizing.WAITS)), default="round_robin", help=said)
-    said = "routers before the same engines (%(default)s)"
+    said = "routers in front of the same engines (default: %(default)s)"
     parser.add_argument("--routers", type=int, metavar="N", default=1, help=said)
-    said = "whether they tell each other how many requests engines have, as with --peers of xpyd serve (%(default)s)"
+    said = "whether the routers share the load of engines, as with --peers of xpyd serve (default: %(default)s)"
     parser.add_argument("--peers", choices=["true", "false"], default="true", help=said)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run)
 
 

@@ -74,32 +74,65 @@ class Servers:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    add("--prefill", action="append", default=[], metavar="URL", help="a prefill engine; once for each")
-    add("--decode", action="append", default=[], metavar="URL", help="a decode engine; once for each")
-    add("--router", metavar="URL", help="send requests to this router; without it the suite is the router itself")
-    add("--reference", metavar="URL", help="a single engine with the same model, whose answers are right")
-    add("--model", metavar="NAME", help="the model to ask (default: the first that is listed)")
-    add("--start", action="append", default=[], metavar="COMMAND", help="start this first, and stop it at the end")
-    add("--start-seconds", type=seconds, default=600.0, metavar="S", help="until all answer (%(default)g)")
+    add("--prefill", action="append", default=[], metavar="URL", help="URL of a prefill engine; repeat it for each")
+    add("--decode", action="append", default=[], metavar="URL", help="URL of a decode engine; repeat it for each")
+    add("--router", metavar="URL", help="router to send requests to (default: none; the suite routes itself)")
+    add("--reference", metavar="URL", help="single engine with the same model, whose answers are taken as right")
+    add("--model", metavar="NAME", help="model to ask (default: the first that is listed)")
+    add("--start", action="append", default=[], metavar="COMMAND", help="command to start first and to stop at the end")
+    add(
+        "--start-seconds",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds until all must answer (default: %(default)g)",
+    )
     for role in _ROLES:
         for deed in Deed:
-            add(f"--{deed}-{role}", metavar="COMMAND", help=f"how to {deed} the first {role} engine")
-        add(f"--{role}-pid", type=_pid, metavar="PID", help=f"the first {role} engine on this machine, for signals")
+            add(f"--{deed}-{role}", metavar="COMMAND", help=f"command to {deed} the first {role} engine")
+        add(
+            f"--{role}-pid",
+            type=_pid,
+            metavar="PID",
+            help=f"process id of the first {role} engine on this machine, for signals",
+        )
     limits = Limits()
-    add("--seconds", type=seconds, default=limits.seconds, metavar="S", help="for the whole run (%(default)g)")
-    add("--timeout", type=seconds, default=limits.request_s, metavar="S", help="for an answer (%(default)g)")
-    add("--idle-seconds", type=seconds, default=limits.idle_s, metavar="S", help="until blocks are free (%(default)g)")
-    said = "kv_lease_duration of the prefill engines (%(default)g)"
+    add(
+        "--seconds",
+        type=seconds,
+        default=limits.seconds,
+        metavar="S",
+        help="seconds for the whole run (default: %(default)g)",
+    )
+    add(
+        "--timeout",
+        type=seconds,
+        default=limits.request_s,
+        metavar="S",
+        help="seconds for an answer (default: %(default)g)",
+    )
+    idle = "seconds in which blocks must be free (default: %(default)g)"
+    add("--idle-seconds", type=seconds, default=limits.idle_s, metavar="S", help=idle)
+    said = "kv_lease_duration of the prefill engines, in seconds (default: %(default)g)"
     add("--lease-seconds", type=seconds, default=limits.lease_s, metavar="S", help=said)
-    add("--block-size", type=int, metavar="TOKENS", help="of the engines (default: what their metrics say, or 16)")
-    add("--seed", type=int, metavar="N", help="of the prompts (default: another one each time)")
-    add("--only", action="append", default=[], metavar="NAME", help="these checks or groups; see --list")
-    add("--skip", action="append", default=[], metavar="NAME", help="not these checks or groups")
+    block = "--block-size of the engines (default: what their metrics say, else 16)"
+    add("--block-size", type=int, metavar="TOKENS", help=block)
+    add("--seed", type=int, metavar="N", help="seed of the prompts (default: a new one each time)")
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run only this check or group (see --list); repeat it for more",
+    )
+    add("--skip", action="append", default=[], metavar="NAME", help="leave out this check or group; repeat it for more")
     add("--list", action="store_true", help="print the checks and stop")
-    add("--report", action="append", default=[], metavar="FILE", help="write a page: .html, .md or .json")
+    add(
+        "--report", action="append", default=[], metavar="FILE", help="write a report to this file: .html, .md or .json"
+    )
     for name, variable in _KEYS.items():
-        add(f"--{name}-key-file", metavar="FILE", help=f"file with its API key (default: ${variable})")
-    add("--ca", metavar="FILE", help="PEM file with the authorities of https URLs, and no others")
+        add(f"--{name}-key-file", metavar="FILE", help=f"file with the API key for --{name} (default: ${variable})")
+    add("--ca", metavar="FILE", help="PEM file with the only authorities to trust for https URLs")
     said = "name that the certificates of https engines must have (default: the host of each URL)"
     add("--engine-server-name", metavar="NAME", help=said)
     parser.set_defaults(run=run)

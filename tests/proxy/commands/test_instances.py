@@ -73,7 +73,7 @@ def test_an_engine_turns_and_the_list_shows_it(instances):
     address = out.splitlines()[1].split()[2]
     code, out, err = instances("turn", "--wait", "20", address, "decode-1", "prefill")
     assert (code, err) == (1, "xpyd instances: decode-1 is the last decode engine that serves: turn another one to "
-            "decode before, or use force\n")  # fmt: skip
+            "decode first, or use force\n")  # fmt: skip
     lines = instances("list")[1].splitlines()
     turning = next(line for line in lines if line.startswith("decode-0 "))
     assert "both, to prefill" in turning or " prefill " in turning
@@ -125,7 +125,7 @@ def test_explain_shows_the_engines_the_rule_and_the_bodies(instances, tmp_path):
     ("arguments", "said"),
     [
         (["drain", "decode-9"], "there is no instance 'decode-9'"),
-        (["add", "decode", "nobody:1"], "Instance validation failed."),
+        (["add", "decode", "nobody:1"], "Instance validation failed. The router's log says why nobody:1 was not added"),
         (["explain", "/no/such/file"], "/no/such/file cannot be read: No such file or directory"),
         (["explain", "--path", "/metrics", "-"], "- is not JSON"),
     ],

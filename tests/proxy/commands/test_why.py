@@ -67,7 +67,7 @@ def test_an_unknown_request_is_an_error(why):
 
     assert (code, out) == (1, "")
     assert err.startswith("xpyd why: ")
-    assert "There is no request of this name among those under way and the last 0 that are over" in err
+    assert "There is no request 'xpyd-nobody' among those under way and the last 0 that are over" in err
 
 
 def test_a_file_that_cannot_be_written_is_an_error(running, why, tmp_path):

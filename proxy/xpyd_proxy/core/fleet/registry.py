@@ -535,7 +535,7 @@ class Registry:
             ]
             if not others:
                 name = member.instance.id
-                return f"{name} is the last {role} engine that serves: turn another one to {role} before, or use force"
+                return f"{name} is the last {role} engine that serves: turn another one to {role} first, or use force"
         return None
 
     def _has_left(self, member: Member, event: TurnEvent, *, now: float) -> None:

@@ -38,40 +38,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     said = "Mooncake's JSON lines; prompt_tokens,output_tokens as CSV or JSON lines; or vLLM's multi-turn conversations"
     parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help=said)
-    said = f"one of {', '.join(CHOICES)}, or one for each leg as session/prefix; repeat it to compare (%(default)s)"
+    said = f"one of {', '.join(CHOICES)}, or one for each leg as session/prefix; repeat the flag to compare "
+    said += f"(default: {' and '.join(_DEFAULT_POLICIES)})"
     parser.add_argument("--policy", action="append", metavar="POLICY", help=said)
     add = partial(parser.add_argument_group("traffic").add_argument, type=_positive)
-    add("--sessions", type=_count, metavar="N", help="generate so many conversations instead of reading a file")
-    add("--turns", type=_count, default=8, metavar="N", help="of a generated conversation (%(default)s)")
-    add("--system-tokens", type=_count, default=1000, metavar="N", help="that all generated ones share (%(default)s)")
-    add("--prompt-tokens", default=500, metavar="N", help="that a turn adds, on the mean (%(default)s)")
-    add("--output-tokens", default=200, metavar="N", help="of an answer, on the mean (%(default)s)")
-    said = "a time of one kind of traffic: seconds, requests a second, mean tokens of prompts and answers; repeat it"
+    add("--sessions", type=_count, metavar="N", help="number of conversations to generate instead of reading a trace")
+    add("--turns", type=_count, default=8, metavar="N", help="turns of a generated conversation (default: %(default)s)")
+    shared = "tokens at the beginning that all generated conversations share (default: %(default)s)"
+    add("--system-tokens", type=_count, default=1000, metavar="N", help=shared)
+    add("--prompt-tokens", default=500, metavar="N", help="mean prompt tokens that a turn adds (default: %(default)s)")
+    add("--output-tokens", default=200, metavar="N", help="mean tokens of an answer (default: %(default)s)")
+    said = "a phase of traffic: seconds, requests a second, mean tokens of prompts and of answers; repeat it"
     add("--phase", type=_phase, action="append", metavar="S:R:P:O", help=said)
-    said = "conversations, or requests of a file of lengths, that begin in a second (%(default)s)"
+    said = "conversations (or requests, of a file of lengths) that begin in a second (default: %(default)s)"
     add("--rate", default=2.0, metavar="R", help=said)
-    add("--think", default=5.0, metavar="S", help="seconds from an answer to the next turn, on the mean (%(default)s)")
-    add("--speed", default=1.0, metavar="X", help="how many times faster timestamps pass (%(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="of all that is left to chance (%(default)s)")
+    add("--think", default=5.0, metavar="S", help="mean seconds from an answer to the next turn (default: %(default)s)")
+    add("--speed", default=1.0, metavar="X", help="factor by which timestamps pass faster (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of all random choices (default: %(default)s)")
     option = parser.add_argument_group("engines").add_argument
-    option("--prefill", type=_engines, default=4, metavar="N", help="prefill engines (%(default)s)")
-    option("--decode", type=_engines, default=4, metavar="N", help="decode engines (%(default)s)")
-    option("--engine", type=Path, metavar="FILE", help="what one engine does, as JSON (docs/replay.md)")
-    option("--decode-engine", type=Path, metavar="FILE", help="the same of a decode engine, if it is another")
-    option("--odd-engine", type=Path, metavar="FILE", help="the same of the last prefill engine, if that is another")
-    said = "tokens of a block, except with Mooncake's traces (%(default)s)"
+    option("--prefill", type=_engines, default=4, metavar="N", help="number of prefill engines (default: %(default)s)")
+    option("--decode", type=_engines, default=4, metavar="N", help="number of decode engines (default: %(default)s)")
+    option(
+        "--engine",
+        type=Path,
+        metavar="FILE",
+        help="JSON file with the speed and the cache of an engine (docs/replay.md)",
+    )
+    option("--decode-engine", type=Path, metavar="FILE", help="the same for decode engines, if they differ")
+    option("--odd-engine", type=Path, metavar="FILE", help="the same for the last prefill engine, if it differs")
+    said = "tokens of a block; Mooncake's traces have their own (default: %(default)s)"
     option("--block-size", type=_count, default=16, metavar="N", help=said)
-    option("--kv-events", action="store_true", help="they tell what they have cached, and prompts are token ids")
-    said = "auto: they turn to the other role as --roles would have them, for --ttft and --itl (%(default)s)"
+    option("--kv-events", action="store_true", help="engines tell what they have cached, and prompts are token ids")
+    said = "auto: engines change their role as with --roles of xpyd serve, for --ttft and --itl (default: %(default)s)"
     option("--roles", choices=("off", "auto"), default="off", help=said)
     _add_classes(parser.add_argument_group("classes").add_argument)
     option = parser.add_argument_group("output").add_argument
-    said = "seconds to the first token that a request served well takes, at most"
+    said = "most seconds to the first token of a request that counts as served well (default: no limit)"
     option("--ttft", type=_positive, default=inf, metavar="S", help=said)
-    said = "seconds between two tokens, on the mean of a request served well, at most"
+    said = "most mean seconds between two tokens of such a request (default: no limit)"
     option("--itl", type=_positive, default=inf, metavar="S", help=said)
-    option("--json", action="store_true", help="print JSON")
-    option("--plot", type=Path, metavar="FILE", help="write a picture, as SVG")
+    option("--json", action="store_true", help="print the results as JSON")
+    option("--plot", type=Path, metavar="FILE", help="write a plot as SVG")
     parser.set_defaults(run=run)
 
 

@@ -79,8 +79,12 @@ class InstanceIds:
         else:
             entry.order = None if verb is Verb.UNDRAIN else verb
 
+    def name(self, key: str) -> InstanceId | None:
+        """Return the id of an engine; None: it has none yet."""
+        return self._keys.get(key)
+
     def number(self, key: str) -> int | None:
-        """Return the number in the id of an engine; None: it has none yet."""
+        """Return the number in it."""
         name = self._keys.get(key)
         return None if name is None else self._entries[name].number
 

@@ -71,7 +71,11 @@ class InstanceIdLog:
         self._news = [line for line in self._news if line[0] is Verb.NAME or line[1].partition(" ")[0] != name]
 
     def _is_new(self, key: str, *, anew: bool) -> bool:
-        return self.roster.number(key) is None or (anew and self.roster.is_removed(key))
+        name = self.roster.name(key)
+        if name is None or (anew and self.roster.is_removed(key)):
+            return True
+        # Under the id of before, it would be ended by what is left to say of that one.
+        return (Verb.CLOSE, name) in self._unsaid or (anew and (Verb.REMOVE, name) in self._unsaid)
 
     def _say_rest(self) -> None:
         if not self._unsaid:

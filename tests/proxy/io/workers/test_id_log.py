@@ -9,7 +9,7 @@ import pytest
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.target import EngineSource, Origin, Target, Wanted
+from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Origin, Target, Wanted
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import AlreadyKnown, IdLogBusy
@@ -92,6 +92,45 @@ def test_of_an_engine_with_ranks_all_are_added_later_or_none(tmp_path):
     assert [member.instance.rank for member in registry.members()] == [0, 1]
     assert [member.instance.id for member in registry.members()] == [D0, D1]
     assert [verb for verb, _ in other._ledger.news()] == [Verb.NAME]  # nothing was given up
+
+
+def leave_by_hand(registry):
+    """An operator removes what the settings name."""
+    registry.remove(D0, now=1.0)
+    registry._ledger.say(Verb.REMOVE, D0)
+
+
+@pytest.mark.parametrize(
+    ("origin", "leave"),
+    [
+        (STORED, lambda registry: registry.remove(D0, now=1.0)),
+        (BY_HAND, lambda registry: registry.retire(D0, now=1.0)),
+        (BY_HAND, leave_by_hand),
+    ],
+    ids=["store", "settings", "operator"],
+)
+def test_what_was_not_written_yet_never_hits_the_engine_that_comes_to_the_place(tmp_path, origin, leave):
+    """It came back under the id of the one that had gone: the late line ended it, or took its id away."""
+    zero, one = worker(tmp_path), worker(tmp_path)
+    for registry in (zero, one):
+        registry.add(Role.DECODE, A, origin=origin)
+    with held(tmp_path):
+        leave(zero)
+        with pytest.raises(IdLogBusy):
+            zero.add(Role.DECODE, A, now=1.0, origin=origin)
+        one.retire(D0, now=1.0)
+    assert [each.add(Role.DECODE, A, now=2.0, origin=origin).id for each in (zero, one)] == [D1, D1]
+    for registry in (zero, one):
+        registry.follow(now=3.0)
+
+    assert {D1} == {name for each in (zero, one) for name in ids(each, HealthState.STARTING)}
+    assert ids(worker(tmp_path), HealthState.STARTING) == []  # it has heard of no engine yet
+    assert worker(tmp_path).add(Role.DECODE, A, origin=origin).id == D1
+
+
+def ids(registry, state):
+    """The engines in a state."""
+    return [member.instance.id for member in registry.members() if member.life.state is state]
 
 
 def test_a_line_of_which_half_is_written_is_read_when_it_is_whole(tmp_path):

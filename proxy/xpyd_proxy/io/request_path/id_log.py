@@ -5,6 +5,7 @@ keeps it: the others go on without, write their orders when they can, and add no
 """
 
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Generator, Sequence
@@ -18,6 +19,7 @@ from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.workers.instance_ids import InstanceIds, Line, Verb
 from xpyd_proxy.errors import IdLogBusy
 
+logger = logging.getLogger(__name__)
 _START_WAIT_S: Final = 5.0  # for a turn, while nothing is served yet
 _SERVING_WAIT_S: Final = 0.004  # likewise on the loop that serves requests
 _POLL_S: Final = 0.0002
@@ -41,7 +43,7 @@ class InstanceIdLog:
     def named(self, key: str, *, anew: bool) -> tuple[int, bool]:
         """Return the same, and whether no worker had given it one before.
 
-        ``anew`` is said while requests are served. Raises IdLogBusy: it has none, and another worker has the turn.
+        ``anew`` is said while requests are served. Raises IdLogBusy: it has none, and none can be written now.
         """
         self._read()
         is_new = self._is_new(key, anew=anew)
@@ -90,7 +92,7 @@ class InstanceIdLog:
     def _turn(self, wait_s: float) -> Generator[None]:
         """Have the file alone, with all that others have written read, and written what was left to say.
 
-        Raises IdLogBusy: another worker has it for so long.
+        Raises IdLogBusy: another worker has it for so long, or there is no room in it.
         """
         until = time.monotonic() + wait_s
         while not self._is_taken():
@@ -100,8 +102,12 @@ class InstanceIdLog:
             time.sleep(_POLL_S)
         try:
             self._read()
+            if os.fstat(self._file).st_size > self._read_to:  # half a line: its worker was killed, or had no room
+                self._append(b"\n")
+                self._read()
             while self._unsaid:
-                self._write(self._unsaid.pop(0))
+                self._write(self._unsaid[0])
+                del self._unsaid[0]
             yield
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -122,11 +128,25 @@ class InstanceIdLog:
         whole = data[: data.rfind(b"\n") + 1]
         self._read_to += len(whole)
         for text in whole.splitlines():
-            line = msgspec.json.decode(text, type=Line)
+            try:
+                line = msgspec.json.decode(text, type=Line)
+            except msgspec.DecodeError:
+                logger.warning("%s has half a line of a worker that could not write the rest: %r", self._path, text)
+                continue
             self.roster.apply(line)
             if line[0] is not Verb.CLOSE:
                 self._news.append(line)
 
     def _write(self, line: Line) -> None:
-        self._read_to += os.write(self._file, msgspec.json.encode(line) + b"\n")
+        text = msgspec.json.encode(line) + b"\n"
+        self._append(text)
+        self._read_to += len(text)
         self.roster.apply(line)
+
+    def _append(self, text: bytes) -> None:
+        try:
+            is_whole = os.write(self._file, text) == len(text)
+        except OSError as exc:
+            raise IdLogBusy(f"{self._path} cannot be written: {exc.strerror}") from exc
+        if not is_whole:
+            raise IdLogBusy(f"{self._path} cannot be written: there is no room for a line")

@@ -1,5 +1,6 @@
 """One file, several hands."""
 
+import resource
 import subprocess
 import sys
 import threading
@@ -143,6 +144,54 @@ def test_a_line_of_which_half_is_written_is_read_when_it_is_whole(tmp_path):
         file.write(line[9:])
 
     assert ledger.news() == [(Verb.NAME, "decode a")]
+
+
+@pytest.mark.parametrize("length", [1, 9, 18])
+def test_half_a_line_of_a_worker_that_died_spoils_no_other_line(tmp_path, length):
+    """The next line was glued to it: who had written that read its end again, and the others lost all behind it."""
+    ledgers = [InstanceIdLog(tmp_path / "ledger") for _ in range(2)]
+    ledgers[0].number("decode a", anew=True)
+    with (tmp_path / "ledger").open("ab", buffering=0) as file:
+        file.write(b'["remove","decode-0"]\n'[:length])
+    ledgers[1].news()
+    ledgers[0].say(Verb.DRAIN, D0)
+    ledgers[0].number("decode b", anew=True)
+
+    assert ledgers[0].news() == []
+    assert ledgers[1].news() == [(Verb.DRAIN, D0), (Verb.NAME, "decode b")]
+    for ledger in (*ledgers, InstanceIdLog(tmp_path / "ledger")):
+        ledger.news()
+        assert ledger.number("decode b", anew=True) == 1
+        assert ledger.roster.order(D0) is Verb.DRAIN
+
+
+@contextmanager
+def full(folder, room):
+    """So many bytes more can be written to the log while the block lasts."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "ledger").stat().st_size + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room", [0, 9, 20])  # bytes: with 20 the line break alone is missing
+def test_a_line_for_which_there_is_no_room_is_written_when_there_is(tmp_path, room):
+    """It was lost for the other workers, or half of it was taken for the whole."""
+    mine, other = InstanceIdLog(tmp_path / "ledger"), InstanceIdLog(tmp_path / "ledger")
+    mine.number("decode a", anew=True)
+    other.news()
+    with full(tmp_path, room):
+        mine.say(Verb.DRAIN, D0)
+        with pytest.raises(IdLogBusy, match="cannot be written"):
+            mine.number("decode b", anew=True)
+        assert other.news() == []
+    assert mine.number("decode b", anew=True) == 1
+
+    assert {*other.news()} == {(Verb.DRAIN, D0), (Verb.NAME, "decode b")}
+    assert other.news() == []
+    assert InstanceIdLog(tmp_path / "ledger").number("decode b", anew=True) == 1
 
 
 def test_ten_hands_at_once_give_every_engine_one_number(tmp_path):

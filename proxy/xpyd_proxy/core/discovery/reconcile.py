@@ -18,7 +18,7 @@ from xpyd_proxy.core.model import EngineRole, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import AddressError
 
-MOST: Final = 50_000  # engines of one source; what is beyond is left out, and said
+MOST: Final = 50_000  # engines of one source; what is beyond is left out, and said, until others have gone
 _READ_AT_ONCE: Final = 200  # engines that are compared with those of before in one step: some tenths of a millisecond
 _TAKEN_AT_ONCE: Final = 50  # places that have changed and are taken in at once: what follows takes 20 times as long
 _PLAIN: Final = re.compile(r"[A-Za-z0-9.-]")
@@ -33,6 +33,7 @@ class View:
     generation: int = 0  # counts the changes; 0: never heard
     heard: float = 0.0  # when it was last known to be so
     is_synced: bool = False  # the source has been heard as a whole
+    left_out: Mapping[Key, Wanted] = field(default_factory=dict[Key, Wanted])  # beyond the bound; the first comes next
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class Freshness:
 class Sources:
     """The views of all sources of this router."""
 
-    def __init__(self, names: Iterable[EngineSource], *, now: float) -> None:
+    def __init__(self, names: Iterable[EngineSource], *, now: float, most: int = MOST) -> None:
+        self._most = most  # engines of one source
         self.views = {name: View(heard=now) for name in sorted(names, key=tuple(EngineSource).index)}
 
     def replace(self, source: EngineSource, engines: Iterable[Wanted], *, now: float) -> Sequence[Key]:
@@ -69,6 +71,10 @@ class Sources:
         """
         old = self.views[source]
         found = yield from _by_key(engines)
+        left_out = dict[Key, Wanted]()
+        if len(found) > self._most:  # what is there stays
+            order = sorted(found, key=lambda key: (key not in old.engines, found[key].leaves))
+            left_out = {key: found.pop(key) for key in order[self._most :]}
         gone = [key for key in old.engines if key not in found]
         news, generation = list[Key](), old.generation + 1
         for number, (key, wanted) in enumerate(found.items(), start=1):
@@ -92,26 +98,38 @@ class Sources:
                 yield some
         is_news = bool(gone or news) or not old.is_synced
         self.views[source] = View(
-            self.views[source].engines, generation if is_news else old.generation, now, is_synced=True
+            self.views[source].engines,
+            generation if is_news else old.generation,
+            now,
+            is_synced=True,
+            left_out=left_out,
         )
 
     def change(self, source: EngineSource, engines: Mapping[Key, Wanted | None], *, now: float) -> Sequence[Key]:
         """Take in what a source says of some places (None: no engine is there any more); return those that differ.
 
-        What is beyond the bound is left out until the next view of all.
+        What is beyond the bound is left out until there is room.
         """
         old = self.views[source]
-        found, changed = dict(old.engines), list[Key]()
+        found, left_out, changed = dict(old.engines), dict(old.left_out), list[Key]()
         for key, wanted in engines.items():
-            if wanted == found.get(key) or (key not in found and len(found) >= MOST):
+            left_out.pop(key, None)
+            if wanted == found.get(key):
                 continue
-            changed.append(key)
             if wanted is None:
                 del found[key]
+            elif key not in found and len(found) >= self._most:
+                left_out[key] = wanted
+                continue
             else:
                 found[key] = wanted
+            changed.append(key)
+        while left_out and len(found) < self._most:
+            key = next(iter(left_out))
+            found[key] = left_out.pop(key)
+            changed.append(key)
         engines_now, generation = (found, old.generation + 1) if changed else (old.engines, old.generation)
-        self.views[source] = replace(old, engines=engines_now, generation=generation, heard=now)
+        self.views[source] = replace(old, engines=engines_now, generation=generation, heard=now, left_out=left_out)
         return changed
 
     def heard(self, source: EngineSource, *, now: float) -> None:
@@ -149,15 +167,14 @@ class Sources:
         return found
 
 
-def _by_key(engines: Iterable[Wanted]) -> Generator[Sequence[Key], None, Mapping[Key, Wanted]]:
+def _by_key(engines: Iterable[Wanted]) -> Generator[Sequence[Key], None, dict[Key, Wanted]]:
     """Sort engines by place, in steps: of two at one address the one that stays counts, else the one named last."""
     leaving, staying = dict[Key, Wanted](), dict[Key, Wanted]()
     for number, one in enumerate(engines, start=1):
         (leaving if one.leaves else staying)[one.key] = one
         if number % _READ_AT_ONCE == 0:
             yield ()
-    found = {**leaving, **staying}
-    return found if len(found) <= MOST else dict([*found.items()][-MOST:])
+    return {**leaving, **staying}
 
 
 @dataclass(frozen=True, slots=True)

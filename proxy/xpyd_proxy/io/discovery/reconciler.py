@@ -53,6 +53,7 @@ class Reconciler:
         self._begins = True  # the store has not been heard, so this router has just started
         self._compared = -1, -1  # changes of the registry, and of the views, when all was compared last
         self._left_out = False  # an engine that could not be added a moment ago
+        self._full = set[EngineSource]()  # those that name more engines than a router takes
 
     def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
         """Take in all that a source says."""
@@ -64,6 +65,7 @@ class Reconciler:
         for changed in self.sources.replace_in_steps(source, engines, now=self.clock()):
             self._compare(changed)
             yield
+        self._say_if_full(source)
         if is_first and source is EngineSource.PODS:
             logger.info("there are %d engines among the pods", len(self.sources.views[source].engines))
         if is_first and source is EngineSource.STORE:
@@ -73,6 +75,16 @@ class Reconciler:
         """Take in what a source says of some places; the others are not looked at. None: no engine is there."""
         changed = self.sources.change(source, engines, now=self.clock())
         self._compare(changed)
+        self._say_if_full(source)
+
+    def _say_if_full(self, source: EngineSource) -> None:
+        view = self.sources.views[source]
+        if not view.left_out:
+            self._full.discard(source)
+        elif source not in self._full:
+            self._full.add(source)
+            said = "%s: there are more than %d engines: %d left out until others have gone"
+            logger.error(said, source, len(view.engines), len(view.left_out))
 
     def heard(self, source: EngineSource) -> None:
         """Note that what a source said last is still so."""
@@ -154,7 +166,7 @@ class Reconciler:
         return False if is_known else None
 
     def _is_there(self, key: Key, assignment: Assignment) -> bool:
-        wanted = [view.engines.get(key) for view in self.sources.views.values()]
+        wanted = [view.engines.get(key) or view.left_out.get(key) for view in self.sources.views.values()]
         if any(one is not None and assignment.means(one.identity) for one in wanted):
             return True
         return any(member.origin.wanted is None for member in self._registry.members_at([key]))  # the settings name it

@@ -194,6 +194,41 @@ def test_a_view_is_bounded():
     assert len(sources.desired()) == MOST
 
 
+def test_an_engine_beyond_the_bound_comes_in_when_another_one_has_gone():
+    """It stayed out until the router started anew: a source does not repeat what it has said."""
+    many = [Wanted(Role.DECODE, Target(Address("http", f"h{n}", 80))) for n in range(MOST + 1)]
+    sources = Sources([EngineSource.STORE], now=0)
+    sources.replace(EngineSource.STORE, many, now=1)
+    (out,) = {one.key for one in many} - sources.desired().keys()
+
+    changed = sources.change(EngineSource.STORE, {A.key: A, many[10].key: None}, now=2)
+    assert changed == [many[10].key, out]
+    assert sources.change(EngineSource.STORE, {many[11].key: None}, now=3) == [many[11].key, A.key]
+
+
+ENGINES = [Wanted(Role.DECODE, Target(Address("http", host, 80))) for host in "abcde"]
+SAID = st.one_of(st.none(), st.booleans())  # of an engine: it is gone, stays, or leaves
+
+
+@given(st.lists(st.tuples(st.booleans(), st.dictionaries(st.sampled_from(ENGINES), SAID)), max_size=8))
+def test_as_many_engines_are_in_as_there_is_room_and_none_goes_for_another(steps):
+    """Whether a source says all, or what has changed; also for engines that leave, which have streams."""
+    sources, named, before = Sources([EngineSource.PODS], now=0, most=3), {}, set()
+    for is_all, said in steps:
+        new = {one.key: None if leaves is None else replace(one, leaves=leaves) for one, leaves in said.items()}
+        named = {key: one for key, one in {**named, **new}.items() if one is not None}
+        if is_all:
+            sources.replace(EngineSource.PODS, named.values(), now=1)
+        else:
+            sources.change(EngineSource.PODS, new, now=1)
+        found = sources.views[EngineSource.PODS].engines
+
+        assert len(found) == min(3, len(named))
+        assert found.items() <= named.items()
+        assert before & named.keys() <= found.keys()
+        before = {*found}
+
+
 @given(
     st.sampled_from(Role),
     st.sampled_from(["h:80", "https://h_x-y.example:1", "[fd00::1]:8000", "10.0.0.1:65535", "x" * 60 + ".y:1"]),

@@ -161,6 +161,22 @@ def test_nonsense_is_left_out_and_said_once(caplog):
     assert sum("entry decode.y" in line for line in said) == 1
 
 
+def test_that_engines_are_left_out_is_said_once_and_they_come_when_there_is_room(caplog):
+    """An engine that serves nothing, of which no line tells, is looked for in vain."""
+    world = World()
+    leaving = {str(n): f'{{"role":"decode","target":"h{n}:80","leaves":true}}' for n in range(MOST)}
+    world.entries.view(leaving)
+    for _ in range(2):
+        world.entries.view({**leaving, "a": entry_of(A)})
+    assert world.there == []
+
+    del leaving["7"]
+    world.entries.view({**leaving, "a": entry_of(A)})
+    assert [name for name, *_ in world.there] == ["prefill-0"]
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert said == ["store: there are more than 50000 engines: 1 left out until others have gone"]
+
+
 PLACES = st.sampled_from(["a:1", "b:1", "c:1"])
 OBJECTS = st.one_of(
     st.none(),

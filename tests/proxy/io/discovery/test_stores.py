@@ -13,6 +13,7 @@ import pytest
 from support.kube_api import KubeApi, Refusal
 from support.redis_server import RedisServer
 from support.sim import until_async
+from xpyd_proxy.core.discovery.reconcile import MOST
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reflector import WatchTimes
 from xpyd_proxy.io.discovery.shared_texts import FileText
@@ -210,6 +211,19 @@ async def test_a_file_that_is_damaged_is_named_and_changes_nothing(tmp_path, cap
         assert found.path.read_text() == '{"a": '
         found.path.write_text('{"c": "3"}')
         await until_async(lambda: ear.entries == {"c": "3"})
+
+
+async def test_a_file_with_too_many_entries_can_be_emptied(tmp_path):
+    """Somebody has edited it; each removal was refused because there were still too many."""
+    path = tmp_path / "set.json"
+    path.write_text(json.dumps({str(n): "x" for n in range(MOST + 2)}))
+    ear = Ear()
+    async with FileStore(str(path), ear).running():
+        await FileStore(str(path), ear).delete("0")
+        with pytest.raises(StoreDown, match="more than a router takes"):
+            await FileStore(str(path), ear).put("new", "x")
+
+    assert len(ear.entries) == MOST + 1
 
 
 async def test_a_folder_that_is_not_there_is_said(tmp_path):

@@ -87,9 +87,10 @@ class FileStore:
         try:
             with locked(self._path, self._lock_wait_s):
                 entries = self._read()
+                most = max(MOST, len(entries))  # somebody has edited it: what makes it smaller is right
                 change(entries)
                 data = msgspec.json.format(msgspec.json.encode(entries), indent=1)
-                if len(entries) > MOST or len(data) > _MOST_BYTES:
+                if len(entries) > most or len(data) > _MOST_BYTES:
                     raise StoreDown(f"{self._path} has {len(entries)} engines, which is more than a router takes")
                 self._replace(data)
                 return entries, self._stamp()

@@ -119,6 +119,10 @@ class Fleet:
         reconciler = Reconciler(Registry(), [EngineSource.PODS], time.monotonic)
         return Pods(reconciler).listed(dict(self.engines))
 
+    def store(self):
+        """Hear for the first time of a store that has all engines, in steps."""
+        return Entries(Reconciler(Registry(), [EngineSource.STORE], time.monotonic)).in_steps(dict(self.entries))
+
     def entry(self):
         """Hear of a store that has all engines, and in which one is another."""
         number, generation = next(self.places), next(self.entry_generations)
@@ -186,6 +190,7 @@ class Fleet:
                 "yardstick": self.every(0.02, self.look),
                 "relist": self.every(0.4, self.relist),
                 "list": self.every(1.0, self.list),
+                "store": self.every(1.0, self.store),
                 "entry": self.every(0.2, self.entry),
                 "failure": self.every(0.1, self.fail),
                 "status": self.every(0.3, lambda: self.status.in_steps(self.whole())),

@@ -34,8 +34,8 @@ async def follow(url):
     class Observer:
         heard = pods.heard
 
-        def listed(self, objects):
-            yield from pods.listed(objects)
+        async def take(self, objects):
+            await pods.take(objects)
             spent_s.append(time.process_time())
             versions.clear()
             say("view", len(registry.members()), time.monotonic())

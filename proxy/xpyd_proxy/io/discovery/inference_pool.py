@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, TypeAlias
 
@@ -61,21 +61,20 @@ class PoolSource:
         async with watch.running(), meanwhile(self._follow()):
             yield
 
-    def listed(self, objects: Mapping[str, PoolMembers | UnusablePool], /) -> Iterable[None]:
-        """Take the pool, at once: there is one of the name, or none."""
+    async def take(self, objects: Mapping[str, PoolMembers | UnusablePool], /) -> None:
+        """Take the pool: there is one of the name, or none."""
         found = next(iter(objects.values()), UnusablePool(f"there is no InferencePool {self._name}"))
         if isinstance(found, UnusablePool):
             if found.why != self._trouble:
                 kept = "" if self._members is None else "; the pods that it selected last stay"
                 logger.warning("%s%s", found.why, kept)
             self._trouble = found.why
-            return ()
+            return
         self._trouble = ""
         if found != self._members:
             logger.info("InferencePool %s selects %s, ports %s", self._name, found.selector, found.ports)
             self._members = found
             self._changed.set()
-        return ()
 
     def heard(self) -> None:
         """How old the view of the engines is depends on the watch of the pods alone."""
@@ -125,11 +124,9 @@ class _PortedPods:
         self._ports = ports
         self.heard = pods.heard
 
-    def listed(self, objects: Mapping[str, _Engines], /) -> Iterable[None]:
+    async def take(self, objects: Mapping[str, _Engines], /) -> None:
         """Take all pods, in steps."""
-        return self._pods.listed(
-            {f"{uid}/{n}": one for uid, engines in objects.items() for n, one in enumerate(engines)}
-        )
+        await self._pods.take({f"{uid}/{n}": one for uid, engines in objects.items() for n, one in enumerate(engines)})
 
     def changed(self, objects: Mapping[str, _Engines | None], /) -> None:
         """Take some pods that have changed; None: it is gone."""

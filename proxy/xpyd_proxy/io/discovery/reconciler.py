@@ -5,7 +5,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 from xpyd_proxy.core.discovery.reconcile import (
@@ -33,8 +32,9 @@ from xpyd_proxy.io.discovery.stores import Store, StoreDown
 logger = logging.getLogger(__name__)
 _FRESH_S: Final = 90.0  # a source that was not heard for longer may not know what there is; a watch says so by then
 _ASSIGNMENTS_S: Final = 5.0  # seconds between two looks at the assignments of engines that may be gone
-_AT_ONCE: Final = 50  # places that are compared in one step
+_AT_ONCE: Final = 20  # places that are compared in one step: 2 ms, if workers have to name an engine at each
 _READ_AT_ONCE: Final = 200  # objects that are sorted in one step: less than a millisecond
+_TEXTS_AT_ONCE: Final = 50  # likewise, that are read
 _TICK_S: Final = 1.0  # seconds between two looks without a reason: what retired may have made room
 
 
@@ -68,8 +68,6 @@ class Reconciler:
         self._say_if_full(source)
         if is_first and source is EngineSource.PODS:
             logger.info("there are %d engines among the pods", len(self.sources.views[source].engines))
-        if is_first and source is EngineSource.STORE:
-            self._turn_all(self._registry.members())
 
     def change(self, source: EngineSource, engines: Mapping[Key, Wanted | None]) -> None:
         """Take in what a source says of some places; the others are not looked at. None: no engine is there."""
@@ -120,18 +118,31 @@ class Reconciler:
         """Compare what there should be at some places with what there is, and carry out the difference."""
         present = self._registry.members_at(keys)
         self._carry_out(self.sources.desired_at(keys), present)
-        self._turn_all([member for member in present if self._registry.get(member.instance.id) is member])
+        if EngineSource.STORE not in self.sources.missing:  # else it is not known what has turned
+            self._turn_all([member for member in present if self._is_known(member)])
 
-    def assign(self, assignments: Mapping[Key, Assignment], view: Callable[[], None]) -> None:
-        """Take in what engines serve in place of what their sources say, and then a view of the store.
+    def assign_in_steps(self, assignments: Mapping[Key, Assignment], view: Generator[None]) -> Generator[None]:
+        """Take in what engines serve in place of what their sources say, and a view of the store, in its steps.
 
-        A router that has just started has nothing at engines that have turned: they serve their role at once.
+        A router that has just started has nothing at engines that have turned: they serve their role at once, before
+        the store has been heard, after which requests may come.
         """
-        changed, self.assignments = assignments != self.assignments, assignments
-        view()
-        if changed:
-            self._turn_all(self._registry.members())
+        before, self.assignments = self.assignments, assignments
+        if self._begins:
+            members = self._registry.members()  # those that come with the view serve it from the beginning
+            for begin in range(0, len(members), _AT_ONCE):
+                self._turn_all([one for one in members[begin : begin + _AT_ONCE] if self._is_known(one)])
+                yield
+        yield from view
+        if not self._begins:
+            changed = [key for key in {**before, **assignments} if before.get(key) != assignments.get(key)]
+            for begin in range(0, len(changed), _AT_ONCE):
+                self._turn_all(self._registry.members_at(changed[begin : begin + _AT_ONCE]))
+                yield
         self._begins = False
+
+    def _is_known(self, member: Member) -> bool:
+        return self._registry.get(member.instance.id) is member
 
     def role_of(self, member: Member) -> EngineRole:
         """Return what an engine should serve."""
@@ -173,8 +184,6 @@ class Reconciler:
 
     def _turn_all(self, members: Sequence[Member]) -> None:
         """Have engines serve what they should."""
-        if EngineSource.STORE in self.sources.missing:
-            return  # nobody knows yet what has turned
         for member in members:
             role = self.role_of(member)
             if member.heading is not role:
@@ -265,10 +274,19 @@ class Pods:
             self._source, (one for one in objects.values() if isinstance(one, Wanted))
         )
 
+    async def take(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
+        """Take all objects; others run between the steps. One view at a time, and ``changed`` waits for it."""
+        for _ in self.listed(objects):
+            await asyncio.sleep(0)
+
     def changed(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
         """Take some objects that have changed; None: it is gone, or no engine. The others are as they were."""
+        finish(self.changed_in_steps(objects))
+
+    def changed_in_steps(self, objects: Mapping[str, Wanted | AddressError | None]) -> Generator[None]:
+        """Take the same in steps, first the places where no engine is any more, which makes room."""
         keys = dict[Key, None]()
-        for name, new in objects.items():
+        for number, (name, new) in enumerate(objects.items(), start=1):
             old = self._objects.pop(name, None)
             if isinstance(old, Wanted):
                 keys[old.key] = None
@@ -283,7 +301,12 @@ class Pods:
             elif isinstance(new, AddressError) and str(new) not in self._said:
                 self._said.add(str(new))
                 logger.warning("left out: %s", new)
-        self._reconciler.change(self._source, {key: self._at(key) for key in keys})
+            if number % _READ_AT_ONCE == 0:
+                yield
+        order = sorted(keys, key=lambda key: bool(self._named.get(key)))
+        for begin in range(0, len(order), _AT_ONCE) or (0,):  # also if none is another: the source was heard
+            self._reconciler.change(self._source, {key: self._at(key) for key in order[begin : begin + _AT_ONCE]})
+            yield
 
     def heard(self) -> None:
         """Pass it on."""
@@ -306,9 +329,28 @@ class Entries:
         self._view = Pods(reconciler, EngineSource.STORE)
         self._texts: Mapping[str, str] = {}  # by name, as they were heard last
         self._assignments: dict[str, Assignment] = {}  # likewise
+        self._waiting: Mapping[str, str] | None = None  # the latest view, until it is its turn
+        self._turn = asyncio.Lock()
         self.heard = self._view.heard
 
-    def view(self, entries: Mapping[str, str], /) -> None:
+    async def take(self, entries: Mapping[str, str], /) -> None:
+        """Take all entries, or those of a later view, after the view that is being taken in; others run in between."""
+        self._waiting = entries
+        async with self._turn:
+            while (latest := self._waiting) is not None:
+                self._waiting = None
+                steps = self.in_steps(latest)
+                try:
+                    for _ in steps:
+                        await asyncio.sleep(0)
+                finally:  # a task that is cancelled leaves no view half taken: its store would not tell it again
+                    finish(steps)
+
+    def view(self, entries: Mapping[str, str]) -> None:
+        """Take all entries at once."""
+        finish(self.in_steps(entries))
+
+    def in_steps(self, entries: Mapping[str, str]) -> Generator[None]:
         """Take all entries; only those are looked at that have changed, of what may be thousands."""
         before, self._texts = self._texts, dict(entries)
         engines = dict[str, Wanted | AddressError | None]()
@@ -316,9 +358,8 @@ class Entries:
             if name not in entries:
                 engines[name] = None
                 self._assignments.pop(name, None)
-        for name, text in entries.items():
-            if before.get(name) == text:
-                continue
+        changed = [(name, text) for name, text in entries.items() if before.get(name) != text]
+        for number, (name, text) in enumerate(changed, start=1):
             one = _entry(text)
             self._assignments.pop(name, None)
             if isinstance(one, Assignment):
@@ -326,10 +367,12 @@ class Entries:
                 self._assignments[name] = one
             else:
                 engines[name] = one if isinstance(one, Wanted) else AddressError(f"entry {name}: {one}")
+            if number % _TEXTS_AT_ONCE == 0:
+                yield
         is_first = EngineSource.STORE in self._reconciler.sources.missing
-        take = self._view.view if is_first else self._view.changed
+        view = self._view.listed(engines) if is_first else self._view.changed_in_steps(engines)
         found = [self._assignments[name] for name in entries if name in self._assignments]
-        self._reconciler.assign({one.key: one for one in found}, partial(take, engines))
+        yield from self._reconciler.assign_in_steps({one.key: one for one in found}, view)
 
 
 class Discovery:

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
@@ -16,10 +16,10 @@ from xpyd_proxy.core.discovery.reconcile import MOST
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.discovery.kubernetes import Expired, KubeError, Kubernetes
+from xpyd_proxy.io.discovery.stores import Observer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-T_contra = TypeVar("T_contra", contravariant=True)
 _PAGE: Final = 200  # objects asked for at once
 _AT_A_TIME: Final = 10  # objects that are read before others may run: half a millisecond
 _SHORT_S: Final = 1.0  # a round that is over sooner counts as failed
@@ -67,18 +67,6 @@ class _Failure(msgspec.Struct):
     message: str = ""
 
 
-class ObjectObserver(Protocol[T_contra]):
-    """Hears what objects there are."""
-
-    def listed(self, objects: Mapping[str, T_contra], /) -> Iterable[None]:
-        """Take all there are, by uid, in steps between which others run; nothing else is told before they are done."""
-        ...
-
-    def heard(self) -> None:
-        """Note that the view of before is still so."""
-        ...
-
-
 class Reflector(Generic[T]):
     """One task; run it for as long as the router serves."""
 
@@ -87,7 +75,7 @@ class Reflector(Generic[T]):
         api: Kubernetes,
         what: Collection,
         read: Callable[[Meta, msgspec.Raw], T],
-        told: ObjectObserver[T],
+        told: Observer[T],
         *,
         clock: Callable[[], float],
         chance: Callable[[], float],
@@ -217,8 +205,7 @@ class Reflector(Generic[T]):
 
     async def _tell(self) -> None:
         await asyncio.sleep(0)  # to read them took its time
-        for _ in self._told.listed({uid: value for uid, (_, value) in self._items.items()}):
-            await asyncio.sleep(0)
+        await self._told.take({uid: value for uid, (_, value) in self._items.items()})
 
 
 def _sound(data: bytes | msgspec.Raw, wanted: type[T]) -> T:

@@ -35,10 +35,10 @@ class Eye:
         self.reconciler = Reconciler(self.registry, [EngineSource.PODS], time.monotonic)
         self.passed_on = Pods(self.reconciler)
 
-    def listed(self, objects):
+    async def take(self, objects):
         self.pods = {one.target.address.host: one for one in objects.values() if one is not None}
         self.views += 1
-        yield from self.passed_on.listed(objects)
+        await self.passed_on.take(objects)
 
     def heard(self):
         self.hearings += 1

@@ -14,7 +14,11 @@ from support.kube_api import KubeApi, Refusal
 from support.redis_server import RedisServer
 from support.sim import until_async
 from xpyd_proxy.core.discovery.reconcile import MOST
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.target import EngineSource, Key
+from xpyd_proxy.core.model import Role
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from xpyd_proxy.io.discovery.reconciler import Entries, Reconciler
 from xpyd_proxy.io.discovery.reflector import WatchTimes
 from xpyd_proxy.io.discovery.shared_texts import FileText
 from xpyd_proxy.io.discovery.stores import StoreDown
@@ -33,7 +37,7 @@ class Ear:
         self.history = []
         self.hearings = 0
 
-    def view(self, entries):
+    async def take(self, entries):
         self.entries = dict(entries)
         self.history.append(self.entries)
 
@@ -175,16 +179,39 @@ async def test_a_redis_that_comes_back_empty_gets_back_what_the_routers_know(tmp
             assert late.entries == {"a": "1", "b": "2"}
 
 
-async def test_the_memory_store_is_there_at_once():
+async def test_the_memory_store_is_there_as_soon_as_it_runs():
     """And says so again and again."""
     ear = Ear()
     store = MemoryStore(ear, heartbeat_s=0.01)
-    assert ear.entries == {}
-    await store.put("a", "1")
     async with store.running():
+        assert ear.entries == {}
+        await store.put("a", "1")
+        assert ear.entries == {"a": "1"}
         await until_async(lambda: ear.hearings > 2)
     await store.delete("a")
     assert ear.entries == {}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+async def test_an_engine_is_there_when_its_change_is_acknowledged(name, tmp_path):
+    """Also while a view is still taken in, in steps: one that overtook the answer, or that has it and was first."""
+    registry = Registry()
+    entries = Entries(Reconciler(registry, [EngineSource.STORE], time.monotonic))
+    async with world(name, tmp_path) as found, stores(found, 1) as [(other, _)]:
+        store = found.store(entries)
+
+        async def put(number):
+            await store.put(f"e{number}", f'{{"role":"decode","target":"h{number}:80"}}')
+            return bool(registry.members_at([Key(Role.DECODE, f"h{number}:80")]))
+
+        async def elsewhere(number):
+            await other.put(f"o{number}", f'{{"role":"prefill","target":"h{number}:80"}}')
+
+        async with store.running():
+            there = await asyncio.gather(*map(put, range(30)), *map(elsewhere, range(30)))
+            await until_async(lambda: len(registry.members()) == 60)
+
+    assert all(there[:30])
 
 
 async def test_a_file_survives_its_router(tmp_path):
@@ -289,6 +316,42 @@ async def test_an_answer_that_the_watch_has_overtaken_is_not_believed(tmp_path):
         await until_async(lambda: ear.entries == {"a": "1"})
         await slow
         assert ear.entries == {"a": "1"}
+
+
+class SlowEar(Ear):
+    """Takes a view in when it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.may = 0, asyncio.Event()
+
+    async def take(self, entries):
+        self.begun += 1
+        await self.may.wait()
+        await super().take(entries)
+
+
+async def test_an_answer_that_was_overtaken_waits_for_the_view_that_is_taken_in(tmp_path):
+    """Whoever made the change looks at once for what it has brought."""
+    async with world("kubernetes", tmp_path) as found, stores(found, 1) as [(other, _)]:
+        ear = SlowEar()
+        store = found.store(ear)
+        async with store.running():
+            await until_async(lambda: ear.begun == 1)
+            ear.may.set()
+            await until_async(lambda: ear.entries == {})
+            ear.may.clear()
+            found.api.faults.events = lambda events: []
+            found.api.faults.slow_patches.append(0.2)
+            slow = asyncio.create_task(store.put("a", "1"))
+            await until_async(lambda: not found.api.faults.slow_patches)
+            found.api.faults.events = lambda events: events
+            await other.put("b", "2")
+            await until_async(lambda: ear.begun > 1)
+            assert await asyncio.wait([slow], timeout=0.5) == (set(), {slow})
+            ear.may.set()
+            await slow
+            assert ear.entries == {"a": "1", "b": "2"}
 
 
 async def test_an_answer_about_a_configmap_that_is_no_more_is_not_believed(tmp_path):

@@ -14,8 +14,11 @@ class StoreDown(Exception):
 class Observer(Protocol[S_contra]):
     """Hears what there is: texts in a store, objects of the Kubernetes API."""
 
-    def view(self, objects: Mapping[str, S_contra], /) -> None:
-        """Take all there are, by name or uid."""
+    async def take(self, objects: Mapping[str, S_contra], /) -> None:
+        """Take all there are, by name or uid, in steps between which others run.
+
+        When this returns, they have been taken in, or what has been told since; another view may be told before that.
+        """
         ...
 
     def heard(self) -> None:
@@ -33,7 +36,7 @@ class Store(Protocol):
     """
 
     async def put(self, name: str, text: str, /) -> None:
-        """Keep an entry. When this returns, it is kept and the listener has been told; raises StoreDown."""
+        """Keep an entry. When this returns, it is kept and the observer has taken it in; raises StoreDown."""
         ...
 
     async def delete(self, name: str, /) -> None:

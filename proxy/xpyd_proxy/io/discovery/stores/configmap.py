@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
@@ -43,6 +43,7 @@ class ConfigMapStore:
         self._told = told
         self._clock = clock  # seconds; only differences count
         self._latest: tuple[str, int, float] = ("", 0, 0.0)  # uid and version of the newest view, and when it came
+        self._kept: Mapping[str, str] = {}  # the view
         maps = f"/api/v1/namespaces/{api.namespace}/configmaps"
         self._path = f"{maps}/{name}"
         what = Collection(maps, {"fieldSelector": f"metadata.name={name}"})
@@ -60,17 +61,17 @@ class ConfigMapStore:
         """Watch the ConfigMap."""
         return self._reflector.running()
 
-    def listed(self, objects: Mapping[str, _Map | None], /) -> Iterable[None]:
-        """Take what the watch has seen, at once: this one object, if it is there."""
+    async def take(self, objects: Mapping[str, _Map | None], /) -> None:
+        """Take what the watch has seen: this one object, if it is there."""
         found = next((one for one in objects.values() if one is not None), None)
         if found is None:
             logger.warning("there is no ConfigMap %s: make an empty one; the last view of it stays", self._name)
-            return ()
+            return
         uid, version, when = self._latest
         if found.metadata.uid == uid and _number(found) < version and self._clock() < when + _LATE_S:
-            return ()  # it was on its way when we made a change
-        self._take(found)
-        return ()
+            return  # it was on its way when we made a change
+        self._keep(found)
+        await self._told.take(self._kept)
 
     def heard(self) -> None:
         """Pass it on."""
@@ -92,12 +93,13 @@ class ConfigMapStore:
             else:
                 # Versions rise for all objects. An older view would stay: the watch does not repeat what it has said.
                 if _number(found) >= self._latest[1]:
-                    self._take(found)
+                    self._keep(found)
+                await self._told.take(self._kept)  # also one that the watch has brought, and is still taken in
                 return
 
-    def _take(self, found: _Map) -> None:
+    def _keep(self, found: _Map) -> None:
         self._latest = (found.metadata.uid, _number(found), self._clock())
-        self._told.view(found.data or {})
+        self._kept = found.data or {}
 
 
 def _map(_meta: Meta, raw: msgspec.Raw) -> _Map | None:

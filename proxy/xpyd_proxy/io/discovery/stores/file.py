@@ -58,7 +58,7 @@ class FileStore:
                 if stamp == self._seen:
                     self._told.heard()
                 else:
-                    self._take(await asyncio.to_thread(self._read), stamp)
+                    await self._take(await asyncio.to_thread(self._read), stamp)
                 self._trouble = ""
             except StoreDown as exc:
                 if str(exc) != self._trouble:
@@ -67,11 +67,11 @@ class FileStore:
 
     async def _change(self, change: Callable[[dict[str, str]], object]) -> None:
         async with self._turn:
-            self._take(*await asyncio.to_thread(self._rewritten, change))
+            await self._take(*await asyncio.to_thread(self._rewritten, change))
 
-    def _take(self, entries: dict[str, str], stamp: _Stamp) -> None:
+    async def _take(self, entries: dict[str, str], stamp: _Stamp) -> None:
         self._seen = stamp
-        self._told.view(entries)
+        await self._told.take(entries)
 
     def _stamp(self) -> _Stamp:
         try:

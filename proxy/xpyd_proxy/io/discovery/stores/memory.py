@@ -17,23 +17,23 @@ class MemoryStore:
         self._heartbeat_s = heartbeat_s
         self._most = most
         self._entries: dict[str, str] = {}
-        told.view({})
 
     async def put(self, name: str, text: str, /) -> None:
         """Keep an entry; raises StoreDown when there are too many."""
         if len(self._entries) >= self._most and name not in self._entries:
             raise StoreDown(f"there are {self._most} engines already, which is as many as a router takes")
         self._entries[name] = text
-        self._told.view(dict(self._entries))
+        await self._told.take(dict(self._entries))
 
     async def delete(self, name: str, /) -> None:
         """Drop an entry."""
         self._entries.pop(name, None)
-        self._told.view(dict(self._entries))
+        await self._told.take(dict(self._entries))
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Say again and again that nothing is old."""
+        await self._told.take(dict(self._entries))
         async with meanwhile(self._beat()):
             yield
 

@@ -102,7 +102,7 @@ class RedisStore:
 
     async def _acknowledged(self, verb: str, name: str, text: str) -> None:
         try:
-            await self._settle(*await self._do(verb, name, text))
+            await self._settle(*await self._do(verb, name, text), is_change=True)
         except (RedisError, OSError, TimeoutError) as exc:
             raise StoreDown(f"Redis did not make the change: {exc}") from exc
 
@@ -113,23 +113,25 @@ class RedisStore:
         texts = [str(text) for text in cast("Sequence[object]", flat)]
         return str(epoch), int(str(version)), dict(zip(texts[::2], texts[1::2], strict=True))
 
-    async def _settle(self, epoch: str, version: int, entries: Mapping[str, str], *, anew: bool = False) -> None:
+    async def _settle(
+        self, epoch: str, version: int, entries: Mapping[str, str], *, anew: bool = False, is_change: bool = False
+    ) -> None:
         """Take a view. A Redis that has lost its memory, or has an older one, gets back what we knew of it first.
 
-        ``anew``: the view is the first one after a loss of the connection, so that it cannot be overtaken by another.
+        ``anew``: the view is the first one after a loss of the connection, so that it cannot be overtaken by another;
+        ``is_change``: it is the answer to a change of this router, which waits until it has been taken in.
         """
         known, latest = self._seen
         if known and (epoch != known or (anew and version < latest)):
             logger.warning("Redis has lost what it knew: %d engines are put back", len(self._kept))
             epoch, version, entries = await self._do("restore", *chain.from_iterable(self._kept.items()))
             self._seen = known, latest = (epoch, -1)
-        if epoch == known and version < latest:
-            return  # an answer that was overtaken by a later one
-        if (epoch, version) == self._seen:
+        if epoch != known or version > latest:
+            self._seen, self._kept = (epoch, version), entries
+        elif not is_change:
             self._told.heard()
             return
-        self._seen, self._kept = (epoch, version), entries
-        self._told.view(entries)
+        await self._told.take(self._kept)  # also one that has overtaken the answer, and is still taken in
 
     async def _run(self) -> None:
         while not self._ends:

@@ -218,8 +218,9 @@ class Reconciler:
         except AlreadyKnown as exc:
             logger.warning("%s", exc)
         except IdLogBusy as exc:
+            if not self._left_out:  # there may be thousands
+                logger.warning("%s: %s is added later, and what else is new", exc, wanted.target.address.authority)
             self._left_out = True
-            logger.warning("%s: %s is added later", exc, wanted.target.address.authority)
         else:
             for instance in added:
                 logger.info("%s is at %s (%s)", instance.id, wanted.target.address.url, action.origin.source)

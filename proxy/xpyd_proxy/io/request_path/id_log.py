@@ -21,7 +21,7 @@ from xpyd_proxy.errors import IdLogBusy
 
 logger = logging.getLogger(__name__)
 _START_WAIT_S: Final = 5.0  # for a turn, while nothing is served yet
-_SERVING_WAIT_S: Final = 0.004  # likewise on the loop that serves requests
+_SERVING_WAIT_S: Final = 0.004  # likewise on the loop that serves requests; once, if it is in vain
 _POLL_S: Final = 0.0002
 
 
@@ -35,6 +35,8 @@ class InstanceIdLog:
         self._read_to = 0
         self._news: list[Line] = []  # what others have written, and nobody has asked for yet
         self._unsaid: list[Line] = []  # of this worker, while another one has the turn
+        self._is_held = False  # a turn was waited for in vain: until there is one, none is waited for
+        self._is_late = False  # the log says that lines are left to say
 
     def number(self, key: str, *, anew: bool) -> int:
         """Return the number of an engine in all workers; ``anew``: one that was taken out by hand gets another."""
@@ -85,8 +87,12 @@ class InstanceIdLog:
         try:
             with self._turn(_SERVING_WAIT_S):
                 pass
-        except IdLogBusy:
-            return  # the next turn has it
+        except IdLogBusy as exc:  # the next turn has it
+            if not self._is_late:
+                self._is_late = True
+                logger.warning("%s: the other workers hear later what is done here", exc)
+        else:
+            self._is_late = False
 
     @contextmanager
     def _turn(self, wait_s: float) -> Generator[None]:
@@ -94,12 +100,14 @@ class InstanceIdLog:
 
         Raises IdLogBusy: another worker has it for so long, or there is no room in it.
         """
-        until = time.monotonic() + wait_s
+        until = time.monotonic() + (0.0 if self._is_held else wait_s)
         while not self._is_taken():
             if time.monotonic() >= until:
+                self._is_held = True
                 said = f"another worker of this router holds {self._path} for {wait_s:g} s: it is stopped, or hangs"
                 raise IdLogBusy(said)
             time.sleep(_POLL_S)
+        self._is_held = False
         try:
             self._read()
             if os.fstat(self._file).st_size > self._read_to:  # half a line: its worker was killed, or had no room

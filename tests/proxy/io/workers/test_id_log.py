@@ -79,6 +79,37 @@ def test_an_engine_that_could_not_be_named_is_added_later(tmp_path):
     assert [member.instance.id for member in registry.members()] == [D0]
 
 
+def sleeps():
+    """How often this thread has waited for something."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def test_hundreds_of_changes_behind_a_worker_that_is_stopped_wait_once(tmp_path, caplog):
+    """Each waited for 4 ms on the loop that serves requests: 2,000 engines that came, or went, for eight seconds."""
+    wanted = [Wanted(Role.DECODE, Target.parse(f"h{number}:1")) for number in range(600)]
+    zero, one = worker(tmp_path), worker(tmp_path)
+    reconciler = Reconciler(zero, [EngineSource.STORE], lambda: 0.0)
+    reconciler.view(EngineSource.STORE, wanted[:300])
+    with held(tmp_path):
+        before = sleeps()
+        reconciler.view(EngineSource.STORE, wanted[300:])
+        list(reconciler.reconcile())
+        zero.follow(now=1.0)
+        assert sleeps() - before < 100
+        assert zero.members() == ()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text.rpartition(": ")[2] for text in said] == [
+        "the other workers hear later what is done here",
+        "h300:1 is added later, and what else is new",
+    ]
+
+    list(reconciler.reconcile())
+    assert [member.instance.id for member in zero.members()] == [f"decode-{number}" for number in range(300, 600)]
+    one.follow(now=2.0)
+    assert one.add(Role.DECODE, Address("http", "h599", 1), origin=STORED).id == "decode-599"
+    assert one.add(Role.DECODE, Address("http", "h0", 1), origin=STORED).id == "decode-600"
+
+
 def test_of_an_engine_with_ranks_all_are_added_later_or_none(tmp_path):
     """A worker that is stopped has named the first of them; an engine that lacks some is not looked at again."""
     wanted = Wanted(Role.DECODE, Target.parse("a:1#dp=2"))

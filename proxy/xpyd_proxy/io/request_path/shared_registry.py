@@ -143,12 +143,15 @@ class SharedRegistry(Registry):
 
     def _rename(self, key: str, *, now: float) -> None:
         """Another worker has seen an engine go and come again, which happened too fast for this one."""
-        old, number = self._named.get(key), self._ledger.roster.number(key)
+        old, current = self._named.get(key), self._ledger.roster.name(key)
         member = None if old is None else self.get(old)
-        if member is None or member.retires or old == f"{member.instance.pool}-{number}":
+        if member is None or member.retires or current in (old, None):  # None: it went again, as its source will say
             return
         one = member.instance
         self._forget(one.id, now=now)
+        if self._ledger.roster.is_removed(key):
+            logger.info("%s went and came again, and was removed", one.id)
+            return
         new = self.add(one.pool, one.address, rank=one.rank, facts=member.facts, now=now, origin=member.origin)
         logger.info("%s went and came again: it is %s now", one.id, new.id)
 

@@ -316,6 +316,34 @@ def test_a_worker_that_has_missed_that_an_engine_went_and_came_follows(tmp_path)
     assert [member.instance.id for member in zero.members()] == [D1]
 
 
+def test_an_engine_that_went_and_came_and_was_taken_out_by_hand_does_not_come_back(tmp_path):
+    """A worker that had missed it all took the new one for one that has come, and gave it the next id."""
+    zero, one = worker(tmp_path, A), worker(tmp_path, A)
+    zero.retire(D0, now=1.0)
+    assert zero.add(Role.DECODE, A, now=1.0).id == D1
+    zero.remove(D1, now=1.0)
+    zero._ledger.say(Verb.REMOVE, D1)
+    one.follow(now=1.1)
+
+    assert one.members() == ()
+    assert one._ledger.roster.order(D1) is Verb.REMOVE
+
+
+def test_an_engine_that_went_and_came_and_went_is_left_to_its_source(tmp_path):
+    """A worker gave it the next id; without a turn for that, it lost the engine, and all orders behind that line."""
+    zero, one = worker(tmp_path, A, B), worker(tmp_path, A, B)
+    zero.retire(D0, now=1.0)
+    name = zero.add(Role.DECODE, A, now=1.0).id
+    zero.retire(name, now=1.0)
+    zero._ledger.say(Verb.DRAIN, D1)
+    with held(tmp_path):
+        one.follow(now=1.1)
+    one.follow(now=1.2)
+
+    assert [member.instance.id for member in one.members()] == [D0, D1]
+    assert one.member(D1).life.state is HealthState.DRAINING
+
+
 def test_an_address_that_is_known_is_refused_as_ever(tmp_path):
     """And the numbers go on."""
     zero = worker(tmp_path, A)

@@ -188,6 +188,25 @@ def test_an_engine_that_goes_and_comes_at_once_is_the_same_new_one_for_all(share
     delays.check()
 
 
+def test_an_order_for_an_engine_that_went_hits_none_that_came_to_its_place(shared):
+    """The other worker did not know of it yet, and took the entry of the new one out of the store."""
+    crew, _, _ = shared
+    zero, one = crew.worker(0), crew.worker(1)
+    with serving(sims(0, 1)["d0"]) as d2:
+        order(zero, "add", type="decode", instance=d2)
+        (added,) = rows(zero).keys() - {"prefill-0", "decode-0", "decode-1"}
+        for _ in range(5):
+            until(lambda added=added: added in rows(one))
+            order(zero, "remove", id=added)
+            order(zero, "add", type="decode", instance=d2)
+            late = [one.post(f"/instances/{verb}", headers=KEY, json={"id": added}) for verb in ("drain", "remove")]
+            assert [answer.status_code for answer in late] == [404, 404]
+            (added,) = rows(zero).keys() - {"prefill-0", "decode-0", "decode-1"}
+            assert rows(zero)[added]["state"] != "draining"
+        order(zero, "remove", id=added)
+        until(lambda: set(rows(zero)) == set(rows(one)) == {"prefill-0", "decode-0", "decode-1"})
+
+
 def test_an_engine_that_one_worker_drains_is_drained_in_both(shared):
     """Also one that the settings name, of which no store knows; it is not called drained before both say so."""
     delays = Delays()

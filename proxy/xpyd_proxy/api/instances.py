@@ -62,6 +62,7 @@ class InstanceAdmin:
     discovery: Discovery
     is_drained: Callable[[InstanceId], bool] = lambda _: True  # for the other workers, too
     resumes: Callable[[], bool] = lambda: False  # streams may change their engines, by the settings of now
+    follow: Callable[[], None] = lambda: None  # hears which engines other workers have seen go and come
 
     def rows(self, members: Sequence[Member]) -> InstanceList:
         """Describe engines."""
@@ -232,6 +233,7 @@ async def _carried_out(
 ) -> Sequence[Member]:
     """Change the engines that are meant, and return them."""
     try:
+        admin.follow()  # else an order for one that has gone would hit the one that has come to its place
         members = admin.found(named)
         if moves:
             admin.check_movable(members)

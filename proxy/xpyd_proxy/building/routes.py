@@ -102,6 +102,7 @@ def _key_routes(
         background.discovery,
         group.is_drained,
         resumes=lambda: requests.settings.resume_streams,
+        follow=group.follow,
     )
     return (
         admin_routes(

@@ -34,6 +34,9 @@ class SingleWorker:
     def tell(self, _verb: Verb, _name: InstanceId, /) -> None:
         """There are no others."""
 
+    def follow(self) -> None:
+        """There are no others."""
+
     def is_drained(self, _name: InstanceId, /) -> bool:
         """There are no others."""
         return True
@@ -59,12 +62,17 @@ class GroupedWorker:
     def __init__(self, place: WorkerContext, settings: Settings, clock: Callable[[], float]) -> None:
         self.number, self.of = place.number, place.of
         self._place = place
+        self._clock = clock
         ledger = InstanceIdLog(place.path / "ledger")
         self.registry = SharedRegistry(settings, ledger, counts=place.number == 0)
         self.tell = ledger.say  # what an operator has ordered here, for the others
         peers = WorkerHealth(self.registry)
         self.is_drained = self.registry.is_drained_elsewhere = peers.is_drained
         self._running = [HealthGossip(place, self.registry, peers, clock).running]
+
+    def follow(self) -> None:
+        """Know what the others have written by now: an order names an engine by its id."""
+        self.registry.follow(now=self._clock())
 
     def stored(self, settings: Settings) -> Settings:
         """Return the settings with a store in the folder of the workers, if they have none that is shared."""

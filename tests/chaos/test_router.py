@@ -82,15 +82,14 @@ def all_ready(url):
 def four_engines(request, fleet, model):
     config = {"kv_lease_duration": LEASE, "transfer_timeout": TIMEOUT, "registration_timeout": TIMEOUT}
     config |= {"handshake_timeout": 2, "retry_after": 0.1}
+    # A valve cannot tell an engine that closes what was idle for five seconds from one that breaks off, and both meet
+    # requests and answers that are held there for as long as a busy machine takes.
+    env = {**OVER_TCP, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120"}
     common = {"connector": Connector.XPYD, "mode": TransferMode(request.param), "extra_connector_config": config}
+    common |= {"extra_env": env}
     roles = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
     engines = {
-        name: Victim(
-            engine_spec(
-                f"{name}-{request.param}-routed", model, role=role, extra_env=OVER_TCP, kv_cache_mib=32, **common
-            ),
-            fleet,
-        )
+        name: Victim(engine_spec(f"{name}-{request.param}-routed", model, role=role, kv_cache_mib=32, **common), fleet)
         for name, role in roles.items()
     }
     with ExitStack() as stack:

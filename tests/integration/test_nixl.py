@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from support.nixl_process import ALL, BIG, TIMEOUT, same
+from support.nixl_process import ALL, BIG, SHORT, TIMEOUT, same
 from support.sim import until
 
 pytestmark = pytest.mark.nixl
@@ -73,15 +73,15 @@ def killed_in_the_middle(p, d):
 
 def test_late_bytes_of_a_hung_peer_reach_quarantined_blocks_only(start):
     """The load fails in time, but NIXL cannot be stopped: the rest arrives when the peer goes on, minutes later."""
-    p, d = start("p", "d", block_bytes=BIG)
+    p, d = start("p", "d", block_bytes=BIG, timeout=SHORT)
     p.ask("lend", requests=["warm", "a", "b"])
     d.load("warm", p, [1], [1])
     d.result("warm")
     p.freeze()
     d.load("a", p, ALL[:32], ALL[:32])
     failed = d.result("a")
-    assert failed.failure == f"not loaded within {TIMEOUT:g} s"
-    assert failed.seconds >= TIMEOUT  # and before P goes on
+    assert failed.failure == f"not loaded within {SHORT:g} s"
+    assert failed.seconds >= SHORT  # and before P goes on
     d.ask("paint", blocks=ALL[32:], value=7)
     others = d.ask("digests", blocks=ALL[32:])
     time.sleep(1)

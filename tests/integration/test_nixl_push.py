@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from support.nixl_process import ALL, BIG, BLOCKS, same
+from support.nixl_process import ALL, BIG, BLOCKS, SHORT, same
 
 pytestmark = pytest.mark.nixl
 MODE = "push"
@@ -110,7 +110,7 @@ def test_a_writer_killed_in_the_middle(start):
 
 def test_a_writer_that_hangs(start):
     """Its silence fails the request in time; its blocks come back when it goes on and says that it has stopped."""
-    p, d = start("p", "d", block_bytes=BIG)
+    p, d = start("p", "d", block_bytes=BIG, timeout=SHORT)
     p.ask("fill", seed=1)
     warm(p, d)
     begin(p, d, ALL[:32])

@@ -1,7 +1,7 @@
 """An engine's connector without the engine: real NIXL, real sockets and real threads, in a process of its own.
 
-``python -m support.nixl_process NAME PORT BLOCK_BYTES MODE STAGES RANKS DEVICE`` is driven by one JSON object a line on
-stdin, and answers each with one on stdout; loads that end are told as ``{"result": ...}`` in between.
+``python -m support.nixl_process NAME PORT BLOCK_BYTES MODE STAGES RANKS DEVICE TIMEOUT`` is driven by one JSON object a
+line on stdin, and answers each with one on stdout; loads that end are told as ``{"result": ...}`` in between.
 :class:`NixlProcess` is the other end of it.
 
 NIXL is held to TCP unless a test says otherwise: on one machine it would read the other process's memory by itself, and
@@ -28,7 +28,9 @@ BLOCKS, LAYERS, HEADS = 64, 3, 2
 ALL = list(range(1, BLOCKS + 1))  # block 0 is vLLM's null block: it is never moved
 TOKENS = 16  # of a block
 BIG = 1 << 19  # bytes of a block: all of them take long enough to be interrupted
-TIMEOUT = 2.0  # s for a transfer
+TIMEOUT = 12.0  # s for a transfer; a busy machine may keep a process that is well from its core for seconds
+SHORT = 5.0  # the same, where something hangs and the test waits for that
+HEARTBEAT = 0.5  # s
 LEASE = 30.0
 OVER_LOOPBACK = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 TOKEN = b"a worker of this very engine"
@@ -38,9 +40,10 @@ class NixlProcess:
     """Starts one and talks to it. Usable as a context manager."""
 
     def __init__(
-        self, name, *, port=0, block_bytes=1 << 15, mode="pull", stages=(LAYERS,), ranks=1, device=HOST, ucx=None
-    ):
-        shape = ",".join(map(str, stages)), ranks, device
+        self, name, *, port=0, block_bytes=1 << 15, mode="pull", stages=(LAYERS,), ranks=1, device=HOST, ucx=None,
+        timeout=TIMEOUT,
+    ):  # fmt: skip
+        shape = ",".join(map(str, stages)), ranks, device, timeout
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "support.nixl_process", name, *map(str, (port, block_bytes, mode, *shape))],
@@ -150,7 +153,7 @@ class Engine:
     ``stages``: layers of each pipeline stage; ``ranks``: of each stage.
     """
 
-    def __init__(self, name, port, block_bytes, mode, stages, ranks, device):
+    def __init__(self, name, port, block_bytes, mode, stages, ranks, device, timeout):
         from support.engines import FINGERPRINT
         from xpyd_connector.core.control import ControlPlane
         from xpyd_connector.core.counters import Counters
@@ -200,14 +203,14 @@ class Engine:
         address = listener.listen(Address("127.0.0.1", port), host)
         peers = PeerTable(listener, FINGERPRINT, counters, retry_after=0.2, ranks=infos)
         lease_manager = LeaseManager(listener, LeaseTable(duration=LEASE, extension=LEASE * 2 / 3), counters)
-        lease_renewer = LeaseRenewer(listener, peers, counters, heartbeat_interval=TIMEOUT / 4)
+        lease_renewer = LeaseRenewer(listener, peers, counters, heartbeat_interval=HEARTBEAT)
         push_coordinator = push_receiver = None
         if mode == "push":
             push_coordinator = PushCoordinator(
                 listener, lease_manager, counters, tokens=tokens, registration_timeout=LEASE
             )
             push_receiver = PushReceiver(
-                listener, peers, lease_renewer, counters, infos, timeout=LEASE, peer_timeout=TIMEOUT - TIMEOUT / 4
+                listener, peers, lease_renewer, counters, infos, timeout=LEASE, peer_timeout=timeout - HEARTBEAT
             )
         control = ControlPlane(
             lease_manager, lease_renewer, peers, counters,
@@ -220,11 +223,11 @@ class Engine:
             if mode == "push":
                 core = PushWriter(
                     worker, mover, Counters(), own,
-                    scheduler_endpoint=EngineEndpoint(engine, address), token=tokens[own.worker], timeout=TIMEOUT,
+                    scheduler_endpoint=EngineEndpoint(engine, address), token=tokens[own.worker], timeout=timeout,
                 )  # fmt: skip
             else:
                 peers = PeerTable(worker, FINGERPRINT, Counters(), retry_after=0.2)
-                core = PullReader(worker, mover, peers, Counters(), own, timeout=TIMEOUT)
+                core = PullReader(worker, mover, peers, Counters(), own, timeout=timeout)
             told = self.tell_results if mode == "pull" else lambda _: None
             self.transfers.append(Runner("transfer", core, worker, told))
         self.control.start()
@@ -353,14 +356,15 @@ def say(**said):
         print(json.dumps(said), flush=True, file=_out)
 
 
-def main(name, port, block_bytes, mode, stages, ranks, device):
+def main(name, port, block_bytes, mode, stages, ranks, device, timeout):
     global _out
     _out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # nixl's package asks torch for its CUDA version; without torch it takes what is installed, 5 s of CPU sooner.
     if device == HOST:
         sys.modules["torch"] = None
-    engine = Engine(name, int(port), int(block_bytes), mode, [*map(int, stages.split(","))], int(ranks), device)
+    layers = [*map(int, stages.split(","))]
+    engine = Engine(name, int(port), int(block_bytes), mode, layers, int(ranks), device, float(timeout))
     for line in sys.stdin:
         order = json.loads(line)
         say(**getattr(engine, order.pop("do"))(**order))

@@ -15,9 +15,11 @@ from support.victims import (
     BORROWING,
     EXPIRED,
     HELD,
+    LATE,
     LEASE,
     LINGERING,
     LOADS,
+    LONG,
     POLICIES,
     TIMEOUT,
     USAGE,
@@ -36,24 +38,25 @@ def is_thorough(test, params):
 
 
 def test_cut_while_d_holds_20_leases(network, p, d, reference):
-    """P frees within lease + 2 s and serves on; the link is back before D's queue moves, and every text is right."""
+    """P frees when the lease is over and serves on; the link is back before D's queue moves, and no text is wrong."""
     expired, loads = p.now(EXPIRED), d.now(LOADS)
-    with queue_of(20, p, d, first=400) as (prompts, answers, _):
+    with queue_of(20, p, d, first=400) as (prompts, answers, leave):
         assert (p.now(HELD), p.now(BLOCKS_HELD)) == (20, 20 * 7)
         assert p.now(USAGE) > 0
         network.cut()
-        wait_until(lambda: nothing_held(p.spec), seconds=LEASE + 2, what="P frees what D cannot renew")
+        wait_until(lambda: nothing_held(p.spec), seconds=LEASE + LATE, what="P frees what D cannot renew")
         assert (p.now(HELD), p.now(BLOCKS_HELD), p.now(USAGE)) == (0, 0, 0)
         assert plain(p.spec, prompt_of(430)) == plain(reference, prompt_of(430))
         reuse_blocks(p)
         assert not any(answer.done() for answer in answers)
         network.heal()
+        leave.set()
         texts = [text_of(answer.result()) for answer in answers]
 
     assert p.now(EXPIRED) == expired + 20
     assert texts == [plain(reference, prompt) for prompt in prompts]
     assert d.now(LOADS) == loads
-    wait_until(lambda: loads_again(p, d, reference), seconds=10, what="D loads from P again")
+    wait_until(lambda: loads_again(p, d, reference), seconds=LONG, what="D loads from P again")
 
 
 def test_cut_in_the_middle_of_a_read(network, p, victims, reference):
@@ -71,28 +74,28 @@ def test_cut_in_the_middle_of_a_read(network, p, victims, reference):
             for d, prompt, offer in zip(decoders, prompts, params, strict=True)
         ]
         for d in decoders:
-            wait_until(lambda d=d: d.now(BORROWING) == 1, seconds=5, what=f"{d.spec.name} reads")
+            wait_until(lambda d=d: d.now(BORROWING) == 1, seconds=TIMEOUT, what=f"{d.spec.name} reads")
         time.sleep(1.0)
         network.cut()
         for d in decoders:  # until then only: how long a prompt takes an engine that recomputes is its processor's
-            left = start + TIMEOUT + 2 - time.monotonic()
+            left = start + TIMEOUT + LATE - time.monotonic()
             wait_until(lambda d=d: d.now(BORROWING) == 0, seconds=left, what=f"{d.spec.name} has given up")
         responses = [answer.result() for answer in answers]
 
     for policy, prompt, response in zip(POLICIES, prompts, responses, strict=True):
         check(policy, response, plain(reference, prompt))
     assert any(d.now(LINGERING) > 0 for d in decoders)  # the reads were under way
-    wait_until(lambda: nothing_held(p.spec), seconds=LEASE, what="P frees what was being read")
+    wait_until(lambda: nothing_held(p.spec), seconds=LEASE + LATE, what="P frees what was being read")
     later = prompt_of(435)
     start = time.monotonic()
     check("recompute", decode(decoders[0].spec, later, prefill(p.spec, later)), plain(reference, later))
-    assert time.monotonic() - start < TIMEOUT + 2
+    assert time.monotonic() - start < TIMEOUT + LATE
     network.heal()
     network.limit(None)
     for d in decoders:
         serves_on(d, reference, 436)
-        wait_until(lambda d=d: step_and_look(d, LINGERING) == 0, seconds=30, what="NIXL lets go of the blocks")
-        wait_until(lambda d=d: loads_again(p, d, reference), seconds=10, what="D loads from P again")
+        wait_until(lambda d=d: step_and_look(d, LINGERING) == 0, seconds=LONG, what="NIXL lets go of the blocks")
+        wait_until(lambda d=d: loads_again(p, d, reference), seconds=LONG, what="D loads from P again")
 
 
 def step_and_look(d, name):

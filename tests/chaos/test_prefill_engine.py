@@ -8,7 +8,21 @@ import pytest
 
 from support.cluster import wait_until
 from support.legs import SLOW_TOKENS, decode, plain, prefill, prompt_of, text_of
-from support.victims import BORROWING, HELD, LINGERING, LOADS, TIMEOUT, USAGE, check, lost, reading, serves_on
+from support.victims import (
+    BORROWING,
+    HELD,
+    LATE,
+    LEASE,
+    LINGERING,
+    LOADS,
+    LONG,
+    TIMEOUT,
+    USAGE,
+    check,
+    lost,
+    reading,
+    serves_on,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -64,13 +78,13 @@ def test_hung_before_the_transfer(p, decoders, reference):
         with p.frozen():
             asked, answers = time.monotonic(), ask()
             wait_until(lambda: all(d.now(BORROWING) == 1 for d in decoders), seconds=TIMEOUT, what="all wait for P")
-            left = asked + TIMEOUT + 2 - time.monotonic()
+            left = asked + TIMEOUT + LATE - time.monotonic()
             wait_until(lambda: not any(d.now(BORROWING) for d in decoders), seconds=left, what="all have given up")
             responses, seconds = zip(*(answer.result() for answer in answers), strict=True)
             check_all(decoders, prompts, responses, reference, 73)
-        wait_until(lambda: p.now(HELD) == 0, seconds=8, what="P frees after it thawed")
+        wait_until(lambda: p.now(HELD) == 0, seconds=LEASE + LATE, what="P frees after it thawed")
 
-    assert max(took for d, took in zip(decoders, seconds, strict=True) if d.policy == "fail") < TIMEOUT + 2
+    assert max(took for d, took in zip(decoders, seconds, strict=True) if d.policy == "fail") < TIMEOUT + LATE
     met(p, decoders, reference, 75)
 
 
@@ -79,10 +93,10 @@ def test_hung_until_the_read_was_given_up(p, decoders, reference):
     prompts = [prompt_of(77, 900), prompt_of(78, 900)]
     with reading(p, decoders, prompts, reference) as answers:
         responses = [answer.result() for answer in answers]
-        assert all(d.now(LINGERING) == 29 for d in decoders)
+        wait_until(lambda: all(d.now(LINGERING) == 29 for d in decoders), seconds=LONG, what="the blocks are kept")
     try:
         for d in decoders:
-            wait_until(lambda d=d: d.now(LINGERING) == 0, seconds=10, what="NIXL lets go of the blocks")
+            wait_until(lambda d=d: d.now(LINGERING) == 0, seconds=LONG, what="NIXL lets go of the blocks")
             assert d.now(USAGE) == 0
     finally:
         check_all(decoders, prompts, responses, reference, 79)
@@ -99,7 +113,7 @@ def test_killed_before_the_transfer(p, decoders, reference):
         own = max(answer.result()[1] for answer in alone)
 
     check_all(decoders, prompts, responses, reference, 82)
-    assert max(seconds) < 2 + own
+    assert max(seconds) < LATE + own  # any time limit of D is longer
     assert [d.now(lost("timeout")) for d in decoders] == timeouts
 
 
@@ -124,11 +138,11 @@ def test_killed_during_the_transfer(p, decoders, reference):
 
 def test_hung_and_killed_after_the_transfer(p, decoders, reference):
     """What D has is D's: an answer under way does not notice that P hangs, nor that it dies."""
-    tokens = 120  # six seconds of slow steps
+    tokens = 160  # eight seconds of slow steps
     prompts = [prompt_of(number, 200 + SLOW_TOKENS) for number in (95, 96)]
     with asking(p, decoders, prompts, tokens=tokens) as ask:
         answers = ask()
-        wait_until(lambda: p.now(HELD) == 0, seconds=5, what="P was told that all is read")
+        wait_until(lambda: p.now(HELD) == 0, seconds=LEASE - 1, what="P was told that all is read")
         p.freeze()
         time.sleep(0.5)
         assert not any(answer.done() for answer in answers)

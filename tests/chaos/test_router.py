@@ -15,7 +15,7 @@ import pytest
 from support.cluster import OVER_TCP, base_url, engine_spec, router_command, wait_until
 from support.storm import fates, judge, salt, storm, texts
 from support.valves import Passing, Valve, open_valves
-from support.victims import LEASE, TIMEOUT, Victim, reuse_blocks
+from support.victims import LONG, Victim, reuse_blocks
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector, Role
 
@@ -28,7 +28,10 @@ LIMITS = {
     "total-timeout": TOTAL, "stream-timeout": TOTAL, "health-check-interval": 0.5, "ejection-time": 0.5,
     "max-ejection-time": 1, "unresponsive-timeout": 2,
 }  # fmt: skip
-LONG = ("prefill-timeout", "first-token-timeout", "total-timeout", "stream-timeout")
+LEASE, TRANSFER = 3.0, 4.0  # s, the engines'; of one that is late the request is computed, or sent, once more
+# Where nothing hangs, and the router has to notice what breaks off: nobody may be taken for hung, however busy.
+PATIENCE = 60  # s
+PATIENT = LIMITS | {name: PATIENCE for name in LIMITS if name.endswith("timeout") and name != "connect-timeout"}
 _routers = itertools.count()
 MODES = ("pull", "push")
 
@@ -54,7 +57,7 @@ class Four:
         """P's blocks are back, also those of a D that is no more: its lease runs out."""
         for name, engine in self.engines.items():
             if engine.child.alive:
-                wait_until(lambda engine=engine: engine.at_rest, seconds=LEASE + TIMEOUT + 3, what=f"{name} is at rest")
+                wait_until(lambda engine=engine: engine.at_rest, seconds=LONG, what=f"{name} is at rest")
 
     @contextmanager
     def router(self, *args, limits=LIMITS):
@@ -80,7 +83,7 @@ def all_ready(url):
 
 @pytest.fixture(scope="module")
 def four_engines(request, fleet, model):
-    config = {"kv_lease_duration": LEASE, "transfer_timeout": TIMEOUT, "registration_timeout": TIMEOUT}
+    config = {"kv_lease_duration": LEASE, "transfer_timeout": TRANSFER, "registration_timeout": TRANSFER}
     config |= {"handshake_timeout": 2, "retry_after": 0.1}
     # A valve cannot tell an engine that closes what was idle for five seconds from one that breaks off, and both meet
     # requests and answers that are held there for as long as a busy machine takes.
@@ -228,25 +231,25 @@ def test_blocks_are_reused_between_a_failed_decode_and_its_retry(four, reference
     expected = texts(reference.address, drops)
     prefills, decodes = ([four.valves[name] for name in names] for names in (("p0", "p1"), ("d0", "d1")))
     # Legs are held here while engines compute what fills their caches: that takes as long as it takes.
-    patience = 60  # s
-    patient = LIMITS | dict.fromkeys(LONG, patience)
-    with four.router(*RETRY_FREELY, limits=patient) as address, ThreadPoolExecutor(1) as pool:
+    with four.router(*RETRY_FREELY, limits=PATIENT) as address, ThreadPoolExecutor(1) as pool:
         for valve in decodes:
             valve.hold(Passing.ANSWER)
         before = total(prefills, Passing.REQUEST)
         legs = {what: total(decodes, what) for what in Passing}
-        asking = pool.submit(fates, address, drops, at_once=12, seconds=patience + 2, cache_salt=salt())
+        asking = pool.submit(fates, address, drops, at_once=12, seconds=PATIENCE + 2, cache_salt=salt())
         what = Passing.REQUEST if "reads" in how else Passing.ANSWER
-        wait_until(lambda: total(decodes, what) >= legs[what] + 12, seconds=15, what="all are at their decode engines")
         wait_until(
-            lambda: total(prefills, Passing.REQUEST) >= before + 12, seconds=15, what="and at their prefill ones"
+            lambda: total(decodes, what) >= legs[what] + 12, seconds=LONG, what="all are at their decode engines"
+        )
+        wait_until(
+            lambda: total(prefills, Passing.REQUEST) >= before + 12, seconds=LONG, what="and at their prefill ones"
         )
         for valve in prefills:
             valve.hold(Passing.REQUEST)
         before = total(prefills, Passing.REQUEST)
         for valve in decodes:
             fail(valve, how)
-        wait_until(lambda: total(prefills, Passing.REQUEST) >= before + 12, seconds=5, what="all are sent once more")
+        wait_until(lambda: total(prefills, Passing.REQUEST) >= before + 12, seconds=LONG, what="all are sent once more")
         for name in ("p0", "p1"):
             reuse_blocks(four.engines[name])
         for valve in prefills:
@@ -278,9 +281,9 @@ def test_streams_are_resumed_on_another_decode_engine(four, reference, fault):
     """Half of 40 streams break off: with --resume-streams no client notices, and every text is the unbroken one."""
     drops = [replace(drop, stream=True) for drop in storm(40, seed=400, tokens=(60,), lengths=(40, 120))]
     expected = texts(reference.address, drops)
-    with four.router("--resume-streams", "true", *RETRY_FREELY) as address:
+    with four.router("--resume-streams", "true", *RETRY_FREELY, limits=PATIENT) as address:
         with struck(four, "d1", fault, "decode", number=15):
-            found = fates(address, drops, at_once=40, seconds=TOTAL + 2, cache_salt=salt())
+            found = fates(address, drops, at_once=40, seconds=PATIENCE + 2, cache_salt=salt())
         counts, bad = judge(found, expected)
         page = httpx.get(f"http://{address}/metrics", trust_env=False).text
     print(counts, [line for line in page.splitlines() if "resum" in line or "retr" in line])

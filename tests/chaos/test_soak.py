@@ -11,7 +11,7 @@ import pytest
 from support.cluster import wait_until
 from support.legs import OPEN, decode, decode_body, plain, prefill, prompt_of, text_of
 from support.proc import memory, sockets, threads
-from support.victims import LEASE, LOADS, hang_up
+from support.victims import LOADS, LONG, hang_up
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -133,7 +133,7 @@ def test_mixed_traffic_leaves_nothing(p, victims, reference, seconds):
     for _ in range(2):
         traffic.run(seconds)
         for victim in engines:
-            wait_until(lambda victim=victim: victim.at_rest, seconds=LEASE + 2, what=f"{victim.spec.name} is at rest")
+            wait_until(lambda victim=victim: victim.at_rest, seconds=LONG, what=f"{victim.spec.name} is at rest")
         seen.append([footprint(victim) for victim in engines])
     expected = {number: plain(reference, soak_prompt(number)) for number in {number for number, _ in traffic.answers}}
     print(f"\n{dict(traffic.counts)}\n{sum(d.now(LOADS) for d in decoders) - loads:.0f} loads")

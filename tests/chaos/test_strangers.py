@@ -9,7 +9,7 @@ import pytest
 
 from support.cluster import ROOT, nothing_held, wait_until
 from support.legs import decode, plain, prefill, prompt_of, text_of
-from support.victims import HELD, LOADS
+from support.victims import HELD, LOADS, LONG
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 REFUSED = "vllm:xpyd_connections_refused_total"
@@ -42,8 +42,8 @@ def test_a_stranger_gets_no_welcome_and_no_lease_and_ends_none(network, p, victi
     assert p.now(HELD) == before + 1
     assert text_of(decode(d.spec, prompt, params)) == plain(reference, prompt)
     assert d.now(LOADS) == loads + 1
-    wait_until(lambda: nothing_held(p.spec), seconds=10, what="P has its blocks again")
-    wait_until(lambda: p.now(REFUSED) >= 8, seconds=10, what="P counts whom it refused")
+    wait_until(lambda: nothing_held(p.spec), seconds=LONG, what="P has its blocks again")
+    wait_until(lambda: p.now(REFUSED) >= 8, seconds=LONG, what="P counts whom it refused")
 
 
 def test_engines_listen_where_they_are_told_and_nowhere_else(network, p, victims):

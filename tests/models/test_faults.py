@@ -13,7 +13,7 @@ from support.legs import OPEN, decode, decode_body, plain, prefill, prompt_of, p
 from support.netns import lab_available, lab_or_none
 from support.questions import ask, client, differences, ids
 from support.shapes import meet
-from support.victims import BORROWING, LEASE, LINGERING, LOADS, PATIENT, Victim, hang_up, lost
+from support.victims import BORROWING, LATE, LEASE, LINGERING, LOADS, LONG, PATIENT, Victim, hang_up, lost
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector
 
@@ -57,7 +57,7 @@ def pair(request, fleet, made, lab):
     """P and D; what is read from a stopped P comes when it runs again."""
     label, mode = request.param
     config = {"kv_lease_duration": LEASE, "transfer_timeout": PATIENT, "registration_timeout": PATIENT}
-    config |= {"handshake_timeout": 2, "retry_after": 0.1}
+    config |= {"retry_after": 0.1}
     places = {"p": lab.p.options, "d": lab.d.options} if lab else {side: {"extra_env": OVER_TCP} for side in "pd"}
     p, d = (
         Victim(
@@ -95,19 +95,19 @@ def meets(pair, reference):
             assert differences(ask(ours, question, kv_transfer_params=params), ask(theirs, question)) == []
         return d.now(LOADS) == before + 1
 
-    wait_until(loads, seconds=10, what="D loads from P")
+    wait_until(loads, seconds=LONG, what="D loads from P")
 
 
 def reuse_blocks(p):
     """Wait until P has freed what D had leased, and have it use every block for other prompts."""
-    wait_until(lambda: nothing_held(p.spec), seconds=LEASE + 5, what="P frees what D had leased")
+    wait_until(lambda: nothing_held(p.spec), seconds=LEASE + LATE, what="P frees what D had leased")
     for _ in range(3):
         plain(p.spec, prompt_of(next(fresh), 1900), tokens=1)
 
 
 def at_rest(*victims):
     for victim in victims:
-        wait_until(lambda v=victim: nothing_held(v.spec), seconds=LEASE + 7, what=f"{victim.spec.name} holds nothing")
+        wait_until(lambda v=victim: nothing_held(v.spec), seconds=LONG, what=f"{victim.spec.name} holds nothing")
 
 
 @pairs
@@ -146,7 +146,7 @@ def test_frozen_in_the_middle_of_a_transfer(pair, reference):
     with ThreadPoolExecutor(1) as pool:
         with p.frozen():
             response = pool.submit(decode, d.spec, prompt, params)
-            wait_until(lambda: d.now(BORROWING) == 1, seconds=5, what="D waits for the transfer")
+            wait_until(lambda: d.now(BORROWING) == 1, seconds=LONG, what="D waits for the transfer")
             d.freeze()
         try:
             reuse_blocks(p)
@@ -156,7 +156,7 @@ def test_frozen_in_the_middle_of_a_transfer(pair, reference):
 
     assert text == plain(reference, prompt)
     assert d.now(lost("lease")) == failed + 1
-    wait_until(lambda: d.now(LINGERING) == 0, seconds=5, what="no block lingers")
+    wait_until(lambda: d.now(LINGERING) == 0, seconds=LONG, what="no block lingers")
     at_rest(p, d)
 
 
@@ -173,7 +173,7 @@ def test_cut_in_the_middle_of_a_transfer(lab, pair, reference):
     with ThreadPoolExecutor(1) as pool:
         response = pool.submit(decode, d.spec, prompt, params)
         try:
-            wait_until(lambda: d.now(BORROWING) == 1, seconds=5, what="D waits for the transfer")
+            wait_until(lambda: d.now(BORROWING) == 1, seconds=LONG, what="D waits for the transfer")
             time.sleep(0.5)
             lab.cut()  # for less than the 20 s after which TCP gives a peer up, and a push keeps blocks for minutes
             reuse_blocks(p)
@@ -184,7 +184,7 @@ def test_cut_in_the_middle_of_a_transfer(lab, pair, reference):
 
     assert text == plain(reference, prompt)
     assert d.now(lost("lease")) == failed + 1
-    wait_until(lambda: stepped(d, LINGERING) == 0, seconds=30, what="no block lingers")
+    wait_until(lambda: stepped(d, LINGERING) == 0, seconds=LONG, what="no block lingers")
     meets(pair, reference)
     at_rest(p, d)
 
@@ -225,7 +225,7 @@ def test_killed(pair, reference, when):
         if when == "during":
             p.freeze()
             response = pool.submit(decode, d.spec, prompt, params)
-            wait_until(lambda: d.now(BORROWING) == 1, seconds=5, what="D waits for the transfer")
+            wait_until(lambda: d.now(BORROWING) == 1, seconds=LONG, what="D waits for the transfer")
             p.kill()
         else:
             p.kill()

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from support.cluster import Watch, nothing_held, wait_until
+from support.cluster import SOON, Watch, nothing_held, wait_until
 from support.questions import TOKENS, Question, Shape, ask, client, differences, ids
 from xpyd_proxy.proving.checks.handovers import MALFORMED
 
@@ -67,7 +67,7 @@ def test_bad_input_gets_a_clear_error(one_pair, engines, name, path):
     assert len(error["message"]) > 10
     for spec in (engines.p0, engines.d0):
         assert httpx.get(f"{spec.base_url}/health", trust_env=False).status_code == 200
-        wait_until(lambda spec=spec: nothing_held(spec), seconds=2, what=f"{spec.name} holds nothing")
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=SOON, what=f"{spec.name} holds nothing")
 
 
 def test_no_model_is_served_by_the_only_one(one_pair):

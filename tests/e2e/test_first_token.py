@@ -10,7 +10,7 @@ import statistics
 
 import pytest
 
-from support.cluster import Watch, nothing_held, wait_until
+from support.cluster import SOON, Watch, nothing_held, wait_until
 from support.first_tokens import USAGE, added_ms, asked, bodies, read, told
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -44,7 +44,7 @@ def test_streams_are_those_of_one_engine(router, engines, count):
     print(f"\n{len(added)} of {count} first tokens are P's; its answer is at the client after {median:.2f} ms (median)")
     assert len(added) >= count * 3 // 4  # some tokens are half a character, or may begin a tool call
     assert decode.delta(LOADS) == count
-    wait_until(lambda: nothing_held(engines.p0) and nothing_held(engines.d0), seconds=5, what="nothing is held")
+    wait_until(lambda: nothing_held(engines.p0) and nothing_held(engines.d0), seconds=SOON, what="nothing is held")
 
 
 def test_the_first_token_does_not_wait_for_decode(router, engines):
@@ -59,7 +59,7 @@ def test_the_first_token_does_not_wait_for_decode(router, engines):
 
     assert told(found) == expected
     assert "decode;" not in found.timing
-    wait_until(lambda: nothing_held(engines.p0) and nothing_held(engines.d0), seconds=5, what="nothing is held")
+    wait_until(lambda: nothing_held(engines.p0) and nothing_held(engines.d0), seconds=SOON, what="nothing is held")
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1])
@@ -70,7 +70,7 @@ def test_an_answer_may_end_with_its_first_token(router, engines, min_tokens):
         stops = first_ids(engines.reference.address, first)
         ending = {**body, "stop_token_ids": stops, "min_tokens": min_tokens}
         assert told(read(router, ending)) == told(read(engines.reference.address, ending))
-    wait_until(lambda: nothing_held(engines.p0) and nothing_held(engines.d0), seconds=5, what="nothing is held")
+    wait_until(lambda: nothing_held(engines.p0) and nothing_held(engines.d0), seconds=SOON, what="nothing is held")
 
 
 def first_ids(address, body):

@@ -17,11 +17,12 @@ from xpyd_proxy.local.recipe import Connector
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 BLOCK = 32  # tokens of a block of the engines here
+PATIENCE = 20  # s that P waits for D to say what it has: one that is well may get no core for the usual second
 GENERATED = "vllm:generation_tokens_total"
 BOTH = {
     "role": None,
     "connector": Connector.XPYD,
-    "extra_connector_config": {"return_kv": True},
+    "extra_connector_config": {"return_kv": True, "return_timeout": PATIENCE},
     "max_model_len": 4096,
 }
 
@@ -233,7 +234,10 @@ def test_a_decode_engine_of_two_ranks(both, fleet, model):
 
 def test_through_host_memory(fleet, model, engines):
     """Where NIXL cannot reach the cache: D stages what P reads, part by part, and P copies it into its own."""
-    options = {**BOTH, "extra_connector_config": {"return_kv": True, "host_staging": True, "staging_blocks": 16}}
+    options = {
+        **BOTH,
+        "extra_connector_config": {**BOTH["extra_connector_config"], "host_staging": True, "staging_blocks": 16},
+    }
     p, d = engine_spec("staged-p", model, **options, block_size=64), engine_spec("staged-d", model, **options)
     children = [start_engine(fleet, spec) for spec in (p, d)]
     fleet.wait_ready(children, timeout_s=300)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
+from support.cluster import SOON, Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.questions import ask, client, differences, ids
 from support.slow_memory import COMPILER, NEEDED, slow
@@ -90,7 +90,7 @@ def test_each_pair_gets_the_faster_way(autos, start_router, reference_answer):
     assert rows["prefill-1", "decode-1"]["mode"] == "pull"
     assert d0.delta("vllm:xpyd_loads_total") + d1.delta("vllm:xpyd_loads_total") == asked
     for spec in (*prefill, *decode):
-        wait_until(lambda spec=spec: nothing_held(spec), seconds=5, what=f"{spec.name} holds nothing")
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=SOON, what=f"{spec.name} holds nothing")
 
 
 def settled(url):

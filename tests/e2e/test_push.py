@@ -22,6 +22,7 @@ COMPUTED, CACHED, LOADED = (
     for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
 )
 GRANULARITIES = ["chunk", "request"]
+BORROWING = "vllm:xpyd_requests_waiting_for_remote_kv"
 fresh = itertools.count(1000)  # numbers of prompts that no engine has in its cache
 
 
@@ -139,9 +140,13 @@ def test_chunks_travel_while_the_next_is_computed(pushing):
     pieces = {}
     for name in GRANULARITIES:
         p = getattr(pushing, name)
-        where = coordinates(p, pushing.d0)
-        with Watch(p) as writes:
-            push(p, pushing.d0, ids(prompt_of(next(fresh), 1500)), where, prefill_after=0.5)
+        where, d_waits = coordinates(p, pushing.d0), threading.Event()
+        with Watch(p) as writes, ThreadPoolExecutor(1) as pool:
+            question = ids(prompt_of(next(fresh), 1500))
+            answer = pool.submit(push, p, pushing.d0, question, where, prefill_after=d_waits)
+            wait_until(lambda: metrics(pushing.d0)[BORROWING] == 1, seconds=30, what="D has lent its blocks")
+            d_waits.set()
+            answer.result()
         pieces[name] = writes.delta("vllm:xpyd_transfer_seconds_count")
 
     assert pieces["request"] == 1
@@ -174,7 +179,7 @@ def test_a_decode_engine_that_waits_sleeps(pushing):
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(push, p, d, ids(prompt_of(51, 700)), where, prefill_after=may_begin)
         try:
-            wait_until(lambda: metrics(d)["vllm:xpyd_requests_waiting_for_remote_kv"] == 1, seconds=20, what="D waits")
+            wait_until(lambda: metrics(d)[BORROWING] == 1, seconds=20, what="D waits")
             before, start = cpu_seconds(pushing.decode_pid), time.monotonic()
             time.sleep(5)
             used = (cpu_seconds(pushing.decode_pid) - before) / (time.monotonic() - start)

@@ -131,9 +131,12 @@ def ms(found, leg, *whats):
 
 
 def check_sum(found, waited):
-    """The router's rows have no gaps, and are what the client waited for."""
+    """The router's rows have no gaps, and the client has waited for them.
+
+    That it has waited for nothing else is asked of several attempts (``check_only_slow``): it may get no core itself.
+    """
     assert outer_ms(found) == pytest.approx(found["duration_ms"], abs=1)
-    assert outer_ms(found) == pytest.approx(waited, rel=0.05)
+    assert outer_ms(found) <= 1.05 * waited
 
 
 def inner_ms(found):

@@ -34,6 +34,7 @@ EXACT = ("--dtype", "float32")
 OVER_TCP = {"UCX_TLS": "tcp"}
 SECRET = "what all engines of the tests share"
 FOR_TESTS = {"VLLM_SERVER_DEV_MODE": "1"}  # GET /is_paused, for `settled_metrics`
+SOON = 20  # s in which engines at rest show that they hold nothing; a lease that nobody ends lasts 30
 
 
 # Below the ports that Linux gives to outgoing connections: an engine binds its port seconds after it is chosen.

@@ -6,7 +6,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from support.cluster import Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
+from support.cluster import SOON, Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import coordinates, plain, prefill, push
 from support.questions import ask, client, differences, ids
 from xpyd_proxy.core.protocol.push import TransferMode
@@ -169,7 +169,7 @@ def watched(pair):
     with Watch(pair.p) as prefilled, Watch(pair.d) as decoded:
         yield prefilled, decoded
         for spec in (pair.p, pair.d):
-            wait_until(lambda spec=spec: nothing_held(spec), seconds=5, what=f"{spec.name} holds nothing")
+            wait_until(lambda spec=spec: nothing_held(spec), seconds=SOON, what=f"{spec.name} holds nothing")
             plain(spec, [1], tokens=1)
 
 

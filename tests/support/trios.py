@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from support.cluster import Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
+from support.cluster import SOON, Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import plain
 from support.questions import TOKENS, ask, client, ids
 from support.shapes import BYTES, CACHED, Pair, meet
@@ -110,7 +110,7 @@ class Trio:
                     begun = list(pool.map(pair.begin, asked[first : first + at_once]))
                     ours += pool.map(lambda decode: decode(tokens=tokens, **IDS), begun)
             for spec in (pair.p, pair.d):
-                wait_until(lambda spec=spec: nothing_held(spec), seconds=5, what=f"{spec.name} holds nothing")
+                wait_until(lambda spec=spec: nothing_held(spec), seconds=SOON, what=f"{spec.name} holds nothing")
                 plain(spec, [1], tokens=1)  # vLLM collects the numbers of a worker with a step
         return Moved(
             max(map(distance, ours, theirs)),

@@ -41,7 +41,7 @@ def test_cut_while_d_holds_20_leases(network, p, d, reference):
     """P frees when the lease is over and serves on; the link is back before D's queue moves, and no text is wrong."""
     expired, loads = p.now(EXPIRED), d.now(LOADS)
     with queue_of(20, p, d, first=400) as (prompts, answers, leave):
-        assert (p.now(HELD), p.now(BLOCKS_HELD)) == (20, 20 * 7)
+        wait_until(lambda: (p.now(HELD), p.now(BLOCKS_HELD)) == (20, 20 * 7), seconds=LONG, what="P holds all")
         assert p.now(USAGE) > 0
         network.cut()
         wait_until(lambda: nothing_held(p.spec), seconds=LEASE + LATE, what="P frees what D cannot renew")

@@ -29,9 +29,13 @@ LIMITS = {
     "max-ejection-time": 1, "unresponsive-timeout": 2,
 }  # fmt: skip
 LEASE, TRANSFER = 3.0, 4.0  # s, the engines'; of one that is late the request is computed, or sent, once more
-# Where nothing hangs, and the router has to notice what breaks off: nobody may be taken for hung, however busy.
+# Where nothing hangs, no engine may be taken for hung, however busy it is. That one was killed shows behind a valve
+# when its stream is idle.
 PATIENCE = 60  # s
-PATIENT = LIMITS | {name: PATIENCE for name in LIMITS if name.endswith("timeout") and name != "connect-timeout"}
+PATIENT = LIMITS | {
+    **dict.fromkeys(("prefill-timeout", "first-token-timeout", "total-timeout", "stream-timeout"), PATIENCE),
+    "stream-idle-timeout": 10, "unresponsive-timeout": 10,
+}  # fmt: skip
 _routers = itertools.count()
 MODES = ("pull", "push")
 

@@ -103,7 +103,8 @@ class Valve:
 
     def _answer_instead(self, data):
         for pipe in self._pipes:
-            pipe.instead = data
+            if pipe.is_asked:
+                pipe.instead = data
 
     def _go_on(self):
         waiting, self._waiting = self._waiting, []
@@ -125,7 +126,14 @@ class _Pipe(asyncio.Protocol):
         self._backlog = {Passing.REQUEST: b"", Passing.ANSWER: b""}  # what waits, in either direction
         self._is_open = {Passing.REQUEST: False, Passing.ANSWER: False}
         self._router = self._engine = None
+        self._has_ended = False  # the engine's connection, behind an answer that is held
         self.instead = None  # what the router gets in place of the answer
+
+    @property
+    def is_asked(self):
+        """Whether there is a request whose answer the router has not begun to get."""
+        held = bool(self._backlog[Passing.ANSWER])
+        return not self._is_probe and (held or self._expects is Passing.ANSWER)
 
     def connection_made(self, transport):
         self._router = transport
@@ -161,7 +169,7 @@ class _Pipe(asyncio.Protocol):
         if self._is_open[Passing.ANSWER] and self._backlog[Passing.ANSWER]:
             answer = self._take(Passing.ANSWER)
             self._router.write(self.instead or answer)
-            if self.instead is not None:
+            if self.instead is not None or self._has_ended:
                 self._router.close()
         if self._is_open[Passing.REQUEST] and self._backlog[Passing.REQUEST]:
             if self._engine is None:  # a held request waits here: engines close what is idle for five seconds
@@ -195,6 +203,8 @@ class _Pipe(asyncio.Protocol):
         self._engine = None
         if exc is not None:
             self.reset()
+        elif self._backlog[Passing.ANSWER]:  # engines close what is idle for five seconds: an answer may be held longer
+            self._has_ended = True
         elif self._expects is Passing.ANSWER or not self._is_open[Passing.ANSWER]:
             self._router.close()
 

@@ -7,8 +7,10 @@
     * :exc:`HostBufferTooSmall` -- the operator: host memory (``staging_blocks``) is too small for one request's part
     * :exc:`PeerError` -- the other engine
         * :exc:`IncompatiblePeer` -- it stores its KV cache in a way we cannot read
+            * :exc:`AnotherEngine` -- it is not the one that we expect at this address
         * :exc:`ProtocolViolation` -- it sent something that is not in the protocol
         * :exc:`Unreachable` -- it did not answer
+            * :exc:`PortClosed` -- its machine says that no process listens there
     * :exc:`InvalidKvParams` -- the router: the ``kv_transfer_params`` it carried cannot be used
         * :exc:`PromptMismatch` -- they belong to another prompt
         * :exc:`UnsignedKvParams` -- no signature proves that they are a prefill engine's
@@ -46,12 +48,20 @@ class IncompatiblePeer(PeerError):
     """The remote engine stores its KV cache in a way we cannot read."""
 
 
+class AnotherEngine(IncompatiblePeer):
+    """Another engine, or another revision of this package, listens at the remote engine's address."""
+
+
 class ProtocolViolation(PeerError):
     """The remote engine sent something that is not in the protocol."""
 
 
 class Unreachable(PeerError):
     """The remote engine could not be reached, or did not answer in time."""
+
+
+class PortClosed(Unreachable):
+    """No process listens at the remote engine's address."""
 
 
 class InvalidKvParams(ConnectorError):

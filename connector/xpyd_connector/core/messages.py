@@ -213,6 +213,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     """The server refuses the client and closes the connection."""
 
     reason: Reason
+    is_another: bool = False  # the server is not the engine that the client expects
 
 
 class RenewLeases(msgspec.Struct, frozen=True, tag="renew_leases"):

@@ -26,6 +26,8 @@ class ConnectFailed(NamedTuple):
     conn: ConnId
     reason: str
     is_incompatible: bool = False  # the peer was reached, and one of us refused the other
+    # The engine we expect, if we have met it before, has ended: its port is closed, or another engine listens there.
+    has_ended: bool = False
 
 
 class MessageReceived(NamedTuple):

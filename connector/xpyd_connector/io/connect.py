@@ -23,7 +23,7 @@ from xpyd_connector.core.messages import (
     encode,
 )
 from xpyd_connector.core.session.handshake import NONCE_BYTES, ClientConnection, HandshakeClient
-from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation, Unreachable
+from xpyd_connector.errors import AnotherEngine, IncompatiblePeer, PortClosed, ProtocolViolation, Unreachable
 from xpyd_connector.io.framing import Deframer, frame
 from xpyd_connector.io.tls import Tls, digest_of
 from xpyd_connector.io.tls_records import MAX_UNAUTHENTICATED_RECORDS, TlsRecords
@@ -38,7 +38,11 @@ def open_connection(
     only, so it cannot reach another machine. Raises :exc:`~xpyd_connector.errors.PeerError` with the peer in its text.
     """
     try:
-        sock = socket.create_connection(peer, timeout)
+        sock = socket.create_connection(peer, timeout, all_errors=True)
+    except ExceptionGroup as group:  # of each address that the name leads to
+        is_closed = all(isinstance(exc, ConnectionRefusedError) for exc in group.exceptions)
+        failure = PortClosed if is_closed else Unreachable
+        raise failure(f"cannot connect to {peer}: {group.exceptions[-1]}") from group
     except (OSError, ValueError) as exc:  # ValueError: no valid host name
         raise Unreachable(f"cannot connect to {peer}: {exc}") from exc
     deadline = time.monotonic() + timeout
@@ -115,7 +119,7 @@ def _authenticate(
     except OSError as exc:
         raise Unreachable(f"no handshake with {peer}: {_reason_of(exc)}") from exc
     except IncompatiblePeer as exc:
-        raise IncompatiblePeer(f"{peer} is refused: {exc}") from exc
+        raise type(exc)(f"{peer} is refused: {exc}") from exc
     if isinstance(answer, Welcome):
         return answer
     raise _unexpected(peer, answer)
@@ -125,7 +129,7 @@ def _unexpected(peer: Address, answer: Message) -> IncompatiblePeer | ProtocolVi
     if isinstance(answer, Refusal):
         # A peer must not inject control characters into our log.
         reason = "".join(char if char.isprintable() else "?" for char in answer.reason)
-        return IncompatiblePeer(f"{peer} refused: {reason}")
+        return (AnotherEngine if answer.is_another else IncompatiblePeer)(f"{peer} refused: {reason}")
     return ProtocolViolation(f"{peer} answered the handshake with {type(answer).__name__}")
 
 

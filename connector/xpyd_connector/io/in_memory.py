@@ -159,7 +159,7 @@ class InMemoryNetwork:
             self._calls.append((link, conn, address))
             return
         if host is None or welcome is None or (host.number in self._cut and not is_local):
-            link.inbox.append(ConnectFailed(conn, f"cannot connect to {address}"))
+            link.inbox.append(ConnectFailed(conn, f"cannot connect to {address}", has_ended=host is None))
             return
         ends = {link.number: conn, host.number: next(self._conns)}
         self._wires.append(_Wire(frozenset(ends), is_local, ends))

@@ -32,7 +32,7 @@ from xpyd_connector.core.session.handshake import (
     HandshakeServer,
     ServerConnection,
 )
-from xpyd_connector.errors import IncompatiblePeer, PeerError, SettingsError
+from xpyd_connector.errors import AnotherEngine, IncompatiblePeer, PeerError, PortClosed, SettingsError
 from xpyd_connector.io.client_connections import IDLE_TIMEOUT, ClientConnections, UnauthenticatedConnections
 from xpyd_connector.io.connection import Connection, set_socket_options
 from xpyd_connector.io.framing import Deframer, frame
@@ -271,7 +271,8 @@ class SocketLink:
             try:
                 tls, welcome = future.result()
             except PeerError as exc:
-                self._events.append(ConnectFailed(conn, str(exc), isinstance(exc, IncompatiblePeer)))
+                has_ended = isinstance(exc, AnotherEngine | PortClosed)
+                self._events.append(ConnectFailed(conn, str(exc), isinstance(exc, IncompatiblePeer), has_ended))
                 continue
             try:
                 self._unread[conn] = self._add(conn, tls, MAX_FRAME)

@@ -275,6 +275,36 @@ def test_a_port_without_a_listener_fails(net):
 
     assert failed.conn == conn
     assert failed.reason.startswith(f"cannot connect to {address}: ")
+    assert failed.has_ended
+
+
+def test_an_engine_that_takes_the_place_of_the_expected_one_says_so(net):
+    """Decode engines then know that the one before has ended."""
+    p, d = net.listener(), net.link()
+    d.connect(p.address, EngineId("before"))
+    (failed,) = net.events(d)
+
+    assert "engine before does not answer here (any more)" in failed.reason
+    assert (failed.is_incompatible, failed.has_ended) == (True, True)
+
+
+def test_a_name_with_two_addresses_has_a_closed_port_if_both_have(net, monkeypatch):
+    """One that does not answer may be the engine's, which lives."""
+    with socket.socket() as closed, socket.socket() as other:
+        for each in (closed, other):
+            each.bind(("127.0.0.1", 0))
+        entries = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", each.getsockname()) for each in (closed, other)]
+        unreachable = (*entries[0][:4], ("255.255.255.255", 1))
+        monkeypatch.setattr(
+            socket, "getaddrinfo", lambda host, *_, **__: {"both": entries}.get(host, [unreachable, *entries])
+        )
+        d = net.link()
+        ended = {}
+        for host in ("both", "one"):
+            d.connect(Address(host, 1), P)
+            ended[host] = net.events(d)[0].has_ended
+
+    assert ended == {"both": True, "one": False}
 
 
 @pytest.mark.parametrize("host", ["x" * 64 + ".example", "nul\0byte", "a..b", ""])
@@ -321,12 +351,22 @@ def test_something_else_behind_tls_fails(net):
 
 @pytest.mark.parametrize("said", [DropLeases((A,)), RenewLeases((A,)), Refusal("full")])
 def test_something_else_than_a_challenge_fails(net, said):
-    """An engine of another protocol; a refusal is passed on."""
+    """A refusal is passed on."""
     with dialled(net) as (server, d), serve_tls(server) as conn:
         conn.sendall(frame(encode(said)))
         (failed,) = net.events(d)
 
     assert "full" in failed.reason or f"answered the handshake with {type(said).__name__}" in failed.reason
+
+
+def test_an_engine_of_another_protocol_is_not_the_one_that_was_met(net):
+    """A revision that takes the place of another one."""
+    with dialled(net) as (server, d), serve_tls(server) as conn:
+        conn.sendall(frame(encode(Challenge(PROTOCOL + 1, NO_NONCE))))
+        (failed,) = net.events(d)
+
+    assert f"it speaks protocol {PROTOCOL + 1}" in failed.reason
+    assert (failed.is_incompatible, failed.has_ended) == (True, True)
 
 
 def test_a_listener_that_never_answers_fails_in_time(net):
@@ -338,6 +378,7 @@ def test_a_listener_that_never_answers_fails_in_time(net):
     assert 0.15 < time.monotonic() - start < LONG / 2
     assert failed.reason.startswith("no handshake with ")
     assert failed.reason.endswith(": timed out")
+    assert not failed.has_ended
 
 
 def test_a_listener_that_answers_byte_by_byte_fails_in_time(net):

@@ -3,9 +3,10 @@
 P answers each registration with PushDone or PushStopped. If we abort one before (request aborted, timeout, P silent),
 the load fails at once, but its blocks stay unused because P may still write into them. They are free when P sends
 PushStopped; or, if P's connection closed, when all that P had sent must have arrived (:data:`QUARANTINE`). A connection
-that was reset may be that of a P that lives, cut off for so long that its kernel has given up. It has died if it had
-answered just before, or when another engine answers at its address. Something between may have reset it, though: P is
-connected again at once, and if it answers it lives.
+that was reset may be that of a P that has died; of one that lives, cut off for so long that its kernel has given up;
+or something between has reset it. D asks at P's address, at once and again until it knows: P has died if its port is
+closed or another engine listens there, and lives if it answers. How long ago it answered proves nothing: D may have
+been stopped, and what it reads is old.
 
 A registration sent over a connection that ended must not be sent again. P closes idle connections, though: over one
 that has been idle for long, a push is registered only when P has answered a heartbeat. If the connection ends before,
@@ -129,7 +130,7 @@ class _ExpectedPush:
     sums: Sequence[RankSums] = ()  # of what it has written, if it has sampled the prefill
     check_interval: float = 0.0  # s; these three only while QUARANTINED
     checks: int = 0
-    is_reset: bool = False  # P's kernel has answered for it: it has died, or has given up a cut connection
+    is_reset: bool = False  # P's connection was reset, and we do not know yet whether P has died
 
     def on(self, event: ReceiveEvent) -> None:
         self.state = transition(TRANSITIONS, self.state, event, f"landing of {self.order.request}")
@@ -246,8 +247,7 @@ class PushReceiver:
         if peer.state is PeerState.CONNECTED:
             for rank in self._ranks:
                 self._link.send(peer.conn, RankMemory(rank))
-            self._bury_predecessors(peer, now)
-            self._keep_from_living(peer, now)
+        self._judge_resets(peer, now)
         for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
             if push.state in _IGNORES_PEER:
                 continue
@@ -304,11 +304,12 @@ class PushReceiver:
 
     def _check_quarantine(self, push: _ExpectedPush, now: float) -> None:
         push.checks -= 1
-        peer = self._peers.get(push.order.engine) if push.is_reset else None
-        if push.checks > 0 or (peer is not None and peer.state is PeerState.CONNECTING):  # it may show that P lives
-            self._deadlines.set(push.order.request, now + push.check_interval)
-        else:
+        if push.checks <= 0:
             self._release(push)
+            return
+        self._deadlines.set(push.order.request, now + push.check_interval)
+        if push.is_reset:
+            self._peers.ensure_connected(push.order.engine, push.order.address, now=now)
 
     def _register(self, push: _ExpectedPush, peer: Peer) -> None:
         push.on(ReceiveEvent.REGISTERED)
@@ -388,27 +389,25 @@ class PushReceiver:
         push.is_reset = peer.is_reset
         self._quarantine(push, LONG_QUARANTINE if peer.is_silent else QUARANTINE, now)
         self._contention_deadlines.discard(push.order.request)
-        if peer.is_reset and not peer.is_silent:  # it seems to have died: it answers if it has not
+        if push.is_reset:
             self._peers.ensure_connected(push.order.engine, push.order.address, now=now)
 
     def _quarantine(self, push: _ExpectedPush, looks: tuple[float, int], now: float) -> None:
         push.check_interval, push.checks = looks
         self._deadlines.set(push.order.request, now + push.check_interval)
 
-    def _bury_predecessors(self, peer: Peer, now: float) -> None:
-        """An engine listens where another one did, so the process is dead whose kernel has reset our connection."""
+    def _judge_resets(self, peer: Peer, now: float) -> None:
+        """See whether an engine's answer, or its absence, shows that a P has died whose connection was reset."""
+        answers = peer.state in (PeerState.CONNECTED, PeerState.INCOMPATIBLE)
         for push in self._pushes.values():
-            is_dead = push.order.address == peer.address and push.order.engine != peer.engine
-            if is_dead and push.is_reset and push.state is ReceiveState.QUARANTINED:
+            if not push.is_reset or push.state is not ReceiveState.QUARANTINED:
+                continue
+            is_there = push.order.address == peer.address
+            if push.order.engine == peer.engine and answers:
+                push.is_reset = False  # it lives: its writes may be on their way
+            elif is_there and (peer.has_ended if push.order.engine == peer.engine else answers):
                 push.is_reset = False
                 self._quarantine(push, QUARANTINE, now)
-
-    def _keep_from_living(self, peer: Peer, now: float) -> None:
-        """An engine answers again, so it was not its end that reset our connection: its writes may be on their way."""
-        for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
-            is_short = (push.check_interval, push.state) == (QUARANTINE[0], ReceiveState.QUARANTINED)
-            if is_short and push.is_reset:
-                self._quarantine(push, LONG_QUARANTINE, now)
 
     def _abort(self, push: _ExpectedPush, counter: str, why: str) -> None:
         """End a push for our own reasons, and tell P."""

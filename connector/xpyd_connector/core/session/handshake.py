@@ -18,7 +18,7 @@ import msgspec
 from xpyd_connector.core.addresses import plain_ip
 from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.messages import HASH_BYTES, PROTOCOL, Challenge, Hello, Message, Refusal, ServerProof, Welcome
-from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation
+from xpyd_connector.errors import AnotherEngine, IncompatiblePeer, ProtocolViolation
 
 NONCE_BYTES = 32
 Secrets: TypeAlias = Callable[[], tuple[bytes, ...]]  # those in force now, the one to use first; empty: none is set
@@ -99,7 +99,7 @@ class HandshakeClient:
         if not isinstance(message, Challenge):
             raise ProtocolViolation(f"expected a challenge, got {type(message).__name__}")
         if message.protocol != PROTOCOL:
-            raise IncompatiblePeer(f"it speaks protocol {message.protocol}, we speak {PROTOCOL}")
+            raise AnotherEngine(f"it speaks protocol {message.protocol}, we speak {PROTOCOL}")
         hello = Hello(
             PROTOCOL, self.engine, self.role.value, call.expects, call.dialled.host, call.dialled.port, call.reached,
             call.nonce, (), self.badge, self.workers,
@@ -142,7 +142,9 @@ class HandshakeServer:
                 "you have a shared secret (XPYD_CONNECTOR_SECRET), this engine has none; set the same on both"
             )
         if message.expects != self.welcome.engine:
-            return Refusal(f"engine {message.expects} does not answer here (any more), another one does")
+            return Refusal(
+                f"engine {message.expects} does not answer here (any more), another one does", is_another=True
+            )
         if not self._is_ours(message, arrival.reached):
             return Refusal(
                 f"you dialled {message.host}:{message.port} and reached {message.reached}, this engine does not listen "

@@ -17,9 +17,6 @@ from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, Link, LinkE
 from xpyd_connector.core.state_machine import transition
 from xpyd_connector.errors import IncompatiblePeer
 
-# s after an answer of a peer in which a reset of its connection shows that its process has ended: if it lives, its
-# kernel gives a connection up when nothing was acknowledged for twice as long (TCP_USER_TIMEOUT, io/connection.py).
-FRESH = 10.0
 QUIET = 1800.0  # s without a word of a peer after which it may be closing the connection: half of its IDLE_TIMEOUT
 MAX_BACKOFF = 30.0  # s between two attempts to meet a peer that refuses
 
@@ -69,12 +66,13 @@ class Peer:
     reason: str = ""  # why it was refused, or is gone
     is_incompatible: bool = False  # it answers, and that is the reason
     is_final: bool = False  # a reason that does not change while it runs
+    has_ended: bool = False  # if it has been met before: its port is closed, or another engine listens there
     failures: int = 0
     retry_at: float = 0.0
     last_heard_at: float = -inf  # when it last answered
     unanswered_since: float | None = None  # when the oldest unanswered heartbeat was sent (push)
     is_silent: bool = False  # gone without closing its connection: it may still run
-    is_reset: bool = False  # silent, and its kernel knows the connection no more
+    is_reset: bool = False  # silent, and its kernel, or something between, has answered that there is no connection
 
     def on(self, event: PeerEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""
@@ -127,7 +125,7 @@ class PeerTable:
         elif peer.state is PeerState.REFUSED and (now >= peer.retry_at or address != peer.address):
             peer.on(PeerEvent.RETRIED)
             del self._refused[engine]
-            peer.is_incompatible = peer.is_final = False
+            peer.is_incompatible = peer.is_final = peer.has_ended = False
             peer.address, peer.conn = address, self._link.connect(address, engine)
             self._by_conn[peer.conn] = peer
         return peer
@@ -147,7 +145,7 @@ class PeerTable:
             case PeerConnected(conn, welcome) if peer is not None:
                 if reason := self._imposture(peer, welcome):
                     self._link.close(conn)
-                    peer.is_incompatible = peer.is_final = True
+                    peer.is_incompatible = peer.is_final = peer.has_ended = True
                     self.refuse(peer, reason, now=now)
                 elif reason := mismatch(self._own, welcome.fingerprint) or self._difference(welcome):
                     peer.on(PeerEvent.DIFFERS)
@@ -157,13 +155,12 @@ class PeerTable:
                     peer.on(PeerEvent.CONNECTED)
                     peer.welcome, peer.last_heard_at = welcome, now
                     self._counters.count("handshakes")
-            case ConnectFailed(_, reason, is_incompatible) if peer is not None:
-                peer.is_incompatible = is_incompatible
+            case ConnectFailed(_, reason, is_incompatible, has_ended) if peer is not None:
+                peer.is_incompatible, peer.has_ended = is_incompatible, has_ended
                 self.refuse(peer, reason, now=now)
             case ConnectionLost(_, reason, is_silent, is_reset) if peer is not None:
                 self._forget(peer)
-                peer.reason, peer.is_reset = reason, is_reset
-                peer.is_silent = is_silent and not (is_reset and now < peer.last_heard_at + FRESH)
+                peer.reason, peer.is_silent, peer.is_reset = reason, is_silent, is_reset
                 peer.on(PeerEvent.DISCONNECTED)
                 self._counters.count("peers_lost")
             case _:

@@ -11,9 +11,9 @@ from support.mutation import NOTICED, each_mutant, search
 from support.pair_machine import STRANGER
 from support.push_engines import PATIENCE, STRAYS, WAIT, WRITE, PushWorld
 from support.push_machine import PushMachine, nothing_is_left
-from xpyd_connector.core.messages import DropLeases
+from xpyd_connector.core.messages import DropLeases, HeartbeatReply
 from xpyd_connector.core.ports import ConnectionLost, MessageReceived
-from xpyd_connector.core.push.decode_scheduler import LONG_QUARANTINE
+from xpyd_connector.core.push.decode_scheduler import LONG_QUARANTINE, QUARANTINE
 from xpyd_connector.io.connection import USER_TIMEOUT_MS
 
 SHAPES = {  # ranks of P and of D, KV heads
@@ -305,6 +305,44 @@ def test_a_prefill_engine_whose_connection_something_between_has_reset_may_write
     assert set(into).isdisjoint(world.d.free)
     world.heal()
     world.run(seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
+
+    assert len(world.d.free) == BLOCKS
+
+
+def test_a_decode_engine_that_was_suspended_takes_no_old_answer_for_a_new_one(world):
+    """It reads P's answer together with the reset that came a minute later; P lives, and is cut off again."""
+    hang(world, clings=True)
+    world.prefill()
+    into = world.expect()
+    world.run()
+    world.now += LEASE / 6
+    world.d.turn(now=world.now)
+    world.d.frozen = True
+    world.round()
+    world.round()
+    assert HeartbeatReply() in [event.message for event in world.d.link.inbox]
+    world.cut(world.p, "both")
+    world.now += 60
+    world.network.lose()
+    world.d.frozen = False
+    world.run(seconds=60)
+    assert failure(world)
+    assert set(into).isdisjoint(world.d.free)
+    world.heal()
+    world.run(seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
+
+    assert len(world.d.free) == BLOCKS
+
+
+def test_blocks_of_a_prefill_engine_are_back_soon_after_a_reset_when_its_port_is_closed(world):
+    """However long it was silent: a P that hangs and is killed for it must not cost its blocks for 18 minutes."""
+    world.expect()
+    world.run()
+    world.p.frozen = True
+    world.run(seconds=60)
+    world.network.lose()
+    world.p.die()
+    world.run(seconds=QUARANTINE[0] * (QUARANTINE[1] + 2), step=QUARANTINE[0])
 
     assert len(world.d.free) == BLOCKS
 

@@ -43,8 +43,9 @@ class ExpectingEngine:
     def conn(self):
         return next(iter(self.peers._peers.values())).conn
 
-    def connect(self):
-        self.happen(PeerConnected(self.conn, Welcome(PROTOCOL, P, FINGERPRINT, (rank_info("p"),))))
+    def connect(self, *, is_elsewhere=True):
+        welcome = Welcome(PROTOCOL, P, FINGERPRINT, (rank_info("p"),))
+        self.happen(PeerConnected(self.conn, welcome, is_elsewhere))
 
     def happen(self, event):
         """As Control routes what is not for the pushes themselves."""

@@ -31,6 +31,7 @@ from xpyd_connector.io.in_memory import InMemoryLink, InMemoryNetwork, InMemoryT
 WAIT, WRITE, PATIENCE = 100.0, 20.0, 15.0  # s: registration_timeout, transfer_timeout, patience with a heartbeat
 TCP = 900.0  # s that a cut network may last with its bytes still arriving afterwards
 STRAYS = 10  # turns a living decode engine needs to take in what a dead prefill engine had sent
+ORPHANED = 102.0  # s for which a kernel sends again what a dead process had sent into a cut
 
 
 class WatchedMover(InMemoryTransferAgent):
@@ -318,7 +319,7 @@ class PushEngine(Blocks):
         """The process ends. What its workers had on their way may still arrive."""
         self.alive = False
         for mover in self.movers:
-            self.world.strays += [Stray(mover, flight) for flight in mover._xfers.values()]
+            self.world.strays += [Stray(mover, flight, self.world.now) for flight in mover._xfers.values()]
         for link in (self.link, *self.worker_links):
             self.world.network.kill(link)
 
@@ -330,9 +331,10 @@ class PushEngine(Blocks):
 class Stray:
     """Bytes that outlive the process that sent them, for a while."""
 
-    def __init__(self, mover, flight):
+    def __init__(self, mover, flight, now):
         source = mover._network.memories[mover.memory]
-        self.target, self.reader, self.turns = flight.memory, mover.readers[id(flight)], 0
+        self.source, self.target, self.ends_at = mover.memory, flight.memory, now + ORPHANED
+        self.reader, self.turns = mover.readers[id(flight)], 0
         self.bytes = {remote: source[local] for remote, local in pieces_of(flight.spans)}
 
 
@@ -399,9 +401,10 @@ class PushWorld(Turns):
 
     def _stray(self, stray):
         owner = next(engine for engine in self.engines if f"{engine.name}/" == stray.target[: len(engine.name) + 1])
-        if not owner.alive or (self.cut_at is not None and self.now >= self.cut_at + TCP):
+        is_cut = any(self.network.is_cut(memory) for memory in (stray.source, stray.target))
+        if not owner.alive or (is_cut and self.now >= stray.ends_at):
             self.strays.remove(stray)
-        elif self.network.reachable(stray.target) and not owner.frozen:
+        elif not is_cut and not owner.frozen:
             stray.turns += 1
             if stray.turns >= STRAYS:
                 self.strays.remove(stray)

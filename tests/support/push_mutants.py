@@ -55,6 +55,10 @@ def no_quarantine(patch):
     patch.setattr(push_receiver, "LONG_QUARANTINE", (0.0, 1))
 
 
+def believe_that_nothing_is_sent_again(patch):
+    patch.setattr(push_receiver, "QUARANTINE", push_receiver.LOCAL_QUARANTINE)
+
+
 def take_silence_for_death(patch):
     patch.setattr(push_receiver, "LONG_QUARANTINE", push_receiver.QUARANTINE)
 

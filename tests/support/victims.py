@@ -16,6 +16,7 @@ import httpx
 from support.cluster import OVER_TCP, ROOT, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import SLOW_TOKENS, STALL_SECONDS, decode, plain, prefill, prompt_of, text_of
 from support.proc import idle_cores, pids_of, wait_stopped
+from xpyd_connector.core.push.decode_scheduler import QUARANTINE
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.processes import Child, ProcessGroup
 from xpyd_proxy.local.recipe import Connector, EngineSpec, Role, transfer_config
@@ -114,6 +115,9 @@ class Victims:
         for victim in self.all:
             victim.start()
         self.p.fleet.wait_ready([victim.child for victim in self.all], timeout_s=300)
+        interval, looks = QUARANTINE  # of a P that died on another host while it wrote
+        for d in self.decoders:
+            wait_until(lambda d=d: d.now(LINGERING) == 0, seconds=interval * looks + 10, what=f"{d.spec.name} has all")
         for victim in self.all:
             wait_until(lambda victim=victim: victim.at_rest, seconds=LONG, what=f"{victim.spec.name} is at rest")
 

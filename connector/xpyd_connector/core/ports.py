@@ -18,6 +18,7 @@ class PeerConnected(NamedTuple):
 
     conn: ConnId
     welcome: Welcome
+    is_elsewhere: bool = False  # on another machine: a network that may be cut is between us
 
 
 class ConnectFailed(NamedTuple):

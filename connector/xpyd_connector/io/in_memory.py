@@ -148,9 +148,11 @@ class InMemoryNetwork:
 
     def reachable(self, memory: str) -> bool:
         """Whether the memory of an engine can be read now."""
-        return memory in self.memories and not any(
-            link.number in self._cut for link in self.links if link.memory == memory
-        )
+        return memory in self.memories and not self.is_cut(memory)
+
+    def is_cut(self, memory: str) -> bool:
+        """Whether an engine, which may have died, is cut off."""
+        return any(link.number in self._cut for link in self.links if link.memory == memory)
 
     def _connect(self, link: "InMemoryLink", conn: ConnId, address: Address) -> None:
         host, welcome = self._listeners.get(address, (None, None))
@@ -164,7 +166,7 @@ class InMemoryNetwork:
         ends = {link.number: conn, host.number: next(self._conns)}
         self._wires.append(_Wire(frozenset(ends), is_local, ends))
         self._callers[host.number, ends[host.number]] = link.memory
-        link.inbox.append(PeerConnected(conn, welcome))
+        link.inbox.append(PeerConnected(conn, welcome, is_elsewhere=not is_local))
 
     def _drain(self, wire: _Wire) -> None:
         queue, wire.queue = wire.queue, []

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from xpyd_connector.core.addresses import plain_ip
+from xpyd_connector.core.addresses import is_elsewhere, plain_ip
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, ConnId, EngineId
 from xpyd_connector.core.messages import (
@@ -280,7 +280,7 @@ class SocketLink:
                 tls.close()
                 self._events.append(ConnectFailed(conn, str(exc)))
             else:
-                self._events.append(PeerConnected(conn, welcome))
+                self._events.append(PeerConnected(conn, welcome, _leads_elsewhere(tls.sock)))
 
     def _read(self, conn: Connection) -> None:
         """Handle the received records, and send TLS's own answers to them."""
@@ -355,3 +355,11 @@ class SocketLink:
             self._clients.discard(conn)
             self._selector.unregister(conn.tls.sock)
             conn.tls.close()
+
+
+def _leads_elsewhere(sock: socket.socket) -> bool:
+    """Whether a connection leads to another machine, or may."""
+    try:
+        return is_elsewhere(str(sock.getpeername()[0]), str(sock.getsockname()[0]))
+    except OSError:  # the peer has reset it already
+        return True

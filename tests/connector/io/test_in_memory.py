@@ -26,7 +26,7 @@ class Pair:
     def connect(self):
         conn = self.d.connect(ADDRESS, EngineId("p"))
         self.network.deliver()
-        assert list(self.d.poll()) == [PeerConnected(conn, WELCOME)]
+        assert list(self.d.poll()) == [PeerConnected(conn, WELCOME, is_elsewhere=True)]
         return conn
 
     def say(self, conn, *names):
@@ -91,7 +91,7 @@ def test_a_call_of_a_cut_engine_waits_until_it_is_mended(pair):
     pair.network.cut(pair.d, is_cut=False)
     pair.network.deliver()
 
-    assert list(pair.d.poll()) == [PeerConnected(conn, WELCOME)]
+    assert list(pair.d.poll()) == [PeerConnected(conn, WELCOME, is_elsewhere=True)]
 
 
 def test_inside_an_engine_there_is_no_network_that_could_fail(pair):

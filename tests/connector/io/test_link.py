@@ -278,6 +278,12 @@ def test_a_port_without_a_listener_fails(net):
     assert failed.has_ended
 
 
+def test_a_peer_that_has_reset_a_connection_may_be_elsewhere():
+    """What is said of engines of one machine holds for no other."""
+    with socket.socket() as ended:
+        assert link_module._leads_elsewhere(ended)
+
+
 def test_an_engine_that_takes_the_place_of_the_expected_one_says_so(net):
     """Decode engines then know that the one before has ended."""
     p, d = net.listener(), net.link()

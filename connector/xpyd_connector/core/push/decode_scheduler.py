@@ -49,7 +49,10 @@ from xpyd_connector.errors import ConnectorError, IllegalTransition
 
 # How long blocks stay out of reach after P's connection closed: (s between looks, looks). Looks, not a span of time: a
 # process that was stopped meanwhile must run for a while before what lies in its sockets has been taken in.
-QUARANTINE: Final = 0.1, 50  # P's scheduler is dead, its workers follow, and what is left is in our sockets
+LOCAL_QUARANTINE: Final = 0.1, 50  # P's scheduler is dead, its workers follow, and what is left is in our sockets
+# The same on another machine: what P had sent into a cut, its kernel sends again for 102 s (Linux, tcp_orphan_retries:
+# 200 ms, doubled eight times). Measured: 11 s after the end of P, when a cut of 14 s had just mended.
+QUARANTINE: Final = 2.0, 60
 LONG_QUARANTINE: Final = 10.0, 110  # cut off: TCP sends again for 15 minutes (Linux, tcp_retries2) once the cut mends
 
 
@@ -131,6 +134,7 @@ class _ExpectedPush:
     check_interval: float = 0.0  # s; these three only while QUARANTINED
     checks: int = 0
     is_reset: bool = False  # P's connection was reset, and we do not know yet whether P has died
+    is_elsewhere: bool = False  # P is, or was, on another machine
 
     def on(self, event: ReceiveEvent) -> None:
         self.state = transition(TRANSITIONS, self.state, event, f"landing of {self.order.request}")
@@ -386,11 +390,18 @@ class PushReceiver:
             self._lease_renewer.stop_renewing(push.order.request, push.order.engine)
             self._report(push, f"{peer.address} is gone: {peer.reason}")
         push.on(ReceiveEvent.PEER_LOST)
-        push.is_reset = peer.is_reset
-        self._quarantine(push, LONG_QUARANTINE if peer.is_silent else QUARANTINE, now)
+        push.is_reset, push.is_elsewhere = peer.is_reset, peer.is_elsewhere
+        if peer.is_silent:
+            self._quarantine(push, LONG_QUARANTINE, now)
+        else:
+            self._outlast_dead(push, now)
         self._contention_deadlines.discard(push.order.request)
         if push.is_reset:
             self._peers.ensure_connected(push.order.engine, push.order.address, now=now)
+
+    def _outlast_dead(self, push: _ExpectedPush, now: float) -> None:
+        """Keep the blocks until what a dead P had sent must have arrived."""
+        self._quarantine(push, QUARANTINE if push.is_elsewhere else LOCAL_QUARANTINE, now)
 
     def _quarantine(self, push: _ExpectedPush, looks: tuple[float, int], now: float) -> None:
         push.check_interval, push.checks = looks
@@ -407,7 +418,7 @@ class PushReceiver:
                 push.is_reset = False  # it lives: its writes may be on their way
             elif is_there and (peer.has_ended if push.order.engine == peer.engine else answers):
                 push.is_reset = False
-                self._quarantine(push, QUARANTINE, now)
+                self._outlast_dead(push, now)
 
     def _abort(self, push: _ExpectedPush, counter: str, why: str) -> None:
         """End a push for our own reasons, and tell P."""

@@ -67,6 +67,7 @@ class Peer:
     is_incompatible: bool = False  # it answers, and that is the reason
     is_final: bool = False  # a reason that does not change while it runs
     has_ended: bool = False  # if it has been met before: its port is closed, or another engine listens there
+    is_elsewhere: bool = False  # on another machine
     failures: int = 0
     retry_at: float = 0.0
     last_heard_at: float = -inf  # when it last answered
@@ -142,7 +143,8 @@ class PeerTable:
         """Take in what happened to a connection we opened; return the peer whose state changed."""
         peer = self.find(event.conn)
         match event:
-            case PeerConnected(conn, welcome) if peer is not None:
+            case PeerConnected(conn, welcome, is_elsewhere) if peer is not None:
+                peer.is_elsewhere = is_elsewhere
                 if reason := self._imposture(peer, welcome):
                     self._link.close(conn)
                     peer.is_incompatible = peer.is_final = peer.has_ended = True

@@ -20,6 +20,7 @@ from xpyd_connector.core.messages import (
 )
 from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
 from xpyd_connector.core.push.decode_scheduler import (
+    LOCAL_QUARANTINE,
     LONG_QUARANTINE,
     QUARANTINE,
     ReceiveState,
@@ -40,7 +41,7 @@ class Harness(ExpectingEngine):
         """An engine answers at P's address."""
         self.expect(B, engine=engine)
         conn = self.peers.get(engine).conn
-        self.happen(PeerConnected(conn, Welcome(PROTOCOL, engine, fingerprint, (rank_info("p"),))))
+        self.happen(PeerConnected(conn, Welcome(PROTOCOL, engine, fingerprint, (rank_info("p"),)), is_elsewhere=True))
 
     def hear(self, message, conn=None):
         return self.push_receiver.on(conn or self.conn, message)
@@ -209,12 +210,34 @@ def test_nothing_is_waited_for_longer_than_the_timeout(harness):
 # ---- P is gone
 
 
-def test_the_long_quarantine_outlasts_tcp():
-    """Linux sends again for 924.6 s; the short one is for what is in our own sockets."""
-    interval, looks = LONG_QUARANTINE
+@pytest.mark.parametrize(
+    ("quarantine", "seconds"), [(LONG_QUARANTINE, 924.6), (QUARANTINE, 102.2), (LOCAL_QUARANTINE, -10)]
+)
+def test_a_quarantine_outlasts_tcp(quarantine, seconds):
+    """Linux sends again for so long what a process, or one that has died, had sent into a cut (tcp_retries2, 0.2 s)."""
+    interval, looks = quarantine
 
-    assert interval * looks > 924.6
-    assert QUARANTINE[1] > 1
+    assert interval * looks > seconds + 10
+    assert looks > 10  # those of a process that was stopped count when it runs again
+
+
+@pytest.mark.parametrize(("is_elsewhere", "quarantine"), [(True, QUARANTINE), (False, LOCAL_QUARANTINE)])
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_dead_p_of_the_same_machine_has_sent_nothing_into_a_cut(is_elsewhere, quarantine, is_reset):
+    """Its blocks are back in seconds; between machines what was cut off may come as late as its kernel sends it."""
+    harness = Harness()
+    harness.expect()
+    harness.connect(is_elsewhere=is_elsewhere)
+    harness.lose(silent=is_reset, reset=is_reset)
+    if is_reset:
+        harness.happen(ConnectFailed(harness.conn, "refused", has_ended=True))
+    harness.take_results()
+    interval, looks = quarantine
+    for _ in range(looks):
+        assert harness.take_results() == []
+        harness.wait(interval)
+
+    assert harness.take_results() == [BlocksReleased(A)]
 
 
 def test_a_p_that_is_back_has_no_say_about_what_was_before(harness):

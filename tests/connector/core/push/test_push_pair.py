@@ -9,7 +9,7 @@ from support import push_mutants as mutants
 from support.engines import BLOCKS, LEASE
 from support.mutation import NOTICED, each_mutant, search
 from support.pair_machine import STRANGER
-from support.push_engines import PATIENCE, STRAYS, WAIT, WRITE, PushWorld
+from support.push_engines import ORPHANED, PATIENCE, STRAYS, WAIT, WRITE, PushWorld
 from support.push_machine import PushMachine, nothing_is_left
 from xpyd_connector.core.messages import DropLeases, HeartbeatReply
 from xpyd_connector.core.ports import ConnectionLost, MessageReceived
@@ -260,7 +260,29 @@ def test_a_dead_prefill_engine_fails_the_request_at_once_and_its_bytes_hit_no_ot
         world.round()
     assert world.strays == []
     assert world.d.bytes_of(into) == world.right_bytes("t", range(3))
-    world.run(seconds=30)
+    world.run(seconds=QUARANTINE[0] * QUARANTINE[1], step=QUARANTINE[0])
+
+    assert len(world.d.free) == BLOCKS
+
+
+@pytest.mark.parametrize("who", "pd")
+def test_what_a_dead_prefill_engine_had_sent_into_a_cut_hits_no_other(world, who):
+    """Its kernel sends it again, ever more rarely, when the process and the cut are over."""
+    hang(world)
+    world.prefill()
+    into = world.expect()
+    world.run()
+    world.cut(getattr(world, who), "bytes")
+    world.run(seconds=WRITE / 2)
+    world.p.die()
+    world.run(seconds=ORPHANED / 2)
+    assert "is gone" in failure(world)
+    assert world.strays
+    world.heal()
+    world.run(seconds=STRAYS)
+    assert world.strays == []
+    assert world.d.bytes_of(into) == world.right_bytes("t", range(3))
+    world.run(seconds=QUARANTINE[0] * QUARANTINE[1], step=QUARANTINE[0])
 
     assert len(world.d.free) == BLOCKS
 
@@ -290,7 +312,7 @@ def test_a_prefill_engine_that_is_cut_off_may_write_much_later(world):
 
 def test_a_reset_connection_is_no_dead_prefill_engine(world):
     """P's kernel had given the connection up while the network was cut; P lives, and what it wrote is on its way."""
-    keep_blocks_behind_a_cut(world, USER_TIMEOUT_MS / 1000, world.network.lose, later_s=60)
+    keep_blocks_behind_a_cut(world, USER_TIMEOUT_MS / 1000, world.network.lose, later_s=200)
 
 
 def test_a_prefill_engine_whose_connection_something_between_has_reset_may_write_on(world):
@@ -300,7 +322,7 @@ def test_a_prefill_engine_whose_connection_something_between_has_reset_may_write
     into = world.expect()
     world.run()
     world.network.lose()
-    world.run(seconds=60)
+    world.run(seconds=200)
     assert failure(world)
     assert set(into).isdisjoint(world.d.free)
     world.heal()
@@ -325,7 +347,7 @@ def test_a_decode_engine_that_was_suspended_takes_no_old_answer_for_a_new_one(wo
     world.now += 60
     world.network.lose()
     world.d.frozen = False
-    world.run(seconds=60)
+    world.run(seconds=200)
     assert failure(world)
     assert set(into).isdisjoint(world.d.free)
     world.heal()
@@ -625,6 +647,10 @@ def test_what_one_engine_waits_for_no_other_can_refuse(world):
     assert pushes._owner("t") not in (None, STRANGER)
 
 
+def bytes_in_a_cut(world):
+    test_what_a_dead_prefill_engine_had_sent_into_a_cut_hits_no_other(world, "d")
+
+
 def after_an_hour(world):
     test_a_request_that_comes_when_p_closes_the_idle_connection_gets_its_blocks(world, "prefill")
 
@@ -655,6 +681,7 @@ MUTANTS = [
     (mutants.free_without_waiting_for_stopped, test_blocks_of_an_aborted_request_wait_for_what_flies),
     (mutants.answer_stop_before_the_workers_have, test_blocks_of_an_aborted_request_wait_for_what_flies),
     (mutants.no_quarantine, test_a_dead_prefill_engine_fails_the_request_at_once_and_its_bytes_hit_no_other),
+    (mutants.believe_that_nothing_is_sent_again, bytes_in_a_cut),
     (mutants.take_silence_for_death, test_a_prefill_engine_that_is_cut_off_may_write_much_later),
     (mutants.count_time_instead_of_looks, test_a_thawed_engine_takes_in_what_was_sent_before_it_uses_the_blocks),
     (mutants.land_without_asking_for_the_lease, test_an_engine_that_was_suspended_does_not_trust_what_it_wrote),

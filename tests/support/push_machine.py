@@ -306,6 +306,7 @@ def nothing_is_left(engine):
     assert len(engine.leases) == len(engine.control.lease_renewer) == len(engine.push_receiver) == 0
     assert engine.control.lease_renewer._leases_by_engine == {}
     assert engine.push_coordinator._by_request == engine.push_coordinator._early == {}
+    assert engine.push_coordinator._draining == {}
     assert all(peer.pushes == {} for peer in engine.push_coordinator._peers.values())
     for writer in engine.writers:
         assert writer._sources == writer._jobs == writer._by_request == writer._by_part == {}

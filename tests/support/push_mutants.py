@@ -124,6 +124,16 @@ def forget_who_spoke_early(patch):
     patch.setattr(PushCoordinator, "_note_interest", lambda self, requests, conn, now, *, wants=True: [])
 
 
+def forget_what_workers_still_write(patch):
+    lost = PushCoordinator._lost
+
+    def forgetful(self, conn, now):
+        lost(self, conn, now)
+        self._draining.clear()
+
+    patch.setattr(PushCoordinator, "_lost", forgetful)
+
+
 def trust_a_silent_peer(patch):
     patch.setattr(PushReceiver, "_abort_all_of", lambda self, peer: None)
 

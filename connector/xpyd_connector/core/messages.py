@@ -52,7 +52,7 @@ from msgspec import Meta
 from xpyd_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
 from xpyd_connector.errors import ProtocolViolation
 
-PROTOCOL = 8  # raised with every change that an older engine would misunderstand
+PROTOCOL = 9  # raised with every change that an older engine would misunderstand
 MAX_FRAME = 1 << 20  # bytes of one message between engines that have proven themselves
 MAX_GREETING = 64 << 20  # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
 MAX_UNAUTHENTICATED_FRAME = 32768  # bytes of one message before the proof: a Hello that names MAX_RANKS workers fits
@@ -350,7 +350,7 @@ class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
 
 
 class CancelPushes(msgspec.Struct, frozen=True, tag="cancel_pushes"):
-    """D aborts the pushes for these readers."""
+    """D aborts the pushes for these readers, or asks for those of a connection that ended: each gets PushStopped."""
 
     readers: RequestNames
 
@@ -404,7 +404,7 @@ class StopPush(msgspec.Struct, frozen=True, tag="stop_push"):
 
 
 class PeerGone(msgspec.Struct, frozen=True, tag="peer_gone"):
-    """``peer`` has disconnected: stop all its pushes and report nothing about them."""
+    """``peer`` has disconnected: stop all its pushes."""
 
     peer: ConnId
 

@@ -5,8 +5,8 @@ the load fails at once, but its blocks stay unused because P may still write int
 PushStopped; or, if P's connection closed, when all that P had sent must have arrived (:data:`QUARANTINE`). A connection
 that was reset may be that of a P that has died; of one that lives, cut off for so long that its kernel has given up;
 or something between has reset it. D asks at P's address, at once and again until it knows: P has died if its port is
-closed or another engine listens there, and lives if it answers. How long ago it answered proves nothing: D may have
-been stopped, and what it reads is old.
+closed or another engine listens there. How long ago it answered proves nothing: D may have been stopped, and what it
+reads is old. A P that is back is asked for PushStopped: it alone knows whether its workers still write.
 
 A registration sent over a connection that ended must not be sent again. P closes idle connections, though: over one
 that has been idle for long, a push is registered only when P has answered a heartbeat. If the connection ends before,
@@ -28,6 +28,7 @@ from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
 from xpyd_connector.core.layout.transfer_plan import TokenRange
 from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
 from xpyd_connector.core.messages import (
+    MAX_IDS,
     CancelPushes,
     HeartbeatReply,
     LentBlocks,
@@ -62,7 +63,7 @@ class ReceiveState(Enum):
     QUEUED = auto()  # for room in our staging buffer
     WAITING = auto()  # for P to be met, or to answer over a connection that has been quiet for long
     REGISTERED = auto()  # P may write
-    STOPPING = auto()  # aborted and reported; P may still write until it sends PushStopped
+    STOPPING = auto()  # reported as failed; P may still write until it sends PushStopped
     QUARANTINED = auto()  # aborted, and P is gone: what it sent may still arrive
     COPYING = auto()  # from our staging buffer into the cache
     ABORTING = auto()  # given up while it is copied
@@ -79,6 +80,7 @@ class ReceiveEvent(Enum):
     FAILED = auto()  # and P does not write
     ABORTED = auto()
     PEER_LOST = auto()
+    PEER_BACK = auto()
     RELEASED = auto()
 
 
@@ -99,7 +101,10 @@ TRANSITIONS: Final[Mapping[ReceiveState, Mapping[ReceiveEvent, ReceiveState]]] =
         ReceiveEvent.RELEASED: ReceiveState.OVER,
         ReceiveEvent.PEER_LOST: ReceiveState.QUARANTINED,
     },
-    ReceiveState.QUARANTINED: {ReceiveEvent.RELEASED: ReceiveState.OVER},
+    ReceiveState.QUARANTINED: {
+        ReceiveEvent.RELEASED: ReceiveState.OVER,
+        ReceiveEvent.PEER_BACK: ReceiveState.STOPPING,
+    },
     ReceiveState.COPYING: {
         ReceiveEvent.DONE: ReceiveState.OVER,
         ReceiveEvent.FAILED: ReceiveState.OVER,
@@ -133,8 +138,10 @@ class _ExpectedPush:
     sums: Sequence[RankSums] = ()  # of what it has written, if it has sampled the prefill
     check_interval: float = 0.0  # s; these three only while QUARANTINED
     checks: int = 0
-    is_reset: bool = False  # P's connection was reset, and we do not know yet whether P has died
+    is_silent: bool = False  # P has not closed its connection: we ask whether it lives
+    is_reset: bool = False  # nor has the network cut it: a closed port shows that P has died
     is_elsewhere: bool = False  # P is, or was, on another machine
+    peer_ranks: Sequence[RankInfo] = ()  # of P: another process has others, also under the same engine id
 
     def on(self, event: ReceiveEvent) -> None:
         self.state = transition(TRANSITIONS, self.state, event, f"landing of {self.order.request}")
@@ -251,6 +258,7 @@ class PushReceiver:
         if peer.state is PeerState.CONNECTED:
             for rank in self._ranks:
                 self._link.send(peer.conn, RankMemory(rank))
+            self._ask_about_quarantined(peer, peer.welcome.ranks if peer.welcome is not None else ())
         self._judge_resets(peer, now)
         for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
             if push.state in _IGNORES_PEER:
@@ -312,7 +320,7 @@ class PushReceiver:
             self._release(push)
             return
         self._deadlines.set(push.order.request, now + push.check_interval)
-        if push.is_reset:
+        if push.is_silent:
             self._peers.ensure_connected(push.order.engine, push.order.address, now=now)
 
     def _register(self, push: _ExpectedPush, peer: Peer) -> None:
@@ -390,13 +398,14 @@ class PushReceiver:
             self._lease_renewer.stop_renewing(push.order.request, push.order.engine)
             self._report(push, f"{peer.address} is gone: {peer.reason}")
         push.on(ReceiveEvent.PEER_LOST)
-        push.is_reset, push.is_elsewhere = peer.is_reset, peer.is_elsewhere
+        push.is_silent, push.is_reset, push.is_elsewhere = peer.is_silent, peer.is_reset, peer.is_elsewhere
+        push.peer_ranks = peer.welcome.ranks if peer.welcome is not None else ()
         if peer.is_silent:
             self._quarantine(push, LONG_QUARANTINE, now)
         else:
             self._outlast_dead(push, now)
         self._contention_deadlines.discard(push.order.request)
-        if push.is_reset:
+        if push.is_silent:
             self._peers.ensure_connected(push.order.engine, push.order.address, now=now)
 
     def _outlast_dead(self, push: _ExpectedPush, now: float) -> None:
@@ -407,6 +416,17 @@ class PushReceiver:
         push.check_interval, push.checks = looks
         self._deadlines.set(push.order.request, now + push.check_interval)
 
+    def _ask_about_quarantined(self, peer: Peer, ranks: Sequence[RankInfo]) -> None:
+        """P lives and is back: it alone knows whether its workers still write, and one of them may hang for long."""
+        asked: list[RequestId] = []
+        for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
+            if push.state is ReceiveState.QUARANTINED and push.peer_ranks == ranks:
+                push.on(ReceiveEvent.PEER_BACK)
+                self._clear_deadlines(push)
+                asked.append(push.order.request)
+        for start in range(0, len(asked), MAX_IDS):
+            self._link.send(peer.conn, CancelPushes(tuple(asked[start : start + MAX_IDS])))
+
     def _judge_resets(self, peer: Peer, now: float) -> None:
         """See whether an engine's answer, or its absence, shows that a P has died whose connection was reset."""
         answers = peer.state in (PeerState.CONNECTED, PeerState.INCOMPATIBLE)
@@ -414,10 +434,9 @@ class PushReceiver:
             if not push.is_reset or push.state is not ReceiveState.QUARANTINED:
                 continue
             is_there = push.order.address == peer.address
-            if push.order.engine == peer.engine and answers:
-                push.is_reset = False  # it lives: its writes may be on their way
-            elif is_there and (peer.has_ended if push.order.engine == peer.engine else answers):
-                push.is_reset = False
+            # P itself, if it answers, is asked and no longer quarantined: another process may have its engine id.
+            if is_there and (answers or (peer.has_ended and push.order.engine == peer.engine)):
+                push.is_silent = push.is_reset = False
                 self._outlast_dead(push, now)
 
     def _abort(self, push: _ExpectedPush, counter: str, why: str) -> None:

@@ -2,6 +2,7 @@
 
 A registration may come before, during or after its prefill. P answers it once: PushDone, when every worker has written
 everything and the lease was still held, or PushStopped. Until then the decode engine uses its blocks for nothing else.
+If its connection ends before, it may ask over the next one: it hears PushStopped when no worker writes any more.
 
 A transfer belongs to the first decode engine that names it, while its connection lasts: other engines can neither claim
 nor end it, nor get its KV.
@@ -104,9 +105,19 @@ class _EarlyInterest:
 
 
 @dataclass(slots=True)
+class _Draining:
+    """A push whose decode engine has disconnected, while workers may still write."""
+
+    engine: EngineId | None
+    writing_ranks: set[int]
+    asker: ConnId | None = None  # the connection over which that engine wants to hear of its end
+
+
+@dataclass(slots=True)
 class _DecodePeer:
     """A decode engine: the memory of its ranks, and its registrations."""
 
+    engine: EngineId | None = None
     ranks: dict[int, RankInfo] = field(default_factory=dict[int, RankInfo])  # by worker
     pushes: dict[RequestId, _Push] = field(default_factory=dict[RequestId, _Push])
     lent: Counter[int] = field(default_factory=Counter[int])  # blocks of all pushes, by KV cache group
@@ -167,6 +178,7 @@ class PushCoordinator:
         self._registration_timeout = registration_timeout  # s that a transfer without a prefill is remembered
         self._seen_ranks: set[int] = set()  # ranks that may write, connected or not
         self._peers: dict[ConnId, _DecodePeer] = {}
+        self._draining: dict[_PushKey, _Draining] = {}
         self._open = 0  # pushes of all decode engines
         self._leased: set[RequestId] = set()  # transfers whose lease has yet to be released
         self._by_request: dict[RequestId, dict[_PushKey, _Push]] = {}
@@ -176,7 +188,8 @@ class PushCoordinator:
         self._over: OrderedDict[RequestId, float] = OrderedDict()  # transfers that are over -> remembered until
 
     def __len__(self) -> int:
-        return len(self._by_request) + len(self._early) + len(self._peers) + len(self._over)
+        tables = (self._by_request, self._early, self._peers, self._over, self._draining)
+        return sum(len(table) for table in tables)
 
     # ---- the engine
 
@@ -264,8 +277,12 @@ class PushCoordinator:
         if peer is None:
             return
         self._open -= len(peer.pushes)
+        for draining in self._draining.values():
+            draining.asker = None if draining.asker == conn else draining.asker
         for push in peer.pushes.values():
             self._unlist(push)
+            if ranks := push.writing_ranks & self._seen_ranks:
+                self._draining[_PushKey(conn, push.order.reader)] = _Draining(peer.engine, ranks)
             if push.order.request not in self._by_request and not self._lease_manager.holds(push.order.request):
                 self._note_interest([push.order.request], conn, now, wants=False)
         self._send_to_workers(PeerGone(conn))
@@ -334,7 +351,7 @@ class PushCoordinator:
         ]:
             self._link.close(earlier)
             self._lost(earlier, now)
-        if self._peers.setdefault(conn, _DecodePeer()).add_rank(rank):
+        if self._peers.setdefault(conn, _DecodePeer(self._link.engine_of(conn))).add_rank(rank):
             self._send_to_workers(PeerMemory(conn, rank, self._link.engine_of(conn) or EngineId("")))
         else:
             self._counters.count("unknown_transfer_messages")
@@ -356,7 +373,7 @@ class PushCoordinator:
         elif len(peer.pushes) >= MAX_PUSHES_PER_PEER:
             self._counters.count("pushes_refused")
             self._link.send(conn, PushStopped(order.reader, f"{len(peer.pushes)} registrations of yours are open"))
-        elif self._open >= MAX_PUSHES:
+        elif self._open + len(self._draining) >= MAX_PUSHES:
             self._counters.count("pushes_refused")
             self._link.send(conn, PushStopped(order.reader, f"{MAX_PUSHES} registrations are open"))
         else:
@@ -370,9 +387,13 @@ class PushCoordinator:
 
     def _stop_for(self, conn: ConnId, readers: Iterable[RequestId]) -> None:
         peer = self._peers.get(conn, _DecodePeer())
+        engine = self._link.engine_of(conn)
+        draining = {key.reader: each for key, each in self._draining.items() if each.engine == engine is not None}
         for reader in readers:
             if (push := peer.pushes.get(reader)) is not None:
                 self._stop(push, "the decode engine does not want it")
+            elif reader in draining:
+                draining[reader].asker = conn
             else:
                 self._counters.count("unknown_transfer_messages")
                 self._link.send(conn, PushStopped(reader, ""))  # never registered, or answered before
@@ -393,12 +414,15 @@ class PushCoordinator:
                 self._link.send(conn, StartPush(number, push.order))
                 if push.state is PushState.STOPPING:
                     self._link.send(conn, StopPush(number, push.order.reader))
+        for key, draining in self._draining.items():
+            if hello.rank in draining.writing_ranks:
+                self._link.send(conn, StopPush(key.peer, key.reader))
 
     def _on_worker_message(self, rank: int, event: PushWritten | PushAborted | WriteStalled) -> None:
         peer = self._peers.get(event.peer)
         push = peer.pushes.get(event.reader) if peer is not None else None
         if push is None:
-            self._counters.count("unknown_transfer_messages")  # the decode engine has left meanwhile
+            self._on_drained(rank, event)
             return
         match event:
             case PushWritten(_, _, sums):
@@ -412,6 +436,19 @@ class PushCoordinator:
                 self._link.send(push.peer, PushStalled(reader, reason))
                 self._stop(push, reason)
         self._end_if_drained(push)
+
+    def _on_drained(self, rank: int, event: PushWritten | PushAborted | WriteStalled) -> None:
+        """A worker speaks of a push whose decode engine has left meanwhile."""
+        key = _PushKey(event.peer, event.reader)
+        draining = self._draining.get(key)
+        if draining is None or isinstance(event, WriteStalled):
+            self._counters.count("unknown_transfer_messages")
+            return
+        draining.writing_ranks.discard(rank)
+        if not draining.writing_ranks:
+            del self._draining[key]
+            if draining.asker is not None:
+                self._link.send(draining.asker, PushStopped(event.reader, "the connection was lost"))
 
     def _stop(self, push: _Push, reason: str) -> None:
         if push.state is not PushState.OPEN:

@@ -128,6 +128,8 @@ class PushWriter:
     def _on_scheduler_lost(self) -> None:
         """Our scheduler is gone: the engine ends, or the scheduler reconnects and repeats its orders."""
         self._counters.count("peers_lost")
+        for job in self._jobs.values():
+            job.is_forgotten = True
         for peer in list(self._peers):
             self._forget_peer(peer)
 
@@ -140,9 +142,12 @@ class PushWriter:
                 self._by_request.setdefault(order.request, []).append(job)
                 self._write_computed(job, now)
             case StartPush(peer, order) if (peer, order.reader) in self._jobs:
-                self._jobs[peer, order.reader].is_peer_gone = False  # our scheduler is back and waits for its end
+                self._jobs[peer, order.reader].is_forgotten = False  # our scheduler is back and waits for its end
             case StopPush(peer, reader) if (peer, reader) in self._jobs:
+                self._jobs[peer, reader].is_forgotten = False
                 self._stop(self._jobs[peer, reader], "")
+            case StopPush(peer, reader):  # our scheduler may have lost what we said of its end
+                self._scheduler.send(PushAborted(peer, reader, ""))
             case PeerGone(peer) if peer in self._peers:
                 self._forget_peer(peer)
             case _:
@@ -186,7 +191,6 @@ class PushWriter:
 
     def _forget_peer(self, peer: ConnId) -> None:
         for job in [w for w in self._jobs.values() if w.peer == peer]:
-            job.is_peer_gone = True
             self._stop(job, "the decode engine is gone")
         for remote_rank in self._peers.pop(peer).remote_ranks.values():
             self._transfer_agent.detach(remote_rank.handle)
@@ -297,7 +301,7 @@ class PushWriter:
         if job.state is not PushJobState.OPEN:
             return
         reason = f"a write did not end within {self._timeout:g} s"
-        if not job.is_peer_gone:
+        if not job.is_forgotten:
             self._scheduler.send(WriteStalled(job.peer, job.order.reader, reason))
         self._stop(job, reason)
 
@@ -323,7 +327,7 @@ class PushWriter:
         self._by_request[job.order.request].remove(job)
         if not self._by_request[job.order.request]:
             del self._by_request[job.order.request]
-        if not job.is_peer_gone:
+        if not job.is_forgotten:
             self._scheduler.send(event)
 
 

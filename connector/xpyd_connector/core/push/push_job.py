@@ -83,7 +83,7 @@ class PushJob:
     sent: int = 0  # tokens from the first on that have been written or are being written
     parts: set[PartWriteId] = field(default_factory=set[PartWriteId])  # under way
     reason: str = ""  # why it ceases
-    is_peer_gone: bool = False  # the decode engine has disconnected: report nothing
+    is_forgotten: bool = False  # our scheduler has lost us: report nothing unless it speaks of the job again
 
     @property
     def is_over(self) -> bool:

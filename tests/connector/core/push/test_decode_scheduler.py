@@ -37,11 +37,11 @@ class Harness(ExpectingEngine):
     def lose(self, *, silent=False, reset=False):
         self.happen(ConnectionLost(self.conn, "closed", silent, reset))
 
-    def meet(self, engine, fingerprint=FINGERPRINT):
+    def meet(self, engine, fingerprint=FINGERPRINT, rank=rank_info("p")):  # noqa: B008 (it is frozen)
         """An engine answers at P's address."""
         self.expect(B, engine=engine)
         conn = self.peers.get(engine).conn
-        self.happen(PeerConnected(conn, Welcome(PROTOCOL, engine, fingerprint, (rank_info("p"),)), is_elsewhere=True))
+        self.happen(PeerConnected(conn, Welcome(PROTOCOL, engine, fingerprint, (rank,)), is_elsewhere=True))
 
     def hear(self, message, conn=None):
         return self.push_receiver.on(conn or self.conn, message)
@@ -240,21 +240,50 @@ def test_a_dead_p_of_the_same_machine_has_sent_nothing_into_a_cut(is_elsewhere, 
     assert harness.take_results() == [BlocksReleased(A)]
 
 
-def test_a_p_that_is_back_has_no_say_about_what_was_before(harness):
-    """Its new connection knows nothing of the old one's writes."""
-    harness.lose()
+@pytest.mark.parametrize("how", [{}, {"silent": True}, {"silent": True, "reset": True}], ids=repr)
+def test_a_p_that_is_back_is_asked_whether_it_still_writes(harness, how):
+    """It lives: what its workers do, and for how long one of them hangs, it alone knows."""
+    harness.lose(**how)
     harness.take_results()
     harness.expect(B)
     harness.connect()
-    assert (harness.state(A), harness.state(B)) == (ReceiveState.QUARANTINED, ReceiveState.REGISTERED)
-    harness.hear(PushDone(A, held=True))
-    harness.hear(PushStopped(A, ""))
+    assert harness.state(A) is ReceiveState.STOPPING
+    assert CancelPushes((A,)) in harness.take_sent()
+    for _ in range(LONG_QUARANTINE[1] + 1):
+        harness.wait(LONG_QUARANTINE[0])
     harness.hear(PushStalled(A, ""))
     harness.push_receiver.stop(A)
-    assert harness.take_results() == []
-    harness.lose()
+    assert BlocksReleased(A) not in harness.take_results()
+    harness.hear(PushStopped(A, ""))
 
-    assert harness.take_results() == [LoadResult(B, f"{ADDRESS} is gone: closed", quarantined=True)]
+    assert harness.take_results() == [BlocksReleased(A)]
+
+
+def test_a_p_that_is_lost_again_before_it_has_answered_may_still_write(harness):
+    """As after the first time."""
+    harness.lose(silent=True)
+    harness.expect(B)
+    harness.connect()
+    harness.lose(silent=True)
+
+    assert harness.state(A) is ReceiveState.QUARANTINED
+    assert harness.push_receiver._pushes[A].checks == LONG_QUARANTINE[1]
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_another_process_under_the_same_engine_id_is_no_p_that_is_back(harness, is_reset):
+    """An operator may have chosen the id: the new process knows nothing of what the old one had sent."""
+    harness.lose(silent=is_reset, reset=is_reset)
+    harness.take_results()
+    harness.meet(P, rank=rank_info("another"))
+    harness.hear(PushStopped(A, ""))
+    interval, looks = QUARANTINE
+    for _ in range(looks):
+        assert BlocksReleased(A) not in harness.take_results()
+        assert harness.state() is ReceiveState.QUARANTINED
+        harness.wait(interval)
+
+    assert BlocksReleased(A) in harness.take_results()
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
@@ -278,17 +307,6 @@ def test_a_p_whose_place_another_takes_has_died_if_its_kernel_says_so(harness, i
         harness.wait(interval)
 
     assert (BlocksReleased(A) in harness.take_results()) == is_reset
-
-
-def test_a_p_that_is_back_after_a_reset_lives(harness):
-    """Then no kernel has told of its death, but something between: what it wrote may still be on its way."""
-    harness.lose(silent=True, reset=True)
-    harness.meet(P)
-    for _ in range(LONG_QUARANTINE[1]):
-        assert BlocksReleased(A) not in harness.take_results()
-        harness.wait(LONG_QUARANTINE[0])
-
-    assert BlocksReleased(A) in harness.take_results()
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
@@ -342,10 +360,11 @@ def test_a_connection_that_is_reset_again_and_again_is_opened_once_for_each_requ
 
     assert len(harness.link.met) - before == 2 * 50 + 1
     assert len(harness.take_results()) == 51
+    harness.lose(silent=True, reset=True)
     for _ in range(LONG_QUARANTINE[1]):
         harness.wait(LONG_QUARANTINE[0])
     assert len(harness.push_receiver) == 0
-    assert len(harness.link.met) - before == 2 * 50 + 1
+    assert len(harness.link.met) - before == 2 * 50 + 2
 
 
 def test_a_p_that_breaks_the_protocol_may_live(harness):

@@ -364,11 +364,110 @@ def test_a_connection_that_another_of_the_same_rank_replaced_has_no_say(harness)
     assert harness.take_sent(D) == [PushDone(R, held=False)]
 
 
+@pytest.fixture
+def known():
+    """As ``harness``, with one push; the decode engine has proven who it is, over both of its connections."""
+    harness = Harness()
+    harness.link.engines = dict.fromkeys((D, ELSE), "d0")
+    harness.attend()
+    harness.introduce()
+    harness.register()
+    harness.take_sent()
+    return harness
+
+
+def reconnect(harness):
+    """The decode engine is lost and comes back, and asks what became of its push."""
+    harness.lose(D)
+    harness.introduce(ELSE)
+    harness.take_sent()
+    harness.hear(ELSE, CancelPushes((R,)))
+
+
+def test_a_decode_engine_that_is_back_hears_when_no_worker_writes_any_more(known):
+    """Its blocks stay unused until then: one of the workers may hang for long."""
+    reconnect(known)
+    known.hear(W0, PushAborted(D, R, "gone"))
+    assert known.take_sent() == []
+    known.hear(W1, PushWritten(D, R))
+    assert known.take_sent() == [(ELSE, PushStopped(R, "the connection was lost"))]
+    known.hear(ELSE, CancelPushes((R,)))
+
+    assert known.take_sent() == [(ELSE, PushStopped(R, ""))]
+
+
+def test_what_is_over_when_a_decode_engine_comes_back_is_answered_at_once(known):
+    """Also if one rank was when the connection ended."""
+    known.hear(W0, PushWritten(D, R))
+    known.lose(D)
+    known.hear(W1, PushAborted(D, R, "gone"))
+    known.introduce(ELSE)
+    known.take_sent()
+    known.hear(ELSE, CancelPushes((R,)))
+
+    assert known.take_sent() == [(ELSE, PushStopped(R, ""))]
+
+
+@pytest.mark.parametrize("engine", ["d1", None])
+def test_another_decode_engine_hears_nothing_of_a_push_that_was_lost(known, engine):
+    """It has no such request, whatever it is called."""
+    known.link.engines[ELSE] = engine
+    known.lose(D)
+    known.take_sent()
+    known.hear(ELSE, CancelPushes((R,)))
+    assert known.take_sent() == [(ELSE, PushStopped(R, ""))]
+    for worker in (W0, W1):
+        known.hear(worker, PushAborted(D, R, "gone"))
+
+    assert known.take_sent() == []
+
+
+def test_a_worker_that_was_away_when_a_decode_engine_left_is_asked_when_it_is_back(known):
+    """Its word may have been lost with its connection."""
+    known.hear(W0, PushWritten(D, R))
+    known.lose(W1)
+    reconnect(known)
+    known.attend(1)
+    assert (W1, StopPush(D, R)) in known.take_sent()
+    known.hear(W1, PushAborted(D, R, ""))
+
+    assert known.take_sent() == [(ELSE, PushStopped(R, "the connection was lost"))]
+
+
+def test_what_workers_still_write_for_engines_that_left_counts_against_the_limit(known, monkeypatch):
+    """One that connects, registers and leaves again and again must not fill our memory."""
+    monkeypatch.setattr(prefill_scheduler, "MAX_PUSHES", 1)
+    known.lose(D)
+    known.introduce(ELSE)
+    known.take_sent()
+    known.register(ELSE, "d-b", "u")
+    assert known.take_sent(ELSE) == [PushStopped("d-b", "1 registrations are open")]
+    for worker in (W0, W1):
+        known.hear(worker, PushAborted(D, R, "gone"))
+    known.register(ELSE, "d-b", "u")
+
+    assert known.take_sent(ELSE) == []
+
+
+def test_a_decode_engine_that_has_left_again_is_told_nothing(known):
+    """And nothing of it is kept."""
+    reconnect(known)
+    known.lose(ELSE)
+    known.take_sent()
+    for worker in (W0, W1):
+        known.hear(worker, PushAborted(D, R, "gone"))
+
+    assert known.take_sent() == []
+    assert known.push_coordinator._draining == {}
+
+
 def test_nothing_is_left_when_everybody_has_left(harness):
     """Whatever they had asked for."""
     harness.register()
     harness.hear(D, RenewLeases((RequestId("u"),)))
     harness.lose(D)
+    for worker in (W0, W1):
+        harness.hear(worker, PushAborted(D, R, "the decode engine is gone"))
     harness.lose(W0)
     harness.now = 2 * PATIENCE
     harness.turn()

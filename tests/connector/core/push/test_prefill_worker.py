@@ -9,6 +9,7 @@ from xpyd_connector.core.counters import Counters, ForwardingCounters, merge
 from xpyd_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId, RequestId
 from xpyd_connector.core.messages import (
     MAX_REASON,
+    PeerGone,
     PeerMemory,
     PushAborted,
     PushWritten,
@@ -245,6 +246,32 @@ def test_a_scheduler_that_is_back_hears_how_what_still_flies_ends(harness):
     harness.end(0)
 
     assert harness.take_sent() == [WorkerHello(1, b"token"), PushAborted(D, R, "the decode engine is gone")]
+
+
+def test_the_end_of_a_push_is_told_when_its_decode_engine_has_left(harness):
+    """It may be back, and waits to hear that nothing is written any more."""
+    harness.assign(1, 2)
+    harness.compute(4)
+    harness.hear(PeerGone(D))
+    assert harness.take_sent() == []
+    harness.end(0)
+
+    assert harness.take_sent() == [PushAborted(D, R, "the decode engine is gone")]
+
+
+def test_a_scheduler_that_asks_for_the_end_of_a_push_hears_it_again(harness):
+    """It was told while the connection was lost; what is still written ends later."""
+    harness.assign(1, 2)
+    harness.compute(4)
+    harness.writer.on(ConnectionLost(harness.scheduler_endpoint, "closed"), now=5.0)
+    harness.writer.on(PeerConnected(harness.scheduler_endpoint, None), now=6.0)
+    harness.hear(StopPush(D, R))
+    assert harness.take_sent() == [WorkerHello(1, b"token")]
+    harness.end(0)
+    assert harness.take_sent() == [PushAborted(D, R, "the decode engine is gone")]
+    harness.hear(StopPush(D, R))
+
+    assert harness.take_sent() == [PushAborted(D, R, "")]
 
 
 def test_a_prompt_that_outlives_the_loss_of_its_scheduler_is_whole(harness):

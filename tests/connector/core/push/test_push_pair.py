@@ -331,6 +331,27 @@ def test_a_prefill_engine_whose_connection_something_between_has_reset_may_write
     assert len(world.d.free) == BLOCKS
 
 
+@pytest.mark.parametrize("end", ["lose", "time_out"])
+def test_a_prefill_engine_that_lives_says_when_the_blocks_are_free_again(world, end):
+    """However long its workers hang: a clock cannot know, and nobody waits for one when nothing is written any more."""
+    hang(world, clings=True)
+    world.prefill()
+    into = world.expect()
+    world.run()
+    world.cut(world.p, "control")
+    getattr(world.network, end)()
+    world.heal()
+    hang(world, clings=True)
+    world.expect("d-b", "u")  # D connects again
+    world.run(seconds=2 * LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
+    assert failure(world)
+    assert set(into).isdisjoint(world.d.free)
+    world.heal()
+    world.run()
+
+    assert len(world.d.free) == BLOCKS
+
+
 def test_a_decode_engine_that_was_suspended_takes_no_old_answer_for_a_new_one(world):
     """It reads P's answer together with the reset that came a minute later; P lives, and is cut off again."""
     hang(world, clings=True)
@@ -651,6 +672,10 @@ def bytes_in_a_cut(world):
     test_what_a_dead_prefill_engine_had_sent_into_a_cut_hits_no_other(world, "d")
 
 
+def a_hung_worker_and_a_reset(world):
+    test_a_prefill_engine_that_lives_says_when_the_blocks_are_free_again(world, "lose")
+
+
 def after_an_hour(world):
     test_a_request_that_comes_when_p_closes_the_idle_connection_gets_its_blocks(world, "prefill")
 
@@ -682,6 +707,7 @@ MUTANTS = [
     (mutants.answer_stop_before_the_workers_have, test_blocks_of_an_aborted_request_wait_for_what_flies),
     (mutants.no_quarantine, test_a_dead_prefill_engine_fails_the_request_at_once_and_its_bytes_hit_no_other),
     (mutants.believe_that_nothing_is_sent_again, bytes_in_a_cut),
+    (mutants.forget_what_workers_still_write, a_hung_worker_and_a_reset),
     (mutants.take_silence_for_death, test_a_prefill_engine_that_is_cut_off_may_write_much_later),
     (mutants.count_time_instead_of_looks, test_a_thawed_engine_takes_in_what_was_sent_before_it_uses_the_blocks),
     (mutants.land_without_asking_for_the_lease, test_an_engine_that_was_suspended_does_not_trust_what_it_wrote),

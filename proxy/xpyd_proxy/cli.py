@@ -1,6 +1,7 @@
 """``xpyd``: the command line, to settings, to a running server."""
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,26 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+    def parse_known_args(  # type: ignore[override]  # (argparse's has overloads)
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Name an unknown flag first: argparse would take its value for a command, or ask for the right flag."""
+        if not any(action.nargs == argparse.REMAINDER for action in self._actions):
+            self._check_flags(args or ())
+        return super().parse_known_args(args, namespace or argparse.Namespace())
+
+    def _check_flags(self, words: Sequence[str]) -> None:
+        flags = self._option_string_actions
+        commands = {name for one in self._actions if one.nargs == argparse.PARSER for name in one.choices or ()}
+        for word in words:
+            flag = word.partition("=")[0]
+            if flag == "--" or word in commands:  # what follows is no flag, or one of the command
+                return
+            is_abbreviation = self.allow_abbrev and any(one.startswith(flag) for one in flags)
+            if flag.startswith("--") and " " not in word and flag not in flags and not is_abbreviation:
+                close = difflib.get_close_matches(flag.replace("_", "-"), flags, n=1)
+                self.error(f"unrecognized arguments: {flag}{f': did you mean {close[0]}?' if close else ''}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -63,7 +63,9 @@ def test_every_flag_arrives(monkeypatch):
             "argument --client-kv-params: 'maybe' is not a choice: write refuse or strip",
         ),
         (["--retries", "-1"], "argument --retries: '-1' is not a number of retries: write one from 0 to 10"),
-        (["--prefil", "a:1"], "unrecognized arguments: --prefil"),
+        (["--prefil", "a:1"], "xpyd serve: unrecognized arguments: --prefil: did you mean --prefill?"),
+        (["--connect_timeout_s=5"], "unrecognized arguments: --connect_timeout_s: did you mean --connect-timeout?"),
+        (["--zzzz"], "xpyd serve: unrecognized arguments: --zzzz\n"),
         (["--prefill"], "argument --prefill: expected at least one argument"),
     ],
 )
@@ -71,6 +73,35 @@ def test_a_wrong_argument_is_one_sentence(argv, says, capsys):
     """It names the flag and the value and says what would be right; the exit code is that of a usage error."""
     with pytest.raises(SystemExit) as caught:
         main(["serve", *argv])
+
+    assert caught.value.code == 2
+    complaint = capsys.readouterr().err
+    assert says in complaint
+    assert complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["up", "--prefil", "2"], "xpyd up: unrecognized arguments: --prefil: did you mean --prefill?"),
+        (
+            ["instances", "--ruoter", "a:1", "list"],
+            "xpyd instances: unrecognized arguments: --ruoter: did you mean --router?",
+        ),
+        (
+            ["instances", "drain", "decode-0", "--moev"],
+            "xpyd instances drain: unrecognized arguments: --moev: did you mean --move?",
+        ),
+        (["why", "--ruoter", "a:1", "x"], "did you mean --router?"),
+        (["pairs", "--jsno"], "xpyd pairs: unrecognized arguments: --jsno: did you mean --json?"),
+        (["plan", "--promt-lengths", "x"], "did you mean --prompt-lengths?"),
+        (["--verson", "serve"], "xpyd: unrecognized arguments: --verson\n"),
+    ],
+)
+def test_a_flag_that_is_nearly_right_is_suggested(argv, says, capsys):
+    """A wrong key of the file gets that, too; each command suggests flags of its own."""
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
 
     assert caught.value.code == 2
     complaint = capsys.readouterr().err

@@ -17,7 +17,7 @@ from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
 from xpyd_proxy.app import Router
 from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.listening import EVERYWHERE, bound, url_of
-from xpyd_proxy.settings import Settings
+from xpyd_proxy.settings import CONNECTIONS, Settings
 
 _OWN_DESCRIPTORS: Final = 64  # files, listeners, probes and connections to other workers
 _ADMIN_CONNECTIONS: Final = 256  # of the admin port: the kubelet, some Prometheus, some operators
@@ -69,8 +69,8 @@ class AdminListener:
         bounds = Bounds(
             settings.head_timeout_s,
             settings.body_timeout_s,
-            min(_ADMIN_CONNECTIONS, settings.max_connections),
-            min(_ADMIN_PER_ADDRESS, settings.max_connections),
+            min(_ADMIN_CONNECTIONS, _wanted(settings)),
+            min(_ADMIN_PER_ADDRESS, _wanted(settings)),
         )
         clients = Clients(bounds, on_refused=telemetry.refused_connection, hold=admission.hold, charge=admission.charge)
         protocol = admin_protocol(
@@ -123,15 +123,24 @@ def _websockets(settings: Settings) -> type[asyncio.Protocol] | Literal["none"]:
 
 
 def _connections(settings: Settings) -> int:
-    """Return how many connections of clients there may be, of which each may need one to an engine."""
-    wanted, (descriptors, _) = settings.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Return how many connections of clients there may be, of which each may need one to an engine.
+
+    Too few descriptors are worth a warning only where the operator asks for a number of connections.
+    """
+    wanted, (descriptors, _) = _wanted(settings), resource.getrlimit(resource.RLIMIT_NOFILE)
     own = _OWN_DESCRIPTORS + (0 if settings.admin_port is None else min(_ADMIN_CONNECTIONS, wanted))
     most = max(1, (descriptors - own) // 2)
     if descriptors == resource.RLIM_INFINITY or wanted <= most:
         return wanted
     said = "max_connections is %d, and %d descriptors are enough for %d: more are refused (raise ulimit -n)"
-    logger.warning(said, wanted, descriptors, most)
+    logger.log(logging.DEBUG if settings.max_connections is None else logging.WARNING, said, wanted, descriptors, most)
     return most
+
+
+def _wanted(settings: Settings) -> int:
+    if settings.max_connections is not None:
+        return settings.max_connections  # of a worker: its share
+    return CONNECTIONS // settings.workers
 
 
 def main_sockets(settings: Settings, place: WorkerContext | None) -> list[socket.socket] | None:

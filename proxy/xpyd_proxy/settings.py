@@ -11,6 +11,7 @@ from typing import Annotated, Final, TypeVar
 
 _T = TypeVar("_T")
 ENDLESS: Final = 1 << 62  # above every sensible number, and below infinity
+CONNECTIONS: Final = 16384  # of clients, at all workers together, where the operator sets no number
 
 
 class ClientKvParams(StrEnum):
@@ -346,7 +347,9 @@ class Settings:
     default_class: str | None = LIMITS.option(None,
         "class of requests that name none and whose API key has none; needed with classes",
         live=True, chart="router.defaultClass")
-    max_connections: Count = LIMITS.option(16384, "connections of clients; further ones get 503 and are closed")
+    max_connections: Count | None = LIMITS.option(None,
+        "connections of clients; further ones get 503 and are closed",
+        unset=f"{CONNECTIONS}, or as many as the file descriptors allow")
     max_connections_per_address: Count | None = LIMITS.option(None,
         "connections of one client address; behind a proxy all clients have the same address")
 

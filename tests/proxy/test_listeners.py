@@ -1,0 +1,56 @@
+"""What the process listens with: how many connections it takes, by the file descriptors that it has."""
+
+import logging
+import resource
+
+import pytest
+
+from xpyd_proxy.app import build
+from xpyd_proxy.core.workers.limit_shares import share_of
+from xpyd_proxy.listeners import main_protocol
+from xpyd_proxy.settings import Settings
+
+SAID = "max_connections is 1000, and 1064 descriptors are enough for 500: more are refused (raise ulimit -n)"
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    """How many clients may be connected, on a machine with so many descriptors for a process."""
+
+    def of(settings, descriptors=1064):
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
+        return main_protocol(build(settings), settings).clients.bounds.connections
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "settings", [Settings(), share_of(Settings(workers=4), 3, 4)], ids=["one process", "a worker of four"]
+)
+def test_without_a_number_the_descriptors_decide_and_nothing_is_wrong(settings, connections, caplog):
+    """A warning that every machine shows is read by no operator."""
+    caplog.set_level(logging.INFO)
+
+    assert connections(settings) == 500
+    assert "descriptors" not in caplog.text
+
+
+def test_a_number_that_cannot_be_had_is_a_warning(connections, caplog):
+    """The operator counts on it."""
+    assert connections(Settings(max_connections=1000)) == 500
+    assert [(one.levelname, one.message) for one in caplog.records] == [("WARNING", SAID)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        (Settings(), 16384),
+        (Settings(max_connections=100), 100),
+        (share_of(Settings(workers=3), 1, 3), 5461),
+        (share_of(Settings(workers=3, max_connections=100), 0, 3), 34),
+    ],
+)
+def test_with_enough_descriptors_there_is_a_limit_all_the_same(settings, most, connections, caplog):
+    """For all workers together."""
+    assert connections(settings, 40_000 if most > 500 else 1064) == most
+    assert caplog.records == []

@@ -14,7 +14,7 @@ from xpyd_proxy.core.workers.limit_shares import share_of
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io import logs
 from xpyd_proxy.io.workers.context import WorkerContext, own_place
-from xpyd_proxy.options import add_arguments, serve_settings
+from xpyd_proxy.options import add_arguments, check_engines, serve_settings
 from xpyd_proxy.settings import Settings
 
 
@@ -114,6 +114,7 @@ def _serve(args: argparse.Namespace) -> int:
             check_open(settings)
             share_of(settings, 0, settings.workers)  # a limit that cannot be shared is said here, and at once
             logs.configure(settings.log_level, settings.log_format)
+            check_engines(settings, args.config)
             return supervisor.run(settings, args.command_line)
         return _serve_here(args, place)
     except (ConfigError, AlreadyKnown) as exc:
@@ -135,6 +136,8 @@ def _serve_here(args: argparse.Namespace, place: WorkerContext | None) -> int:
     settings = again()
     router = build(settings, place=place)
     logs.configure(settings.log_level, settings.log_format)
+    if place is None:  # else the supervisor has
+        check_engines(settings, args.config)
     return server.run(router, settings, again=again, place=place)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import itertools
+import logging
 import os
 import re
 import tomllib
@@ -24,6 +25,7 @@ from xpyd_proxy.io.files import read_text
 from xpyd_proxy.io.routing_plugins import installed_policies
 from xpyd_proxy.settings import FIRST, Kind, Option, Settings
 
+logger = logging.getLogger(__name__)
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+")
 _SESSION_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}|body:[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64})?")
 _OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")  # of Kubernetes (RFC 1123)
@@ -182,6 +184,25 @@ def needs_restart(old: Settings, new: Settings) -> list[str]:
     """Name the settings that differ and take effect only when the router is started."""
     fixed = [name for name, one in OPTIONS.items() if not one.option.live]
     return [name for name in fixed if getattr(old, name) != getattr(new, name)]
+
+
+def check_engines(settings: Settings, config: str | None) -> None:
+    """Accept a router that has engines or can get some; warn if only its configuration file can bring them, by SIGHUP.
+
+    Raises:
+        ConfigError: no engine can ever come: the arguments do not change, and there is no key to add one with.
+    """
+    is_added_by_hand = settings.admin_key is not None or settings.admin_key_file is not None
+    finds_pods = settings.kubernetes_selector is not None or settings.kubernetes_inference_pool is not None
+    if settings.prefill or settings.decode or is_added_by_hand or finds_pods or settings.store != "memory":
+        return
+    if config is None:
+        raise ConfigError(
+            "there are no engines, and none can be added: write --prefill and --decode, or set ADMIN_API_KEY to add "
+            "engines with xpyd instances"
+        )
+    said = "there are no engines, and requests get 503: write prefill and decode into %s and send SIGHUP"
+    logger.warning(said, config)
 
 
 def read(kind: Kind, text: str) -> object:

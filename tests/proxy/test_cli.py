@@ -10,7 +10,8 @@ import pytest
 
 from xpyd_proxy import server
 from xpyd_proxy.cli import build_parser, main
-from xpyd_proxy.options import serve_settings
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.options import check_engines, serve_settings
 from xpyd_proxy.settings import ClientKvParams, KvTransferMode, Settings
 
 
@@ -129,6 +130,41 @@ def test_serve_starts_the_server(monkeypatch):
     assert router.app.title
     assert (settings.prefill, settings.port) == (("a:1",), 9000)
     assert options["again"]() == settings
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(prefill=("p0:1",)),
+        Settings(decode=("d0:1",)),
+        Settings(admin_key="sesame"),
+        Settings(admin_key_file="key"),
+        Settings(store="file:/tmp/engines"),
+        Settings(kubernetes_selector="app=xpyd"),
+        Settings(kubernetes_inference_pool="pool"),
+    ],
+)
+def test_a_router_that_engines_can_come_to_may_start_without(settings, caplog):
+    """Later ones are added by hand, by another router, or are pods."""
+    check_engines(settings, None)
+    check_engines(settings, "xpyd.toml")
+
+    assert caplog.records == []
+
+
+def test_a_router_that_no_engine_can_come_to_does_not_start():
+    """It would answer 503 for ever, and look well."""
+    with pytest.raises(ConfigError, match="there are no engines, and none can be added: write --prefill and --decode"):
+        check_engines(Settings(), None)
+
+
+def test_a_router_that_only_its_file_can_give_engines_says_so(caplog):
+    """The file may be written later: SIGHUP reads it."""
+    check_engines(Settings(), "xpyd.toml")
+
+    assert [one.message for one in caplog.records] == [
+        "there are no engines, and requests get 503: write prefill and decode into xpyd.toml and send SIGHUP"
+    ]
 
 
 def test_up_is_loaded_only_when_it_is_asked_for(monkeypatch):

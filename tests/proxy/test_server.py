@@ -257,3 +257,26 @@ def _serial(process, context):
     with httpx.Client(verify=context) as client, client.stream("GET", f"{process.url}/ready") as response:
         shown = response.extensions["network_stream"].get_extra_info("ssl_object")
         return shown.getpeercert()["serialNumber"]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_router_without_engines_says_so_once_and_serves_those_of_its_file(tmp_path, workers):
+    """With a file that names them after the start; without a file none could come, and it does not start."""
+    file = tmp_path / "xpyd.toml"
+    file.write_text("")
+    more = ("--workers", workers)
+    process = Process(tmp_path / "router.log", "--config", str(file), *more, env={"ADMIN_API_KEY": ""})
+    try:
+        with fleet() as (_, _, flags):
+            process.started()
+            file.write_text("prefill = ['{1}']\ndecode = ['{3}']".format(*flags))
+            process.reload()
+            until(lambda: process.post().status_code == 200)
+    finally:
+        process.kill()
+    lost = Process(tmp_path / "lost.log", *more, env={"ADMIN_API_KEY": ""})
+
+    assert process.said.count("there are no engines, and requests get 503") == 1
+    assert lost.child.wait(timeout=60) == 2
+    assert lost.said.startswith("xpyd serve: there are no engines, and none can be added: write --prefill and")
+    assert lost.said.count("\n") == 1

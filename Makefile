@@ -1,7 +1,14 @@
 # Everything from a bare clone: Python 3.11 or newer and make are enough. `make help` says what there is.
 
 PYTHON ?= $(shell for p in python3.11 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
+# Simulated engines need the router alone: before .venv is made, they get an environment without PyTorch and vLLM.
+ifeq ($(MAKECMDGOALS) $(ENGINE) $(wildcard .venv/.stamps/package),up sim )
+VENV   := .venv-sim
+UP     := sim
+else
 VENV   := .venv
+UP     := package
+endif
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 
@@ -32,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ##@ Run
 
 .PHONY: up
-up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 ENGINE=vllm|sim CONNECTOR=xpyd|nixl MODE=pull|push|auto PORT=8000 ONCE=1 KV_EVENTS=1
+up: $(STAMPS)/$(UP) ## start engines and the router here: PREFILL=1 DECODE=1 ENGINE=vllm|sim CONNECTOR=xpyd|nixl MODE=pull|push|auto PORT=8000 ONCE=1 KV_EVENTS=1
 	@$(BIN)/xpyd up --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --connector $(CONNECTOR) \
 		--kv-transfer-mode $(MODE) --port $(PORT) $(if $(filter-out 0 no,$(ONCE)),--once) \
 		$(if $(filter-out 0 no,$(KV_EVENTS)),--kv-events)
@@ -236,6 +243,13 @@ $(STAMPS)/package: pyproject.toml helm/images/requirements-build.txt $(STAMPS)/e
 	@$(PIP) --no-deps --no-build-isolation --no-index -e .
 	@touch $@
 
+$(STAMPS)/sim: pyproject.toml helm/images/requirements-build.txt helm/images/requirements-router.txt | $(VENV)/bin/python
+	@echo "Installing the router and simulated engines: 75 MB, half a minute."
+	@mkdir -p $(STAMPS)
+	@$(PIP) --no-deps --require-hashes -r helm/images/requirements-build.txt -r helm/images/requirements-router.txt
+	@$(PIP) --no-deps --no-build-isolation --no-index -e .
+	@touch $@
+
 $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/package
 	@echo "Installing the tools for tests and checks: half a minute."
 	@$(PIP) --no-deps --require-hashes -r requirements-dev.txt
@@ -262,8 +276,8 @@ HERE := torch filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy
 LOCK := UV_CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate
 
 .PHONY: clean
-clean: ## remove .venv, .xpyd and every cache
-	rm -rf $(VENV) .xpyd .coverage* .hypothesis .*_cache dist
+clean: ## remove .venv, .venv-sim, .xpyd and every cache
+	rm -rf $(VENV) .venv-sim .xpyd .coverage* .hypothesis .*_cache dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help

@@ -26,6 +26,8 @@ from xpyd_proxy.io.wire.connection_guard import Guard
 logger = logging.getLogger(__name__)
 # In the demo's words, for scripts compare them.
 _FAULTS: Final = {"type": "Invalid instance type.", "instance": "Invalid instance format."}
+_REASON: Final = "x-xpyd-reason"  # why an engine is not accepted, for operators: the demo's words do not say it
+_REASON_MOST: Final = 300  # characters
 _NO_OBJECT: Final = "The body is not a JSON object."
 
 
@@ -91,6 +93,8 @@ def admin_routes(
 
 
 def _not_added(new: NewInstance, why: Exception) -> HTTPException:
-    """Log why; the demo's words do not say it."""
+    """Log why, and say it in a header."""
     logger.warning("%s %s is not added: %s", new.type, new.instance, why)
-    return HTTPException(400, "Instance validation failed.")
+    reason = str(why)[:_REASON_MOST].encode("ascii", "backslashreplace").decode()
+    shown = "".join(letter if letter.isprintable() else "?" for letter in reason)
+    return HTTPException(400, "Instance validation failed.", {_REASON: shown})

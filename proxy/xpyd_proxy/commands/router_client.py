@@ -23,6 +23,7 @@ Json: TypeAlias = dict[str, Any]
 ROUTER_VARIABLE: Final = "XPYD_ROUTER"
 PIN_VARIABLE: Final = "XPYD_ROUTER_PIN"
 KEY_VARIABLE: Final = "ADMIN_API_KEY"
+_REASON: Final = "x-xpyd-reason"  # of a refusal in the words of vLLM's demo, which do not say why
 _WORKERS: Final = "x-xpyd-workers"  # of a 404: of how many processes this one is
 _TRIES: Final = 8  # connections for each worker: one in 3,000 is missed
 _MOST_WORKERS: Final = 64  # that a router has
@@ -103,7 +104,9 @@ class RouterClient:
         if response.status_code == 404 and (workers := _count(response.headers.get(_WORKERS, ""))):
             raise UnknownHere(_said(found), workers)
         if response.status_code != 200:
-            raise CommandFailed(_said(found) or f"the router answers with status {response.status_code}")
+            said = _said(found) or f"the router answers with status {response.status_code}"
+            reason = response.headers.get(_REASON)
+            raise CommandFailed(f"{said.rstrip('.')}: {reason}" if reason else said)
         if not isinstance(found, dict):
             raise CommandFailed(f"{self.url} answers something else than a router does")
         return cast("Json", found)

@@ -131,6 +131,16 @@ async def test_why_an_engine_is_not_added_is_in_the_log(caplog):
     assert "decode silent:80 is not added: candidate cannot be reached" in caplog.text
 
 
+async def test_why_an_engine_is_not_added_is_in_a_header():
+    """For xpyd instances add: the operator need not look for the log of the router that was asked."""
+    async with router(sims(), OPEN) as client:
+        body = {"type": "decode", "instance": "silent:80"}
+        refused = await client.post("/instances/add", json=body, headers=KEY)
+
+    assert refused.headers["x-xpyd-reason"].startswith("candidate cannot be reached")
+    assert refused.json() == {"detail": "Instance validation failed."}
+
+
 async def test_a_name_that_leads_nowhere_is_in_the_log_too(caplog, monkeypatch):
     """Nothing has been sent by then."""
 

@@ -125,7 +125,7 @@ def test_explain_shows_the_engines_the_rule_and_the_bodies(instances, tmp_path):
     ("arguments", "said"),
     [
         (["drain", "decode-9"], "there is no instance 'decode-9'"),
-        (["add", "decode", "nobody:1"], "Instance validation failed. The router's log says why nobody:1 was not added"),
+        (["add", "decode", "127.0.0.1:1"], "Instance validation failed: candidate cannot be reached"),
         (["explain", "/no/such/file"], "/no/such/file cannot be read: No such file or directory"),
         (["explain", "--path", "/metrics", "-"], "- is not JSON"),
     ],

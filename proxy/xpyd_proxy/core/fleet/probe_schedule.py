@@ -79,24 +79,38 @@ class ProbeSchedule:
         self._active = dict[InstanceId, bool]()  # likewise: those that are probed now, and hold a place
         self._begun = 0.0  # probes of this moment and a little before; time takes from it
         self._at = -math.inf
+        self._away_s = _AWAY_S  # the same for engines that are away, which keeps their probes at a bounded rate
 
     def next(self, members: Sequence[Member], *, now: float) -> Sequence[Member]:
         """Return the engines to probe now, and count their probes as begun; ``ended`` ends them.
 
         Those that find no place wait, the most overdue first, for ``begin``.
         """
+        self.know(members)
+        return self.begin_due(self.due(members, now=now), now=now)
+
+    def know(self, members: Sequence[Member]) -> None:
+        """Forget the engines that are not among these."""
         self._turns = {member.instance.id: self._turns.get(member.instance.id) or _ProbeTurn() for member in members}
-        away_s = min(_AWAY_MOST_S, max(_AWAY_S, sum([_is_missing(member) for member in members]) / _AWAY_RATE))
-        due = list[tuple[float, int, Member]]()
-        for number, member in enumerate(members):
+        missing = sum([_is_missing(member) for member in members])
+        self._away_s = min(_AWAY_MOST_S, max(_AWAY_S, missing / _AWAY_RATE))
+
+    def due(self, members: Sequence[Member], *, now: float) -> Sequence[tuple[float, Member]]:
+        """Return those to probe, and since when, of some engines that it knows."""
+        found = list[tuple[float, Member]]()
+        for member in members:
             name = member.instance.id
-            turn, pause = self._turns[name], self._pause(member, away_s)
+            turn, pause = self._turns[name], self._pause(member)
             if pause is not None and now >= turn.begun + pause and not turn.is_waiting and name not in self._active:
-                due.append((turn.begun + pause, number, member))
-        due.sort(key=lambda one: one[:2])
-        for _, _, member in due:
-            self._turns[member.instance.id].is_waiting = True
-            self._waiting[_is_missing(member)].append(member)
+                found.append((turn.begun + pause, member))
+        return found
+
+    def begin_due(self, due: Sequence[tuple[float, Member]], *, now: float) -> Sequence[Member]:
+        """Have what is due wait for a place, and return what gets one, as ``begin`` does."""
+        for _, member in sorted(due, key=lambda one: one[0]):
+            if (turn := self._turns.get(member.instance.id)) is not None:
+                turn.is_waiting = True
+                self._waiting[_is_missing(member)].append(member)
         return self.begin(now=now)
 
     def begin(self, *, now: float) -> Sequence[Member]:
@@ -145,11 +159,8 @@ class ProbeSchedule:
             is_slow = failed and now - turn.begun >= _SLOW_S
             turn.slow_failures = turn.slow_failures + 1 if is_slow else 0
 
-    def _pause(self, member: Member, away_s: float) -> float | None:
-        """Return the seconds from the beginning of one probe to the next; None: it is not probed.
-
-        ``away_s``: the same for engines that are away, which keeps their probes at a bounded rate.
-        """
+    def _pause(self, member: Member) -> float | None:
+        """Return the seconds from the beginning of one probe to the next; None: it is not probed."""
         turn = self._turns[member.instance.id]
         back_off = min(_AWAY_MOST_S, _AWAY_S * 2.0 ** min(turn.slow_failures - 1, 10)) if turn.slow_failures else 0.0
         if keeps_blocks(member):
@@ -164,7 +175,7 @@ class ProbeSchedule:
         least = min(self._interval_s, _AWAY_S)
         if not member.life.is_away:  # the second miss decides, so it is asked again soon
             return 0.0 if turn.slow_failures else least
-        return max(least if away_s <= _AWAY_S else away_s, back_off)
+        return max(least if self._away_s <= _AWAY_S else self._away_s, back_off)
 
     def _told_pause(self, member: Member, turn: _ProbeTurn) -> float | None:
         """Return the pause that follows from what other routers do and say; None: it is this router's to probe."""

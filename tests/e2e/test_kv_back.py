@@ -45,7 +45,7 @@ def is_thorough(test, params):
 
 
 @pytest.fixture(scope="module", params=TransferMode, ids=str)
-def both(request, fleet, model, engines):
+def both(request, fleet, model, reference):
     """Engines that lend and take KV in both directions; p1 has larger blocks. What goes back is read in either mode."""
     mode = request.param
     options = {**BOTH, "mode": mode}
@@ -53,7 +53,7 @@ def both(request, fleet, model, engines):
     specs["p1"] = engine_spec(f"both-{mode}-p1", model, **options, block_size=64)
     children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
     fleet.wait_ready(list(children.values()), timeout_s=300)
-    yield SimpleNamespace(**specs, reference=engines.reference, children=children, options=options)
+    yield SimpleNamespace(**specs, reference=reference, children=children, options=options)
     fleet.stop(*children.values())
 
 

@@ -68,35 +68,50 @@ def pushing(fleet, model):
     fleet.stop(*children)
 
 
-@pytest.fixture(scope="session")
+def _start_router(fleet, name, prefill, decode, **options):
+    """Start our router in front of some engines; return its process and its URL."""
+    command = router_command(name, prefill, decode, **options)
+    child = fleet.start(command)
+    fleet.wait_ready([child], timeout_s=30)
+    return child, base_url(command)
+
+
+@pytest.fixture(scope="module")
 def start_router(fleet):
-    """Start our router in front of some engines and return its URL."""
+    """Start our router in front of some engines and return its URL; it ends with the tests of a module.
 
-    def start(name, prefill, decode, **options):
-        command = router_command(name, prefill, decode, **options)
-        fleet.wait_ready([fleet.start(command)], timeout_s=30)
-        return base_url(command)
+    Forty routers that nobody asks any more would take a quarter of a core with their probes.
+    """
+    started = []
 
-    return start
+    def start(*args, **options):
+        child, url = _start_router(fleet, *args, **options)
+        started.append(child)
+        return url
+
+    yield start
+    fleet.stop(*(child for child in started if child in fleet.children))
 
 
 @pytest.fixture(scope="session")
-def one_pair(start_router, engines):
+def one_pair(fleet, engines):
     """1P1D."""
-    return start_router("router-1p1d", [engines.p0], [engines.d0], env={"ADMIN_API_KEY": ADMIN_KEY})
+    _, url = _start_router(fleet, "router-1p1d", [engines.p0], [engines.d0], env={"ADMIN_API_KEY": ADMIN_KEY})
+    return url
 
 
 @pytest.fixture(scope="session")
-def two_pairs(start_router, engines):
+def two_pairs(fleet, engines):
     """2P2D."""
-    return start_router("router-2p2d", [engines.p0, engines.p1], [engines.d0, engines.d1])
+    _, url = _start_router(fleet, "router-2p2d", [engines.p0, engines.p1], [engines.d0, engines.d1])
+    return url
 
 
 @pytest.fixture(scope="session")
-def reference_answer(engines):
+def reference_answer(reference):
     """Ask the engine without any connector; each question once."""
     known = {}
-    with client(engines.reference.base_url) as api:
+    with client(reference.base_url) as api:
 
         def answer(question):
             key = repr(question)

@@ -2,7 +2,8 @@
 
 What is born leads a session and has arguments, an environment, a log and temporary files of its own, as a program that
 was just started. On CPUs its further processes are its forks, too: vLLM would spawn them, and each would import PyTorch
-and vLLM anew. On GPUs vLLM forks them itself where it can. Nothing else is different here.
+and vLLM anew. On GPUs vLLM forks them itself where it can. And gloo has one thread that looks at sockets in a process,
+not one for each of an engine's 13 groups. Nothing else is different here.
 """
 
 import contextlib
@@ -121,6 +122,7 @@ def fork_on_cpus():
     if current_platform.is_cpu():
         system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
         look_here()
+        share_gloo_device()
     return current_platform.is_cpu()
 
 
@@ -132,6 +134,26 @@ def look_here():
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()
+
+
+def share_gloo_device():
+    """Have all groups of a process use one device of gloo: each device has a thread that wakes 100 times a second.
+
+    Twenty engines that wait for their tests took half a core with that.
+    """
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    begin, devices = ProcessGroupGloo.__init__, {}
+
+    def begin_with_shared(self, store, rank, size, timeout):
+        options = ProcessGroupGloo._Options()
+        options._timeout = timeout
+        if os.getpid() not in devices:
+            devices[os.getpid()] = ProcessGroupGloo.create_default_device()
+        options._devices = [devices[os.getpid()]]
+        begin(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = begin_with_shared
 
 
 def _fork():

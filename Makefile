@@ -48,17 +48,17 @@ up: $(STAMPS)/$(UP) ## start engines and the router here: PREFILL=1 DECODE=1 ENG
 
 # Three chains at once, because all tests wait for a third of their time or more: for leases, timeouts, clients that say
 # nothing. What imports vLLM and starts no engines is one process: the import takes 12 CPU seconds. What is before engines
-# needs the compiler first. The router's tests are shared out to WORKERS, two beside the other chains, file by file:
+# needs the compiler first. The router's tests wait most of all, and are shared out to WORKERS, file by file:
 # fixtures of a module are made once, and each process imports all modules. One test of a chain runs at a time.
 ALONE   := not (vllm or gpu or thorough)
 REAL    := -p no:cacheprovider --durations=20 -m "vllm and not (gpu or thorough)"
-LATER   := tests/e2e/test_kv_back.py tests/models
+MODELS  := tests/models tests/e2e/test_kv_back.py
 VLLM    := tests/connector tests/contract tests/integration tests/helm/test_engines.py
 SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: test
 test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs
-	@$(MAKE) -k -j3 -Otarget $(CHAINS) WORKERS=2
+	@$(MAKE) -k -j3 -Otarget $(CHAINS)
 
 CHAINS := chain-connector chain-compiler chain-router
 chain-connector: CHAIN := test-connector test-chaos test-models
@@ -92,10 +92,10 @@ test-chaos: $(STAMPS)/helm
 	$(BIN)/pytest $(REAL) tests/chaos
 
 test-e2e: $(STAMPS)/helm
-	$(BIN)/pytest $(REAL) $(LATER:%=--ignore=%) tests/e2e
+	$(BIN)/pytest $(REAL) $(MODELS:%=--ignore=%) tests/e2e
 
 test-models: $(STAMPS)/helm
-	$(BIN)/pytest $(REAL) $(LATER)
+	$(BIN)/pytest $(REAL) $(MODELS)
 
 .PHONY: test-thorough
 test-thorough: $(STAMPS)/dev ## more of the same: every fault in every phase, in both modes, on real engines; 50 minutes

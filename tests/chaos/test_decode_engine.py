@@ -118,13 +118,13 @@ def test_frozen_during_the_read(p, victims, reference, mode):
     here. For the others the timeout is over, too: the read is given up, and what it still brings must not
     land in blocks that D has begun to use for itself.
 
-    In push a thawed D acknowledges P's last writes on one thread and looks at its own limits on another: P's "the lease
-    was over" may be there first, and then that is why. One of the two is told, once.
+    In push a thawed D acknowledges P's last writes on one thread and looks at its own limits on another. And P, which
+    is not patient, says that a write does not end. So "timeout" or "lease" is why, whichever is first, and once.
     """
-    hasty = ("timeout",) if mode == "pull" else ("timeout", "lease")
 
     def failures(d):
-        return sum(d.now(lost(why)) for why in (("lease",) if d in victims.patient.values() else hasty))
+        of_pull = ("lease",) if d in victims.patient.values() else ("timeout",)
+        return sum(d.now(lost(why)) for why in (of_pull if mode == "pull" else ("timeout", "lease")))
 
     before = {d.spec.name: failures(d) for d in victims.decoders}
     prompts = [prompt_of(320 + number, 900) for number in range(len(victims.decoders))]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from support.engines import BLOCK_SIZE, Turns
-from support.push_engines import TCP, Stray
+from support.push_engines import Stray
 from support.scheduled_engine import ScheduledEngine, next_token
 from xpyd_connector.core.ids import Address
 from xpyd_connector.io.in_memory import InMemoryNetwork
@@ -100,7 +100,7 @@ class TurningFleet(Turns):
         return engine
 
     def stray(self, mover, flight):
-        return Stray(mover, flight)
+        return Stray(mover, flight, self.now)
 
     def check_write(self, memory, pieces, reader):
         """Fail if bytes arrive in blocks that nobody uses."""
@@ -122,7 +122,7 @@ class TurningFleet(Turns):
     def _arrive(self, stray):
         """As in support.push_engines: what a dead process had sent arrives a little later, or never."""
         owner = next(engine for engine in self.engines if engine.name == stray.target)
-        if not owner.alive or (self.cut_at is not None and self.now >= self.cut_at + TCP):
+        if not owner.alive or (self.cut_at is not None and self.now >= stray.ends_at):
             self.strays.remove(stray)
         elif self.network.reachable(stray.target) and not owner.frozen:
             stray.turns += 1

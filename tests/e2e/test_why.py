@@ -164,7 +164,8 @@ def check_only_slow(try_once, *rows, most_ms=2 * SLOW_MS):
         least = {row: min(took.get(row, 0), least.get(row, inf)) for row in {*took, *least}}
         off = min(off, abs(outer_ms(found) / waited - 1))
         other = max(milliseconds for row, milliseconds in least.items() if row not in rows)
-        if max(least[row] for row in rows) < most_ms and other < SLOW_MS / 2 and off <= 0.05:
+        # Decoding takes what it takes, 150 ms on a busy machine. What is put into a wrong row makes it longer.
+        if max(least[row] for row in rows) < most_ms and other < SLOW_MS and off <= 0.05:
             return found
     pytest.fail("\n".join(map(str, seen)))
 

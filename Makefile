@@ -48,7 +48,7 @@ up: $(STAMPS)/$(UP) ## start engines and the router here: PREFILL=1 DECODE=1 ENG
 
 # Three chains at once, because all tests wait for a third of their time or more: for leases, timeouts, clients that say
 # nothing. What imports vLLM and starts no engines is one process: the import takes 12 CPU seconds. What is before engines
-# needs the compiler first. The router's tests wait most of all, and are shared out to WORKERS, file by file:
+# needs the compiler first. The router's tests are shared out to WORKERS, two beside the other chains, file by file:
 # fixtures of a module are made once, and each process imports all modules. One test of a chain runs at a time.
 ALONE   := not (vllm or gpu or thorough)
 REAL    := -p no:cacheprovider --durations=20 -m "vllm and not (gpu or thorough)"
@@ -58,7 +58,7 @@ SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reor
 
 .PHONY: test
 test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs
-	@$(MAKE) -k -j3 -Otarget $(CHAINS)
+	@$(MAKE) -k -j3 -Otarget $(CHAINS) WORKERS=2
 
 CHAINS := chain-connector chain-compiler chain-router
 chain-connector: CHAIN := test-connector test-chaos test-models

@@ -460,7 +460,7 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function
 
 
 @pytest.mark.slow  # 150 scenes, of a tenth of a second each
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)  # all of it is work of this process: a minute, or five beside other chains of tests
 @given(scene=scenes())
 @example(scene=Scene((ordinary(), ordinary(stream=True)), {"prefill": (), "decode": ()}, BOTH))
 @hypothesis_settings(max_examples=150, derandomize=True, database=None, suppress_health_check=CHECKS, **QUICK)

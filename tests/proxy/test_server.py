@@ -122,7 +122,9 @@ def test_what_does_not_finish_is_cut_off(start, how):
         process = start(*flags, "--drain-grace", "0" if how == "the timeout" else "60", "--shutdown-timeout", timeout)
         with stream(process, 10) as (lines, _):
             process.signal(signal.SIGTERM)
-            until(lambda: "told to end" in process.said)  # its port may be closed by the time that it is asked
+            until(
+                lambda: "shutting down: /ready answers 503" in process.said
+            )  # its port may be closed by the time that it is asked
             if how == "a second SIGTERM":
                 process.signal(signal.SIGTERM)
             asked = time.monotonic()

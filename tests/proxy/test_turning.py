@@ -237,7 +237,8 @@ async def test_what_cannot_be_done_is_one_sentence():
         "decode-0 is the last decode engine that serves: turn another one to decode first, or use force"
     )
     assert "there is no instance 'decode-9'" in gone["detail"]
-    assert forced["instances"][0]["turns_to"] == "prefill"
+    (row,) = forced["instances"]
+    assert "prefill" in (row["turns_to"], row["role"])  # nothing is left at it: it may have turned before the answer
     assert counted['xpyd_turns_total{outcome="refused",to="prefill"}'] == 1
 
 

@@ -33,7 +33,7 @@ from xpyd_proxy.settings import RolesMode, Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Background:
+class BackgroundWork:
     """What runs beside the requests, and what it shows."""
 
     discovery: Discovery
@@ -51,7 +51,7 @@ def build_background(
     *,
     clock: Callable[[], float],
     wall: Callable[[], float],
-) -> Background:
+) -> BackgroundWork:
     """Build it. ``wall``: seconds of a clock that hosts have in common. Raises ConfigError."""
     registry, telemetry, queue = engines.registry, serving.telemetry, serving.gate.admission
     stored = group.stored(settings)
@@ -95,7 +95,7 @@ def build_background(
             *[each.running() for each in peers],
         )
 
-    return Background(discovery, timelines, status, everybody, running)
+    return BackgroundWork(discovery, timelines, status, everybody, running)
 
 
 def _peers(settings: Settings, engines: EngineSide, serving: RequestSide) -> Sequence[RouterPeers]:

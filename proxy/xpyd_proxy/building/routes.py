@@ -19,7 +19,7 @@ from xpyd_proxy.api.pairs import pair_routes
 from xpyd_proxy.api.ready import liveness_routes, probe_routes
 from xpyd_proxy.api.realtime import realtime_routes
 from xpyd_proxy.api.requests import request_routes
-from xpyd_proxy.building.background import Background
+from xpyd_proxy.building.background import BackgroundWork
 from xpyd_proxy.building.engines import EngineSide
 from xpyd_proxy.building.requests import RequestSide
 from xpyd_proxy.core.admission.admin_key import AdminKey
@@ -38,7 +38,7 @@ def build_routes(
     group: WorkerGroup,
     engines: EngineSide,
     serving: RequestSide,
-    background: Background,
+    background: BackgroundWork,
     *,
     admin_key: AdminKey,
     clock: Callable[[], float],
@@ -76,7 +76,7 @@ def _key_routes(
     group: WorkerGroup,
     engines: EngineSide,
     serving: RequestSide,
-    background: Background,
+    background: BackgroundWork,
     *,
     access: OperatorAccess,
     onlookers: Onlookers,

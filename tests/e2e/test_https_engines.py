@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from support.certificates import Authority
-from support.cluster import MODEL_NAME, engine_spec, start_engine, wait_until
+from support.cluster import MODEL_NAME, engine_spec, start_engine, values, wait_until
+from support.hand_chats import LOADED
 from xpyd_proxy.local.recipe import Connector, Role
 
 pytestmark = [
@@ -19,7 +20,6 @@ pytestmark = [
 ]
 
 NAME = "engines.llm.svc"
-LOADED = 'source="external_kv_transfer"'
 
 
 def listens(spec):
@@ -55,8 +55,7 @@ def loaded(pair):
     url, extensions = f"{pair.d.address}/metrics", {"sni_hostname": NAME}
     with httpx.Client(verify=pair.trusting, trust_env=False) as client:
         text = client.get(url, extensions=extensions, timeout=30).text
-    lines = [line for line in text.splitlines() if line.startswith("vllm:prompt_tokens_by_source_total{")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines if LOADED in line)
+    return values(text).get(LOADED, 0.0)
 
 
 def test_both_legs_of_a_request_go_over_https(pair, start_router, reference):

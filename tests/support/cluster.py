@@ -132,14 +132,15 @@ def base_url(command):
 
 def metrics(spec):
     """Return an engine's metrics: name or ``name|source`` -> value."""
-    return _values(_exposition(spec))
+    return values(_exposition(spec))
 
 
 def _exposition(spec):
     return _http().get(f"{spec.base_url}/metrics", timeout=10).text
 
 
-def _values(exposition):
+def values(exposition):
+    """Read an exposition: name or ``name|source`` -> value."""
     found = {}
     for line in exposition.splitlines():
         if line.startswith("vllm:"):
@@ -168,7 +169,7 @@ def settled_metrics(spec, *, seconds=30):
         # before: without it, a busy API server may show those of a while ago, when the engine was at rest, too.
         _http().get(f"{spec.base_url}/is_paused", timeout=seconds).raise_for_status()
         exposition = _exposition(spec)
-        seen.update(_values(exposition))
+        seen.update(values(exposition))
         return _is_idle(exposition)
 
     wait_until(is_settled, seconds=seconds, what=f"{spec.name} is at rest")

@@ -22,6 +22,12 @@ from xpyd_proxy.settings import Settings
 TICK_S, TIMEOUT_S, INTERVAL_S, ANSWER_S, WALL, SECRET = 0.25, 5.0, 5.0, 0.05, 1000.0, b"of this fleet"
 
 
+def next_to_probe(schedule, members, now):
+    """Return the engines whose probes begin at a glance at all of them."""
+    schedule.know(members)
+    return schedule.begin_due(schedule.due(members, now=now), now=now)
+
+
 def after(engine, router):
     """Return where a router comes on the ring that begins at an engine."""
     return router < engine, router
@@ -76,7 +82,7 @@ class Fleet:
             router.told = now
             router.looks.expire(now=now)
             self._send(router, router.looks.datagrams(wall=WALL), now)
-        for member in router.schedule.next(router.members, now=now):
+        for member in next_to_probe(router.schedule, router.members, now):
             name = member.instance.id
             self.at[name].append(now)
             failed = name in self.gone

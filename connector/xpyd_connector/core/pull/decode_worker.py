@@ -183,7 +183,7 @@ class PullReader:
     def _attach(self, peer: Peer, now: float) -> None:
         """Make a peer's memory readable, or refuse the peer."""
         try:
-            self._remote_engines.attach(peer.engine, peer.welcome.ranks if peer.welcome is not None else ())
+            self._remote_engines.attach(peer.engine, peer.ranks)
         except ConnectorError as exc:
             self._link.close(peer.conn)
             self._peers.refuse(peer, str(exc), now=now)

@@ -258,7 +258,7 @@ class PushReceiver:
         if peer.state is PeerState.CONNECTED:
             for rank in self._ranks:
                 self._link.send(peer.conn, RankMemory(rank))
-            self._ask_about_quarantined(peer, peer.welcome.ranks if peer.welcome is not None else ())
+            self._ask_about_quarantined(peer)
         self._judge_resets(peer, now)
         for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
             if push.state in _IGNORES_PEER:
@@ -399,7 +399,7 @@ class PushReceiver:
             self._report(push, f"{peer.address} is gone: {peer.reason}")
         push.on(ReceiveEvent.PEER_LOST)
         push.is_silent, push.is_reset, push.is_elsewhere = peer.is_silent, peer.is_reset, peer.is_elsewhere
-        push.peer_ranks = peer.welcome.ranks if peer.welcome is not None else ()
+        push.peer_ranks = peer.ranks
         if peer.is_silent:
             self._quarantine(push, LONG_QUARANTINE, now)
         else:
@@ -416,11 +416,11 @@ class PushReceiver:
         push.check_interval, push.checks = looks
         self._deadlines.set(push.order.request, now + push.check_interval)
 
-    def _ask_about_quarantined(self, peer: Peer, ranks: Sequence[RankInfo]) -> None:
+    def _ask_about_quarantined(self, peer: Peer) -> None:
         """P lives and is back: it alone knows whether its workers still write, and one of them may hang for long."""
         asked: list[RequestId] = []
         for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
-            if push.state is ReceiveState.QUARANTINED and push.peer_ranks == ranks:
+            if push.state is ReceiveState.QUARANTINED and push.peer_ranks == peer.ranks:
                 push.on(ReceiveEvent.PEER_BACK)
                 self._clear_deadlines(push)
                 asked.append(push.order.request)

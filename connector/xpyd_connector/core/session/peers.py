@@ -80,6 +80,11 @@ class Peer:
         self.state = transition(TRANSITIONS, self.state, event, f"peer {self.engine}")
 
     @property
+    def ranks(self) -> Sequence[RankInfo]:
+        """What its welcome says of its ranks; nothing before it is met."""
+        return self.welcome.ranks if self.welcome is not None else ()
+
+    @property
     def is_refused(self) -> bool:
         """Whether no KV of it can be loaded now."""
         return self.state in (PeerState.REFUSED, PeerState.INCOMPATIBLE)

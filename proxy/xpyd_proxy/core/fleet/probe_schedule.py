@@ -81,16 +81,8 @@ class ProbeSchedule:
         self._at = -math.inf
         self._away_s = _AWAY_S  # the same for engines that are away, which keeps their probes at a bounded rate
 
-    def next(self, members: Sequence[Member], *, now: float) -> Sequence[Member]:
-        """Return the engines to probe now, and count their probes as begun; ``ended`` ends them.
-
-        Those that find no place wait, the most overdue first, for ``begin``.
-        """
-        self.know(members)
-        return self.begin_due(self.due(members, now=now), now=now)
-
     def know(self, members: Sequence[Member]) -> None:
-        """Forget the engines that are not among these."""
+        """Take these for all engines there are."""
         self._turns = {member.instance.id: self._turns.get(member.instance.id) or _ProbeTurn() for member in members}
         missing = sum([_is_missing(member) for member in members])
         self._away_s = min(_AWAY_MOST_S, max(_AWAY_S, missing / _AWAY_RATE))
@@ -106,11 +98,13 @@ class ProbeSchedule:
         return found
 
     def begin_due(self, due: Sequence[tuple[float, Member]], *, now: float) -> Sequence[Member]:
-        """Have what is due wait for a place, and return what gets one, as ``begin`` does."""
+        """Return the engines to probe now, and count their probes as begun; ``ended`` ends them.
+
+        Those that find no place wait, the most overdue first, for ``begin``.
+        """
         for _, member in sorted(due, key=lambda one: one[0]):
-            if (turn := self._turns.get(member.instance.id)) is not None:
-                turn.is_waiting = True
-                self._waiting[_is_missing(member)].append(member)
+            self._turns[member.instance.id].is_waiting = True
+            self._waiting[_is_missing(member)].append(member)
         return self.begin(now=now)
 
     def begin(self, *, now: float) -> Sequence[Member]:

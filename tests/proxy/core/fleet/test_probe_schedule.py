@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from support.routers_that_look import next_to_probe
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.probe_schedule import ProbeSchedule
@@ -40,7 +41,7 @@ class Fleet:
                 at, name = heapq.heappop(self.open)
                 self._end(name, at)
                 self._begin(self.schedule.begin(now=at), at)
-            self._begin(self.schedule.next(self.members, now=self.now), self.now)
+            self._begin(next_to_probe(self.schedule, self.members, self.now), self.now)
             self.now += TICK_S
 
     def _begin(self, members, now):

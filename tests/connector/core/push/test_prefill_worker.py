@@ -66,6 +66,11 @@ class Harness:
     def arrive(self, peer=D, name="d"):
         self.hear(PeerMemory(peer, rank_info(name, rank=1, ranks=2), name))
 
+    def lose_scheduler(self):
+        """It is back a second later."""
+        self.writer.on(ConnectionLost(self.scheduler_endpoint, "closed"), now=5.0)
+        self.writer.on(PeerConnected(self.scheduler_endpoint, None), now=6.0)
+
     def assign(self, *blocks, reader=R, first=0, prompt="digest", peer=D, request=T):
         order = RegisterPush(RequestId(reader), RequestId(request), prompt, lent(first, blocks))
         self.hear(StartPush(peer, order))
@@ -238,8 +243,7 @@ def test_a_scheduler_that_is_back_hears_how_what_still_flies_ends(harness):
     """It says everything again, and waits for an end."""
     harness.assign(1, 2)
     harness.compute(4)
-    harness.writer.on(ConnectionLost(harness.scheduler_endpoint, "closed"), now=5.0)
-    harness.writer.on(PeerConnected(harness.scheduler_endpoint, None), now=6.0)
+    harness.lose_scheduler()
     harness.arrive()
     harness.assign(1, 2)
     harness.hear(StopPush(D, R))
@@ -263,8 +267,7 @@ def test_a_scheduler_that_asks_for_the_end_of_a_push_hears_it_again(harness):
     """It was told while the connection was lost; what is still written ends later."""
     harness.assign(1, 2)
     harness.compute(4)
-    harness.writer.on(ConnectionLost(harness.scheduler_endpoint, "closed"), now=5.0)
-    harness.writer.on(PeerConnected(harness.scheduler_endpoint, None), now=6.0)
+    harness.lose_scheduler()
     harness.hear(StopPush(D, R))
     assert harness.take_sent() == [WorkerHello(1, b"token")]
     harness.end(0)
@@ -277,8 +280,7 @@ def test_a_scheduler_that_asks_for_the_end_of_a_push_hears_it_again(harness):
 def test_a_prompt_that_outlives_the_loss_of_its_scheduler_is_whole(harness):
     """Pieces are counted from the first: were it forgotten, the second would be taken for the beginning."""
     harness.compute(4)
-    harness.writer.on(ConnectionLost(harness.scheduler_endpoint, "closed"), now=5.0)
-    harness.writer.on(PeerConnected(harness.scheduler_endpoint, None), now=6.0)
+    harness.lose_scheduler()
     harness.arrive()
     harness.assign(1, 2)
     harness.compute(5, 6, last=True)

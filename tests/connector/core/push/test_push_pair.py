@@ -49,6 +49,14 @@ def failure(world, request="d-a"):
     return result.failure
 
 
+def assert_kept_until_healed(world, into, **wait):
+    """Nothing uses these blocks of D while the fault lasts, and all are free when it is over."""
+    assert set(into).isdisjoint(world.d.free)
+    world.heal()
+    world.run(**wait)
+    assert len(world.d.free) == BLOCKS
+
+
 def why(world):
     return [released.why.name for released in world.p.freed]
 
@@ -201,11 +209,7 @@ def test_blocks_of_an_aborted_request_wait_for_what_flies(world):
     world.stop()
     world.run(seconds=WAIT)
     assert world.d.result("d-a").quarantined
-    assert set(into).isdisjoint(world.d.free)
-    world.heal()
-    world.run()
-
-    assert len(world.d.free) == BLOCKS
+    assert_kept_until_healed(world, into)
 
 
 def test_a_write_that_hangs_fails_the_request_after_the_timeout(world):
@@ -215,11 +219,7 @@ def test_a_write_that_hangs_fails_the_request_after_the_timeout(world):
     into = world.expect()
     world.run(seconds=WRITE)
     assert "within 20 s" in failure(world)
-    assert set(into).isdisjoint(world.d.free)
-    world.heal()
-    world.run()
-
-    assert len(world.d.free) == BLOCKS
+    assert_kept_until_healed(world, into)
 
 
 def test_a_prefill_engine_that_hangs_is_noticed_by_its_silence(world):
@@ -298,11 +298,7 @@ def keep_blocks_behind_a_cut(world, silent_s, end, later_s, step=0.5):
     end()
     world.run(seconds=later_s, step=step)
     assert failure(world)
-    assert set(into).isdisjoint(world.d.free)
-    world.heal()
-    world.run(seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
-
-    assert len(world.d.free) == BLOCKS
+    assert_kept_until_healed(world, into, seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
 
 
 def test_a_prefill_engine_that_is_cut_off_may_write_much_later(world):
@@ -324,11 +320,7 @@ def test_a_prefill_engine_whose_connection_something_between_has_reset_may_write
     world.network.lose()
     world.run(seconds=200)
     assert failure(world)
-    assert set(into).isdisjoint(world.d.free)
-    world.heal()
-    world.run(seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
-
-    assert len(world.d.free) == BLOCKS
+    assert_kept_until_healed(world, into, seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
 
 
 @pytest.mark.parametrize("end", ["lose", "time_out"])
@@ -345,11 +337,7 @@ def test_a_prefill_engine_that_lives_says_when_the_blocks_are_free_again(world, 
     world.expect("d-b", "u")  # D connects again
     world.run(seconds=2 * LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
     assert failure(world)
-    assert set(into).isdisjoint(world.d.free)
-    world.heal()
-    world.run()
-
-    assert len(world.d.free) == BLOCKS
+    assert_kept_until_healed(world, into)
 
 
 def test_a_decode_engine_that_was_suspended_takes_no_old_answer_for_a_new_one(world):
@@ -370,11 +358,7 @@ def test_a_decode_engine_that_was_suspended_takes_no_old_answer_for_a_new_one(wo
     world.d.frozen = False
     world.run(seconds=200)
     assert failure(world)
-    assert set(into).isdisjoint(world.d.free)
-    world.heal()
-    world.run(seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
-
-    assert len(world.d.free) == BLOCKS
+    assert_kept_until_healed(world, into, seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
 
 
 def test_blocks_of_a_prefill_engine_are_back_soon_after_a_reset_when_its_port_is_closed(world):

@@ -44,6 +44,7 @@ class Faults:
     cuts: bool = False  # watches end in the middle of the next event
     slow_list_s: float = 0.0
     slow_patches: deque[float] = field(default_factory=deque)  # so long the next patches are made but not answered
+    lost_answers: int = 0  # so many of the next patches are made, and the connection ends without a word
     expires_pages: int = 0  # so many continue tokens are too old
 
 
@@ -188,12 +189,18 @@ class KubeApi:
                 _write(writer, 200, self._one(resource, namespace, name))
             case "patch":
                 found = copy.deepcopy(self._patch(request, resource, namespace, name))
-                if self.faults.slow_patches:
-                    await asyncio.sleep(self.faults.slow_patches.popleft())
+                await self._delay_patch()
                 _write(writer, 200, found)
             case _:
                 raise Refusal(405, "MethodNotAllowed")
         return None
+
+    async def _delay_patch(self) -> None:
+        if self.faults.lost_answers:
+            self.faults.lost_answers -= 1
+            raise ConnectionResetError
+        if self.faults.slow_patches:
+            await asyncio.sleep(self.faults.slow_patches.popleft())
 
     def _one(self, resource: str, namespace: str, name: str) -> Object:
         if (found := self.objects.get((resource, namespace, name))) is None:
@@ -218,9 +225,11 @@ class KubeApi:
         return {"kind": KINDS[resource] + "List", "apiVersion": "v1", "metadata": meta, "items": left[:limit]}
 
     def _patch(self, request: Request, resource: str, namespace: str, name: str) -> Object:
-        if request.headers.get("content-type") != "application/merge-patch+json":
-            raise Refusal(415, "UnsupportedMediaType")
         old, patch = self._one(resource, namespace, name), json.loads(request.body)
+        if (kind := request.headers.get("content-type")) == "application/json-patch+json":
+            return self.put(resource, name, _patched(old, patch), namespace)
+        if kind != "application/merge-patch+json":
+            raise Refusal(415, "UnsupportedMediaType")
         wanted = patch.get("metadata", {}).get("resourceVersion")
         if wanted not in (None, old["metadata"]["resourceVersion"]):
             raise Refusal(409, "Conflict")
@@ -364,6 +373,21 @@ def _selector(text: str) -> list[tuple[str, str | None]]:
     """Read ``a=b,c`` (equality and existence)."""
     parts = [part.replace("==", "=").partition("=") for part in text.split(",") if part]
     return [(key, value if mark else None) for key, mark, value in parts]
+
+
+def _patched(body: Object, steps: list[Object]) -> Object:
+    """Carry out a JSON patch (RFC 6902) of what is in ``data``."""
+    found = copy.deepcopy(body)
+    data = found.setdefault("data", {})
+    for step in steps:
+        key = step["path"].removeprefix("/data/")
+        if key not in data or (step["op"] == "test" and data[key] != step["value"]):
+            raise Refusal(422, "the server rejected our request due to an error in our request")
+        if step["op"] == "remove":
+            del data[key]
+        elif step["op"] == "replace":
+            data[key] = step["value"]
+    return found
 
 
 def _merged(old: object, patch: object) -> object:

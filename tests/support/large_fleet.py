@@ -74,10 +74,11 @@ class Fleet:
         settings, clock = Settings(circuit_breaker_failures=1, ejection_time_s=0.5), time.monotonic
         self.registry = Registry(settings)
         self.reconciler = Reconciler(self.registry, [EngineSource.PODS, EngineSource.STORE], clock)
-        self.pods, store = Pods(self.reconciler), MemoryStore(Entries(self.reconciler), most=10)
+        self.pods, entries = Pods(self.reconciler), Entries(self.reconciler)
+        store = MemoryStore(entries, most=10)
         pairs = PairSelector(self.registry, RoundRobin(), bounds=ShareBounds(self.registry))
         self.fleet = LiveFleet(self.registry, pairs, PushCoordinates(at_once=True), clock)
-        self.discovery = Discovery(self.registry, self.reconciler, store)
+        self.discovery = Discovery(self.registry, self.reconciler, entries, store)
         self.prober = Prober(self.registry, Checks(), settings, clock, random.random)
         self.telemetry = Telemetry(Counters(frozenset({"/v1/completions"})), clock)
         self.queue = Admission(settings)

@@ -32,7 +32,8 @@ def build_discovery(
     selector, pool = settings.kubernetes_selector, settings.kubernetes_inference_pool
     pods = selector is not None or pool is not None
     reconciler = Reconciler(registry, [EngineSource.STORE, *([EngineSource.PODS] if pods else [])], clock)
-    store = _store(settings, Entries(reconciler), clock)
+    entries = Entries(reconciler)
+    store = _store(settings, entries, clock)
     feeds: list[Callable[[], AbstractAsyncContextManager[None]]] = []
     if pods:
         cluster, seen = Cluster.around(settings.kubernetes_namespace), Pods(reconciler)
@@ -48,7 +49,7 @@ def build_discovery(
             api, read = Kubernetes(cluster), partial(read_pod, slice_label=settings.slice_label)
             watch = Reflector(api, what, read, seen, clock=clock, chance=random.random, changed=seen.changed)
             feeds.append(watch.running)
-    return Discovery(registry, reconciler, store, feeds, tell)
+    return Discovery(registry, reconciler, entries, store, feeds=feeds, tell=tell)
 
 
 def build_shared_text(settings: Settings) -> SharedText:

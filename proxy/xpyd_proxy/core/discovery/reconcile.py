@@ -211,8 +211,8 @@ def _is_other(present: Wanted, origin: Origin | None) -> bool:
     if origin is None or origin.wanted is None:
         return True
     wanted = origin.wanted
-    is_same_one = not (present.identity and wanted.identity) or present.identity == wanted.identity
-    return present.target != wanted.target or not is_same_one
+    names = (present.identity, wanted.identity), (present.added, wanted.added)
+    return present.target != wanted.target or any(before and now and before != now for before, now in names)
 
 
 def _verb(origin: Origin, present: Origin | None) -> Literal["add", "drain", "undrain", "adopt"] | None:
@@ -261,6 +261,7 @@ class _StoreEntry(msgspec.Struct, omit_defaults=True):
     target: str
     leaves: bool = False
     moves: bool = False
+    added: str = ""
 
 
 def entry_name(key: Key) -> str:
@@ -272,7 +273,8 @@ def entry_name(key: Key) -> str:
 
 def entry_of(wanted: Wanted) -> str:
     """Write an engine for the store."""
-    return msgspec.json.encode(_StoreEntry(wanted.role, wanted.target.text, wanted.leaves, wanted.moves)).decode()
+    entry = _StoreEntry(wanted.role, wanted.target.text, wanted.leaves, wanted.moves, wanted.added)
+    return msgspec.json.encode(entry).decode()
 
 
 def assignment_name(key: Key) -> str:
@@ -302,4 +304,4 @@ def _read_engine(text: str) -> Wanted:
     except NotJson as exc:
         example = '{"role":"decode","target":"http://10.0.0.7:8000"}'
         raise AddressError(f"it is no engine ({exc}): an entry looks like {example}") from exc
-    return Wanted(entry.role, Target.parse(entry.target), leaves=entry.leaves, moves=entry.moves)
+    return Wanted(entry.role, Target.parse(entry.target), leaves=entry.leaves, moves=entry.moves, added=entry.added)

@@ -78,6 +78,7 @@ class Wanted:
     leaves: bool = False  # it gets nothing new, and what it has goes on
     moves: bool = False  # while it leaves, its streams go on at other engines
     serves_both: bool = False  # it gets legs of both roles until it turns to one; ``role`` is its pool
+    added: str = ""  # by hand: another when it is removed and added anew; empty: not known
 
     @property
     def serves(self) -> EngineRole:

@@ -98,6 +98,12 @@ class Kubernetes:
         kind = {"content-type": "application/merge-patch+json"}
         return await self._asked("PATCH", path, {}, content=body, headers=kind)
 
+    async def json_patch(self, path: str, body: bytes) -> bytes:
+        """Change an object by a JSON patch (RFC 6902), and return the whole object; status 422: its test has failed."""
+        return await self._asked(
+            "PATCH", path, {}, content=body, headers={"content-type": "application/json-patch+json"}
+        )
+
     async def watch(self, path: str, query: Mapping[str, str], *, silence_s: float) -> AsyncGenerator[list[bytes]]:
         """Yield the lines of an answer as they come, several at a time; KubeError also if nothing comes for so long."""
         timeout, rest = httpx.Timeout(self._timeout_s, read=silence_s), b""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from xpyd_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Want
 from xpyd_proxy.core.model import EngineRole, InstanceId, Role
 from xpyd_proxy.core.steps import finish
 from xpyd_proxy.core.workers.instance_ids import Verb
-from xpyd_proxy.errors import AddressError, AlreadyKnown, CannotTurn, IdLogBusy
+from xpyd_proxy.errors import AddressError, AlreadyKnown, CannotTurn, IdLogBusy, UnknownInstance
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.discovery.stores import Store, StoreDown
 
@@ -35,6 +36,7 @@ _ASSIGNMENTS_S: Final = 5.0  # seconds between two looks at the assignments of e
 _AT_ONCE: Final = 20  # places that are compared in one step: 2 ms, if workers have to name an engine at each
 _READ_AT_ONCE: Final = 200  # objects that are sorted in one step: less than a millisecond
 _TEXTS_AT_ONCE: Final = 50  # likewise, that are read
+_TRIES: Final = 5  # to change an entry that others change, too
 _TICK_S: Final = 1.0  # seconds between two looks without a reason: what retired may have made room
 
 
@@ -334,6 +336,10 @@ class Entries:
         self._turn = asyncio.Lock()
         self.heard = self._view.heard
 
+    def text(self, name: str) -> str | None:
+        """Return an entry as it was heard last; None: there is none."""
+        return self._texts.get(name)
+
     async def take(self, entries: Mapping[str, str], /) -> None:
         """Take all entries, or those of a later view, after the view that is being taken in; others run in between."""
         self._waiting = entries
@@ -383,12 +389,15 @@ class Discovery:
         self,
         registry: Registry,
         reconciler: Reconciler,
+        entries: Entries,
         store: Store,
+        *,
         feeds: Sequence[Callable[[], AbstractAsyncContextManager[object]]] = (),
         tell: Callable[[Verb, InstanceId], None] = lambda _verb, _name: None,
     ) -> None:
         self._registry = registry
         self._reconciler = reconciler
+        self._entries = entries  # what hears the store
         self._store = store
         self._feeds = feeds
         self._tell = tell  # the other workers of this router what no store carries to them
@@ -414,7 +423,7 @@ class Discovery:
 
     async def add(self, role: Role, target: Target) -> None:
         """Add an engine, for all routers of the store; raises AlreadyKnown, or StoreDown: it was not acknowledged."""
-        wanted = Wanted(role, target)
+        wanted = Wanted(role, target, added=secrets.token_hex(8))
         for member in self._registry.members():
             if _key(member) == wanted.key and not member.retires:
                 raise AlreadyKnown(f"{target.address.authority} is already known as {member.instance.id}")
@@ -426,15 +435,14 @@ class Discovery:
         """Take an engine out; with a rank that is in the store go the other ranks at its address.
 
         Raises:
-            UnknownInstance: there is none of this id.
+            UnknownInstance: there is none of this id, or another one has been added at its address since.
             NotManagedHere: its pod is still there.
             StoreDown: the store has not acknowledged it.
         """
         member = self._registry.member(name)
         if member.origin.source is EngineSource.PODS:
             raise NotManagedHere(f"{name} is a pod, and would be back at once: drain it, or delete the pod")
-        if _key(member) in self._reconciler.sources.views[EngineSource.STORE].engines:
-            await self._store.delete(entry_name(_key(member)))
+        await self._rewrite(member, lambda _: None)
         if _key(member) in self._reconciler.assignments:
             await self._store.delete(assignment_name(_key(member)))
         if self._registry.get(name) is member and member.origin.wanted is None:
@@ -507,9 +515,26 @@ class Discovery:
         wanted = member.origin.wanted
         if wanted is None or member.origin.source is not EngineSource.STORE or len(wanted.target.ranks) > 1:
             return  # nothing that the other routers would know it by
-        moves = leaves and (moves or wanted.moves)
-        if (wanted.leaves, wanted.moves) != (leaves, moves):
-            await self._store.put(entry_name(wanted.key), entry_of(replace(wanted, leaves=leaves, moves=moves)))
+        await self._rewrite(member, lambda now: replace(now, leaves=leaves, moves=leaves and (moves or now.moves)))
+
+    async def _rewrite(self, member: Member, change: Callable[[Wanted], Wanted | None]) -> None:
+        """Change the entry of an engine, or drop it (None), if it is still there.
+
+        Raises UnknownInstance: another engine has been added at its address since, by way of another router.
+        """
+        key, own = _key(member), member.origin.wanted
+        entry = entry_name(key)
+        for _ in range(_TRIES):  # others may change it at the same moment
+            text = self._entries.text(entry)
+            now = None if text is None else _entry(text)
+            if text is None or not isinstance(now, Wanted):
+                return
+            if own is not None and own.added and now.added and own.added != now.added:
+                raise UnknownInstance(f"{member.instance.id} is gone: another engine has been added at its address")
+            wanted = change(now)
+            if wanted == now or await self._store.replace(entry, text, None if wanted is None else entry_of(wanted)):
+                return
+        raise StoreDown(f"others have changed what the store has of {member.instance.id} {_TRIES} times meanwhile")
 
     async def _reconcile(self) -> None:
         for _ in self._reconciler.reconcile():

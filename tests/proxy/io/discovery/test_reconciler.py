@@ -17,6 +17,7 @@ from xpyd_proxy.core.discovery.reconcile import (
     assignment_of,
     entry_name,
     entry_of,
+    read_entry,
 )
 from xpyd_proxy.core.discovery.unnamed_assignments import GRACE_S
 from xpyd_proxy.core.fleet.health import HealthState
@@ -25,7 +26,7 @@ from xpyd_proxy.core.fleet.target import EngineSource, Key, Target, Wanted
 from xpyd_proxy.core.model import EngineRole, Role
 from xpyd_proxy.errors import AddressError, AlreadyKnown, CannotTurn, UnknownInstance
 from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, NotManagedHere, Pods, Reconciler
-from xpyd_proxy.io.discovery.stores import StoreDown
+from xpyd_proxy.io.discovery.stores import StoreDown, replace_entry
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 
 A = Wanted(Role.PREFILL, Target.parse("a:80#revision=v1"), "uid-a")
@@ -45,7 +46,7 @@ class World:
         self.entries = Entries(self.reconciler)
         self.entries.view({})
         self.store = MemoryStore(self.entries, most=most)
-        self.discovery = Discovery(self.registry, self.reconciler, self.store)
+        self.discovery = Discovery(self.registry, self.reconciler, self.entries, self.store)
 
     def reconcile(self):
         for _ in self.reconciler.reconcile():
@@ -583,8 +584,9 @@ class SharedStore:
 
     def __init__(self, *worlds):
         self.entries, self._worlds = {}, worlds
+        self.deaf = None  # the world that hears nothing, unless it asks for a change itself
         for world in worlds:
-            world.discovery = Discovery(world.registry, world.reconciler, self)
+            world.discovery = Discovery(world.registry, world.reconciler, world.entries, self)
 
     async def put(self, name, text, /):
         await asyncio.sleep(0)
@@ -596,9 +598,93 @@ class SharedStore:
         self.entries.pop(name, None)
         self.tell()
 
+    async def replace(self, name, before, after, /):
+        await asyncio.sleep(0)
+        replace_entry(self.entries, name, before, after)
+        is_done = self.entries.get(name) == after
+        self.deaf = self.deaf if is_done else None  # who was late is told
+        self.tell()
+        return is_done
+
     def tell(self):
         for world in self._worlds:
-            world.entries.view(dict(self.entries))
+            if world is not self.deaf:
+                world.entries.view(dict(self.entries))
+
+
+ORDERS = {
+    "remove": lambda discovery, name: discovery.remove(name),
+    "drain": lambda discovery, name: discovery.drain(name),
+    "undrain": lambda discovery, name: discovery.undrain(name),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_an_order_is_for_the_engine_of_its_id_and_not_for_the_next_one_at_its_address(order):
+    """Another router has removed it and added a new one, and this one has not heard of it yet."""
+    world, other = World(), World()
+    store = SharedStore(world, other)
+    await world.discovery.add(Role.DECODE, Target.parse("d:80"))
+    if order == "undrain":
+        await world.discovery.drain("decode-0")
+    store.deaf = world
+    await other.discovery.remove("decode-0")
+    await other.discovery.add(Role.DECODE, Target.parse("d:80"))
+    before = dict(store.entries)
+    with pytest.raises(UnknownInstance, match="decode-0 is gone"):
+        await ORDERS[order](world.discovery, "decode-0")
+
+    assert store.entries == before
+    assert world.there == other.there == [("decode-1", "d:80", HealthState.STARTING)]
+
+
+async def test_an_engine_that_still_has_streams_is_not_confused_with_the_next_one_at_its_address():
+    """Its id is known for as long as they last: whoever removes it again means it."""
+    world = World()
+    await world.discovery.add(Role.DECODE, Target.parse("d:80"))
+    world.registry.member("decode-0").load.enter("r")
+    await world.discovery.remove("decode-0")
+    await world.discovery.add(Role.DECODE, Target.parse("d:80"))
+    with pytest.raises(UnknownInstance, match="decode-0"):
+        await world.discovery.remove("decode-0")
+
+    assert [name for name, _, state in world.there if state is HealthState.STARTING] == ["decode-1"]
+
+
+async def test_an_engine_that_is_added_anew_between_two_views_is_another_one():
+    """A router that polls sees no removal: it would keep what it knows of the one before."""
+    world, other = World(), World()
+    store = SharedStore(world, other)
+    await world.discovery.add(Role.DECODE, Target.parse("d:80"))
+    store.deaf = other
+    await world.discovery.remove("decode-0")
+    await world.discovery.add(Role.DECODE, Target.parse("d:80"))
+    store.deaf = None
+    store.tell()
+
+    assert [name for name, _, state in other.there if state is HealthState.STARTING] == ["decode-1"]
+
+
+async def test_of_routers_that_give_the_same_order_none_is_refused():
+    """It is as it was wanted, whoever was first."""
+    worlds = [World() for _ in range(3)]
+    store = SharedStore(*worlds)
+    await worlds[0].discovery.add(Role.DECODE, Target.parse("d:80"))
+    await asyncio.gather(*[world.discovery.drain("decode-0") for world in worlds])
+    await asyncio.gather(*[world.discovery.remove("decode-0") for world in worlds])
+
+    assert store.entries == {}
+
+
+async def test_an_order_does_not_undo_what_another_router_has_written():
+    """One drains it, and one drains it by moving its streams: both hold."""
+    world, other = World(), World()
+    store = SharedStore(world, other)
+    await world.discovery.add(Role.DECODE, Target.parse("d:80"))
+    await asyncio.gather(world.discovery.drain("decode-0", moves=True), other.discovery.drain("decode-0"))
+    (text,) = store.entries.values()
+
+    assert (read_entry(text).leaves, read_entry(text).moves) == (True, True)
 
 
 @pytest.mark.parametrize("routers", [1, 2])

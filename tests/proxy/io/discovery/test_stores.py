@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
 from support.kube_api import KubeApi, Refusal
 from support.redis_server import RedisServer
@@ -143,6 +144,75 @@ async def test_nobody_ever_sees_an_acknowledged_entry_vanish(name, tmp_path):
 
     mine = [{key for key in seen if key.startswith("a")} for seen in ear.history]
     assert all(before <= after for before, after in itertools.pairwise(mine))
+
+
+@pytest.mark.parametrize("name", ["memory", *WORLDS])
+async def test_an_entry_is_replaced_only_while_it_is_as_it_was(name, tmp_path):
+    """Whoever was late is told so, and knows by then what is there instead."""
+    async with AsyncExitStack() as stack:
+        if name == "memory":
+            ear = Ear()
+            pairs = [(MemoryStore(ear), ear)] * 2
+        else:
+            found = await stack.enter_async_context(world(name, tmp_path))
+            pairs = await stack.enter_async_context(stores(found, 2))
+        (store, ear), (other, there) = pairs
+        await store.put("a", "1")
+        assert not await store.replace("a", "0", "2")
+        assert not await store.replace("never there", "0", "1")
+        assert await store.replace("never there", "0", None)  # it is as it was wanted
+        assert await other.replace("a", "1", "2")
+        assert there.entries == {"a": "2"}
+        assert not await store.replace("a", "1", None)
+        assert ear.entries == {"a": "2"}
+        assert not await store.replace("a", "1", "3")
+        assert await store.replace("a", "2", None)
+        assert ear.entries == {}
+        await agreed(pairs, {})
+
+
+async def test_of_routers_that_replace_an_entry_at_once_one_does(tmp_path):
+    """In each store that routers share."""
+    for name in WORLDS:
+        async with world(name, tmp_path) as found, stores(found, 3) as pairs:
+            await pairs[0][0].put("a", "1")
+            asked = [store.replace("a", "1", text) for (store, _), text in zip(pairs, "xyz", strict=True)]
+            done = await asyncio.gather(*asked)
+            assert sorted(done) == [False, False, True]
+            await agreed(pairs, {"a": "xyz"[done.index(True)]})
+
+
+async def test_an_entry_that_redis_has_lost_is_replaced_after_it_was_put_back(tmp_path):
+    """The router that asks knows it."""
+    async with world("redis", tmp_path) as found, stores(found, 1) as [(store, ear)]:
+        await store.put("a", "1")
+        async with Redis.from_url(found.server.url) as client:
+            await client.flushall()
+        assert await store.replace("a", "1", "2")
+        assert ear.entries == {"a": "2"}
+
+
+async def test_a_replacement_whose_answer_was_lost_is_known_to_be_made(tmp_path):
+    """It is tried again, and finds what it wanted."""
+    async with world("kubernetes", tmp_path) as found, stores(found, 1) as [(store, ear)]:
+        await until_async(lambda: found.api.watches == 1)
+        for before, after in (("1", "2"), ("2", None)):
+            await store.put("a", before)
+            found.api.faults.lost_answers += 1
+            assert await store.replace("a", before, after)
+        assert ear.entries == {}
+
+
+async def test_a_replacement_that_the_api_refuses_for_another_reason_is_not_made(tmp_path):
+    """The map may be full, which has the same status as an entry that is another."""
+    async with world("kubernetes", tmp_path) as found, stores(found, 1) as [(store, ear)]:
+        await until_async(lambda: found.api.watches == 1)
+        await store.put("a", "1")
+        for code in (403, 422):
+            found.api.faults.refusals.append(Refusal(code, "Never"))
+            with pytest.raises(StoreDown, match=f"status {code}"):
+                await store.replace("a", "1", "2")
+        assert ear.entries == {"a": "1"}
 
 
 async def test_two_releases_in_one_redis_have_engines_of_their_own(tmp_path):

@@ -43,6 +43,23 @@ class Store(Protocol):
         """Drop an entry, if it is there; the same promise."""
         ...
 
+    async def replace(self, name: str, before: str, after: str | None, /) -> bool:
+        """Write an entry anew, or drop it (None), if it is still as it was; the same promise.
+
+        Return whether it is now as wanted. If not, nothing has changed, and the observer has taken in what is there.
+        """
+        ...
+
     def running(self) -> AbstractAsyncContextManager[None]:
         """Tell of changes, whoever makes them, while the block lasts."""
         ...
+
+
+def replace_entry(entries: dict[str, str], name: str, before: str, after: str | None) -> None:
+    """Do to entries what ``Store.replace`` says."""
+    if entries.get(name) != before:
+        return
+    if after is None:
+        del entries[name]
+    else:
+        entries[name] = after

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from functools import partial
+from http import HTTPStatus
 from typing import Final
 
 import msgspec
@@ -51,11 +53,29 @@ class ConfigMapStore:
 
     async def put(self, name: str, text: str, /) -> None:
         """Keep an entry; raises StoreDown."""
-        await self._patch({name: text})
+        await self._merge({name: text})
 
     async def delete(self, name: str, /) -> None:
         """Drop an entry; raises StoreDown."""
-        await self._patch({name: None})
+        await self._merge({name: None})
+
+    async def replace(self, name: str, before: str, after: str | None, /) -> bool:
+        """Write an entry anew, or drop it, if it is still as it was; raises StoreDown."""
+        place = f"/data/{name}"
+        steps: list[dict[str, str]] = [{"op": "test", "path": place, "value": before}]
+        steps.append(
+            {"op": "remove", "path": place} if after is None else {"op": "replace", "path": place, "value": after}
+        )
+        try:
+            await self._patch(partial(self._api.json_patch, self._path, msgspec.json.encode(steps)))
+        except StoreDown as exc:
+            if not isinstance(exc.__cause__, KubeError) or exc.__cause__.status != HTTPStatus.UNPROCESSABLE_ENTITY:
+                raise
+            found = (await self._merge({})).get(name)  # which changes nothing: it asks
+            if found == before:  # so it was refused for another reason
+                raise
+            return found == after  # an earlier try has been made, whose answer was lost
+        return True
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Watch the ConfigMap."""
@@ -77,13 +97,17 @@ class ConfigMapStore:
         """Pass it on."""
         self._told.heard()
 
-    async def _patch(self, data: Mapping[str, str | None]) -> None:
-        body, pause = msgspec.json.encode({"data": data}), _PAUSE_S
+    async def _merge(self, data: Mapping[str, str | None]) -> Mapping[str, str]:
+        return await self._patch(partial(self._api.merge_patch, self._path, msgspec.json.encode({"data": data})))
+
+    async def _patch(self, patch: Callable[[], Awaitable[bytes]]) -> Mapping[str, str]:
+        """Make a change; return what the map has then."""
+        pause = _PAUSE_S
         for number in range(1, _TRIES + 1):
             try:
-                found = decode(await self._api.merge_patch(self._path, body), _Map)
+                found = decode(await patch(), _Map)
             except (KubeError, NotJson) as exc:
-                # A patch of one key can be made twice, where another try may succeed.
+                # A patch can be made twice, where another try may succeed.
                 status = exc.status if isinstance(exc, KubeError) else 0
                 is_passing = status is None or status in (401, 409, 429) or status >= 500
                 if number == _TRIES or not is_passing:
@@ -95,7 +119,8 @@ class ConfigMapStore:
                 if _number(found) >= self._latest[1]:
                     self._keep(found)
                 await self._told.take(self._kept)  # also one that the watch has brought, and is still taken in
-                return
+                return found.data or {}
+        raise AssertionError("the last try returns or raises")
 
     def _keep(self, found: _Map) -> None:
         self._latest = (found.metadata.uid, _number(found), self._clock())

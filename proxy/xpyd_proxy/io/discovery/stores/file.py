@@ -13,7 +13,7 @@ import msgspec
 
 from xpyd_proxy.core.discovery.reconcile import MOST
 from xpyd_proxy.io.background import meanwhile, repeatedly
-from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver
+from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver, replace_entry
 from xpyd_proxy.io.discovery.stores.file_lock import LOCK_WAIT_S, locked
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,11 @@ class FileStore:
         """Drop an entry; raises StoreDown."""
         await self._change(lambda entries: entries.pop(name, None))
 
+    async def replace(self, name: str, before: str, after: str | None, /) -> bool:
+        """Write an entry anew, or drop it, if it is still as it was; raises StoreDown."""
+        entries = await self._change(lambda entries: replace_entry(entries, name, before, after))
+        return entries.get(name) == after
+
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Read the file, and look again and again whether another process has changed it."""
@@ -65,9 +70,11 @@ class FileStore:
                     logger.warning("%s; the last view of it stays", exc)
                 self._trouble = str(exc)
 
-    async def _change(self, change: Callable[[dict[str, str]], object]) -> None:
+    async def _change(self, change: Callable[[dict[str, str]], object]) -> dict[str, str]:
         async with self._turn:
-            await self._take(*await asyncio.to_thread(self._rewritten, change))
+            entries, stamp = await asyncio.to_thread(self._rewritten, change)
+            await self._take(entries, stamp)
+            return entries
 
     async def _take(self, entries: dict[str, str], stamp: _Stamp) -> None:
         self._seen = stamp

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from xpyd_proxy.core.discovery.reconcile import MOST
 from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver
+from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver, replace_entry
 
 
 class MemoryStore:
@@ -29,6 +29,12 @@ class MemoryStore:
         """Drop an entry."""
         self._entries.pop(name, None)
         await self._told.take(dict(self._entries))
+
+    async def replace(self, name: str, before: str, after: str | None, /) -> bool:
+        """Write an entry anew, or drop it, if it is still as it was."""
+        replace_entry(self._entries, name, before, after)
+        await self._told.take(dict(self._entries))
+        return self._entries.get(name) == after
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:

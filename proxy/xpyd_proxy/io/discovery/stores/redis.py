@@ -10,7 +10,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import chain
-from typing import Final, Protocol, cast
+from typing import Final, NamedTuple, Protocol, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -22,10 +22,18 @@ from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver
 logger = logging.getLogger(__name__)
 _KEYS: Final = ("instances", "epoch", "version")
 _TIMEOUT_S: Final = 3.0
-# ARGV: a new epoch, in case there is none; what to do; the channel; then name, text, name, text ... of the entries.
+# ARGV: a new epoch, in case there is none; what to do; the channel; how the entry must be, for a change that depends on
+# it; then name, text, name, text ... of the entries.
 _SCRIPT: Final = f"""
 redis.call('SET', KEYS[2], ARGV[1], 'NX')
-for i = 4, #ARGV, 2 do
+local agrees = 1
+if ARGV[2] == 'replace' or ARGV[2] == 'drop' then
+  local now, wanted = redis.call('HGET', KEYS[1], ARGV[5]), ARGV[2] == 'replace' and ARGV[6]
+  if now ~= ARGV[4] and now ~= wanted then agrees = 0
+  elseif wanted then redis.call('HSET', KEYS[1], ARGV[5], wanted)
+  else redis.call('HDEL', KEYS[1], ARGV[5]) end
+end
+for i = 5, #ARGV, 2 do
   if ARGV[2] == 'delete' then redis.call('HDEL', KEYS[1], ARGV[i]) end
   if ARGV[2] == 'restore' then redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
   if ARGV[2] == 'put' then
@@ -35,11 +43,11 @@ for i = 4, #ARGV, 2 do
     redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
   end
 end
-if ARGV[2] ~= 'read' then
+if ARGV[2] ~= 'read' and agrees == 1 then
   redis.call('INCR', KEYS[3])
   redis.call('PUBLISH', ARGV[3], '')
 end
-return {{redis.call('GET', KEYS[2]), redis.call('GET', KEYS[3]) or '0', redis.call('HGETALL', KEYS[1])}}
+return {{redis.call('GET', KEYS[2]), redis.call('GET', KEYS[3]) or '0', redis.call('HGETALL', KEYS[1]), agrees}}
 """
 
 # KEYS: of the text. ARGV: as it was read, and what replaces it.
@@ -49,6 +57,15 @@ redis.call('SET', KEYS[1], ARGV[2])
 return {1}
 """
 _READ: Final = "return {redis.call('GET', KEYS[1]) or ''}"
+
+
+class _Answer(NamedTuple):
+    """What the script returns: a view, and whether the entry is as the change wanted it."""
+
+    epoch: str
+    version: int
+    entries: Mapping[str, str]
+    agrees: bool
 
 
 class _Listening(Protocol):
@@ -88,6 +105,17 @@ class RedisStore:
         """Drop an entry; raises StoreDown."""
         await self._acknowledged("delete", name, "")
 
+    async def replace(self, name: str, before: str, after: str | None, /) -> bool:
+        """Write an entry anew, or drop it, if it is still as it was; raises StoreDown."""
+        verb, text = ("drop", "") if after is None else ("replace", after)
+        while True:
+            epoch = self._seen[0]
+            if await self._acknowledged(verb, name, text, before=before):
+                return True
+            if self._seen[0] == epoch:
+                return False
+            # It had lost what it knew, and was given it back just now.
+
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Listen, and read again and again."""
@@ -100,31 +128,32 @@ class RedisStore:
             await asyncio.wait((task,))
             await self._redis.aclose()
 
-    async def _acknowledged(self, verb: str, name: str, text: str) -> None:
+    async def _acknowledged(self, verb: str, name: str, text: str, *, before: str = "") -> bool:
         try:
-            await self._settle(*await self._do(verb, name, text), is_change=True)
+            found = await self._do(verb, name, text, before=before)
+            await self._settle(found, is_change=True)
         except (RedisError, OSError, TimeoutError) as exc:
             raise StoreDown(f"Redis did not make the change: {exc}") from exc
+        return found.agrees
 
-    async def _do(self, verb: str, *entries: str) -> tuple[str, int, Mapping[str, str]]:
-        """Run the script; return epoch, version and all entries."""
-        given = (secrets.token_hex(8), verb, self._channel, *entries)
-        epoch, version, flat = await self._redis.eval(_SCRIPT, len(self._keys), *self._keys, *given)
+    async def _do(self, verb: str, *entries: str, before: str = "") -> _Answer:
+        """Run the script."""
+        given = (secrets.token_hex(8), verb, self._channel, before, *entries)
+        epoch, version, flat, agrees = await self._redis.eval(_SCRIPT, len(self._keys), *self._keys, *given)
         texts = [str(text) for text in cast("Sequence[object]", flat)]
-        return str(epoch), int(str(version)), dict(zip(texts[::2], texts[1::2], strict=True))
+        view = dict(zip(texts[::2], texts[1::2], strict=True))
+        return _Answer(str(epoch), int(str(version)), view, agrees == 1)
 
-    async def _settle(
-        self, epoch: str, version: int, entries: Mapping[str, str], *, anew: bool = False, is_change: bool = False
-    ) -> None:
+    async def _settle(self, found: _Answer, *, anew: bool = False, is_change: bool = False) -> None:
         """Take a view. A Redis that has lost its memory, or has an older one, gets back what we knew of it first.
 
         ``anew``: the view is the first one after a loss of the connection, so that it cannot be overtaken by another;
         ``is_change``: it is the answer to a change of this router, which waits until it has been taken in.
         """
-        known, latest = self._seen
+        (known, latest), (epoch, version, entries, _) = self._seen, found
         if known and (epoch != known or (anew and version < latest)):
             logger.warning("Redis has lost what it knew: %d engines are put back", len(self._kept))
-            epoch, version, entries = await self._do("restore", *chain.from_iterable(self._kept.items()))
+            epoch, version, entries, _ = await self._do("restore", *chain.from_iterable(self._kept.items()))
             self._seen = known, latest = (epoch, -1)
         if epoch != known or version > latest:
             self._seen, self._kept = (epoch, version), entries
@@ -148,11 +177,11 @@ class RedisStore:
     async def _listen(self) -> None:
         async with self._redis.pubsub(ignore_subscribe_messages=True) as listening:
             await listening.subscribe(self._channel)
-            await self._settle(*await self._do("read"), anew=True)
+            await self._settle(await self._do("read"), anew=True)
             while not self._ends:
                 self._trouble = ""
                 await listening.get_message(timeout=self._reread_s)
-                await self._settle(*await self._do("read"))
+                await self._settle(await self._do("read"))
 
 
 class RedisText:

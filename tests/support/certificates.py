@@ -19,7 +19,9 @@ class Authority:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
-        self.own = self._make(name, "-x509", "-addext", "basicConstraints=critical,CA:TRUE")
+        # Python 3.13 and newer verify strictly: an authority without a key usage is refused.
+        usage = ("-addext", "basicConstraints=critical,CA:TRUE", "-addext", "keyUsage=critical,keyCertSign,cRLSign")
+        self.own = self._make(name, "-x509", *usage)
 
     def sign(self, name: str, host: str = "IP:127.0.0.1") -> Pair:
         """Make a certificate that is good for servers and for clients."""

@@ -1,30 +1,23 @@
 """The chart and the router's own discovery: what the router asks is allowed, and what the pods say is understood."""
 
-import asyncio
 import json
 import shutil
 import ssl
-from contextlib import asynccontextmanager
 
-import httpx
 import msgspec
 import pytest
 import yaml
 
 from support.certificates import Authority
+from support.chart_router import serving_chart
 from support.documents import blocks
 from support.helm_chart import CASES, ROOT, Chart, default
-from support.helm_objects import COMPONENT, WORKER_INDEX, container, kind, pods, router, templates
+from support.helm_objects import COMPONENT, WORKER_INDEX, kind, pods
 from support.kube_api import KubeApi, pod, pool
-from support.sim import InMemory
-from xpyd_proxy.app import build
-from xpyd_proxy.cli import build_parser
 from xpyd_proxy.core.discovery.pods import Pod, engine_of
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.options import serve_settings
 from xpyd_proxy.testing.engine import Sim
 
-KEY = {"X-Api-Key": "sesame"}
 READY = {"phase": "Running", "podIP": "10.0.0.7", "conditions": [{"type": "Ready", "status": "True"}]}
 
 
@@ -81,19 +74,6 @@ def account(tmp_path, monkeypatch):
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(server.cert, server.key)
     return tls
-
-
-@asynccontextmanager
-async def serving_chart(objects, engines):
-    """The router with the arguments of its pod; yields a client of its admin port, when it is ready."""
-    args = container(templates(router(objects))[0])["args"]
-    built = build(serve_settings(build_parser(args).parse_args(args)), fabric=InMemory(engines).fabric)
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(built.admin_app), base_url="http://router", headers=KEY)
-    async with built.app.router.lifespan_context(built.app), client:
-        async with asyncio.timeout(30):
-            while (await client.get("/ready")).status_code != 200:
-                await asyncio.sleep(0.02)
-        yield client
 
 
 async def test_a_router_of_the_chart_finds_the_engines_of_the_chart_with_the_calls_of_its_role(account, monkeypatch):

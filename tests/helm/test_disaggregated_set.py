@@ -89,15 +89,6 @@ def test_slices_are_copies_whose_engines_the_router_pairs():
     assert flag(found[0], "--slice-label") == "disaggregatedset.x-k8s.io/slice"
 
 
-def test_a_scaler_of_slices_counts_all_of_them():
-    """KEDA's number for the time without Prometheus is that of the set, `replicas` that of a slice."""
-    decode = {**LWS, "replicas": 2, "autoscaling": {"type": "keda", "min": 3}}
-    values = COPIES | SLICED | {"decode": decode, "monitoring": {"podMonitor": {"enabled": True}}}
-    (scaled,) = kind(Chart().objects(values), "ScaledObject")
-
-    assert scaled["spec"]["fallback"]["replicas"] == 6
-
-
 @pytest.mark.parametrize("helm", HELMS)
 @pytest.mark.parametrize("lacking", [(), ("DisaggregatedSetRoleScaler",)], ids=["newer", "0.9"])
 def test_a_controller_that_makes_no_scalers_is_noticed(lacking, helm, tmp_path, monkeypatch):
@@ -148,8 +139,8 @@ def test_a_long_release_is_told_that_its_pods_would_have_too_long_names(length, 
             "disaggregatedSet.placementPolicy.type is ExclusiveTopology: name the label of nodes",
         ),
         (
-            COPIES | SLICED | {"decode": {**LWS, "autoscaling": {"type": "hpa", "min": 2}}},
-            "decode.autoscaling.min is 2: the controller spreads the engines over 3 slices",
+            COPIES | SLICED | {"decode": {**LWS, "autoscaling": {"type": "hpa", "min": 6}}},
+            "decode.autoscaling.type is hpa: the controller scales no set of several slices, and there are 3",
         ),
     ],
     ids=lambda one: str(one)[:50],

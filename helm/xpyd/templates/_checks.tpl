@@ -159,8 +159,8 @@
 {{- if and (ne $p.autoscaling.type "none") ($.Capabilities.APIVersions.Has "disaggregatedset.x-k8s.io/v1/DisaggregatedSet") (not ($.Capabilities.APIVersions.Has "disaggregatedset.x-k8s.io/v1/DisaggregatedSetRoleScaler")) -}}
 {{- fail (printf "%s.autoscaling.type is %s, but the cluster has no DisaggregatedSetRoleScaler: a role is scaled by a LeaderWorkerSet newer than 0.9; write none, or disaggregatedSet.enabled: false" $role $p.autoscaling.type) -}}
 {{- end -}}
-{{- if and (ne $p.autoscaling.type "none") (lt (int $p.autoscaling.min) (int $v.disaggregatedSet.slices)) -}}
-{{- fail (printf "%s.autoscaling.min is %d: the controller spreads the engines over %d slices, and some would have none; write %d or more" $role (int $p.autoscaling.min) (int $v.disaggregatedSet.slices) (int $v.disaggregatedSet.slices)) -}}
+{{- if and (ne $p.autoscaling.type "none") (gt (int $v.disaggregatedSet.slices) 1) -}}
+{{- fail (printf "%s.autoscaling.type is %s: the controller scales no set of several slices, and there are %d; write none, or disaggregatedSet.slices: 1" $role $p.autoscaling.type (int $v.disaggregatedSet.slices)) -}}
 {{- end -}}
 {{- if or (ne (get $p.strategy "type" | default "RollingUpdate") "RollingUpdate") (hasKey (get $p.strategy "rollingUpdateConfiguration" | default dict) "partition") -}}
 {{- fail (printf "%s.strategy: a DisaggregatedSet takes RollingUpdate without a partition" $role) -}}

@@ -152,6 +152,76 @@ def test_a_new_number_over_one_scaled_by_hand_is_said_or_taken(release, helm):
 
 
 @pytest.mark.parametrize("helm", HELMS)
+def test_a_rollback_takes_an_autoscaled_pool_back_to_an_older_number(release, helm):
+    """docs/kubernetes-operations.md: helm keeps the number of each revision; an upgrade keeps that which runs."""
+    release.install(helm, pools("Deployment", OFF))
+    release.upgrade(helm, pools("Deployment", HPA))
+    release.scale("decode", 9, who=AUTOSCALER)
+    if helm == "helm4":
+        with pytest.raises(Refused, match='conflict with "kube-controller-manager" with subresource "scale"'):
+            release.rollback(helm, 1)
+    else:
+        release.rollback(helm, 1)
+    seen = [release.replicas("decode")]
+    release.scale("decode", 9, who=AUTOSCALER)
+    release.upgrade(helm, pools("Deployment", OFF))
+    seen.append(release.replicas("decode"))
+
+    assert seen == [{"helm3": 6, "helm4": 9}[helm], 9]
+
+
+@pytest.mark.parametrize(("helm", "flag", "left"), [("helm3", "--atomic", 6), ("helm4", "--rollback-on-failure", 9)])
+def test_an_upgrade_that_rolls_itself_back_does_the_same(release, helm, flag, left):
+    """Helm 3 stops three engines because an image was missing; helm 4 leaves them. The next upgrade is a usual one."""
+    scaled = pools("Deployment", HPA)
+    release.install(helm, scaled)
+    release.scale("decode", 9, who=AUTOSCALER)
+    with pytest.raises(Refused, match="context deadline exceeded"):
+        release.upgrade(helm, scaled | {"model": {"maxLength": 4096}}, flag, "--timeout", "5s")
+    seen = [release.replicas("decode")]
+    release.upgrade(helm, scaled | {"model": {"maxLength": 4096}})
+    seen.append(release.replicas("decode"))
+
+    assert seen == [left, left]
+
+
+@pytest.mark.parametrize(("scaled", "left"), [(None, 1), (9, 9)], ids=["never-scaled", "scaled-before"])
+def test_a_tool_that_renders_without_a_cluster_leaves_one_engine_unless_others_own_the_number(
+    api, namespace, scaled, left
+):
+    """docs/kubernetes-operations.md: let it ignore the number first. The API makes 1 of a number that nobody owns."""
+    release = Release(api, namespace)
+    for autoscaling in (OFF, HPA):
+        objects = Chart().objects(pools("Deployment", autoscaling), namespace=namespace)
+        (workload,) = (o for o in kind(objects, "Deployment") if o["metadata"]["name"] == "r-xpyd-decode")
+        path = api.path("apps/v1", "Deployment", namespace, "r-xpyd-decode")
+        owner = {"fieldManager": "a-gitops-tool", "force": "true"}
+        api.made("PATCH", path, workload, query=owner, kind="application/apply-patch+yaml")
+        if scaled and autoscaling is OFF:
+            release.scale("decode", scaled, who=AUTOSCALER)
+
+    assert release.replicas("decode") == left
+
+
+@pytest.mark.parametrize("clients", CLIENTS)
+def test_the_set_of_both_pools_takes_an_autoscaler_and_leaves_it(api, release, clients):
+    """By the rules of its definition. How many engines run then is its controller's business."""
+    if not api.has("disaggregatedset.x-k8s.io/v1", "DisaggregatedSet"):
+        pytest.skip("the cluster has no DisaggregatedSet")
+    first, then, flags = CLIENTS[clients]
+    of_set = {"disaggregatedSet": {"enabled": True}}
+    release.install(first, pools("LeaderWorkerSet", OFF) | of_set)
+    seen = []
+    for autoscaling in (HPA, OFF):
+        release.upgrade(then, pools("LeaderWorkerSet", autoscaling) | of_set, *flags)
+        path = api.path("disaggregatedset.x-k8s.io/v1", "DisaggregatedSet", release.namespace, "r-xpyd")
+        roles = api.made("GET", path)["spec"]["roles"]
+        seen.append([(role.get("scaling", {}).get("mode"), role["spec"].get("replicas")) for role in roles])
+
+    assert seen == [[("External", 1), ("External", 1)], [(None, 3), (None, 6)]]
+
+
+@pytest.mark.parametrize("helm", HELMS)
 @pytest.mark.parametrize("autoscaling", [HPA, KEDA], ids=["hpa", "keda"])
 def test_a_new_pool_begins_with_the_larger_of_its_two_numbers(api, release, autoscaling, helm):
     """Before the autoscaler has looked at it."""

@@ -104,6 +104,7 @@ class Release:
         self.api = api
         self.namespace = namespace
         self.name = name
+        self._where = ("-n", namespace, "--kubeconfig", api.kubeconfig)
 
     def install(self, helm, values=None, *flags, files=()):
         return self._helm(helm, "install", values, *flags, files=files)
@@ -111,18 +112,19 @@ class Release:
     def upgrade(self, helm, values=None, *flags, files=()):
         return self._helm(helm, "upgrade", values, *flags, files=files)
 
+    def rollback(self, helm, revision):
+        run(helm, "rollback", self.name, str(revision), *self._where)
+
     def uninstall(self, helm):
-        run(helm, "uninstall", self.name, "-n", self.namespace, "--kubeconfig", self.api.kubeconfig)
+        run(helm, "uninstall", self.name, *self._where)
 
     def manifest(self, helm):
         """Return the objects of the last revision."""
-        where = ("-n", self.namespace, "--kubeconfig", self.api.kubeconfig)
-        return [o for o in yaml.safe_load_all(run(helm, "get", "manifest", self.name, *where)) if o]
+        return [o for o in yaml.safe_load_all(run(helm, "get", "manifest", self.name, *self._where)) if o]
 
     def _helm(self, helm, verb, values, *flags, files):
         named = [part for path in files for part in ("-f", str(path))]
-        where = ("-n", self.namespace, "--kubeconfig", self.api.kubeconfig)
-        argv = [verb, self.name, str(CHART), *where, *named, *flags, "-f", "-"]
+        argv = [verb, self.name, str(CHART), *self._where, *named, *flags, "-f", "-"]
         return run(helm, *argv, stdin=yaml.safe_dump(values or {}))
 
     def workload(self, component, kind="Deployment"):

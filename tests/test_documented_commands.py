@@ -20,6 +20,7 @@ from xpyd_proxy.options import OPTIONS
 FOREIGN = {  # flags of kubectl, helm and other programs, and words of other projects, that stand alone in backquotes
     "--previous", "--force", "--exclusive", "--grace-period", "device_ownership_from_security_context", "ibv_devices",
     "container_cpu_cfs_throttled_periods_total", "max_new_tokens", "--key",
+    "--atomic", "--rollback-on-failure", "--server-side",
 }  # fmt: skip
 
 

@@ -332,6 +332,11 @@ LEVELS = {
     "default": ({}, "restricted"),
     "root": ({"prefill": {"runAsRoot": True}, "decode": {"runAsRoot": True}}, "baseline"),
     "rdma": ({"prefill": {"rdma": {"enabled": True}}, "decode": {"rdma": {"enabled": True}}}, "privileged"),
+    "host-path": ({"model": {"volume": {"type": "hostPath", "hostPath": "/m"}, "name": "/models/m"}}, "privileged"),
+    "host-network": (
+        {part: {"hostNetwork": True} for part in ("prefill", "decode")} | {"connector": {"acceptOpenDataPlane": True}},
+        "privileged",
+    ),
 }
 
 

@@ -6,6 +6,8 @@ example) are skipped.
 
 import asyncio
 import secrets
+import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,6 +17,8 @@ from support.api_server import AUTOSCALER, BY_HAND, KUBECONFIG, STRICT, WHY_NOT,
 from support.chart_router import serving_chart
 from support.helm_chart import CI, HELMS, Chart, Refused, names_of_ci
 from support.helm_objects import WORKLOADS, kind, pods, templates
+from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.testing.engine import Sim
 
 pytestmark = [
@@ -449,3 +453,38 @@ async def test_a_router_follows_the_pods_and_the_store_of_the_api(api, release):
         store = api.made("GET", api.path("v1", "ConfigMap", ns, "r-xpyd-instances"))
 
     assert len(store["data"]) == 1
+
+
+class Heard:
+    """What a store has said."""
+
+    def __init__(self):
+        self.entries = None
+
+    async def take(self, entries):
+        self.entries = dict(entries)
+
+    def heard(self):
+        pass
+
+
+@pytest.mark.usefixtures("account")
+async def test_an_entry_of_the_store_is_replaced_only_while_it_is_as_it_was():
+    """With a router's own account: how the API answers a JSON patch whose test fails is its own business."""
+    async with AsyncExitStack() as stack:
+        heard = [Heard(), Heard()]
+        stores = [
+            ConfigMapStore(Kubernetes(Cluster.around()), "r-xpyd-instances", ear, clock=time.monotonic) for ear in heard
+        ]
+        for store in stores:
+            await stack.enter_async_context(store.running())
+        await stores[0].put("decode.a", "1")
+        assert not await stores[1].replace("decode.a", "0", "2")
+        assert not await stores[1].replace("decode.a", "0", None)
+        assert not await stores[1].replace("decode.never-there", "0", "1")
+        assert await stores[1].replace("decode.a", "1", "2")
+        assert not await stores[0].replace("decode.a", "1", "3")
+        assert heard[0].entries == {"decode.a": "2"}
+        assert await stores[0].replace("decode.a", "2", None)
+        assert await stores[0].replace("decode.a", "2", None)  # it is as it was wanted
+        assert heard[0].entries == {}

@@ -43,7 +43,7 @@ class Faults:
     hangs: bool = False  # watches say nothing more, and stay open
     cuts: bool = False  # watches end in the middle of the next event
     slow_list_s: float = 0.0
-    slow_patches: deque[float] = field(default_factory=deque)  # so long the next patches are made but not answered
+    held_patches: deque[asyncio.Event] = field(default_factory=deque)  # the next are made, and answered after these
     lost_answers: int = 0  # so many of the next patches are made, and the connection ends without a word
     expires_pages: int = 0  # so many continue tokens are too old
 
@@ -189,18 +189,18 @@ class KubeApi:
                 _write(writer, 200, self._one(resource, namespace, name))
             case "patch":
                 found = copy.deepcopy(self._patch(request, resource, namespace, name))
-                await self._delay_patch()
+                await self._hold_patch()
                 _write(writer, 200, found)
             case _:
                 raise Refusal(405, "MethodNotAllowed")
         return None
 
-    async def _delay_patch(self) -> None:
+    async def _hold_patch(self) -> None:
         if self.faults.lost_answers:
             self.faults.lost_answers -= 1
             raise ConnectionResetError
-        if self.faults.slow_patches:
-            await asyncio.sleep(self.faults.slow_patches.popleft())
+        if self.faults.held_patches:
+            await self.faults.held_patches.popleft().wait()
 
     def _one(self, resource: str, namespace: str, name: str) -> Object:
         if (found := self.objects.get((resource, namespace, name))) is None:

@@ -47,6 +47,7 @@ def end_groups(groups: Iterable[int], *, grace_s: float, reap: Callable[[], obje
             time.sleep(POLL_S)
             reap()
             left = {group for group in left if runs(group)}
+        reap()  # who ended after the last time
     finally:  # also when a second Ctrl-C cuts the wait short
         for group in left:
             send(group, signal.SIGKILL)

@@ -50,6 +50,19 @@ def test_a_group_that_ends_when_asked_is_not_waited_for(group):
     assert time.monotonic() - start < 10
 
 
+def test_who_ends_between_two_looks_is_collected(group):
+    """The parent has looked for dead children just before: else nobody would know how it ended."""
+    process = group("import time; print(flush=True); time.sleep(60)")
+    looks = []
+
+    def reap():
+        looks.append(process.poll() if looks else os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT))
+
+    end_groups([process.pid], grace_s=30, reap=reap)
+
+    assert process.returncode == -signal.SIGTERM
+
+
 def test_a_group_that_does_not_end_is_killed(group):
     """A hung engine must not hang the one who stops it."""
     process = group(STUBBORN)

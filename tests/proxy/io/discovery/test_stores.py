@@ -362,14 +362,22 @@ async def test_an_event_that_is_older_than_our_own_change_is_not_believed(tmp_pa
     assert all(before.keys() <= after.keys() for before, after in itertools.pairwise(ear.history))
 
 
+async def held_put(api, store):
+    """Begin a change that is made, and not answered until the event is set that is returned with its task."""
+    may_end = asyncio.Event()
+    api.faults.held_patches.append(may_end)
+    task = asyncio.create_task(store.put("a", "1"))
+    await until_async(lambda: not api.faults.held_patches)
+    return task, may_end
+
+
 async def test_an_answer_that_was_overtaken_is_not_believed(tmp_path):
     """Two changes at once, and the answer to the first comes last: it knows nothing of the second."""
     async with world("kubernetes", tmp_path) as found, stores(found, 1) as [(store, ear)]:
         found.api.faults.events = lambda events: []
-        found.api.faults.slow_patches.append(0.3)
-        first = asyncio.create_task(store.put("a", "1"))
-        await until_async(lambda: not found.api.faults.slow_patches)
+        first, may_end = await held_put(found.api, store)
         await store.put("b", "2")
+        may_end.set()
         await first
         assert ear.entries == {"a": "1", "b": "2"}
 
@@ -379,11 +387,10 @@ async def test_an_answer_that_the_watch_has_overtaken_is_not_believed(tmp_path):
     async with world("kubernetes", tmp_path) as found, stores(found, 2) as [(store, ear), (other, _)]:
         await other.put("gone", "1")
         await until_async(lambda: "gone" in ear.entries)
-        found.api.faults.slow_patches.append(0.3)
-        slow = asyncio.create_task(store.put("a", "1"))
-        await until_async(lambda: not found.api.faults.slow_patches)
+        slow, may_end = await held_put(found.api, store)
         await other.delete("gone")
         await until_async(lambda: ear.entries == {"a": "1"})
+        may_end.set()
         await slow
         assert ear.entries == {"a": "1"}
 
@@ -411,13 +418,11 @@ async def test_an_answer_that_was_overtaken_waits_for_the_view_that_is_taken_in(
             ear.may.set()
             await until_async(lambda: ear.entries == {})
             ear.may.clear()
-            found.api.faults.events = lambda events: []
-            found.api.faults.slow_patches.append(0.2)
-            slow = asyncio.create_task(store.put("a", "1"))
-            await until_async(lambda: not found.api.faults.slow_patches)
-            found.api.faults.events = lambda events: events
+            found.api.faults.events = lambda events: [one for one in events if "b" in one[1]["data"]]
+            slow, may_end = await held_put(found.api, store)
             await other.put("b", "2")
             await until_async(lambda: ear.begun > 1)
+            may_end.set()
             assert await asyncio.wait([slow], timeout=0.5) == (set(), {slow})
             ear.may.set()
             await slow
@@ -427,12 +432,11 @@ async def test_an_answer_that_was_overtaken_waits_for_the_view_that_is_taken_in(
 async def test_an_answer_about_a_configmap_that_is_no_more_is_not_believed(tmp_path):
     """It was deleted and made anew while the answer was on its way."""
     async with world("kubernetes", tmp_path) as found, stores(found, 1) as [(store, ear)]:
-        found.api.faults.slow_patches.append(0.3)
-        slow = asyncio.create_task(store.put("a", "1"))
-        await until_async(lambda: not found.api.faults.slow_patches)
+        slow, may_end = await held_put(found.api, store)
         found.api.delete("configmaps", "set")
         found.api.put("configmaps", "set", {"metadata": {}, "data": {"b": "2"}})
         await until_async(lambda: ear.entries == {"b": "2"})
+        may_end.set()
         await slow
         assert ear.entries == {"b": "2"}
 

@@ -1,5 +1,7 @@
 """A request up to its admission: its head, the pieces of its body, and what is wrong with them."""
 
+import threading
+
 from support.scripted import Scripted, call, good_decode, good_prefill, pulled_prefill, router_of
 from xpyd_proxy.requests.body_reader import LARGE
 from xpyd_proxy.requests.lifecycle import RequestState
@@ -32,7 +34,9 @@ async def test_a_body_may_come_in_any_pieces():
 
 async def test_a_client_that_leaves_while_its_body_is_read_is_gone_at_once():
     """What the thread finds out is for nobody."""
-    before = router()
+    before, may_end = router(), threading.Event()
+    for _ in range(2):  # both threads are busy, so it is still to be read when its client leaves
+        before.examiner.submit(may_end.wait)
     client = before.start(long_call())
     assert client.request.state is RequestState.RECEIVED
     client.hang_up()
@@ -41,7 +45,7 @@ async def test_a_client_that_leaves_while_its_body_is_read_is_gone_at_once():
     assert before.is_idle()
     assert not before.engines.legs
     async with before.examiner:
-        pass
+        may_end.set()
 
 
 async def test_a_request_is_in_flight_from_its_head_on():

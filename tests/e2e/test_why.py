@@ -329,12 +329,12 @@ def test_a_slow_handshake_and_then_a_slow_read_show_in_their_rows(pair):
     assert any(is_longest(shown, "read KV") for shown in attempts)
 
 
-def held(valve, what, router, prompt, *, seconds=SLOW_S, **options):
+def held(valve, what, router, prompt, *, stream):
     """Keep a leg's request or answer on its way for some time; return the rows, and what the client waited."""
     valve.hold(what)
-    valve.on(what, 1, valve.release, after=seconds)
+    valve.on(what, 1, valve.release, after=SLOW_S)
     try:
-        name, waited = ask(router, prompt, **options)
+        name, waited = ask(router, prompt, stream=stream)
     finally:
         valve.release()
     return timeline(router, name, of={"prefill-0", "decode-0"}), waited

@@ -17,6 +17,7 @@ from support.api_server import AUTOSCALER, BY_HAND, KUBECONFIG, STRICT, WHY_NOT,
 from support.chart_router import serving_chart
 from support.helm_chart import CI, HELMS, Chart, Refused, names_of_ci
 from support.helm_objects import WORKLOADS, kind, pods, templates
+from support.store_ear import Ear
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.testing.engine import Sim
@@ -455,24 +456,11 @@ async def test_a_router_follows_the_pods_and_the_store_of_the_api(api, release):
     assert len(store["data"]) == 1
 
 
-class Heard:
-    """What a store has said."""
-
-    def __init__(self):
-        self.entries = None
-
-    async def take(self, entries):
-        self.entries = dict(entries)
-
-    def heard(self):
-        pass
-
-
 @pytest.mark.usefixtures("account")
 async def test_an_entry_of_the_store_is_replaced_only_while_it_is_as_it_was():
     """With a router's own account: how the API answers a JSON patch whose test fails is its own business."""
     async with AsyncExitStack() as stack:
-        heard = [Heard(), Heard()]
+        heard = [Ear(), Ear()]
         stores = [
             ConfigMapStore(Kubernetes(Cluster.around()), "r-xpyd-instances", ear, clock=time.monotonic) for ear in heard
         ]

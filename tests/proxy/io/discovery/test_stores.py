@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from support.kube_api import KubeApi, Refusal
 from support.redis_server import RedisServer
 from support.sim import until_async
+from support.store_ear import Ear
 from xpyd_proxy.core.discovery.reconcile import MOST
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Key
@@ -28,22 +29,6 @@ from xpyd_proxy.io.discovery.stores.file import FileStore
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 
 FAST = WatchTimes(relist_s=30, silence_s=20.0, pause_s=0.02, pause_most_s=0.1)
-
-
-class Ear:
-    """What a store has said."""
-
-    def __init__(self):
-        self.entries = None
-        self.history = []
-        self.hearings = 0
-
-    async def take(self, entries):
-        self.entries = dict(entries)
-        self.history.append(self.entries)
-
-    def heard(self):
-        self.hearings += 1
 
 
 class FileWorld:

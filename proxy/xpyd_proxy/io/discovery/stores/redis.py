@@ -108,13 +108,11 @@ class RedisStore:
     async def replace(self, name: str, before: str, after: str | None, /) -> bool:
         """Write an entry anew, or drop it, if it is still as it was; raises StoreDown."""
         verb, text = ("drop", "") if after is None else ("replace", after)
-        while True:
-            epoch = self._seen[0]
-            if await self._acknowledged(verb, name, text, before=before):
-                return True
-            if self._seen[0] == epoch:
-                return False
-            # It had lost what it knew, and was given it back just now.
+        epoch = self._seen[0]
+        is_done = await self._acknowledged(verb, name, text, before=before)
+        if not is_done and self._seen[0] != epoch:  # it had lost what it knew, and was given it back just now
+            is_done = await self._acknowledged(verb, name, text, before=before)
+        return is_done
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:

@@ -194,7 +194,7 @@ def diff(desired: Mapping[Key, Origin], current: Mapping[Key, Origin]) -> Sequen
     """
     gone, rest = list[Action](), list[Action]()
     for key, origin in current.items():
-        if origin.wanted is not None and _is_other(origin.wanted, desired.get(key)):
+        if origin.wanted is not None and _is_other(origin, origin.wanted, desired.get(key)):
             gone.append(Action("remove", key, origin))
     removed = {action.key for action in gone}
     for key, origin in desired.items():
@@ -206,13 +206,18 @@ def diff(desired: Mapping[Key, Origin], current: Mapping[Key, Origin]) -> Sequen
     return [*gone, *rest]
 
 
-def _is_other(present: Wanted, origin: Origin | None) -> bool:
-    """Tell whether what is there must go: nobody wants it, or something else at its address."""
-    if origin is None or origin.wanted is None:
+def _is_other(before: Origin, present: Wanted, origin: Origin | None) -> bool:
+    """Tell whether what is there must go: nobody wants it, or something else at its address.
+
+    Of two entries of one source, one that lacks its addition is another than one that has it: workers that have seen
+    none of them in between would else keep the engine of before, and those that have, not.
+    """
+    if origin is None or (wanted := origin.wanted) is None:
         return True
-    wanted = origin.wanted
+    if before.source is origin.source and present.added != wanted.added:
+        return True
     names = (present.identity, wanted.identity), (present.added, wanted.added)
-    return present.target != wanted.target or any(before and now and before != now for before, now in names)
+    return present.target != wanted.target or any(old and new and old != new for old, new in names)
 
 
 def _verb(origin: Origin, present: Origin | None) -> Literal["add", "drain", "undrain", "adopt"] | None:

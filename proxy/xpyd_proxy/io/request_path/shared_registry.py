@@ -56,7 +56,7 @@ class SharedRegistry(Registry):
 
         Raises AlreadyKnown, or IdLogBusy: no worker has named it yet, and it cannot be named now.
         """
-        identity = "" if origin.wanted is None else origin.wanted.identity
+        identity = "" if origin.wanted is None else origin.wanted.identity or origin.wanted.added
         key = key_of(role, address.authority, rank, origin.source, identity)
         self._added[role], is_first = self._ledger.named(key, anew=self._has_begun)
         instance = super().add(role, address, rank=rank, facts=facts, now=now, origin=origin)

@@ -123,6 +123,15 @@ def test_another_engine_at_the_same_address_is_a_new_one(other):
     assert verbs(origins(other), origins(A)) == [("remove", "a:80"), ("add", "a:80")]
 
 
+@pytest.mark.parametrize(("old", "new"), [("1", "2"), ("", "2"), ("1", "")])
+def test_an_entry_that_was_added_anew_is_a_new_engine(old, new):
+    """Also one that somebody wrote by hand, without its addition; an engine of another source is the same."""
+    before, after = (origins(replace(A, added=added), source=EngineSource.STORE) for added in (old, new))
+
+    assert verbs(after, before) == [("remove", "a:80"), ("add", "a:80")]
+    assert verbs(origins(A), before) == [("adopt", "a:80")]
+
+
 def test_an_engine_changes_hands_without_a_break():
     """The store named it before its pod was seen; when the one no longer wants it, the other still does."""
     adopted = diff(

@@ -316,6 +316,24 @@ def test_a_worker_that_has_missed_that_an_engine_went_and_came_follows(tmp_path)
     assert [member.instance.id for member in zero.members()] == [D1]
 
 
+def test_one_that_went_and_came_by_hand_has_its_new_id_only_with_its_new_entry(tmp_path):
+    """A worker gave the id to its old entry first, and refused orders for it; with the new entry, all got another."""
+    old, new = (Wanted(Role.DECODE, Target.parse("a:1"), added=added) for added in ("1", "2"))
+    zero, one = worker(tmp_path), worker(tmp_path)
+    sees = [Reconciler(registry, [EngineSource.STORE], lambda: 0.0) for registry in (zero, one)]
+    for reconciler in sees:
+        reconciler.view(EngineSource.STORE, [old])
+    for view in ([], [new]):
+        sees[0].view(EngineSource.STORE, view)
+    one.follow(now=1.0)
+    assert [(member.instance.id, member.origin.wanted) for member in one.members()] == [(D0, old)]
+
+    sees[1].view(EngineSource.STORE, [new])
+    for registry in (zero, one):
+        registry.follow(now=2.0)
+        assert [(member.instance.id, member.origin.wanted) for member in registry.members()] == [(D1, new)]
+
+
 def test_an_engine_that_went_and_came_and_was_taken_out_by_hand_does_not_come_back(tmp_path):
     """A worker that had missed it all took the new one for one that has come, and gave it the next id."""
     zero, one = worker(tmp_path, A), worker(tmp_path, A)

@@ -183,6 +183,26 @@ def test_a_prefill_engine_that_shows_no_blocks_is_not_said_to_hold_any(prove, fl
     assert (found.code, found.findings) == (0, {"decode-killed": []})
 
 
+@pytest.mark.parametrize("name", ["busy-left", "decode-killed"])
+def test_a_decode_engine_is_measured_before_prompts_are_computed_for_it(prove, fleet, name):
+    """On a slow machine the leases of those prompts were over before the engine died: no stranded block was found."""
+    asked = []
+
+    def noting(role, engine):
+        async def app(scope, receive, send):
+            if scope.get("path") == "/v1/completions":
+                asked.append(role)
+            await engine(scope, receive, send)
+
+        return app
+
+    with serving(noting("prefill", fleet.p)) as p, serving(noting("decode", fleet.d)) as d:
+        fleet.at |= {"p0": f"http://{p}", "d0": f"http://{d}"}
+        prove("--only", name, *DEEDS, *BRIEF)
+
+    assert asked[:2] == ["decode", "prefill"]
+
+
 def test_a_wrong_text_after_a_freeze_is_found(prove, fleet):
     """Status 200 and the text of another prompt: what KV read too late gives."""
     fleet.d.inject(SimulatedFault(FaultKind.WRONG))

@@ -4,7 +4,8 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Self
 
 from xpyd_proxy.proving.bench import Bench, CheckAborted, now
 from xpyd_proxy.proving.check import Check, CheckRun, Seen
@@ -64,17 +65,21 @@ async def decode_frozen_left(bench: Bench) -> Seen:
 
 async def decode_busy_left(bench: Bench) -> Seen:
     """Clients leave while their requests wait in the decode engine's queue, before it has read anything."""
-    decode, offers = bench.pairs.decode[0], await _offers(bench, 4)
-    async with _busy(bench, decode) as note:
+    decode = bench.pairs.decode[0]
+    work = await _Work.measured(bench, decode)
+    offers = await _offers(bench, 4)
+    async with work.waiting() as note:
         await asyncio.gather(*(offer.leave(decode, after_s=_SENT_S) for offer in offers))
     return Seen(await bench.compare(bench.prompts.mixed(3, longest=200)), [note])
 
 
 async def decode_killed(bench: Bench) -> Seen:
     """Kill the decode engine while requests wait in its queue; the prefill engine's blocks must come back."""
+    decode = bench.pairs.decode[0]
+    work = await _Work.measured(bench, decode)
     began = now()
-    decode, offers = bench.pairs.decode[0], await _offers(bench, 6)
-    async with _busy(bench, decode) as note:
+    offers = await _offers(bench, 6)
+    async with work.waiting() as note:
         answering = [asyncio.create_task(offer.take(decode)) for offer in offers]
         await asyncio.sleep(_SENT_S)
         await bench.peers.do("decode", Deed.KILL)
@@ -108,25 +113,41 @@ async def prefill_killed(bench: Bench) -> Seen:
     return Seen(findings + await bench.compare(bench.prompts.mixed(3, longest=200)))
 
 
-@asynccontextmanager
-async def _busy(bench: Bench, decode: HttpServer) -> AsyncGenerator[str]:
-    """Keep a decode engine computing for some seconds: prompts of its own, as long as it takes."""
-    length = max(2, (bench.facts.max_model_len or 2048) - 8)
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Prompts of a decode engine's own that are as long as it takes, and how long one takes it.
 
-    async def work() -> None:
-        asked = Question(Shape.IDS, bench.prompts.ids(length), max_tokens=1, logprobs=False)
-        await decode.post(asked.path, asked.body(bench.facts.name), timeout_s=bench.limits.request_s)
+    That is measured before prompts are computed for it: a lease may end while a slow engine takes one.
+    """
 
-    began = now()
-    await work()
-    once = max(0.001, now() - began)
-    count = min(64, math.ceil(min(_BUSY_S, bench.limits.lease_s / 2) / once))
-    working = [asyncio.create_task(work()) for _ in range(count)]
-    try:
-        await asyncio.sleep(min(0.2, once))
-        yield f"{decode.name} was busy with {count} prompts of {length} tokens, {once:.2f} s each"
-    finally:
-        await asyncio.gather(*working)
+    bench: Bench
+    decode: HttpServer
+    length: int  # tokens
+    once: float  # seconds
+
+    @classmethod
+    async def measured(cls, bench: Bench, decode: HttpServer) -> Self:
+        length = max(2, (bench.facts.max_model_len or 2048) - 8)
+        began = now()
+        await cls(bench, decode, length, 0.0).do()
+        return cls(bench, decode, length, max(0.001, now() - began))
+
+    async def do(self) -> None:
+        """Have one computed."""
+        asked = Question(Shape.IDS, self.bench.prompts.ids(self.length), max_tokens=1, logprobs=False)
+        body = asked.body(self.bench.facts.name)
+        await self.decode.post(asked.path, body, timeout_s=self.bench.limits.request_s)
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncGenerator[str]:
+        """Keep the engine computing for some seconds; what comes in the block waits behind it."""
+        count = min(64, math.ceil(min(_BUSY_S, self.bench.limits.lease_s / 2) / self.once))
+        working = [asyncio.create_task(self.do()) for _ in range(count)]
+        try:
+            await asyncio.sleep(min(0.2, self.once))
+            yield f"{self.decode.name} was busy with {count} prompts of {self.length} tokens, {self.once:.2f} s each"
+        finally:
+            await asyncio.gather(*working)
 
 
 async def _restart(bench: Bench, role: str, server: HttpServer) -> None:

@@ -27,21 +27,13 @@ BOTH = {
 }
 
 
-EQUAL_IN_PUSH = {
-    "test_nothing_is_read_that_is_not_the_prompts",
-    "test_hardly_a_token_is_computed_twice",
-    "test_a_decode_engine_of_two_ranks",
-}
-
-
 def is_thorough(test, params):
     """Tell what is only for ``make test-thorough``: who moves prompts makes no difference to what is looked up."""
     if params.get("pairs") == "one" or params.get("chats") == 6:
         return True
-    is_push = params.get("both") is TransferMode.PUSH
-    if test == "test_chats_over_the_router":
-        return params["stream"] is is_push
-    return is_push and test in EQUAL_IN_PUSH
+    if params.get("both") is not TransferMode.PUSH:
+        return test == "test_chats_over_the_router" and not params["stream"]  # as half of the chats of the next test
+    return test != "test_p_computes_only_what_neither_engine_has" or not params["stream"]
 
 
 @pytest.fixture(scope="module", params=TransferMode, ids=str)

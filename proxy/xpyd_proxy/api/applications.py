@@ -9,10 +9,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
 from xpyd_proxy.api.auth import AuthMiddleware
 from xpyd_proxy.api.document import document_routes, new_application
+from xpyd_proxy.api.endpoint_routes import operation_id
 from xpyd_proxy.core.admission.admin_key import AdminKey
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime
@@ -56,7 +58,7 @@ def build_applications(
     main = new_application(lifespan)
     main.add_middleware(AuthMiddleware, lifetime=lifetime, keyring=keyring, sites=Sites(settings, own_name))
     for router in (*routes.clients, *routes.probes):
-        main.include_router(router)
+        _add(main, router)
     main.router.routes.extend(routes.endpoints)
     if settings.admin_port is None:
         _add_operators(main, routes)
@@ -65,15 +67,23 @@ def build_applications(
     there = replace(settings, host=settings.admin_host or settings.host, tls_cert=settings.admin_tls_cert)
     admin.add_middleware(AuthMiddleware, lifetime=lifetime, keyring=keyring, sites=Sites(there, own_name))
     for router in routes.probes:
-        admin.include_router(router)
+        _add(admin, router)
     _add_operators(admin, routes, elsewhere=main.routes)
     return Applications(main, admin)
 
 
 def _add_operators(app: FastAPI, routes: Routes, *, elsewhere: Sequence[BaseRoute] = ()) -> None:
     for router in routes.operators:
-        app.include_router(router)
-    app.include_router(document_routes(app, routes.admin_key, routes.browsers, elsewhere=elsewhere))
+        _add(app, router)
+    _add(app, document_routes(app, routes.admin_key, routes.browsers, elsewhere=elsewhere))
+
+
+def _add(app: FastAPI, router: APIRouter) -> None:
+    """Add routes as they are: ``include_router`` would make each anew, models of its bodies and answers and all."""
+    for route in router.routes:
+        if isinstance(route, APIRoute):
+            route.unique_id = operation_id(route)
+        app.router.routes.append(route)
 
 
 @asynccontextmanager

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Final
 
 from fastapi import APIRouter, Depends, Response
 
+from xpyd_proxy.api.error_answers import error_answers
 from xpyd_proxy.api.page import PAGE_HEADERS, Onlookers
 from xpyd_proxy.api.schemas import CapacityReport, EngineCounts, ErrorResponse
 from xpyd_proxy.core.admission.lifetime import Lifetime, Stage
@@ -70,10 +71,8 @@ class CapacityMeter:
 def capacity_routes(meter: CapacityMeter, onlookers: Onlookers) -> APIRouter:
     """Build the route; who may read the metrics may read it."""
     router = APIRouter(tags=["status"], dependencies=onlookers.keys)
-    answers: dict[int | str, dict[str, Any]] = {
-        503: {"model": CapacityReport, "description": "The weight is below ``least``"},
-        "default": {"model": ErrorResponse, "description": "What is wrong, in one sentence"},
-    }
+    answers = error_answers(CapacityReport, {503: "The weight is below ``least``"})
+    answers |= error_answers(ErrorResponse, {"default": "What is wrong, in one sentence"})
 
     @router.get(
         "/capacity", dependencies=[Depends(onlookers.scrapers)], responses=answers, response_model=CapacityReport

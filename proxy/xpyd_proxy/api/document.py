@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute
 
 from xpyd_proxy.api import exception_handlers
 from xpyd_proxy.api.endpoint_routes import operation_id
+from xpyd_proxy.api.error_answers import add_schemas
 from xpyd_proxy.api.operator_route import OPERATORS, is_admin
 from xpyd_proxy.api.page import PAGE_HEADERS, anybody, content_policy
 from xpyd_proxy.core.admission.admin_key import AdminKey
@@ -74,6 +75,7 @@ def document_routes(
             others = [one for one in elsewhere if getattr(one, "path", "") not in here]
             shown = [*others, *routes]
             document = get_openapi(title=app.title, version=app.version, description=app.description, routes=shown)
+            add_schemas(document)
             for path in {getattr(one, "path", "") for one in others} & document["paths"].keys():
                 document["paths"][path][OTHER_PORT] = True
             made[operators] = msgspec.json.encode(document)

@@ -14,6 +14,7 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.routing import Match
 from starlette.types import ASGIApp, Scope
 
+from xpyd_proxy.api.error_answers import error_answers
 from xpyd_proxy.api.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -134,7 +135,7 @@ def _route(path: str, kind: EndpointKind, endpoints: ASGIApp, keys: Sequence[Any
     answers: dict[int | str, Part] = {
         200: {"description": "The engine's answer, as it is", "headers": _ANSWER_HEADERS, "content": content}
     }
-    answers |= {status: {"model": ErrorResponse, "description": text} for status, text in _ERRORS.items()}
+    answers |= error_answers(ErrorResponse, _ERRORS)
     body = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
     return EndpointRoute(
         path,

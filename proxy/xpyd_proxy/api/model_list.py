@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from xpyd_proxy.api.error_answers import error_answers
 from xpyd_proxy.api.operator_route import passed_on
 from xpyd_proxy.api.schemas import ErrorResponse, ServedModels
 from xpyd_proxy.core.admission.keys import Outbound
@@ -180,7 +181,9 @@ def model_routes(models: ModelCatalog, keys: Sequence[Any] = ()) -> APIRouter:
     """Build GET /v1/models; ``keys``: CLIENT_KEYS, if clients must show one."""
     router = APIRouter(tags=["models"], dependencies=keys)
 
-    @router.get("/v1/models", response_model=ServedModels, responses={503: {"model": ErrorResponse}})
+    @router.get(
+        "/v1/models", response_model=ServedModels, responses=error_answers(ErrorResponse, {503: "Service Unavailable"})
+    )
     async def list_models(request: Request) -> Response:
         """List the models of all engines, each once."""
         answer = await models.listing(passed_on(request.scope))

@@ -17,6 +17,7 @@ from fastapi.security import APIKeyHeader
 from starlette.types import Scope
 
 from xpyd_proxy.api.audit import Audit
+from xpyd_proxy.api.error_answers import error_answers
 from xpyd_proxy.api.schemas import OperatorError
 from xpyd_proxy.core.admission.admin_key import AdminKey
 from xpyd_proxy.core.admission.keys import Keyring, shown_key
@@ -43,9 +44,7 @@ _STATUSES: Final[dict[int | str, str]] = {
     503: "The store did not answer: the change may or may not have been made",
     "default": "What is wrong, in one sentence",
 }
-OPERATOR_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
-    status: {"model": OperatorError, "description": text} for status, text in _STATUSES.items()
-}
+OPERATOR_ERRORS: Final = error_answers(OperatorError, _STATUSES)
 _ASKS: Final = {"www-authenticate": "X-Api-Key"}
 _MISSING: Final = "This is for operators: send the router's admin key as X-Api-Key."
 _UNCONFIGURED: Final = (

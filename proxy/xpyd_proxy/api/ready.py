@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter
 
+from xpyd_proxy.api.error_answers import error_answers
 from xpyd_proxy.api.schemas import ErrorResponse, Health
 from xpyd_proxy.core.admission.lifetime import Lifetime, Stage
 from xpyd_proxy.core.model import Role
@@ -19,14 +20,14 @@ def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime) -> 
     """
     router = APIRouter(tags=["probes"])
 
-    @router.get("/health", responses={503: {"model": ErrorResponse, "description": "No engine of one role"}})
+    @router.get("/health", responses=error_answers(ErrorResponse, {503: "No engine of one role"}))
     async def health() -> Health:
         """Tell whether there is an engine of each role."""
         for role in Role:
             fleet.usable(role)
         return Health(status="ok")
 
-    @router.get("/ready", responses={503: {"model": ErrorResponse, "description": "Send requests elsewhere"}})
+    @router.get("/ready", responses=error_answers(ErrorResponse, {503: "Send requests elsewhere"}))
     async def ready() -> Health:
         """Tell whether requests should be sent here: it knows its engines, and is not about to end."""
         if lifetime.stage is not Stage.SERVING:

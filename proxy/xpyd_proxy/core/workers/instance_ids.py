@@ -38,8 +38,8 @@ class _NamedEngine:
 def key_of(role: Role, authority: str, rank: int | None, source: str, identity: str) -> str:
     """Return what makes two engines the same in all workers.
 
-    ``identity``: a pod's uid, or the entry's addition; without it (settings, old entries), an engine that goes and comes
-    again is told from the one before by CLOSE alone.
+    ``identity``: a pod's uid, or the entry's addition; without it (settings, old entries), an engine that goes and
+    comes again is told from the one before by CLOSE alone.
     """
     return f"{role} {authority} {rank} {source} {identity}"
 

@@ -20,9 +20,10 @@ async def test_no_step_of_the_loop_takes_10_ms_while_a_fleet_of_2000_engines_cha
     Measured are a choice of two engines (each is the first after a change, for one of 100 adapters), a pod that is
     replaced, an engine that fails, and, at most 5 ms each, the steps of a first LIST of all pods, of one that differs
     in one, of a first view of a store of all engines, of one in which one is another, and of ``/stats`` and
-    ``/metrics``; beside them probes, and the comparing of all engines with what sources say (the tasks without a name).
-    A process of its own measures processor time. A step takes longer while others use the caches: the median of the
-    nine longest counts, divided by how much slower than at best the same look at all engines is meanwhile.
+    ``/metrics``; beside them probes, and the comparing of all engines with what sources say (tasks without a name,
+    those of one kind together). A process of its own measures processor time. A step takes longer while others use the
+    caches: the median of the nine longest counts, divided by how much slower than at best the same look at all engines
+    is meanwhile.
     """
     found = json.loads(await said_by(large_fleet))
     longest = {name: steps[len(steps) // 2] / found["slowdown"] for name, steps in found["longest"].items()}

@@ -23,7 +23,6 @@ from xpyd_proxy.core.protocol.push import TransferMode
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
 
 BLOCK = 32  # tokens of a block of the engines here
-AGAIN = 60  # tokens of an answer that shows that engines are well
 
 
 def is_thorough(test, params):
@@ -165,7 +164,7 @@ def test_the_router_dies_in_the_middle(fleet_of, start_router):
     wait_until(
         lambda: all(one["connector"] for one in rows(url).values()), seconds=30, what="the router knows all engines"
     )
-    asked, salt = list(bodies(count, 800, seed=6, salt="dies")), "alone 6"
+    asked, salt = list(bodies(count, 500, seed=6, salt="dies")), "alone 6"
     expected = run(fleet_of.p0.base_url, bodies(count, 500, seed=6, salt=salt))
 
     def drain():
@@ -178,15 +177,13 @@ def test_the_router_dies_in_the_middle(fleet_of, start_router):
     found = run(url, asked, lambda: (order(url, "undrain", "decode-1"), drain()), behind=20)
     has_nothing_held(fleet_of, seconds=30 + 10)  # what nobody came for is kept for kv_lease_duration
     another = start_router(f"{name}-next", [fleet_of.p0], [fleet_of.d0, fleet_of.d1], args=MOVES, env=env)
-    again = run(another, bodies(count, AGAIN, seed=6, salt="dies"))
+    again = run(another, bodies(count, 500, seed=6, salt="dies"))
 
     verdicts = Counter(one.verdict(other) for one, other in zip(found, expected, strict=True))
     print(f"\n{fleet_of.mode}: router killed: {dict(verdicts)}")
     assert verdicts.keys() <= {"right", "broken"}
     assert verdicts["broken"] > 0
-    assert [(one.is_whole, one.usage["completion_tokens"], one.error) for one in again] == [(True, AGAIN, "")] * count
-    begun = [one.text.rstrip("\ufffd") for one in again]  # the last token may be a part of a character
-    assert [other.text[: len(text)] for text, other in zip(begun, expected, strict=True)] == begun
+    assert Counter(one.verdict(other) for one, other in zip(again, expected, strict=True)) == {"right": count}
 
 
 @pytest.mark.thorough

@@ -15,7 +15,6 @@ from fastapi.openapi.utils import get_openapi
 from starlette.routing import BaseRoute
 
 from xpyd_proxy.api import exception_handlers
-from xpyd_proxy.api.endpoint_routes import operation_id
 from xpyd_proxy.api.error_answers import add_schemas
 from xpyd_proxy.api.operator_route import OPERATORS, is_admin
 from xpyd_proxy.api.page import PAGE_HEADERS, anybody, content_policy
@@ -36,7 +35,6 @@ def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
         description=_ABOUT,
         lifespan=lifespan,
         redirect_slashes=False,
-        generate_unique_id_function=operation_id,
         openapi_url=None,
         docs_url=None,
         redoc_url=None,

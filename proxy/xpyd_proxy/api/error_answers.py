@@ -31,5 +31,6 @@ def add_schemas(document: dict[str, Any]) -> None:
     for model in _MODELS:
         if f"'{_PLACE}{model.__name__}'" in text:
             schema = model.model_json_schema(mode="serialization", ref_template=_PLACE + "{model}")
-            schemas |= {**schema.pop("$defs", {}), model.__name__: schema} | schemas
+            for name, each in (*schema.pop("$defs", {}).items(), (model.__name__, schema)):
+                schemas.setdefault(name, each)
     document["components"]["schemas"] = dict(sorted(schemas.items()))

@@ -216,8 +216,9 @@ def _is_other(before: Origin, present: Wanted, origin: Origin | None) -> bool:
         return True
     if before.source is origin.source and present.added != wanted.added:
         return True
-    names = (present.identity, wanted.identity), (present.added, wanted.added)
-    return present.target != wanted.target or any(old and new and old != new for old, new in names)
+    if present.identity and wanted.identity and present.identity != wanted.identity:
+        return True
+    return present.target != wanted.target
 
 
 def _verb(origin: Origin, present: Origin | None) -> Literal["add", "drain", "undrain", "adopt"] | None:

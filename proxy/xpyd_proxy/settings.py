@@ -424,6 +424,11 @@ class Settings:
         "pass the client's Authorization header to engines whose pool has no API key")
     client_kv_params: ClientKvParams = SECURITY.option(ClientKvParams.REFUSE,
         "what happens to a client's own kv_transfer_params; refuse: 400; strip: they are removed")
+    allowed_media_domains: tuple[Host, ...] = SECURITY.option((),
+        "hosts from which engines may fetch images, audio and videos that clients name by URL; *: any",
+        unset="with API keys or client certificates none (data: URLs only), else any")
+    trust_request_chat_template: bool = SECURITY.option(False,
+        "clients may send a chat template of their own; the engines need --trust-request-chat-template, too")
     cache_salt_per_key: bool = SECURITY.option(False,
         "clients with different API keys share no entries of the engines' prefix caches")
     cache_salt_secret: str | None = SECURITY.secret("XPYD_CACHE_SALT_SECRET",

@@ -70,7 +70,7 @@ def build_requests(
     releaser = Releaser(wire, told=(telemetry,))
     sites, salts = Sites(settings, socket.gethostname()), _salts(settings, keyring)
     requests = Requests(
-        intake=Intake(settings, lifetime, keyring, sites, salts, _sessions(settings)),
+        intake=Intake(settings, lifetime, keyring, sites, salts, _sessions(settings), _media_hosts(settings)),
         fleet=fleet,
         learned=engines.learned,
         handovers=LegBodies(engines.learned, TRANSFER_POLICIES[settings.kv_transfer_mode], telemetry.replaced_host),
@@ -136,6 +136,10 @@ def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
     if settings.api_keys_file is None:
         raise ConfigError("cache_salt_per_key needs api_keys_file: without keys all clients are one")
     return Salts(keyring, settings.cache_salt_secret)
+
+
+def _media_hosts(settings: Settings) -> frozenset[str]:
+    return frozenset(map(str.lower, settings.allowed_media_domains))
 
 
 def _sessions(settings: Settings) -> SessionIds | None:

@@ -17,7 +17,8 @@ from xpyd_proxy.core.http.multipart import boundary_of, check_form, content_type
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.model import Api, GenerationRequest, Headers, PassthroughRequest, RoutingHints
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, EndpointKind
-from xpyd_proxy.core.protocol.request_bodies import check_wanted_now, parse
+from xpyd_proxy.core.protocol.media_urls import ANY_HOST, check_media_urls
+from xpyd_proxy.core.protocol.request_bodies import TEMPLATES, check_chat_template, check_wanted_now, parse
 from xpyd_proxy.core.protocol.response_filter import media_type
 from xpyd_proxy.core.raw_json import Fields, Pieces, encode
 from xpyd_proxy.core.routing.routing_hints import ask_of_call, ask_of_errand, model_of, rank_of
@@ -105,6 +106,7 @@ class Intake:
     sites: Sites
     salts: Salts | None = None
     sessions: SessionIds | None = None  # None: no policy asks for them
+    media_hosts: frozenset[str] = frozenset()  # from which engines may fetch media, in lower case
 
     def check(self, head: RequestHead) -> str:
         """Judge a head; return the name of the client's key.
@@ -141,7 +143,19 @@ class Intake:
         if head.path in _FORMS:
             check_form(boundary_of(head.shown.get(b"content-type", b"")), body)
             return {}
-        return parse(body, strip_private=self.settings.client_kv_params is _STRIP)
+        settings = self.settings
+        fields = parse(body, strip_private=settings.client_kv_params is _STRIP)
+        if not settings.trust_request_chat_template and not TEMPLATES.isdisjoint(fields):
+            check_chat_template(fields)
+        if self.limits_media():
+            check_media_urls(fields, self.media_hosts)
+        return fields
+
+    def limits_media(self) -> bool:
+        """Tell whether engines may fetch media from some hosts only; keys may come with a SIGHUP."""
+        if self.media_hosts:
+            return ANY_HOST not in self.media_hosts
+        return self.keyring.keys is not None or self.settings.tls_client_ca is not None
 
     def examine(self, head: RequestHead, body: bytes, *, counts_tokens: bool) -> tuple[Fields, int | None]:
         """Read a body; tell also about how many tokens its prompt has: of a form, or where they count."""

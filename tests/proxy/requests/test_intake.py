@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_proxy.core.admission.keys import Keyring
+from xpyd_proxy.core.admission.keys import Keyring, Keys
 from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.errors import BadRequest, UnsupportedMedia
@@ -75,3 +75,61 @@ def test_a_form_says_where_its_parts_end():
     for other in ("application/json", "multipart/mixed", "multipart/form-data"):
         with pytest.raises(UnsupportedMedia, match="multipart/form-data"):
             intake().check(head(FORM, content_type=other))
+
+
+MEDIUM = (
+    b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a.internal/"}}]}]}'
+)
+KEYS = Keyring(Keys.parse("team-a:key-of-team-a-001\n", "keys"))
+
+
+@pytest.mark.parametrize(
+    ("keyring", "options", "is_taken"),
+    [
+        (Keyring(), {}, True),
+        (KEYS, {}, False),
+        (Keyring(), {"tls_client_ca": "ca.pem"}, False),
+        (KEYS, {"allowed_media_domains": ("A.internal",)}, True),
+        (KEYS, {"allowed_media_domains": ("*",)}, True),
+        (Keyring(), {"allowed_media_domains": ("b.example",)}, False),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/embeddings", "/pooling", "/tokenize"])
+def test_where_clients_are_told_apart_engines_fetch_nothing_that_the_operator_has_not_allowed(
+    path, keyring, options, is_taken
+):
+    """Engines are inside the closed network, and the URL is a stranger's."""
+    hosts = frozenset(map(str.lower, options.get("allowed_media_domains", ())))
+    made = Intake(Settings(**options), Lifetime(), keyring, Sites(Settings()), media_hosts=hosts)
+
+    if is_taken:
+        assert made.read(head(path), MEDIUM)
+    else:
+        with pytest.raises(BadRequest, match=r"a\.internal.*allowed_media_domains"):
+            made.read(head(path), MEDIUM)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"chat_template": "{{ 1 }}"}', "chat_template"),
+        (b'{"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}', "chat_template_kwargs.chat_template"),
+        (b'{"chat_template_kwargs": {"\\u0063hat_template": ""}}', "chat_template_kwargs.chat_template"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/pooling", "/tokenize", "/score"])
+def test_a_clients_chat_template_reaches_no_engine(path, body, param):
+    """One that loops stops all chats of an engine; vLLM 0.30 and 0.31 take it in /v1/responses."""
+    with pytest.raises(BadRequest, match="trust_request_chat_template") as refused:
+        intake().read(head(path), body)
+
+    assert refused.value.param == param
+    assert intake(trust_request_chat_template=True).read(head(path), body)
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"chat_template": null}', b'{"chat_template_kwargs": {"enable_thinking": false}}', b'{"n": 1}']
+)
+def test_what_a_template_is_told_is_the_clients_business(body):
+    """Whether a model thinks is one of its arguments."""
+    assert intake().read(head("/v1/chat/completions"), body)

@@ -66,6 +66,9 @@ _PRIVATE: Final = ("kv_transfer_params", "ec_transfer_params")
 # for all routers that follow the engine, as many as a client likes. The answer is the same without it.
 _REPORT_MODE: Final = "kv_cache_report_mode"
 _NOT_IN_EXTRA: Final = frozenset({*_PRIVATE, _REPORT_MODE})
+_TEMPLATE: Final = "chat_template"
+_TEMPLATE_KWARGS: Final = "chat_template_kwargs"
+TEMPLATES: Final = frozenset({_TEMPLATE, _TEMPLATE_KWARGS})
 # They shape the tokens that decode makes, or the way it shows them; prefill shows its one token to nobody.
 _OPENAI: Final = frozenset(
     {"stream_options", "best_of", "use_beam_search", "prompt_logprobs", "logprobs", "top_logprobs", "logprob_token_ids"}
@@ -125,6 +128,25 @@ def check_wanted_now(api: Api, fields: Fields) -> None:
     """
     if api is _RESPONSES and fields.get("background", NULL) not in (NULL, FALSE):
         raise BadRequest("background answers cannot be fetched through this router: leave it out", param="background")
+
+
+def check_chat_template(fields: Fields) -> None:
+    """Accept a request whose chat template is the engine's own.
+
+    Rendering one takes as long as its loops want, and meanwhile the engine renders no other chat. vLLM refuses both
+    fields without --trust-request-chat-template; 0.30 and 0.31 forget the second one in /v1/responses.
+
+    Raises:
+        BadRequest: it brings a template.
+    """
+    named = fields.get(_TEMPLATE, NULL) != NULL
+    if named or (maybe(fields.get(_TEMPLATE_KWARGS, NULL), Fields) or {}).get(_TEMPLATE, NULL) != NULL:
+        param = _TEMPLATE if named else f"{_TEMPLATE_KWARGS}.{_TEMPLATE}"
+        raise BadRequest(
+            f"{param} must not be part of a request: engines use their own template, unless the operator of this "
+            "router allows others (trust_request_chat_template)",
+            param=param,
+        )
 
 
 def named(api: Api, fields: Fields, request: RequestId) -> Fields:

@@ -1,0 +1,122 @@
+"""Which images, audio and videos an engine may fetch for a client that names them by URL."""
+
+import json
+
+import pytest
+
+from xpyd_proxy.core.protocol.media_urls import check_media_urls
+from xpyd_proxy.core.protocol.request_bodies import parse
+from xpyd_proxy.errors import BadRequest
+
+URL = "http://metadata.internal/latest"
+DATA = "data:image/png;base64,QUJD"
+
+
+def check(fields, hosts=(), text=None):
+    check_media_urls(parse((text or json.dumps(fields)).encode(), strip_private=False), frozenset(hosts))
+
+
+def chat(part):
+    return [{"role": "user", "content": [{"type": "text", "text": "look"}, part]}]
+
+
+def requests_with(url):
+    """Each place of a request in which vLLM reads the URL of a medium."""
+    image = {"type": "image_url", "image_url": {"url": url}}
+    source = {"type": "image", "source": {"type": "url", "url": url}}
+    return {
+        "image": {"messages": chat(image)},
+        "image, plain": {"messages": chat({"image_url": url})},
+        "image with an id": {"messages": chat({"type": "image_url", "image_url": {"url": url}, "uuid": "1"})},
+        "audio": {"messages": chat({"type": "audio_url", "audio_url": {"url": url}})},
+        "video": {"messages": chat({"type": "video_url", "video_url": {"url": url}})},
+        "batch": {"messages": [chat({"type": "text", "text": "a"}), chat(image)]},
+        "responses": {"input": chat({"type": "input_image", "image_url": url})},
+        "file of responses": {"input": chat({"type": "input_file", "file_url": url})},
+        "output of a function": {
+            "input": [{"type": "function_call_output", "output": [{"type": "input_image", "image_url": url}]}]
+        },
+        "messages": {"messages": chat(source)},
+        "result of a tool": {"messages": chat({"type": "tool_result", "content": [source]})},
+        "generate": {"token_ids": [1], "content_parts": [{"type": "video_url", "url": url}]},
+        "embed": {"inputs": [{"content": [image]}]},
+        "images of embed": {"images": [DATA, url]},
+        "score": {"text_1": "a", "data_2": {"content": [image]}},
+        "rerank": {"query": {"content": [image]}, "documents": ["a"]},
+    }
+
+
+@pytest.mark.parametrize("place", requests_with(URL))
+def test_a_url_is_found_wherever_vllm_reads_one(place):
+    """Engines are inside the closed network, and follow redirects."""
+    with pytest.raises(BadRequest, match=r"from metadata\.internal: .*data: URL.*allowed_media_domains"):
+        check(requests_with(URL)[place])
+
+    check(requests_with(URL)[place], hosts=["metadata.internal"])
+    check(requests_with(DATA)[place])
+
+
+def test_escapes_hide_no_name_and_no_scheme():
+    """JSON has two ways to write each letter, and Python's parser reads both."""
+    text = json.dumps({"messages": chat({"type": "image_url", "image_url": {"url": URL}})})
+    escaped = text.replace("image_url", "im\\u0061ge\\u005furl").replace('"url"', '"\\u0075rl"')
+
+    with pytest.raises(BadRequest, match="metadata"):
+        check(None, text=escaped.replace("http:", "\\u0068ttp:"))
+    with pytest.raises(BadRequest, match="metadata"):
+        check(None, text=text.replace('"image_url": {', '"image_url": {"url": "data:,", '))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://good.example@evil.example/a",
+        "http://evil.example\\@good.example/a",
+        "http://good.example:80@evil.example/a",
+        "http://good.example /a",
+        "//good.example/a",
+        "file:///etc/passwd",
+        "ftp://good.example/a",
+        " http://good.example/a",
+        "https:/good.example",
+    ],
+)
+def test_what_readers_could_understand_differently_is_refused(url):
+    """The host that is checked is the one that is asked."""
+    with pytest.raises(BadRequest, match="is not a URL that engines may fetch"):
+        check(requests_with(url)["image"], hosts=["good.example"])
+
+
+@pytest.mark.parametrize("url", ["HTTPS://Good.Example/a?b#c", "http://good.example:8080/a", "http://[::1]/"])
+def test_hosts_are_compared_as_names_are(url):
+    """Ports are the business of whoever allows a host."""
+    check(requests_with(url)["image"], hosts=["good.example", "::1"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": f'say "image_url": "{URL}" [1]'}]},
+        {"messages": chat({"type": "text", "text": URL})},
+        {"messages": chat({"type": "image_url", "image_url": None, "uuid": "1"})},
+        {"messages": chat({"type": "tool_result", "content": [{"type": "web_search_result", "url": URL}]})},
+        {"messages": chat({"type": "tool_use", "input": {"image_url": URL}})},
+        {"messages": [], "tools": [{"parameters": {"properties": {"image_url": {"type": "string", "url": URL}}}}]},
+        {"prompt": URL, "metadata": {"image_url": URL}},
+        {"images": 3},
+        {"input": [[1, 2], [3]]},
+    ],
+)
+def test_what_no_engine_fetches_is_not_looked_at(fields):
+    """Texts, calls of tools and what vLLM refuses by itself."""
+    check(fields)
+
+
+def test_a_message_without_end_is_refused():
+    """What lies deeper than the check looks would not be checked."""
+    part = {"image_url": URL}
+    for _ in range(40):
+        part = {"content": [part]}
+
+    with pytest.raises(BadRequest, match="levels deep"):
+        check({"messages": [part]})

@@ -197,6 +197,35 @@ def test_a_pipelined_head_without_end_is_refused_in_its_turn(door, behind):
     assert [one.status for one in found] == [200, 431]
 
 
+SHAPES = {
+    "malformed": (request("{path}", lines=("a b",)), 400),
+    "a host": (request("http://localhost{path}?a=b", lines=("a b",)), 400),
+    "in pieces": ((b"POST ", b"{path} HTTP/1.1\r\nHost: localhost\r\na b\r\n", b"\r\n"), 400),
+    "behind another": (request() + request("{path}", lines=("a b",)), 400),
+    "a large head": (request("{path}", lines=("a: " + "b" * 70_000,)), 431),
+    "a long target": (request("{path}?" + "a" * 70_000), 414),
+    "a bad chunk": (request("{path}", b"x\r\n", lines=(JSON, "Transfer-Encoding: chunked"), length=False), 400),
+    "a tunnel": (b"CONNECT {path} HTTP/1.1\r\nHost: localhost\r\n\r\n", 501),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_a_refusal_at_the_door_has_the_shape_of_its_api(door, case):
+    """Anthropic's for the Messages API, and OpenAI's for the others: the target says which, if it can be read."""
+    pieces, status = SHAPES[case]
+    for path, kinds in (
+        (PATH, {"error"}),
+        ("/v1/messages", {"type", "error"}),
+        ("/v1/messages/batches", {"type", "error"}),
+    ):
+        sent = pieces if isinstance(pieces, tuple) else (pieces,)
+        with door.open() as client:
+            for piece in sent:
+                client.send(piece.replace(b"{path}", path.encode()))
+            *_, answer = client.answers()
+        assert (answer.status, json.loads(answer.body).keys()) == (status, kinds)
+
+
 def padded(size, lines=()):
     """Return a request whose head has exactly so many bytes."""
     short = request(lines=(JSON, *lines, "X-Padding: "))

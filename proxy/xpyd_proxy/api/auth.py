@@ -10,11 +10,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.endpoint_routes import is_endpoint
 from xpyd_proxy.api.exception_handlers import response_to
-from xpyd_proxy.api.operator_route import is_for_operators
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime, Stage, cut_short
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.model import Headers
+from xpyd_proxy.core.protocol.error_shapes import is_for_operators
 from xpyd_proxy.errors import ClosingDown, CrossSite, Misdirected, Unauthorized
 
 # For probes, for onlookers and for operators, whose routes look at keys themselves. All else needs a client's key.

@@ -7,12 +7,9 @@ server FastAPI serves the same endpoints, by api/endpoint_asgi.py.
 import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Final
-from urllib.parse import unquote
-
-import httptools
 
 from xpyd_proxy.api.clients import Clients
-from xpyd_proxy.api.guarded import GuardedProtocol
+from xpyd_proxy.api.guarded import GuardedProtocol, path_of
 from xpyd_proxy.core.http.framing import Head
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.realtime import offers_session
@@ -163,9 +160,5 @@ class _EndpointProtocol(GuardedProtocol):
 
 def _path_of(target: bytes) -> str | None:
     """Return the path of an endpoint that is written in another way: with a query, a host or escapes."""
-    try:
-        path = httptools.parse_url(target).path
-    except httptools.HttpParserInvalidURLError:
-        return None
-    found = unquote(path.decode("ascii")) if path else ""
+    found = path_of(target)
     return found if found in ENDPOINTS else None

@@ -5,10 +5,10 @@ from fastapi.exception_handlers import http_exception_handler
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from xpyd_proxy.api.operator_route import is_for_operators
 from xpyd_proxy.api.request_context import id_headers, note_fault
-from xpyd_proxy.errors import NoInstance, ProxyError, Refused, TurnedAway, Unauthorized
-from xpyd_proxy.requests.error_body import error_body, openai_error
+from xpyd_proxy.core.protocol.error_shapes import error_text, is_for_operators
+from xpyd_proxy.errors import NoInstance, ProxyError, TurnedAway, Unauthorized
+from xpyd_proxy.requests.error_body import JSON, error_body
 
 
 def install(app: FastAPI) -> None:
@@ -22,15 +22,13 @@ def response_to(error: Exception, scope: Scope) -> Response:
     """Return the whole answer to an error, and note it in the request's line of the log."""
     note_fault(scope, error)
     error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
-    if isinstance(error, Refused):
-        return Response(error.body, error.status, {"content-type": error.content_type})
-    status, body = error_body(error)
-    headers = dict[str, str]()
+    status, content_type, body = error_body(error, scope["path"])
+    headers = {"content-type": content_type}
     if isinstance(error, (TurnedAway, NoInstance)) and error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = error.asks
-    return Response(body, status, headers, media_type="application/json")
+    return Response(body, status, headers)
 
 
 async def _on_proxy_error(request: Request, error: Exception) -> Response:
@@ -42,12 +40,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if is_for_operators(request.url.path):
         return await http_exception_handler(request, error)
-    kind = {404: "NotFoundError", 405: "MethodNotAllowedError"}.get(error.status_code, "BadRequestError")
-    body = openai_error(error.status_code, kind, f"{request.method} {request.url.path}: {error.detail}")
-    return Response(body, error.status_code, error.headers, media_type="application/json")
+    path = request.url.path
+    body = error_text(path, error.status_code, f"{request.method} {path}: {error.detail}")
+    return Response(body, error.status_code, error.headers, media_type=JSON)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Answer for what should not have happened, from outside of the middleware; the server logs the traceback."""
-    status, body = error_body(error)
-    return Response(body, status, id_headers(request.scope), media_type="application/json")
+    status, content_type, body = error_body(error, request.url.path)
+    return Response(body, status, id_headers(request.scope), media_type=content_type)

@@ -10,13 +10,14 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, cast
+from urllib.parse import unquote
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from xpyd_proxy.api.clients import Clients
-from xpyd_proxy.core.http.framing import HEAD_MOST, ChunkedBody, Head, RefusalReason, find_end
+from xpyd_proxy.core.http.framing import HEAD_MOST, ChunkedBody, Head, RefusalReason, find_end, target_in
 from xpyd_proxy.core.http.repeated_head import RepeatedHead
 from xpyd_proxy.core.protocol.realtime import upgrade_head
 from xpyd_proxy.errors import (
@@ -96,6 +97,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _since = 0.0  # when the connection, the head or the body began, or the connection was over
     _heads: RepeatedHead
     _head: bytearray | None = None  # the beginning of a head
+    _target = b""  # of the request that is refused, as far as it is known; of one whose body comes
     _in_body = False
     _is_ours = False  # the request that is being read is served without the parser
     _remaining = 0  # bytes of a body whose length was declared
@@ -197,7 +199,11 @@ class GuardedProtocol(HttpToolsProtocol):
             if self._in_body:
                 data = self._read_length(data) if self._chunks is None else self._read_chunks(self._chunks, data)
             elif (self.cycle is None or self.cycle.response_complete) and not self.flow.write_paused:  # as in _is_next
-                data = self._read_head(data)
+                try:
+                    data = self._read_head(data)
+                except ClientError:
+                    self._target = target_in(self._head or data)
+                    raise
             else:
                 self._keep(data)
                 return
@@ -231,10 +237,11 @@ class GuardedProtocol(HttpToolsProtocol):
                 if self.cycle is not None:  # the first one had to come since the connection was made
                     self._since = self.loop.time()
             return b""
+        head = self._heads.read(bytes(received[start:end]))
         if read:
             self._head = None
             self.free(read)
-        return self._begin(self._heads.read(bytes(received[start:end])), bytes(received[end:]))
+        return self._begin(head, bytes(received[end:]))
 
     def _begin(self, head: Head, rest: bytes) -> bytes:
         """Begin a request; return what is behind its head, unless all of the request is here and nothing else."""
@@ -259,6 +266,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.between, self._in_body = False, True
             self._remaining, self._chunks = (0, ChunkedBody()) if head.length is None else (head.length, None)
             self._since, self._received = self.loop.time(), 0
+            self._target = head.target
         return rest
 
     def _read_length(self, data: bytes) -> bytes:
@@ -447,6 +455,7 @@ class GuardedProtocol(HttpToolsProtocol):
             )
         elif self._head is not None and self._head.strip(b"\r\n"):  # empty lines are none (RFC 9112, 2.2)
             error = TooSlow(f"the head of the request was not complete within {bounds.head_s:g} s")
+            self._target = target_in(self._head)
             self._refuse(RefusalReason.HEAD_TIMEOUT, error)
         else:  # it has asked for nothing, and so gets no answer that it could take for another one's
             self._stop()
@@ -479,10 +488,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._linger()
 
     def _answer(self, error: ProxyError) -> bytes:
-        status, body = error_body(error)
+        status, content_type, body = error_body(error, path_of(self._target))
         headers = [
             *self.server_state.default_headers,
-            (b"content-type", b"application/json"),
+            (b"content-type", content_type.encode("latin-1")),
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
@@ -502,3 +511,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.resume_reading()
         else:  # TLS says goodbye, and reads on until that is answered
             self.transport.close()
+
+
+def path_of(target: bytes) -> str:
+    """Return the path in the target of a request: without a host and a query, and without escapes; empty: none."""
+    try:
+        path = httptools.parse_url(target).path
+    except httptools.HttpParserInvalidURLError:
+        return ""
+    return unquote(path.decode("ascii")) if path else ""

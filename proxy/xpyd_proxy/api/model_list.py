@@ -19,7 +19,7 @@ from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import EngineResponse, Headers, Instance, Role
 from xpyd_proxy.core.protocol.response_filter import check_type
 from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.errors import EngineError, NoInstance, NotAccepted
+from xpyd_proxy.errors import EngineError, NoInstance, NotAccepted, Refused
 from xpyd_proxy.io.wire import WireEngines
 
 _WANTS_A_KEY: Final = (401, 403)
@@ -187,6 +187,8 @@ def model_routes(models: ModelCatalog, keys: Sequence[Any] = ()) -> APIRouter:
     async def list_models(request: Request) -> Response:
         """List the models of all engines, each once."""
         answer = await models.listing(passed_on(request.scope))
+        if answer.status >= 400:
+            raise Refused(answer.status, answer.content_type, answer.body)
         check_type("an engine", answer.content_type.encode("latin-1"))
         return Response(answer.body, answer.status, {"content-type": answer.content_type})
 

@@ -163,11 +163,6 @@ def _parsed(body: bytes) -> Mapping[str, object]:
     return found
 
 
-def is_for_operators(path: str) -> bool:
-    """Tell whether a path looks at the operator's key itself, and answers in FastAPI's own format."""
-    return path in ("/status", "/instances", "/pairs") or path.startswith(("/instances/", "/requests/"))
-
-
 def is_admin(request: Request, admin_key: AdminKey) -> bool:
     """Tell whether a request shows the operator's key."""
     return admin_key.matches(request.headers.get("x-api-key", "").encode("latin-1"))

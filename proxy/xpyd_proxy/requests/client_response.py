@@ -14,13 +14,12 @@ from xpyd_proxy.core.protocol.engine_errors import failure_of
 from xpyd_proxy.core.protocol.first_token import STREAM, FirstToken, Spliced
 from xpyd_proxy.core.protocol.replay import behind
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
-from xpyd_proxy.errors import EngineError, NoInstance, ProxyError, Refused, TurnedAway, Unauthorized
+from xpyd_proxy.errors import EngineError, NoInstance, ProxyError, TurnedAway, Unauthorized
 from xpyd_proxy.requests.attempt import Attempt
-from xpyd_proxy.requests.error_body import error_body
-from xpyd_proxy.requests.intake import JSON_TYPE
+from xpyd_proxy.requests.error_body import error_body, last_event
 from xpyd_proxy.requests.legs import DecodeLeg
 from xpyd_proxy.requests.life import RequestLife
-from xpyd_proxy.requests.response import ResponseWriter, head_lines, last_event
+from xpyd_proxy.requests.response import ResponseWriter, head_lines
 from xpyd_proxy.requests.stream_moves import StreamCut, StreamMove
 
 _OK: Final = 200
@@ -189,17 +188,14 @@ class ClientResponse:
         self.failure = error
         if writer.begun:
             writer.keep_alive = writer.keep_alive and not isinstance(error, TurnedAway)
-            event = last_event(record.path, error)
+            event = last_event(error, record.path)
             if self._keeps_end():
                 self._keep_end(event)
             record.answered = True
             writer.end(event)
             return _OK
-        if isinstance(error, Refused):  # an engine's own words
-            status, content_type, body = error.status, error.content_type.encode("latin-1"), error.body
-        else:
-            (status, body), content_type = error_body(error), JSON_TYPE
-        lines = self._head_lines(content_type)
+        status, content_type, body = error_body(error, record.path)
+        lines = self._head_lines(content_type.encode("latin-1"))
         if isinstance(error, (TurnedAway, NoInstance)) and error.retry_after_s is not None:
             lines += b"retry-after: %d\r\n" % error.retry_after_s
         elif isinstance(error, Unauthorized):

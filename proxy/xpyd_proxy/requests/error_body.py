@@ -1,9 +1,8 @@
-"""Errors as clients see them: the one place where an exception becomes a status and an OpenAI-shaped body."""
+"""Errors as clients see them: the one place where an exception becomes a status and a body in its API's shape."""
 
 from typing import Final
 
-import msgspec
-
+from xpyd_proxy.core.protocol.error_shapes import engine_text, error_event, error_text
 from xpyd_proxy.errors import (
     BadRequest,
     BodyTooLarge,
@@ -19,6 +18,7 @@ from xpyd_proxy.errors import (
     NotServed,
     OutOfTime,
     ProxyError,
+    Refused,
     TooSlow,
     TurnedAway,
     Unauthorized,
@@ -27,6 +27,8 @@ from xpyd_proxy.errors import (
     UriTooLong,
 )
 
+JSON: Final = "application/json"
+_MODEL: Final = "model"  # the field of a request that names one that no engine serves
 # Looked up along the class's bases: an error of its own kind, or that of its parent.
 _KINDS: Final[dict[type[Exception], tuple[int, str]]] = {
     BadRequest: (400, "BadRequestError"),
@@ -52,14 +54,32 @@ _KINDS: Final[dict[type[Exception], tuple[int, str]]] = {
 }
 
 
-def error_body(error: Exception) -> tuple[int, bytes]:
-    """Return the status and the body of an error; the text of a bug stays in the log."""
-    status, kind = next(_KINDS[base] for base in type(error).__mro__ if base in _KINDS)
-    message = str(error) if isinstance(error, ProxyError) else "The router failed; its log says why."
-    param = error.param if isinstance(error, BadRequest) else None
-    return status, openai_error(status, kind, message, param)
+def error_body(error: Exception, path: str) -> tuple[int, str, bytes]:
+    """Return the status, the content type and the body of an error; the text of a bug stays in the log.
+
+    An engine's own words stay as they are if they have the shape of the path's API.
+    """
+    if isinstance(error, Refused):
+        body = engine_text(path, error.status, error.body)
+        return error.status, error.content_type if body is error.body else JSON, body
+    status, kind = _kind(error)
+    return status, JSON, error_text(path, status, _sentence(error), kind=kind, param=_param(error))
 
 
-def openai_error(status: int, kind: str, message: str, param: str | None = None) -> bytes:
-    """Write an error as OpenAI's API does."""
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+def last_event(error: Exception, path: str) -> bytes:
+    """Return the event that tells a client's library that the stream has failed, in the words of its API."""
+    status, kind = _kind(error)
+    event = error_event(path, status, _sentence(error), kind=kind, param=_param(error))
+    return b"\n" + event  # the empty line closes an event that lacks its own
+
+
+def _kind(error: Exception) -> tuple[int, str]:
+    return next(_KINDS[base] for base in type(error).__mro__ if base in _KINDS)
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, ProxyError) else "The router failed; its log says why."
+
+
+def _param(error: Exception) -> str | None:
+    return error.param if isinstance(error, BadRequest) else _MODEL if isinstance(error, UnknownModel) else None

@@ -4,15 +4,12 @@ The head is written together with what follows it. A stream goes in chunks (RFC 
 for a client of HTTP/1.0, which knows none, the end of the connection is its end.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final, Protocol
 
-import msgspec
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
 
-from xpyd_proxy.core.model import Api
 from xpyd_proxy.core.request_record import RequestRecord
-from xpyd_proxy.requests.error_body import error_body
 
 NO_SNIFFING: Final = b"x-content-type-options: nosniff\r\n"  # a browser takes an answer for what its type says
 _CHUNKED: Final = b"transfer-encoding: chunked\r\n"
@@ -151,33 +148,3 @@ def _plain(content_type: bytes) -> bytes:
     if len(_PLAIN_TYPES) < _PLAIN_TYPES_MOST:
         _PLAIN_TYPES.add(content_type)
     return content_type
-
-
-def last_event(path: str, error: Exception) -> bytes:
-    """Return the event that tells a client's library that the stream has failed, in the words of its API."""
-    _, body = error_body(error)
-    return b"\n" + _EVENTS.get(path, _openai_event)(body)  # the empty line closes an event that lacks its own
-
-
-def _openai_event(body: bytes) -> bytes:
-    return b"data: " + body + b"\n\n"
-
-
-def _named_event(data: object) -> bytes:
-    return b"event: error\ndata: " + msgspec.json.encode(data) + b"\n\n"
-
-
-def _responses_event(body: bytes) -> bytes:
-    said = msgspec.json.decode(body)["error"]
-    return _named_event({"type": "error", "code": said["type"], "message": said["message"], "param": None})
-
-
-def _messages_event(body: bytes) -> bytes:
-    said = msgspec.json.decode(body)["error"]
-    return _named_event({"type": "error", "error": {"type": said["type"], "message": said["message"]}})
-
-
-_EVENTS: Final[Mapping[str, Callable[[bytes], bytes]]] = {
-    Api.RESPONSES: _responses_event,
-    Api.MESSAGES: _messages_event,
-}

@@ -120,6 +120,16 @@ def post(body=None, *, path=PATH, version="1.1", method="POST", **headers):
 STREAM = {"prompt": "once upon a time", "max_tokens": 6, "stream": True}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 LONG = b'{"prompt": "' + b"x" * 400_000 + b'"}'
+MESSAGES = {
+    "messages: not JSON": ("/v1/messages", b"{", {}, 400),
+    "messages: a query": ("/v1/messages?beta=true", b"{", {}, 400),
+    "messages: background": ("/v1/messages", CHAT | {"kv_transfer_params": {}}, {}, 400),
+    "messages: a rank": ("/v1/messages", CHAT, {"X_Data_Parallel_Rank": "one"}, 400),
+    "messages: another model": ("/v1/messages", CHAT | {"model": "gpt"}, {}, 404),
+    "messages: longer": ("/v1/messages", LONG, {}, 413),
+    "messages: another type": ("/v1/messages", CHAT, {"Content_Type": "text/plain"}, 415),
+    "count_tokens: not JSON": ("/v1/messages/count_tokens", b"{", {}, 400),
+}
 PLAIN = {
     "plain": post(),
     "streamed": post(STREAM),
@@ -156,9 +166,12 @@ PLAIN = {
     "an absolute target with a query": post(STREAM, path=f"http://elsewhere:8000{PATH}?a=b"),
     "an escaped path": post(path="/v1/%63ompletions"),
     "tokenize": post({"prompt": "x"}, path="/tokenize"),
+    **{name: post(body, path=path, **headers) for name, (path, body, headers, _) in MESSAGES.items()},
     "256 KiB": post({"prompt": "x" * 262_144, "max_tokens": 4}),
 }
 OTHERS = {
+    "messages: GET": post(b"", path="/v1/messages", method="GET"),
+    "messages: batches": post(path="/v1/messages/batches"),
     "GET": post(b"", method="GET"),
     "HEAD": post(b"", method="HEAD"),
     "another path": post(path="/v1/nothing"),
@@ -180,6 +193,19 @@ def test_both_ways_give_the_same_answer(both, name):
 
     assert answers[0] == answers[1]
     assert both[0].asgi - before == (name in OTHERS)
+
+
+ANTHROPIC = {name: status for name, (_, _, _, status) in MESSAGES.items()}
+ANTHROPIC |= {"messages: GET": 405, "messages: batches": 404}
+
+
+@pytest.mark.parametrize("name", ANTHROPIC)
+def test_an_error_at_the_messages_api_has_anthropics_shape(both, name):
+    """Its clients read no other."""
+    for served in both:
+        answer = served.ask((PLAIN | OTHERS)[name])
+        said = json.loads(answer.body)
+        assert (answer.status, said["type"], said["error"].keys()) == (ANTHROPIC[name], "error", {"type", "message"})
 
 
 OLD = {

@@ -9,9 +9,9 @@ from fastapi import FastAPI, HTTPException
 
 from xpyd_proxy import errors
 from xpyd_proxy.api import exception_handlers
-from xpyd_proxy.api.exception_handlers import error_body
 from xpyd_proxy.api.request_context import RequestContextMiddleware
 from xpyd_proxy.core.model import RequestId
+from xpyd_proxy.requests.error_body import error_body
 
 RAISED = {
     errors.BadRequest("b", param="n"): (400, "BadRequestError"),
@@ -45,9 +45,9 @@ RAISED = {
 @pytest.mark.parametrize(("error", "expected"), RAISED.items(), ids=lambda item: type(item).__name__)
 def test_every_error_has_a_status_and_a_kind(error, expected):
     """In the shape, and with the code, that vLLM uses itself."""
-    status, body = error_body(error)
+    status, _, body = error_body(error, "/v1/completions")
 
-    param = "n" if isinstance(error, errors.BadRequest) else None
+    param = "model" if isinstance(error, errors.UnknownModel) else getattr(error, "param", None)
     assert (status, json.loads(body)) == (
         expected[0],
         {"error": {"message": str(error), "type": expected[1], "param": param, "code": expected[0]}},
@@ -56,7 +56,7 @@ def test_every_error_has_a_status_and_a_kind(error, expected):
 
 def test_the_text_of_a_bug_stays_in_the_log():
     """It may hold anything, addresses and bodies included."""
-    status, body = error_body(KeyError("http://10.0.0.1:8100"))
+    status, _, body = error_body(KeyError("http://10.0.0.1:8100"), "/v1/messages")
 
     assert status == 500
     assert b"10.0.0.1" not in body
@@ -90,7 +90,7 @@ def app_that_raises(error):
     async def fail():
         raise error
 
-    for path in ("/v1/x", "/status", "/elsewhere"):
+    for path in ("/v1/x", "/v1/messages", "/status", "/elsewhere"):
         app.get(path)(fail)
     return app
 
@@ -103,10 +103,11 @@ async def get(error, path):
 
 async def test_a_refusal_is_not_reworded():
     """Status, type and bytes are the engine's."""
-    response = await get(errors.Refused(418, "text/tea", b"short and stout"), "/v1/x")
+    words = b'{ "error": {"message": "short and stout"} }'
+    response = await get(errors.Refused(418, "application/json; charset=x", words), "/v1/x")
 
-    assert (response.status_code, response.content) == (418, b"short and stout")
-    assert response.headers["content-type"] == "text/tea"
+    assert (response.status_code, response.content) == (418, words)
+    assert response.headers["content-type"] == "application/json; charset=x"
 
 
 async def test_a_bug_is_a_500_that_can_be_found_again():
@@ -125,3 +126,30 @@ async def test_errors_of_the_framework_are_shaped_too():
 
     assert (await get(error, "/v1/x")).json()["error"]["message"] == "GET /v1/x: with {braces}"
     assert (await get(error, "/status")).json() == {"detail": "with {braces}"}
+
+
+ANTHROPICS = {
+    errors.NoInstance("no engine"): (503, "overloaded_error", "no engine"),
+    errors.Unauthorized("no key"): (401, "authentication_error", "no key"),
+    errors.Refused(400, "application/json", b'{"detail": "no"}'): (400, "invalid_request_error", "no"),
+    HTTPException(405, "Method Not Allowed"): (405, "invalid_request_error", "GET /v1/messages: Method Not Allowed"),
+    KeyError("x"): (500, "api_error", "The router failed; its log says why."),
+}
+
+
+@pytest.mark.parametrize(("error", "expected"), ANTHROPICS.items(), ids=lambda item: type(item).__name__)
+async def test_errors_at_the_messages_api_have_its_shape(error, expected):
+    """Whoever makes them: the router, an engine, the framework, a bug."""
+    response = await get(error, "/v1/messages")
+
+    status, kind, message = expected
+    assert response.headers["content-type"] == "application/json"
+    assert (response.status_code, response.json()) == (
+        status,
+        {"type": "error", "error": {"type": kind, "message": message}},
+    )
+
+
+async def test_errors_of_the_router_at_a_path_for_operators_have_the_shape_of_the_others_there():
+    """The document has one."""
+    assert (await get(errors.CrossSite("no"), "/status")).json() == {"detail": "no"}

@@ -143,6 +143,12 @@ def read_head(raw: bytes) -> Head:
     return Head(raw, length, method, target, headers, shown, is_old, keep_alive, expects)
 
 
+def target_in(received: bytes | bytearray) -> bytes:
+    """Return the target in the beginning of a head that is refused; empty: it cannot be told."""
+    words = received[:HEAD_MOST].lstrip(b"\r\n").partition(b"\n")[0].split(b" ", 2)
+    return bytes(words[1]) if len(words) > 1 else b""
+
+
 def _refuse_lines(lines: bytes) -> None:
     """Raise BadFraming for the first header line that is none."""
     for line in lines.split(b"\r\n"):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from support.sim import router, sims
-from support.virtual_time import in_virtual_time
+from support.simulated_loop import in_simulated_time
 from xpyd_proxy.settings import KvTransferMode, Settings
 from xpyd_proxy.testing.rules import expected_text
 
@@ -67,7 +67,7 @@ def test_the_slower_way_of_a_pair_is_given_up(slow):
             (row,) = (await client.get("/pairs", headers=KEY)).json()["pairs"]
             return row
 
-    _, row = in_virtual_time(scene())
+    _, row = in_simulated_time(scene())
 
     taken = ways(engines["d0"])
     (other,) = set(WAYS) - {slow}

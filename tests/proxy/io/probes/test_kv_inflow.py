@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from support.sim import until_async
-from support.virtual_time import in_virtual_time
+from support.simulated_loop import in_simulated_time
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
@@ -137,7 +137,7 @@ def test_a_round_at_a_large_fleet_is_over_in_time_and_does_not_burst():
         return b'\nvllm:num_requests_running{engine="0"} 3.0\n'
 
     watch = InflowWatch(registry, metrics, Telemetry(Counters(frozenset()), lambda: 1.0), clock=lambda: 7.0)
-    took_s, _ = in_virtual_time(watch.look())
+    took_s, _ = in_simulated_time(watch.look())
 
     shown = {one.id for one in engines if registry.member(one.id).shown is not None}
     in_a_second = max(sum(at <= other < at + 1.0 for other in asked.values()) for at in asked.values())

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from support.sim import until_async
-from support.virtual_time import in_virtual_time
+from support.simulated_loop import in_simulated_time
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.engine_metrics import Numbers
@@ -285,7 +285,7 @@ def test_the_probes_of_a_large_fleet_are_spread_over_time(registry, engines):
         async with Prober(registry, engines, Settings(), clock, random.Random(7).random).running():
             await asyncio.sleep(60)
 
-    in_virtual_time(probed())
+    in_simulated_time(probed())
     later = Counter(round(at, 3) for at in begun if at > 20)
     assert max(later.values()) <= 4
     assert sum(later.values()) >= 40 / 5 * 1000  # and each engine has had its own in time

@@ -12,7 +12,7 @@ from support.documents import OURS, PAGES, ROOT, block_lines, blocks, commands, 
 from xpyd_connector.settings import Settings as ConnectorSettings
 from xpyd_proxy.core.admission.service_classes import CLASS_KEYS
 from xpyd_proxy.core.fleet.pair_health import PairFailure
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.protocol.realtime import SessionOutcome
 from xpyd_proxy.core.request_record import RequestOutcome
 from xpyd_proxy.options import OPTIONS

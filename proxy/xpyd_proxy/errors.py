@@ -15,6 +15,7 @@
         * :exc:`ClassNotAllowed` -- its key may not use the class that it names, or there is no such class
         * :exc:`UnknownModel` -- no engine serves the model that is asked for; the message names those that are served
     * :exc:`Refused` -- the client, says an engine, in words that reach the client unchanged
+        * :exc:`NoSuchPath` -- the client: the engine, or each that serves the model, has no such path
     * :exc:`Unauthorized` -- the client: it has no key, or a wrong one
     * :exc:`TurnedAway` -- there is more to do than may be done at once
         * :exc:`KeyOverLimit` -- the client: its key sends more than it may
@@ -27,6 +28,12 @@
         * :exc:`EngineTimeout` -- an engine: it did not answer in time
         * :exc:`EngineFault` -- an engine: it lives, and failed this request
         * :exc:`EngineBusy` -- an engine: it has no room now
+        * :exc:`NoKvParams` -- nobody: a prefill engine keeps no KV of a request, for it keeps as much as it may
+        * :exc:`KeyRefused` -- the operator: an engine wants another key than the router shows
+        * :exc:`AnswerRefused` -- nobody: the answer is above a limit of the router, or its filter cannot clean it
+        * :exc:`ConnectionStale` -- nobody: an idle connection was closed as a request was written to it
+        * :exc:`RouterLacks` -- the router: it has no descriptor, port or memory for a connection
+        * :exc:`NetworkFault` -- the network: an engine's name does not resolve, or there is no way to it
         * :exc:`BadKvEvents` -- an engine: what it says of its cache cannot be read, or has gaps
         * :exc:`Moved` -- a prefill engine: it is not the one that the decode engine was told of
     * :exc:`AddressError` -- the operator: no engine can have this address
@@ -91,13 +98,17 @@ class UnknownModel(ClientError): ...
 
 
 class Refused(ProxyError):
-    """An engine refused the request before any token; the client gets its words unchanged."""
+    """An engine refused the request before any token; the client gets its words, in the shape of its API."""
 
     def __init__(self, status: int, content_type: str, body: bytes) -> None:
         super().__init__(f"an engine refused the request with status {status}")
         self.status = status
         self.content_type = content_type
         self.body = body
+
+
+class NoSuchPath(Refused):
+    """404 or 405."""
 
 
 class Unauthorized(ProxyError):
@@ -161,6 +172,32 @@ class EngineFault(EngineError): ...
 
 
 class EngineBusy(EngineError): ...
+
+
+class NoKvParams(EngineError): ...
+
+
+class KeyRefused(EngineError): ...
+
+
+class AnswerRefused(EngineError): ...
+
+
+class ConnectionStale(EngineError): ...
+
+
+class RouterLacks(EngineError):
+    """Not a byte of the request has left the router."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, reached=False)
+
+
+class NetworkFault(EngineError):
+    """Not a byte of the request has arrived."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, reached=False)
 
 
 class BadKvEvents(EngineError): ...

@@ -19,7 +19,7 @@ from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.model import Api, EngineResponse, LegRequest, RequestId, Role
-from xpyd_proxy.core.protocol.engine_errors import failure_of
+from xpyd_proxy.core.protocol.fault_table import failure_of
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin

@@ -12,7 +12,7 @@ from xpyd_proxy.core.class_record import ClassRecord
 from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role, SingleEngineReason, TransferId
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 
 _CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that closed the connection before it was answered

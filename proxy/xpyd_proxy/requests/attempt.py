@@ -19,7 +19,8 @@ from xpyd_proxy.core.model import (
     Role,
     SingleEngineReason,
 )
-from xpyd_proxy.core.protocol.engine_errors import Failure, check_prefill, refused_decode
+from xpyd_proxy.core.protocol.engine_errors import check_prefill, refused_decode
+from xpyd_proxy.core.protocol.fault_table import VERDICTS, Failure
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.protocol.request_bodies import RELEASE_PATH, abandon_body, release_body
 from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer
@@ -515,7 +516,7 @@ class Attempt(LegOwner):
 
         One that has moved has just been learned.
         """
-        if failed.failure not in (Failure.REFUSED, Failure.BUSY, Failure.ENGINE_RESTARTED):
+        if VERDICTS[failed.failure].may_move:
             self._of.learned.forget(failed.instance.id)
             self._of.handovers.forget(failed.instance.id)
 

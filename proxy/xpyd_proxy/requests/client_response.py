@@ -10,7 +10,7 @@ from typing import Final
 from xpyd_proxy.core.admission.lifetime import Stage
 from xpyd_proxy.core.model import LegOrder
 from xpyd_proxy.core.protocol.continuation import Continuation
-from xpyd_proxy.core.protocol.engine_errors import failure_of
+from xpyd_proxy.core.protocol.fault_table import failure_of
 from xpyd_proxy.core.protocol.first_token import STREAM, FirstToken, Spliced
 from xpyd_proxy.core.protocol.replay import behind
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST

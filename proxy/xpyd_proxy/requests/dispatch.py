@@ -18,8 +18,9 @@ from xpyd_proxy.core.model import (
 )
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
+from xpyd_proxy.core.protocol.fault_table import RetryScope
 from xpyd_proxy.core.raw_json import NULL, Pieces, encode
-from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts, RetryScope
+from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
 from xpyd_proxy.errors import NoInstance, NoMatchingInstance, ProxyError
 from xpyd_proxy.requests.attempt import Attempt
 from xpyd_proxy.requests.client_response import ClientResponse

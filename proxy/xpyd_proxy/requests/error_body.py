@@ -19,6 +19,7 @@ from xpyd_proxy.errors import (
     OutOfTime,
     ProxyError,
     Refused,
+    RouterLacks,
     TooSlow,
     TurnedAway,
     Unauthorized,
@@ -50,6 +51,7 @@ _KINDS: Final[dict[type[Exception], tuple[int, str]]] = {
     EngineError: (502, "EngineError"),
     EngineTimeout: (504, "EngineTimeoutError"),
     EngineBusy: (503, "ServiceUnavailableError"),
+    RouterLacks: (503, "ServiceUnavailableError"),
     Exception: (500, "InternalServerError"),
 }
 

@@ -11,7 +11,8 @@ from typing import Final, Protocol
 
 from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
 from xpyd_proxy.core.model import EngineResponse, Instance, PrefillResult
-from xpyd_proxy.core.protocol.engine_errors import JSON, Failure, refusal
+from xpyd_proxy.core.protocol.engine_errors import JSON, refusal
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.protocol.first_token import FirstToken
 from xpyd_proxy.core.protocol.response_filter import check_type, is_stream
 from xpyd_proxy.core.protocol.sse import Beginning, WholeLines, error_status, first_data

@@ -8,7 +8,7 @@ from typing import Final
 from xpyd_proxy.core.model import Api, GenerationRequest, Role
 from xpyd_proxy.core.protocol.continuation import Continuation, prompt_of
 from xpyd_proxy.core.protocol.disaggregation import solo_reason
-from xpyd_proxy.core.protocol.engine_errors import BUSY, Failure, failure_of
+from xpyd_proxy.core.protocol.fault_table import BUSY, Failure, failure_of
 from xpyd_proxy.core.protocol.replay import Replay, can_resume, traced
 from xpyd_proxy.core.raw_json import Pieces, encode
 from xpyd_proxy.core.request_record import MoveOutcome

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 
 from xpyd_proxy.api.request_context import RequestContextMiddleware, id_headers, note_fault, record_of
 from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.request_record import LegRecord
 from xpyd_proxy.io.request_path.access_log import log_requests
 

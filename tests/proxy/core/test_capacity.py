@@ -10,7 +10,7 @@ from xpyd_proxy.core.fleet.engine_metrics import ShownLoad, shown_load
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import RequestId, Role
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.settings import Settings
 
 IDLE = Admitted(0, 0, 100)

@@ -3,7 +3,7 @@
 import pytest
 
 from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role, SingleEngineReason
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, LegRecord, RequestRecord
 
 P, D = InstanceId("prefill-0"), InstanceId("decode-1")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.request_history import RequestHistory
 from xpyd_proxy.core.request_record import LegRecord, MoveRecord, RequestRecord
 from xpyd_proxy.core.request_timeline import EngineEvent, engine_rows, legs_of, router_timeline

@@ -18,7 +18,7 @@ from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.http.framing import RefusalReason
 from xpyd_proxy.core.model import Api, InstanceId, LegOrder, RequestId, Role, SingleEngineReason
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import Arrival
 from xpyd_proxy.core.request_record import LegRecord, RequestOutcome, RequestRecord
 from xpyd_proxy.core.workers.reports import Whole

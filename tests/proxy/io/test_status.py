@@ -10,7 +10,7 @@ from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.request_path.telemetry import Telemetry

@@ -12,7 +12,7 @@ from support.sim import router, sims
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Api, EngineResponse, GenerationRequest, RequestId, Role, SingleEngineReason
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord, Retry
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.canaries import ANSWER_MOST, BUSY, Canaries, KeptResponse

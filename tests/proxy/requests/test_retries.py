@@ -16,7 +16,7 @@ from support.scripted import (
     router_of,
 )
 from xpyd_proxy.core.model import EngineResponse, Role
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.errors import EngineError
 
 ERROR = b'{"error":{"message":"no room","type":"x","param":null,"code":503}}'

@@ -15,7 +15,7 @@ from support.scripted import (
     until,
 )
 from xpyd_proxy.core.model import EngineResponse
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.errors import EngineError, EngineTimeout
 
 ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":400}}'

@@ -19,12 +19,11 @@ from enum import StrEnum, auto
 from typing import Final
 
 from xpyd_proxy.core.model import RequestId
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
 from xpyd_proxy.core.schemas import HealthVerdict
 from xpyd_proxy.settings import Settings
 
 _CLAIM_S: Final = 30.0  # that a trial may take to begin before another request may be the trial
-_LOSES_CACHE: Final = frozenset({Failure.UNREACHABLE, Failure.ENGINE_RESTARTED})  # it was, or will be, another process
 # What is held against it, said of the request.
 _SAID: Final[Mapping[Failure, str]] = {
     Failure.UNREACHABLE: "did not reach it",
@@ -245,13 +244,15 @@ class EngineHealth:
 
     def failed(self, request: RequestId, failure: Failure, *, now: float) -> None:
         """A leg failed. What is not held against it (4xx, busy) shows that it is alive, and counts nothing."""
-        if failure in _LOSES_CACHE:
+        verdict = VERDICTS[failure]
+        if verdict.loses_cache:
             self.cache_since = now
             self.changes.count += 1
         if self.state not in _JUDGED:
             return
-        if failure not in _SAID:
-            self._alive(request, now)
+        if verdict.held is Held.NEVER:
+            if verdict.proves_life:
+                self._alive(request, now)
             return
         self._window.count(failed=True, now=now)
         if failure is not Failure.HTTP_5XX:

@@ -1,29 +1,15 @@
 """What an engine's answer means when it is not the one we hoped for."""
 
-from enum import auto
 from typing import Final
 
-from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.model import EngineResponse, InstanceId
+from xpyd_proxy.core.protocol.fault_table import BUSY
 from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.schemas import ErrorBody
-from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, EngineTimeout, Moved, Refused
+from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, Refused
 
 JSON: Final = "application/json"
-BUSY: Final = frozenset({429, 503})  # statuses of an engine that lives and has no room
-
-
-class Failure(FastStrEnum):
-    """How a leg failed, as metrics, the log and headers name it."""
-
-    UNREACHABLE = auto()  # not a byte of the request has arrived
-    BAD_RESPONSE = auto()  # it broke off, or answered without what we need
-    HTTP_5XX = auto()  # it lives, and the request may be to blame: another one would fare better there
-    TIMEOUT = auto()
-    ENGINE_RESTARTED = auto()
-    BUSY = auto()  # 503 or 429: it lives, and another engine may have room
-    REFUSED = auto()  # any other 4xx: another engine would say the same
 
 
 def check_prefill(prefill: InstanceId, answer: EngineResponse) -> None:
@@ -68,24 +54,3 @@ def is_openai_error(body: bytes) -> bool:
     except NotJson:
         return False
     return True
-
-
-def failure_of(error: EngineError | Refused) -> Failure:
-    """Say how a leg failed."""
-    match error:
-        case Refused(status=status) if status in BUSY:
-            return Failure.BUSY
-        case Refused():
-            return Failure.REFUSED if error.status < 500 else Failure.HTTP_5XX
-        case EngineFault():
-            return Failure.HTTP_5XX
-        case EngineError(reached=False):
-            return Failure.UNREACHABLE
-        case EngineTimeout():
-            return Failure.TIMEOUT
-        case EngineBusy():
-            return Failure.BUSY
-        case Moved():
-            return Failure.ENGINE_RESTARTED
-        case _:
-            return Failure.BAD_RESPONSE

@@ -1,62 +1,27 @@
-"""Which failures of a leg are worth another try, where, and how many retries the engines can bear.
+"""How often a request is sent again, where (core/protocol/fault_table.py says what), and how many the engines can bear.
 
 Nothing has been shown to the client yet. What counts is whether the KV parameters are still good: a decode engine that
 has answered with an error may have told the prefill engine to free the blocks, and the same parameters would then lead
 to another request's KV cache. So only a decode engine that got nothing of the request may be replaced alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import auto
 from typing import Final
 
-from xpyd_proxy.core.fast_enum import FastStrEnum
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.protocol.engine_errors import Failure, failure_of
+from xpyd_proxy.core.model import Instance, InstanceId
+from xpyd_proxy.core.protocol.fault_table import (
+    VERDICTS,
+    Held,
+    RetryRule,
+    RetryScope,
+    RetryTarget,
+    failure_of,
+    retry_rule,
+)
 from xpyd_proxy.errors import EngineError, Refused
 
 MOST_RETRIES: Final = 20.0  # so many may come at once after a calm
-
-
-class RetryScope(FastStrEnum):
-    """What is sent again."""
-
-    NOTHING = auto()
-    DECODE = auto()  # the same decode leg to another engine; the prefill leg goes on
-    PAIR = auto()  # both legs, under a new id
-
-
-class RetryTarget(FastStrEnum):
-    """Which engine may take the place of the one that failed."""
-
-    ANY = auto()
-    OTHER = auto()  # another one; if there is none, the same
-    ELSEWHERE = auto()  # another one; if there is none, nobody
-
-
-@dataclass(frozen=True, slots=True)
-class RetryRule:
-    """What follows from a failure."""
-
-    again: RetryScope
-    where: RetryTarget = RetryTarget.OTHER
-
-
-RULES: Final[Mapping[tuple[Role, Failure], RetryRule]] = {
-    (Role.PREFILL, Failure.UNREACHABLE): RetryRule(RetryScope.PAIR),
-    (Role.PREFILL, Failure.BAD_RESPONSE): RetryRule(RetryScope.PAIR),
-    (Role.PREFILL, Failure.HTTP_5XX): RetryRule(RetryScope.PAIR),
-    (Role.PREFILL, Failure.TIMEOUT): RetryRule(RetryScope.PAIR, RetryTarget.ELSEWHERE),
-    (Role.PREFILL, Failure.ENGINE_RESTARTED): RetryRule(RetryScope.PAIR, RetryTarget.ANY),
-    (Role.PREFILL, Failure.BUSY): RetryRule(RetryScope.PAIR, RetryTarget.ELSEWHERE),
-    (Role.PREFILL, Failure.REFUSED): RetryRule(RetryScope.NOTHING),
-    (Role.DECODE, Failure.UNREACHABLE): RetryRule(RetryScope.DECODE),
-    (Role.DECODE, Failure.BAD_RESPONSE): RetryRule(RetryScope.PAIR),
-    (Role.DECODE, Failure.HTTP_5XX): RetryRule(RetryScope.PAIR),
-    (Role.DECODE, Failure.TIMEOUT): RetryRule(RetryScope.PAIR, RetryTarget.ELSEWHERE),
-    (Role.DECODE, Failure.BUSY): RetryRule(RetryScope.PAIR, RetryTarget.ELSEWHERE),
-    (Role.DECODE, Failure.REFUSED): RetryRule(RetryScope.NOTHING),
-}
 
 
 class LegFailed(Exception):
@@ -71,7 +36,7 @@ class LegFailed(Exception):
     @property
     def rule(self) -> RetryRule:
         """What follows from it."""
-        return RULES[self.instance.role, self.failure]
+        return retry_rule(self.instance.role, self.failure)
 
 
 class RetryAttempts:
@@ -81,7 +46,7 @@ class RetryAttempts:
 
     def __init__(self, left: int, avoided: set[InstanceId] | None = None) -> None:
         self.left = left
-        self.accused: list[Instance] = []  # answered with 5xx: its fault, or that of the request
+        self.accused: list[Instance] = []  # they failed: it is their fault, or that of the request
         self.avoided: set[InstanceId] = set() if avoided is None else avoided
 
     def among(self, known: Sequence[Instance]) -> Sequence[Instance]:
@@ -100,7 +65,7 @@ class RetryAttempts:
         rule = failed.rule
         if rule.where is not RetryTarget.ANY:
             self.avoided.add(failed.instance.id)
-        if failed.failure is Failure.HTTP_5XX:
+        if VERDICTS[failed.failure].held is Held.IF_SERVED_ELSEWHERE:
             self.accused.append(failed.instance)
         lost = (needs_other or rule.where is RetryTarget.ELSEWHERE) and not self._unspoiled(known)
         if rule.again is RetryScope.NOTHING or lost or self.left <= 0:

@@ -24,7 +24,7 @@ from xpyd_proxy.core.model import (
     RoutingHints,
     SingleEngineReason,
 )
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import cached_share
 from xpyd_proxy.core.protocol.prompt_ids import may_pass_ids, may_tell_ids, takes_chat_ids
 from xpyd_proxy.core.protocol.push import EngineMode, TransferMode

@@ -10,7 +10,7 @@ from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.peer_loads import PeerNews
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, Role
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure, is_failure
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 
@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 OURS: Final = "xpyd"  # an engine's metrics show which connector it has
 _OK: Final = 200
 _HTTP_5XX: Final = Failure.HTTP_5XX  # looking a member up takes as long as a call
-_REFUSED: Final = Failure.REFUSED
 _WRONG_KV: Final = PairFailure.WRONG_KV
 _AT_ONCE: Final = LegOrder.CONCURRENT
 _DECODE: Final = Role.DECODE
@@ -71,7 +70,7 @@ class PairNotes:
 
     def leg_failed(self, prefill: InstanceId, decode: InstanceId, failure: Failure, now: float) -> None:
         """A decode leg has failed whose prefill engine had answered."""
-        if failure is not _REFUSED:  # a client's mistake
+        if is_failure(failure):  # not a client's mistake
             self.matrix.failed((prefill, decode), failure, now)
 
     def blamed(self, record: RequestRecord, decode: InstanceId, now: float) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 from xpyd_proxy.core.class_record import ClassOutcome, ClassRecord
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, RequestId
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure, is_failure
 from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from xpyd_proxy.core.recent_stats import RecentStats
 from xpyd_proxy.core.request_history import RequestHistory
@@ -40,7 +40,14 @@ _FAILED: Final[Mapping[Failure, str]] = {
     Failure.TIMEOUT: "timed out",
     Failure.ENGINE_RESTARTED: "met an engine that had restarted",
     Failure.BUSY: "was turned away: the engine is busy",
+    Failure.NO_KV_PARAMS: "was answered without KV: the engine keeps as much as it may",
     Failure.REFUSED: "was refused",
+    Failure.NO_SUCH_PATH: "was refused: the engine has no such path",
+    Failure.WRONG_KEY: "was refused: the engine wants another key than the router shows",
+    Failure.ANSWER_REFUSED: "had an answer that the router does not pass on",
+    Failure.CONNECTION_CLOSED: "met a connection that the engine was closing",
+    Failure.ROUTER_LACKS: "was not sent: the router lacks descriptors, ports or memory",
+    Failure.NETWORK: "found no way to the engine",
 }
 
 
@@ -236,7 +243,7 @@ class Telemetry:
             engine.at = at
             return
         self._counters.legs[instance.id, instance.role, failure] += 1
-        failed = failure is not Failure.REFUSED  # a client's mistake is none of the engine's
+        failed = is_failure(failure)  # a client's mistake is none of the engine's
         self._recent.legs[instance.id].add_all([seconds], failed=failed, now=at)
         if failed:
             self._recent.failed(request, instance.id, f"a leg {_FAILED[failure]}", now=at)

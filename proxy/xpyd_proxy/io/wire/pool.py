@@ -1,12 +1,14 @@
 """Connections to engines that wait for the next request."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, TypeAlias, cast
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance
+from xpyd_proxy.core.protocol.fault_table import unreached
 from xpyd_proxy.errors import EngineError, EngineTimeout, NotAllowed
 from xpyd_proxy.io.wire.connect_limiter import ConnectLimiter
 from xpyd_proxy.io.wire.connection import Connection, Peer
@@ -98,7 +100,8 @@ class Pool:
             raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from late
         except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a name may not be one that DNS can have
             why = None if self._tls is None else self._tls.failure(instance, exc)
-            raise EngineError(f"{instance.id} {why or 'cannot be reached'}", reached=False) from exc
+            number = exc.errno if isinstance(exc, OSError) else None
+            raise unreached(instance.id, number, is_name=isinstance(exc, socket.gaierror), why=why) from exc
 
     def put_back(self, connection: Connection) -> None:
         """Keep a connection for the next request, or close it at once: unless its answer is complete, say."""

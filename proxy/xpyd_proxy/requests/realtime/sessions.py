@@ -10,7 +10,7 @@ from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.admission.ticket import TicketState
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
-from xpyd_proxy.core.protocol.engine_errors import Failure, failure_of
+from xpyd_proxy.core.protocol.fault_table import Failure, failure_of
 from xpyd_proxy.core.protocol.realtime import SessionEnd, SessionOutcome
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 from xpyd_proxy.errors import BadRequest, EngineError, NotServed, RouterFull

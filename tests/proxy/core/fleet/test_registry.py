@@ -13,7 +13,7 @@ from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import InstanceId, RequestId, Role
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
 from xpyd_proxy.settings import Settings

@@ -15,7 +15,7 @@ from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.core.routing.alone_bound import AloneBound
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg

@@ -13,7 +13,7 @@ from xpyd_proxy.core.fleet.pair_health import PairFailure
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import EngineRole, RequestId, Role, RoutingHints
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.core.routing.candidates import Candidates
 from xpyd_proxy.errors import NoInstance, ProxyError

@@ -1,14 +1,25 @@
 """Which failures are worth another try."""
 
-import itertools
-
 import pytest
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.protocol.engine_errors import Failure, failure_of
-from xpyd_proxy.core.routing.retries import RULES, LegFailed, RetryAttempts, RetryScope, RetryTarget
-from xpyd_proxy.errors import EngineError, EngineFault, EngineTimeout, Moved, Refused
+from xpyd_proxy.core.protocol.fault_table import VERDICTS, Failure, RetryScope, RetryTarget
+from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
+from xpyd_proxy.errors import (
+    AnswerRefused,
+    ConnectionStale,
+    EngineError,
+    EngineFault,
+    EngineTimeout,
+    KeyRefused,
+    Moved,
+    NetworkFault,
+    NoKvParams,
+    NoSuchPath,
+    Refused,
+    RouterLacks,
+)
 
 ERRORS = {
     Failure.UNREACHABLE: EngineError("x", reached=False),
@@ -17,7 +28,14 @@ ERRORS = {
     Failure.TIMEOUT: EngineTimeout("x"),
     Failure.ENGINE_RESTARTED: Moved("x"),
     Failure.BUSY: Refused(503, "t", b""),
+    Failure.NO_KV_PARAMS: NoKvParams("x"),
     Failure.REFUSED: Refused(400, "t", b""),
+    Failure.NO_SUCH_PATH: NoSuchPath(404, "t", b""),
+    Failure.WRONG_KEY: KeyRefused("x"),
+    Failure.ANSWER_REFUSED: AnswerRefused("x"),
+    Failure.CONNECTION_CLOSED: ConnectionStale("x"),
+    Failure.ROUTER_LACKS: RouterLacks("x"),
+    Failure.NETWORK: NetworkFault("x"),
 }
 
 
@@ -29,26 +47,12 @@ def engines(role, count):
     return [engine(role, number) for number in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("error", "failure"),
-    [
-        *((error, failure) for failure, error in ERRORS.items()),
-        (Refused(499, "t", b""), Failure.REFUSED),
-        (Refused(500, "t", b""), Failure.HTTP_5XX),
-        (Refused(429, "t", b""), Failure.BUSY),
-        (EngineTimeout("did not accept a connection", reached=False), Failure.UNREACHABLE),
-    ],
-)
-def test_errors_are_sorted_by_what_may_have_happened_at_the_engine(error, failure):
-    """Its status or its kind says it."""
-    assert failure_of(error) is failure
-
-
-def test_every_failure_that_can_happen_has_a_rule():
-    """A decode engine is never the one that has moved."""
-    missing = set(itertools.product(Role, Failure)) - RULES.keys()
-
-    assert missing == {(Role.DECODE, Failure.ENGINE_RESTARTED)}
+RULES = {
+    (role, failure): rule
+    for failure, verdict in VERDICTS.items()
+    for role, rule in ((Role.PREFILL, verdict.prefill), (Role.DECODE, verdict.decode))
+    if rule is not None
+}
 
 
 @pytest.mark.parametrize(("role", "failure"), RULES)
@@ -63,20 +67,6 @@ def test_the_whole_table(role, failure):
         assert chances.left == hopeless
         expected = known if rule.where is RetryTarget.ANY or len(known) == 1 else known[1:]
         assert list(chances.among(known)) == expected
-
-
-def test_only_a_decode_engine_that_got_nothing_is_replaced_alone():
-    """Any other may have told P to free the blocks: the same parameters could lead to another request's."""
-    assert [key for key, rule in RULES.items() if rule.again is RetryScope.DECODE] == [
-        (Role.DECODE, Failure.UNREACHABLE)
-    ]
-
-
-def test_what_one_engine_refuses_all_would():
-    """And a client's mistake is told at once."""
-    assert {key for key, rule in RULES.items() if rule.again is RetryScope.NOTHING} == {
-        (role, Failure.REFUSED) for role in Role
-    }
 
 
 def test_chances_run_out():

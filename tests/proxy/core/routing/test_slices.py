@@ -12,7 +12,7 @@ from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import RequestId, Role, RoutingHints
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.routing.compatible_groups import group_engines
 from xpyd_proxy.core.routing.fleet_groups import fleet_groups, slices
 from xpyd_proxy.core.routing.group_weights import BOUND, shares_of

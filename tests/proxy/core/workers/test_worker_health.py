@@ -6,7 +6,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId, RequestId, Role
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.workers.worker_health import MOST, HealthUpdate, WorkerHealth, bulletin_of
 from xpyd_proxy.settings import Settings
 

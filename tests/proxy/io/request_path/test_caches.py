@@ -8,7 +8,7 @@ import pytest
 
 from support.chatting import LEAST, World, play, said
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.io.request_path.caches import CacheSource
 
 SENT, EVENTS, BOTH = CacheSource.SENT, CacheSource.EVENTS, CacheSource.EVENTS_AND_SENT

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, RequestId, Role, SingleEngineReason
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 

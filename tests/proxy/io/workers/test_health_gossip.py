@@ -8,7 +8,7 @@ from support.sim import until_async
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.model import InstanceId, RequestId, Role
-from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.workers.worker_health import WorkerHealth
 from xpyd_proxy.io.request_path.id_log import InstanceIdLog
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry

@@ -48,4 +48,7 @@ def pytest_report_collectionfinish(config, items):
     return f"the router before real engines: {router_kind.said()}"
 
 
-pytest_plugins = ["support.fixtures"]  # real engines, started when the first test asks for them
+pytest_plugins = [
+    "support.fixtures",  # real engines, started when the first test asks for them
+    "support.tiers",
+]

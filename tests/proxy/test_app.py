@@ -83,6 +83,7 @@ async def test_both_legs_have_one_fresh_id_which_the_client_learns():
 async def test_engines_see_only_what_they_should_of_a_clients_headers():
     """Its trace, its session and its priority; not its key, its cookies, its rank, or its name for itself."""
     passed = {"traceparent": "00-a", "tracestate": "b=c", "x-session-id": "s", "x-vllm-priority": "3"}
+    passed |= {"baggage": "user=1"}
     kept = {"cookie": "a=b", "user-agent": "me", "x-forwarded-for": "1.2.3.4", "authorization": "Bearer k"}
     engines = sims()
     async with router(engines) as client:

@@ -28,7 +28,9 @@ _OPEN: Final = frozenset(
         "/openapi.json",
         "/health",
         "/live",
+        "/liveness",
         "/ready",
+        "/readiness",
     }
 )
 
@@ -47,6 +49,8 @@ class AuthMiddleware:
         if scope["type"] != "http" or is_endpoint(scope):
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # servers leave out the body themselves (ASGI, HTTP: "send")
         headers: Headers = tuple(scope["headers"])
         for_all, answer = is_open(scope["path"]), _ObservedSend(send, self._lifetime)
         try:

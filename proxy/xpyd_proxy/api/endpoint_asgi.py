@@ -29,8 +29,10 @@ class Endpoints:
         headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
         request = Request(self._requests, response, scope["path"], headers)
         response.request = request
+        response.keep_alive = b"expect" not in dict(headers)  # of a refusal: the body may never come
         try:
             if request.check():
+                response.keep_alive = True
                 await _read(request, receive)
             request.begin()
             await self._answer(request, response, receive, send)

@@ -65,10 +65,12 @@ class _EndpointProtocol(GuardedProtocol):
             self._request = None
             return False
         keep_alive = head.keep_alive and not head.is_old
-        response = HttpResponse(self, self.transport.write, keep_alive, not head.is_old)
+        waits = head.expects and not head.is_old and head.length != 0  # the client sends its body if we say so
+        response = HttpResponse(self, self.transport.write, keep_alive and not waits, not head.is_old)
         request = self._request = self.cycle = Request(self.requests, response, path, head.headers, head.shown)
         self._busy, self._is_coming = True, head.length != 0
-        if request.check() and head.expects and not head.is_old and head.length != 0:
+        if request.check() and waits:
+            request.keep_alive = keep_alive  # a refusal closes: what comes behind it may be the body or a request
             self.transport.write(_CONTINUE)
         return True
 

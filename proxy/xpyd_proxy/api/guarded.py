@@ -260,6 +260,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self.headed = False
             self._parse(head.raw)
             self._expect(headed=True, within=head.length != 0)
+            if head.expects and head.length != 0:
+                self.cycle.keep_alive = False  # its body may never come, if the answer does not wait for it
         if head.length == 0:
             self._end()
         else:

@@ -27,6 +27,7 @@ def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime) -> 
             fleet.usable(role)
         return Health(status="ok")
 
+    @router.get("/readiness", include_in_schema=False)
     @router.get("/ready", responses=error_answers(ErrorResponse, {503: "Send requests elsewhere"}))
     async def ready() -> Health:
         """Tell whether requests should be sent here: it knows its engines, and is not about to end."""
@@ -43,6 +44,7 @@ def liveness_routes() -> APIRouter:
     """Build GET /live: a router that does not answer it stands still, and a restart helps. Engines play no part."""
     router = APIRouter(tags=["probes"])
 
+    @router.get("/liveness", include_in_schema=False)
     @router.get("/live")
     async def live() -> Health:
         """Tell that the router answers."""

@@ -19,7 +19,7 @@ from xpyd_proxy.requests.attempt import Attempt
 from xpyd_proxy.requests.error_body import error_body, last_event
 from xpyd_proxy.requests.legs import DecodeLeg
 from xpyd_proxy.requests.life import RequestLife
-from xpyd_proxy.requests.response import ResponseWriter, head_lines
+from xpyd_proxy.requests.response import NO_SNIFFING, STREAM_LINES, ResponseWriter, head_lines
 from xpyd_proxy.requests.stream_moves import StreamCut, StreamMove
 
 _OK: Final = 200
@@ -55,7 +55,7 @@ class ClientResponse:
         """Begin a stream with the prefill engine's token; ``can_resume``: another engine may go on with the stream."""
         life = self._life
         life.record.ttft_s = life.elapsed_s()
-        self.writer.begin(_OK, self._head_lines(STREAM), first.events(), streams=True, last=first.is_all)
+        self.writer.begin(_OK, self._head_lines(STREAM, STREAM_LINES), first.events(), streams=True, last=first.is_all)
         attempt.token_shown()
         if first.is_all:
             life.record.answered = True
@@ -78,7 +78,7 @@ class ClientResponse:
         if not writer.begun:
             life = self._life
             life.record.ttft_s = life.elapsed_s()
-            lines = self._head_lines(leg.content_type)
+            lines = self._head_lines(leg.content_type, STREAM_LINES)
             writer.begin(_OK, lines, piece, streams=True, last=leg.is_last and replay is None)
         elif piece:  # another engine has begun the stream, and broke off
             writer.write(piece)
@@ -153,14 +153,14 @@ class ClientResponse:
             return
         life = self._life
         life.record.ttft_s = life.elapsed_s()
-        self.writer.begin(_OK, self._head_lines(STREAM), events, streams=True)
+        self.writer.begin(_OK, self._head_lines(STREAM, STREAM_LINES), events, streams=True)
 
     def end_events(self, events: bytes) -> None:
         """Write the end of a stream that the router has put together."""
         if self._keeps_end():
             self._keep_end(events)
         if not self.writer.begun:  # the stream has no token
-            self.writer.begin(_OK, self._head_lines(STREAM), b"", streams=True, last=True)
+            self.writer.begin(_OK, self._head_lines(STREAM, STREAM_LINES), b"", streams=True, last=True)
         self._life.record.answered = True
         self.writer.end(events)
 
@@ -205,11 +205,11 @@ class ClientResponse:
 
     # ---- heads and ends
 
-    def _head_lines(self, content_type: bytes) -> bytes:
+    def _head_lines(self, content_type: bytes, last_lines: bytes = NO_SNIFFING) -> bytes:
         of = self._life.of
         if of.lifetime.stage is not _SERVING:
             self.writer.keep_alive = False
-        return head_lines(self._life.record, content_type, shows_times=of.settings.server_timing)
+        return head_lines(self._life.record, content_type, shows_times=of.settings.server_timing, last_lines=last_lines)
 
     def _keeps_end(self) -> bool:
         """Tell whether the size and the end of the response matter: whether blocks have arrived, or will be found."""

@@ -28,7 +28,9 @@ from xpyd_proxy.settings import ClientKvParams, Settings
 
 JSON_TYPE: Final = b"application/json"
 # X-Request-Id is missing on purpose: engines match the halves of a request by it, so it must be ours and unique.
-PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
+PASSED_ON: Final = frozenset(
+    {b"authorization", b"traceparent", b"tracestate", b"baggage", b"x-session-id", b"x-vllm-priority"}
+)
 _WITHOUT_KEY: Final = PASSED_ON - {b"authorization"}
 _RANK: Final = b"x-data-parallel-rank"
 _CLASS: Final = b"x-request-class"

@@ -12,6 +12,8 @@ from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
 from xpyd_proxy.core.request_record import RequestRecord
 
 NO_SNIFFING: Final = b"x-content-type-options: nosniff\r\n"  # a browser takes an answer for what its type says
+# nginx holds a stream back to its end without the one, and some caches do without the other.
+STREAM_LINES: Final = NO_SNIFFING + b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 _CHUNKED: Final = b"transfer-encoding: chunked\r\n"
 _CLOSE: Final = b"connection: close\r\n"
 _PLAIN_TYPES: Final[set[bytes]] = set()  # content types that may be sent
@@ -131,14 +133,16 @@ class HttpResponse:
         connection.answered(keep_alive=self.keep_alive)
 
 
-def head_lines(record: RequestRecord, content_type: bytes, *, shows_times: bool) -> bytes:
+def head_lines(
+    record: RequestRecord, content_type: bytes, *, shows_times: bool, last_lines: bytes = NO_SNIFFING
+) -> bytes:
     """Return the header lines of an answer but for those that say where its body ends."""
     said = record.id_lines()
     timing = record.server_timing() if shows_times else ""
     if timing:
         said = f"{said}server-timing: {timing}\r\n"
     plain = content_type if content_type in _PLAIN_TYPES else _plain(content_type)
-    return b"content-type: %b\r\n%b%b" % (plain, said.encode("latin-1"), NO_SNIFFING)
+    return b"content-type: %b\r\n%b%b" % (plain, said.encode("latin-1"), last_lines)
 
 
 def _plain(content_type: bytes) -> bytes:

@@ -55,6 +55,21 @@ async def test_a_client_without_a_good_key_gets_a_401_in_openais_shape(keys):
     assert not any(entry.path.startswith("/v1/c") for sim in engines.values() for entry in sim.log)
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/messages", "/tokenize", "/v1/models", "/metrics", "/stats"])
+async def test_one_good_key_of_two_is_enough(path, keys):
+    """Coding agents send Authorization and X-Api-Key if variables for both are set, and one of them may be old."""
+    body = BODY if path != "/v1/messages" else {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    method = "GET" if path in ("/v1/models", "/metrics", "/stats") else "POST"
+    async with router(sims(), Settings(api_keys_file=keys)) as client:
+        statuses = []
+        for key, other in (("old", "sk-a"), ("sk-a", "old"), ("", "sk-a"), ("sk-a", "sk-b"), ("old", "old"), ("", "")):
+            headers = bearer(key) | {"x-api-key": other}
+            answer = await client.request(method, path, json=body if method == "POST" else None, headers=headers)
+            statuses.append(answer.status_code)
+
+    assert statuses == [200, 200, 200, 200, 401, 401]
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready"])
 async def test_probes_need_no_key(path, keys):
     """Kubernetes has none."""

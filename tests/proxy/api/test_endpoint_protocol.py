@@ -294,6 +294,70 @@ def test_a_client_that_expects_it_is_told_to_go_on_before_it_sends_its_body(both
             assert client.sock.recv(12) == b"HTTP/1.1 413"
 
 
+REFUSED_BY_HEAD = {
+    "too long": (post(LONG, Expect="100-continue"), 413),
+    "another type": (post(Expect="100-continue", Content_Type="text/plain"), 415),
+    "no endpoint": (post(Expect="100-continue", path="/v1/nothing"), 404),
+    "no such method": (post(Expect="100-continue", path="/health"), 405),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_HEAD)
+def test_a_refusal_before_100_continue_ends_the_connection(both, name):
+    """The client may leave its body out or send it: what comes next is one of two things (RFC 9110, 10.1.1)."""
+    request, status = REFUSED_BY_HEAD[name]
+    head = request.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    for served in both[:1] if "no" in name.split() else both:
+        with served.open() as client:
+            answer = client.send(head).answer()
+            assert (answer.status, answer.headers["connection"]) == (status, "close")
+            assert client.is_over()
+
+
+def test_a_request_that_is_let_in_by_its_head_keeps_the_connection(both):
+    """It was told to send its body."""
+    for served in both:
+        with served.open() as client:
+            for _ in range(2):
+                answer = client.send(post(Expect="100-continue")).answer()
+                assert (answer.status, answer.headers.get("connection")) == (200, None)
+
+
+STREAMED = {
+    "completions": post(STREAM),
+    "chat": PLAIN["chat, streamed"],
+    "messages": PLAIN["messages, streamed"],
+    "responses": post({"input": "hello", "max_output_tokens": 4, "stream": True}, path="/v1/responses"),
+    "several prompts": post(STREAM | {"prompt": ["one", "two"]}),
+    "one engine": post(STREAM | {"max_tokens": 1}),
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_no_proxy_holds_a_stream_back(both, name):
+    """nginx would to its end, with its defaults; a whole answer may be held."""
+    for served in both:
+        answer = served.ask(STREAMED[name])
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert (answer.headers["x-accel-buffering"], answer.headers["cache-control"]) == ("no", "no-cache")
+        assert "x-accel-buffering" not in served.ask(PLAIN["plain"]).headers
+
+
+READ = ["/health", "/ready", "/readiness", "/live", "/liveness", "/metrics", "/", "/stats", "/docs", "/openapi.json"]
+
+
+@pytest.mark.parametrize("path", [*READ, "/v1/models", "/v1/models?a=b", "/capacity"])
+def test_head_is_answered_as_get_is(both, path):
+    """Load balancers ask so (HAProxy's httpchk), and take a 405 for a router that is down."""
+    for served in both:
+        with served.open() as client:
+            got = client.send(post(b"", path=path, method="GET")).answer()
+            asked = client.send(post(b"", path=path, method="HEAD")).answer(to_head=True)
+            assert client.send(post()).answer().status == 200
+        assert (asked.status, got.status) == (200, 200)
+        assert asked.headers.keys() - {"content-length"} == got.headers.keys() - {"content-length", "transfer-encoding"}
+
+
 @pytest.mark.parametrize(
     "fault",
     [

@@ -109,6 +109,8 @@ class Keyring:
         if shown is None:
             raise Unauthorized("this router wants an API key: send it as Authorization: Bearer")
         owner = keys.owner(shown)
+        if owner is None and (other := first_header(headers, b"x-api-key")) is not None:
+            owner = keys.owner(other)  # clients with variables for both send both
         if owner is None:
             raise Unauthorized("the API key is not one that this router knows")
         return owner

@@ -31,6 +31,7 @@ _JSON: Final = (
     "/v2/rerank",
     "/generative_scoring",
     "/v1/systemone",
+    "/v1/decisions",
     "/v1/chat/completions/batch",
 )
 # No prompt is computed: they turn requests into tokens and back (vllm/entrypoints/scale_out/render and derender).

@@ -103,6 +103,7 @@ def schema(text: str) -> str:
     """Return a schema of values with the settings of router and connector in it."""
     found: Schema = json.loads(text)
     top = found["properties"]
+    top["engine"] = _without(found["definitions"]["pool"], cast("dict[str, Any]", _values()["prefill"]))
     top["router"]["properties"]["settings"]["properties"] = {
         name: _router(setting.kind) for name, setting in OPTIONS.items() if not setting.option.chart
     }
@@ -110,6 +111,20 @@ def schema(text: str) -> str:
         field.name: _connector(field) for field in dataclasses.fields(Settings) if field.name not in CONNECTOR_OWN
     }
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+
+
+def _values() -> dict[str, Any]:
+    return cast("dict[str, Any]", yaml.safe_load((CHART / "values.yaml").read_text()))
+
+
+def _without(shape: Schema, own: Mapping[str, Any]) -> Schema:
+    """Describe the values of both pools: those of a pool, less what each has a default of its own for."""
+    left = {
+        key: _without(kind, own[key]) if isinstance(own.get(key), dict) else kind
+        for key, kind in shape["properties"].items()
+        if key not in own or isinstance(own[key], dict)
+    }
+    return {**shape, "properties": left}
 
 
 def _router(kind: Kind) -> Schema:

@@ -30,6 +30,7 @@ TARGETS = set(re.findall(r"(?m)^([a-z][\w-]*):", MAKEFILE)) | set(
 )
 VARIABLES = set(re.findall(r"\$\(([A-Z]+)\)", MAKEFILE))
 VALUES = yaml.safe_load((ROOT / "helm/xpyd/values.yaml").read_text())
+POOLS = ("prefill", "decode")  # each may have every value of `engine`, besides its own
 SOURCES = [
     path
     for folder in ("proxy", "connector", "helm")
@@ -104,7 +105,7 @@ def _values(text):
     """Yield what looks like a value of the chart."""
     heads = "|".join(key for key, value in VALUES.items() if isinstance(value, dict))
     for path in re.findall(rf"(?<![\w./-])((?:{heads})(?:\.[a-zA-Z_]+)+)(?!\w|/|\.\w)", text):
-        if not path.endswith((".md", ".txt", ".yaml", ".json", ".svg", ".Dockerfile")):
+        if not path.endswith((".md", ".txt", ".yaml", ".json", ".svg", ".Dockerfile", ".py", ".sh", ".service")):
             yield path
 
 
@@ -112,6 +113,9 @@ def has_value(path):
     """Tell whether the chart takes a value; a map that is empty by default takes any key, settings only theirs."""
     if path.startswith("router.settings."):
         return path.removeprefix("router.settings.") in OPTIONS
+    head, _, rest = path.partition(".")
+    if head in POOLS and has_value(f"engine.{rest}"):
+        return True
     values = VALUES
     for key in path.split("."):
         if values in ({}, None):

@@ -1,3 +1,30 @@
+{{/* Gives both pools the values of engine that they do not have themselves. Every file of templates begins with it, for their order is
+helm's; they share the values, so it is done once: a null, which takes a value away, would be forgotten the second time. */}}
+{{- define "xpyd.pools.values" -}}
+{{- if not (hasKey .Values "poolsHaveValues") -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $pool := deepCopy $.Values.engine -}}
+{{- include "xpyd.overlay" (dict "over" (index $.Values $role) "under" $pool) -}}
+{{- $_ := set $.Values $role $pool -}}
+{{- end -}}
+{{- $_ := set .Values "poolsHaveValues" true -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict over under: writes over's values into under, key by key. A null takes a key away. (mergeOverwrite would keep what 0, false and ""
+replace.) */}}
+{{- define "xpyd.overlay" -}}
+{{- range $key, $value := .over -}}
+{{- if kindIs "invalid" $value -}}
+{{- $_ := unset $.under $key -}}
+{{- else if and (kindIs "map" $value) (kindIs "map" (get $.under $key)) -}}
+{{- include "xpyd.overlay" (dict "over" $value "under" (get $.under $key)) -}}
+{{- else -}}
+{{- $_ := set $.under $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Names: <release>-<chart>, so that no two releases meet; long ones end with a hash. Objects add at most 23 characters. */}}
 {{- define "xpyd.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}

@@ -13,10 +13,12 @@ RUN /check-base.sh "${ALLOW_BASE_BY_TAG}" "${PYTHON_IMAGE}" "${VLLM_IMAGE}"
 WORKDIR /src
 COPY helm/images/requirements-build.txt helm/images/build-wheel.sh helm/images/
 RUN python -m pip install --no-cache-dir --no-deps --only-binary :all: --require-hashes -r helm/images/requirements-build.txt
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY proxy proxy
 COPY connector connector
-RUN PYTHON=python helm/images/build-wheel.sh . /wheels
+# The commit: there is no git here.
+ARG REVISION=unknown
+RUN PYTHON=python REVISION="${REVISION}" helm/images/build-wheel.sh . /wheels
 
 FROM ${VLLM_IMAGE}
 LABEL org.opencontainers.image.title="vLLM with the xpyd connector" \

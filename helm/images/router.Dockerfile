@@ -21,7 +21,9 @@ RUN python -m pip install --no-cache-dir --no-deps --only-binary :all: --require
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY proxy proxy
 COPY connector connector
-RUN PYTHON=python HATCH_BUILD_HOOK_ENABLE_CUSTOM=true helm/images/build-wheel.sh . /wheels \
+# The commit: there is no git here.
+ARG REVISION=unknown
+RUN PYTHON=python REVISION="${REVISION}" HATCH_BUILD_HOOK_ENABLE_CUSTOM=true helm/images/build-wheel.sh . /wheels \
     && PYTHON=python helm/images/install-router.sh /opt/xpyd /wheels/xpyd-*.whl "helm/images/${REQUIREMENTS}"
 
 FROM ${PYTHON_IMAGE}

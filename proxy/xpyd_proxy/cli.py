@@ -1,21 +1,37 @@
-"""``xpyd``: the command line, to settings, to a running server."""
+"""``xpyd``: the command line, to a subcommand, whose modules are loaded only then."""
 
 import argparse
 import difflib
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NoReturn
 
-from xpyd_proxy import supervisor
-from xpyd_proxy.commands import instances, pairs, why
-from xpyd_proxy.core.http.origins import check_open
-from xpyd_proxy.core.workers.limit_shares import share_of
-from xpyd_proxy.errors import AlreadyKnown, ConfigError
-from xpyd_proxy.io import logs
-from xpyd_proxy.io.workers.context import WorkerContext, own_place
-from xpyd_proxy.options import add_arguments, check_engines, serve_settings
-from xpyd_proxy.settings import Settings
+from xpyd_proxy.commands.interrupts import INTERRUPTED, ctrl_c_ends_at_once
+
+_COMMANDS: Final[Mapping[str, tuple[str, str]]] = {  # name -> the module that declares its flags, and what it does
+    "serve": ("xpyd_proxy.commands.serve", "run the router in front of running engines"),
+    "up": ("xpyd_proxy.local.up", "start vLLM or simulated engines and the router on this machine, to try them"),
+    "instances": (
+        "xpyd_proxy.commands.instances",
+        "list, add, drain, change and remove the engines of a running router",
+    ),
+    "why": ("xpyd_proxy.commands.why", "show where the time of one request went"),
+    "pairs": (
+        "xpyd_proxy.commands.pairs",
+        "show which prefill and decode engines work together at a running router",
+    ),
+    "plan": ("xpyd_proxy.planning.command", "compute how many prefill and decode engines your traffic needs"),
+    "replay": ("xpyd_proxy.planning.replay.command", "compare routing policies on a trace, with simulated engines"),
+    "prove": ("xpyd_proxy.proving.command", "test running engines from outside and report what is wrong"),
+    "doctor": ("xpyd_proxy.commands.doctor", "examine the network between two engine hosts"),
+}
+_EXACT: Final = ("serve", "up", "why", "prove", "doctor")  # their flags are written in full
+# What the extra named proxy brings (pyproject.toml).
+_ROUTER_PACKAGES: Final = frozenset(
+    {"fastapi", "httpcore", "httptools", "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn", "uvloop"}
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,100 +61,55 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"unrecognized arguments: {flag}{f': did you mean {close[0]}?' if close else ''}")
 
 
+class _ShowVersion(argparse.Action):
+    """Prints what runs here, and ends: neither router nor engine need be installed for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from xpyd_proxy.io.build import find_build  # noqa: PLC0415 (it asks git)
+
+        sys.stdout.write(f"xpyd {find_build()}\n")
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow, and has the extra that its hook comes with
-        import argcomplete  # noqa: PLC0415
-
-        argcomplete.autocomplete(build_parser(os.environ["COMP_LINE"].split()[1:]))
-    args = build_parser(arguments).parse_args(arguments)
-    args.command_line = arguments
-    run: Callable[[argparse.Namespace], int] = args.run
-    return run(args)
-
-
-def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Declare the subcommands; ``serve`` does not load what others need (``up``, ``plan``, ``prove``, ...)."""
-    parser = _Parser(
-        prog="xpyd", description="A prefill/decode router for vLLM, and tools for its engines.", allow_abbrev=False
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    serve = commands.add_parser("serve", help="run the router in front of running engines", allow_abbrev=False)
-    add_arguments(serve)
-    serve.set_defaults(run=_serve)
-    up = commands.add_parser(
-        "up", help="start vLLM or simulated engines and the router on this machine, to try them", allow_abbrev=False
-    )
-    instances.add_arguments(
-        commands.add_parser("instances", help="list, add, drain, change and remove the engines of a running router")
-    )
-    why.add_arguments(commands.add_parser("why", help="show where the time of one request went", allow_abbrev=False))
-    pairs.add_arguments(
-        commands.add_parser("pairs", help="show which prefill and decode engines work together at a running router")
-    )
-    plan = commands.add_parser("plan", help="compute how many prefill and decode engines your traffic needs")
-    replay = commands.add_parser("replay", help="compare routing policies on a trace, with simulated engines")
-    prove = commands.add_parser(
-        "prove", help="test running engines from outside and report what is wrong", allow_abbrev=False
-    )
-    doctor = commands.add_parser("doctor", help="examine the network between two engine hosts", allow_abbrev=False)
-    if arguments[:1] == ["up"]:
-        from xpyd_proxy.local.up import add_arguments as add_up_arguments  # noqa: PLC0415
-
-        add_up_arguments(up)
-    if arguments[:1] == ["plan"]:
-        from xpyd_proxy.planning.command import add_arguments as add_plan_arguments  # noqa: PLC0415
-
-        add_plan_arguments(plan)
-    if arguments[:1] == ["replay"]:
-        from xpyd_proxy.planning.replay.command import add_arguments as add_replay_arguments  # noqa: PLC0415
-
-        add_replay_arguments(replay)
-    if arguments[:1] == ["prove"]:
-        from xpyd_proxy.proving.command import add_arguments as add_prove_arguments  # noqa: PLC0415
-
-        add_prove_arguments(prove)
-    if arguments[:1] == ["doctor"]:
-        from xpyd_proxy.commands.doctor import add_arguments as add_doctor_arguments  # noqa: PLC0415
-
-        add_doctor_arguments(doctor)
-    return parser
-
-
-def _serve(args: argparse.Namespace) -> int:
-    place = own_place()
     try:
-        settings = serve_settings(args)
-        if place is None and settings.workers > 1:
-            check_open(settings)
-            share_of(settings, 0, settings.workers)  # a limit that cannot be shared is said here, and at once
-            logs.configure(settings.log_level, settings.log_format)
-            check_engines(settings, args.config)
-            return supervisor.run(settings, args.command_line)
-        return _serve_here(args, place)
-    except (ConfigError, AlreadyKnown) as exc:
-        sys.stderr.write(f"xpyd serve: {exc}{': name every engine once' if isinstance(exc, AlreadyKnown) else ''}\n")
+        with ctrl_c_ends_at_once():
+            if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow, and has the extra of its hook
+                import argcomplete  # noqa: PLC0415
+
+                argcomplete.autocomplete(build_parser(os.environ["COMP_LINE"].split()[1:]))
+            args = build_parser(arguments).parse_args(arguments)
+        args.command_line = arguments
+        run: Callable[[argparse.Namespace], int] = args.run
+        return run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ModuleNotFoundError as exc:
+        package = (exc.name or "").partition(".")[0]
+        if package not in _ROUTER_PACKAGES:
+            raise
+        how = "pip install 'xpyd[proxy]' or, in a checkout, pip install '.[proxy]'"
+        sys.stderr.write(f"xpyd: {package} is not installed, which comes with the extra for the router: {how}\n")
         return 2
 
 
-def _serve_here(args: argparse.Namespace, place: WorkerContext | None) -> int:
-    """Serve in this process, alone or as one of several workers; raises ConfigError and AlreadyKnown."""
-    from xpyd_proxy import server  # noqa: PLC0415 (a supervisor needs none of it: a third of its memory)
-    from xpyd_proxy.app import build  # noqa: PLC0415
-
-    def again() -> Settings:
-        settings = serve_settings(args)
-        return settings if place is None else share_of(settings, place.number, place.of)
-
-    if place is not None and not place.may_begin():
-        return 0
-    settings = again()
-    router = build(settings, place=place)
-    logs.configure(settings.log_level, settings.log_format)
-    if place is None:  # else the supervisor has
-        check_engines(settings, args.config)
-    return server.run(router, settings, again=again, place=place)
+def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Declare the subcommands; only the one that is asked for loads its modules and has its flags."""
+    parser = _Parser(
+        prog="xpyd", description="A prefill/decode router for vLLM, and tools for its engines.", allow_abbrev=False
+    )
+    said = "print the version, the commit, and whether the request path is compiled"
+    parser.add_argument("-V", "--version", action=_ShowVersion, nargs=0, help=said)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    asked = next((word for word in arguments if word in _COMMANDS), None)
+    for name, (module, what) in _COMMANDS.items():
+        command = commands.add_parser(name, help=what, allow_abbrev=name not in _EXACT)
+        if name == asked:
+            add_arguments: Callable[[argparse.ArgumentParser], None] = importlib.import_module(module).add_arguments
+            add_arguments(command)
+    return parser
 
 
 if __name__ == "__main__":  # pragma: no cover

@@ -16,7 +16,7 @@ from xpyd_proxy.api.clients import Bounds, Clients
 from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
 from xpyd_proxy.app import Router
 from xpyd_proxy.io.workers.context import WorkerContext
-from xpyd_proxy.io.workers.listening import EVERYWHERE, bound, url_of
+from xpyd_proxy.io.workers.listening import bound, url_of
 from xpyd_proxy.settings import CONNECTIONS, Settings
 
 _OWN_DESCRIPTORS: Final = 64  # files, listeners, probes and connections to other workers
@@ -143,11 +143,11 @@ def _wanted(settings: Settings) -> int:
     return CONNECTIONS // settings.workers
 
 
-def main_sockets(settings: Settings, place: WorkerContext | None) -> list[socket.socket] | None:
-    """Bind the sockets of the main port; None: uvicorn binds. Raises ConfigError: it cannot listen there.
+def main_sockets(settings: Settings, place: WorkerContext | None) -> list[socket.socket]:
+    """Bind the sockets of the main port, of which workers share theirs. Raises ConfigError: it cannot listen there.
 
-    Workers share theirs; and uvicorn would take clients of IPv6 alone at ``::``.
+    Not uvicorn: it would end the process with a line of its own, and take clients of IPv6 alone at ``::``.
     """
     if place is not None:
         return list(bound(settings.host, place.port))
-    return list(bound(EVERYWHERE, settings.port, shared=False)) if settings.host == EVERYWHERE else None
+    return list(bound(settings.host, settings.port, shared=False))

@@ -136,7 +136,12 @@ def _line(path: str, name: str, value: object) -> object:
         variable = SECRETS[name].option.environment
         raise ConfigError(f"{path}: {name} is not a setting of the file: put it into the environment as {variable}")
     if name not in OPTIONS:
-        close = difflib.get_close_matches(name.replace("-", "_"), OPTIONS, n=1, cutoff=0.5)
+        if _is_table(value):
+            raise ConfigError(
+                f"{path}: [{name}] is not a setting: settings are keys outside of tables, so leave this line out and "
+                "write its keys above all tables, such as port = 8000"
+            )
+        close = difflib.get_close_matches(name.replace("-", "_"), OPTIONS, n=1)
         raise ConfigError(f"{path}: {name} is not a setting{f': did you mean {close[0]}?' if close else ''}")
     if not OPTIONS[name].is_list:
         return _one(path, name, value)
@@ -145,6 +150,12 @@ def _line(path: str, name: str, value: object) -> object:
     if not isinstance(value, list):
         raise ConfigError(f"{path}: {name} is {value!r}: write a list")
     return [_one(path, name, one) for one in cast("list[object]", value)]
+
+
+def _is_table(value: object) -> bool:
+    """Tell whether it is a table, or an array of tables."""
+    one: object = value[0] if isinstance(value, list) and value else value
+    return isinstance(one, dict)
 
 
 def _class_table(path: str, name: str, table: object) -> str:
@@ -187,22 +198,31 @@ def needs_restart(old: Settings, new: Settings) -> list[str]:
 
 
 def check_engines(settings: Settings, config: str | None) -> None:
-    """Accept a router that has engines or can get some; warn if only its configuration file can bring them, by SIGHUP.
+    """Accept a router that has engines or can get some.
 
     Raises:
         ConfigError: no engine can ever come: the arguments do not change, and there is no key to add one with.
     """
-    is_added_by_hand = settings.admin_key is not None or settings.admin_key_file is not None
-    finds_pods = settings.kubernetes_selector is not None or settings.kubernetes_inference_pool is not None
-    if settings.prefill or settings.decode or is_added_by_hand or finds_pods or settings.store != "memory":
-        return
-    if config is None:
+    if config is None and not _has_engines(settings):
         raise ConfigError(
             "there are no engines, and none can be added: write --prefill and --decode, or set ADMIN_API_KEY to add "
             "engines with xpyd instances"
         )
-    said = "there are no engines, and requests get 503: write prefill and decode into %s and send SIGHUP"
-    logger.warning(said, config)
+
+
+def warn_without_engines(settings: Settings, config: str | None) -> None:
+    """Warn if only the configuration file can bring engines, by SIGHUP."""
+    if not _has_engines(settings):
+        said = "there are no engines, and requests get 503: write prefill and decode into %s and send SIGHUP"
+        logger.warning(said, config)
+
+
+def _has_engines(settings: Settings) -> bool:
+    """Tell whether there are engines, or some may come by themselves or by hand."""
+    is_added_by_hand = settings.admin_key is not None or settings.admin_key_file is not None
+    finds_pods = settings.kubernetes_selector is not None or settings.kubernetes_inference_pool is not None
+    is_named = bool(settings.prefill or settings.decode)
+    return is_named or is_added_by_hand or finds_pods or settings.store != "memory"
 
 
 def read(kind: Kind, text: str) -> object:

@@ -22,15 +22,14 @@ from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.files import renew_admin_tls, renew_server_tls
 from xpyd_proxy.io.workers.context import END, HURRY, READY, WorkerContext, heard
+from xpyd_proxy.io.workers.listening import url_of
 from xpyd_proxy.listeners import AdminListener, main_config, main_sockets
 from xpyd_proxy.options import needs_restart
-from xpyd_proxy.requests import request
 from xpyd_proxy.settings import Settings
 
 _YOUNG_MOST: Final = 5_000  # objects made, less those that have gone, before the garbage collector looks at them
 _TICK_S: Final = 0.05  # seconds between two looks at what is still in flight
 _DATE_S: Final = 1.0  # seconds between two Date headers
-_IS_COMPILED: Final = not str(request.__file__).endswith(".py")  # see docs/performance.md
 logger = logging.getLogger(__name__)
 
 
@@ -49,12 +48,16 @@ class _Loop(uvloop.Loop):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn would stop listening at the first. ``line``: tells a supervisor that it listens."""
+    """Leaves signals to us: uvicorn would stop listening at the first.
 
-    def __init__(self, config: uvicorn.Config, admin: AdminListener | None, line: int | None) -> None:
+    ``line`` tells a supervisor that this listens; without one a log line says where (``url``).
+    """
+
+    def __init__(self, config: uvicorn.Config, admin: AdminListener | None, line: int | None, *, url: str) -> None:
         super().__init__(config)
         self._admin = admin
         self._line = line
+        self._url = url
         self._ending = asyncio.Event()
 
     @contextlib.contextmanager
@@ -78,9 +81,11 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self._admin is not None:
             self.servers.extend(await self._admin.listen(self.server_state))
-        if self._line is not None:
-            with contextlib.suppress(OSError):  # a supervisor that has gone is noticed elsewhere
-                os.write(self._line, READY)
+        if self._line is None:
+            logger.info("running on %s", self._url)
+            return
+        with contextlib.suppress(OSError):  # a supervisor that has gone is noticed elsewhere
+            os.write(self._line, READY)
 
 
 def run(router: Router, settings: Settings, again: Callable[[], Settings], place: WorkerContext | None = None) -> int:
@@ -90,8 +95,10 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
     workers, which listen at one address, and which the end of their supervisor tells to end, too.
 
     Raises:
-        ConfigError: a worker cannot listen where it should.
+        ConfigError: the router cannot listen where it should.
     """
+    if place is not None:
+        logger.info("worker %d is process %d", place.number, os.getpid())
     raise_descriptors()
     sockets = main_sockets(settings, place)
     admin = None if router.admin_app is None else AdminListener(router, settings, place)
@@ -100,7 +107,8 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_MOST, *gc.get_threshold()[1:])
-    server = _Server(main_config(router, settings), admin, None if place is None else place.line)
+    url = url_of(settings.host, int(sockets[0].getsockname()[1]), is_tls=router.tls is not None)
+    server = _Server(main_config(router, settings), admin, None if place is None else place.line, url=url)
     process = _Process(server, router, settings, again, sockets=sockets)
     with (
         contextlib.nullcontext() if place is None else place.kept(),
@@ -129,7 +137,7 @@ class _Process:
         settings: Settings,
         again: Callable[[], Settings],
         *,
-        sockets: list[socket.socket] | None,
+        sockets: list[socket.socket],
     ) -> None:
         self._server = server
         self._sockets = sockets
@@ -150,7 +158,6 @@ class _Process:
         loop.add_signal_handler(signal.SIGHUP, self._on_reload)
         if line is not None:
             loop.add_reader(line, self._on_line, line)
-        logger.info("the request path is %s", "compiled" if _IS_COMPILED else "plain Python (not compiled)")
         async with meanwhile(self._end_when_told()):
             await self._server.serve(self._sockets)
 

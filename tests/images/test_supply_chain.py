@@ -58,6 +58,7 @@ EXCEPTIONS = {
     ("hatch_build.py", "pip wheel .``"): "a sentence",
     ("proxy/xpyd_proxy/building/requests.py", "pip install 'xpyd[tracing]'"): "a sentence for the operator",
     ("proxy/xpyd_proxy/building/discovery.py", "pip install 'xpyd[redis]'"): "a sentence for the operator",
+    ("proxy/xpyd_proxy/cli.py", "pip install 'xpyd[proxy]'"): "a sentence for the operator",
     ("proxy/xpyd_proxy/building/routes.py", "pip install 'xpyd[realtime]'"): "a sentence for the operator",
 }
 

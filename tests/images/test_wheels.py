@@ -89,7 +89,7 @@ def kind(python, *paths):
     """Ask an environment which router it has; what the router needs lies in this one."""
     needs = sysconfig.get_path("platlib")
     code = f"import sys; sys.path[:0] = {list(map(str, paths))!r}; sys.path.append({needs!r})\n"
-    code += "from xpyd_proxy import server; print(server._IS_COMPILED, server.__file__)"
+    code += "from xpyd_proxy.io import build; print(build.find_build().is_compiled, build.__file__)"
     done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
     compiled, file = done.stdout.split()
     return compiled == "True", Path(file)

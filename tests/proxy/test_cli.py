@@ -11,7 +11,7 @@ import pytest
 from xpyd_proxy import server
 from xpyd_proxy.cli import build_parser, main
 from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.options import check_engines, serve_settings
+from xpyd_proxy.options import check_engines, serve_settings, warn_without_engines
 from xpyd_proxy.settings import ClientKvParams, KvTransferMode, Settings
 
 
@@ -96,7 +96,8 @@ def test_a_wrong_argument_is_one_sentence(argv, says, capsys):
         (["why", "--ruoter", "a:1", "x"], "did you mean --router?"),
         (["pairs", "--jsno"], "xpyd pairs: unrecognized arguments: --jsno: did you mean --json?"),
         (["plan", "--promt-lengths", "x"], "did you mean --prompt-lengths?"),
-        (["--verson", "serve"], "xpyd: unrecognized arguments: --verson\n"),
+        (["--verson", "serve"], "xpyd: unrecognized arguments: --verson: did you mean --version?\n"),
+        (["--zzzz", "serve"], "xpyd: unrecognized arguments: --zzzz\n"),
     ],
 )
 def test_a_flag_that_is_nearly_right_is_suggested(argv, says, capsys):
@@ -117,6 +118,61 @@ def test_a_command_is_needed(capsys):
 
     assert caught.value.code == 2
     assert capsys.readouterr().err == "xpyd: the following arguments are required: COMMAND\n"
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version_names_the_commit_and_the_kind(flag, capsys):
+    """It is what a report of a fault begins with."""
+    with pytest.raises(SystemExit) as caught:
+        main([flag])
+
+    assert caught.value.code == 0
+    assert re.fullmatch(r"xpyd \S+ \(commit [\w-]+, (compiled|plain Python)\)\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("package", "argv"),
+    [
+        ("fastapi", ["serve", "--decode", "127.0.0.1:1"]),
+        ("httptools", ["serve", "--decode", "127.0.0.1:1"]),
+        ("httpx", ["instances", "list"]),
+        ("httpx", ["why", "xpyd-1"]),
+        ("httpx", ["up", "--engine", "sim"]),
+    ],
+)
+def test_without_the_extra_of_the_router_a_sentence_says_which_it_is(package, argv):
+    """`pip install .` brings msgspec alone, as the image of engines needs no more."""
+    done = run_with(f"sys.modules[{package!r}] = None", *argv)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"xpyd: {package} is not installed, which comes with the extra for the router: pip install 'xpyd[proxy]' or, "
+        "in a checkout, pip install '.[proxy]'\n"
+    )
+
+
+@pytest.mark.parametrize("module", ["fastapi", "xpyd_proxy.options", "xpyd_proxy.requests.request"])
+def test_ctrl_c_while_modules_are_loaded_is_silent(module):
+    """Half a second on a fast machine, in which people notice that a flag is wrong."""
+    press = f"""
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, CtrlC())
+"""
+
+    done = run_with(press, "serve", "--decode", "127.0.0.1:1", "--port", "0")
+
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def run_with(before, *argv):
+    """Run the command in a process in which something is done first."""
+    code = f"import os, signal, sys\n{before}\nfrom xpyd_proxy.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *argv]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
 def test_serve_starts_the_server(monkeypatch):
@@ -148,6 +204,7 @@ def test_a_router_that_engines_can_come_to_may_start_without(settings, caplog):
     """Later ones are added by hand, by another router, or are pods."""
     check_engines(settings, None)
     check_engines(settings, "xpyd.toml")
+    warn_without_engines(settings, "xpyd.toml")
 
     assert caplog.records == []
 
@@ -161,6 +218,7 @@ def test_a_router_that_no_engine_can_come_to_does_not_start():
 def test_a_router_that_only_its_file_can_give_engines_says_so(caplog):
     """The file may be written later: SIGHUP reads it."""
     check_engines(Settings(), "xpyd.toml")
+    warn_without_engines(Settings(), "xpyd.toml")
 
     assert [one.message for one in caplog.records] == [
         "there are no engines, and requests get 503: write prefill and decode into xpyd.toml and send SIGHUP"

@@ -77,6 +77,14 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(config):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        (
+            "[router]\nport = 1",
+            r"\[router\] is not a setting: settings are keys outside of tables, so leave this line out and write its "
+            "keys above all tables, such as port = 8000",
+        ),
+        ("[[router]]\nport = 1", r"\[router\] is not a setting: settings are keys outside of tables"),
+        ("router.port = 1", r"\[router\] is not a setting: settings are keys outside of tables"),
+        ("router = 1", "router is not a setting"),
         ("prefil = []", "prefil is not a setting: did you mean prefill?"),
         ("connect-timeout = 5", "connect-timeout is not a setting: did you mean connect_timeout_s?"),
         ("xyzzy = 5", "xyzzy is not a setting$"),
@@ -99,7 +107,6 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(config):
         ('decode = ["nowhere"]', "decode: 'nowhere' is not the address of an engine: write host:port"),
         ("decode = [5]", "decode is 5: write a string, in quotes"),
         ('kv_transfer_mode = "both"', "kv_transfer_mode: 'both' is not a choice: write auto, pull or push"),
-        ("[router]\nport = 1", "router is not a setting"),
         ("classes = 5", "classes is 5: write a list"),
         ("classes = ['Gold']", "classes: 'Gold' is not the name of a class"),
         ("[classes]\ngold = 5", r"classes.gold is 5: write a table \[classes.gold\]"),

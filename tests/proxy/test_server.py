@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import ssl
 import time
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 from support.certificates import Authority
 from support.router_process import RouterProcess
 from support.sim import fleet, serving, sims, until
+from xpyd_proxy.io.build import find_build
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
@@ -282,3 +284,30 @@ def test_a_router_without_engines_says_so_once_and_serves_those_of_its_file(tmp_
     assert lost.child.wait(timeout=60) == 2
     assert lost.said.startswith("xpyd serve: there are no engines, and none can be added: write --prefill and")
     assert lost.said.count("\n") == 1
+
+
+def test_the_log_begins_with_what_runs_and_every_line_is_the_routers_own(start):
+    """A report of a fault is a log; and its readers know xpyd, not the libraries that it is made of."""
+    with fleet() as (_, _, flags):
+        process = start(*flags, "--drain-grace", "0")
+        process.terminate()
+        assert process.child.wait(timeout=20) == 0
+
+    lines = process.said.splitlines()
+    assert lines[0].endswith(f" INFO xpyd_proxy.commands.serve xpyd {find_build()}")
+    assert "uvicorn" not in process.said
+    assert re.search(r"INFO xpyd_proxy.server running on http://127\.0\.0\.1:\d+\n", process.said)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_taken_port_is_one_sentence(tmp_path, workers):
+    """With the exit code of a setting that is wrong: a supervisor need not try again."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        argv = ["--decode", "127.0.0.1:1", "--port", str(port), "--workers", workers]
+        refused = RouterProcess(tmp_path / "router.log", *argv)
+        code = refused.child.wait(timeout=60)
+
+    sentence = f"xpyd serve: the router cannot listen at 127.0.0.1 port {port}: Address already in use"
+    assert (code, refused.said.splitlines()[-1]) == (2, sentence)
+    assert "Traceback" not in refused.said

@@ -38,7 +38,7 @@ class Crew(RouterProcess):
     @property
     def pids(self):
         """Of all workers that have ever served."""
-        return [int(pid) for pid in re.findall(r"Started server process \[(\d+)\]", self.said)]
+        return [int(pid) for pid in re.findall(r"worker \d+ is process (\d+)", self.said)]
 
     def worker(self, number):
         """Return a client that has one connection, to this worker."""

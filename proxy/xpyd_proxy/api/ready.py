@@ -1,14 +1,36 @@
 """Routes for probes: whether the process lives, has engines, and should be sent requests."""
 
+from typing import Final
+
 from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from starlette.types import Message, Receive, Scope, Send
 
 from xpyd_proxy.api.error_answers import error_answers
 from xpyd_proxy.api.schemas import ErrorResponse, Health
 from xpyd_proxy.core.admission.lifetime import Lifetime, Stage
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ClosingDown, NoInstance
+from xpyd_proxy.io.build import find_build
 from xpyd_proxy.io.discovery.reconciler import Discovery
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
+
+VERSION_HEADER: Final = b"x-xpyd-version"
+
+
+class _VersionedRoute(APIRoute):
+    """Says in a header of each answer, also of an error, what runs here."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with one more header."""
+        version = str(find_build()).encode()
+
+        async def send_versioned(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (VERSION_HEADER, version)]
+            await send(message)
+
+        await super().handle(scope, receive, send_versioned)
 
 
 def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime) -> APIRouter:
@@ -18,7 +40,8 @@ def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime) -> 
     all routers lose those at once, and with the routers out of their Service clients would get refused connections
     in place of a 503 that says why.
     """
-    router = APIRouter(tags=["probes"])
+    router = APIRouter(tags=["probes"], route_class=_VersionedRoute)
+    find_build()  # which may ask git: not while somebody waits
 
     @router.get("/health", responses=error_answers(ErrorResponse, {503: "No engine of one role"}))
     async def health() -> Health:

@@ -1,18 +1,19 @@
 """``GET /requests/NAME``: what happened to a request, for operators (docs/why.md)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Final
 
 from fastapi import APIRouter, HTTPException, Path, Query
 
 from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess
 from xpyd_proxy.api.schemas import RequestTimeline, RequestTimelines, TimelineRow
-from xpyd_proxy.core.request_history import RequestHistory, is_named
+from xpyd_proxy.core.request_history import RequestHistory, is_named, name_begins, whole_id
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.io.engine_timelines import Timelines
 from xpyd_proxy.requests.lifecycle import RequestState
 
 WORKERS: Final = "x-xpyd-workers"  # of how many processes this is one: each knows only its own requests
+_CUT: Final = "..."  # behind the half of an id on the status page
 _MOST: Final = 8  # requests of one name that are shown; each asks up to four engines
 UnderWay = Callable[[], Iterable[tuple[RequestRecord, RequestState]]]
 
@@ -34,15 +35,30 @@ def request_routes(
         *,
         engines: Annotated[bool, Query(description="ask its engines, too; one that hangs is waited for")] = True,
     ) -> RequestTimelines:
-        """Say what happened to the requests with a name: that of a response's X-Request-Id, or the client's own."""
+        """Say what happened to the requests with a name: that of a response's X-Request-Id, or the client's own.
+
+        The beginning of a name is enough where no other request has one that begins so.
+        """
         found = [(record, state) for record, state in under_way() if is_named(record, name)]
         found += [(record, RequestState.OVER) for record in history().find(name)]
+        if not found:
+            beginning = name.removesuffix(_CUT)
+            found = [(record, state) for record, state in under_way() if name_begins(record, beginning)]
+            found += [(record, RequestState.OVER) for record in history().find_beginning(beginning)]
+            _check_unique(beginning, [record for record, _ in found])
         if not found:
             raise HTTPException(404, _unknown(name, len(history()), workers), {WORKERS: str(workers)})
         shown = [await _shown(record, state, timelines, asks_engines=engines) for record, state in found[:_MOST]]
         return RequestTimelines(requests=shown, omitted=len(found) - len(shown))
 
     return router
+
+
+def _check_unique(beginning: str, found: Sequence[RequestRecord]) -> None:
+    """Raise HTTPException if more than one request has a name that begins so."""
+    count = len(set(map(whole_id, found)))
+    if count > 1:
+        raise HTTPException(400, f"{count} requests have an id that begins with {beginning!r}: write more of it")
 
 
 def _unknown(name: str, kept: int, workers: int) -> str:

@@ -1,1 +1,1 @@
-"""Subcommands of ``xpyd`` that talk to a running router."""
+"""Subcommands of ``xpyd``: the router itself, and those that talk to a running one."""

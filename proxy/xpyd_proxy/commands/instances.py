@@ -22,7 +22,6 @@ _POLL_S: Final = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
     add_access_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=type(parser))
     verbs.add_parser("list", help="show all engines with their role, state and load").set_defaults(verb=_list)
     add = verbs.add_parser("add", help="add a running engine")
@@ -72,6 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     explain.add_argument("--path", default="/v1/completions", help="path of the request (default: %(default)s)")
     explain.add_argument("--session", metavar="ID", help="X-Session-ID of the request (default: none)")
     explain.set_defaults(verb=_explain)
+    for one in verbs.choices.values():
+        for flag in add_access_arguments(one):
+            flag.default = argparse.SUPPRESS  # what is not given behind the verb stays as it was given before it
     parser.set_defaults(run=run)
 
 

@@ -15,7 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add_access_arguments(parser)
     parser.add_argument("--failing", action="store_true", help="show only pairs that fail, or have failed")
-    parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     parser.set_defaults(run=run)
 
 

@@ -8,7 +8,7 @@ import re
 import ssl
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, cast
 
 import httpx
@@ -28,6 +28,7 @@ _WORKERS: Final = "x-xpyd-workers"  # of a 404: of how many processes this one i
 _TRIES: Final = 8  # connections for each worker: one in 3,000 is missed
 _MOST_WORKERS: Final = 64  # that a router has
 _LARGEST_BODY: Final = 64 << 20  # bytes of an answer: ten thousand engines have megabytes
+_TIMEOUT_S: Final = 10.0
 _PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
@@ -151,31 +152,30 @@ def _said(found: object) -> str:
     return str(error.get("detail") or said or "")
 
 
-def add_access_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
-    router = os.environ.get(ROUTER_VARIABLE) or "http://127.0.0.1:8000"
-    said = f"URL of the router (default: ${ROUTER_VARIABLE}, now %(default)s)"
-    parser.add_argument("--router", default=router, metavar="URL", help=said)
-    parser.add_argument("--key-file", metavar="FILE", help=f"file with the admin key (default: ${KEY_VARIABLE})")
-    parser.add_argument("--ca", metavar="FILE", help="PEM file with the only authorities to trust for an https router")
-    parser.add_argument(
-        "--pin",
-        metavar="FILE",
-        help=f"PEM file that begins with the router's exact certificate, of any name (default: ${PIN_VARIABLE})",
-    )
-    parser.add_argument(
-        "--server-name", metavar="NAME", help="name in the router's certificate, if it is not the host of the URL"
-    )
-    parser.add_argument(
-        "--client-cert", metavar="FILE", help="PEM file with a certificate for a router with --tls-client-ca"
-    )
-    parser.add_argument("--client-key", metavar="FILE", help="PEM file with its private key")
-    parser.add_argument(
-        "--timeout",
-        type=seconds,
-        default=10.0,
-        metavar="S",
-        help="seconds that the router has for its whole answer (default: %(default)s)",
+def add_access_arguments(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
+    """Declare the flags that all commands have which ask a router, and return them."""
+    add, router = parser.add_argument, os.environ.get(ROUTER_VARIABLE) or "http://127.0.0.1:8000"
+    said = f"URL of the router (default: ${ROUTER_VARIABLE}, now {router})"
+    return (
+        add("--router", default=router, metavar="URL", help=said),
+        add("--key-file", metavar="FILE", help=f"file with the admin key (default: ${KEY_VARIABLE})"),
+        add("--ca", metavar="FILE", help="PEM file with the only authorities to trust for an https router"),
+        add(
+            "--pin",
+            metavar="FILE",
+            help=f"PEM file that begins with the router's exact certificate, of any name (default: ${PIN_VARIABLE})",
+        ),
+        add("--server-name", metavar="NAME", help="name in the router's certificate, if it is not the host of the URL"),
+        add("--client-cert", metavar="FILE", help="PEM file with a certificate for a router with --tls-client-ca"),
+        add("--client-key", metavar="FILE", help="PEM file with its private key"),
+        add(
+            "--timeout",
+            type=seconds,
+            default=_TIMEOUT_S,
+            metavar="S",
+            help=f"seconds that the router has for its whole answer (default: {_TIMEOUT_S:g})",
+        ),
+        add("--json", action="store_true", help="print the router's own JSON"),
     )
 
 

@@ -16,10 +16,11 @@ _BAR: Final = 30  # characters that stand for the whole time
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("name", metavar="NAME", help="X-Request-Id of the response, or the id that the client sent")
+    parser.add_argument(
+        "name", metavar="NAME", help="X-Request-Id of the response, the client's own id, or the beginning of one"
+    )
     add_access_arguments(parser)
     parser.add_argument("--router-only", action="store_true", help="do not ask the engines (one may hang)")
-    parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     parser.add_argument("--trace", metavar="FILE", help="also write a trace for ui.perfetto.dev or chrome://tracing")
     parser.set_defaults(run=run)
 

@@ -33,8 +33,22 @@ class RequestHistory:
         """Return the records with this name, the latest first."""
         return [record for record in reversed(self._over) if is_named(record, name)][:MOST_FOUND]
 
+    def find_beginning(self, beginning: str) -> Sequence[RequestRecord]:
+        """Return the records with a name that begins so, the latest first."""
+        return [record for record in reversed(self._over) if name_begins(record, beginning)]
+
 
 def is_named(record: RequestRecord, name: str) -> bool:
     """Tell whether a request has this name: the router's, its client's, or for one of several prompts the whole's."""
     own = record.request_id
     return name in (own, record.client_id) or own.startswith(f"{name}-p")
+
+
+def name_begins(record: RequestRecord, beginning: str) -> bool:
+    """Tell whether a request has a name that begins so."""
+    return record.request_id.startswith(beginning) or (record.client_id or "").startswith(beginning)
+
+
+def whole_id(record: RequestRecord) -> str:
+    """Return the id of a request, for one of several prompts that of the whole."""
+    return record.request_id.partition("-p")[0]

@@ -217,3 +217,4 @@ def configure(level: str, form: LogFormat) -> None:
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line, with an address, for every leg
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the router itself says where it listens and when it ends

@@ -16,6 +16,7 @@ from xpyd_proxy.core.schemas.pairs import PairRow
 from xpyd_proxy.core.schemas.roles import RolesPart
 from xpyd_proxy.core.steps import finish
 from xpyd_proxy.core.workers.reports import Part, Whole, bin_of
+from xpyd_proxy.io.build import find_build
 from xpyd_proxy.io.request_path.pair_notes import PairNotes
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
@@ -109,6 +110,7 @@ class Failed:
 class Snapshot:
     """Everything at once."""
 
+    version: str  # with the commit, and whether the request path is compiled
     uptime_s: float
     last_minute: Minute
     series: Series
@@ -198,6 +200,7 @@ class Status:
             bin_of(part.minute.get(name, _QUIET) for part in parts) for name in ("requests", "ttft", "gaps")
         )
         return Snapshot(
+            version=str(find_build()),
             uptime_s=self._clock() - self._start,
             last_minute=Minute(requests.count / _MINUTE_S, requests.failed, ttft.mean, gaps.mean),
             series=_series(parts),

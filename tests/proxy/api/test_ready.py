@@ -3,6 +3,7 @@
 import pytest
 
 from support.sim import router, sims
+from xpyd_proxy.io.build import find_build
 from xpyd_proxy.settings import Settings
 
 
@@ -18,3 +19,15 @@ async def test_a_router_without_engines_stays_in_its_service(x, y, alone, served
 
     assert (ready.status_code, health.status_code) == (200, 503)
     assert answer.status_code == served
+
+
+@pytest.mark.parametrize(("y", "status"), [(1, 200), (0, 503)])
+async def test_probes_say_what_runs_here_and_answers_to_clients_do_not(y, status):
+    """Who looks after many routers asks each of them; clients need not know how old it is."""
+    async with router(sims(1, y), Settings()) as client:
+        health = await client.get("/health")
+        answer = await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
+        models = await client.get("/v1/models")
+
+    assert (health.status_code, health.headers["x-xpyd-version"]) == (status, str(find_build()))
+    assert "x-xpyd-version" not in {*answer.headers, *models.headers}

@@ -42,6 +42,33 @@ async def test_a_request_is_found_by_the_id_that_its_client_got():
     assert {note.partition(":")[0] for note in request["notes"]} == {"prefill-0", "decode-0"}  # no timelines there
 
 
+async def test_the_beginning_of_an_id_is_enough_where_it_is_one_requests():
+    """The status page shows 13 characters of an id, and dots; people read one to each other by its first digits."""
+    async with router(sims(), OPEN) as client:
+        first, _ = [(await client.post("/v1/completions", json=PROMPT)).headers["x-request-id"] for _ in range(2)]
+        shown = [await ask(client, beginning) for beginning in (first[:-1], f"{first[:25]}...")]
+        await client.post("/v1/completions", json=PROMPT, headers={"x-request-id": "chat-17"})
+        by_client = await ask(client, "chat-1")
+        ambiguous = await ask(client, "xpyd-")
+        unknown = await ask(client, "zpyd-")
+
+    assert [(status, [each["request_id"] for each in found["requests"]]) for status, found in shown] == [
+        (200, [first])
+    ] * 2
+    assert (by_client[0], by_client[1]["requests"][0]["client_id"]) == (200, "chat-17")
+    assert ambiguous == (400, {"detail": "3 requests have an id that begins with 'xpyd-': write more of it"})
+    assert unknown[0] == 404
+
+
+async def test_the_prompts_of_one_request_are_one_request():
+    """Each of them has a record, under the id of the whole and its number."""
+    async with router(sims(), OPEN) as client:
+        whole = (await client.post("/v1/completions", json={**PROMPT, "prompt": ["a", "b"]})).headers["x-request-id"]
+        status, found = await ask(client, whole[:-1])
+
+    assert (status, {each["request_id"][: len(whole)] for each in found["requests"]}) == (200, {whole})
+
+
 async def test_what_engines_noted_is_asked_for_under_their_name_of_the_request():
     """And is put into their leg."""
     engines = sims()

@@ -44,6 +44,22 @@ def test_the_list_is_json_when_asked_for(instances):
     assert [row["id"] for row in json.loads(out)["instances"]] == ["prefill-0", "decode-0", "decode-1"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["--router", "{}", "list", "--json"], ["--json", "list", "--router", "{}"], ["list", "--router={}", "--json"]],
+)
+def test_flags_may_stand_before_the_verb_and_behind_it(running, capsys, words):
+    """People write them last."""
+    code = main(["instances", *(word.format(running.router) for word in words)])
+
+    assert code == 0
+    assert [row["id"] for row in json.loads(capsys.readouterr().out)["instances"]] == [
+        "prefill-0",
+        "decode-0",
+        "decode-1",
+    ]
+
+
 def test_an_engine_can_be_added_drained_put_back_and_removed(instances):
     """Its whole life from a terminal."""
     with serving(sims()["d0"]) as address:

@@ -1,0 +1,24 @@
+"""Ctrl-C while modules are loaded: the command ends without a word."""
+
+import os
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Final
+
+INTERRUPTED: Final = 130  # exit code, as shells have it for Ctrl-C
+
+
+@contextmanager
+def ctrl_c_ends_at_once() -> Generator[None]:
+    """End at once on Ctrl-C: modules that are loaded then would print tracebacks, and some of them go on."""
+    is_ignored = signal.getsignal(signal.SIGINT) is not signal.default_int_handler  # who started us wants no Ctrl-C
+    if is_ignored or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

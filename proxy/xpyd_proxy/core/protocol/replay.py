@@ -164,7 +164,7 @@ class Replay:
     def _line(self, line: bytes) -> bytes:
         if self.broken:
             return b""
-        if not line.startswith(_DATA) or line.startswith(b"data: [DONE]"):
+        if not line.startswith(_DATA) or line[len(_DATA) :].lstrip().startswith(b"[DONE]"):
             return line
         chunk = maybe(line[len(_DATA) :], Fields)
         if chunk is None:

@@ -27,7 +27,20 @@ def test_lines_pass_whole_whatever_the_network_makes_of_them(cuts, stop):
     assert (passed + rest == STREAM[:stop]) if complete else rest == b""
 
 
-@pytest.mark.parametrize("end", [b"data: [DONE]\n\n", b"data: [DONE]", b"data: [DONE]\r\n\r\n"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        b"data: [DONE]\n\n",
+        b"data: [DONE]",
+        b"data:[DONE]\n\n",
+        b"data:[DONE]",
+        b"data: [DONE]\r\n\r\n",
+        b"data: [DONE]\n\n: a comment that is longer than what is remembered of a stream\n\n",
+        b"data: [DONE]\n\n:\n:\n\n",
+        b"data: [DONE]\n\n: half a comment",
+        b"data: [DONE]\n: within the event\n\n",
+    ],
+)
 def test_the_end_is_recognised_alone_and_after_anything(end):
     """A stream of nothing but its end is complete too."""
     for before in (b"", b"data: {}\n\n", b"data: " + b"x" * 100 + b"\n\n"):
@@ -38,6 +51,45 @@ def test_the_end_is_recognised_alone_and_after_anything(end):
         rest, complete = lines.finish()
         assert complete
         assert end == passed + rest
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n", b"\r"], ids=["LF", "CRLF", "CR"])
+@pytest.mark.parametrize("space", [b" ", b""], ids=["space", "no space"])
+@pytest.mark.parametrize("last", [b"data: [DONE]\n\n", b"event: message_stop\ndata: {}\n\n"], ids=["done", "named"])
+@pytest.mark.parametrize("behind", [b"", b": bye\n\n", b":\n", b": bye", b"\n\n"])
+def test_every_legal_framing_is_complete(size, ending, space, last, behind):
+    """The HTML standard, 9.2.5: lines end in three ways, and the space behind the colon may be missing."""
+    stream = b': hi\n\nevent: x\ndata: {"a": 1}\n\ndata: {"b":"kv_transfer_params"}\n\n' + last + behind
+    framed = stream.replace(b": {", b":" + space + b"{").replace(b": [", b":" + space + b"[").replace(b"\n", ending)
+    lines, passed = WholeLines("d0"), b""
+    for at in range(0, len(framed), size):
+        passed += lines.feed(framed[at : at + size])
+    rest, complete = lines.finish()
+
+    assert complete
+    assert (passed + rest).splitlines() == framed.replace(b'data:{"b"', b'data: {"b"').splitlines()
+    assert not lines.erred
+
+
+def test_a_line_that_ends_with_a_carriage_return_passes_at_once():
+    """Its event is complete: the client of a slow stream would wait for the next token."""
+    lines = WholeLines("d0")
+
+    assert lines.feed(b"data: 1\r\r") == b"data: 1\n\n"
+    assert lines.feed(b"data: 2\r\n\r") == b"data: 2\n\n"
+    assert lines.feed(b"\ndata: 3\r\n\r\n") == b"data: 3\r\n\r\n"
+
+
+@pytest.mark.parametrize("sizes", [1, 2, 3, 100])
+@pytest.mark.parametrize("start", [b"\xef\xbb\xbf", b"\xef\xbb\xbf: hi\r\r", b"\r", b"id: 1\r"])
+def test_the_first_event_is_found_behind_a_mark(start, sizes):
+    """Of a byte order, which is no part of a line."""
+    stream, beginning = start + b'data:{"error":{"code":400}}\r\r', Beginning()
+    found = [beginning.feed(stream[at : at + sizes]) for at in range(0, len(stream), sizes)]
+
+    assert [data for data in found if data is not None][:1] == [b'{"error":{"code":400}}']
+    assert bytes(beginning.received).startswith(start.removeprefix(b"\xef\xbb\xbf"))
 
 
 def test_text_that_looks_like_the_end_is_not_the_end():
@@ -71,6 +123,8 @@ def test_other_apis_end_with_a_named_event(name, size):
     [
         (b'data: {"error":{"code":500}}\n\ndata: [DONE]\n\n', True),
         (b'event: error\ndata: {"type":"error"}\n\n', True),
+        (b'data:{"error":{"code":500}}\n\ndata:[DONE]\n\n', True),
+        (b'event:error\rdata:{"type":"error"}\r\r', True),
         (b'data: {"text":"data: {\\"error\\":"}\n\ndata: [DONE]\n\n', False),
     ],
 )

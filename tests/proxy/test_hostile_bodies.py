@@ -84,7 +84,7 @@ MANY_NAMES = b",".join(b'"%x":1' % number for number in range(1_300_000))[:SIZE]
         ("/v1/completions", b"{%b}" % MANY_NAMES),
         ("/v1/embeddings", b"{%b}" % MANY_NAMES),
         ("/v1/completions", b'{"prompt":"a","vllm_xargs":{%b}}' % MANY_NAMES),
-        ("/v1/completions", b'{"prompt":"a","x":[%b{"a":1}]}' % (b'{"a":1},' * 100_000)),
+        ("/v1/completions", b'{"prompt":"a","x":[%b{"a":1}]}' % (b'{"a":1},' * 300_000)),
         ("/v1/completions", fill(b'{"prompt":[', b'"a",', b'"a"]}')),
         ("/v1/completions", fill(b'{"prompt":[', b"[1],", b"[1]]}")),
         ("/v1/embeddings", fill(b'{"input":[', b'"a",', b'"a"]}')),

@@ -1,8 +1,11 @@
 """Errors of the routes that FastAPI serves."""
 
+from urllib.parse import quote
+
 from fastapi import FastAPI, Request, Response
 from fastapi.exception_handlers import http_exception_handler
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import Scope
 
 from xpyd_proxy.api.request_context import id_headers, note_fault
@@ -38,11 +41,28 @@ async def _on_proxy_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answer for a path or a method that does not exist; the admin routes speak FastAPI's own format."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 404 and (place := _without_slash(request)) is not None:
+        return Response(status_code=307, headers={"location": place})
     if is_for_operators(request.url.path):
         return await http_exception_handler(request, error)
     path = request.url.path
     body = error_text(path, error.status_code, f"{request.method} {path}: {error.detail}")
     return Response(body, error.status_code, error.headers, media_type=JSON)
+
+
+def _without_slash(request: Request) -> str | None:
+    """Return where a path leads without the slash at its end, if that is a route: FastAPI redirects there, and so vLLM.
+
+    The place names no host: in front of TLS it would be the wrong one.
+    """
+    path = request.scope["path"].rstrip("/")
+    if not path or path == request.scope["path"]:
+        return None
+    there = {**request.scope, "path": path}
+    if all(route.matches(there)[0] is Match.NONE for route in request.app.routes):
+        return None
+    query = request.scope["query_string"].decode("latin-1")
+    return quote(path) + ("?" + query if query else "")
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -82,7 +82,7 @@ def test_errors_that_clients_never_see_are_accounted_for():
 
 
 def app_that_raises(error):
-    app = FastAPI()
+    app = FastAPI(redirect_slashes=False)  # as the router's
     exception_handlers.install(app)
     named = {"new_id": lambda: RequestId("xpyd-1"), "clock": lambda: 0.0, "request_over": lambda _: None}
     app.add_middleware(RequestContextMiddleware, **named)
@@ -148,6 +148,26 @@ async def test_errors_at_the_messages_api_have_its_shape(error, expected):
         status,
         {"type": "error", "error": {"type": kind, "message": message}},
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("/v1/x/", "/v1/x"),
+        ("/v1/messages//?a=b%20c", "/v1/messages?a=b%20c"),
+        ("/elsewhere/", "/elsewhere"),
+        ("/status/", "/status"),
+        ("/v1/y/", None),
+        ("//elsewhere.example/", None),
+        ("/", None),
+        ("//", None),
+    ],
+)
+async def test_a_slash_at_the_end_of_a_path_leads_to_the_route(path, place):
+    """With the method and the body, as FastAPI does it in vLLM; to no other host."""
+    response = await get(errors.NoInstance("no"), path)
+
+    assert (response.status_code, response.headers.get("location")) == (404 if place is None else 307, place)
 
 
 async def test_errors_of_the_router_at_a_path_for_operators_have_the_shape_of_the_others_there():

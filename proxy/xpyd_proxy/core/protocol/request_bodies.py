@@ -6,6 +6,7 @@ bytes, so that floats, big integers, escapes and fields of tomorrow arrive as th
 the last value counts, as it does in vLLM, and only that one is sent on: both engines see the same request.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Final
 
@@ -103,13 +104,13 @@ def parse(body: bytes, *, strip_private: bool) -> Fields:
     """
     check_names(body)
     try:
-        if not body.isascii():
-            body.decode()  # values are not decoded here, and vLLM would answer in FastAPI's words
-        fields = decode(body, Fields)
-    except OtherJson as other:
-        raise BadRequest("the body is JSON, but not an object") from other
-    except (NotJson, UnicodeDecodeError) as exc:
-        raise BadRequest(f"the body is not JSON: {exc}") from exc
+        fields = _fields(body)
+    except BadRequest:
+        text = _in_utf8(body)
+        if text is None:
+            raise
+        check_names(text)
+        fields = _fields(text)
     check_prompts(fields, len(body))
     fields = _public(fields, strip_private=strip_private, inside="")
     # vLLM merges vllm_xargs into the place where it looks for the KV parameters.
@@ -118,6 +119,31 @@ def parse(body: bytes, *, strip_private: bool) -> Fields:
     if (sampling := fields.get(SAMPLING)) is not None:
         fields[SAMPLING] = _public_sampling(sampling, strip_private=strip_private)
     return fields
+
+
+def _fields(body: bytes) -> Fields:
+    try:
+        if not body.isascii():
+            body.decode()  # values are not decoded here, and vLLM would answer in FastAPI's words
+        return decode(body, Fields)
+    except OtherJson as other:
+        raise BadRequest("the body is JSON, but not an object") from other
+    except (NotJson, UnicodeDecodeError) as exc:
+        raise BadRequest(f"the body is not JSON: {exc}") from exc
+
+
+def _in_utf8(body: bytes) -> bytes | None:
+    """Return a body in UTF-8, if it is in another encoding that vLLM reads, or begins with a mark; None: it is not.
+
+    vLLM reads it with Python's json.loads, which goes by the mark, or by the zeros of the first characters.
+    """
+    encoding = json.detect_encoding(body)
+    if encoding == "utf-8":
+        return None
+    try:
+        return body.decode(encoding).encode()
+    except UnicodeError:
+        return None
 
 
 def check_wanted_now(api: Api, fields: Fields) -> None:

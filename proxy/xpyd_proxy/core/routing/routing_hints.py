@@ -30,14 +30,17 @@ def ask_of_errand(errand: PassthroughRequest, session: str | None = None) -> Rou
 
 
 def model_of(fields: Fields) -> str | None:
-    """Return the model that a body names; None if it leaves that to the engine, or names it in an odd way."""
+    """Return the model that a body names; None if it leaves that to the engine, or names it in an odd way.
+
+    An empty name leaves it to the engine, too (vllm/entrypoints/openai/models/serving.py).
+    """
     raw = bytes(fields.get("model", NULL))
-    return _known_model(raw) if len(raw) <= _MODEL_BYTES else maybe(raw, str)
+    return _known_model(raw) if len(raw) <= _MODEL_BYTES else maybe(raw, str) or None
 
 
 @lru_cache(maxsize=_MODELS_MOST)  # the same few, in nearly all requests
 def _known_model(raw: bytes) -> str | None:
-    return maybe(raw, str)
+    return maybe(raw, str) or None
 
 
 def rank_of(said: bytes | None) -> int | None:

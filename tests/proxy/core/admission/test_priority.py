@@ -47,9 +47,21 @@ def test_a_header_that_is_no_number_says_nothing_to_anybody(header, body, priori
         assert limited(headers, fields, -5) == ((OTHER,), fields, priority)
 
 
-@pytest.mark.parametrize("body", ['"2"', "2.5", "-1.0", "1e3", "[1]", "true", "9" * 19, '"-99"'])
+@pytest.mark.parametrize(
+    ("body", "priority"),
+    [('"2"', 2), ('" -2 "', -2), ('"+2"', 2), ('"2.0"', 2), ("-1.0", -1), ("1e3", 1000), ("true", 1), ("false", 0)],
+)
+def test_what_pydantic_takes_for_a_whole_number_is_one(body, priority):
+    """Engines get the number itself, so that no two readers differ."""
+    _, fields, seen = limited(*asked(None, body), -5)
+
+    assert (seen, bytes(fields["priority"])) == (priority, str(priority).encode())
+    assert limited(*asked(None, '"-99"'), 0)[1:] == (fields | {"priority": msgspec.Raw(b"0")}, 0)
+
+
+@pytest.mark.parametrize("body", ['"high"', '""', '"2.5"', '"1_0"', "2.5", "[1]", "{}", "9" * 19, "1e99", "1e16"])
 def test_a_body_must_say_a_whole_number(body):
-    """pydantic makes one of most of these."""
+    """What it means is known before an engine has it."""
     with pytest.raises(BadRequest, match="priority must be a whole number"):
         limited(*asked(None, body), 0)
 

@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 
 from xpyd_proxy.core.http.json_bounds import (
     ALL_NAMES_MOST,
+    INNER_NAMES_MOST,
     NAMES_MOST,
+    OBJECTS_MOST,
     PROMPTS_MOST,
+    STRINGS_MOST,
     check_names,
     check_prompts,
     count_items,
@@ -34,6 +37,15 @@ def many(count):
     return {f'"\\{number}"': 1 for number in range(count)}
 
 
+def tools(count, fields):
+    """Return tools as agents send them: each field has a type and a description."""
+    field = {"type": "string", "description": 'what "it": is', "enum": ["a", "b"]}
+    parameters = {"type": "object", "properties": {f"f{number}": field for number in range(fields)}, "required": []}
+    return [
+        {"type": "function", "function": {"name": f"t{number}", "parameters": parameters}} for number in range(count)
+    ]
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -42,26 +54,35 @@ def many(count):
         {"a": ":" * 3 * ALL_NAMES_MOST},
         {"a": '{"b": "c",' * ALL_NAMES_MOST},
         {"a": ":", "b": [{"role": "user", "content": '"x":' * 9}] * (ALL_NAMES_MOST // 2 - 1)},
+        {"a": many(INNER_NAMES_MOST), "b": many(INNER_NAMES_MOST)},
+        {"logit_bias": {str(token): -1 for token in range(5000)}},
+        {"sampling_params": {"logit_bias": {str(token): -1 for token in range(5000)}}},
+        {"tools": tools(600, 40)},
+        {"tools": tools(600, 40), "logit_bias": {str(token): -1 for token in range(5000)}, **many(100)},
     ],
 )
 def test_as_many_names_as_may_be(body):
-    """Those in texts are none."""
+    """Those in texts are none; and vLLM has no limit for the bias of tokens and for tools."""
     check_names(json.dumps(body).encode())
 
 
+@pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize(
     ("body", "what"),
     [
-        (many(NAMES_MOST + 1), "an object"),
-        ({"a": [1, {"b": many(NAMES_MOST + 1)}]}, "an object"),
-        ({"a": [{"b": ""}] * (ALL_NAMES_MOST)}, "names"),
-        ({"a": [""] * 400_000, "b": ":" * 5000}, "strings"),
+        (many(NAMES_MOST + 1), "the body itself"),
+        ({"x" * 200_000: 1, **many(NAMES_MOST)}, "the body itself"),
+        ({"a": [{}, many(5000)], "b": "}", **many(NAMES_MOST - 1)}, "the body itself"),
+        ({"a": [1, {"b": many(INNER_NAMES_MOST + 1)}]}, "an object"),
+        ({"a": [{"b": "", "c": ""}] * (ALL_NAMES_MOST // 2)}, "names"),
+        ({"a": [{}] * (OBJECTS_MOST), "b": many(5000)}, "objects"),
+        ({"a": [""] * (STRINGS_MOST), "b": many(5000)}, "strings"),
     ],
 )
-def test_more_names_are_refused(body, what):
+def test_more_names_are_refused(body, what, indent):
     """Each is read, here or in an engine."""
-    with pytest.raises(BadRequest, match=what):
-        check_names(json.dumps(body).encode())
+    with pytest.raises(BadRequest, match=f"{what}.*at most"):
+        check_names(json.dumps(body, indent=indent).encode())
 
 
 @pytest.mark.parametrize("text", [b'"' * 100_000, b"{" * 100_000, b"}" * 100_000, b'{"a\\' * 5000, b":" * 100_000])

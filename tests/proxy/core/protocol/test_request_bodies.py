@@ -168,9 +168,30 @@ ASKED = {"max_tokens", "min_tokens", "stream", "n", "stream_options", "logprobs"
 
 
 @pytest.mark.parametrize(
+    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+)
+def test_a_body_may_have_every_encoding_that_vllm_reads(encoding):
+    """Windows' clients write a mark before it, or UTF-16; what only the router may set is found in each."""
+    body = '{"prompt": "größe 😀", "n": 1}'.encode(encoding)
+
+    assert json.loads(encode(parse(body, strip_private=False))) == {"prompt": "größe 😀", "n": 1}
+    private = '{"prompt": "ö", "kv_transfer_params": {"a": 1}}'.encode(encoding)
+    with pytest.raises(BadRequest, match="set by the router"):
+        parse(private, strip_private=False)
+    with pytest.raises(BadRequest, match="at most"):
+        parse(json.dumps({str(number): 1 for number in range(5000)}).encode(encoding), strip_private=False)
+
+
+@pytest.mark.parametrize(
     ("body", "says"),
     [
         (b"", "not JSON"),
+        (b"\xef\xbb\xbf", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b'\xff\xfe{\x00"\x00', "not JSON"),
+        (b'\xff\xfe"\x00\x00\xd8"\x00', "not JSON"),
+        ("[1]".encode("utf-16"), "JSON, but not an object"),
+        (b'{"a": "\xe9"}', "not JSON"),
         (b"hello", "not JSON"),
         (b'{"prompt":"hi"', "not JSON"),
         (b"[" * 100_000, "not"),

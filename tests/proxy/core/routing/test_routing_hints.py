@@ -36,7 +36,7 @@ def test_a_long_prompt_is_neither_copied_nor_compared():
     assert asked.once_more().blocks is asked.blocks
 
 
-@pytest.mark.parametrize("model", [b"null", b"7", b'["m"]'])
+@pytest.mark.parametrize("model", [b"null", b'""', b"7", b'["m"]'])
 def test_what_is_no_name_names_no_model(model):
     """The engine says what is wrong with it."""
     asked = ask_of_call(call_of(Api.CHAT, b'{"model":%s}' % model, headers=()))

@@ -415,6 +415,20 @@ def test_te_chunked_is_read_on_every_path(door):
         assert door.status(chunked(path=path, lines=(JSON, "Transfer-Encoding: gzip, chunked"))) == 400
 
 
+@pytest.mark.parametrize("path", [PATH, "/tokenize"])
+def test_a_long_body_in_tiny_chunks_is_refused(door, path):
+    """Megabytes of them took seconds; the body of a client that writes single tokens is no longer than 64 KiB."""
+    short = json.dumps({"prompt": "x" * (KIB64 - 100), "max_tokens": 3}).encode()
+    long = json.dumps({"prompt": "x" * 3 * KIB64, "max_tokens": 3}).encode()
+    lines = (*CHUNKED, "Connection: close")
+
+    assert door.ask(chunked(short, path=path, size=2, lines=lines))[0].status != 400
+    (refused,) = door.ask(chunked(long, path=path, size=2, lines=lines))
+    assert refused.status == 400
+    assert b"64 bytes on average" in refused.body
+    assert door.ask(chunked(long, path=path, size=4096, lines=lines))[0].status != 400
+
+
 def test_what_the_parser_refuses_behind_its_head_has_one_answer(door):
     """llhttp says so when uvicorn has the head already: the application answered a connection that was half closed."""
     assert (
@@ -757,6 +771,7 @@ FLOODS = {
     "a declared body": (request(length=False, body=b"", lines=(JSON, f"Content-Length: {MIB64}")), b"x" * 250_000),
     "a chunked body": (request(length=False, body=b"", lines=CHUNKED), b"%x\r\n%b\r\n" % (100_000, b"x" * 100_000)),
     "chunks of two bytes": (request(length=False, body=b"", lines=CHUNKED), b"2\r\nab\r\n" * 30_000),
+    "chunks of 64 bytes": (request(length=False, body=b"", lines=CHUNKED), b"40\r\n%b\r\n" % (b"x" * 64) * 3000),
     "chunk extensions": (request(length=False, body=b"", lines=CHUNKED), b"1;%b\r\na\r\n" % (b"a" * 2000) * 100),
     "trailers": (chunked()[:-2], b"a: b\r\n" * 40_000),
     "pipelined requests": (b"", request("/health", method="GET") * 4000),
@@ -836,7 +851,7 @@ def flood_with(door, start, piece):
 
 
 @pytest.mark.timeout(600)  # a minute for each try on a busy machine
-@pytest.mark.slow  # 64 MB in chunks of two bytes are 16 million of them
+@pytest.mark.slow  # 64 MB in chunks of 64 bytes are a million of them
 @pytest.mark.parametrize("flood", FLOODS)
 def test_a_flood_costs_neither_memory_nor_the_others_their_time(flooded, flood):
     """64 MB of it: no more than what is admitted is held, and /health answers as if nothing were.

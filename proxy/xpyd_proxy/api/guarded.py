@@ -41,7 +41,7 @@ _FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
 }
 _LEAST_RATE: Final = 16 * 1024  # bytes of a body for which a client has another second
 _BLANK_MOST: Final = 16  # bytes of empty lines before a request (RFC 9112, 2.2: one line is to be ignored)
-_CHUNKED_MOST: Final = 64 * 1024  # bytes of a chunked body that are read at a time: they may be 9,000 chunks
+_CHUNKED_MOST: Final = 16 * 1024  # bytes of a chunked body that are read at a time: they may be 2,700 chunks
 _HEAD_END: Final = b"\r\n\r\n"
 _RETURN: Final = 13  # begins an empty line before a request
 _LINGER_S: Final = 5.0  # seconds in which a client that is refused may go on sending, so that it reads why

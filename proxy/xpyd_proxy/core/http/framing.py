@@ -15,6 +15,9 @@ HEAD_MOST: Final = 64 * 1024  # bytes of a request line with its headers, or of 
 LINES_MOST: Final = 256  # header lines, or lines of trailers
 _EXTENSIONS_MOST: Final = 64 * 1024  # bytes of all chunk extensions of a body
 _SIZE_LINE_MOST: Final = 4096  # bytes of the line with a chunk's size
+# Reading a chunk costs the same time whatever its size: a body of megabytes in chunks of two bytes would take seconds.
+_SMALL_CHUNKS_MOST: Final = 64 * 1024  # bytes of a body whose chunks may be of any size
+_MEAN_CHUNK_LEAST: Final = 64  # bytes of a chunk, on average, of a longer body
 LENGTH_DIGITS_MOST: Final = 15
 _REQUEST: Final = re.compile(rb"([-!#$%&'*+.^_`|~0-9A-Za-z]++) ([!-~]++) HTTP/1\.([01])\r\n")
 _NAME: Final = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
@@ -220,7 +223,7 @@ def _shown(text: bytes) -> str:
 class ChunkedBody:
     """Takes a chunked body apart (RFC 9112, 7.1); extensions and trailers are checked, counted and dropped."""
 
-    __slots__ = ("_extensions", "_in_trailers", "_left", "_pending", "is_over", "rest")
+    __slots__ = ("_count", "_extensions", "_in_trailers", "_left", "_pending", "_size", "is_over", "rest")
 
     def __init__(self) -> None:
         self.is_over = False
@@ -228,13 +231,15 @@ class ChunkedBody:
         self._left = 0  # bytes of the chunk that are to come, with the end of its line
         self._pending = b""  # a line that is not complete
         self._extensions = 0  # bytes
+        self._count = 0  # chunks
+        self._size = 0  # bytes of the chunks, as far as their sizes have come
         self._in_trailers = False
 
     def feed(self, data: bytes) -> bytes:
         """Return the part of the body that is in ``data``.
 
         Raises:
-            BadFraming: it is not chunked.
+            BadFraming: it is not chunked, or its chunks are too small.
             HeadTooLarge: there are too many trailers.
         """
         if self._pending:
@@ -251,6 +256,13 @@ class ChunkedBody:
                 self._count_extension(line)
             pos, length = line.end(), int(line[1], 16)
             end = pos + length
+            self._count += 1
+            self._size += length
+            if self._size > _SMALL_CHUNKS_MOST and length and self._size < self._count * _MEAN_CHUNK_LEAST:
+                raise BadFraming(
+                    f"the chunks of the body have less than {_MEAN_CHUNK_LEAST} bytes on average, which is the least "
+                    f"above {_SMALL_CHUNKS_MOST} bytes: send larger chunks, or Content-Length"
+                )
             if length and data[end : end + 2] == b"\r\n":  # all of it is here
                 body += data[pos:end]
                 pos = end + 2

@@ -75,3 +75,29 @@ def test_a_chunked_body_means_the_same_however_it_is_cut(wire, places):
 def test_extensions_and_trailers_are_dropped():
     """And what follows is the next request's."""
     assert read([b"3;a=b\r\nabc\r\n0\r\nHost: y\r\n\r\nnext"]) == (b"abc", b"next")
+
+
+def chunks_of(size, count):
+    return b"%x\r\n%b\r\n" % (size, b"x" * size) * count
+
+
+@pytest.mark.parametrize("size", [1, 2, 63])
+@pytest.mark.parametrize("piece", [100_000, 1_000, 7])
+def test_a_long_body_in_small_chunks_is_refused(size, piece):
+    """Each chunk costs as much as a large one: up to 64 KiB they may be of any size, above at least 64 bytes each."""
+    enough = 64 * 1024 // size
+    wire = chunks_of(size, enough)
+    chunks, body = ChunkedBody(), b""
+    for at in range(0, len(wire), piece):
+        body += chunks.feed(wire[at : at + piece])
+
+    assert len(body) == enough * size
+    with pytest.raises(BadFraming, match="64 bytes on average"):
+        chunks.feed(chunks_of(size, 64))
+
+
+def test_a_long_body_in_chunks_of_some_size_is_read():
+    """A client library writes what it has: a few small chunks are none of its faults."""
+    wire = chunks_of(1, 20) + chunks_of(5000, 20) + chunks_of(64, 4096) + chunks_of(1, 20)
+
+    assert read([wire + b"0\r\n\r\n"]) == (b"x" * (20 + 100_000 + 64 * 4096 + 20), b"")

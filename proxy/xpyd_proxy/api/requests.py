@@ -7,8 +7,8 @@ from fastapi import APIRouter, HTTPException, Path, Query
 
 from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess
 from xpyd_proxy.api.schemas import RequestTimeline, RequestTimelines, TimelineRow
-from xpyd_proxy.core.request_history import RequestHistory, is_named, name_begins, whole_id
-from xpyd_proxy.core.request_record import RequestRecord
+from xpyd_proxy.core.request_history import RequestHistory, name_begins, records_named
+from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, PromptParts, PromptRecord, RequestRecord, written_ms
 from xpyd_proxy.io.engine_timelines import Timelines
 from xpyd_proxy.requests.lifecycle import RequestState
 
@@ -39,7 +39,7 @@ def request_routes(
 
         The beginning of a name is enough where no other request has one that begins so.
         """
-        found = [(record, state) for record, state in under_way() if is_named(record, name)]
+        found = [(one, _state(one, state)) for record, state in under_way() for one in records_named(record, name)]
         found += [(record, RequestState.OVER) for record in history().find(name)]
         if not found:
             beginning = name.removesuffix(_CUT)
@@ -56,9 +56,23 @@ def request_routes(
 
 def _check_unique(beginning: str, found: Sequence[RequestRecord]) -> None:
     """Raise HTTPException if more than one request has a name that begins so."""
-    count = len(set(map(whole_id, found)))
-    if count > 1:
-        raise HTTPException(400, f"{count} requests have an id that begins with {beginning!r}: write more of it")
+    if len(found) > 1:
+        raise HTTPException(400, f"{len(found)} requests have an id that begins with {beginning!r}: write more of it")
+
+
+def _state(record: RequestRecord, state: RequestState) -> RequestState:
+    """Return the state of a record: prompts are kept once they are over, and their request may be under way."""
+    return RequestState.OVER if isinstance(record, PromptRecord) else state
+
+
+def _notes_of_parts(parts: PromptParts) -> Iterable[str]:
+    """Say what became of the prompts of a request, and under which names some of them can be asked for."""
+    failed = f", {parts.failed} of them failed" if parts.failed else ""
+    yield f"{parts.count} prompts are over{failed}; each has its own legs, and these are kept:"
+    for part in parts.notable:
+        engines = [leg.instance for leg in (part.prefill, part.decode) if leg is not None]
+        how = "" if part.status < 400 else " left" if part.status == CLIENT_CLOSED_REQUEST else f" {part.status}"
+        yield f"{part.request_id}{how} {written_ms(part.duration_s * 1000)} ms {' '.join(engines)}".rstrip()
 
 
 def _unknown(name: str, kept: int, workers: int) -> str:
@@ -96,5 +110,5 @@ async def _shown(
             )
             for row in timeline.rows
         ],
-        notes=timeline.notes,
+        notes=[*timeline.notes, *(() if record.parts is None else _notes_of_parts(record.parts))],
     )

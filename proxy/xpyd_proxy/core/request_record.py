@@ -15,6 +15,7 @@ from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role, SingleE
 from xpyd_proxy.core.protocol.fault_table import Failure
 
 _CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
+PARTS_KEPT: Final = 8  # records of the prompts of one request
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that closed the connection before it was answered
 PULL: Final = "pull"  # one leg follows the other, and the decode engine fetches the KV cache
 SINGLE: Final = "single"  # one engine serves it
@@ -125,6 +126,7 @@ class RequestRecord(RequestTimes):
         "error",
         "moves",
         "of_class",
+        "parts",
         "past",
         "path",
         "prefill",
@@ -166,6 +168,7 @@ class RequestRecord(RequestTimes):
         self.answered = False  # all of it is with the client; what still happens is tidying up
         self.error = error  # what went wrong, for the log
         self.of_class: ClassRecord | None = None  # where there are classes
+        self.parts: PromptParts | None = None  # of a request with several prompts, once one of them is over
         self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
         self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
         self.relayed = 0  # bytes of the answer, if they are counted
@@ -276,6 +279,37 @@ class PromptRecord(RequestRecord):
     """The record of one of several prompts: another request has them, and is counted in their place."""
 
     __slots__ = ()
+
+
+class PromptParts:
+    """What happened to the prompts of one request: how many are over, and the records of the most notable ones.
+
+    Those are the ones that failed and, of the others, those that took longest: a request may have thousands.
+    """
+
+    __slots__ = ("count", "failed", "notable")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.failed = 0
+        self.notable: list[PromptRecord] = []  # the most notable first
+
+    def add(self, record: PromptRecord) -> None:
+        """Take in one that is over."""
+        self.count += 1
+        self.failed += _has_failed(record)
+        self.notable.append(record)
+        if len(self.notable) > PARTS_KEPT:
+            self.notable.sort(key=_notability, reverse=True)
+            self.notable.pop()
+
+
+def _has_failed(record: RequestRecord) -> bool:
+    return record.error is not None or record.status >= 400
+
+
+def _notability(record: RequestRecord) -> tuple[bool, float]:
+    return _has_failed(record), record.duration_s
 
 
 def client_id(header: bytes) -> str | None:

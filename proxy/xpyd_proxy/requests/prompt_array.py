@@ -13,6 +13,7 @@ from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
 from xpyd_proxy.core.model import GenerationRequest, InstanceId, LegOrder, Role, SingleEngineReason
 from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
 from xpyd_proxy.core.protocol.prompt_arrays import MergedAnswer, MergedStream, choices_of, one_of, words_of
+from xpyd_proxy.core.request_record import PromptParts, PromptRecord, RequestRecord
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
 from xpyd_proxy.errors import BadRequest, EngineError, NoInstance, ProxyError, Refused
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
@@ -38,6 +39,11 @@ class PromptRequest(Protocol):
     @property
     def failure(self) -> Exception | None:
         """Return the error that its client was to get, once it is over; None: there was none."""
+        ...
+
+    @property
+    def record(self) -> RequestRecord:
+        """Return what has happened to it."""
         ...
 
     def begin(self) -> None:
@@ -176,6 +182,15 @@ class PromptArray:
         parts, self._parts = tuple(self._parts.values()), {}
         for part in parts:
             part.interrupt(ClientGone())
+            self._note(part)
+
+    def _note(self, part: PromptRequest) -> None:
+        """Keep what happened to a part that is over, where the whole request is kept."""
+        record, own = part.record, self._life.record
+        if own.parts is None:
+            own.parts = PromptParts()
+        if isinstance(record, PromptRecord):
+            own.parts.add(record)
 
     @property
     def engines(self) -> Sequence[InstanceId]:
@@ -236,6 +251,7 @@ class PromptArray:
         part = self._parts.get(place)
         if part is None:
             return  # it was dropped
+        self._note(part)
         if part.failure is not None:
             self._fail(part.failure)
         elif rest:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role
 from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.request_history import RequestHistory
-from xpyd_proxy.core.request_record import LegRecord, MoveRecord, RequestRecord
+from xpyd_proxy.core.request_record import PARTS_KEPT, LegRecord, MoveRecord, PromptParts, PromptRecord, RequestRecord
 from xpyd_proxy.core.request_timeline import EngineEvent, engine_rows, legs_of, router_timeline
 
 BEGAN = 1000.0
@@ -335,10 +335,10 @@ def test_steps_that_this_router_does_not_know_are_left_out():
 
 
 def test_the_history_is_a_ring_that_is_asked_by_the_routers_name_or_the_clients():
-    """A part of a request (one of several prompts) is found with it."""
+    """A longer name is another one."""
     history = RequestHistory(3)
     made = [RequestRecord(RequestId(name), client_id=client) for name, client in
-            (("xpyd-0", None), ("xpyd-1", "mine"), ("xpyd-1-p0", None), ("xpyd-12", "mine"))]  # fmt: skip
+            (("xpyd-0", None), ("xpyd-1", "mine"), ("xpyd-2", None), ("xpyd-12", "mine"))]  # fmt: skip
     for each in made:
         each.queue_s = 0.0
         each.wrote(b"an answer")
@@ -346,9 +346,32 @@ def test_the_history_is_a_ring_that_is_asked_by_the_routers_name_or_the_clients(
 
     assert len(history) == 3
     assert history.find("xpyd-0") == []
-    assert history.find("xpyd-1") == [made[2], made[1]]
+    assert history.find("xpyd-1") == [made[1]]
     assert history.find("mine") == [made[3], made[1]]
     assert made[3].end == (b"", b"")  # what clients got is not kept
+
+
+def test_a_request_with_thousands_of_prompts_is_one_entry_of_the_history():
+    """It pushes out one other request and keeps the prompts that failed, then those that took longest."""
+    history, whole = RequestHistory(2), RequestRecord(RequestId("xpyd-1"), client_id="mine")
+    before = RequestRecord(RequestId("xpyd-0"))
+    whole.parts, whole.queue_s, before.queue_s = PromptParts(), 0.0, 0.0
+    history.add([before])
+    for number in range(4096):
+        part = PromptRecord(RequestId(f"xpyd-1-p{number}"), client_id="mine")
+        part.decode = LegRecord("decode-0")
+        part.over(500 if number == 7 else 200, number / 4096)
+        history.add([part])
+        whole.parts.add(part)
+    history.add([whole])
+
+    assert len(history) == 2
+    assert history.find("xpyd-0") == [before]
+    assert history.find("mine") == history.find("xpyd-1") == [whole]
+    assert (whole.parts.count, whole.parts.failed, len(whole.parts.notable)) == (4096, 1, PARTS_KEPT)
+    assert [part.request_id for part in history.find("xpyd-1-p7")] == ["xpyd-1-p7"]
+    assert len(history.find("xpyd-1-p4095")) == 1
+    assert history.find("xpyd-1-p8") == []
 
 
 def test_requests_that_were_not_admitted_push_nothing_out():

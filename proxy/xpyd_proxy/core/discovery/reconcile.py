@@ -22,6 +22,8 @@ MOST: Final = 50_000  # engines of one source; what is beyond is left out, and s
 _READ_AT_ONCE: Final = 200  # engines that are compared with those of before in one step: some tenths of a millisecond
 _TAKEN_AT_ONCE: Final = 20  # places that have changed and are taken in at once: what follows takes 20 times as long
 _PLAIN: Final = re.compile(r"[A-Za-z0-9.-]")
+TEXT_MOST: Final = 64 * 1024  # bytes of an entry of the store; ours have some hundred
+_SHOWN_MOST: Final = 200  # characters of what another program has written that a sentence repeats
 _NAME_MOST: Final = 200  # characters of an entry's name; Kubernetes takes 253
 
 
@@ -294,19 +296,41 @@ def assignment_of(found: Assignment) -> str:
     return msgspec.json.encode(entry).decode()
 
 
+def bytes_of_entry(text: str) -> bytes:
+    """Return the bytes of an entry, which another program may have written; raises AddressError: it is too long.
+
+    Bytes that are not UTF-8 are lone surrogates in the text (PEP 383).
+    """
+    data = text.encode("utf-8", "surrogateescape")
+    if len(data) > TEXT_MOST:
+        raise AddressError(f"it has more than {TEXT_MOST} bytes, and no engine has so many")
+    return data
+
+
+def text_of_entry(data: bytes) -> str:
+    """Return an entry as a text, from which ``bytes_of_entry`` makes the same bytes."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def shown_name(name: str) -> str:
+    """Return the name of an entry as a sentence can repeat it: on one line, in characters that every log takes."""
+    return name if name.isprintable() and len(name) <= _SHOWN_MOST else ascii(name[:_SHOWN_MOST])
+
+
 def read_entry(text: str) -> Wanted | Assignment:
     """Read an engine, or an assignment, from the store. Raises AddressError: it is neither."""
+    data = bytes_of_entry(text)
     try:
-        turned = decode(text.encode(), _AssignmentEntry)
+        turned = decode(data, _AssignmentEntry)
     except NotJson:
-        return _read_engine(text)
+        return _read_engine(data)
     key = Key(turned.declared, Address.parse(turned.at).authority)
     return Assignment(key, turned.serves, turned.identity, turned.unnamed)
 
 
-def _read_engine(text: str) -> Wanted:
+def _read_engine(data: bytes) -> Wanted:
     try:
-        entry = decode(text.encode(), _StoreEntry)
+        entry = decode(data, _StoreEntry)
     except NotJson as exc:
         example = '{"role":"decode","target":"http://10.0.0.7:8000"}'
         raise AddressError(f"it is no engine ({exc}): an entry looks like {example}") from exc

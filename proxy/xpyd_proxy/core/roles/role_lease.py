@@ -90,5 +90,5 @@ def _read(text: str) -> _LeaseRecord:
     """Read a text; what is none of ours counts as no lease at all: it is replaced."""
     try:
         return msgspec.json.decode(text[:_MOST_BYTES], type=_LeaseRecord)
-    except (msgspec.DecodeError, msgspec.ValidationError):
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeError):
         return _LeaseRecord("", 0)

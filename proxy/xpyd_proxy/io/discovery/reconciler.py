@@ -19,6 +19,7 @@ from xpyd_proxy.core.discovery.reconcile import (
     entry_name,
     entry_of,
     read_entry,
+    shown_name,
 )
 from xpyd_proxy.core.discovery.unnamed_assignments import UnnamedAssignments
 from xpyd_proxy.core.fleet.registry import Member, Registry
@@ -373,7 +374,7 @@ class Entries:
                 engines[name] = None
                 self._assignments[name] = one
             else:
-                engines[name] = one if isinstance(one, Wanted) else AddressError(f"entry {name}: {one}")
+                engines[name] = one if isinstance(one, Wanted) else AddressError(f"entry {shown_name(name)}: {one}")
             if number % _TEXTS_AT_ONCE == 0:
                 yield
         is_first = EngineSource.STORE in self._reconciler.sources.missing

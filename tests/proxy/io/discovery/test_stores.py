@@ -295,6 +295,90 @@ async def test_a_file_that_is_damaged_is_named_and_changes_nothing(tmp_path, cap
         await until_async(lambda: ear.entries == {"c": "3"})
 
 
+GOOD = '{"role":"decode","target":"http://10.0.0.7:8000"}'
+BAD = {
+    "not UTF-8": b"\xff\xfe",
+    "an engine but for one byte": b'{"role":"decode","target":"http://10.0.0.\xff:8000"}',
+    "not JSON": b"decode 10.0.0.7",
+    "empty": b"",
+    "too long": b"x" * 1_000_000,
+    "lines": b'{"role":"decode","target":"a\\nb\\u2028c"}',
+}
+
+
+async def ears_of_a_view(entries):
+    """Have a view taken in by a router's own reader; return the addresses of its engines."""
+    registry = Registry()
+    reconciler = Reconciler(registry, (EngineSource.STORE,), clock=lambda: 0.0)
+    await Entries(reconciler).take(entries)
+    return sorted(member.instance.address.authority for member in registry.members())
+
+
+@pytest.mark.parametrize("bad", BAD)
+async def test_a_bad_value_in_redis_is_left_out_in_one_sentence(tmp_path, caplog, bad):
+    """One value stopped the view of all routers, with a traceback three times a second. A change goes on beside it."""
+    async with world("redis", tmp_path) as found, Redis.from_url(found.server.url) as raw:
+        async with stores(found, 2) as pairs:
+            (store, ear), (_, other) = pairs
+            await store.put("a", GOOD)
+            await raw.hset("{xpyd}:instances", "odd", BAD[bad])
+            await raw.hset("{xpyd}:instances", b"n\xff\nme", GOOD)
+            await store.put("b", GOOD.replace("7", "8"))
+            await until_async(lambda: len(other.entries) == len(ear.entries) == 4)
+            assert len(ear.entries["odd"]) < 70_000
+            assert await ears_of_a_view(ear.entries) == ["10.0.0.7:8000", "10.0.0.8:8000"]
+        kept = await raw.hgetall("{xpyd}:instances")
+
+    assert (kept[b"odd"], kept[b"n\xff\nme"]) == (BAD[bad], GOOD.encode())
+    assert "Traceback" not in caplog.text
+    said = [record.getMessage() for record in caplog.records if record.levelname != "INFO"]
+    assert [line for line in said if line.startswith("left out: entry odd: ")] == said[:1]
+    assert all(line.isprintable() and len(line) < 500 for line in said)
+
+
+async def test_what_redis_has_lost_comes_back_as_it_was(tmp_path):
+    """Also bytes that no router can read: they are another program's."""
+    async with world("redis", tmp_path) as found, stores(found, 1) as [(store, ear)]:
+        async with Redis.from_url(found.server.url) as raw:
+            await raw.hset("{xpyd}:instances", "odd", b"\xff")
+        await store.put("a", GOOD)
+        before = len(ear.history)
+        await found.down()
+        await found.up()
+        await until_async(lambda: len(ear.history) > before)
+        async with Redis.from_url(found.server.url) as raw:
+            kept = await raw.hgetall("{xpyd}:instances")
+
+    assert kept == {b"odd": b"\xff", b"a": GOOD.encode()}
+
+
+async def test_a_version_in_redis_that_is_no_number_is_said(tmp_path, caplog):
+    """The last view stays."""
+    async with world("redis", tmp_path) as found, stores(found, 1) as [(store, ear)]:
+        await store.put("a", GOOD)
+        async with Redis.from_url(found.server.url) as raw:
+            await raw.set("{xpyd}:version", b"\xff")
+            await until_async(lambda: "{xpyd}:version is no number: remove it" in caplog.text)
+            assert ear.entries == {"a": GOOD}
+            await raw.set("{xpyd}:version", 100)
+        await store.put("b", GOOD)
+
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("value", [b'"\xff"', b"7", b"null", b"[1]"])
+async def test_a_bad_value_in_a_file_is_left_out_and_stays_there(tmp_path, caplog, value):
+    """The other engines are served, and a change of theirs does not repair what it does not understand."""
+    found = FileWorld(tmp_path)
+    found.path.write_bytes(b'{"a": %b, "odd": %b}' % (json.dumps(GOOD).encode(), value))
+    async with stores(found, 1) as [(store, ear)]:
+        await store.put("b", GOOD.replace("7", "8"))
+        assert await ears_of_a_view(ear.entries) == ["10.0.0.7:8000", "10.0.0.8:8000"]
+
+    assert value in found.path.read_bytes().replace(b"\n", b"").replace(b" ", b"")
+    assert [line for line in caplog.messages if line.startswith("left out: entry odd: ")]
+
+
 async def test_a_file_with_too_many_entries_can_be_emptied(tmp_path):
     """Somebody has edited it; each removal was refused because there were still too many."""
     path = tmp_path / "set.json"

@@ -11,7 +11,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from xpyd_proxy.core.discovery.reconcile import MOST
+from xpyd_proxy.core.discovery.reconcile import MOST, text_of_entry
+from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode, text
 from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver, replace_entry
 from xpyd_proxy.io.discovery.stores.file_lock import LOCK_WAIT_S, locked
@@ -19,6 +20,30 @@ from xpyd_proxy.io.discovery.stores.file_lock import LOCK_WAIT_S, locked
 logger = logging.getLogger(__name__)
 _MOST_BYTES: Final = 16 * 1024 * 1024
 _Stamp: TypeAlias = tuple[int, int, int]  # of the file: inode, time and size
+
+
+class _FileContent:
+    """What the file has: the entries, and those of them that are not written as texts."""
+
+    def __init__(self, data: bytes) -> None:
+        """Raises NotJson: it is no JSON object."""
+        fields = decode(data, Fields) if data.strip() else {}
+        self.entries: dict[str, str] = {}
+        self._others: dict[str, tuple[str, msgspec.Raw]] = {}  # as an entry, and as it is written
+        for name, raw in fields.items():
+            try:
+                self.entries[name] = decode(raw, str)
+            except NotJson:  # left out where entries are read, and kept as it is
+                self.entries[name] = text_of_entry(bytes(raw))
+                self._others[name] = self.entries[name], raw
+
+    def data(self) -> bytes:
+        """Write it."""
+        fields: Fields = {}
+        for name, entry in self.entries.items():
+            other = self._others.get(name)
+            fields[name] = text(entry) if other is None or other[0] != entry else other[1]
+        return msgspec.json.format(encode(fields), indent=1)
 
 
 class FileStore:
@@ -93,10 +118,11 @@ class FileStore:
         """Change the file, and return what is in it then."""
         try:
             with locked(self._path, self._lock_wait_s):
-                entries = self._read()
+                content = self._content()
+                entries = content.entries
                 most = max(MOST, len(entries))  # somebody has edited it: what makes it smaller is right
                 change(entries)
-                data = msgspec.json.format(msgspec.json.encode(entries), indent=1)
+                data = content.data()
                 if len(entries) > most or len(data) > _MOST_BYTES:
                     raise StoreDown(f"{self._path} has {len(entries)} engines, which is more than a router takes")
                 self._replace(data)
@@ -118,14 +144,17 @@ class FileStore:
             raise
 
     def _read(self) -> dict[str, str]:
+        return self._content().entries
+
+    def _content(self) -> _FileContent:
         try:
             with self._path.open("rb") as file:
                 data = file.read(_MOST_BYTES + 1)
         except FileNotFoundError:
-            return {}
+            return _FileContent(b"")
         except OSError as exc:
             raise StoreDown(f"{self._path} cannot be read: {exc.strerror}") from exc
         try:
-            return msgspec.json.decode(data, type=dict[str, str]) if data.strip() else {}
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            return _FileContent(data)
+        except NotJson as exc:
             raise StoreDown(f"{self._path} is no JSON object of strings ({exc}): repair or remove it") from exc

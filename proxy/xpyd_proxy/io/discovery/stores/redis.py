@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol, cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from xpyd_proxy.core.discovery.reconcile import MOST
+from xpyd_proxy.core.discovery.reconcile import MOST, TEXT_MOST
 from xpyd_proxy.core.discovery.store_url import split_prefix
 from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _KEYS: Final = ("instances", "epoch", "version")
 _TIMEOUT_S: Final = 3.0
 # ARGV: a new epoch, in case there is none; what to do; the channel; how the entry must be, for a change that depends on
-# it; then name, text, name, text ... of the entries.
+# it; then name, text, name, text ... of the entries. Of an entry that is too long for an engine only the beginning comes.
 _SCRIPT: Final = f"""
 redis.call('SET', KEYS[2], ARGV[1], 'NX')
 local agrees = 1
@@ -47,7 +47,11 @@ if ARGV[2] ~= 'read' and agrees == 1 then
   redis.call('INCR', KEYS[3])
   redis.call('PUBLISH', ARGV[3], '')
 end
-return {{redis.call('GET', KEYS[2]), redis.call('GET', KEYS[3]) or '0', redis.call('HGETALL', KEYS[1]), agrees}}
+local entries = redis.call('HGETALL', KEYS[1])
+for i = 2, #entries, 2 do
+  if #entries[i] > {TEXT_MOST} then entries[i] = string.sub(entries[i], 1, {TEXT_MOST} + 1) end
+end
+return {{redis.call('GET', KEYS[2]), redis.call('GET', KEYS[3]) or '0', entries, agrees}}
 """
 
 # KEYS: of the text. ARGV: as it was read, and what replaces it.
@@ -140,7 +144,10 @@ class RedisStore:
         epoch, version, flat, agrees = await self._redis.eval(_SCRIPT, len(self._keys), *self._keys, *given)
         texts = [str(text) for text in cast("Sequence[object]", flat)]
         view = dict(zip(texts[::2], texts[1::2], strict=True))
-        return _Answer(str(epoch), int(str(version)), view, agrees == 1)
+        number = str(version)
+        if not (number.isascii() and number.isdigit()):
+            raise RedisError(f"{self._keys[2]} is no number: remove it")
+        return _Answer(str(epoch), int(number), view, agrees == 1)
 
     async def _settle(self, found: _Answer, *, anew: bool = False, is_change: bool = False) -> None:
         """Take a view. A Redis that has lost its memory, or has an older one, gets back what we knew of it first.
@@ -218,7 +225,9 @@ class RedisText:
 def _connected(url: str, password: str | None) -> tuple[_Client, str]:
     """Return a client, and what all keys begin with: in braces, so that they are in one slot of a Redis Cluster."""
     limits = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
+    # What another program has written need not be UTF-8: it is left out where it is read, and written back as it was.
+    texts = {"decode_responses": True, "encoding_errors": "surrogateescape"}
     make = cast("Callable[..., _Client]", Redis.from_url)  # pyright: ignore[reportUnknownMemberType]
     url, prefix = split_prefix(url)
     tag = "{xpyd:" + prefix + "}" if prefix else "{xpyd}"
-    return make(url, decode_responses=True, password=password, **limits), tag
+    return make(url, password=password, **texts, **limits), tag

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 
 from xpyd_proxy.commands.interrupts import ctrl_c_ends_at_once
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; return the exit code."""
+    _fill_standard_descriptors()
     place = own_place()
     try:
         settings = serve_settings(args)
@@ -35,6 +37,18 @@ def run(args: argparse.Namespace) -> int:
     except (ConfigError, AlreadyKnown) as exc:
         sys.stderr.write(f"xpyd serve: {exc}{': name every engine once' if isinstance(exc, AlreadyKnown) else ''}\n")
         return 2
+
+
+def _fill_standard_descriptors() -> None:
+    """Open what is closed of standard input, output and error: a socket there would get what is meant for them.
+
+    libuv ends the process when it closes a socket that has one of these numbers.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
 
 
 def _supervise(settings: Settings, args: argparse.Namespace) -> int:

@@ -117,6 +117,7 @@ class Counters:
     file_reloads: Counter[Key] = field(default_factory=lambda: Counter[Key]({("ok",): 0, ("failed",): 0}))
     engine_tls_failures: Counter[Key] = field(default_factory=Counter)  # instance, TlsFailure of io/wire/engine_tls.py
     unreachable_hosts: Counter[Key] = field(default_factory=Counter)  # prefill engine: replaced in its answers
+    log_lines_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
     write_timeouts: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
     realtime_sessions: Counter[Key] = field(default_factory=Counter)  # SessionOutcome
     realtime_open: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # sessions, now

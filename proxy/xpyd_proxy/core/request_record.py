@@ -113,6 +113,10 @@ class RequestTimes:
         self.last_token_at: float | None = None  # when a leg that is over had brought the latest piece of a stream
         self.duration_s = 0.0  # of the whole request, once it is over
 
+    def lasted(self, seconds: float) -> None:
+        """Note how long the whole request has taken."""
+        self.duration_s = seconds
+
 
 class RequestRecord(RequestTimes):
     """The record of one request."""
@@ -176,7 +180,8 @@ class RequestRecord(RequestTimes):
 
     def over(self, status: int, duration_s: float) -> None:
         """Note how it ended."""
-        self.status, self.duration_s = status, duration_s
+        self.status = status
+        self.lasted(duration_s)
 
     @property
     def outcome(self) -> RequestOutcome:

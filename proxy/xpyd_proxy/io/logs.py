@@ -1,15 +1,19 @@
 """How the log looks: lines for people, or one JSON object for each event."""
 
+import io
 import json
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, Generic, TextIO, TypeVar
 
+from xpyd_proxy.io.log_writer import LogWriter
 from xpyd_proxy.settings import LogFormat
 
 T = TypeVar("T")
@@ -143,11 +147,11 @@ def _only_handler(logger: logging.Logger) -> "BatchingHandler | None":
     return handler
 
 
-class BatchingHandler(logging.StreamHandler[TextIO]):
+class BatchingHandler(logging.StreamHandler[TextIO | LogWriter]):
     """Writes a line at once, but those of a batch together: a system call costs as much as ten lines."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, stream: TextIO | LogWriter | None = None) -> None:
+        super().__init__(sys.stderr if stream is None else stream)
         self._batch: list[str] | None = None
         self._own = self.lock or threading.RLock()  # the one under which logging calls ``emit``
 
@@ -186,6 +190,19 @@ class BatchingHandler(logging.StreamHandler[TextIO]):
             except Exception:  # noqa: BLE001 (as logging does it)
                 self.handleError(logging.makeLogRecord({"msg": lines}))
 
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's)
+        """Tell of a line that could not be made where the lines go: standard error may be what nobody reads."""
+        if isinstance(self.stream, LogWriter):
+            self.stream.write(f"a line of {record.name} could not be written:\n{traceback.format_exc()}")
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        """Have what was said written, within a bound."""
+        if isinstance(self.stream, LogWriter):
+            self.stream.close()
+        super().close()
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or keep it."""
         if self._batch is None:
@@ -210,11 +227,32 @@ def lines_together() -> Generator[None]:
             handler.end()
 
 
+def dropped_lines() -> int:
+    """Return how many lines of the log of this process nobody will read."""
+    streams = [handler.stream for handler in logging.getLogger().handlers if isinstance(handler, BatchingHandler)]
+    return sum(stream.dropped for stream in streams if isinstance(stream, LogWriter))
+
+
 def configure(level: str, form: LogFormat) -> None:
-    """Send the log of this process to standard error, in one of the two forms."""
+    """Send the log of this process to standard error, in one of the two forms; a thread writes it."""
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no line says them
-    handler = BatchingHandler()
+    logging.captureWarnings(capture=True)
+    handler = BatchingHandler(_standard_error())
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line, with an address, for every leg
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the router itself says where it listens and when it ends
+
+
+def _standard_error() -> TextIO | LogWriter:
+    """Return what the log is written to."""
+    if sys.stderr is None:  # the process was started without one, and a socket may have its descriptor now
+        return LogWriter(_refuse)
+    try:
+        return LogWriter.to(sys.stderr.fileno())
+    except (OSError, io.UnsupportedOperation):  # it is none of the system's, as in a test
+        return sys.stderr
+
+
+def _refuse(_data: memoryview) -> int:
+    raise OSError("there is no standard error")

@@ -132,6 +132,8 @@ class _Collector:
         yield from self._counted.histogram("xpyd_inter_token_latency_seconds", text, ("path",), "inter_token")
         text = "Connections that were closed because the client had read nothing of its answer for too long."
         yield from self._counted.counter("xpyd_client_write_timeouts", text, (), "write_timeouts")
+        text = "Lines of the log that were dropped: its reader is too slow, its disk is full, or it is closed."
+        yield from self._counted.counter("xpyd_log_lines_dropped", text, (), "log_lines_dropped")
         text = "What was asked of the admin API, and what became of it."
         yield from self._counted.counter("xpyd_admin_actions", text, ("action", "outcome"), "admin")
         text = "Files of certificates or keys that changed and were read again, by result; failed: the old ones stay."

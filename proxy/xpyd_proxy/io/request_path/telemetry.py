@@ -18,7 +18,7 @@ from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from xpyd_proxy.core.recent_stats import RecentStats
 from xpyd_proxy.core.request_history import RequestHistory
 from xpyd_proxy.core.request_record import MoveOutcome, MoveReason, PromptRecord, RequestOutcome, RequestRecord
-from xpyd_proxy.io.logs import lines_together
+from xpyd_proxy.io.logs import dropped_lines, lines_together
 from xpyd_proxy.io.request_path.access_log import log_requests
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
 from xpyd_proxy.io.request_path.pair_notes import PairNotes
@@ -428,6 +428,7 @@ class Telemetry:
 
     def _add_up_requests(self) -> None:
         counters, recent, now = self._counters, self._recent, self._clock()
+        counters.log_lines_dropped[()] = dropped_lines()
         for kind in self._kinds.values():
             kind.add_up(counters, recent, now=now)
         if self._handoffs:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _KEYS: Final = ("instances", "epoch", "version")
 _TIMEOUT_S: Final = 3.0
 # ARGV: a new epoch, in case there is none; what to do; the channel; how the entry must be, for a change that depends on
-# it; then name, text, name, text ... of the entries. Of an entry that is too long for an engine only the beginning comes.
+# it; then name, text, name, text ... of the entries. Of an entry that is too long for an engine the beginning comes.
 _SCRIPT: Final = f"""
 redis.call('SET', KEYS[2], ARGV[1], 'NX')
 local agrees = 1

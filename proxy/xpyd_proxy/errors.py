@@ -10,6 +10,7 @@
         * :exc:`TooSlow` -- the request was not complete in time
         * :exc:`BodyTooLarge` -- the body is longer than we accept
         * :exc:`UnsupportedMedia` -- the body is not declared as JSON
+            * :exc:`UnsupportedCoding` -- the body is compressed in a way that is not read here
         * :exc:`Misdirected` -- the router has no such name
         * :exc:`CrossSite` -- a browser, on behalf of another web site, to a router that wants no keys
         * :exc:`ClassNotAllowed` -- its key may not use the class that it names, or there is no such class
@@ -83,6 +84,9 @@ class BodyTooLarge(ClientError): ...
 
 
 class UnsupportedMedia(ClientError): ...
+
+
+class UnsupportedCoding(UnsupportedMedia): ...
 
 
 class Misdirected(ClientError): ...

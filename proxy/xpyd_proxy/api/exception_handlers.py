@@ -10,8 +10,8 @@ from starlette.types import Scope
 
 from xpyd_proxy.api.request_context import id_headers, note_fault
 from xpyd_proxy.core.protocol.error_shapes import error_text, is_for_operators
-from xpyd_proxy.errors import NoInstance, ProxyError, TurnedAway, Unauthorized
-from xpyd_proxy.requests.error_body import JSON, error_body
+from xpyd_proxy.errors import ProxyError
+from xpyd_proxy.requests.error_body import JSON, error_body, error_headers
 
 
 def install(app: FastAPI) -> None:
@@ -26,12 +26,7 @@ def response_to(error: Exception, scope: Scope) -> Response:
     note_fault(scope, error)
     error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
     status, content_type, body = error_body(error, scope["path"])
-    headers = {"content-type": content_type}
-    if isinstance(error, (TurnedAway, NoInstance)) and error.retry_after_s is not None:
-        headers["retry-after"] = str(error.retry_after_s)
-    if isinstance(error, Unauthorized):
-        headers["www-authenticate"] = error.asks
-    return Response(body, status, headers)
+    return Response(body, status, {"content-type": content_type, **error_headers(error)})
 
 
 async def _on_proxy_error(request: Request, error: Exception) -> Response:

@@ -28,10 +28,9 @@ from xpyd_proxy.errors import (
     ProxyError,
     TooManyConnections,
     TooSlow,
-    TurnedAway,
     UriTooLong,
 )
-from xpyd_proxy.requests.error_body import error_body
+from xpyd_proxy.requests.error_body import error_body, error_headers
 
 _FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
     BadFraming: RefusalReason.MALFORMED,
@@ -497,8 +496,7 @@ class GuardedProtocol(HttpToolsProtocol):
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
-        if isinstance(error, TurnedAway):
-            headers.append((b"retry-after", b"%d" % error.retry_after_s))
+        headers += [(name.encode(), value.encode("latin-1")) for name, value in error_headers(error).items()]
         return b"".join([STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers], b"\r\n", body])
 
     def _linger(self) -> None:

@@ -22,10 +22,11 @@ from xpyd_proxy.api.schemas import OperatorError
 from xpyd_proxy.core.admission.admin_key import AdminKey
 from xpyd_proxy.core.admission.keys import Keyring, shown_key
 from xpyd_proxy.core.http.bounded_body import whole
+from xpyd_proxy.core.http.content_codings import coding_of
 from xpyd_proxy.core.http.json_bounds import check_names
 from xpyd_proxy.core.model import Headers, first_header
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode
-from xpyd_proxy.errors import BadRequest, BodyTooLarge, Unauthorized, UnsupportedMedia
+from xpyd_proxy.errors import BadRequest, BodyTooLarge, Unauthorized, UnsupportedCoding, UnsupportedMedia
 from xpyd_proxy.requests.intake import PASSED_ON, check_json, check_length
 
 OPERATORS: Final = "operators"  # the tag of routes that are shown to who has the operator's key
@@ -143,9 +144,12 @@ async def _read(request: Request, most: int, *, any_media: bool) -> bytes:
     try:
         if not any_media:
             check_json(request.headers.get("content-type", "").encode("latin-1"))
+        if coding_of(request.headers.get("content-encoding", "").encode("latin-1")) is not None:
+            raise UnsupportedCoding("routes for operators take no compressed bodies")
         return await read_body(request, limit=most)
     except UnsupportedMedia as exc:
-        raise HTTPException(415, str(exc)) from exc
+        headers = {"accept-encoding": "identity"} if isinstance(exc, UnsupportedCoding) else None
+        raise HTTPException(415, str(exc), headers) from exc
     except BodyTooLarge as exc:
         raise HTTPException(413, str(exc)) from exc
 

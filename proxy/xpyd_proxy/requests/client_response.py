@@ -14,9 +14,9 @@ from xpyd_proxy.core.protocol.fault_table import failure_of
 from xpyd_proxy.core.protocol.first_token import STREAM, FirstToken, Spliced
 from xpyd_proxy.core.protocol.replay import behind
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
-from xpyd_proxy.errors import EngineError, NoInstance, ProxyError, TurnedAway, Unauthorized
+from xpyd_proxy.errors import EngineError, ProxyError, TurnedAway
 from xpyd_proxy.requests.attempt import Attempt
-from xpyd_proxy.requests.error_body import error_body, last_event
+from xpyd_proxy.requests.error_body import error_body, error_headers, last_event
 from xpyd_proxy.requests.legs import DecodeLeg
 from xpyd_proxy.requests.life import RequestLife
 from xpyd_proxy.requests.response import NO_SNIFFING, STREAM_LINES, ResponseWriter, head_lines
@@ -196,10 +196,8 @@ class ClientResponse:
             return _OK
         status, content_type, body = error_body(error, record.path)
         lines = self._head_lines(content_type.encode("latin-1"))
-        if isinstance(error, (TurnedAway, NoInstance)) and error.retry_after_s is not None:
-            lines += b"retry-after: %d\r\n" % error.retry_after_s
-        elif isinstance(error, Unauthorized):
-            lines += b"www-authenticate: %b\r\n" % error.asks.encode("latin-1")
+        for name, value in error_headers(error).items():
+            lines += f"{name}: {value}\r\n".encode("latin-1")
         writer.begin(status, lines, body, streams=False)
         return status
 

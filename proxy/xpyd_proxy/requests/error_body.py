@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from xpyd_proxy.core.http.content_codings import READ
 from xpyd_proxy.core.protocol.error_shapes import engine_text, error_event, error_text
 from xpyd_proxy.errors import (
     BadRequest,
@@ -24,6 +25,7 @@ from xpyd_proxy.errors import (
     TurnedAway,
     Unauthorized,
     UnknownModel,
+    UnsupportedCoding,
     UnsupportedMedia,
     UriTooLong,
 )
@@ -66,6 +68,17 @@ def error_body(error: Exception, path: str) -> tuple[int, str, bytes]:
         return error.status, error.content_type if body is error.body else JSON, body
     status, kind = _kind(error)
     return status, JSON, error_text(path, status, _sentence(error), kind=kind, param=_param(error))
+
+
+def error_headers(error: Exception) -> dict[str, str]:
+    """Return the headers that belong to an error, beside those that each answer has."""
+    if isinstance(error, (TurnedAway, NoInstance)) and error.retry_after_s is not None:
+        return {"retry-after": str(error.retry_after_s)}
+    if isinstance(error, Unauthorized):
+        return {"www-authenticate": error.asks}
+    if isinstance(error, UnsupportedCoding):
+        return {"accept-encoding": READ}
+    return {}
 
 
 def last_event(error: Exception, path: str) -> bytes:

@@ -13,6 +13,7 @@ from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.admission.priority import limited
 from xpyd_proxy.core.admission.prompt_estimate import MEDIUM_TOKENS, prompt_tokens
 from xpyd_proxy.core.admission.service_classes import ServiceClass, ServiceClasses
+from xpyd_proxy.core.http.content_codings import Coding, coding_of, decoded
 from xpyd_proxy.core.http.multipart import boundary_of, check_form, content_type
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.model import Api, GenerationRequest, Headers, PassthroughRequest, RoutingHints
@@ -45,7 +46,7 @@ _APIS: Final = {api.value: api for api in Api}
 class RequestHead:
     """The head of a request for an endpoint; names of headers are in lower case."""
 
-    __slots__ = ("caller", "headers", "path", "shown")
+    __slots__ = ("caller", "coding", "headers", "path", "shown")
 
     def __init__(
         self, path: str, headers: Sequence[tuple[bytes, bytes]], shown: Mapping[bytes, bytes] | None = None
@@ -53,6 +54,7 @@ class RequestHead:
         """``shown``: the headers by name, of several with one name the first; None: they are looked at here."""
         self.path = path
         self.caller = ANYBODY  # the name of the client's key, once the head is judged
+        self.coding: Coding | None = None  # of the body, once the head is judged; None: it is not compressed
         self.headers = headers
         self.shown: Mapping[bytes, bytes] = dict(reversed(headers)) if shown is None else shown
 
@@ -129,6 +131,9 @@ class Intake:
         if declared != JSON_TYPE or head.path in _FORMS:
             _check_media(head.path, declared or b"")
         check_length(shown.get(b"content-length", b""), self.settings.max_body_bytes)
+        if b"content-encoding" in shown:
+            declared = b",".join([value for name, value in headers if name == b"content-encoding"])
+            head.coding = coding_of(declared)
         return caller
 
     def class_of(self, head: RequestHead, classes: ServiceClasses) -> ServiceClass:
@@ -139,6 +144,10 @@ class Intake:
         """
         asked = [value for name, value in head.headers if name == _CLASS] if _CLASS in head.shown else ()
         return classes.of_request(self.keyring.classes_of(head.caller), asked)
+
+    def decoded(self, head: RequestHead, body: bytes) -> bytes:
+        """Return a body as it was before the client has compressed it; raises BadRequest, BodyTooLarge."""
+        return body if head.coding is None else decoded(head.coding, body, self.settings.max_body_bytes)
 
     def read(self, head: RequestHead, body: bytes) -> Fields:
         """Read a body, of a form nothing but its bounds; a long one is read in a thread. Raises BadRequest."""

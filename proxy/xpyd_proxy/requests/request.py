@@ -14,6 +14,7 @@ from xpyd_proxy.core.admission.ticket import Ticket, TicketState
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId
 from xpyd_proxy.core.protocol.continuation import Continuation
 from xpyd_proxy.core.protocol.prompt_arrays import prompts_of
+from xpyd_proxy.core.raw_json import Fields
 from xpyd_proxy.core.request_record import PromptRecord, RequestRecord, client_id
 from xpyd_proxy.core.routing.retries import RetryAttempts
 from xpyd_proxy.core.served_tokens import served_tokens
@@ -23,7 +24,7 @@ from xpyd_proxy.requests.canaries import KeptResponse
 from xpyd_proxy.requests.class_entry import arrive_in_class, judge
 from xpyd_proxy.requests.client_response import ClientGone, ClientResponse
 from xpyd_proxy.requests.dispatch import Dispatch
-from xpyd_proxy.requests.intake import RequestHead, RequestPlan
+from xpyd_proxy.requests.intake import Intake, RequestHead, RequestPlan
 from xpyd_proxy.requests.life import RequestLife
 from xpyd_proxy.requests.lifecycle import RequestEvent, RequestState
 from xpyd_proxy.requests.prompt_array import PromptArray, may_divide
@@ -273,7 +274,8 @@ class Request:
             plan = self._plan
             if plan is None:
                 size = len(self._body)
-                plan = await self._read_long() if size > LARGE else self._read()
+                is_long = size > LARGE or self._head.coding is not None
+                plan, size = await self._read_long() if is_long else (self._read(), size)
                 ticket = self._take_ticket(plan, size)
                 if ticket.state is _WAITING:
                     await self._wait_for_turn(ticket)
@@ -353,16 +355,16 @@ class Request:
         fields, tokens = intake.examine(head, body, counts_tokens=self._of.gate.admission.counts_tokens)
         return intake.plan(head, body, fields, tokens)
 
-    async def _read_long(self) -> RequestPlan:
-        """Read a long body in a thread, so that other requests do not wait for it."""
+    async def _read_long(self) -> tuple[RequestPlan, int]:
+        """Read a long body, or a compressed one, in a thread, so that other requests do not wait; return its bytes."""
         intake, head, body = self._of.intake, self._head, self._take_body()
         counts_tokens = self._of.gate.admission.counts_tokens
-        future = self._of.examiner.submit(partial(intake.examine, head, body, counts_tokens=counts_tokens))
+        future = self._of.examiner.submit(partial(_examined, intake, head, body, counts_tokens=counts_tokens))
         future.add_done_callback(lambda _: self._life.wake())
         while not future.done():
             await self._life
-        fields, tokens = future.result()
-        return intake.plan(head, body, fields, tokens)
+        body, fields, tokens = future.result()
+        return intake.plan(head, body, fields, tokens), len(body)
 
     def _take_ticket(self, plan: RequestPlan, size: int) -> Ticket:
         """Return the ticket of a request whose body has so many bytes: admitted, waiting or refused."""
@@ -417,3 +419,12 @@ class Request:
                 life.span.end()
         finally:
             client.writer.close()  # or the connection would wait for ever
+
+
+def _examined(
+    intake: Intake, head: RequestHead, body: bytes, *, counts_tokens: bool
+) -> tuple[bytes, Fields, int | None]:
+    """Return a body without its coding, and what it says."""
+    plain = intake.decoded(head, body)
+    fields, tokens = intake.examine(head, plain, counts_tokens=counts_tokens)
+    return plain, fields, tokens

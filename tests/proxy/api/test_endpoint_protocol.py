@@ -1,11 +1,13 @@
 """The endpoints over real sockets: by our own protocol, and byte for byte the same by another server's."""
 
+import gzip
 import json
 import re
 import socket
 import ssl
 import threading
 import time
+import zlib
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -130,7 +132,33 @@ MESSAGES = {
     "messages: another type": ("/v1/messages", CHAT, {"Content_Type": "text/plain"}, 415),
     "count_tokens: not JSON": ("/v1/messages/count_tokens", b"{", {}, 400),
 }
+RAW = json.dumps({"prompt": "once upon", "max_tokens": 4}).encode()
+CODED = {
+    "gzip": post(gzip.compress(RAW), Content_Encoding="gzip"),
+    "deflate": post(zlib.compress(RAW), Content_Encoding="deflate"),
+    "identity": post(RAW, Content_Encoding="identity"),
+    "gzip, 256 KiB": post(gzip.compress(RAW[:-1] + b', "user": "' + b"x" * 280_000 + b'"}'), Content_Encoding="gzip"),
+    "gzip, a stream": post(gzip.compress(json.dumps(STREAM).encode()), Content_Encoding="gzip"),
+    "gzip, one leg": post(gzip.compress(b'{"prompt": "x"}'), path="/tokenize", Content_Encoding="gzip"),
+    "gzip, in chunks": post(
+        b"%x\r\n%b\r\n0\r\n\r\n" % (len(gzip.compress(RAW)), gzip.compress(RAW)),
+        Content_Encoding="gzip",
+        Content_Length=None,
+        Transfer_Encoding="chunked",
+    ),
+}
+UNDECODED = {
+    "a bomb": (post(gzip.compress(bytes(400_000)), Content_Encoding="gzip"), 413),
+    "no gzip": (post(RAW, Content_Encoding="gzip"), 400),
+    "half": (post(gzip.compress(RAW)[:-4], Content_Encoding="gzip"), 400),
+    "no JSON in it": (post(gzip.compress(b"{"), Content_Encoding="gzip"), 400),
+    "zstd": (post(b"\x28\xb5\x2f\xfd", Content_Encoding="zstd"), 415),
+    "br": (post(b"\x8b", Content_Encoding="br", path="/v1/messages"), 415),
+    "twice": (post(gzip.compress(gzip.compress(RAW)), Content_Encoding="gzip, gzip"), 415),
+}
 PLAIN = {
+    **CODED,
+    **{name: request for name, (request, _) in UNDECODED.items()},
     "plain": post(),
     "streamed": post(STREAM),
     "chat": post(CHAT, path="/v1/chat/completions"),
@@ -193,6 +221,24 @@ def test_both_ways_give_the_same_answer(both, name):
 
     assert answers[0] == answers[1]
     assert both[0].asgi - before == (name in OTHERS)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_compressed_body_is_read(both, name):
+    """Coding agents compress large requests. Engines get what it says."""
+    for served in both:
+        assert served.ask(CODED[name]).status == 200
+
+
+@pytest.mark.parametrize("name", UNDECODED)
+def test_a_compressed_body_is_refused_in_a_sentence(both, name):
+    """Its bounds are those of what comes out; a coding that is not read is named, with those that are."""
+    request, status = UNDECODED[name]
+    for served in both:
+        answer = served.ask(request)
+        assert answer.status == status
+        assert answer.headers.get("accept-encoding") == ("gzip, deflate, identity" if status == 415 else None)
+        assert "body" in json.loads(answer.body)["error"]["message"]
 
 
 ANTHROPIC = {name: status for name, (_, _, _, status) in MESSAGES.items()}

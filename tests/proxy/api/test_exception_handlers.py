@@ -71,6 +71,7 @@ def test_the_text_of_a_bug_stays_in_the_log():
 def test_errors_that_clients_never_see_are_accounted_for():
     """A new error must get its status, or its place in this list."""
     inside = {errors.ProxyError, errors.ClientError, errors.Refused, errors.TurnedAway, errors.ConfigError}
+    inside |= {errors.NoSuchPath}  # an engine's words
     inside |= {errors.UnknownInstance}  # of the admin routes
     inside |= {errors.IdLogBusy}  # in the log: the engine is added later
     inside |= {errors.NotAccepted}  # in the log, and 400 in the demo's words

@@ -108,6 +108,7 @@ def build(
         RequestContextMiddleware,
         new_id=new_id,
         clock=clock,
+        ids=requests.ids,
         spans=serving.traces,
         request_over=telemetry.request_over,
     )

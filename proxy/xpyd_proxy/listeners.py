@@ -33,6 +33,7 @@ def main_protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
         settings.body_timeout_s,
         _connections(settings),
         settings.max_connections_per_address,
+        settings.overload_status,
     )
     clients = Clients(bounds, on_refused=telemetry.refused_connection, hold=admission.hold, charge=admission.charge)
     return endpoint_protocol(

@@ -20,6 +20,7 @@ from xpyd_proxy.core.discovery.pods import LABEL_KEY
 from xpyd_proxy.core.discovery.store_url import split_prefix
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
+from xpyd_proxy.core.http.allowed_origins import is_origin
 from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.io.files import read_text
 from xpyd_proxy.io.routing_plugins import installed_policies
@@ -28,6 +29,7 @@ from xpyd_proxy.settings import FIRST, Kind, Option, Settings
 logger = logging.getLogger(__name__)
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+")
 _SESSION_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}|body:[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64})?")
+_HEADER_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")  # of Kubernetes (RFC 1123)
 _NUMBER: Final = re.compile(r"[-+.0-9eE]{1,40}")
 _SIZES: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"))
@@ -300,6 +302,8 @@ _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
     "LABEL": lambda text: text if LABEL_KEY.fullmatch(text) else None,
     "POOL": lambda text: text if _OBJECT_NAME.fullmatch(text) else None,
     "POLICY": lambda text: text if text in installed_policies() else None,
+    "HEADER_NAME": lambda text: text if _HEADER_NAME.fullmatch(text) else None,
+    "ORIGIN": lambda text: text.removesuffix("/") if is_origin(text.removesuffix("/")) else None,
     "HEADER": lambda text: text if _SESSION_NAME.fullmatch(text) else None,
 }
 

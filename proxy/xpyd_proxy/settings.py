@@ -93,6 +93,13 @@ class RolesMode(StrEnum):
     AUTO = "auto"  # engines turn
 
 
+class OverloadStatus(StrEnum):
+    """What a request gets that comes while the router or all engines have no room."""
+
+    SERVICE_UNAVAILABLE = "503"
+    TOO_MANY_REQUESTS = "429"  # meshes and load balancers eject who answers 503
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """One sort of value, as it is written in the file and as an argument."""
@@ -154,6 +161,8 @@ Selector = Annotated[str, Kind("", "LABEL=VALUE")]
 Address = Annotated[str, Kind("", "ENGINE")]
 Peer = Annotated[str, Kind("", "PEER")]
 Network = Annotated[str, Kind("", "NETWORK")]
+Origin = Annotated[str, Kind("an origin: write https://host or https://host:port, or * for all", "ORIGIN")]
+HeaderName = Annotated[str, Kind("the name of a header: write such as X-Correlation-Id", "HEADER_NAME")]
 Host = Annotated[str, Kind("the name of a host: write it without scheme and port, or * for all", "HOST")]
 DnsName = Annotated[str, Kind("a DNS name: write it without scheme, port and *, such as engines.llm.svc", "DNS_NAME")]
 Url = Annotated[str, Kind("a URL: write http://host:port or https://host:port", "URL")]
@@ -350,6 +359,9 @@ class Settings:
     max_connections: Count | None = LIMITS.option(None,
         "connections of clients; further ones get 503 and are closed",
         unset=f"{CONNECTIONS}, or as many as the file descriptors allow")
+    overload_status: OverloadStatus = LIMITS.option(OverloadStatus.SERVICE_UNAVAILABLE,
+        "status of requests for which the router or its engines have no room; 429 keeps meshes from ejecting the "
+        "router", live=True)
     max_connections_per_address: Count | None = LIMITS.option(None,
         "connections of one client address; behind a proxy all clients have the same address")
 
@@ -391,6 +403,8 @@ class Settings:
         "serve clients on other machines without API keys", chart="router.apiKeys.secretName")
     allowed_hosts: tuple[Host, ...] = SECURITY.option((),
         "further names by which clients may call the router (Host header); *: any", chart="router.allowedHosts")
+    allowed_origins: tuple[Origin, ...] = SECURITY.option((),
+        "origins of web pages that may call the endpoints from a browser (CORS); *: any; needs api_keys_file")
     tls_cert: File | None = SECURITY.option(None,
         "PEM file with the router's certificate and its chain; the router then serves https",
         chart="router.tls.secretName")
@@ -451,6 +465,9 @@ class Settings:
 
     log_format: LogFormat = TELEMETRY.option(LogFormat.TEXT,
         "text: lines for people; json: one JSON object for each event")
+    request_id_headers: tuple[HeaderName, ...] = TELEMETRY.option((),
+        "request headers in which a client may name its request; the first that it sends counts",
+        unset="X-Request-Id")
     otlp_endpoint: Url | None = TELEMETRY.option(None,
         "base URL of the collector that gets the spans (OTLP over HTTP)", unset="OTEL_EXPORTER_OTLP_ENDPOINT")
     request_history: Natural = TELEMETRY.option(1000,

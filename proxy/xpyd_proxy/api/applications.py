@@ -13,11 +13,13 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
 from xpyd_proxy.api.auth import AuthMiddleware
+from xpyd_proxy.api.cross_origin import CrossOriginMiddleware
 from xpyd_proxy.api.document import document_routes, new_application
 from xpyd_proxy.api.endpoint_routes import operation_id
 from xpyd_proxy.core.admission.admin_key import AdminKey
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime
+from xpyd_proxy.core.http.allowed_origins import AllowedOrigins
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.settings import Settings
 
@@ -57,6 +59,8 @@ def build_applications(
     """
     main = new_application(lifespan)
     main.add_middleware(AuthMiddleware, lifetime=lifetime, keyring=keyring, sites=Sites(settings, own_name))
+    if settings.allowed_origins:
+        main.add_middleware(CrossOriginMiddleware, origins=AllowedOrigins(settings.allowed_origins))
     for router in (*routes.clients, *routes.probes):
         _add(main, router)
     main.router.routes.extend(routes.endpoints)

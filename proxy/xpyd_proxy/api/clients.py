@@ -9,6 +9,7 @@ from typing import Final, Protocol
 
 from xpyd_proxy.core.http.framing import RefusalReason
 from xpyd_proxy.errors import TooManyConnections
+from xpyd_proxy.settings import OverloadStatus
 
 _RETRY_AFTER_S: Final = 5
 _SPARE_MOST: Final = 128  # connections above a limit that are told so; more are closed without a word
@@ -25,6 +26,7 @@ class Bounds:
     body_s: float = 30.0  # seconds to the end of a body, and one more for each 16 KiB of it
     connections: int | None = None
     per_address: int | None = None  # connections
+    overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE  # what a connection over a limit gets
 
 
 class Timed(Protocol):

@@ -12,6 +12,7 @@ from xpyd_proxy.api.request_context import id_headers, note_fault
 from xpyd_proxy.core.protocol.error_shapes import error_text, is_for_operators
 from xpyd_proxy.errors import ProxyError
 from xpyd_proxy.requests.error_body import JSON, error_body, error_headers
+from xpyd_proxy.settings import OverloadStatus
 
 
 def install(app: FastAPI) -> None:
@@ -21,12 +22,14 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_bug)
 
 
-def response_to(error: Exception, scope: Scope) -> Response:
+def response_to(
+    error: Exception, scope: Scope, overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE
+) -> Response:
     """Return the whole answer to an error, and note it in the request's line of the log."""
     note_fault(scope, error)
     error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
-    status, content_type, body = error_body(error, scope["path"])
-    return Response(body, status, {"content-type": content_type, **error_headers(error)})
+    status, content_type, body = error_body(error, scope["path"], overload)
+    return Response(body, status, {"content-type": content_type, **error_headers(error, overload)})
 
 
 async def _on_proxy_error(request: Request, error: Exception) -> Response:

@@ -489,14 +489,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self._linger()
 
     def _answer(self, error: ProxyError) -> bytes:
-        status, content_type, body = error_body(error, path_of(self._target))
+        status, content_type, body = error_body(error, path_of(self._target), self.clients.bounds.overload)
         headers = [
             *self.server_state.default_headers,
             (b"content-type", content_type.encode("latin-1")),
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
-        headers += [(name.encode(), value.encode("latin-1")) for name, value in error_headers(error).items()]
+        headers += [
+            (name.encode(), value.encode("latin-1"))
+            for name, value in error_headers(error, self.clients.bounds.overload).items()
+        ]
         return b"".join([STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers], b"\r\n", body])
 
     def _linger(self) -> None:

@@ -9,9 +9,9 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from xpyd_proxy.api.exception_handlers import response_to
-from xpyd_proxy.core.model import Headers, RequestId, first_header
+from xpyd_proxy.core.model import Headers, RequestId
 from xpyd_proxy.core.protocol.realtime import ABNORMAL, REALTIME_PATH, Side, SocketClosed, model_in, sendable
-from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
+from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, ClientIds, RequestRecord
 from xpyd_proxy.errors import ProxyError
 from xpyd_proxy.requests.realtime.sessions import RealtimeSessions
 
@@ -61,22 +61,23 @@ class ClientSocket:
 class RealtimeRoute:
     """Serves the route."""
 
-    def __init__(self, sessions: RealtimeSessions, new_id: Callable[[], RequestId]) -> None:
+    def __init__(self, sessions: RealtimeSessions, new_id: Callable[[], RequestId], ids: ClientIds) -> None:
         self._sessions = sessions
+        self._ids = ids
         self._new_id = new_id
 
     async def serve(self, websocket: WebSocket) -> None:
         """Serve one offer of a session."""
         sessions = self._sessions
         headers = tuple([(name.lower(), value) for name, value in websocket.scope["headers"]])  # uvicorn's are as sent
-        its_id = client_id(first_header(headers, b"x-request-id") or b"")
+        its_id = self._ids.of(dict(reversed(headers)))
         record = RequestRecord(self._new_id(), REALTIME_PATH, client_id=its_id)
         record.began_at = sessions.clock()
         status = _BUG
         try:
             status = await self._serve(websocket, headers, record)
         except ProxyError as error:
-            answer = response_to(error, websocket.scope)
+            answer = response_to(error, websocket.scope, sessions.settings().overload_status)
             record.error, status = str(error), answer.status_code
             sessions.refused()
             await _deny(websocket, answer, record)
@@ -113,6 +114,8 @@ async def _deny(websocket: WebSocket, answer: Response, record: RequestRecord) -
         logger.debug("a client has gone before its offer of a session was refused")
 
 
-def realtime_routes(sessions: RealtimeSessions, new_id: Callable[[], RequestId]) -> list[WebSocketRoute]:
+def realtime_routes(
+    sessions: RealtimeSessions, new_id: Callable[[], RequestId], ids: ClientIds
+) -> list[WebSocketRoute]:
     """Build the route."""
-    return [WebSocketRoute(REALTIME_PATH, RealtimeRoute(sessions, new_id).serve)]
+    return [WebSocketRoute(REALTIME_PATH, RealtimeRoute(sessions, new_id, ids).serve)]

@@ -8,9 +8,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.endpoint_routes import is_endpoint
-from xpyd_proxy.core.model import Headers, RequestId, first_header
+from xpyd_proxy.core.model import Headers, RequestId
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
-from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
+from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, ClientIds, RequestRecord
 from xpyd_proxy.requests.service import Spans
 
 _BUG: Final = 500
@@ -60,12 +60,14 @@ class RequestContextMiddleware:
         *,
         new_id: Callable[[], RequestId],
         clock: Callable[[], float],
+        ids: ClientIds | None = None,
         spans: Spans | None = None,
         request_over: Callable[[RequestRecord], None],
     ) -> None:
         self._app = app
         self._new_id = new_id
         self._clock = clock
+        self._ids = ids or ClientIds()
         self._spans = spans
         self._request_over = request_over
 
@@ -77,8 +79,7 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send)
             return
         headers: Headers = tuple(scope.get("headers", ()))
-        its_id = client_id(first_header(headers, b"x-request-id") or b"")
-        record = RequestRecord(self._new_id(), path, client_id=its_id)
+        record = RequestRecord(self._new_id(), path, client_id=self._ids.of(dict(reversed(headers))))
         record.began_at = self._clock()
         scope[_KEY] = record
         outgoing = _SendWithHeaders(send, record)

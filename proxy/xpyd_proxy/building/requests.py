@@ -11,12 +11,14 @@ from xpyd_proxy.core.admission.cache_salts import Salts
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.counters import Counters
+from xpyd_proxy.core.http.allowed_origins import AllowedOrigins
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.protocol.canary import CanaryOutcome
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.protocol.realtime import REALTIME_PATH
 from xpyd_proxy.core.request_history import RequestHistory
+from xpyd_proxy.core.request_record import ClientIds
 from xpyd_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
 from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.errors import ConfigError
@@ -88,6 +90,8 @@ def build_requests(
         new_id=new_id,
         new_transfer=new_transfer,
         request_over=telemetry.request_over,
+        ids=ClientIds(settings.request_id_headers),
+        origins=AllowedOrigins(settings.allowed_origins) if settings.allowed_origins else None,
         reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
         spans=traces,
         canaries=_canaries(settings, engines, counters=counters, clock=clock),

@@ -152,4 +152,4 @@ def _realtime(engines: EngineSide, requests: Requests) -> Sequence[WebSocketRout
         requests.clock,
     )
     telemetry.legs_under_way = lambda: (*requests.engines_of_legs(), *sessions.engines)
-    return realtime_routes(sessions, requests.new_id)
+    return realtime_routes(sessions, requests.new_id, requests.ids)

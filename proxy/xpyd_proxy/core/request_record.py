@@ -5,6 +5,7 @@ the status page, the access log and spans are all made of it.
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from enum import auto
 from typing import Final
 
@@ -315,6 +316,23 @@ def _has_failed(record: RequestRecord) -> bool:
 
 def _notability(record: RequestRecord) -> tuple[bool, float]:
     return _has_failed(record), record.duration_s
+
+
+class ClientIds:
+    """In which headers a client may name its request."""
+
+    __slots__ = ("_first", "_others")
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        """``names``: the first that a request has counts; none: X-Request-Id."""
+        self._first, *self._others = [name.lower().encode() for name in names] or [b"x-request-id"]
+
+    def of(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """Return the client's name of a request; None: it has none."""
+        said = headers.get(self._first)
+        if said is None and self._others:
+            said = next((headers[name] for name in self._others if name in headers), None)
+        return None if said is None else client_id(said)
 
 
 def client_id(header: bytes) -> str | None:

@@ -37,12 +37,13 @@ class ClientGone(Exception):
 class ClientResponse:
     """The response to one request."""
 
-    __slots__ = ("_keeps", "_life", "cut", "events", "failure", "is_paused", "replay", "writer")
+    __slots__ = ("_keeps", "_life", "added_lines", "cut", "events", "failure", "is_paused", "replay", "writer")
 
     def __init__(self, life: RequestLife, writer: ResponseWriter) -> None:
         self._life = life
         self._keeps = False  # the end of the stream matters
         self.writer = writer
+        self.added_lines = b""  # of the head, for pages of other sites
         self.is_paused = False  # the client reads slowly: the engine has to wait
         self.cut: StreamMove | None = None  # the stream is to be cut now
         self.replay: Continuation | None = None  # of a stream that another engine continues, or could continue
@@ -194,9 +195,10 @@ class ClientResponse:
             record.answered = True
             writer.end(event)
             return _OK
-        status, content_type, body = error_body(error, record.path)
+        overload = self._life.of.settings.overload_status
+        status, content_type, body = error_body(error, record.path, overload)
         lines = self._head_lines(content_type.encode("latin-1"))
-        for name, value in error_headers(error).items():
+        for name, value in error_headers(error, overload).items():
             lines += f"{name}: {value}\r\n".encode("latin-1")
         writer.begin(status, lines, body, streams=False)
         return status
@@ -207,6 +209,8 @@ class ClientResponse:
         of = self._life.of
         if of.lifetime.stage is not _SERVING:
             self.writer.keep_alive = False
+        if self.added_lines:
+            last_lines += self.added_lines
         return head_lines(self._life.record, content_type, shows_times=of.settings.server_timing, last_lines=last_lines)
 
     def _keeps_end(self) -> bool:

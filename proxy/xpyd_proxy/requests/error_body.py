@@ -20,7 +20,9 @@ from xpyd_proxy.errors import (
     OutOfTime,
     ProxyError,
     Refused,
+    RouterFull,
     RouterLacks,
+    TooManyConnections,
     TooSlow,
     TurnedAway,
     Unauthorized,
@@ -29,8 +31,12 @@ from xpyd_proxy.errors import (
     UnsupportedMedia,
     UriTooLong,
 )
+from xpyd_proxy.settings import OverloadStatus
 
 JSON: Final = "application/json"
+_TOO_MANY: Final = (429, "RateLimitError")
+_OVERLOADS: Final = (RouterFull, TooManyConnections, EngineBusy)
+_RETRY_AFTER_S: Final = 1  # of engines that have no room, and do not say for how long
 _MODEL: Final = "model"  # the field of a request that names one that no engine serves
 # Looked up along the class's bases: an error of its own kind, or that of its parent.
 _KINDS: Final[dict[type[Exception], tuple[int, str]]] = {
@@ -58,7 +64,9 @@ _KINDS: Final[dict[type[Exception], tuple[int, str]]] = {
 }
 
 
-def error_body(error: Exception, path: str) -> tuple[int, str, bytes]:
+def error_body(
+    error: Exception, path: str, overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE
+) -> tuple[int, str, bytes]:
     """Return the status, the content type and the body of an error; the text of a bug stays in the log.
 
     An engine's own words stay as they are if they have the shape of the path's API.
@@ -66,14 +74,16 @@ def error_body(error: Exception, path: str) -> tuple[int, str, bytes]:
     if isinstance(error, Refused):
         body = engine_text(path, error.status, error.body)
         return error.status, error.content_type if body is error.body else JSON, body
-    status, kind = _kind(error)
+    status, kind = _TOO_MANY if _is_told_to_wait(error, overload) else _kind(error)
     return status, JSON, error_text(path, status, _sentence(error), kind=kind, param=_param(error))
 
 
-def error_headers(error: Exception) -> dict[str, str]:
+def error_headers(error: Exception, overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE) -> dict[str, str]:
     """Return the headers that belong to an error, beside those that each answer has."""
     if isinstance(error, (TurnedAway, NoInstance)) and error.retry_after_s is not None:
         return {"retry-after": str(error.retry_after_s)}
+    if _is_told_to_wait(error, overload):
+        return {"retry-after": str(_RETRY_AFTER_S)}
     if isinstance(error, Unauthorized):
         return {"www-authenticate": error.asks}
     if isinstance(error, UnsupportedCoding):
@@ -86,6 +96,10 @@ def last_event(error: Exception, path: str) -> bytes:
     status, kind = _kind(error)
     event = error_event(path, status, _sentence(error), kind=kind, param=_param(error))
     return b"\n" + event  # the empty line closes an event that lacks its own
+
+
+def _is_told_to_wait(error: Exception, overload: OverloadStatus) -> bool:
+    return overload is OverloadStatus.TOO_MANY_REQUESTS and isinstance(error, _OVERLOADS)
 
 
 def _kind(error: Exception) -> tuple[int, str]:

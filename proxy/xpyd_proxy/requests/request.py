@@ -15,7 +15,7 @@ from xpyd_proxy.core.model import Instance, InstanceId, RequestId
 from xpyd_proxy.core.protocol.continuation import Continuation
 from xpyd_proxy.core.protocol.prompt_arrays import prompts_of
 from xpyd_proxy.core.raw_json import Fields
-from xpyd_proxy.core.request_record import PromptRecord, RequestRecord, client_id
+from xpyd_proxy.core.request_record import PromptRecord, RequestRecord
 from xpyd_proxy.core.routing.retries import RetryAttempts
 from xpyd_proxy.core.served_tokens import served_tokens
 from xpyd_proxy.errors import BodyTooLarge, OutOfTime, ProxyError
@@ -77,11 +77,7 @@ class Request:
         """``headers`` and ``shown`` as in RequestHead; ``record`` and ``plan``: of a part of a request."""
         head = self._head = RequestHead(path, headers, shown)
         span: RequestSpan | None = None
-        if record is None:
-            name = head.shown.get(b"x-request-id")
-            found = RequestRecord(of.new_id(), path, None if name is None else client_id(name))
-        else:
-            found = record
+        found = RequestRecord(of.new_id(), path, of.ids.of(head.shown)) if record is None else record
         if of.spans is not None:
             span = of.spans.request(found, tuple(headers))
         self._of = of
@@ -129,6 +125,10 @@ class Request:
 
     def check(self) -> bool:
         """Judge the head; False: the request is refused, and answered. One that is let in is under way from here on."""
+        origins = self._of.origins
+        if origins is not None:
+            added = origins.headers(self._head.shown.get(b"origin"))
+            self._client.added_lines = b"".join([b"%b: %b\r\n" % header for header in added])
         try:
             self._head.caller = self._of.intake.check(self._head)
         except ProxyError as error:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from xpyd_proxy.core.admission.lifetime import Lifetime, cut_short
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
+from xpyd_proxy.core.http.allowed_origins import AllowedOrigins
 from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.raw_json import Pieces
-from xpyd_proxy.core.request_record import RequestRecord
+from xpyd_proxy.core.request_record import ClientIds, RequestRecord
 from xpyd_proxy.core.routing.retries import RetryBudget
 from xpyd_proxy.io.request_path.good_legs import EngineLegs, GoodLegs
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
@@ -100,6 +101,8 @@ class Requests:
     new_transfer: Callable[[], TransferId]
     request_over: Callable[[RequestRecord], None]
     reports: bool = False  # prefill engines are asked how busy they are
+    ids: ClientIds = field(default_factory=ClientIds)
+    origins: AllowedOrigins | None = None  # None: no web page may read answers
     spans: Spans | None = None
     canaries: Canaries | None = None
     worker: tuple[int, int] = (0, 1)  # the number of this worker of the router, and how many there are

@@ -20,7 +20,7 @@ from support.sim import serving, sims, until
 from xpyd_proxy import listeners
 from xpyd_proxy.app import build
 from xpyd_proxy.core.admission.lifetime import Step
-from xpyd_proxy.settings import Settings
+from xpyd_proxy.settings import OverloadStatus, Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import abandoned
 
@@ -471,6 +471,91 @@ def test_a_key_is_wanted_on_both_ways(tmp_path):
 
     assert answers[0] == answers[1]
     assert [answer.status for answer in answers[0]] == [401, 401, 200, 200]
+
+
+APP = "https://app.example"
+ASKS = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization"}
+
+
+def test_a_page_of_an_allowed_origin_reads_answers_on_both_ways(tmp_path):
+    """Streams and errors as well, with its key; a browser's question needs none. Others read nothing."""
+    keys = tmp_path / "keys"
+    keys.write_text("me:sesame\n")
+    settings = replace(QUIET, api_keys_file=str(keys), allowed_origins=(APP,), admin_key="open")
+    key = {"Authorization": "Bearer sesame"}
+    read = {
+        "plain": post(Origin=APP, **key),
+        "streamed": post(STREAM, Origin=APP, **key),
+        "no key": post(Origin=APP),
+        "not JSON": post(b"{", Origin=APP, **key),
+        "models": post(b"", path="/v1/models", method="GET", Origin=APP, **key),
+        "a method": post(b"", method="PUT", Origin=APP, **key),
+    }
+    unread = {
+        "another origin": post(Origin="https://evil.example", **key),
+        "no origin": post(**key),
+    }
+    never = {"health": post(b"", path="/health", method="GET", Origin=APP)}
+    never |= {"instances": post(b"", path="/instances", method="GET", Origin=APP, X_Api_Key="open")}
+    with routers(sims(), settings) as found:
+        for served in found:
+            for request in read.values():
+                headers = served.ask(request).headers
+                assert (headers["access-control-allow-origin"], headers["vary"]) == (APP, "Origin")
+            for request in unread.values():
+                headers = served.ask(request).headers
+                assert ("access-control-allow-origin" in headers, headers["vary"]) == (False, "Origin")
+            for request in never.values():
+                assert not {"access-control-allow-origin", "vary"} & served.ask(request).headers.keys()
+            for path, status, allowed in (
+                (PATH, 204, "POST"),
+                ("/v1/models", 204, "GET, HEAD"),
+                ("/instances", 405, None),
+            ):
+                asked = served.ask(post(b"", path=path, method="OPTIONS", Origin=APP, **ASKS))
+                assert (asked.status, asked.headers.get("access-control-allow-methods")) == (status, allowed)
+            refused = served.ask(post(b"", method="OPTIONS", Origin="https://evil.example", **ASKS))
+            assert refused.status == 403
+            assert "access-control-allow-origin" not in refused.headers
+
+
+def test_without_allowed_origins_no_page_reads_anything(both):
+    """The default."""
+    for served in both:
+        for request in (post(), post(b"", method="OPTIONS", Origin=APP, **ASKS)):
+            assert not {"access-control-allow-origin", "vary"} & served.ask(request).headers.keys()
+
+
+@pytest.mark.parametrize("status", OverloadStatus)
+def test_a_router_without_room_says_so_by_the_status_that_is_set(status):
+    """A mesh ejects a router that answers 503, and not one that answers 429; both say when to come again."""
+    engines = sims(token_s=0.2)
+    settings = replace(QUIET, max_concurrency=1, max_queue=0, overload_status=status)
+    with routers(engines, settings) as found:
+        for served in found:
+            with served.open() as client:
+                client.send(post(STREAM))
+                until(lambda served=served: served.router.live.gate.admission.admitted == 1)
+                answers = [served.ask(post(path=path)) for path in (PATH, "/v1/messages", "/tokenize")]
+            until(lambda served=served: served.router.lifetime.in_flight == 0)
+            assert {answer.status for answer in answers} == {int(status)}
+            assert all(int(answer.headers["retry-after"]) > 0 for answer in answers)
+            assert ("RateLimitError" in answers[0].body) == (status == "429")
+
+
+def test_a_client_may_name_its_request_in_another_header():
+    """The first of those that are set; the router's own X-Request-Id counts only if it is among them."""
+    settings = replace(QUIET, request_id_headers=("X-Correlation-Id", "X-Trace"))
+    with routers(sims(), settings) as found:
+        for served in found:
+            for path, method in ((PATH, "POST"), ("/v1/models", "GET"), ("/v1/nothing", "POST")):
+                named = {"X_Trace": "second", "X_Correlation_Id": "first"}
+                answers = [
+                    served.ask(post(path=path, method=method, **named)),
+                    served.ask(post(path=path, method=method, X_Trace="second")),
+                    served.ask(post(path=path, method=method)),
+                ]
+                assert [answer.headers["x-request-id"] for answer in answers] == ["first", "second", "ID"]
 
 
 def test_a_router_that_leaves_says_so_on_both_ways():

@@ -23,6 +23,7 @@ RAISED = {
     errors.TooSlow("s"): (408, "RequestTimeoutError"),
     errors.TooManyConnections("c", retry_after_s=5): (503, "ServiceUnavailableError"),
     errors.BodyTooLarge("l"): (413, "RequestTooLargeError"),
+    errors.UnsupportedCoding("c"): (415, "UnsupportedMediaTypeError"),
     errors.UnsupportedMedia("m"): (415, "UnsupportedMediaTypeError"),
     errors.UnknownModel("m"): (404, "NotFoundError"),
     errors.Misdirected("h"): (421, "MisdirectedRequestError"),

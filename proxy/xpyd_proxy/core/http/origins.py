@@ -70,6 +70,8 @@ def check_open(settings: Settings) -> None:
     Raises:
         ConfigError: it is none of these.
     """
+    if settings.allowed_origins and settings.api_keys_file is None:
+        raise ConfigError("allowed_origins needs api_keys_file: any page could use the engines without a key")
     knows_clients = settings.api_keys_file is not None or settings.tls_client_ca is not None
     if knows_clients or settings.allow_unauthenticated:
         return

@@ -124,3 +124,10 @@ def test_who_shows_engines_to_others_must_know_them_or_say_so():
         check_open(Settings(host="127.0.0.1", admin_port=8081, admin_host="0.0.0.0", **more))
     for admin_host in (None, "::1"):
         check_open(Settings(host="127.0.0.1", admin_port=8081, admin_host=admin_host))
+
+
+def test_pages_of_other_origins_need_keys():
+    """Without one any page of the world could use the engines, if its origin were allowed by mistake."""
+    with pytest.raises(ConfigError, match="allowed_origins needs api_keys_file"):
+        check_open(Settings(allowed_origins=("*",), allow_unauthenticated=True))
+    check_open(Settings(allowed_origins=("*",), api_keys_file="keys"))

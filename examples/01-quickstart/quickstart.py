@@ -9,7 +9,7 @@ from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local import first_request, preflight
 from xpyd_proxy.local.errors import LocalError
-from xpyd_proxy.local.model import ensure_model
+from xpyd_proxy.local.model_folder import check_model, prepare_model
 from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command, router_command
 from xpyd_proxy.local.preflight import safe_dtype
 from xpyd_proxy.local.processes import open_fleet
@@ -18,12 +18,14 @@ from xpyd_proxy.local.processes import open_fleet
 def main():
     plan = read_arguments()
 
-    # 1. Is everything there: ports, memory, packages?
+    # 1. Is everything there: the model, ports, memory, packages?
+    check_model(plan.model)
     preflight.check(plan, preflight.look(plan))
 
     # 2. A model that any CPU serves. Its weights are random, so its words mean nothing; but they depend on every
     #    word of the prompt, so that a KV cache which arrived damaged would show.
-    ensure_model(plan.model)
+    if plan.kind is EngineKind.VLLM:
+        print(f"model: {prepare_model(plan.model)}")
 
     # 3. One process per engine and one for the router. They end with this block, however it ends.
     with open_fleet(plan.log_dir) as fleet:

@@ -4,7 +4,10 @@ import argparse
 import os
 import sys
 
-from openai import OpenAI, OpenAIError
+try:
+    from openai import OpenAI, OpenAIError
+except ModuleNotFoundError:
+    sys.exit("client: the Python package openai is not installed here: make install has it, in .venv")
 
 QUESTION = "A train carries bread from one station to another. What does it carry on its way back?"
 

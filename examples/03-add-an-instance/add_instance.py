@@ -12,9 +12,9 @@ import httpx
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.first_request import parse_server_timing, request_body
-from xpyd_proxy.local.model import ensure_model
+from xpyd_proxy.local.model_folder import prepare_model
 from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command
-from xpyd_proxy.local.preflight import safe_dtype
+from xpyd_proxy.local.preflight import check_packages, safe_dtype
 from xpyd_proxy.local.processes import open_fleet
 from xpyd_proxy.local.recipe import Connector, EngineSpec
 
@@ -23,7 +23,7 @@ REQUESTS = 6
 
 def main():
     args = read_arguments()
-    key = os.environ.get("ADMIN_API_KEY")
+    key = os.environ.get("ADMIN_API_KEY") or own_key()
     if not key:
         sys.exit("add_instance: set ADMIN_API_KEY to the value that the router was started with")
 
@@ -45,6 +45,12 @@ def main():
         if not args.instance and not args.once:
             print("The new engine runs until Ctrl-C; the router cannot be told to forget it.")
             wait_for_ctrl_c()
+
+
+def own_key():
+    """The key that `make up` has drawn in this folder."""
+    file = LocalPlan().key_file
+    return file.read_text().strip() if file.is_file() else None
 
 
 def add(router, address, key):
@@ -84,7 +90,8 @@ def decode_engine(args):
         dtype=safe_dtype(),
     )
     if plan.kind is EngineKind.VLLM:
-        ensure_model(args.model)
+        check_packages(spec.connector)
+        prepare_model(args.model)
     with open_fleet(plan.log_dir) as fleet:
         engine = fleet.start(engine_command(plan, spec, os.environ))
         print(f"starting a decode engine on {spec.address}, log {engine.log}")

@@ -11,8 +11,9 @@ from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local import first_request
 from xpyd_proxy.local.errors import LocalError
-from xpyd_proxy.local.model import ensure_model
+from xpyd_proxy.local.model_folder import prepare_model
 from xpyd_proxy.local.plan import MODEL_NAME, LocalPlan
+from xpyd_proxy.local.preflight import check_packages
 from xpyd_proxy.local.processes import Command, open_fleet
 from xpyd_proxy.local.recipe import PYTHON_MODULE, Connector, EngineSpec, engine, shell_line
 
@@ -51,7 +52,8 @@ def ask_one_engine(url):
 
 def start_engines(fleet, args):
     """Two `vllm serve`; on a machine with an accelerator, these lines without the options for CPUs."""
-    ensure_model(args.model)
+    check_packages(Connector.NIXL)
+    prepare_model(args.model)
     specs = [
         EngineSpec(
             name=f"stock-{role.value}",

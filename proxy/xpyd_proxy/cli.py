@@ -80,8 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 import argcomplete  # noqa: PLC0415
 
                 argcomplete.autocomplete(build_parser(os.environ["COMP_LINE"].split()[1:]))
-            args = build_parser(arguments).parse_args(arguments)
+            words, passed_on = _split_passed_on(arguments)
+            args = build_parser(words).parse_args(words)
         args.command_line = arguments
+        args.passed_on = passed_on
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
     except KeyboardInterrupt:
@@ -93,6 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         how = "pip install 'xpyd[proxy]' or, in a checkout, pip install '.[proxy]'"
         sys.stderr.write(f"xpyd: {package} is not installed, which comes with the extra for the router: {how}\n")
         return 2
+
+
+def _split_passed_on(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Cut off what `xpyd up` passes on to engines, which stands behind the first --."""
+    if arguments[:1] != ["up"] or "--" not in arguments:
+        return arguments, ()
+    end = arguments.index("--")
+    return arguments[:end], arguments[end + 1 :]
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

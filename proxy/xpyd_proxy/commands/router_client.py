@@ -8,6 +8,7 @@ import re
 import ssl
 import sys
 import time
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, cast
 
@@ -17,12 +18,13 @@ from xpyd_proxy.commands.flag_values import seconds, server_url
 from xpyd_proxy.commands.tables import printable, shortened
 from xpyd_proxy.core.admission.keys import outbound_key
 from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.files import load_chain, read_text
+from xpyd_proxy.io.files import LOCAL_KEY_FILE, load_chain, read_text
 
 Json: TypeAlias = dict[str, Any]
 ROUTER_VARIABLE: Final = "XPYD_ROUTER"
 PIN_VARIABLE: Final = "XPYD_ROUTER_PIN"
 KEY_VARIABLE: Final = "ADMIN_API_KEY"
+_THIS_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
 _REASON: Final = "x-xpyd-reason"  # of a refusal in the words of vLLM's demo, which do not say why
 _WORKERS: Final = "x-xpyd-workers"  # of a 404: of how many processes this one is
 _TRIES: Final = 8  # connections for each worker: one in 3,000 is missed
@@ -158,7 +160,11 @@ def add_access_arguments(parser: argparse.ArgumentParser) -> Sequence[argparse.A
     said = f"URL of the router (default: ${ROUTER_VARIABLE}, now {router})"
     return (
         add("--router", default=router, metavar="URL", help=said),
-        add("--key-file", metavar="FILE", help=f"file with the admin key (default: ${KEY_VARIABLE})"),
+        add(
+            "--key-file",
+            metavar="FILE",
+            help=f"file with the admin key (default: ${KEY_VARIABLE}, then that of xpyd up)",
+        ),
         add("--ca", metavar="FILE", help="PEM file with the only authorities to trust for an https router"),
         add(
             "--pin",
@@ -190,11 +196,21 @@ def _read_access(args: argparse.Namespace) -> tuple[str, str, ssl.SSLContext]:
     if args.pin and (args.ca or args.server_name):
         raise ConfigError("--pin trusts one certificate, of any name: leave out --ca and --server-name")
     tls = _tls(args) if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if args.key_file is not None:
-        key = outbound_key(read_text(args.key_file), args.key_file)
-    elif not (key := os.environ.get(KEY_VARIABLE, "")):  # never an argument: those are visible in ps
-        raise ConfigError(f"no admin key: set {KEY_VARIABLE} in the environment, or name a file with it (--key-file)")
-    return url, key, tls
+    return url, _read_key(args.key_file, url), tls
+
+
+def _read_key(file: str | None, url: str) -> str:
+    """Return the admin key, which is never an argument: those are visible in ps. Raises ConfigError."""
+    if file is not None:
+        return outbound_key(read_text(file), file)
+    if key := os.environ.get(KEY_VARIABLE, ""):
+        return key
+    if LOCAL_KEY_FILE.is_file() and urllib.parse.urlsplit(url).hostname in _THIS_MACHINE:  # of no use elsewhere
+        return outbound_key(read_text(str(LOCAL_KEY_FILE)), str(LOCAL_KEY_FILE))
+    raise ConfigError(
+        f"no admin key: set {KEY_VARIABLE} in the environment, or name a file with it (--key-file); xpyd up keeps its "
+        f"own in {LOCAL_KEY_FILE}, and commands in the same folder find it"
+    )
 
 
 def _tls(args: argparse.Namespace) -> ssl.SSLContext:

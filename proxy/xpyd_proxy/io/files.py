@@ -3,12 +3,16 @@
 import functools
 import ssl
 from pathlib import Path
+from typing import Final
 
 from xpyd_proxy.core.admission.keys import Keys, outbound_key
 from xpyd_proxy.core.admission.service_classes import ServiceClasses, check_no_classes
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.settings import Settings
+
+# Where `xpyd up` keeps the admin key of its router; commands that ask a router look there, in the folder they run in.
+LOCAL_KEY_FILE: Final = Path(".xpyd/admin-key")
 
 
 def read_text(path: str) -> str:

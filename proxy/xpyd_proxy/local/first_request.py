@@ -35,6 +35,7 @@ class FirstAnswer:
     seconds: float  # as the client saw it
     legs: dict[str, LegTiming]  # by the name of the leg: prefill, decode
     bytes_moved: int | None  # None: no engine has a metric for it
+    request_id: str | None  # that of the router; None: it did not say
 
 
 def request_body(model: str, question: str = QUESTION, *, max_tokens: int = 24) -> dict[str, object]:
@@ -73,7 +74,8 @@ def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
         text = None
     if not isinstance(text, str):
         raise LocalError(f"the first request was answered with something else: {response.text[:500]}")
-    return FirstAnswer(text, seconds, legs, None if now is None or before is None else now - before)
+    moved = None if now is None or before is None else now - before
+    return FirstAnswer(text, seconds, legs, moved, response.headers.get("x-request-id"))
 
 
 def parse_server_timing(header: str) -> dict[str, LegTiming]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.protocol.push import EngineMode
+from xpyd_proxy.io.files import LOCAL_KEY_FILE
 from xpyd_proxy.local.processes import Command
 from xpyd_proxy.local.recipe import HOST, PYTHON_MODULE, Connector, EngineSpec, engine
 
@@ -34,15 +35,28 @@ class LocalPlan:
     prefill_port: int = 8100  # of the first prefill engine
     decode_port: int = 8200  # of the first decode engine
     side_channel_port: int = 5600  # of the first prefill engine; decode engines follow
+    admin_port: int | None = None  # of the router's routes for operators; None: they are at its own port
+    has_own_key: bool = False  # the admin key of the router is in `key_file`
+    engine_args: tuple[str, ...] = ()  # more options of vLLM
     kv_events: bool = False  # the router knows from the engines what they have cached
     dtype: str | None = None  # of the engines; None: vLLM's choice
-    home: Path = Path(".xpyd")  # logs, caches and the tiny model
+    home: Path = LOCAL_KEY_FILE.parent  # logs, caches and the tiny model
     model: Path = Path(".xpyd/models/tiny")
 
     @property
     def router_url(self) -> str:
         """Where clients find the router."""
         return f"http://{HOST}:{self.port}"
+
+    @property
+    def admin_url(self) -> str:
+        """Where operators find the router."""
+        return f"http://{HOST}:{self.admin_port or self.port}"
+
+    @property
+    def key_file(self) -> Path:
+        """Where the admin key is, if it was drawn here; commands that ask the router look there."""
+        return self.home / LOCAL_KEY_FILE.name
 
     @property
     def log_dir(self) -> Path:
@@ -73,6 +87,7 @@ class LocalPlan:
                 kv_events=self.kv_events_dir if self.kv_events else None,
                 timelines=self.connector is Connector.XPYD,
                 dtype=self.dtype,
+                extra_args=self.engine_args,
             )
             for number, (role, index, port) in enumerate(places)
         )
@@ -84,6 +99,8 @@ class LocalPlan:
     def ports(self) -> Iterator[tuple[int, str, str]]:
         """Yield every port that must be free, who needs it, and the option that moves it."""
         yield self.port, "the router", "--port"
+        if self.admin_port is not None:
+            yield self.admin_port, "the router's routes for operators", "--admin-port"
         for spec in self.engines():
             yield spec.port, spec.name, "--prefill-port" if spec.role is Role.PREFILL else "--decode-port"
             if self.kind is EngineKind.VLLM and spec.side_channel_port is not None:
@@ -104,6 +121,10 @@ def router_command(plan: LocalPlan, inherited: Mapping[str, str]) -> Command:
     """Return how to start the router in front of all engines of the plan."""
     argv = [*PYTHON_MODULE, "xpyd_proxy.cli", "serve", "--host", HOST, "--port", str(plan.port)]
     argv += ["--prefill", *plan.addresses(Role.PREFILL), "--decode", *plan.addresses(Role.DECODE)]
+    if plan.admin_port is not None:
+        argv += ["--admin-port", str(plan.admin_port)]
+    if plan.has_own_key:
+        argv += ["--admin-key-file", str(plan.key_file)]
     if plan.kv_events:
         argv += ["--kv-events", "auto"]
     if plan.return_kv:

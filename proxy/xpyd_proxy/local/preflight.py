@@ -20,6 +20,14 @@ MODULES = {  # that engines import, and where they come from
     Connector.XPYD: ("vllm", "nixl", "xpyd_connector"),
     Connector.NIXL: ("vllm", "nixl"),
 }
+OWN_OPTIONS = {  # of vLLM, which differ from engine to engine or must fit the router, and what to write instead
+    "--host": "engines listen at 127.0.0.1",
+    "--port": "write --prefill-port or --decode-port before the --",
+    "--model": "write --model before the --",
+    "--served-model-name": "clients call the model tiny",
+    "--kv-transfer-config": "write --connector or --kv-transfer-mode before the --",
+    "--kv-events-config": "write --kv-events before the --",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +45,9 @@ def look(plan: LocalPlan) -> Machine:
     """Find out what the plan depends on."""
     home = plan.home.absolute()
     existing = next(path for path in (home, *home.parents) if path.exists())
-    modules = MODULES[plan.connector]
     return Machine(
         taken_ports=frozenset(port for port, _, _ in plan.ports() if not _is_free(port)),
-        missing_modules=frozenset(name for name in modules if importlib.util.find_spec(name) is None),
+        missing_modules=_missing_modules(plan.connector),
         missing_programs=frozenset() if shutil.which("lscpu") else frozenset({"lscpu"}),
         free_memory=free_memory(),
         free_disk=shutil.disk_usage(existing).free,
@@ -56,8 +63,8 @@ def check(plan: LocalPlan, machine: Machine) -> None:
         problems.append("--kv-transfer-mode auto works with our connector alone: write pull or push")
     if plan.kind is EngineKind.VLLM:
         problems += [*_engine_problems(plan, machine)]
-    elif plan.kv_events:
-        problems.append("simulated engines have no cache to tell of: leave out --kv-events, or write --engine vllm")
+    else:
+        problems += [*_simulation_problems(plan)]
     if problems:
         raise LocalError("\n".join(problems))
 
@@ -74,9 +81,32 @@ def _port_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:
         users[port] = user
 
 
+def check_packages(connector: Connector) -> None:
+    """Raise LocalError if vLLM engines with this connector cannot run in this environment."""
+    if missing := sorted(_missing_modules(connector)):
+        raise LocalError("\n".join(map(_missing_sentence, missing)))
+
+
+def _missing_modules(connector: Connector) -> frozenset[str]:
+    return frozenset(name for name in MODULES[connector] if importlib.util.find_spec(name) is None)
+
+
+def _missing_sentence(module: str) -> str:
+    return f"the Python package {module} is not installed: `make install` installs it, `--engine sim` does without"
+
+
+def _simulation_problems(plan: LocalPlan) -> Iterator[str]:
+    if plan.kv_events:
+        yield "simulated engines have no cache to tell of: leave out --kv-events, or write --engine vllm"
+    if plan.engine_args:
+        yield "simulated engines have no options of vLLM: leave out what stands behind --, or write --engine vllm"
+
+
 def _engine_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:
-    for name in sorted(machine.missing_modules):
-        yield f"the Python package {name} is not installed: `make up` installs it, `--engine sim` does without"
+    for argument in plan.engine_args:
+        if (flag := argument.partition("=")[0].replace("_", "-")) in OWN_OPTIONS:
+            yield f"{flag} is not an option for engines here, as xpyd up says it itself: {OWN_OPTIONS[flag]}"
+    yield from map(_missing_sentence, sorted(machine.missing_modules))
     for name in sorted(machine.missing_programs):
         yield f"the program {name} is not installed, and vLLM asks it about the CPU: install the package util-linux"
     engines = plan.prefill + plan.decode

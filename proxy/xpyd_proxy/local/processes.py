@@ -70,6 +70,11 @@ class Child:
         """Whether the program still runs."""
         return self.exit_code is None
 
+    @property
+    def log_size(self) -> int:
+        """Bytes that it has written to its log."""
+        return self.log.stat().st_size
+
     def tail(self, lines: int = 20) -> str:
         """Return the last lines of its log."""
         return "\n".join(self._end_of_log().splitlines()[-lines:])
@@ -100,6 +105,28 @@ class Child:
     def wait(self, timeout_s: float) -> int:
         """Return the exit code; raises subprocess.TimeoutExpired after `timeout_s` seconds."""
         return self._process.wait(timeout_s)
+
+
+class Patience:
+    """How long children are waited for: their logs show whether they get on."""
+
+    def __init__(self, silence_s: float, most_s: float, *, now: float) -> None:
+        """``silence_s``: seconds without a new line; ``most_s``: seconds in all, however much is written."""
+        self._silence_s = silence_s
+        self._end = now + most_s
+        self._moved_at = now
+        self._sizes: dict[str, int] = {}
+
+    def is_over(self, sizes: Mapping[str, int], *, now: float) -> bool:
+        """Look at the sizes of the logs of those that are waited for; tell whether to give up."""
+        if any(size > self._sizes.get(name, 0) for name, size in sizes.items()):
+            self._moved_at = now
+        self._sizes.update(sizes)
+        return now > self._end or now - self._moved_at > self._silence_s
+
+    def silence(self, *, now: float) -> float:
+        """Return the seconds since a log grew."""
+        return now - self._moved_at
 
 
 class ProcessGroup:
@@ -138,9 +165,13 @@ class ProcessGroup:
         children: Iterable[Child],
         *,
         timeout_s: float = 180.0,
+        most_s: float | None = None,
         report: Callable[[Sequence[str], float], None] = lambda _names, _seconds: None,
     ) -> None:
         """Return when all of them serve at the same time. Raises ChildFailed, after `timeout_s` seconds at the latest.
+
+        With `most_s` a child that writes to its log is given more time: `timeout_s` seconds from its last line on, and
+        `most_s` in all.
 
         One that has served is looked at again: a router that started before its engines is healthy until it has found
         them missing, and then not before it has found them back.
@@ -150,14 +181,20 @@ class ProcessGroup:
         """
         children = list(children)
         start = time.monotonic()
+        patience = Patience(timeout_s, timeout_s if most_s is None else most_s, now=start)
         with httpx.Client(timeout=1.0, trust_env=False) as client:
             while missing := [child for child in children if not _serves(client, child)]:
-                seconds = time.monotonic() - start
+                now = time.monotonic()
+                seconds = now - start
                 report([child.name for child in missing], seconds)
                 self.raise_if_dead()
-                if seconds > timeout_s:
-                    first = missing[0]
-                    raise ChildFailed(f"{first.name} is not ready after {seconds:.0f} s", first.log, first.tail())
+                if patience.is_over({child.name: child.log_size for child in missing}, now=now):
+                    first, silent = missing[0], ""
+                    if most_s is not None:
+                        silent = f", and its log got its last line {patience.silence(now=now):.0f} s ago"
+                    raise ChildFailed(
+                        f"{first.name} is not ready after {seconds:.0f} s{silent}", first.log, first.tail()
+                    )
                 time.sleep(POLL_S)
 
     def raise_if_dead(self) -> None:

@@ -8,8 +8,9 @@ import signal
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_urlsafe
 from types import FrameType
 
 from xpyd_proxy.core.model import Role
@@ -17,12 +18,14 @@ from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.local import first_request, preflight
 from xpyd_proxy.local.errors import ChildFailed, LocalError
 from xpyd_proxy.local.first_request import FirstAnswer
+from xpyd_proxy.local.model_folder import check_model, prepare_model
 from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command, router_command
-from xpyd_proxy.local.processes import DIRECTORY, ProcessGroup, make_directory, open_fleet
+from xpyd_proxy.local.processes import DIRECTORY, FILE, ProcessGroup, make_directory, open_file, open_fleet
 from xpyd_proxy.local.recipe import Connector, with_secret
 from xpyd_proxy.local.screen import Screen
 
 READY_TIMEOUT_S = 300.0
+MOST_TIMEOUTS = 12  # an engine that writes to its log for so many times that long is given up, too
 GRACE_S = 5.0  # an engine that is still starting does not listen to SIGTERM
 LOOK_EVERY_S = 0.5
 FAILED, INTERRUPTED = 1, 130
@@ -71,21 +74,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--side-channel-port", _DEFAULT.side_channel_port, "the first engine's side channel"),
     ):
         add(flag, type=int, default=default, metavar="PORT", help=f"port of {owner} (default: %(default)s)")
+    said = "port of the status page and of the routes for operators (default: that of the router)"
+    add("--admin-port", type=int, metavar="PORT", help=said)
     add(
         "--model",
         type=Path,
         metavar="DIR",
-        help=f"folder of the model; without one there, a tiny one is made (default: {_DEFAULT.model})",
+        help=f"folder of the model (default: {_DEFAULT.model}, where a tiny one is made)",
     )
+    said = "seconds that an engine which starts may write nothing to its log (default: %(default)g)"
+    add("--ready-timeout", type=_timeout, default=READY_TIMEOUT_S, metavar="S", help=said)
     said = "engines tell the router what they have cached (docs/kv-events-router.md)"
     add("--kv-events", action="store_true", help=said)
     add("--once", action="store_true", help="send one request, show the answer and stop")
-    parser.set_defaults(run=run)
+    parser.usage = "xpyd up [OPTION]... [-- OPTION_OF_VLLM...]"
+    parser.epilog = "What stands behind -- goes to the engines: xpyd up -- --max-num-seqs 8"
+    parser.set_defaults(run=run, passed_on=())
 
 
 def run(args: argparse.Namespace) -> int:
     """Do it; return the exit code: 0 when the answer arrived and Ctrl-C or `--once` ended it."""
-    as_given = ("prefill", "decode", "port", "prefill_port", "decode_port", "side_channel_port", "kv_events")
+    ports = ("port", "prefill_port", "decode_port", "side_channel_port", "admin_port")
+    as_given = ("prefill", "decode", "kv_events", *ports)
     plan = LocalPlan(
         kind=EngineKind(args.engine),
         connector=Connector(args.connector),
@@ -93,12 +103,14 @@ def run(args: argparse.Namespace) -> int:
         return_kv=args.return_kv,
         model=args.model or _DEFAULT.model,
         dtype=preflight.safe_dtype(),
+        has_own_key=not os.environ.get("ADMIN_API_KEY"),
+        engine_args=tuple(args.passed_on),
         **{name: getattr(args, name) for name in as_given},
     )
     screen = Screen()
     try:
         with _terminate_like_ctrl_c():
-            return _up(plan, screen, once=args.once)
+            return _up(plan, screen, once=args.once, ready_timeout_s=args.ready_timeout)
     except LocalError as exc:
         _explain(exc, screen)
         return FAILED
@@ -107,26 +119,30 @@ def run(args: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
-def _up(plan: LocalPlan, screen: Screen, *, once: bool) -> int:
+def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) -> int:
     engines, moving = f"{plan.prefill} prefill and {plan.decode} decode", MOVING[plan.mode]
     if plan.kind is EngineKind.SIM:
         screen.line(f"xpyd: {engines}, simulated engines (no model, no KV cache), as if {moving}")
     else:
         screen.line(f"xpyd: {engines}, vLLM engines with the connector {plan.connector.value}; {moving}")
+    check_model(plan.model)
     preflight.check(plan, preflight.look(plan))
     make_home(plan)
+    if plan.has_own_key:
+        draw_key(plan)
     if plan.kind is EngineKind.VLLM:
-        _make_model(plan, screen)
+        screen.step("model", prepare_model(plan.model))
         if plan.dtype:
             screen.step("dtype", f"{plan.dtype}: with its own choice, bfloat16, vLLM may crash on a CPU with AMX")
     with open_fleet(plan.log_dir, grace_s=GRACE_S) as fleet:
         try:
-            _start(plan, fleet, screen)
+            _start(plan, fleet, screen, ready_timeout_s)
             mover = Role.PREFILL if plan.mode == EngineMode.PUSH else Role.DECODE  # it knows how much it moves
             movers = [f"http://{address}" for address in plan.addresses(mover)]
-            _show(first_request.ask(plan.router_url, movers, MODEL_NAME), plan, screen)
+            answer = first_request.ask(plan.router_url, movers, MODEL_NAME)
+            _show(answer, plan, screen)
             if not once:
-                _stay(plan, fleet, screen)
+                _stay(plan, fleet, screen, answer)
         finally:
             screen.line("Stopping ...")
     screen.line("Stopped: no process is left.")
@@ -140,17 +156,15 @@ def make_home(plan: LocalPlan) -> None:
         folder.chmod(DIRECTORY)
 
 
-def _make_model(plan: LocalPlan, screen: Screen) -> None:
-    if (plan.model / "config.json").exists() and plan.model != _DEFAULT.model:
-        screen.step("model", f"{plan.model}, as it is")
-        return
-    from xpyd_proxy.local.model import ensure_model  # noqa: PLC0415 (simulated engines do without its libraries)
-
-    made = ensure_model(plan.model)
-    screen.step("model", f"{plan.model}, {'made' if made else 'made earlier'}: random weights, 5 MB")
+def draw_key(plan: LocalPlan) -> None:
+    """Draw an admin key, unless an earlier time has: another router of this folder may still use it."""
+    if not (plan.key_file.is_file() and plan.key_file.stat().st_size):
+        with open_file(plan.key_file, append=False) as file:
+            file.write(f"{token_urlsafe(32)}\n".encode())
+    plan.key_file.chmod(FILE)
 
 
-def _start(plan: LocalPlan, fleet: ProcessGroup, screen: Screen) -> None:
+def _start(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, ready_timeout_s: float) -> None:
     start = time.monotonic()
     shared = with_secret(os.environ)
     commands = [engine_command(plan, spec, shared) for spec in plan.engines()]
@@ -159,7 +173,8 @@ def _start(plan: LocalPlan, fleet: ProcessGroup, screen: Screen) -> None:
     for child in children:
         url = child.command.health_url.removesuffix("/health")
         screen.step("start", f"{child.name:<10}  {url}  {child.log}")
-    fleet.wait_ready(children, timeout_s=READY_TIMEOUT_S, report=screen.waiting)
+    most_s = ready_timeout_s * MOST_TIMEOUTS
+    fleet.wait_ready(children, timeout_s=ready_timeout_s, most_s=most_s, report=screen.waiting)
     screen.done_waiting()
     screen.step("ready", f"after {time.monotonic() - start:.1f} s")
 
@@ -182,11 +197,17 @@ def _show(answer: FirstAnswer, plan: LocalPlan, screen: Screen) -> None:
     screen.line()
 
 
-def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen) -> None:
+def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, answer: FirstAnswer) -> None:
     body = json.dumps(first_request.request_body(MODEL_NAME, "Where does the river end?"))
     url = f"{plan.router_url}/v1/chat/completions"
     screen.line("Try it from another terminal:")
     screen.line(f"  curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
+    if answer.request_id is not None:
+        screen.line(f"  {_own_command()} why --router={plan.admin_url} {answer.request_id}")
+    screen.line()
+    screen.step("status", f"{plan.admin_url}/ shows engines and failures in a browser; no key is needed")
+    kept = f"{plan.key_file}, where xpyd why, instances and pairs find it" if plan.has_own_key else "$ADMIN_API_KEY"
+    screen.step("admin key", f"in {kept}; the routes for operators want it as X-Api-Key")
     screen.line()
     try:
         screen.line("Running. Ctrl-C stops everything.")  # a signal may follow at once
@@ -195,6 +216,15 @@ def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen) -> None:
             time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
         screen.line()
+
+
+def _own_command() -> str:
+    """Return how this command is called from here."""
+    command = Path(sys.executable).with_name("xpyd")
+    if not command.is_file():
+        return f"{shlex.quote(sys.executable)} -m xpyd_proxy.cli"
+    here = Path.cwd()
+    return shlex.quote(str(command.relative_to(here) if command.is_relative_to(here) else command))
 
 
 def _explain(error: LocalError, screen: Screen) -> None:
@@ -219,6 +249,13 @@ def _terminate_like_ctrl_c() -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _timeout(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) <= 86_400:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is not a time: write seconds, above 0 and up to 86400")
 
 
 def _count(text: str) -> int:

@@ -102,3 +102,19 @@ def test_a_plan_that_returns_kv_sets_both_sides():
         "--return-kv true --prefill-policy prefix --decode-policy prefix"
     )
     assert "--return-kv" not in router_command(LocalPlan(), {}).argv
+
+
+def test_options_for_engines_go_to_all_of_them_and_not_to_the_router():
+    """Tools need a parser on both sides: either engine may answer alone."""
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    plan = LocalPlan(engine_args=tools)
+
+    assert [tuple(engine_command(plan, spec, {}).argv[-3:]) for spec in plan.engines()] == [tools] * 2
+    assert "hermes" not in router_command(plan, {}).argv
+
+
+def test_the_router_gets_the_path_of_its_key():
+    """A key among the arguments would be seen by every user of the machine."""
+    argv = router_command(LocalPlan(has_own_key=True, admin_port=9001), {}).argv
+
+    assert " ".join(argv).endswith("--admin-port 9001 --admin-key-file .xpyd/admin-key")

@@ -50,7 +50,7 @@ def test_a_port_that_cannot_be_is_not_called_taken(port, says):
         ({"free_disk": GIB // 10}, ".xpyd needs about 0.25 GiB of disk and 0.10 GiB are free: make room"),
         (
             {"missing_modules": frozenset({"vllm"})},
-            "the Python package vllm is not installed: `make up` installs it, `--engine sim` does without",
+            "the Python package vllm is not installed: `make install` installs it, `--engine sim` does without",
         ),
         ({"missing_programs": frozenset({"lscpu"})}, "install the package util-linux"),
     ],

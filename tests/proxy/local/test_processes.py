@@ -13,7 +13,7 @@ import pytest
 
 from support.cluster import free_ports
 from xpyd_proxy.local.errors import ChildFailed
-from xpyd_proxy.local.processes import Command, open_fleet
+from xpyd_proxy.local.processes import Command, Patience, open_fleet
 
 SLEEPER = "import time; time.sleep(60)"
 SERVER = """
@@ -152,6 +152,26 @@ def test_a_child_that_never_serves_is_reported_in_time(fleet):
 
     with pytest.raises(ChildFailed, match=r"child is not ready after \d+ s; its log is .*child\.log"):
         fleet.wait_ready([child], timeout_s=0.05)
+
+
+def test_a_log_that_grows_extends_the_wait():
+    """An engine on a busy machine loads for minutes, and says so; one that says nothing hangs."""
+    patience = Patience(10.0, 100.0, now=0.0)
+
+    assert [patience.is_over({"decode-0": size}, now=now) for size, now in ((0, 9), (5, 10), (5, 19), (6, 20))] == [
+        False
+    ] * 4
+    assert not patience.is_over({"decode-0": 6}, now=30.0)
+    assert patience.is_over({"decode-0": 6}, now=30.1)
+    assert patience.silence(now=30.1) == pytest.approx(10.1)
+
+
+def test_a_log_that_grows_for_ever_does_not():
+    """A program may say once a second that it waits for another."""
+    patience = Patience(10.0, 100.0, now=0.0)
+
+    assert not any(patience.is_over({"decode-0": now}, now=float(now)) for now in range(101))
+    assert patience.is_over({"decode-0": 101}, now=100.5)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,8 @@ import pytest
 
 from support.cluster import ROOM, free_ports
 from xpyd_proxy.local.errors import ChildFailed
-from xpyd_proxy.local.model import FINGERPRINT
-from xpyd_proxy.local.plan import LocalPlan
 from xpyd_proxy.local.screen import Screen
-from xpyd_proxy.local.up import _explain, _make_model
+from xpyd_proxy.local.up import _explain
 
 
 @contextmanager
@@ -184,20 +182,96 @@ def test_a_wrong_number_of_engines_is_one_sentence(tmp_path, count):
     assert err == (f"xpyd up: argument --decode: '{count}' is not a number of engines: write one from 1 to 32\n")
 
 
-def test_a_model_of_ones_own_is_served_as_it_is(tmp_path):
-    """`--model DIR` may name a real one."""
-    (tmp_path / "config.json").write_text("{}")
+@pytest.mark.parametrize("engine", ["vllm", "sim"])
+def test_a_name_on_the_hub_is_refused_and_no_folder_of_that_name_is_made(tmp_path, engine):
+    """It was, with a random model in it, which answered under the name of the real one."""
+    with up(tmp_path, "--engine", engine, "--model", "Qwen/Qwen3-0.6B") as process:
+        _, err = process.communicate()
 
-    _make_model(LocalPlan(model=tmp_path), Screen())
+    assert process.returncode == 1
+    assert err.startswith("xpyd up: there is no model in Qwen/Qwen3-0.6B: --model takes a folder with a config.json")
+    assert list(tmp_path.iterdir()) == []
 
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+def test_commands_for_operators_work_behind_a_plain_up(tmp_path):
+    """The line that it prints is pasted as it is; the others find the key in the same folder."""
+    with up(tmp_path, "--engine", "sim") as process:
+        out = read_until(process, "Ctrl-C stops everything")
+        (line,) = [line.strip() for line in out.splitlines() if " why --router=" in line]
+        (url,) = re.findall(r"--router=(\S+)", line)
+        ran = [["sh", "-c", line], *([sys.executable, "-m", "xpyd_proxy.cli", *words, "--router", url]
+               for words in (["instances", "list"], ["pairs"]))]  # fmt: skip
+        bare = {name: value for name, value in os.environ.items() if name != "ADMIN_API_KEY"}
+        done = [subprocess.run(argv, cwd=tmp_path, env=bare, capture_output=True, text=True) for argv in ran]
+        page = httpx.get(re.findall(r"status +(http://\S+)", out)[0], timeout=20)
+        shown = [" ".join(child.cmdline()) for child in psutil.Process(process.pid).children()]
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+
+    key = (tmp_path / ".xpyd/admin-key").read_text().strip()
+    assert [(each.returncode, each.stderr) for each in done] == [(0, "")] * 3
+    assert "prefill leg prefill-0" in done[0].stdout
+    assert page.status_code == 200
+    assert len(key) >= 32
+    assert (tmp_path / ".xpyd/admin-key").stat().st_mode & 0o777 == 0o600
+    told = [out, *shown, *(log.read_text() for log in (tmp_path / ".xpyd/logs").iterdir())]
+    assert not [text for text in told if key in text]
 
 
-def test_a_missing_model_is_made(tmp_path):
-    """Nothing can be fetched from a hub."""
-    _make_model(LocalPlan(model=tmp_path / "tiny"), Screen())
+def test_a_key_of_the_environment_is_used_as_it_is(tmp_path, monkeypatch):
+    """A second one would be one too many."""
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame-of-the-operator")
+    with up(tmp_path, "--engine", "sim") as process:
+        out = read_until(process, "Ctrl-C stops everything")
+        (router,) = re.findall(r"router +(http://\S+)", out)
+        asked = httpx.get(f"{router}/instances", headers={"X-Api-Key": "sesame-of-the-operator"}, timeout=20)
+        process.send_signal(signal.SIGINT)
+        process.communicate()
 
-    assert (tmp_path / "tiny" / FINGERPRINT).exists()
+    assert asked.status_code == 200
+    assert not (tmp_path / ".xpyd/admin-key").exists()
+
+
+def test_every_port_can_be_moved(tmp_path):
+    """Also that of the routes for operators, where the printed lines then lead."""
+    (admin,) = free_ports(1)
+    with up(tmp_path, "--engine", "sim", "--admin-port", str(admin)) as process:
+        out = read_until(process, "Ctrl-C stops everything")
+        page = httpx.get(f"http://127.0.0.1:{admin}/", timeout=20)
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+
+    assert page.status_code == 200
+    assert f"why --router=http://127.0.0.1:{admin} xpyd-" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--engine", "sim", "--", "--max-num-seqs", "8"], "simulated engines have no options of vLLM"),
+        (
+            ["--", "--port=1"],
+            "--port is not an option for engines here, as xpyd up says it itself: write --prefill-port",
+        ),
+        (["--", "--served_model_name", "x"], "--served-model-name is not an option for engines here"),
+    ],
+)
+def test_an_option_that_cannot_go_to_engines_is_refused(tmp_path, words, says):
+    """An engine would fail half a minute later, with a page of usage."""
+    with up(tmp_path, *words) as process:
+        _, err = process.communicate()
+
+    assert process.returncode == 1
+    assert says in err
+    assert not (tmp_path / ".xpyd").exists()
+
+
+def test_an_argument_without_a_flag_is_no_option_of_engines(tmp_path):
+    """Only what stands behind -- is."""
+    with up(tmp_path, "--engine", "sim", "hermes") as process:
+        _, err = process.communicate()
+
+    assert (process.returncode, err) == (2, "xpyd: unrecognized arguments: hermes\n")
 
 
 def test_the_ports_that_follow_a_tests_port_belong_to_that_test():

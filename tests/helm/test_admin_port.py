@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from support.certificates import Authority
-from support.helm_chart import CHART, HELMS, Chart, Refused, default, run
+from support.helm_chart import HELMS, Chart, Refused, default, notes
 from support.helm_checks import complaints
 from support.helm_objects import COMPONENT, PROBES, container, flag, kind, one, router, templates
 from support.router_process import RouterProcess
@@ -42,7 +42,7 @@ def test_clients_reach_one_port_and_prometheus_the_other(helm):
 @pytest.mark.parametrize("kind_", ["ClusterIP", "NodePort", "LoadBalancer"])
 def test_a_load_balancer_has_the_clients_port_alone(helm, kind_):
     """Whatever type the routers' service has, the other one is inside the cluster."""
-    objects = Chart().objects({"router": {"service": {"type": kind_}}}, helm=helm)
+    objects = Chart().objects({"router": {"allowUnauthenticated": True, "service": {"type": kind_}}}, helm=helm)
     main, admin = (one(objects, "Service", name)["spec"] for name in ("r-xpyd-router", "r-xpyd-router-admin"))
 
     assert (main["type"], [port["targetPort"] for port in main["ports"]]) == (kind_, ["http"])
@@ -160,9 +160,7 @@ def test_what_the_chart_probes_is_what_a_router_answers(tmp_path, values):
 
 def test_notes_say_where_the_status_page_is():
     """The service of clients has it no more."""
-    notes = run("helm4", "install", "r", str(CHART), "--dry-run=client").partition("NOTES:")[2]
-
-    assert "port-forward service/r-xpyd-router-admin 8081:8081" in notes
+    assert "port-forward service/r-xpyd-router-admin 8081:8081" in notes()
 
 
 def test_the_default_has_the_port():

@@ -107,11 +107,20 @@ def test_both_legs_and_their_kv_are_shown(release):
 
 def test_an_answer_of_a_decode_engine_alone_is_not_enough(engines, tested):
     """It is right, with status 200: nobody would notice that the prefill engines do nothing."""
+    with routed(engines, Settings(min_split_new_bytes=1_000_000)) as addresses:
+        code, said = tested(addresses)
+
+    assert code == 1
+    assert said == "no prefill engine took part: decode-0 served the request alone (short_prompt)"
+
+
+def test_an_engine_of_each_role_is_waited_for(engines, tested):
+    """A router is ready before its engines are: what it lacks is in its /health."""
     with routed(engines, prefill=False) as addresses:
         code, said = tested(addresses)
 
     assert code == 1
-    assert said == "no prefill engine took part: decode-0 served the request alone (no_prefill_engine)"
+    assert said.endswith("has no engine of each role yet: the router knows no prefill instance")
 
 
 @pytest.mark.parametrize(
@@ -152,8 +161,8 @@ def test_who_is_not_there_is_named(release, tested):
 
     assert closed[0] == unready[0] == nobody[0] == 1
     assert closed[1].startswith("no metrics of a decode engine can be read at 127.0.0.1:1")
-    assert unready[1] == "the request was answered with status 503: the router knows no decode instance"
-    assert nobody[1].startswith("the router at http://127.0.0.1:1 gives no answer to /ready: ")
+    assert unready[1].endswith("has no engine of each role yet: the router knows no prefill instance")
+    assert nobody[1].startswith("the router at http://127.0.0.1:1 gives no answer to /health: ")
 
 
 def test_engines_that_start_are_waited_for(release, engines, tested):

@@ -13,7 +13,7 @@ from support.helm_objects import kind
 from support.helm_schemas import CRDS
 
 LIMITS = ["max_concurrency", "max_rate", "max_key_rate", "max_key_tokens_per_minute"]
-GATEWAY = {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}
+GATEWAY = {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}, "router": {"allowUnauthenticated": True}}
 
 
 def comment_of(key):

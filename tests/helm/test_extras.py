@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from support.helm_care import all_complaints
-from support.helm_chart import CHART, HELMS, Chart, run
+from support.helm_chart import CHART, HELMS, Chart, least_values, run
 from support.helm_objects import container, env, flag, ident, kind, one, pool, router, templates
 from support.helm_schemas import wrong
 
@@ -91,7 +91,8 @@ def test_the_other_models_of_a_site_are_installed_by_the_command_beside_the_exam
     command = path.read_text().split("# others: ")[1].splitlines()[0]
     (changed,) = command.split("--set ")[1:]
     argv = ["template", "other", str(CHART), "-n", "ns", "-f", str(path), "--set", changed]
-    other = [o for o in yaml.safe_load_all(run(helm, *argv)) if o]
+    with least_values() as least:
+        other = [o for o in yaml.safe_load_all(run(helm, *argv, *least)) if o]
     first = Chart().objects(ci="several-models", helm=helm)
 
     assert command.startswith("helm -n llm upgrade --install OTHER helm/xpyd -f these.yaml")

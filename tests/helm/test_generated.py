@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from support.helm_chart import CHART, HELMS, ROOT, Chart, Refused, run
+from support.helm_chart import CHART, HELMS, ROOT, Chart, Refused, least_values, notes, run
 from support.oci_registry import oci_registry
 
 
@@ -72,25 +72,23 @@ def test_a_value_that_changed_would_be_noticed(generate):
 
 def test_notes_tell_how_to_go_on():
     """And what is open: no keys, no secret."""
-    notes = run("helm4", "install", "r", str(CHART), "--dry-run=client", "-n", "ns").partition("NOTES:")[2]
-    safe = ["-f", str(CHART / "ci" / "2p4d-values.yaml")]
-    quiet = run("helm4", "install", "r", str(CHART), "--dry-run=client", "-n", "ns", *safe).partition("NOTES:")[2]
+    usual, quiet = notes(), notes("-f", str(CHART / "ci" / "2p4d-values.yaml"))
 
-    assert "kubectl -n ns rollout status deployment/r-xpyd-router" in notes
-    assert "router.apiKeys.secretName is empty" in notes
-    assert "The engines' secret is r-xpyd-connector, made by this chart." in notes
-    assert "data plane is not closed" not in notes + quiet
+    assert "kubectl -n ns rollout status deployment/r-xpyd-router" in usual
+    assert "router.apiKeys.secretName is empty" in usual
+    assert "The engines' secret is r-xpyd-connector, made by this chart." in usual
+    assert "data plane is not closed" not in usual + quiet
     assert "is empty" not in quiet
     assert "https://localhost:8000" in quiet
     assert "whatever is in front must speak it" in quiet
-    assert "whatever is in front" not in notes
+    assert "whatever is in front" not in usual
 
 
 def test_notes_say_so_if_the_test_cannot_get_in():
     """Routers that want a certificate of their clients want one of it, too."""
     tls = ["--set", "router.tls.secretName=t,router.tls.clientCaSecretName=c"]
     shown = [*tls, "--set", "tests.clientCertSecretName=p"]
-    texts = [run("helm4", "install", "r", str(CHART), "--dry-run=client", *more) for more in (tls, shown)]
+    texts = [notes(*more) for more in (tls, shown)]
 
     assert ["helm test will fail" in text for text in texts] == [True, False]
 
@@ -98,7 +96,7 @@ def test_notes_say_so_if_the_test_cannot_get_in():
 def test_notes_say_so_if_a_pod_takes_longer_than_the_cluster_autoscaler_gives_it():
     """Its --max-graceful-termination-sec is 600 by default; the chart's own times fit."""
     longer = ["--set", "decode.drain.requestSeconds=900"]
-    texts = [run("helm4", "install", "r", str(CHART), "--dry-run=client", *more) for more in ([], longer)]
+    texts = [notes(*more) for more in ([], longer)]
 
     assert ["The cluster autoscaler kills them after 600 s" in text for text in texts] == [False, True]
     assert "decode pods may take 930 s to end" in texts[1]
@@ -164,7 +162,9 @@ def test_a_package_comes_out_of_an_oci_registry_as_it_went_in(helm, tmp_path, ke
         run(helm, "push", str(package), f"oci://{host}/charts", "--plain-http")
         run(helm, "pull", chart, *pull)
         named = ["--set", "connector.secret.name=s", "--set", "router.peers.secret.name=s"]
-        rendered = run(helm, "template", "r", chart, "--version", "0.1.0", "--plain-http", "-n", "ns", *named)
+        with least_values() as least:
+            remote = ["--version", "0.1.0", "--plain-http", "-n", "ns"]
+            rendered = run(helm, "template", "r", chart, *remote, *least, *named)
         for digest, body in registry.blobs.items():
             if body == package.read_bytes():
                 registry.blobs[digest] = body[:-1] + bytes([body[-1] ^ 1])

@@ -19,6 +19,8 @@ from support.helm_schemas import wrong
 SERIES = yaml.safe_load((Path(__file__).parent / "alerts.yaml").read_text())
 ROUTER = 'namespace="ns",job="r-xpyd-router"'
 ENGINE = 'namespace="ns",xpyd_io_release="r"'
+PLACE = 'cluster=~"$cluster",namespace="$namespace"'  # of a dashboard, by its variables
+BOARD_ROUTER, BOARD_ENGINE = f'{PLACE},job="$release-router"', f'{PLACE},xpyd_io_release="$release"'
 SCRAPED = {"monitoring": {"podMonitor": {"enabled": True}}}
 
 
@@ -79,7 +81,7 @@ def test_every_metric_and_label_of_a_query_exists(name):
     known = set().union(*(real()[metric] for metric, _ in selected))
     assert [label for label in grouped if label not in known] == []
     assert loose(expression) == set()
-    assert ROUTER in expression or ENGINE in expression
+    assert any(labels in expression for labels in (ROUTER, ENGINE, BOARD_ROUTER, BOARD_ENGINE))
 
 
 def test_a_metric_that_is_not_there_would_be_noticed():
@@ -156,6 +158,32 @@ def test_keda_takes_silence_for_an_error_and_not_for_zero(helm):
     assert [one["metadata"]["ignoreNullValues"] for one in o["spec"]["triggers"]] == ["false", "false"]
     assert o["spec"]["fallback"] == {"failureThreshold": 5, "replicas": 5, "behavior": "currentReplicasIfHigher"}
     assert {one["metricType"] for one in o["spec"]["triggers"]} == {"AverageValue"}  # a fallback needs it
+
+
+@pytest.mark.parametrize("helm", HELMS)
+def test_keda_may_ask_a_managed_prometheus(helm):
+    """One wants a token, another a header that names the tenant, a third a region: every trigger has them."""
+    reference = {"name": "amp", "kind": "ClusterTriggerAuthentication"}
+    keda = {"authenticationRef": reference, "metadata": {"authModes": "bearer", "customHeaders": "X-Scope-OrgID=team"}}
+    scaled = {"autoscaling": {"type": "keda", "perOther": 0.5, "more": [{"metric": "a", "target": "1"}]}}
+    more = {"autoscaling": {"type": "keda", "more": [{"metric": "xpyd_requests_running", "target": "9"}]}}
+    watched = {"monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}}
+    objects = Chart().objects({"keda": keda, "prefill": scaled, "router": more, **watched}, helm=helm)
+    triggers = [t for o in kind(objects, "ScaledObject") for t in o["spec"]["triggers"] if t["type"] == "prometheus"]
+
+    assert len(triggers) == 4
+    for trigger in triggers:
+        assert trigger["authenticationRef"] == reference
+        assert trigger["metadata"] | keda["metadata"] == trigger["metadata"]
+    assert [problem for o in kind(objects, "ScaledObject") for problem in wrong(o, "1.33.0")] == []
+
+
+def test_an_older_keda_gets_no_fallback_that_it_does_not_know():
+    """Before 2.17 the API prunes `behavior`, and what is left sets a number in place of the one that runs."""
+    values = {"decode": {"autoscaling": {"type": "keda"}}, "keda": {"fallbackBehavior": ""}, **SCRAPED}
+    (o,) = kind(Chart().objects(values), "ScaledObject")
+
+    assert "fallback" not in o["spec"]
 
 
 @pytest.mark.parametrize(
@@ -333,6 +361,29 @@ def test_dashboards_do_not_collide():
     for board in ours:
         assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
         assert len({(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]}) == len(board["panels"])
+
+
+def test_a_dashboard_asks_where_to_look_and_begins_with_its_release():
+    """One board serves every cluster, namespace and release; a Prometheus without the label cluster is one cluster."""
+    for board, release in zip(sorted(dashboards(), key=lambda one: one["title"]), ("r", "r-xpyd"), strict=True):
+        variables = {one["name"]: one for one in board["templating"]["list"]}
+
+        assert list(variables) == ["datasource", "cluster", "namespace", "release"]
+        assert variables["cluster"]["allValue"] == ".*"
+        assert variables["cluster"]["current"]["value"] == "$__all"
+        assert (variables["namespace"]["current"]["value"], variables["release"]["current"]["value"]) == ("ns", release)
+        assert {one["datasource"]["uid"] for one in board["templating"]["list"][1:]} == {"${datasource}"}
+
+
+@pytest.mark.parametrize("alert", [rule for rule in SERIES if rule != "XpydRouterDown"])
+def test_an_alert_is_of_one_cluster_and_names_it(alert):
+    """Otherwise a ruler over several adds up their numbers, and healthy engines of one hide that another has none."""
+    (rule,) = [one for one in rules() if one["alert"] == alert]
+    _, grouped = named(rule["expr"])
+    groups = re.findall(r"\b(?:by|on) \(([^)]*)\)", rule["expr"])
+
+    assert "cluster" in grouped
+    assert [group for group in groups if not group.startswith("cluster, namespace")] == []
 
 
 def test_every_alert_has_series_that_make_it_fire():

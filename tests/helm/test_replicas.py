@@ -3,11 +3,10 @@
 import pytest
 import yaml
 
-from support.helm_chart import CHART, HELMS, Chart, run
-from support.helm_cluster import cluster
+from support.helm_chart import CHART, HELMS, Chart, least_values, run
+from support.helm_cluster import ROOT_CA, cluster
 from support.helm_objects import pool, router
 
-ROOT_CA = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "kube-root-ca.crt", "namespace": "ns"}}
 API = {"LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1"}
 HPA = {"type": "hpa", "min": 6, "max": 12}
 KEDA = {"type": "keda", "min": 6, "max": 12}
@@ -33,10 +32,10 @@ def live(component, replicas, kind="Deployment", noted=None):
 
 def upgraded(helm, values, *there, new=False):
     """Return what an upgrade (or an installation) renders where these objects are."""
-    argv = ["template", "r", str(CHART), "-n", "ns", "--dry-run=server", "--disable-openapi-validation", "-f", "-"]
-    with cluster({}, [ROOT_CA, *there]) as address:
+    argv = ["template", "r", str(CHART), "-n", "ns", "--dry-run=server", "--disable-openapi-validation"]
+    with cluster({}, [ROOT_CA, *there]) as address, least_values() as least:
         upgrade = () if new else ("--is-upgrade",)
-        text = run(helm, *argv, *upgrade, "--kube-apiserver", address, stdin=yaml.safe_dump(values))
+        text = run(helm, *argv, *least, "-f", "-", *upgrade, "--kube-apiserver", address, stdin=yaml.safe_dump(values))
     return [o for o in yaml.safe_load_all(text) if o]
 
 

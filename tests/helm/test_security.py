@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support.helm_chart import CHART, DRAWN, HELMS, Chart, default, run
+from support.helm_chart import CHART, DRAWN, HELMS, LEAST, Chart, Refused, default, least_values, notes, run
 from support.helm_checks import complaints
-from support.helm_cluster import cluster
+from support.helm_cluster import KUBE_SYSTEM, ROOT_CA, cluster
 from support.helm_objects import COMPONENT, container, env, kind, one, pool, router, templates
 from support.helm_schemas import wrong
 
@@ -25,12 +25,48 @@ OURS = {  # helm takes nothing that another release has made
     "labels": {"app.kubernetes.io/managed-by": "Helm"},
     "annotations": {"meta.helm.sh/release-name": "r", "meta.helm.sh/release-namespace": "ns"},
 }
+IMAGES = {key: value for key, value in LEAST.items() if key != "acceptDrawnSecrets"}
 
 
 def secret_of(text):
     secrets = [o for o in yaml.safe_load_all(text) if o and o["kind"] == "Secret"]
     (found,) = [o for o in secrets if o["metadata"]["labels"][COMPONENT] == "engine"]
     return found
+
+
+@pytest.mark.parametrize("helm", HELMS)
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({}, "connector.secret.name is empty, and helm does not see the cluster"),
+        ({"connector": {"secret": {"name": "s"}}}, "router.peers.secret.name is empty, and helm does not see"),
+        ({"connector": {"secret": {"name": "s"}}, "router": {"peers": {"secret": {"name": "p"}}}}, None),
+        ({"connector": {"secret": {"name": "s"}}, "router": {"replicas": 1}}, None),
+        ({"acceptDrawnSecrets": True}, None),
+    ],
+)
+def test_a_tool_that_renders_without_a_cluster_draws_no_secret(values, sentence, helm):
+    """Argo CD renders at each look: all pods of one rendering would refuse those of the one before."""
+    chart = Chart(least=IMAGES)
+    if sentence is None:
+        assert chart.objects(values, helm=helm)
+        return
+
+    with pytest.raises(Refused, match=sentence):
+        chart.objects(values, helm=helm)
+
+
+@pytest.mark.parametrize("helm", HELMS)
+@pytest.mark.parametrize(("there", "sees"), [([ROOT_CA], True), ([KUBE_SYSTEM], True), ([], False)])
+def test_a_cluster_is_seen_also_from_a_new_namespace(there, sees, helm):
+    """`--create-namespace` makes it after the rendering; a user with one namespace may not read others."""
+    argv = ["template", "r", str(CHART), "-n", "ns", "--dry-run=server", "--disable-openapi-validation"]
+    with least_values(IMAGES) as images, cluster({}, there) as address:
+        if sees:
+            assert secret_of(run(helm, *argv, *images, "--kube-apiserver", address))
+            return
+        with pytest.raises(Refused, match="does not see the cluster"):
+            run(helm, *argv, *images, "--kube-apiserver", address)
 
 
 def test_a_secret_is_there_without_being_asked_for():
@@ -50,10 +86,11 @@ def test_an_upgrade_keeps_the_secret_of_the_cluster(helm, there):
     """Engines that start later would otherwise refuse those that run; and who rotates it has written a second line."""
     kept = {"secret": base64.b64encode(there).decode()}
     argv = ["template", "r", str(CHART), "-n", "ns", "--dry-run=server", "--disable-openapi-validation"]
-    with cluster({("ns", "r-xpyd-connector"): {"data": kept, "metadata": OURS}}) as address:
-        found = secret_of(run(helm, *argv, "--kube-apiserver", address))
-    with cluster({}) as address:
-        drawn = secret_of(run(helm, *argv, "--kube-apiserver", address))
+    with least_values(IMAGES) as images:
+        with cluster({("ns", "r-xpyd-connector"): {"data": kept, "metadata": OURS}}, [ROOT_CA]) as address:
+            found = secret_of(run(helm, *argv, *images, "--kube-apiserver", address))
+        with cluster({}, [ROOT_CA]) as address:
+            drawn = secret_of(run(helm, *argv, *images, "--kube-apiserver", address))
 
     assert found["data"] == kept
     assert len(base64.b64decode(drawn["data"]["secret"])) == 48
@@ -280,10 +317,10 @@ def test_names_are_resolved_where_egress_is_closed():
 def test_an_open_data_plane_is_accepted_in_words():
     """And the notes repeat them at the installation."""
     accepted = ["--set", "connector.acceptOpenDataPlane=true,prefill.hostNetwork=true"]
-    notes = run("helm4", "install", "r", str(CHART), "--dry-run=client", *accepted).partition("NOTES:")[2]
+    said = notes(*accepted)
 
-    assert "The engines' data plane is not closed by this chart" in notes
-    assert "reads and writes its memory" in notes
+    assert "The engines' data plane is not closed by this chart" in said
+    assert "reads and writes its memory" in said
 
 
 ANSWERS = """

@@ -80,15 +80,8 @@ BAD = [
     ("prefill.replica", 2),
     ("prefill.tensorParallel", 0),
     ("prefill.pipelineParallel", 2),  # no real engine has been tried so
-    ("prefill.extraArgs", ["--port=9"]),
-    ("prefill.extraArgs", ["--kv-transfer-config", "{}"]),
-    ("prefill.extraArgs", ["-tp", "2"]),
-    ("decode.extraArgs", ["--data-parallel-start-rank=8"]),
-    ("decode.extraArgs", ["--master-port", "1"]),
     ("decode.apiServers", 0),
     ("prefill.extraEnv", [{"value": "1"}]),
-    ("prefill.extraEnv", [{"name": "HF_TOKEN", "value": "hunter2"}]),  # a secret
-    ("router.extraEnv", [{"name": "ADMIN_API_KEY", "value": "hunter2"}]),
     ("prefill.securityContext.privileged", True),
     ("prefill.gpuMemoryUtilization", 1.5),
     ("prefill.shmSize", 16),
@@ -116,12 +109,10 @@ BAD = [
     ("model.aliases", ["--api-key"]),
     ("prefill.minReadySeconds", -1),
     ("router.minReadySeconds", "10"),
-    ("prefill.initContainers", [{"name": "engine", "image": "i"}]),
     ("decode.initContainers", [{"name": "copy"}]),
     ("decode.initContainers", [{"name": "tune", "image": "i", "securityContext": {"privileged": True}}]),
     ("decode.resourceClaims", [{"name": "gpu"}]),
     ("decode.resourceClaims", [{"name": "gpu", "resourceClaimTemplateName": "t", "count": 2}]),
-    ("extraObjects", [{"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}}]),
     ("extraObjects", [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {}}]),
     ("revision", "a b"),
     ("listenAddress", "everywhere"),
@@ -177,6 +168,7 @@ SHARING = {"settings": {"share_limits": True}}
 TELLING = {"kvEvents": {"enabled": True}, "prefill": KEYED, "decode": KEYED}
 GROUP = {"kind": "LeaderWorkerSet", "nodes": 2}
 ON_NODES = {"prefill": {**GROUP, "hostNetwork": True, "dataParallel": 2}, **ACCEPTED}
+SPREAD = {"maxSkew": 1, "topologyKey": "z", "whenUnsatisfiable": "DoNotSchedule"}
 CONTRADICTIONS = [
     ({"router": {"store": {"type": "memory"}}}, "one router's own"),
     ({"router": {"store": {"type": "redis"}}}, "redis://HOST:PORT"),
@@ -312,6 +304,50 @@ CONTRADICTIONS = [
     ({"decode": {"extraArgs": ["--ssl_ca_certs", "/tls/ca.crt"]}}, "decode.extraArgs has --ssl-ca-certs: routers"),
     ({"prefill": {"extraArgs": ["--pipeline-parallel-size=2"]}}, "--pipeline-parallel-size: no real engine has been"),
     ({"decode": {"extraArgs": ["-pp", "2"]}}, "decode.extraArgs has -pp: no real engine has been tried"),
+    (
+        {"prefill": {"extraArgs": ["--port=9"]}},
+        "prefill.extraArgs has --port, which the chart sets itself: write prefill.port",
+    ),
+    (
+        {"engine": {"extraArgs": ["--max_model_len=9"]}},
+        "has --max-model-len, which the chart sets itself: write model.maxL",
+    ),
+    ({"prefill": {"extraArgs": ["--kv-transfer-config", "{}"]}}, "write values below connector"),
+    ({"prefill": {"extraArgs": ["--kv-transfer-config.kv_role=kv_both"]}}, "write values below connector"),
+    ({"prefill": {"extraArgs": ["-tp", "2"]}}, "prefill.extraArgs has -tp, which the chart sets itself"),
+    ({"prefill": {"extraArgs": ["-q", "fp8"]}}, "prefill.extraArgs has the short flag -q: write the long one"),
+    ({"decode": {"extraArgs": ["--data-parallel-start-rank=8"]}}, "write decode.dataParallel and decode.nodes"),
+    ({"decode": {"extraArgs": ["--master-port", "1"]}}, "write decode.groupPort"),
+    (
+        {"prefill": {"extraEnv": [{"name": "HF_TOKEN", "value": "hunter2"}]}},
+        "HF_TOKEN with a value, which everybody can",
+    ),
+    (
+        {"router": {"extraEnv": [{"name": "ADMIN_API_KEY", "value": "hunter2"}]}},
+        "router.extraEnv has ADMIN_API_KEY with",
+    ),
+    ({"decode": {"topologySpread": [SPREAD | {"labelSelector": {}}]}}, "the chart adds that of the pods"),
+    ({"prefill": {"initContainers": [{"name": "engine", "image": "i"}]}}, "that of a container of the chart"),
+    (
+        {"extraObjects": [{"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}}]},
+        "has the Secret s: values are",
+    ),
+    (
+        {"router": {"settings": {"prefill_policy": "prefx"}}},
+        "router.settings.prefill_policy is prefx, which is no policy",
+    ),
+    (
+        {"router": {"settings": {"decode_policy": "prefix-tree"}}},
+        "name one that a package in your image adds in router.p",
+    ),
+    ({"router": {"service": {"type": "LoadBalancer"}}}, "router.service.type is LoadBalancer, and clients need no key"),
+    ({"router": {"service": {"type": "NodePort"}}}, "router.service.type is NodePort, and clients need no key"),
+    ({"ingress": {"enabled": True}}, "ingress.enabled is true, and clients need no key"),
+    ({"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}, "httpRoute.enabled is true, and clients need no"),
+    ({"router": {"image": {"repository": ""}}}, "router.image.repository is empty: the project publishes no images"),
+    ({"router": {"image": {"repository": "localhost/xpyd/router"}}}, "localhost/xpyd/router, which no node can pull"),
+    ({"engine": {"image": {"repository": ""}}}, "decode.image.repository is empty: the project publishes no images"),
+    ({"prefill": {"image": {"repository": "localhost/e"}}}, "name that in engine.image (or prefill.image).repository"),
     ({"router": {"service": {"ipFamilies": ["IPv6"]}}}, "router.service wants IPv6, and listenAddress is 0.0.0.0"),
     ({"router": {"service": {"ipFamilyPolicy": "PreferDualStack"}}}, "wants IPv6, and listenAddress is 0.0.0.0"),
     (

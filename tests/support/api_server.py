@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-from support.helm_chart import CHART, run
+from support.helm_chart import CHART, LEAST, least_values, run
 
 KUBECONFIG = os.environ.get("XPYD_TEST_KUBECONFIG", "")
 WHY_NOT = "XPYD_TEST_KUBECONFIG names no kubeconfig of a cluster in which tests may make namespaces"
@@ -124,8 +124,10 @@ class Release:
 
     def _helm(self, helm, verb, values, *flags, files):
         named = [part for path in files for part in ("-f", str(path))]
-        argv = [verb, self.name, str(CHART), *self._where, *named, *flags, "-f", "-"]
-        return run(helm, *argv, stdin=yaml.safe_dump(values or {}))
+        images = {key: value for key, value in LEAST.items() if key != "acceptDrawnSecrets"}  # helm sees this cluster
+        with least_values(images) as least:
+            argv = [verb, self.name, str(CHART), *self._where, *least, *named, *flags, "-f", "-"]
+            return run(helm, *argv, stdin=yaml.safe_dump(values or {}))
 
     def workload(self, component, kind="Deployment"):
         return self.api.made("GET", self._path(component, kind))

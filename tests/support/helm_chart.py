@@ -5,7 +5,10 @@ import functools
 import json
 import re
 import subprocess
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,11 @@ CHART = ROOT / "helm" / "xpyd"
 TOOLS = ROOT / ".xpyd" / "tools"
 CI = sorted((CHART / "ci").glob("*.yaml"))
 HELMS = ("helm3", "helm4")
+LEAST = {  # what a rendering needs that no site is in
+    "acceptDrawnSecrets": True,
+    "router": {"image": {"repository": "registry.example.com/xpyd/router"}},
+    "engine": {"image": {"repository": "registry.example.com/xpyd/engine"}},
+}
 
 
 class Refused(Exception):
@@ -26,9 +34,10 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart in a folder; values are given as a mapping, on top of a file of ci/ if one is named."""
+    """A chart in a folder; values are a mapping, on top of a file of ci/ if one is named, on top of the least."""
 
     folder: Path = CHART
+    least: Mapping[str, object] = field(default_factory=lambda: LEAST, hash=False)
 
     def render(self, values=None, *, ci=None, helm="helm4", release="r", namespace="ns"):
         """Return the objects; Refused if there are none."""
@@ -39,12 +48,29 @@ class Chart:
         return [_drawn(one) if one["kind"] == "Secret" else one for one in self.render(values, **more) if one]
 
     def text(self, values=None, *, ci=None, helm="helm4", release="r", namespace="ns"):
-        files = ["-f", str(CHART / "ci" / f"{ci}-values.yaml")] if ci else []
-        argv = ["template", release, str(self.folder), "-n", namespace, *files]
-        return run(helm, *argv, *(["-f", "-"] if values else []), stdin=json.dumps(values or {}))
+        with least_values(self.least) as base:
+            files = [*base, *(["-f", str(CHART / "ci" / f"{ci}-values.yaml")] if ci else [])]
+            argv = ["template", release, str(self.folder), "-n", namespace, *files]
+            return run(helm, *argv, *(["-f", "-"] if values else []), stdin=json.dumps(values or {}))
 
     def lint(self, *, ci=None, helm="helm4"):
         return run(helm, "lint", "--strict", str(self.folder), *(["-f", str(ci)] if ci else []))
+
+
+@contextmanager
+def least_values(least=LEAST):
+    """Yield arguments of helm with these values; none: there are none."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(least, file)
+        file.flush()
+        yield ["-f", file.name] if least else []
+
+
+def notes(*more, helm="helm4"):
+    """Return what helm says after an installation with these arguments, which is only pretended."""
+    with least_values() as base:
+        text = run(helm, "install", "r", str(CHART), "--dry-run=client", "-n", "ns", *base, *more)
+    return text.partition("NOTES:")[2]
 
 
 DRAWN = "drawn at random"

@@ -7,7 +7,13 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 _KINDS = {
-    "v1": {"Secret": "secrets", "ConfigMap": "configmaps", "Service": "services", "ServiceAccount": "serviceaccounts"},
+    "v1": {
+        "Secret": "secrets",
+        "ConfigMap": "configmaps",
+        "Service": "services",
+        "ServiceAccount": "serviceaccounts",
+        "Namespace": "namespaces",
+    },
     "apps/v1": {"Deployment": "deployments", "StatefulSet": "statefulsets"},
     "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
     "keda.sh/v1alpha1": {"ScaledObject": "scaledobjects"},
@@ -21,11 +27,15 @@ _KINDS = {
     "networking.k8s.io/v1": {"NetworkPolicy": "networkpolicies"},
     "rbac.authorization.k8s.io/v1": {"Role": "roles", "RoleBinding": "rolebindings"},
 }
+# What any namespace of a running cluster has, and any cluster.
+ROOT_CA = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "kube-root-ca.crt", "namespace": "ns"}}
+KUBE_SYSTEM = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kube-system"}}
 
 
 def _listed(version, kinds):
+    verbs = ["get", "list"]
     found = [
-        {"name": plural, "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": ["get", "list"]}
+        {"name": plural, "singularName": kind.lower(), "namespaced": kind != "Namespace", "kind": kind, "verbs": verbs}
         for kind, plural in kinds.items()
     ]
     return {"kind": "APIResourceList", "groupVersion": version, "resources": found}
@@ -46,6 +56,8 @@ _PAGES = {
 def _path(o):
     version, meta = o["apiVersion"], o["metadata"]
     root = f"/{'apis' if '/' in version else 'api'}/{version}/namespaces"
+    if o["kind"] == "Namespace":
+        return f"{root}/{meta['name']}"
     return f"{root}/{meta['namespace']}/{_KINDS[version][o['kind']]}/{meta['name']}"
 
 

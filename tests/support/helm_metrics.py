@@ -22,12 +22,12 @@ from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.reports import report_of
 from xpyd_proxy.settings import Settings, SlicePairing
 
-# What Prometheus and its operator add: targets, and (podTargetLabels) the pod's own labels.
-TARGET = {"namespace", "pod", "job", "instance", "container", "endpoint", "service", "le"}
+# What Prometheus and its operator add: targets, and (podTargetLabels) the pod's own labels; a site: clusters.
+TARGET = {"cluster", "namespace", "pod", "job", "instance", "container", "endpoint", "service", "le"}
 ENGINE_TARGET = TARGET | {"xpyd_io_release", "xpyd_io_role", "xpyd_io_revision"}
 WORDS = {
-    "absent", "and", "by", "count", "histogram_quantile", "increase", "max", "max_over_time", "min", "offset", "on",
-    "or", "rate", "sum", "unless", "m", "s", "h", "e", "bool",
+    "absent", "and", "by", "count", "histogram_quantile", "increase", "max", "max_over_time", "min", "min_over_time",
+    "offset", "on", "or", "rate", "sum", "unless", "m", "s", "h", "e", "bool",
 }  # fmt: skip
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 

@@ -141,8 +141,9 @@ class Evaluation:
         name, args = node.func.name, node.args
         if name == "absent":
             return {} if self.of(args[0]) else {frozenset(_pinned(args[0]).items()): 1.0}
-        if name == "max_over_time":
-            return {labels: max(value for _, value in within) for labels, within, _, _ in self._range(args[0])}
+        if name in ("max_over_time", "min_over_time"):
+            most = max if name == "max_over_time" else min
+            return {labels: most(value for _, value in within) for labels, within, _, _ in self._range(args[0])}
         if name in ("rate", "increase"):
             risen = {labels: _increase(*rest) for labels, *rest in self._range(args[0])}
             per = _seconds(args[0].range) if name == "rate" else 1.0

@@ -176,9 +176,9 @@ def said(body: str) -> str:
 
 def once(args: argparse.Namespace) -> str:
     """Send one request and say how it went; Missing if it did not go through both."""
-    status, _, body = ask(args.router, "/ready", None, args)
+    status, _, body = ask(args.router, "/health", None, args)
     if status != 200:
-        raise Missing(f"the router at {args.router} is not ready: {said(body)}")
+        raise Missing(f"the router at {args.router} has no engine of each role yet: {said(body)}")
     before = counted(args) if args.decode else {}
     words = f"{uuid.uuid4()} " + "a long prompt that nobody has sent before, " * (1 + args.chars // 43)
     request = {"model": args.model, "prompt": words, "max_tokens": 8, "temperature": 0}

@@ -1,6 +1,10 @@
 {{/* What the schema cannot say: values that contradict each other. */}}
 {{- define "xpyd.checks" -}}
 {{- $v := .Values -}}
+{{- include "xpyd.check.images" . -}}
+{{- include "xpyd.check.drawn" . -}}
+{{- include "xpyd.check.policies" . -}}
+{{- include "xpyd.check.texts" . -}}
 {{- if and (eq $v.router.store.type "memory") (or (gt (int $v.router.replicas) 1) (ne $v.router.autoscaling.type "none")) -}}
 {{- fail "router.store.type is memory, which is one router's own: write kubernetes or redis, or router.replicas: 1 without autoscaling" -}}
 {{- end -}}
@@ -279,6 +283,7 @@
 {{- if and $needs (not (get $v.cache $needs)) -}}
 {{- fail (printf "cache.type is %s, but cache.%s is empty" $v.cache.type $needs) -}}
 {{- end -}}
+{{- include "xpyd.check.open" . -}}
 {{- end -}}
 
 {{/* All ports of an engine, as a JSON array. */}}
@@ -306,4 +311,145 @@
 {{- fail (printf "%s: its ports reach %d, above 65535" $.role (int .)) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* The project publishes no images, and a name that begins with localhost/ is that of an image on the machine which built it. */}}
+{{- define "xpyd.check.images" -}}
+{{- $v := .Values -}}
+{{- $all := dict "router" $v.router -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- if (index $v $role).enabled -}}{{- $_ := set $all $role (index $v $role) -}}{{- end -}}
+{{- end -}}
+{{- range $name, $pod := $all -}}
+{{- $where := ternary "router.image" (printf "engine.image (or %s.image)" $name) (eq $name "router") -}}
+{{- if not $pod.image.repository -}}
+{{- fail (printf "%s.image.repository is empty: the project publishes no images, so build them (helm/images/README.md), push them to your registry, and name it in %s.repository" $name $where) -}}
+{{- end -}}
+{{- if and (hasPrefix "localhost/" $pod.image.repository) (ne $pod.image.pullPolicy "Never") -}}
+{{- fail (printf "%s.image.repository is %s, which no node can pull: push the image to a registry and name that in %s.repository, or write pullPolicy: Never there if every node has the image" $name $pod.image.repository $where) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* "true" if lookup sees a cluster: each namespace has kube-root-ca.crt, but a new one has not yet. */}}
+{{- define "xpyd.cluster" -}}
+{{- if lookup "v1" "ConfigMap" .Release.Namespace "kube-root-ca.crt" -}}true{{- else if lookup "v1" "Namespace" "" "kube-system" -}}true{{- end -}}
+{{- end -}}
+
+{{/* A secret that is drawn at each rendering parts engines, or routers, of two renderings. */}}
+{{- define "xpyd.check.drawn" -}}
+{{- $v := .Values -}}
+{{- $drawn := dict -}}
+{{- if and $v.connector.secret.create (not $v.connector.secret.name) -}}
+{{- $_ := set $drawn "connector.secret" (include "xpyd.connector.secret" .) -}}
+{{- end -}}
+{{- if and (include "xpyd.router.peers" .) $v.router.peers.secret.create (not $v.router.peers.secret.name) -}}
+{{- $_ := set $drawn "router.peers.secret" (include "xpyd.router.peers.secret" .) -}}
+{{- end -}}
+{{- if and $drawn (not $v.acceptDrawnSecrets) -}}
+{{- range $value, $name := $drawn -}}
+{{- if not (or (lookup "v1" "Secret" $.Release.Namespace $name) (include "xpyd.cluster" $)) -}}
+{{- fail (printf "%s.name is empty, and helm does not see the cluster (helm template, Argo CD, a dry run): each rendering would draw another secret, and pods of two renderings would refuse each other; make a secret yourself and name it in %s.name, or write acceptDrawnSecrets: true for a look at the objects" $value $value) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "xpyd.check.open" -}}
+{{- $v := .Values -}}
+{{- if not (or $v.router.apiKeys.secretName $v.router.tls.clientCaSecretName $v.router.allowUnauthenticated) -}}
+{{- $way := "" -}}
+{{- if ne $v.router.service.type "ClusterIP" -}}{{- $way = printf "router.service.type is %s" $v.router.service.type -}}{{- end -}}
+{{- if $v.ingress.enabled -}}{{- $way = "ingress.enabled is true" -}}{{- end -}}
+{{- if $v.httpRoute.enabled -}}{{- $way = "httpRoute.enabled is true" -}}{{- end -}}
+{{- if $way -}}
+{{- fail (printf "%s, and clients need no key: whoever reaches that address could use the engines, so name a secret with keys in router.apiKeys.secretName, or write router.allowUnauthenticated: true if something in front knows who clients are" $way) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "xpyd.check.policies" -}}
+{{- $own := list "round_robin" "least_loaded" "power_of_two" "session" "prefix" "expected_ttft" -}}
+{{- $known := concat $own .Values.router.policies -}}
+{{- range $key := list "prefill_policy" "decode_policy" -}}
+{{- $name := get $.Values.router.settings $key -}}
+{{- if and $name (not (has $name $known)) -}}
+{{- fail (printf "router.settings.%s is %s, which is no policy: write one of %s, or name one that a package in your image adds in router.policies" $key $name (join ", " $own)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a schema could only refuse with "not". */}}
+{{- define "xpyd.check.texts" -}}
+{{- $v := .Values -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $p := index $v $role -}}
+{{- range $argument := $p.extraArgs -}}
+{{- $flag := $argument | splitList "=" | first | splitList "." | first | replace "_" "-" -}}
+{{- $value := get (include "xpyd.flags" $role | fromYaml) $flag -}}
+{{- if $value -}}
+{{- fail (printf "%s.extraArgs has %s, which the chart sets itself: write %s" $role $flag $value) -}}
+{{- end -}}
+{{- if and (regexMatch "^-[a-z]" $flag) (ne $flag "-pp") -}}
+{{- fail (printf "%s.extraArgs has the short flag %s: write the long one, which the chart can compare with those that it sets itself" $role $flag) -}}
+{{- end -}}
+{{- end -}}
+{{- range $p.initContainers -}}
+{{- if has .name (list "engine" "kv-events") -}}
+{{- fail (printf "%s.initContainers has the name %s, which is that of a container of the chart: write another" $role .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $who := list "router" "prefill" "decode" -}}
+{{- range (index $v $who).extraEnv -}}
+{{- if and (hasKey . "value") (regexMatch "(KEY|TOKEN|SECRET|PASSWORD)$" .name) -}}
+{{- fail (printf "%s.extraEnv has %s with a value, which everybody can read who reads the release: write valueFrom with a secretKeyRef" $who .name) -}}
+{{- end -}}
+{{- end -}}
+{{- range (index $v $who).topologySpread -}}
+{{- if hasKey . "labelSelector" -}}
+{{- fail (printf "%s.topologySpread has a labelSelector: the chart adds that of the pods, so leave it out" $who) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $v.extraObjects -}}
+{{- if eq .kind "Secret" -}}
+{{- fail (printf "extraObjects has the Secret %s: values are stored in plain text, so make it outside of the chart and give its name" .metadata.name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A role: flags of vLLM that are values here, and which. */}}
+{{- define "xpyd.flags" -}}
+--host: listenAddress
+--port: {{ . }}.port
+--model: model.name
+--served-model-name: model.servedName and model.aliases
+--dtype: model.dtype
+--max-model-len: model.maxLength
+--block-size: model.blockSize
+--tensor-parallel-size: {{ . }}.tensorParallel
+-tp: {{ . }}.tensorParallel
+--tp: {{ . }}.tensorParallel
+--data-parallel-size: {{ . }}.dataParallel
+-dp: {{ . }}.dataParallel
+--dp: {{ . }}.dataParallel
+{{- range $end := list "size-local" "rank" "start-rank" "address" "rpc-port" "external-lb" "hybrid-lb" "multi-port-external-lb" }}
+--data-parallel-{{ $end }}: {{ $ }}.dataParallel and {{ $ }}.nodes
+{{- end }}
+--enable-expert-parallel: {{ . }}.expertParallel
+--no-enable-expert-parallel: {{ . }}.expertParallel
+--nnodes: {{ . }}.nodes
+--node-rank: {{ . }}.nodes
+--master-addr: {{ . }}.nodes
+--master-port: {{ . }}.groupPort
+--headless: {{ . }}.nodes
+--gpu-memory-utilization: {{ . }}.gpuMemoryUtilization
+--shutdown-timeout: {{ . }}.drain.shutdownSeconds
+--api-key: {{ . }}.apiKey.secretName
+--kv-transfer-config: values below connector
+--kv-events-config: kvEvents.enabled or {{ . }}.kvEvents
+--decode-context-parallel-size: nothing, because no engine has been tried so
+--enable-prompt-tokens-details: nothing, because clients are told what was cached
+--no-enable-prompt-tokens-details: nothing, because clients are told what was cached
 {{- end -}}

@@ -3,9 +3,9 @@ helm's; they share the values, so it is done once: a null, which takes a value a
 {{- define "xpyd.pools.values" -}}
 {{- if not (hasKey .Values "poolsHaveValues") -}}
 {{- range $role := list "prefill" "decode" -}}
-{{- $pool := deepCopy $.Values.engine -}}
-{{- include "xpyd.overlay" (dict "over" (index $.Values $role) "under" $pool) -}}
-{{- $_ := set $.Values $role $pool -}}
+{{- $values := deepCopy $.Values.engine -}}
+{{- include "xpyd.overlay" (dict "over" (index $.Values $role) "under" $values) -}}
+{{- $_ := set $.Values $role $values -}}
 {{- end -}}
 {{- $_ := set .Values "poolsHaveValues" true -}}
 {{- end -}}
@@ -93,6 +93,35 @@ annotations:
 {{- divf (trimSuffix "m" . | float64) 1000 -}}
 {{- else -}}
 {{- . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict root query threshold: a trigger of KEDA that asks Prometheus. No series is an error, and fallback's; it is not 0. */}}
+{{- define "xpyd.keda.trigger" -}}
+{{- $keda := .root.Values.keda -}}
+- type: prometheus
+  metricType: AverageValue
+  {{- with $keda.authenticationRef }}
+  authenticationRef:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  metadata:
+    serverAddress: {{ $keda.serverAddress | quote }}
+    query: {{ .query | quote }}
+    threshold: {{ .threshold | quote }}
+    ignoreNullValues: "false"
+    {{- with $keda.metadata }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* dict root replicas: what KEDA does while Prometheus does not answer; nothing: the autoscaler leaves the number as it is. */}}
+{{- define "xpyd.keda.fallback" -}}
+{{- with .root.Values.keda.fallbackBehavior -}}
+fallback:
+  failureThreshold: 5
+  replicas: {{ int $.replicas }}
+  behavior: {{ . }}
 {{- end -}}
 {{- end -}}
 

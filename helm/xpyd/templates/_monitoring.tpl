@@ -6,6 +6,31 @@
 {{- .text | replace "%ROUTER%" $router | replace "%ENGINE%" $engine -}}
 {{- end -}}
 
+{{/* Queries of a dashboard: with its variables for the labels of a release. Series without a label cluster fit every cluster. */}}
+{{- define "xpyd.boardQueries" -}}
+{{- $place := "cluster=~\"$cluster\",namespace=\"$namespace\"" -}}
+{{- $router := printf "%s,job=\"$release-router\"" $place -}}
+{{- $engine := printf "%s,xpyd_io_release=\"$release\"" $place -}}
+{{- . | replace "%ROUTER%" $router | replace "%ENGINE%" $engine -}}
+{{- end -}}
+
+{{/* list key root: the variables of a dashboard. Routers have their release in the name of their job. */}}
+{{- define "xpyd.board.variables" -}}
+{{- $root := last . -}}
+{{- $of := dict "router" (list "xpyd_requests_waiting" "job" "/^(.*)-router$/" (include "xpyd.fullname" $root)) "engines" (list "vllm:num_requests_running" "xpyd_io_release" "" $root.Release.Name) -}}
+{{- $series := index $of (first .) -}}
+{{- $source := dict "type" "prometheus" "uid" "${datasource}" -}}
+{{- $query := dict "type" "query" "datasource" $source "refresh" 2 "sort" 1 -}}
+{{- $all := dict "text" "All" "value" "$__all" -}}
+{{- $variables := list (dict "name" "datasource" "type" "datasource" "query" "prometheus" "label" "Prometheus") -}}
+{{- $variables = append $variables (merge (dict "name" "cluster" "label" "Cluster" "query" (printf "label_values(%s, cluster)" (index $series 0)) "includeAll" true "allValue" ".*" "current" $all) $query) -}}
+{{- $namespace := dict "text" $root.Release.Namespace "value" $root.Release.Namespace -}}
+{{- $variables = append $variables (merge (dict "name" "namespace" "label" "Namespace" "query" (printf "label_values(%s{cluster=~\"$cluster\"}, namespace)" (index $series 0)) "current" $namespace) $query) -}}
+{{- $release := dict "text" (index $series 3) "value" (index $series 3) -}}
+{{- $variables = append $variables (merge (dict "name" "release" "label" "Release" "query" (printf "label_values(%s{cluster=~\"$cluster\",namespace=\"$namespace\"}, %s)" (index $series 0) (index $series 1)) "regex" (index $series 2) "current" $release) $query) -}}
+{{- toJson $variables -}}
+{{- end -}}
+
 {{/* The workers of a LeaderWorkerSet serve no metrics. */}}
 {{- define "xpyd.workerIndices" -}}
 {{- $most := max .Values.prefill.nodes .Values.decode.nodes 2 | int -}}
@@ -30,11 +55,10 @@
 {{- $field := dict "defaults" (dict "unit" $panel.unit "min" 0) "overrides" list -}}
 {{- $panels = append $panels (dict "id" (add1 $i) "type" "timeseries" "title" $panel.title "datasource" $source "gridPos" $place "fieldConfig" $field "targets" $targets) -}}
 {{- end -}}
-{{- $variable := dict "name" "datasource" "type" "datasource" "query" "prometheus" "label" "Prometheus" -}}
 {{- $uid := printf "%s/%s/%s" .root.Release.Namespace $full .key | sha256sum | trunc 16 -}}
 {{- $board := dict "uid" $uid "title" (printf "xpyd %s %s: %s" .root.Release.Namespace $full .board.title) "tags" (list "xpyd") "schemaVersion" 39 "refresh" "30s" -}}
 {{- $_ := set $board "time" (dict "from" "now-1h" "to" "now") -}}
-{{- $_ := set $board "templating" (dict "list" (list $variable)) -}}
+{{- $_ := set $board "templating" (dict "list" (include "xpyd.board.variables" (list .key .root) | fromJsonArray)) -}}
 {{- $_ := set $board "panels" $panels -}}
 {{- toPrettyJson $board -}}
 {{- end -}}

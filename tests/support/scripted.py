@@ -311,7 +311,8 @@ class Client:
         self.response = Response()
         self._router, self._name = router, RequestId(name)
         router.names.append(name)
-        headers = ((b"host", b"localhost"), (b"content-type", b"application/json"), *asked.headers)
+        declared = () if b"content-type" in dict(asked.headers) else ((b"content-type", b"application/json"),)
+        headers = ((b"host", b"localhost"), *declared, *asked.headers)
         self.request = Request(router.requests, self.response, asked.path, headers)
         if self.request.check() and sends:
             self.request.take(asked.body, is_all=True)
@@ -451,9 +452,10 @@ def router_of(
     spans=None,
     told=(),
     breaking=NEVER_BROKEN,
+    asks_for_models=False,
     **rules,
 ):
-    """A router; ``rules``: more of the settings."""
+    """A router; ``rules``: more of the settings; ``asks_for_models``: what its engines serve decides, as in app.py."""
     registry = Registry(breaking)
     for role, count in ((Role.PREFILL, x), (Role.DECODE, y)):
         for port in range(1, count + 1):
@@ -476,7 +478,13 @@ def router_of(
         telemetry.request_over(record)
 
     requests = Requests(
-        intake=Intake(settings, lifetime, Keyring(), Sites(settings)),
+        intake=Intake(
+            settings,
+            lifetime,
+            Keyring(),
+            Sites(settings),
+            model_of_unnamed=registry.model_of_unnamed if asks_for_models else None,
+        ),
         fleet=fleet,
         learned=learned,
         handovers=LegBodies(learned, manner),

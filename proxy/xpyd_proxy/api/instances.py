@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -21,6 +21,7 @@ from xpyd_proxy.api.schemas import (
     TurnedInstance,
 )
 from xpyd_proxy.api.stepped import in_steps
+from xpyd_proxy.core.fleet.fleet_warnings import FleetWarnings
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.pair_health import PairState
 from xpyd_proxy.core.fleet.registry import Member, Registry
@@ -63,6 +64,7 @@ class InstanceAdmin:
     is_drained: Callable[[InstanceId], bool] = lambda _: True  # for the other workers, too
     resumes: Callable[[], bool] = lambda: False  # streams may change their engines, by the settings of now
     follow: Callable[[], None] = lambda: None  # hears which engines other workers have seen go and come
+    warnings: FleetWarnings = field(default_factory=FleetWarnings)
 
     def rows(self, members: Sequence[Member]) -> InstanceList:
         """Describe engines."""
@@ -106,6 +108,7 @@ class InstanceAdmin:
             fingerprint=facts.fingerprint,
             source=member.origin.source,
             generation=member.origin.generation,
+            warning=self.warnings.of(instance.id),
         )
 
     def slices(self, found: Explanation, call: GenerationRequest) -> dict[str, str | None]:

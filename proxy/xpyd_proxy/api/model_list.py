@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
@@ -14,6 +14,7 @@ from xpyd_proxy.api.error_answers import error_answers
 from xpyd_proxy.api.operator_route import passed_on
 from xpyd_proxy.api.schemas import ErrorResponse, ServedModels
 from xpyd_proxy.core.admission.keys import Outbound
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import EngineResponse, Headers, Instance, Role
@@ -33,6 +34,8 @@ _NAME_MOST: Final = 100  # characters of a name that are said: the engine may be
 
 class _ModelId(msgspec.Struct):
     id: str
+    parent: str | None = None  # of a LoRA adapter: the model it belongs to
+    root: str | None = None  # where its files lie
 
 
 class _ModelList(msgspec.Struct):
@@ -121,10 +124,20 @@ class ModelCatalog:
         if not lists:
             return answers[0] if answers else None  # an engine's words: it may want a key, for example
         cards: dict[str, msgspec.Raw] = {}
+        refused = self._refused()
         for name, card in chain.from_iterable(lists):
-            cards.setdefault(name, card)
+            if name not in refused:
+                cards.setdefault(name, card)
         body = msgspec.json.encode({"object": "list", "data": list(cards.values())})
         return EngineResponse(200, "application/json", body)
+
+    def _refused(self) -> Set[str]:
+        """Return the models that no decode engine serves, so that requests for them are refused."""
+        decodes = [one.facts.models for one in self._registry.members() if one.role.serves(Role.DECODE)]
+        known = [models for models in decodes if models is not None]
+        if not decodes or len(known) < len(decodes):
+            return frozenset()  # one of those that have not said may serve anything
+        return self._registry.served.difference(*known)
 
     async def _ask_some(self, engines: Sequence[Instance], headers: Headers) -> EngineResponse | None:
         """Return the first list of some engines; without one, what one of them says; None: none of them answers."""
@@ -152,10 +165,10 @@ class ModelCatalog:
             answer = await self._ask(instance, headers)
         return None if answer is None or answer.status >= 500 else answer
 
-    async def accepted(self, candidate: Instance, headers: Headers) -> frozenset[str]:
-        """Return what an engine serves. Raises NotAccepted: it cannot be reached, or serves nothing or another model.
+    async def accepted(self, candidate: Instance, headers: Headers) -> EngineCapabilities:
+        """Return which models an engine serves; it is shown a key only if it wants one.
 
-        It is shown a key only if it wants one.
+        Raises NotAccepted: it cannot be reached, or serves nothing or another model.
         """
         try:
             answer = await self._engines.models(candidate, headers, bare=True)
@@ -163,12 +176,15 @@ class ModelCatalog:
                 answer = await self._engines.models(candidate, headers)
         except EngineError as exc:
             raise NotAccepted(str(exc)) from exc
-        names = [name for name, _ in _cards(answer) or ()]
+        ids = [decode(card, _ModelId) for _, card in _cards(answer) or ()]
+        names = [each.id for each in ids]
         if not names:
             raise NotAccepted(f"{candidate.id} answers /v1/models with status {answer.status}, and names no model")
         if self._model not in (None, names[0]):
             raise NotAccepted(f"{candidate.id} serves {names[0][:_NAME_MOST]!r} first, and not {self._model!r}")
-        return frozenset(names)
+        adapters = frozenset([each.id for each in ids if each.parent is not None])
+        root = next((each.root for each in ids if each.parent is None), None)
+        return EngineCapabilities(frozenset(names), adapters=adapters, root=root)
 
     async def _ask(self, instance: Instance, headers: Headers) -> EngineResponse | None:
         try:

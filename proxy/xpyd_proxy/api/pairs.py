@@ -41,7 +41,7 @@ def _pieces(pairs: PairNotes, now: float) -> Iterator[bytes]:
         "unkept": health.unkept,
     }
     yield msgspec.json.encode(head)[:-1] + b',"pairs":['
-    rows, before = pair_rows(matrix, health, modes, now=now), b""
+    rows, before = pair_rows(matrix, health, modes, pairs.find, now=now), b""
     while some := list(islice(rows, _ROWS_AT_ONCE)):
         yield before + msgspec.json.encode(some)[1:-1]
         before = b","

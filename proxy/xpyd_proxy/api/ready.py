@@ -7,8 +7,9 @@ from fastapi.routing import APIRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from xpyd_proxy.api.error_answers import error_answers
-from xpyd_proxy.api.schemas import ErrorResponse, Health
+from xpyd_proxy.api.schemas import ErrorResponse, FleetHealth, Health
 from xpyd_proxy.core.admission.lifetime import Lifetime, Stage
+from xpyd_proxy.core.fleet.fleet_warnings import FleetWarnings
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ClosingDown, NoInstance
 from xpyd_proxy.io.build import find_build
@@ -33,7 +34,7 @@ class _VersionedRoute(APIRoute):
         await super().handle(scope, receive, send_versioned)
 
 
-def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime) -> APIRouter:
+def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime, warnings: FleetWarnings) -> APIRouter:
     """Build GET /health, and GET /ready for the load balancer in front of the router.
 
     /ready is 200 from when every source of engines was heard until SIGTERM, else 503. It does not depend on engines:
@@ -43,12 +44,16 @@ def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime) -> 
     router = APIRouter(tags=["probes"], route_class=_VersionedRoute)
     find_build()  # which may ask git: not while somebody waits
 
-    @router.get("/health", responses=error_answers(ErrorResponse, {503: "No engine of one role"}))
-    async def health() -> Health:
-        """Tell whether there is an engine of each role."""
+    @router.get(
+        "/health",
+        responses=error_answers(ErrorResponse, {503: "No engine of one role"}),
+        response_model_exclude_none=True,
+    )
+    async def health() -> FleetHealth:
+        """Tell whether there is an engine of each role, and what is wrong with the fleet as a whole."""
         for role in Role:
             fleet.usable(role)
-        return Health(status="ok")
+        return FleetHealth(status="ok", warnings=list(warnings.texts) or None)
 
     @router.get("/readiness", include_in_schema=False)
     @router.get("/ready", responses=error_answers(ErrorResponse, {503: "Send requests elsewhere"}))

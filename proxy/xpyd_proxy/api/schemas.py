@@ -154,6 +154,7 @@ class InstanceRow(BaseModel):
     fingerprint: str | None
     source: str = Field(description="who wants it here: static, pods or store")
     generation: int = Field(description="of that source's view, when it first named the engine")
+    warning: str | None = Field(default=None, description="what is wrong with it in this fleet")
 
 
 class InstanceList(BaseModel):
@@ -253,6 +254,12 @@ class Health(BaseModel):
     """Whether the router has an engine of each role, or should be sent requests."""
 
     status: Literal["ok", "ready"]
+
+
+class FleetHealth(Health):
+    """The same, and what is wrong with the fleet as a whole."""
+
+    warnings: list[str] | None = Field(default=None, description="in sentences; absent: nothing is wrong")
 
 
 class EngineCounts(BaseModel):

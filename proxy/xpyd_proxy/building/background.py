@@ -64,6 +64,7 @@ def build_background(
         random.random,
         give_up=engines.wire.give_up,
         looks=peers[0].looks if peers else None,
+        warnings=engines.warnings,
     )
     every_s = settings.engine_metrics_interval_s
     inflow = InflowWatch(registry, engines.checks.metrics, telemetry, every_s=every_s, clock=clock)
@@ -79,6 +80,7 @@ def build_background(
         lambda: serving.requests.settings.decode_only_fallback,
         engines.pairs,
         roles=(lambda: None) if board is None else board.part,
+        warnings=engines.warnings,
     )
     everybody = group.everybody(telemetry, queue, status.part)
     deciding = _deciding(stored, board, engines, discovery, everybody=everybody, clock=clock, wall=wall)

@@ -10,6 +10,7 @@ import httpx
 
 from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.fleet.cache_index import CacheIndex
+from xpyd_proxy.core.fleet.fleet_warnings import FleetWarnings
 from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
 from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
@@ -62,6 +63,7 @@ class EngineSide:
     guard: Guard
     wire: WireEngines
     checks: HttpChecks
+    warnings: FleetWarnings  # of the fleet as a whole
 
 
 def build_engines(settings: Settings, group: WorkerGroup, fabric: Fabric) -> EngineSide:
@@ -90,7 +92,9 @@ def build_engines(settings: Settings, group: WorkerGroup, fabric: Fabric) -> Eng
         guard=guard,
     )
     wire = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=fabric.dial)
-    return EngineSide(registry, learned, pairs, index, known, fleet, outbound, tls, guard, wire, checks)
+    return EngineSide(
+        registry, learned, pairs, index, known, fleet, outbound, tls, guard, wire, checks, FleetWarnings()
+    )
 
 
 def _registry(settings: Settings, group: WorkerGroup, clock: Callable[[], float]) -> Registry:

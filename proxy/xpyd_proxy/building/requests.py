@@ -72,7 +72,16 @@ def build_requests(
     releaser = Releaser(wire, told=(telemetry,))
     sites, salts = Sites(settings, socket.gethostname()), _salts(settings, keyring)
     requests = Requests(
-        intake=Intake(settings, lifetime, keyring, sites, salts, _sessions(settings), _media_hosts(settings)),
+        intake=Intake(
+            settings,
+            lifetime,
+            keyring,
+            sites,
+            salts,
+            _sessions(settings),
+            _media_hosts(settings),
+            engines.registry.model_of_unnamed,
+        ),
         fleet=fleet,
         learned=engines.learned,
         handovers=LegBodies(engines.learned, TRANSFER_POLICIES[settings.kv_transfer_mode], telemetry.replaced_host),

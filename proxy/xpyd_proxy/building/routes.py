@@ -57,7 +57,10 @@ def build_routes(
     access = OperatorAccess(admin_key, Audit(serving.telemetry.admin_action, clock), settings.max_body_bytes)
     return Routes(
         clients=(model_routes(serving.models, keys),),
-        probes=(probe_routes(engines.fleet, discovery, serving.lifetime), capacity_routes(capacity, scrapers)),
+        probes=(
+            probe_routes(engines.fleet, discovery, serving.lifetime, engines.warnings),
+            capacity_routes(capacity, scrapers),
+        ),
         operators=(
             liveness_routes(),
             page_routes(background.status, metrics, everybody, scrapers),
@@ -94,6 +97,8 @@ def _key_routes(
         fleet.caches,
         fleet.modes,
         fleet.passes_ids,
+        clock,
+        engines.registry.model_of_unnamed,
     )
     instances = InstanceAdmin(
         engines.registry,
@@ -103,6 +108,7 @@ def _key_routes(
         group.is_drained,
         resumes=lambda: requests.settings.resume_streams,
         follow=group.follow,
+        warnings=engines.warnings,
     )
     return (
         admin_routes(

@@ -181,7 +181,8 @@ def _shown(found: Json, args: argparse.Namespace) -> str:
         role = f"{row['role']}, to {row['turns_to']}" if row.get("turns_to") else row["role"]
         values = {**row, "role": role, "for": _duration(row["since_s"]), "models": ",".join(row["models"] or ())}
         rows.append(tuple(str(values[name]) if values.get(name) not in (None, "") else "-" for name in _COLUMNS))
-    return table(rows)
+    warnings = dict.fromkeys(row["warning"] for row in found["instances"] if row.get("warning"))
+    return table(rows) + "".join(f"warning: {each}\n" for each in warnings)
 
 
 def _duration(seconds: float) -> str:

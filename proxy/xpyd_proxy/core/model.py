@@ -85,6 +85,7 @@ class SingleEngineReason(FastStrEnum):
     CACHED = "cached_prompt"  # the decode engine has nearly all of it
     FASTER = "faster_alone"  # the decode engine is expected to be faster than a prefill engine and a transfer
     ONE_LEG = "one_leg"  # a call that generates no text
+    UNKNOWN_MODEL = "unknown_model"  # it names none, and no engine has said which one it serves
     NO_PREFILL = "no_prefill_engine"
     FEW_MATCH = "few_matching_engines"  # some fit, and too few of one role: a rollout is ahead there
     NO_MATCH = "no_matching_prefill_engine"  # there are some, and their KV cache is of no use to a decode engine

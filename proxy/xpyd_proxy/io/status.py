@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from xpyd_proxy.core.counters import Key
+from xpyd_proxy.core.fleet.fleet_warnings import FleetWarnings
 from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
 from xpyd_proxy.core.fleet.pair_rows import worst_rows
 from xpyd_proxy.core.fleet.registry import Member, Registry
@@ -115,6 +116,7 @@ class Snapshot:
     last_minute: Minute
     series: Series
     instances: list[Engine]
+    warnings: Sequence[str]  # what is wrong with the fleet as a whole
     groups: Sequence[EngineGroup]  # of engines that fit each other; empty: all of them do
     pairs: PairsStatus
     roles: RolesPart | None  # None: the router does not decide on them, or has not yet
@@ -137,6 +139,7 @@ class Status:
         pairs: PairNotes | None = None,
         *,
         roles: Callable[[], RolesPart | None] = lambda: None,
+        warnings: FleetWarnings | None = None,
     ) -> None:
         self._telemetry = telemetry
         self._engines = engines
@@ -144,6 +147,7 @@ class Status:
         self._may_be_alone = may_be_alone  # decode engines may serve alone, by the settings of now
         self._pairs = PairNotes(engines, PairMatrix(0)) if pairs is None else pairs
         self._roles = roles  # what this worker has decided on them; None: nothing
+        self._warnings = warnings or FleetWarnings()
         self._start = clock()
 
     def part(self) -> Part:
@@ -205,6 +209,7 @@ class Status:
             last_minute=Minute(requests.count / _MINUTE_S, requests.failed, ttft.mean, gaps.mean),
             series=_series(parts),
             instances=engines,
+            warnings=self._warnings.texts,
             groups=groups,
             pairs=self._pair_status(),
             roles=next((part.roles for part in parts if part.roles is not None), None),
@@ -220,8 +225,9 @@ class Status:
         )
 
     def _pair_status(self) -> PairsStatus:
-        matrix, health, modes = self._pairs.matrix, self._pairs.health, self._pairs.modes
-        return PairsStatus(len(matrix), health.resting, worst_rows(matrix, health, modes, _PAIRS, now=self._clock()))
+        pairs = self._pairs
+        worst = worst_rows(pairs.matrix, pairs.health, pairs.modes, pairs.find, _PAIRS, now=self._clock())
+        return PairsStatus(len(pairs.matrix), pairs.health.resting, worst)
 
 
 def _waiting(whole: Whole) -> list[Mapping[Key, int]]:

@@ -405,6 +405,8 @@ class Attempt(LegOwner):
         try:
             if leg.status != _OK:
                 check_prefill(leg.instance.id, leg.response(body))
+            if self._plan.learns_model:  # the decode engine is told the name, and checks it
+                self._plan.ask.model = self._of.handovers.learn_model(leg.instance.id, body)
             return self._of.handovers.take(
                 call,
                 self.id,

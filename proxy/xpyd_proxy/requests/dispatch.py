@@ -21,6 +21,7 @@ from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
 from xpyd_proxy.core.protocol.fault_table import RetryScope
 from xpyd_proxy.core.raw_json import NULL, Pieces, encode
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
+from xpyd_proxy.core.routing.routing_hints import with_model
 from xpyd_proxy.errors import NoInstance, NoMatchingInstance, ProxyError
 from xpyd_proxy.requests.attempt import Attempt
 from xpyd_proxy.requests.client_response import ClientResponse
@@ -173,7 +174,7 @@ class Dispatch:
         if attempt.move is not None:
             return self._choose_for_move(attempt, attempt.move, single_body)
         if call is None:
-            record.single_reason, single_body = SingleEngineReason.ONE_LEG, self._plan.body
+            record.single_reason, single_body = self._plan.single_reason, self._plan.body
         elif single_body is None:
             reason = None if can_split else solo_reason(call.api, call.fields)
             if reason is _SEVERAL and may_share(call.api, call.fields) and fleet.shares_loads():
@@ -289,6 +290,11 @@ class Dispatch:
             attempt.mode = life.of.fleet.mode_of(prefill, decode)
             if attempt.mode is not _READ:
                 coordinates = life.of.learned.coordinates(prefill.id)
+        if coordinates is not None and self._plan.learns_model:
+            self._plan.ask.model = life.of.handovers.model_of(prefill.id)
+            if self._plan.ask.model is None:
+                coordinates = None  # its answer tells which model the decode engine must serve
+            call = self._named(call)
         if coordinates is None:
             life.on(_PULL)
             reuses = self.settings.reuse_prompt_tokens and life.of.fleet.passes_ids(call, decode)
@@ -316,11 +322,18 @@ class Dispatch:
             self._write_body(attempt, call, leg, leg.handover, attempt.slot_or(decode))
         return False
 
+    def _named(self, call: GenerationRequest) -> GenerationRequest:
+        """Return a request that names no model with the one that its prefill engine serves, if that is known."""
+        model = self._plan.ask.model
+        if not self._plan.learns_model or model is None:
+            return call
+        return GenerationRequest(call.api, with_model(call.api, call.fields, model), call.headers, call.rank)
+
     def _write_body(
         self, attempt: Attempt, call: GenerationRequest, leg: PrefillLeg, handover: PrefillResult, decode: Instance
     ) -> None:
         """Write a decode leg's body, as its engine can take it."""
-        life, ids = self._life, None
+        life, ids, call = self._life, None, self._named(call)
         if attempt.move is not None:
             ids = attempt.move.ids
         elif handover.ids is not NULL and (call.api is not _CHAT or life.of.fleet.takes_chat_ids(decode)):

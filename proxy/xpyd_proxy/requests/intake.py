@@ -3,7 +3,7 @@
 Nothing is counted here and nothing waits. What is wrong with a request is raised, for the client.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,13 +16,20 @@ from xpyd_proxy.core.admission.service_classes import ServiceClass, ServiceClass
 from xpyd_proxy.core.http.content_codings import Coding, coding_of, decoded
 from xpyd_proxy.core.http.multipart import boundary_of, check_form, content_type
 from xpyd_proxy.core.http.origins import Sites
-from xpyd_proxy.core.model import Api, GenerationRequest, Headers, PassthroughRequest, RoutingHints
+from xpyd_proxy.core.model import (
+    Api,
+    GenerationRequest,
+    Headers,
+    PassthroughRequest,
+    RoutingHints,
+    SingleEngineReason,
+)
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, EndpointKind
 from xpyd_proxy.core.protocol.media_urls import ANY_HOST, check_media_urls
 from xpyd_proxy.core.protocol.request_bodies import TEMPLATES, check_chat_template, check_wanted_now, parse
 from xpyd_proxy.core.protocol.response_filter import media_type
-from xpyd_proxy.core.raw_json import Fields, Pieces, encode
-from xpyd_proxy.core.routing.routing_hints import ask_of_call, ask_of_errand, model_of, rank_of
+from xpyd_proxy.core.raw_json import TRUE, Fields, Pieces, encode, text
+from xpyd_proxy.core.routing.routing_hints import TELLS_MODEL, ask_of_call, ask_of_errand, model_of, rank_of, with_model
 from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.errors import BodyTooLarge, UnsupportedMedia
 from xpyd_proxy.settings import ClientKvParams, Settings
@@ -76,6 +83,8 @@ class RequestPlan:
     content_type: bytes
     priority: int
     tokens: int | None  # about how many its prompt has; None: not looked at
+    single_reason: SingleEngineReason  # why one engine gets ``body``
+    learns_model: bool  # it names none, and which one it means is told by its prefill engine's answer
 
     def __init__(  # noqa: PLR0917 (by name they cost 1,000 instructions more)
         self,
@@ -88,6 +97,7 @@ class RequestPlan:
         *,
         body: Pieces | None = None,
         content_type: bytes = JSON_TYPE,
+        single_reason: SingleEngineReason = SingleEngineReason.ONE_LEG,
     ) -> None:
         self.path = path
         self.headers = headers
@@ -98,6 +108,8 @@ class RequestPlan:
         self.content_type = content_type
         self.priority = priority
         self.tokens = tokens
+        self.single_reason = single_reason
+        self.learns_model = False
 
 
 @dataclass(slots=True)
@@ -111,6 +123,9 @@ class Intake:
     salts: Salts | None = None
     sessions: SessionIds | None = None  # None: no policy asks for them
     media_hosts: frozenset[str] = frozenset()  # from which engines may fetch media, in lower case
+    # Returns the model that a request means which names none; None: no engine has said what it serves. Raises
+    # BadRequest: it must name one. Without it any engine may serve such a request.
+    model_of_unnamed: Callable[[], str | None] | None = None
 
     def check(self, head: RequestHead) -> str:
         """Judge a head; return the name of the client's key.
@@ -150,10 +165,10 @@ class Intake:
         return body if head.coding is None else decoded(head.coding, body, self.settings.max_body_bytes)
 
     def read(self, head: RequestHead, body: bytes) -> Fields:
-        """Read a body, of a form nothing but its bounds; a long one is read in a thread. Raises BadRequest."""
+        """Read a body, of a form nothing but its model; a long one is read in a thread. Raises BadRequest."""
         if head.path in _FORMS:
-            check_form(boundary_of(head.shown.get(b"content-type", b"")), body)
-            return {}
+            model = check_form(boundary_of(head.shown.get(b"content-type", b"")), body)
+            return {} if model is None else {"model": text(model)}
         settings = self.settings
         fields = parse(body, strip_private=settings.client_kv_params is _STRIP)
         if not settings.trust_request_chat_template and not TEMPLATES.isdisjoint(fields):
@@ -176,7 +191,11 @@ class Intake:
         return fields, prompt_tokens(fields, len(body)) if counts_tokens else None
 
     def plan(self, head: RequestHead, body: bytes, fields: Fields, tokens: int | None = None) -> RequestPlan:
-        """Say what the engines are asked; raises BadRequest. ``tokens``: about how many the prompt has."""
+        """Say what the engines are asked; raises BadRequest.
+
+        A request that names no model means the one that all engines serve, for as long as it lasts. ``tokens``: about
+        how many the prompt has.
+        """
         path, headers, shown, caller = head.path, head.headers, head.shown, head.caller
         api = _APIS.get(path)
         if api is not None:
@@ -188,19 +207,37 @@ class Intake:
             asked = self.salts.salted(asked, caller)
         session = None if self.sessions is None else self.sessions.of(shown, fields)
         rank = rank_of(shown[_RANK]) if _RANK in shown else None
-        if api is not None:
+        model, is_unknown, why_alone = model_of(fields), False, SingleEngineReason.ONE_LEG
+        if model is None and self.model_of_unnamed is not None:
+            model = self.model_of_unnamed()
+            is_unknown = model is None
+            asked = asked if api is None or model is None else with_model(api, asked, model)
+        if api is not None and is_unknown and api not in TELLS_MODEL:
+            why_alone = SingleEngineReason.UNKNOWN_MODEL
+        elif api is not None:
             call = GenerationRequest(api, asked, passed_on, rank)
-            return RequestPlan(path, passed_on, ask_of_call(call, session), priority, call, tokens)
-        if path in _FORMS:  # its values are not read: its model plays no part in the choice of engine
+            plan = RequestPlan(path, passed_on, ask_of_call(call, session, model), priority, call, tokens)
+            plan.learns_model = is_unknown
+            return plan
+        if path in _FORMS:
             declared = content_type(boundary_of(shown.get(b"content-type", b"")))
-            errand = PassthroughRequest(path, body, passed_on, declared, rank=rank)
+            errand = PassthroughRequest(path, body, passed_on, declared, model=model, rank=rank)
         else:
             strips = self.settings.client_kv_params is _STRIP
             clean = encode(asked) if strips or asked is not fields else body
-            errand = PassthroughRequest(path, clean, passed_on, model=model_of(fields), rank=rank)
-        ask = ask_of_errand(errand, session)
-        declared = errand.content_type
-        return RequestPlan(path, passed_on, ask, priority, body=[errand.body], content_type=declared, tokens=tokens)
+            errand = PassthroughRequest(path, clean, passed_on, model=model, rank=rank)
+        plan = RequestPlan(
+            path,
+            passed_on,
+            ask_of_errand(errand, session),
+            priority,
+            body=[errand.body],
+            content_type=errand.content_type,
+            tokens=tokens,
+            single_reason=why_alone,
+        )
+        plan.streams = api is not None and asked.get("stream") == TRUE
+        return plan
 
 
 def _check_media(path: str, declared: bytes) -> None:

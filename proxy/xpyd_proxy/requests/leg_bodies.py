@@ -21,10 +21,10 @@ from xpyd_proxy.core.protocol.disaggregation import PROMPTS
 from xpyd_proxy.core.protocol.first_token import FirstToken, asked_for_token, first_token, may_show, offered
 from xpyd_proxy.core.protocol.push import TransferPolicy
 from xpyd_proxy.core.protocol.returned_kv import CachedOn
-from xpyd_proxy.core.raw_json import TRUE, Pieces, encode_in_pieces
+from xpyd_proxy.core.raw_json import TRUE, Pieces, encode_in_pieces, maybe
 from xpyd_proxy.core.request_record import RequestRecord
-from xpyd_proxy.core.schemas import Coordinates, FirstTokenOffer
-from xpyd_proxy.errors import Moved
+from xpyd_proxy.core.schemas import Coordinates, FirstTokenOffer, NamedAnswer
+from xpyd_proxy.errors import EngineError, Moved
 
 _LOOKS_BACK: Final = (
     "%s has defaults of its own that look back at the tokens made so far (presence_penalty, frequency_penalty or "
@@ -99,7 +99,7 @@ def ignore_replaced_host(_prefill: Instance, _said: str) -> None:
 class LegBodies:
     """Takes from prefill engines' answers what they are good for, and learns where the engines are."""
 
-    __slots__ = ("_learned", "_looking_back", "_manner", "_offers", "_replaced")
+    __slots__ = ("_learned", "_looking_back", "_manner", "_models", "_offers", "_replaced")
 
     def __init__(
         self,
@@ -113,6 +113,7 @@ class LegBodies:
         self._offers: dict[InstanceId, tuple[bytes, FirstTokenOffer]] = {}
         # By model: the prefill engine that has said last that its engines look back.
         self._looking_back: dict[str | None, InstanceId] = {}
+        self._models: dict[InstanceId, str] = {}  # that engines have named in answers to requests that name none
         self._replaced = replaced  # is told of each answer that named an unreachable host
 
     def take(
@@ -180,6 +181,18 @@ class LegBodies:
             return False
         return True
 
+    def model_of(self, prefill: InstanceId) -> str | None:
+        """Return the model that an engine has named last; None: it was not asked."""
+        return self._models.get(prefill)
+
+    def learn_model(self, prefill: InstanceId, answer: bytes) -> str:
+        """Return the model that an engine has made an answer with; raises EngineError: it does not say."""
+        said = maybe(answer, NamedAnswer)
+        if said is None or not said.model:
+            raise EngineError(f"{prefill} answered without the name of its model")
+        self._models[prefill] = said.model
+        return said.model
+
     def may_show(self, call: GenerationRequest, prefill: InstanceId) -> bool:
         """Tell whether the client may see the token of a prefill engine, as far as its earlier answers say."""
         known = self._offers.get(prefill)
@@ -213,3 +226,4 @@ class LegBodies:
     def forget(self, prefill: InstanceId) -> None:
         """It has failed: what answers next under this address may offer nothing."""
         self._offers.pop(prefill, None)
+        self._models.pop(prefill, None)

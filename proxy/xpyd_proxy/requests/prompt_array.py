@@ -168,7 +168,9 @@ class PromptArray:
             place, plan, call = self._begun, self._plan, self._call
             fields = one_of(call.fields, self._prompts[place])
             own = GenerationRequest(call.api, fields, call.headers, call.rank)
-            own_plan = RequestPlan(plan.path, plan.headers, ask_of_call(own, plan.ask.session), plan.priority, call=own)
+            ask = ask_of_call(own, plan.ask.session, plan.ask.model)
+            own_plan = RequestPlan(plan.path, plan.headers, ask, plan.priority, call=own)
+            own_plan.learns_model = plan.learns_model
             self._begun += 1
             part = self._parts[place] = self._new(_PartWriter(self, place), own_plan, place)
             if self._client.is_paused:

@@ -248,7 +248,7 @@ class Sim:
         except rules.Violation as exc:
             self.violations.append(str(exc))
             return _json(error(400, str(exc)), 400)
-        if body.get("model", self._names[0]) not in self._names:
+        if (body.get("model") or self._names[0]) not in self._names:
             return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
         if fault is not None and fault.kind is FaultKind.WRONG:
             body, fault = rules.of_another_prompt(body), None

@@ -27,6 +27,7 @@ _SYLLABLES: Final = ("am", "be", "cor", "da", "el", "fi", "gro", "hu", "in", "jo
 _OF_ONE_LEG: Final = frozenset(
     {"max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "stream", "stream_options", "n"}
     | {"best_of", "store", "return_token_ids"}
+    | {"model"}  # that of a request without one may be known from the prefill engine's answer; each engine checks it
     | {"use_beam_search", "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "kv_transfer_params"}
 )
 

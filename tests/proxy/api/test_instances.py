@@ -153,7 +153,7 @@ async def test_explain_says_what_each_engine_would_get():
     assert said["prefill_body"] == sent
     sent = json.loads(engines["d0"].log[0].body)
     assert sent["prompt"] != "hello"
-    shown = {"kv_transfer_params": "those that", "prompt": "the token ids that"}
+    shown = {"kv_transfer_params": "those that", "prompt": "the token ids that", "model": "the one that"}
     assert said["decode_body"] == sent | {name: f"{words} prefill-0 answers with" for name, words in shown.items()}
 
 

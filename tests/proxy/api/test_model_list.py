@@ -64,6 +64,18 @@ async def test_the_models_of_all_engines_are_told_each_once():
     assert sorted(engines.asked) == [f"{one} with a key" for one in "abep"]
 
 
+async def test_a_model_that_no_decode_engine_serves_is_not_listed():
+    """Requests for it are refused; one of decode engines alone is served."""
+    engines = Engines(p=listing("tiny", "m"), d=listing("other", "m"))
+    catalog = models(engines, prefill="p", decode="d")
+    learn = catalog._registry.learn
+    learn("prefill-0", EngineCapabilities(frozenset({"tiny", "m"})))
+    learn("decode-0", EngineCapabilities(frozenset({"other", "m"})))
+    answer = await catalog.listing(HEADERS)
+
+    assert [card["id"] for card in json.loads(answer.body)["data"]] == ["other", "m"]
+
+
 async def test_a_refusal_is_an_answer():
     """A missing key is the client's business, when every engine says so."""
     refusal = EngineResponse(401, "application/json", b'{"error":"Unauthorized"}')
@@ -96,7 +108,7 @@ async def test_the_given_model_decides():
     engines = Engines(a=listing("other"), x=listing("m", "adapter"), y=listing("adapter", "m"))
     ours = models(engines, decode="a", model="m")
 
-    assert await ours.accepted(candidate("x"), HEADERS) == {"m", "adapter"}
+    assert (await ours.accepted(candidate("x"), HEADERS)).models == {"m", "adapter"}
     with pytest.raises(NotAccepted, match="serves 'adapter' first, and not 'm'"):
         await ours.accepted(candidate("y"), HEADERS)
     assert engines.asked == ["x", "y"]
@@ -106,7 +118,9 @@ async def test_without_one_an_engine_may_serve_another_model():
     """Requests go by the model that they name, so several may be behind one router."""
     engines = Engines(b=listing("m"), x=listing("other"))
 
-    assert await models(engines, decode="ab").accepted(candidate("x"), HEADERS) == {"other"}
+    assert await models(engines, decode="ab").accepted(candidate("x"), HEADERS) == EngineCapabilities(
+        frozenset({"other"}), adapters=frozenset()
+    )
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -117,7 +131,7 @@ async def test_a_key_is_shown_only_to_an_engine_that_wants_one(status):
 
     with pytest.raises(NotAccepted, match=f"status {status}"):
         await ours.accepted(candidate("x"), HEADERS)
-    assert await ours.accepted(candidate("y"), HEADERS) == {"m"}
+    assert (await ours.accepted(candidate("y"), HEADERS)).models == {"m"}
     assert engines.asked == ["x", "x with a key", "y"]
 
 

@@ -1,7 +1,7 @@
 """What is known of an engine that decides with whom it can share a request."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final, TypeAlias
 
@@ -37,6 +37,10 @@ class EngineCapabilities:
     pairs_within: str | None = None  # the slice that its partners must be of (slice_pairing require); None: any
     kv_role: str | None = None  # vLLM's, as our connector shows it: only kv_both can serve another role
     resting: frozenset[InstanceId] | None = None  # decode: prefill engines that it cannot meet (pair_health.py)
+    root: str | None = None  # where its base model's files lie, as /v1/models says; its own connector says more
+    started: str | None = None  # when its process began, as its metrics write it
+    # The names of its base model: ``models`` without ``adapters`` (registry.py).
+    bases: frozenset[str] | None = field(default=None, compare=False)
 
     def serves(self, model: str | None) -> bool:
         """Tell whether a request for a model may go there; None: the request names none."""
@@ -59,10 +63,14 @@ class EngineCapabilities:
             self.pairs_within if found.pairs_within is None else found.pairs_within,
             found.kv_role or self.kv_role,
             self.resting if found.resting is None else found.resting,
+            found.root or self.root,
+            found.started or self.started,
+            self.bases if found.bases is None else found.bases,
         )
 
 
-Compared: TypeAlias = tuple[str | None, ...]  # facts that are equal, or unknown, where two engines fit
+# Facts that are equal, or unknown, where two engines fit; the last one is a set, and one name in common will do.
+Compared: TypeAlias = tuple[str | frozenset[str] | None, ...]
 
 _COMPARED: Final = {
     "version": "vLLM's version",
@@ -72,6 +80,8 @@ _COMPARED: Final = {
     "protocol": "the connector's protocol",
     "fingerprint": "the connector's fingerprint",
     "pairs_within": "the slice",
+    "root": "the root of the model",
+    "bases": "the model",  # it stays the last one: see ``agree``
 }
 WITHIN: Final = [*_COMPARED].index("pairs_within")  # the place of the slice among them
 compared: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(*_COMPARED)
@@ -82,14 +92,30 @@ without_slice: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(
 
 
 def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
-    """Tell whether two engines can share a request; that both serve its model is looked at elsewhere."""
+    """Tell whether two engines can share a request; that both serve its LoRA adapter is looked at elsewhere."""
     return prefill.engine_id not in (decode.incompatible or ()) and agree(compared(prefill), compared(decode))
 
 
 def agree(one: Compared, other: Compared) -> bool:
-    """Tell whether facts are equal or unknown."""
+    """Tell whether facts are equal or unknown, and the base models are one: no KV cache is read across two of them."""
     # A generator takes three times as long, and kinds are compared with kinds.
-    return one == other or False not in [a is None or b is None or a == b for a, b in zip(one, other, strict=True)]
+    if one == other:
+        return True
+    if False in [a is None or b is None or a == b for a, b in zip(one[:-1], other[:-1], strict=True)]:
+        return False
+    return _have_common_name(one[-1], other[-1])
+
+
+def have_common_model(one: EngineCapabilities, other: EngineCapabilities) -> bool:
+    """Tell whether two engines serve one base model, as far as it is known."""
+    return _have_common_name(one.bases, other.bases)
+
+
+def _have_common_name(one: str | frozenset[str] | None, other: str | frozenset[str] | None) -> bool:
+    """Tell whether two base models are one: each may have several names (``--served-model-name a b``)."""
+    if not isinstance(one, frozenset) or not isinstance(other, frozenset):
+        return True
+    return not one.isdisjoint(other)
 
 
 def rests(prefill: InstanceId, decode: EngineCapabilities) -> bool:
@@ -100,9 +126,14 @@ def rests(prefill: InstanceId, decode: EngineCapabilities) -> bool:
 def difference(prefill: EngineCapabilities, decode: EngineCapabilities) -> str:
     """Say why two engines do not fit."""
     for name, one, other in zip(_COMPARED.values(), compared(prefill), compared(decode), strict=True):
-        if one is not None and other is not None and one != other:
-            return f"{name} is {one} there and {other} here"
+        is_other = one is not None and other is not None and one != other
+        if is_other and not (isinstance(one, frozenset) and _have_common_name(one, other)):
+            return f"{name} is {_words(one)} there and {_words(other)} here"
     return "it has refused that one's KV cache, and its log says why"
+
+
+def _words(fact: str | frozenset[str] | None) -> str:
+    return ", ".join(sorted(fact)) if isinstance(fact, frozenset) else str(fact)
 
 
 def always(_prefill: object, _decode: object) -> bool:

@@ -14,6 +14,7 @@ _INFO: Final = b"vllm:xpyd_connector_info{"
 _LABEL: Final = re.compile(rb'(?:^|,)(protocol|fingerprint|mode|engine_id|kv_role)="([0-9A-Za-z_.:-]{1,128})"')
 _REFUSED: Final = b"vllm:xpyd_incompatible_peer{"
 _PEER: Final = re.compile(rb'(?:^|,)peer="([0-9A-Za-z_.:-]{1,128}?)(?:_dp[0-9]{1,6})?"')
+_STARTED: Final = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,32})$", re.MULTILINE)
 _CONNECTOR: Final = re.compile(rb"^vllm:(xpyd|nixl)_", re.MULTILINE)
 # Its own prefix cache counts as well: what is there need not be sent.
 _SOURCES: Final = b"vllm:prompt_tokens_by_source_total{"
@@ -45,6 +46,7 @@ class Numbers:
     mode: str | None = None
     engine_id: str | None = None  # by which other engines know it; of all data-parallel ranks
     kv_role: str | None = None  # vLLM's
+    started: str | None = None  # when the process began, as it is written there
 
     @property
     def kept(self) -> float | None:
@@ -61,7 +63,7 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
                 found[line["name"]].append(float(line["value"]))
             except ValueError:  # it counts as something that is kept
                 found[line["name"]].append(1.0)
-    connector = _CONNECTOR.search(text)
+    connector, started = _CONNECTOR.search(text), _STARTED.search(text)
     leases, usage = found.values()
     ours = next(
         (line["labels"] for line in labelled_lines(text, _INFO) if line["value"] in _TRUE and _is_of(line, rank)), b""
@@ -76,6 +78,7 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
         mode=info.get("mode"),
         engine_id=info.get("engine_id"),
         kv_role=info.get("kv_role"),
+        started=started[1].decode() if started else None,
     )
 
 

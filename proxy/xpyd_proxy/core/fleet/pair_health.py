@@ -211,13 +211,7 @@ class PairHealth:
 
     def due(self, *, now: float) -> Sequence[Pair]:
         """List the pairs that are to be tried now. One whose trial has shown nothing is tried again."""
-        found = list[Pair]()
-        for pair, each in self._pairs.items():
-            if each.due <= now:
-                if each.state is PairState.TRYING:
-                    each.on(PairEvent.SILENT, now)
-                found.append(pair)
-        return found
+        return [pair for pair, each in self._pairs.items() if each.due <= now]
 
     def has_rested(self, pair: Pair, *, now: float) -> bool:
         """Tell whether a pair rests that has rested for long enough, also if its trial was postponed."""
@@ -227,13 +221,16 @@ class PairHealth:
     def tried(self, pair: Pair, *, now: float) -> None:
         """A pair that has rested for long enough has got a request."""
         found = self._pairs[pair]
+        _end_silent_trial(found, now)
         found.on(PairEvent.TRIED, now)
         self._wait(found, now + TRIAL_S)
 
     def postpone(self, pairs: Iterable[Pair], *, now: float) -> None:
         """Pairs that are due cannot be tried yet: one of their engines takes no requests, or serves another model."""
         for pair in pairs:
-            self._pairs[pair].due = now + _LATER_S
+            found = self._pairs[pair]
+            _end_silent_trial(found, now)
+            found.due = now + _LATER_S
         self._look_again()
 
     def _may_rest(self, pair: Pair) -> bool:
@@ -266,3 +263,9 @@ class PairHealth:
 
     def _look_again(self) -> None:
         self.next_at = min([each.due for each in self._pairs.values()], default=math.inf)
+
+
+def _end_silent_trial(pair: FailingPair, now: float) -> None:
+    """Have a pair rest whose trial has shown nothing."""
+    if pair.state is PairState.TRYING and pair.due <= now:
+        pair.on(PairEvent.SILENT, now)

@@ -2,9 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TypeAlias
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities, fit, rests
@@ -18,15 +18,21 @@ from xpyd_proxy.core.fleet.pair_health import Pair, PairHealth
 from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
 from xpyd_proxy.core.fleet.turns import RoleTurn, TurnEvent, TurnState
 from xpyd_proxy.core.model import EngineRole, Instance, InstanceId, Role
-from xpyd_proxy.errors import AlreadyKnown, CannotTurn, NoInstance, UnknownInstance
+from xpyd_proxy.errors import AlreadyKnown, BadRequest, CannotTurn, NoInstance, UnknownInstance
 from xpyd_proxy.settings import Settings, SlicePairing
 
 _KV_BOTH: Final = "kv_both"  # vLLM's kv_role of an engine that sends and loads KV
 _HEALTHY: Final = HealthState.HEALTHY  # looking a member up takes as long as a call
 _SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})
+_LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED})
 MOST_NAMED: Final = 16  # engines in one message
+_NAME_MOST: Final = 100  # characters of one model's name in a message
+_MOST_MODELS: Final = 10  # names in one message: an engine may have thousands of adapters
 _MOST_SHARED: Final = 1024  # sets of models; beyond, those that no engine serves any more are forgotten
 _SURE: Final = 2  # readings in a row: vLLM's numbers are those of its step before
+
+# The engine id, when the process started, the rank and the role that an engine was added with.
+_TwinKey: TypeAlias = tuple[str, str | None, int | None, Role]
 
 
 @dataclass(slots=True)
@@ -163,10 +169,14 @@ class Registry:
         self.changes = ChangeCount()
         self.lineup = ChangeCount()  # of what decides which engines there should be: not of their health
         self._usable: dict[Role, _Usable] = {}
+        self._twin_keys = Counter[_TwinKey]()
+        self._twins: set[_TwinKey] = set()  # those of them that several members have
         self._steady: tuple[int, float] = (-1, 0.0)  # until when nothing but events changes it, and for which changes
-        # Sets of models that engines serve, so that equal ones are the same: thousands are then compared in no time.
+        # Sets of models that engines serve, or of their base models, so that equal ones are the same: thousands are
+        # then compared in no time.
         self._models: dict[frozenset[str], frozenset[str]] = {}
         self._served: tuple[int, frozenset[str]] = (-1, frozenset())  # the names in them, and for which changes
+        self._bases: tuple[int, frozenset[frozenset[str]]] = (-1, frozenset())  # of engines that serve, likewise
         self.pairs: Final = PairHealth(self._settings)
         self.slice_pairing: Final = self._settings.slice_pairing
 
@@ -187,6 +197,7 @@ class Registry:
         instance = Instance(name, role, address, rank)
         life = EngineHealth(now, self._settings, changes=self.changes)
         self._members[name] = Member(instance, life, facts=self._shared(facts or EngineCapabilities()), origin=origin)
+        self._recount_twins(None, self._twin_key(self._members[name]))
         self._serving[role][name] = life, instance
         self._at.setdefault(_place(instance), set()).add(name)
         self.changes.count += 1
@@ -230,6 +241,7 @@ class Registry:
         self._at[place].discard(name)
         if not self._at[place]:
             del self._at[place]
+        self._recount_twins(self._twin_key(member), None)
 
     def drain(self, name: InstanceId, *, now: float, moves: bool = False) -> None:
         """Send it nothing new; ``moves``: its streams go on at other engines. Raises UnknownInstance."""
@@ -379,9 +391,65 @@ class Registry:
                 found.append(instance)
             until = min(until, life.steady_until)
         if found:
+            found = self._without_twins(found)
             usable = self._usable[role] = _Usable(self.changes.count, until, tuple(found))
             return usable.engines
         raise self._none_usable(role, now)
+
+    def twin_of(self, name: InstanceId) -> InstanceId | None:
+        """Return the engine that gets the requests of another one that is the same under another address; None: none.
+
+        It is the first one of those that take requests: an engine may have moved to another address.
+        """
+        member = self.get(name) if self._twins else None
+        if member is None or self._twin_key(member) not in self._twins:
+            return None
+        for role in Role:
+            one = member.as_role(role)
+            engines = [other for life, other in self._serving[role].values() if life.state in _SERVING]
+            if one is not None and one in engines:
+                kept = self._without_twins([other for other in engines if self._is_same_engine(one, other)])
+                if kept and kept[0].id != name:
+                    return kept[0].id
+        return None
+
+    def _without_twins(self, engines: list[Instance]) -> list[Instance]:
+        """Leave one of those that are one engine under several addresses: it would get as many shares."""
+        if not self._twins:
+            return engines
+        kept, seen = list[Instance](), set[_TwinKey]()
+        for instance in engines:
+            key = self._twin_key(self._members[instance.id])
+            if key is None or key not in seen:
+                kept.append(instance)
+            if key is not None:
+                seen.add(key)
+        return kept
+
+    def _is_same_engine(self, one: Instance, other: Instance) -> bool:
+        return self._twin_key(self._members[one.id]) == self._twin_key(self._members[other.id])
+
+    def _twin_key(self, member: Member) -> _TwinKey | None:
+        """Return what two records of one engine have in common, if it is known.
+
+        Ranks behind one address have one engine id. Two processes may have been given one by mistake, and are two.
+        """
+        facts, one = member.facts, member.instance
+        return None if facts.engine_id is None else (facts.engine_id, facts.started, one.rank, one.pool)
+
+    def _recount_twins(self, before: _TwinKey | None, now: _TwinKey | None) -> None:
+        """A member has another key, or is new, or gone."""
+        if before == now:
+            return
+        for key, change in ((before, -1), (now, 1)):
+            if key is not None:
+                self._twin_keys[key] += change
+                if self._twin_keys[key] > 1:
+                    self._twins.add(key)
+                else:
+                    self._twins.discard(key)
+                if not self._twin_keys[key]:
+                    del self._twin_keys[key]
 
     def _none_usable(self, role: Role, now: float) -> NoInstance:
         members = [self._members[name] for name in self._serving[role]]
@@ -422,6 +490,32 @@ class Registry:
             self._served = self.changes.count, names
         return names
 
+    def model_of_unnamed(self) -> str | None:
+        """Return the model that a request means which names none: the one base model of all engines that serve.
+
+        None: no engine has said what it serves. An adapter does not count: its engine serves its base model, too.
+        Raises BadRequest: there are several.
+        """
+        version, bases = self._bases
+        if version != self.changes.count:
+            lives = [member for member in self._members.values() if member.life.state not in _LEAVING]
+            bases = frozenset([member.facts.bases for member in lives if member.facts.bases is not None])
+            self._bases = self.changes.count, bases
+        if not bases:
+            return None
+        common = frozenset.intersection(*bases)
+        if not common:
+            raise BadRequest(
+                f"name a model: the engines behind this router serve {first_of(frozenset[str]().union(*bases))}",
+                param="model",
+            )
+        return min(common)
+
+    def named_models(self) -> str:
+        """Name the models that engines say they serve, base models first."""
+        adapters = [member.facts.adapters for member in self._members.values() if member.facts.adapters]
+        return first_of(self.served, frozenset[str]().union(*adapters))
+
     def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """List those decode engines that can read the blocks of a prefill engine; what is not known fits everything."""
         return [instance for instance in decode if self.fits(prefill, instance)]
@@ -457,8 +551,10 @@ class Registry:
             facts = self._shared(member.facts.updated(found))
             if facts != member.facts:
                 self.lineup.count += facts.kv_role != member.facts.kv_role  # it may turn now
+                before = self._twin_key(member)
                 member.facts = facts
                 self.changes.count += 1
+                self._recount_twins(before, self._twin_key(member))
 
     def settle_rests(self, decode: InstanceId) -> None:
         """Have the facts of a decode engine say which prefill engines it avoids."""
@@ -467,16 +563,26 @@ class Registry:
             self.learn(decode, EngineCapabilities(resting=avoided))
 
     def _shared(self, facts: EngineCapabilities) -> EngineCapabilities:
-        """Have facts name the set of models that other engines name, too."""
+        """Return facts with what follows from them; they name the sets of models that other engines name, too."""
+        root = facts.root if facts.fingerprint is None else None  # that of our connector tells models apart better
         if facts.models is None:
+            return facts if root is facts.root else replace(facts, root=root)
+        models = self._same(facts.models)
+        bases = models if not facts.adapters else self._same(models - facts.adapters)
+        if models is facts.models and bases is facts.bases and root is facts.root:
             return facts
-        models = self._models.get(facts.models)
-        if models is None:
+        return replace(facts, models=models, bases=bases, root=root)
+
+    def _same(self, names: frozenset[str]) -> frozenset[str]:
+        """Return the set of these names that other engines have."""
+        found = self._models.get(names)
+        if found is None:
             if len(self._models) >= _MOST_SHARED:
-                known = [member.facts.models for member in self._members.values()]
-                self._models = {models: models for models in known if models is not None}
-            models = self._models.setdefault(facts.models, facts.models)
-        return facts if models is facts.models else replace(facts, models=models)
+                all_facts = [member.facts for member in self._members.values()]
+                known = [each for facts in all_facts for each in (facts.models, facts.bases)]
+                self._models = {each: each for each in known if each is not None}
+            found = self._models.setdefault(names, names)
+        return found
 
     def _drain(self, member: Member, *, now: float) -> Drain:
         member.life.drain(now=now)
@@ -597,6 +703,19 @@ def listed(names: Sequence[str]) -> str:
     """Name the first of some engines; all of thousands would make errors of 100 kB."""
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f", and {more} more" if more > 0 else "")
+
+
+def first_of(models: Set[str], last: Set[str] = frozenset()) -> str:
+    """Name the first of some models, and how many more there are; ``last``: those that are named after the others."""
+    names = sorted(models, key=lambda name: (name in last, name))
+    more = len(names) - _MOST_MODELS
+    named = ", ".join([clipped(name) for name in names[:_MOST_MODELS]])
+    return f"{named}, and {more} more" if more > 0 else named or "none"
+
+
+def clipped(name: str) -> str:
+    """Return as much of a model's name as a message has room for: a client, or an engine, may write megabytes."""
+    return name if len(name) <= _NAME_MOST else name[:_NAME_MOST] + "..."
 
 
 def _say_drained(member: Member, drain: Drain) -> None:

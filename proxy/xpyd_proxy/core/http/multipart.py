@@ -1,4 +1,4 @@
-"""Forms (multipart/form-data, RFC 7578): only the heads of their parts are read, in one pass and within bounds.
+"""Forms (multipart/form-data, RFC 7578): the heads of their parts are read, and one value, in one pass within bounds.
 
 What is accepted is a subset that every parser reads alike, so that no field can be seen by the engine and not here:
 nothing before the first boundary or behind the last one, no boundary within a part, CRLF between lines, one plain name
@@ -22,6 +22,7 @@ _HEADER: Final = re.compile(rb"(%b):([^\r\n\x00]*+)\r\n" % _TOKEN)
 # A backslash in a value is its own character here. In front of a quote it is read in two ways, and so refused.
 _DISPOSITION: Final = re.compile(rb"[ \t]*+form-data[ \t]*+((?:;.*)?+)", re.IGNORECASE)
 _FIELD: Final = re.compile(rb";[ \t]*+(%b)[ \t]*+=[ \t]*+(?:\"([^\"]*+)\"|([^\" \t;]++))[ \t]*+" % _TOKEN)
+_MODEL: Final = b"model"
 _PRIVATE: Final = (b"kv_transfer_params", b"ec_transfer_params", b"vllm_xargs")
 
 
@@ -63,14 +64,16 @@ def content_type(boundary: bytes) -> bytes:
     return b"%b; boundary=%b" % (_TYPE, value)
 
 
-def check_form(boundary: bytes, body: bytes) -> None:
-    """Accept a form, whose values are not read here. Takes time in proportion to the body.
+def check_form(boundary: bytes, body: bytes) -> str | None:
+    """Accept a form; return the value of its part ``model``, of several the last one, as vLLM does; None: it has none.
+
+    Other values are not read. Takes time in proportion to the body.
 
     Raises:
         BadRequest: it is not one that all parsers read alike, has too many parts or a head that is too long, or has a
             field that only the router may set.
     """
-    delimiter = b"--" + boundary
+    delimiter, model = b"--" + boundary, None
     at = 2 if body.startswith(b"\r\n") else 0  # some clients begin so, and parsers skip it
     if not body.startswith(delimiter, at):
         raise BadRequest("the form does not begin with its boundary")
@@ -79,20 +82,30 @@ def check_form(boundary: bytes, body: bytes) -> None:
         if body.startswith(b"--", at):
             if body[at + 2 : at + 5] not in (b"", b"\r\n"):
                 raise BadRequest("the form goes on behind its last boundary")
-            return
+            return None if model is None else _text(model)
         if not body.startswith(b"\r\n", at):
             raise BadRequest("the form has its boundary within a part: choose another one")
-        start = _check_head(body, at + 2)
+        start, name = _check_head(body, at + 2)
         at = body.find(delimiter, start)
         if at < 0:
             raise BadRequest("the form does not end with its boundary")
         if not body.startswith(b"\r\n", at - 2) or at - 2 < start:
             raise BadRequest("the form has its boundary within a part: choose another one")
+        if name == _MODEL:
+            model = body[start : at - 2]
     raise BadRequest(f"the form has more than {PARTS_MOST} parts, the most this router takes")
 
 
-def _check_head(body: bytes, at: int) -> int:
-    """Check the head of the part that begins there; return where its value begins."""
+def _text(value: bytes) -> str | None:
+    """Return a value as an engine reads it; None: it is empty, or no text, which the engine refuses."""
+    try:
+        return value.decode() or None
+    except UnicodeDecodeError:
+        return None
+
+
+def _check_head(body: bytes, at: int) -> tuple[int, bytes]:
+    """Check the head of the part that begins there; return where its value begins, and its name."""
     end, name = at + HEAD_MOST, None
     while not body.startswith(b"\r\n", at):
         header = _HEADER.match(body, at, end)
@@ -111,7 +124,7 @@ def _check_head(body: bytes, at: int) -> int:
         if name.strip().lower().startswith(private):
             said = private.decode()
             raise BadRequest(f"{said} is set by the router and must not be part of a request", param=said)
-    return at + 2
+    return at + 2, name
 
 
 def _name_in(disposition: bytes) -> bytes:

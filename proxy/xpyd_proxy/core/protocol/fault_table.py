@@ -6,6 +6,7 @@ says what the client gets, what is sent again, and what is held against the engi
 """
 
 import errno
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import auto
@@ -32,6 +33,8 @@ from xpyd_proxy.errors import (
 BUSY: Final = frozenset({429, 503})  # statuses of an engine that lives and has no room
 _NO_PATH: Final = frozenset({404, 405})
 _KEY: Final = frozenset({401, 407})
+# In vLLM's words, which are the same in all APIs (``_check_model``).
+_NO_MODEL: Final = re.compile(rb"The model [^\n]{1,1000} does not exist")
 _NOT_IMPLEMENTED: Final = 501  # vLLM's NotImplementedError: the request asks for what this model or build has not
 # What the router's own process has too little of: descriptors, buffers, memory, ports (connect(2), socket(2)).
 _ROUTER_LACKS: Final[Mapping[int, str]] = {
@@ -64,6 +67,7 @@ class Failure(FastStrEnum):
     BUSY = auto()  # 503 or 429: it lives, and another engine may have room
     NO_KV_PARAMS = auto()  # a prefill engine has computed the prompt, and keeps no KV of it: it holds all it may
     REFUSED = auto()  # any other 4xx, and 501: another engine would say the same
+    UNKNOWN_MODEL = auto()  # 404 of a model that the router took it to serve: another engine may know it
     NO_SUCH_PATH = auto()  # a 404 or 405 that is no API's error: the engine was started without this path
     WRONG_KEY = auto()  # the engine wants another key than the router shows
     ANSWER_REFUSED = auto()  # the router's filter or limits do not let the answer pass
@@ -170,6 +174,7 @@ VERDICTS: Final[Mapping[Failure, FaultVerdict]] = {
     Failure.BUSY: FaultVerdict(Fault.ENGINE, _503, _NEVER, _PREFILL_ELSEWHERE, _ELSEWHERE, proves_life=True),
     Failure.NO_KV_PARAMS: FaultVerdict(Fault.ENGINE, _502, _NEVER, _PREFILL_ELSEWHERE, None, proves_life=True),
     Failure.REFUSED: FaultVerdict(Fault.CLIENT, _STATUS, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True),
+    Failure.UNKNOWN_MODEL: FaultVerdict(Fault.CLIENT, _STATUS, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True),
     Failure.NO_SUCH_PATH: FaultVerdict(Fault.CLIENT, _STATUS, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True),
     Failure.WRONG_KEY: FaultVerdict(Fault.ROUTER, _502, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True),
     Failure.ANSWER_REFUSED: FaultVerdict(Fault.ROUTER, _502, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True),
@@ -216,6 +221,8 @@ def failure_of(error: EngineError | Refused) -> Failure:
     match error:
         case NoSuchPath():
             return Failure.NO_SUCH_PATH
+        case Refused(status=404, body=body) if _NO_MODEL.search(body) is not None:
+            return Failure.UNKNOWN_MODEL
         case Refused(status=status):
             return failure_of_answer(status, BodyShape.ERROR, is_clients_key=True) or Failure.BAD_RESPONSE
         case RouterLacks():

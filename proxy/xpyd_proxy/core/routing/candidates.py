@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from xpyd_proxy.core.fleet import compatibility
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.registry import Registry, listed
+from xpyd_proxy.core.fleet.registry import Registry, clipped, listed
 from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from xpyd_proxy.core.routing.compatible_groups import EngineGroups, Grouping, group_engines
 from xpyd_proxy.core.routing.group_weights import FairRates, Shares, shares_of
@@ -118,16 +118,17 @@ class Candidates:
         return frozenset(serving), rank
 
     def _serving(self, role: Role, key: _Key, ask: RoutingHints) -> tuple[Among, list[EngineCapabilities]]:
-        """List the engines of a role that serve the model, and their facts."""
+        """List the engines of a role that serve the model, and their facts; as ``serving`` does."""
         at = 0 if role is Role.PREFILL else 1
         among, facts, (models, rank) = (self.prefill, self.decode)[at], self.facts[at], key
-        if len(models) == len(self._models) and rank is None and among:
+        if len(models) == len(self._models) and rank is None and among and None not in models:
             return among, facts
-        found = [
+        some = [
             (one, each) for one, each in zip(among, facts, strict=True) if each.models in models and has_rank(one, ask)
         ]
-        if not found:
+        if not some:
             raise why_none(self._registry, role, ask)
+        found = [each for each in some if each[1].models is not None] or some
         return [one for one, _ in found], [each for _, each in found]
 
     def _look(self, key: _Key, ask: RoutingHints, *, may_be_alone: bool) -> Narrowed:
@@ -227,24 +228,27 @@ class Candidates:
 
 
 def serving(registry: Registry, role: Role, among: Among, ask: RoutingHints) -> Among:
-    """List the engines of a role that serve the model of a request; raises as ``Candidates.narrowed``."""
+    """List the engines of a role that serve the model of a request; raises as ``Candidates.narrowed``.
+
+    Those that have not said yet what they serve come only where none is known to serve it: they may not know the model.
+    """
     found = [one for one in among if registry.facts(one).serves(ask.model) and has_rank(one, ask)]
     if not found:
         raise why_none(registry, role, ask)
-    return found
+    return [one for one in found if registry.facts(one).models is not None] or found
 
 
 def why_none(registry: Registry, role: Role, ask: RoutingHints) -> UnknownModel | BadRequest | NoInstance:
     """Say why no engine of a role would do for a request."""
     members = [member for member in registry.members() if member.facts.serves(ask.model)]
     if not members:
-        there = ", ".join(sorted(registry.served)) or "none"
-        return UnknownModel(f"the model {ask.model!r} is not served here; there is {there}")
+        model = clipped(ask.model or "")
+        return UnknownModel(f"the model {model!r} is not served here; there is {registry.named_models()}")
     members = [member for member in members if member.as_role(role) is not None]
     if not any(has_rank(member.instance, ask) for member in members):
         if ask.rank is not None and role is Role.DECODE:
             return BadRequest(f"X-data-parallel-rank is {ask.rank}, and no decode instance has this rank")
-        return NoInstance(f"no {role} instance serves the model {ask.model!r}")
+        return NoInstance(f"no {role} instance serves the model {clipped(ask.model or '')!r}")
     states = [f"{member.instance.id} is {member.life.state}" for member in members]
     return NoInstance(f"no {role} instance that would do can take a request now: {listed(states)}")
 

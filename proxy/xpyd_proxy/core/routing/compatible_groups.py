@@ -285,10 +285,10 @@ def _meet(family: _Family, prefills: Sequence[_Prefills]) -> int:
     return len(prefills)
 
 
-def _by_slice(prefills: Sequence[_Prefills]) -> dict[str, list[_Prefills]]:
+def _by_slice(prefills: Sequence[_Prefills]) -> dict[object, list[_Prefills]]:
     """List the kinds of prefill engines that the decode engines of each slice may fit."""
     anywhere = [kind for kind in prefills if kind.key[0][WITHIN] is None]
-    found = dict[str, list[_Prefills]]()
+    found = dict[object, list[_Prefills]]()
     for kind in prefills:
         within = kind.key[0][WITHIN]
         if within is not None:
@@ -354,7 +354,7 @@ def _named_apart(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]
 
 def _words(known: Compared) -> str:
     """Name what is known of an engine; the revision first, for it is what operators know."""
-    version, connector, mode, revision, protocol, fingerprint, within = known
+    version, connector, mode, revision, protocol, fingerprint, within, root, _ = known
     named = (
         ("slice", "none" if within == NO_SLICE else within),
         ("revision", revision),
@@ -363,5 +363,6 @@ def _words(known: Compared) -> str:
         ("mode", mode),
         ("protocol", protocol),
         ("fingerprint", fingerprint),
+        ("root", root),
     )
     return ", ".join([f"{name} {value}" for name, value in named if value is not None]) or _UNKNOWN

@@ -27,7 +27,7 @@ from xpyd_proxy.core.protocol.prompt_arrays import one_of, prompts_of
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.raw_json import TRUE, encode, text
 from xpyd_proxy.core.routing.pairing import PairSelector
-from xpyd_proxy.core.routing.routing_hints import ask_of_call
+from xpyd_proxy.core.routing.routing_hints import TELLS_MODEL, ask_of_call, model_of, with_model
 from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.errors import NoInstance, NoMatchingInstance
 from xpyd_proxy.settings import Settings
@@ -79,14 +79,34 @@ class Explainer:
     caches: KnownCaches | None = None  # None: no policy asks for them
     modes: PairModes | None = None  # of pairs that can pull and push
     passes_ids: Callable[[GenerationRequest, Instance], bool] = lambda _call, _decode: False  # to a decode engine
+    clock: Callable[[], float] = lambda: 0.0  # seconds; the one of the registry's times
+    model_of_unnamed: Callable[[], str | None] | None = None  # as for requests (requests/intake.py)
 
     def explain(self, call: GenerationRequest) -> Explanation:
         """Say what would become of a request now. Raises NoInstance, UnknownModel, BadRequest: it would be refused."""
+        call, is_known = self._named(call)
+        if not is_known:
+            decode, hints = self.usable(Role.DECODE), ask_of_call(call)
+            rule, chosen = f"single: {SingleEngineReason.UNKNOWN_MODEL}", self.rehearsal().one(decode, hints)
+            return Explanation(rule, None, chosen, None, encode(call.fields))
         if prompts := prompts_of(call.api, call.fields):
             return self._explain_first(call, prompts)
         pairing = self.rehearsal()
         found = self._explain_one(call, pairing)
         return found if pairing.bound is None else replace(found, bound=pairing.bound.outcome)
+
+    def _named(self, call: GenerationRequest) -> tuple[GenerationRequest, bool]:
+        """Return a request with the model that it means; False: one engine serves it, for it is not known which one.
+
+        Raises BadRequest: it must name one.
+        """
+        if self.model_of_unnamed is None or model_of(call.fields) is not None:
+            return call, True
+        model = self.model_of_unnamed()
+        if model is None:
+            return call, call.api in TELLS_MODEL
+        fields = with_model(call.api, call.fields, model)
+        return GenerationRequest(call.api, fields, call.headers, call.rank), True
 
     def _explain_one(self, call: GenerationRequest, pairing: PairSelector) -> Explanation:
         decode, settings = self.usable(Role.DECODE), self.settings()
@@ -120,6 +140,9 @@ class Explainer:
         prefills = self.usable(Role.PREFILL)
         if pairing.is_faster_alone(prefills, decode, ask):
             return None
+        tried = pairing.rested_pair(prefills, decode, ask, self.clock())
+        if tried is not None:
+            return replace(self._split(call, *tried), expected=pairing.expected)
         may_be_alone = self.settings().decode_only_fallback
         prefill, chosen = pairing.pair(prefills, decode, ask, may_be_alone=may_be_alone)
         if prefill is not None:
@@ -164,6 +187,8 @@ class Explainer:
                 asked["return_token_ids"] = TRUE
                 if call.api is Api.COMPLETIONS:  # of a chat they are among the parameters
                     answered = fields | {"prompt": text(f"the token ids that {prefill.id} answers with")}
+        if self.model_of_unnamed is not None and call.api in TELLS_MODEL and model_of(call.fields) is None:
+            answered = answered | {"model": text(f"the one that {prefill.id} answers with")}
         return Explanation(
             "prefill first, then decode" if told is None else f"both legs at once ({LegOrder.CONCURRENT})",
             prefill,

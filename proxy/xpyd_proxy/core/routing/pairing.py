@@ -199,6 +199,26 @@ class PairSelector:
             self._calm[ask.model] = _Calm(among.version, until, narrowed, tells_alone)
         return self._choose(narrowed, ask, may_be_alone=may_be_alone)
 
+    def rested_pair(self, prefill: Among, decode: Among, ask: RoutingHints, now: float) -> Pair | None:
+        """Return a pair that has rested for long enough, if this request may show whether it works; it counts nothing.
+
+        It goes before what ``pair`` would choose.
+        """
+        health = self.registry.pairs
+        if ask.rank is not None or now < health.next_at:
+            return None
+        sides = [{each.id: each for each in side} for side in (prefill, decode)]
+        for names in health.due(now=now):
+            found = [engines.get(name) for engines, name in zip(sides, names, strict=True)]
+            pair = [each for each in found if each is not None and self._may_try(each, ask)]
+            if len(pair) == len(names) and compatibility.fit(*[self.registry.facts(each) for each in pair]):
+                return pair[0], pair[1]
+        return None
+
+    def _may_try(self, instance: Instance, ask: RoutingHints) -> bool:
+        member = self.registry.get(instance.id)
+        return member is not None and member.life.state is not HealthState.HALF_OPEN and member.facts.serves(ask.model)
+
     def _candidates(self, known: list[Candidates], prefill: Among, decode: Among) -> Candidates:
         """Return these engines with what they come down to, as far as it is known."""
         for each in known:

@@ -30,6 +30,12 @@ class PlainPrefillAnswer(msgspec.Struct):
     usage: "Usage | None" = None
 
 
+class NamedAnswer(msgspec.Struct):
+    """An answer that says which model has made it."""
+
+    model: str | None = None
+
+
 class PromptIdsChoice(msgspec.Struct):
     """The choice of a completion that tells the ids of its prompt."""
 

@@ -15,8 +15,8 @@ class PairRow:
     ttft_s: float | None  # of streams, from handing over to the first event: a moving mean; None: there was none
     bytes_per_s: float | None  # of its latest transfers of KV, as our connector shows; None: not known
     last_s: float | None  # since it was last used; None: not lately
-    state: str  # well, failing, resting, trying
-    reason: str | None  # of its latest failure, if it fails
+    state: str  # well, failing, resting, trying; of a pair that does not fail the state of an engine that is not well
+    reason: str | None  # of its latest failure, if it fails; or why that engine is not well
     failed_in_a_row: int  # transfers, as the decode engine shows them
     mode: str | None  # pull, push, or both while they are compared; None: the engines leave no choice
     pull_s: float | None  # of the streams of the comparison, from handing over to the first event: their mean

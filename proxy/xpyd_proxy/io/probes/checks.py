@@ -42,6 +42,7 @@ class ProbeInvalid(ProbeFailed):
 class _ModelCard(msgspec.Struct):
     id: str
     parent: str | None = None  # of a LoRA adapter: the model it belongs to
+    root: str | None = None  # where its files lie
 
 
 class _ModelCards(msgspec.Struct):
@@ -136,9 +137,10 @@ class HttpChecks:
         cards = _read(body, _ModelCards).data if status == 200 else None
         models = None if cards is None else frozenset(card.id for card in cards)
         adapters = None if cards is None else frozenset(card.id for card in cards if card.parent is not None)
+        root = next((card.root for card in cards or () if card.parent is None), None)
         status, body = await self._get(transport, instance, "/version")
         version = _read(body, _Version).version if status == 200 else None
-        return EngineCapabilities(models, version, adapters=adapters)
+        return EngineCapabilities(models, version, adapters=adapters, root=root)
 
     async def _get(self, transport: httpx.AsyncBaseTransport, instance: Instance, path: str) -> tuple[int, bytes]:
         with self._failures(instance, path, self._timeout_s):

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final, Protocol
 
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, compared, difference, fit
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, compared, difference, fit, have_common_model
+from xpyd_proxy.core.fleet.fleet_warnings import FleetWarnings
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.look_exchange import LookExchange
 from xpyd_proxy.core.fleet.probe_schedule import ProbeSchedule, keeps_blocks
@@ -51,8 +52,9 @@ class Prober:
         *,
         give_up: GiveUp | None = None,
         looks: LookExchange | None = None,
+        warnings: FleetWarnings | None = None,
     ) -> None:
-        """``looks``: what other routers probe and find; None: there are none."""
+        """``looks``: what other routers probe and find; None: there are none. ``warnings``: those of others to see."""
         self._registry = registry
         self._checks = checks
         self._settings = settings
@@ -63,6 +65,7 @@ class Prober:
         self._told: dict[InstanceId, tuple[HealthState, str]] = {}
         self._compared = -1  # changes of the registry when pairs of engines were last compared
         self._differences: dict[tuple[InstanceId, InstanceId], str] = {}
+        self._warnings = warnings or FleetWarnings()
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -109,6 +112,7 @@ class Prober:
         if self._compared != self._registry.changes.count:
             self._compared = self._registry.changes.count
             self._tell_differences(members)
+            self._tell_warnings()
 
     def _tell_differences(self, members: Sequence[Member]) -> None:
         """Log, once, each two engines that cannot share requests; of engines that are alike, the first.
@@ -132,7 +136,9 @@ class Prober:
             for within, some in decodes.items()
             for decode in some.values()
             for prefill in prefills.get(within, {}).values()
-            if prefill is not decode and not fit(prefill.facts, decode.facts)
+            if prefill is not decode
+            and not fit(prefill.facts, decode.facts)
+            and have_common_model(prefill.facts, decode.facts)  # those of two models need not fit
         }
         new = [(pair, why) for pair, why in found.items() if self._differences.get(pair) != why]
         for (decode_id, prefill_id), why in new[:_MOST_SAID]:
@@ -140,6 +146,11 @@ class Prober:
         if len(new) > _MOST_SAID:
             logger.warning("so it is with %d more pairs of engines of two kinds", len(new) - _MOST_SAID)
         self._differences = found
+
+    def _tell_warnings(self) -> None:
+        """Log, once, what is wrong with the fleet as a whole."""
+        for text in self._warnings.look(self._registry)[:_MOST_SAID]:
+            logger.warning("%s", text)
 
     async def _visit(self, member: Member, group: asyncio.TaskGroup) -> None:
         failed, begun, missed = True, self._clock(), member.life.misses
@@ -190,6 +201,7 @@ class Prober:
                     fingerprint=shown.fingerprint,
                     engine_id=shown.engine_id,
                     kv_role=shown.kv_role,
+                    started=shown.started,
                 )
                 self._registry.learn(name, facts)
         member.life.seen(now=self._clock())

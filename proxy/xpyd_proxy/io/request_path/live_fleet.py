@@ -134,11 +134,11 @@ class LiveFleet:
         """List all engines of a role."""
         return self.registry.known(role)
 
-    def serves(self, role: Role, address: Address, models: frozenset[str]) -> None:
-        """Take in which models an engine serves that was added just now: its first probe is still to come."""
+    def serves(self, role: Role, address: Address, found: EngineCapabilities) -> None:
+        """Take in what is known of an engine that was added just now: its first probe is still to come."""
         for instance in self.known(role):
             if instance.address == address:
-                self.registry.learn(instance.id, EngineCapabilities(models=models))
+                self.registry.learn(instance.id, found)
 
     def usable(self, role: Role, /) -> Sequence[Instance]:
         """List those that may get a request now; raises NoInstance."""
@@ -204,38 +204,30 @@ class LiveFleet:
         if pair is None:
             decodes = self.usable(Role.DECODE)
             prefills = self.usable(Role.PREFILL)
-            now = self._clock()
-            if ask.rank is None and now >= self.registry.pairs.next_at:
-                tried = self._pair_to_try(prefills, decodes, ask, now)
-                if tried is not None:
-                    return tried
+            tried = self._try_rested_pair(prefills, decodes, ask)
+            if tried is not None:
+                return tried
             pair = self.pair(prefills, decodes, ask, may_be_alone=may_be_alone, are_all=True)
         elif self.crossings is not None:
             self.crossings.note(pair[0], pair[1], ask)
         return pair
 
-    def _pair_to_try(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints, now: float
+    def _try_rested_pair(
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints
     ) -> Chosen | None:
         """Return a pair that has rested for long enough, if this request may show whether it works."""
-        health = self.registry.pairs
-        due, sides = health.due(now=now), [{each.id: each for each in side} for side in (prefill, decode)]
-        for names in due:
-            found = [engines.get(name) for engines, name in zip(sides, names, strict=True)]
-            pair = [each for each in found if each is not None and self._may_try(each, ask)]
-            if len(pair) == len(names) and fit(self.registry.facts(pair[0]), self.registry.facts(pair[1])):
-                health.tried(names, now=now)
-                for instance in pair:
-                    self._chosen(instance)
-                if self.crossings is not None:
-                    self.crossings.note(pair[0], pair[1], ask)
-                return pair[0], pair[1]
-        health.postpone(due, now=now)
-        return None
-
-    def _may_try(self, instance: Instance, ask: RoutingHints) -> bool:
-        member = self.registry.get(instance.id)
-        return member is not None and member.life.state is not _HALF_OPEN and member.facts.serves(ask.model)
+        health, now = self.registry.pairs, self._clock()
+        pair = self._pairs.rested_pair(prefill, decode, ask, now)
+        if pair is None:
+            if ask.rank is None and now >= health.next_at:
+                health.postpone(health.due(now=now), now=now)
+            return None
+        health.tried((pair[0].id, pair[1].id), now=now)
+        for instance in pair:
+            self._chosen(instance)
+        if self.crossings is not None:
+            self.crossings.note(pair[0], pair[1], ask)
+        return pair
 
     def one(self, decode: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Choose one engine; the choice counts."""

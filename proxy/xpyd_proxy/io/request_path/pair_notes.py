@@ -43,6 +43,7 @@ class PairNotes:
         self.matrix = matrix
         self.modes: Final = PairModes() if modes is None else modes
         self.health: Final = registry.pairs
+        self.find: Final = registry.get  # what is known of an engine
         self._registry = registry
         self._engines_by_id: tuple[int, Mapping[str, Sequence[Instance]]] = -1, {}  # at this count of changes
         self.worker: Final = share[0]

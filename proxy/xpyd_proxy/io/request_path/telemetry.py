@@ -42,6 +42,7 @@ _FAILED: Final[Mapping[Failure, str]] = {
     Failure.BUSY: "was turned away: the engine is busy",
     Failure.NO_KV_PARAMS: "was answered without KV: the engine keeps as much as it may",
     Failure.REFUSED: "was refused",
+    Failure.UNKNOWN_MODEL: "was refused by an engine that does not know the model",
     Failure.NO_SUCH_PATH: "was refused: the engine has no such path",
     Failure.WRONG_KEY: "was refused: the engine wants another key than the router shows",
     Failure.ANSWER_REFUSED: "had an answer that the router does not pass on",

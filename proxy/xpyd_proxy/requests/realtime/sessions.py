@@ -1,6 +1,6 @@
 """All sessions of ``/v1/realtime``: who may have one, at which engine, and what is counted of it."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -139,7 +139,7 @@ class RealtimeSessions:
         record.single_reason = SingleEngineReason.ONE_LEG
         while True:
             usable = self.fleet.usable(Role.DECODE)
-            self._check_named(model, usable)
+            model = self._model_of_unnamed() if model is None else model
             among = [one for one in usable if one.id not in failed] or usable
             instance = self.fleet.one(among, RoutingHints(model, again=bool(failed)))
             record.decode = LegRecord(instance.id, None, self.clock())
@@ -202,14 +202,12 @@ class RealtimeSessions:
         self.fleet.answered(instance, request, answered_s)
         return RealtimeSession(instance, engine, began)
 
-    def _check_named(self, model: str | None, usable: Sequence[Instance]) -> None:
-        """Accept that no model is named where all engines serve the same ones."""
-        if model is not None:
-            return
-        served = {facts.models for facts in map(self.fleet.registry.facts, usable) if facts.models is not None}
-        if len(served) > 1:
-            named = ", ".join(sorted(frozenset[str]().union(*served)))
-            raise BadRequest(f"name a model in the query, as ?model=NAME: there is {named}", param="model")
+    def _model_of_unnamed(self) -> str | None:
+        """Return the model of a session that names none; raises BadRequest: the engines serve several."""
+        try:
+            return self.fleet.registry.model_of_unnamed()
+        except BadRequest as several:
+            raise BadRequest(f"{several}: write it in the query, as ?model=NAME", param="model") from None
 
     def _passed_on(self, headers: Headers, record: RequestRecord) -> Headers:
         """Return what engines may see of the client's headers, and our name of the session."""

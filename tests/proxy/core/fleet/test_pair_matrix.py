@@ -1,12 +1,16 @@
 """What was seen of pairs of engines, of as many as were used lately."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.pair_health import PairFailure, PairHealth
 from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
 from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.pair_rows import pair_rows, worst_rows
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import Role
 from xpyd_proxy.settings import Settings
 
 A, B, C = ("p0", "d0"), ("p0", "d1"), ("p1", "d0")
@@ -19,7 +23,7 @@ def test_a_pair_is_counted():
     matrix.used(A, 0.2, 2.0, 2.0)
     matrix.used(A, None, 3.0, 3.0)
     matrix.failed(A, "http_5xx", 4.0)
-    row = next(pair_rows(matrix, PairHealth(Settings()), PairModes(), now=6.0))
+    row = next(pair_rows(matrix, PairHealth(Settings()), PairModes(), lambda _: None, now=6.0))
 
     assert (row.prefill, row.decode, row.handovers, row.failed, row.failures) == ("p0", "d0", 3, 1, {"http_5xx": 1})
     assert (row.state, row.reason, row.rest_s, row.last_s) == ("well", None, None, 2.0)
@@ -92,7 +96,7 @@ def test_pairs_that_fail_are_shown_first():
     matrix.failed(B, "timeout", 6.0)
     health.failed(A, PairFailure.REFUSED, 2, now=5.0)
     health.failed(("p9", "d9"), PairFailure.TRANSFER, 1, now=5.0)
-    rows = worst_rows(matrix, health, PairModes(), 5, now=10.0)
+    rows = worst_rows(matrix, health, PairModes(), lambda _: None, 5, now=10.0)
 
     assert [(row.prefill, row.decode, row.state) for row in rows] == [
         ("p0", "d0", "resting"), ("p9", "d9", "failing"), ("p0", "d1", "well"), ("p2", "d2", "well"),
@@ -100,3 +104,26 @@ def test_pairs_that_fail_are_shown_first():
     ]  # fmt: skip
     assert (rows[0].reason, rows[0].failed_in_a_row, rows[0].rest_s) == ("refused", 2, 25.0)
     assert rows[1].last_s is None
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_pair_is_as_well_as_its_engines(role):
+    """It would be well with an engine that was killed, for what became of it before counts no more."""
+    registry, matrix = Registry(), PairMatrix(4)
+    pair = tuple(registry.add(each, Address("http", "h", 1)).id for each in Role)
+    matrix.used(pair, 0.5, 5.0, 5.0)
+    member = registry.member(pair[0] if role is Role.PREFILL else pair[1])
+
+    def shown():
+        (row,) = pair_rows(matrix, registry.pairs, PairModes(), registry.get, now=6.0)
+        return row.state, row.reason
+
+    member.life.seen(now=5.0)
+    assert shown() == ("well", None)
+    for _ in range(2):
+        member.life.missed("cannot be reached", now=6.0)
+    assert shown() == ("ejected", f"{role}-0: cannot be reached")
+    member.life.seen(now=7.0)
+    assert shown() == ("well", None)
+    registry.drain(member.instance.id, now=8.0)
+    assert shown() == ("draining", f"{role}-0: is to be drained")

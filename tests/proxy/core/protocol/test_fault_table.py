@@ -58,6 +58,8 @@ ERRORS = [
     (Refused(400, "t", b""), Failure.REFUSED),
     (Refused(401, "t", b""), Failure.REFUSED),
     (Refused(404, "t", b""), Failure.REFUSED),
+    (Refused(404, "t", b'{"error":{"message":"The model `a` does not exist."}}'), Failure.UNKNOWN_MODEL),
+    (Refused(400, "t", b'{"error":{"message":"The model `a` does not exist."}}'), Failure.REFUSED),
     (Refused(499, "t", b""), Failure.REFUSED),
     (Refused(501, "t", b""), Failure.REFUSED),
     (Refused(429, "t", b""), Failure.BUSY),
@@ -99,7 +101,9 @@ def test_what_is_the_clients_fault_is_told_at_once_and_costs_nobody_else():
         assert is_failure(failure) is not is_clients
         if is_clients:
             assert verdict.held is Held.NEVER
-            assert {verdict.prefill.again, verdict.decode.again} == {RetryScope.NOTHING}
+            # Of a model that one engine does not know, another one may have the last word.
+            again = RetryScope.PAIR if failure is Failure.UNKNOWN_MODEL else RetryScope.NOTHING
+            assert {verdict.prefill.again, verdict.decode.again} == {again}
 
 
 def test_only_an_engines_fault_is_held_against_it():

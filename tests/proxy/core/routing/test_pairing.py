@@ -51,7 +51,7 @@ def serving(*models, **facts):
 
 
 def test_a_request_goes_to_engines_that_serve_its_model():
-    """Several models behind one router; one of no model may go anywhere, as its engine decides."""
+    """Several models behind one router; whatever a request names, two engines of no common model never meet."""
     registry, pairs = fleet([serving("a"), serving("b"), serving("a", "lora")], [serving("b"), serving("a", "lora")])
 
     assert set(choose(registry, pairs, RoutingHints(model="a"), 8)) == {
@@ -60,7 +60,42 @@ def test_a_request_goes_to_engines_that_serve_its_model():
     }
     assert set(choose(registry, pairs, RoutingHints(model="b"), 8)) == {("prefill-1", "decode-0")}
     assert set(choose(registry, pairs, RoutingHints(model="lora"), 8)) == {("prefill-2", "decode-1")}
-    assert len(set(choose(registry, pairs, RoutingHints(), 12))) == 6
+    assert set(choose(registry, pairs, RoutingHints(), 12)) == {
+        ("prefill-0", "decode-1"),
+        ("prefill-1", "decode-0"),
+        ("prefill-2", "decode-1"),
+    }
+
+
+SETS = st.sampled_from([None, ("a",), ("b",), ("a", "alias"), ("alias",), ("a", "x"), ("b", "x")])
+
+
+@given(
+    st.lists(SETS, min_size=1, max_size=4),
+    st.lists(SETS, min_size=1, max_size=4),
+    st.sampled_from([None, "a", "b", "x"]),
+    st.booleans(),
+    st.sampled_from(Role),
+)
+def test_no_two_engines_meet_whose_base_models_are_known_to_be_two(prefill, decode, model, again, lender):
+    """In pairs, of retries, of readers of a lender, and of those that get a leg that could not be sent: ``x`` is an
+    adapter, and two base models may have one of that name."""
+
+    def facts(names):
+        adapters = frozenset({"x"}) & frozenset(names or ())
+        return EngineCapabilities() if names is None else serving(*names, adapters=adapters)
+
+    registry, pairs = fleet(map(facts, prefill), map(facts, decode))
+    bases = {member.instance.id: member.facts.bases for member in registry.members()}
+    try:
+        chosen = set(choose(registry, pairs, RoutingHints(model, again=again), 12))
+    except (NoInstance, UnknownModel):
+        chosen = set()
+    first = registry.known(lender)[0]
+    fitting = {(first.id, other.id) for other in registry.fitting(first, registry.known(Role.DECODE))}
+
+    for one, other in chosen | fitting:
+        assert bases[one] is None or bases[other] is None or bases[one] & bases[other]
 
 
 def test_an_unknown_model_is_told_with_those_that_are_known():

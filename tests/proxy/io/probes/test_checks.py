@@ -18,7 +18,7 @@ from xpyd_proxy.testing.engine import Sim
 D = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "secret.example", 80))
 GOOD = {
     "/health": (200, ""),
-    "/v1/models": (200, '{"data": [{"id": "m"}, {"id": "lora", "parent": "m"}]}'),
+    "/v1/models": (200, '{"data": [{"id": "lora", "parent": "m", "root": "/lora"}, {"id": "m", "root": "/m"}]}'),
     "/version": (200, '{"version": "0.32.0"}'),
 }
 
@@ -39,9 +39,11 @@ def checks(answers, **options):
 
 
 async def test_an_engine_that_lives_says_what_it_is():
-    """Its models with their adapters, and its version."""
+    """Its models with their adapters, where its base model lies, and its version."""
     look = checks(GOOD)
-    assert await look.look(D) == EngineCapabilities(frozenset({"m", "lora"}), "0.32.0", adapters=frozenset({"lora"}))
+    assert await look.look(D) == EngineCapabilities(
+        frozenset({"m", "lora"}), "0.32.0", adapters=frozenset({"lora"}), root="/m"
+    )
 
 
 async def test_a_look_that_is_not_whole_asks_one_question():
@@ -61,7 +63,10 @@ async def test_a_simulated_engine_lives():
     ("changes", "facts"),
     [
         ({"/v1/models": (401, '{"error": "Unauthorized"}')}, EngineCapabilities(version="0.32.0")),
-        ({"/version": (404, "")}, EngineCapabilities(frozenset({"m", "lora"}), adapters=frozenset({"lora"}))),
+        (
+            {"/version": (404, "")},
+            EngineCapabilities(frozenset({"m", "lora"}), adapters=frozenset({"lora"}), root="/m"),
+        ),
     ],
 )
 async def test_what_it_does_not_tell_is_unknown_and_no_illness(changes, facts):

@@ -1,0 +1,77 @@
+"""What ``explain`` says of a request, beside what becomes of it."""
+
+import json
+
+import pytest
+
+from support.bodies import BASE
+from support.scripted import Scripted, call, good_decode, pulled_prefill, router_of
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
+from xpyd_proxy.core.fleet.pair_health import TRIAL_S, PairFailure
+from xpyd_proxy.core.model import Api, GenerationRequest, Role
+from xpyd_proxy.core.raw_json import Fields, decode
+from xpyd_proxy.core.routing.explain import Explainer
+from xpyd_proxy.core.routing.routing_hints import TELLS_MODEL
+from xpyd_proxy.core.routing.session_ids import SessionIds
+from xpyd_proxy.errors import BadRequest
+
+
+def explainer_of(router, clock):
+    fleet = router.fleet
+    return Explainer(
+        fleet.rehearsal,
+        fleet.usable,
+        router.learned,
+        lambda: router.settings,
+        SessionIds(()),
+        fleet.shares_loads,
+        clock=clock,
+        model_of_unnamed=router.registry.model_of_unnamed,
+    )
+
+
+def asked(api=Api.COMPLETIONS, **fields):
+    body = {name: value for name, value in BASE[api].items() if name != "model"} | fields
+    return GenerationRequest(api, decode(json.dumps(body).encode(), Fields), ())
+
+
+@pytest.mark.parametrize("rested_s", [30.0, 30.0 + TRIAL_S])
+async def test_a_pair_that_is_to_be_tried_is_what_explain_says(rested_s):
+    """Its trial is part of the choice, also the second one behind one that showed nothing; asking is no trial."""
+    now = 0.0
+    engines = Scripted(pulled_prefill, good_decode)
+    router = router_of(engines, 2, 2, clock=lambda: now, asks_for_models=True, pair_failures=1)
+    for member in router.registry.members():
+        router.registry.learn(member.instance.id, EngineCapabilities(frozenset({"m"})))
+    health, pair = router.registry.pairs, ("prefill-1", "decode-1")
+    health.failed(pair, PairFailure.HANDSHAKE, 3, now=now)
+    router.registry.settle_rests("decode-1")
+    if rested_s > 30.0:
+        health.tried(pair, now=30.0)
+    now = rested_s
+    explainer = explainer_of(router, lambda: now)
+    said = [explainer.explain(asked(model="m")) for _ in range(3)]
+    await router.serve(call(model="m", max_tokens=5))
+    sent = [engines.of(role)[0].instance.id for role in Role]
+
+    assert {(one.prefill.id, one.decode.id) for one in said} == {pair}
+    assert tuple(sent) == pair
+    assert explainer.explain(asked(model="m")).prefill.id == "prefill-0"
+
+
+@pytest.mark.parametrize("api", Api)
+def test_a_request_without_a_model_is_explained_as_it_is_served(api):
+    """Refused among several base models, under the name of one; alone while none is known, if no answer tells it."""
+    router = router_of(Scripted(pulled_prefill, good_decode), 2, 2)
+    explain = explainer_of(router, lambda: 0.0).explain
+    assert (explain(asked(api)).rule == "single: unknown_model") == (api not in TELLS_MODEL)
+
+    for member in router.registry.members():
+        router.registry.learn(member.instance.id, EngineCapabilities(frozenset({"m"})))
+    found = explain(asked(api))
+    named = {json.loads(body).get("model") for body in (found.prefill_body, found.decode_body)}
+    assert named == ({None} if api is Api.MESSAGES else {"m"})
+
+    router.registry.learn("decode-1", EngineCapabilities(frozenset({"other"})))
+    with pytest.raises(BadRequest, match="name a model: the engines behind this router serve m, other"):
+        explain(asked(api))

@@ -49,7 +49,7 @@ def admin_routes(
     )
     looking = APIRouter(tags=[OPERATORS], dependencies=[OPERATOR_KEY, Depends(onlookers)])
 
-    @looking.get("/status")
+    @looking.get("/status", responses=OPERATOR_ERRORS)
     async def status() -> FleetStatus:
         """List the engines' addresses."""
         prefill, decode = ([node.address.authority for node in fleet.known(role)] for role in Role)

@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Query, Response
 
 from xpyd_proxy.api.error_answers import error_answers
 from xpyd_proxy.api.page import PAGE_HEADERS, Onlookers
@@ -18,6 +18,14 @@ from xpyd_proxy.io.discovery.reconciler import Discovery
 from xpyd_proxy.settings import Settings
 
 KEPT_S: Final = 1.0  # for which an answer is given again: whoever asks often costs no more
+# A whole number for the document; what else comes is refused in a sentence.
+_LEAST: Final[dict[str, Any]] = {
+    "name": "least",
+    "in": "query",
+    "required": False,
+    "description": "The weight below which the answer is 503",
+    "schema": {"type": "integer", "minimum": 0, "maximum": 100, "default": 1},
+}
 
 
 class CapacityMeter:
@@ -75,9 +83,13 @@ def capacity_routes(meter: CapacityMeter, onlookers: Onlookers) -> APIRouter:
     answers |= error_answers(ErrorResponse, {"default": "What is wrong, in one sentence"})
 
     @router.get(
-        "/capacity", dependencies=[Depends(onlookers.scrapers)], responses=answers, response_model=CapacityReport
+        "/capacity",
+        dependencies=[Depends(onlookers.scrapers)],
+        responses=answers,
+        response_model=CapacityReport,
+        openapi_extra={"parameters": [_LEAST]},
     )
-    async def capacity(least: str = "1") -> Response:
+    async def capacity(least: Annotated[str, Query(include_in_schema=False)] = "1") -> Response:
         """Tell how much more the engines can take: 503 if that is less than ``least`` (0 to 100), else 200."""
         if not (least.isascii() and least.isdigit() and len(least) <= 3 and int(least) <= 100):
             raise BadRequest("least is not a weight: write a whole number from 0 to 100")

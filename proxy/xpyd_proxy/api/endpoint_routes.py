@@ -5,6 +5,7 @@ runs, while these bodies are charged piece by piece and go on as they came. Unde
 either: api/endpoint_protocol.py takes them from the connection.
 """
 
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -14,11 +15,12 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.routing import Match
 from starlette.types import ASGIApp, Scope
 
-from xpyd_proxy.api.error_answers import error_answers
+from xpyd_proxy.api.endpoint_document import ENDPOINT_TEXTS, EndpointText
+from xpyd_proxy.api.error_answers import PLACE, error_answers
 from xpyd_proxy.api.schemas import (
+    AnthropicErrorResponse,
     ChatCompletionRequest,
     CompletionRequest,
-    EngineRequest,
     ErrorResponse,
     ForwardedHeaders,
     MessagesRequest,
@@ -83,12 +85,12 @@ async def _generate(body: TokensRequest, headers: _Headers) -> None:
     """Go on with token ids, in vLLM's own API."""
 
 
-async def _json(body: EngineRequest, headers: _Headers) -> None:
-    """One decode engine does it; the body goes there as it is."""
+async def _json(headers: _Headers) -> None:
+    """One decode engine serves it; the body goes there as it is."""
 
 
 async def _form(headers: _Headers) -> None:
-    """One decode engine does it; the form goes there as it is."""
+    """One decode engine serves it; the form goes there as it is."""
 
 
 _GENERATING: Final[Mapping[str, Callable[..., Awaitable[None]]]] = {
@@ -123,28 +125,41 @@ def is_endpoint(scope: Scope) -> bool:
 
 
 def operation_id(route: APIRoute) -> str:
-    """Name an operation by its method and path."""
-    return "".join([*sorted(route.methods)]).lower() + route.path_format.replace("/", "_")
+    """Name an operation: an endpoint by what it does, any other route by its method and path."""
+    if route.path in ENDPOINT_TEXTS:
+        return ENDPOINT_TEXTS[route.path].operation
+    words = re.findall(r"[a-z0-9]+", route.path_format.lower()) or ["status_page"]
+    return "_".join([*sorted(route.methods), *words]).lower()
 
 
 def _route(path: str, kind: EndpointKind, endpoints: ASGIApp, keys: Sequence[Any]) -> EndpointRoute:
+    text = ENDPOINT_TEXTS[path]
     signature = _GENERATING.get(path, _form if kind is EndpointKind.FORM else _json)
-    content: Part = {"application/json": {"schema": {}}}
+    content: Part = {"application/json": {"schema": {"$ref": PLACE + text.answer}}}
     if kind is EndpointKind.SPLIT:
         content["text/event-stream"] = _TEXT
     answers: dict[int | str, Part] = {
         200: {"description": "The engine's answer, as it is", "headers": _ANSWER_HEADERS, "content": content}
     }
-    answers |= error_answers(ErrorResponse, _ERRORS)
-    body = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
+    is_messages = path.startswith(Api.MESSAGES.value)
+    answers |= error_answers(AnthropicErrorResponse if is_messages else ErrorResponse, _ERRORS)
     return EndpointRoute(
         path,
         signature,
         endpoints,
-        summary=(signature.__doc__ or "").partition(";")[0].rstrip("."),
+        summary=text.summary,
         tags=["two legs" if kind is EndpointKind.SPLIT else "one leg"],
         responses=answers,
         dependencies=keys,
-        openapi_extra=body if kind is EndpointKind.FORM else None,
+        openapi_extra=None if kind is EndpointKind.SPLIT else {"requestBody": _body(text, kind)},
         generate_unique_id_function=operation_id,
     )
+
+
+def _body(text: EndpointText, kind: EndpointKind) -> Part:
+    if kind is EndpointKind.FORM:
+        return {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
+    media: Part = {"schema": {"$ref": PLACE + text.request}}
+    if text.example is not None:
+        media["example"] = text.example
+    return {"required": True, "content": {"application/json": media}}

@@ -9,18 +9,19 @@ from typing import Any, Final, TypeAlias
 
 from pydantic import BaseModel
 
-from xpyd_proxy.api.schemas import CapacityReport, ErrorResponse, OperatorError
+from xpyd_proxy.api.endpoint_document import SHAPES
+from xpyd_proxy.api.schemas import AnthropicErrorResponse, CapacityReport, ErrorResponse, OperatorError
 
 Answers: TypeAlias = dict[int | str, dict[str, Any]]  # of a route, by status: as FastAPI takes them
-_PLACE: Final = "#/components/schemas/"
-_MODELS: Final = (ErrorResponse, OperatorError, CapacityReport)
+PLACE: Final = "#/components/schemas/"
+_MODELS: Final = (ErrorResponse, AnthropicErrorResponse, OperatorError, CapacityReport)
 
 
 def error_answers(model: type[BaseModel], described: Mapping[int | str, str]) -> Answers:
     """Describe answers with the body of a model, which must be one of the models here: status -> what it means."""
     if model not in _MODELS:
         raise ValueError(f"{model.__name__} is not in the document: it must be one of the models of error_answers.py")
-    content = {"application/json": {"schema": {"$ref": _PLACE + model.__name__}}}
+    content = {"application/json": {"schema": {"$ref": PLACE + model.__name__}}}
     return {status: {"description": text, "content": content} for status, text in described.items()}
 
 
@@ -29,8 +30,11 @@ def add_schemas(document: dict[str, Any]) -> None:
     text = str(document["paths"])
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for model in _MODELS:
-        if f"'{_PLACE}{model.__name__}'" in text:
-            schema = model.model_json_schema(mode="serialization", ref_template=_PLACE + "{model}")
+        if f"'{PLACE}{model.__name__}'" in text:
+            schema = model.model_json_schema(mode="serialization", ref_template=PLACE + "{model}")
             for name, each in (*schema.pop("$defs", {}).items(), (model.__name__, schema)):
                 schemas.setdefault(name, each)
+    for name, shape in SHAPES.items():
+        if f"'{PLACE}{name}'" in text:
+            schemas.setdefault(name, shape)
     document["components"]["schemas"] = dict(sorted(schemas.items()))

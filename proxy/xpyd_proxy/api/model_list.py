@@ -23,6 +23,11 @@ from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import EngineError, NoInstance, NotAccepted, Refused
 from xpyd_proxy.io.wire import WireEngines
 
+_ERRORS: Final[dict[int | str, str]] = {
+    401: "No API key, or one that the router does not know",
+    "4XX": "What an engine says, if each refuses",
+    503: "No engine answers",
+}
 _WANTS_A_KEY: Final = (401, 403)
 _KEPT_S: Final = 3.0  # for which a list is given again: whoever asks often costs no more
 _KEYS_MOST: Final = 64  # of clients whose lists are kept, where engines see the clients' keys
@@ -197,9 +202,7 @@ def model_routes(models: ModelCatalog, keys: Sequence[Any] = ()) -> APIRouter:
     """Build GET /v1/models; ``keys``: CLIENT_KEYS, if clients must show one."""
     router = APIRouter(tags=["models"], dependencies=keys)
 
-    @router.get(
-        "/v1/models", response_model=ServedModels, responses=error_answers(ErrorResponse, {503: "Service Unavailable"})
-    )
+    @router.get("/v1/models", response_model=ServedModels, responses=error_answers(ErrorResponse, _ERRORS))
     async def list_models(request: Request) -> Response:
         """List the models of all engines, each once."""
         answer = await models.listing(passed_on(request.scope))

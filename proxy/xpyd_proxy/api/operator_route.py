@@ -106,21 +106,34 @@ class OperatorAccess:
                     authenticate(request)
                     with audit.act(request):
                         if not takes_body:
-                            return await serve(request)
+                            return await _serve_plain(serve, request)
                         body = await _read(request, body_most, any_media=any_media)
                         try:
                             return await serve(_JsonRequest(request, _parsed(body)))
                         except (NotJson, BadRequest) as exc:
                             raise HTTPException(400, sentence("", str(exc))) from exc
                         except RequestValidationError as exc:
-                            first = exc.errors()[0]
-                            place = ".".join(map(str, first["loc"][1:]))[:_SHOWN]
-                            shown = "".join(letter if letter.isprintable() else "?" for letter in place)
-                            raise HTTPException(400, sentence(shown, str(first["msg"]))) from exc
+                            raise HTTPException(400, sentence(*_first_fault(exc))) from exc
 
                 return handler
 
         return OperatorRoute
+
+
+async def _serve_plain(serve: Callable[[Request], Coroutine[Any, Any, Response]], request: Request) -> Response:
+    """Serve a request without a body; what is wrong with its path or its query is one sentence."""
+    try:
+        return await serve(request)
+    except RequestValidationError as exc:
+        field, fault = _first_fault(exc)
+        raise HTTPException(400, f"{field}: {fault}") from exc
+
+
+def _first_fault(error: RequestValidationError) -> tuple[str, str]:
+    """Return the field that is wrong first, and why."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"][1:]))[:_SHOWN]
+    return "".join(letter if letter.isprintable() else "?" for letter in place), str(first["msg"])
 
 
 class _JsonRequest(Request):

@@ -12,11 +12,16 @@ import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 
+from xpyd_proxy.api.error_answers import error_answers
+from xpyd_proxy.api.schemas import ErrorResponse
 from xpyd_proxy.api.stepped import in_steps, in_turns
 from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.status import Snapshot, Status
 
+_ERRORS: Final = error_answers(
+    ErrorResponse, {401: "No API key and no admin key, or one that the router does not know"}
+)
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 PAGE_HEADERS: Final = {
     "cache-control": "no-store",
@@ -50,18 +55,20 @@ def page_routes(
     html = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
     headers = PAGE_HEADERS | {"content-security-policy": content_policy(html)}
 
-    @router.get("/", dependencies=[Depends(onlookers.browsers)], response_class=HTMLResponse)
+    @router.get("/", dependencies=[Depends(onlookers.browsers)], response_class=HTMLResponse, responses=_ERRORS)
     async def page() -> Response:
         """Show the status page."""
         return Response(html, headers=headers, media_type="text/html")
 
-    @router.get("/stats", dependencies=[Depends(onlookers.browsers)], response_model=Snapshot)
+    @router.get("/stats", dependencies=[Depends(onlookers.browsers)], response_model=Snapshot, responses=_ERRORS)
     async def stats() -> Response:
         """Give the numbers of the status page."""
         body = msgspec.json.encode(await in_turns(status.in_steps(await everybody())))
         return Response(body, headers=PAGE_HEADERS, media_type="application/json")
 
-    @router.get("/metrics", dependencies=[Depends(onlookers.scrapers)], response_class=PlainTextResponse)
+    @router.get(
+        "/metrics", dependencies=[Depends(onlookers.scrapers)], response_class=PlainTextResponse, responses=_ERRORS
+    )
     async def exposition(request: Request) -> Response:
         """Give the metrics, for Prometheus."""
         pieces, content_type = metrics.pieces(request.headers.get("accept", ""), await everybody())

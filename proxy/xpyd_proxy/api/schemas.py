@@ -9,7 +9,8 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
 
-from xpyd_proxy.core.model import EngineRole, Role
+from xpyd_proxy.api.endpoint_document import describe_request
+from xpyd_proxy.core.model import Api, EngineRole, Role
 
 _HEADERS_MOST: Final = 64
 
@@ -54,7 +55,9 @@ class NewInstance(BaseModel):
 
     type: Role
     instance: Annotated[Name, StringConstraints(pattern=":")] = Field(
-        examples=["10.0.0.7:8000", "10.0.0.7:8000#dp=4"], description="HOST:PORT; with #dp=N each of its N ranks"
+        json_schema_extra={"pattern": r"^(https?://)?[^\s/@#?]+:[0-9]{1,5}(#dp=[1-9][0-9]*)?$"},
+        examples=["10.0.0.7:8000", "10.0.0.7:8000#dp=4"],
+        description="HOST:PORT; with #dp=N each of its N ranks",
     )
 
 
@@ -63,7 +66,7 @@ class ExplainRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    path: Name = Field(examples=["/v1/completions"])
+    path: Annotated[Name, WithJsonSchema({"type": "string", "enum": [api.value for api in Api]})]
     body: RawObject
     headers: dict[HeaderName, HeaderValue] = Field(default={}, max_length=_HEADERS_MOST)
 
@@ -301,6 +304,20 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(BaseModel):
+    """What is wrong, in the shape of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """An error of the Messages API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
 class ServedModel(BaseModel):
     """A model, as the engine that serves it describes it."""
 
@@ -349,6 +366,10 @@ class GenerateRequest(EngineRequest):
     vllm_xargs: JsonObject | None = None
 
 
+def _described(name: str) -> ConfigDict:
+    return ConfigDict(extra="allow", json_schema_extra=lambda schema: describe_request(schema, name))
+
+
 class _OpenAIRequest(GenerateRequest):
     """What completions and chats have in common."""
 
@@ -371,17 +392,23 @@ class _OpenAIRequest(GenerateRequest):
 class CompletionRequest(_OpenAIRequest):
     """A text to go on with."""
 
+    model_config = _described("CompletionRequest")
+
     prompt: str | list[Any]
 
 
 class ChatCompletionRequest(_OpenAIRequest):
     """A chat."""
 
+    model_config = _described("ChatCompletionRequest")
+
     messages: list[JsonObject]
 
 
 class TokensRequest(GenerateRequest):
     """Token ids to go on with: the answer has token ids, too."""
+
+    model_config = _described("TokensRequest")
 
     token_ids: list[int]
     sampling_params: JsonObject
@@ -390,6 +417,8 @@ class TokensRequest(GenerateRequest):
 
 class ResponsesRequest(GenerateRequest):
     """A request in the Responses API."""
+
+    model_config = _described("ResponsesRequest")
 
     input: str | list[Any]
     max_output_tokens: int | None = None
@@ -402,6 +431,8 @@ class ResponsesRequest(GenerateRequest):
 
 class MessagesRequest(GenerateRequest):
     """A request in the Messages API."""
+
+    model_config = _described("MessagesRequest")
 
     messages: list[JsonObject]
     max_tokens: int

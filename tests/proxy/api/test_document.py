@@ -129,12 +129,91 @@ async def test_every_error_has_the_shape_that_clients_know(app):
     """The one that the router answers with."""
     found = await document(app)
 
-    schema = {"$ref": "#/components/schemas/ErrorResponse"}
     for path in ENDPOINTS:
+        name = "AnthropicErrorResponse" if path.startswith("/v1/messages") else "ErrorResponse"
+        schema = {"$ref": f"#/components/schemas/{name}"}
         answers = found["paths"][path]["post"]["responses"]
         assert all(answers[status]["content"]["application/json"]["schema"] == schema for status in ERRORS)
-    properties = found["components"]["schemas"]["ErrorDetail"]["properties"]
-    assert properties.keys() == {"message", "type", "param", "code"}
+    schemas = found["components"]["schemas"]
+    assert schemas["ErrorDetail"]["properties"].keys() == {"message", "type", "param", "code"}
+    assert schemas["AnthropicErrorDetail"]["properties"].keys() == {"type", "message"}
+
+
+async def test_each_operation_has_a_name_that_a_generator_can_use(app):
+    """A method of a client is called so; and each endpoint says what it does."""
+    found = await document(app, KEY)
+
+    names = {(path, method): one["operationId"] for path, method, one in operations(found)}
+    assert all(re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) for name in names.values()), names
+    assert names["/v1/chat/completions", "post"] == "create_chat_completion"
+    assert names["/", "get"] == "get_status_page"
+    assert names["/requests/{name}", "get"] == "get_requests_name"
+    summaries = [found["paths"][path]["post"]["summary"] for path in ENDPOINTS]
+    assert max(summaries.count(summary) for summary in summaries) <= 3  # /rerank has three paths
+
+
+async def test_each_endpoint_says_what_it_takes_and_what_it_answers(app):
+    """With fields that have types, most of them vLLM's."""
+    found = await document(app)
+
+    for path, kind in ENDPOINTS.items():
+        operation = found["paths"][path]["post"]
+        answer = resolved(found, operation["responses"]["200"]["content"]["application/json"]["schema"])
+        assert answer["type"] == "object", path
+        if kind is not EndpointKind.FORM:
+            body = resolved(found, operation["requestBody"]["content"]["application/json"]["schema"])
+            assert body["properties"], path
+    chat = found["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    assert {"temperature", "tools", "tool_choice", "response_format", "seed", "stop"} <= chat.keys()
+    assert not {"kv_transfer_params", "chat_template"} & chat.keys()
+
+
+@pytest.mark.parametrize("api", Api)
+async def test_the_example_of_a_request_is_served(app, api):
+    """It is what /docs shows as a command."""
+    found = await document(app)
+    content = found["paths"][api.value]["post"]["requestBody"]["content"]["application/json"]
+    (example,) = resolved(found, content["schema"])["examples"]
+    async with router(sims()) as client:
+        answer = await client.post(api.value, json=example | ({"model": "sim"} if "model" in example else {}))
+
+    assert answer.status_code == 200
+
+
+async def test_a_query_that_is_wrong_is_refused_in_one_sentence(app):
+    """As the document says of errors."""
+    answer = await get(app, "/requests/0?engines=null", KEY)
+
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith("engines: ")
+    found = await document(app, KEY)
+    assert found["paths"]["/requests/{name}"]["get"]["responses"].keys() >= {"400", "default"}
+
+
+async def test_who_shows_no_key_gets_an_answer_of_the_document(guarded):
+    """Each route that wants one says so."""
+    found = await document(guarded, KEY)
+
+    for path, method, one in operations(found):
+        shown = path.replace("{name}", "0")
+        transport = httpx.ASGITransport(guarded, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answer = await client.request(method, shown, json={} if method == "post" else None)
+        assert str(answer.status_code) in one["responses"] or "default" in one["responses"], path
+
+
+async def test_the_document_is_no_wider_than_the_routes(app):
+    """A generator makes types of it."""
+    found = await document(app, KEY)
+    schemas = found["components"]["schemas"]
+
+    (least,) = found["paths"]["/capacity"]["get"]["parameters"]
+    assert least["schema"] == {"type": "integer", "minimum": 0, "maximum": 100, "default": 1}
+    assert schemas["ExplainRequest"]["properties"]["path"]["enum"] == [api.value for api in Api]
+    pattern = schemas["NewInstance"]["properties"]["instance"]["pattern"]
+    good = ("10.0.0.7:8000", "[::1]:80", "https://d0.example:8000", "d0:1#dp=4")
+    assert all(re.fullmatch(pattern, text) for text in good)
+    assert not any(re.fullmatch(pattern, text) for text in (":", "d0", "d0:x", "a b:1", "d0:1#dp=0", "d0:1/path"))
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-Api-Key": ADMIN}], ids=["anybody", "operator"])

@@ -5,11 +5,14 @@ Requests and legs add to plain numbers (core/counters.py); they become metrics o
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 from xpyd_proxy.core.counters import Counters, Key
 from xpyd_proxy.core.discovery.reconcile import Freshness
@@ -51,7 +54,7 @@ class Metrics:
         Thousands of engines have megabytes. What is counted between two steps may be in the later pieces.
         """
         encode, content_type = choose_encoder(accept)
-        return _encoded(self._collected(whole), lambda family: encode(_Single(family))), content_type
+        return _encoded(self._collected(whole), lambda family: _written(family, encode)), content_type
 
     def _collected(self, whole: Whole) -> Iterator[Family | None]:
         counters = yield from self._telemetry.counters_in_steps()
@@ -76,6 +79,33 @@ class _Single:
     def collect(self) -> Iterator[Family]:
         """Return it."""
         yield self._family
+
+
+def _written(family: Family, encode: Callable[[_Single], bytes]) -> bytes:
+    """Write a family byte for byte as the library does, which takes five times as long for the lines of samples.
+
+    Ours have neither time stamps nor exemplars, and names that need no escaping.
+    """
+    samples, family.samples = family.samples, []
+    heading, lines = encode(_Single(family)), "".join(map(_line, samples))
+    end = _END if heading.endswith(_END) else b""
+    return b"".join((heading.removesuffix(_END), lines.encode(), end))
+
+
+def _line(sample: Sample) -> str:
+    if not sample.labels:
+        return f"{sample.name} {_number(sample.value)}\n"
+    labels = ",".join([f'{name}="{_escaped(value)}"' for name, value in sorted(sample.labels.items())])
+    return f"{sample.name}{{{labels}}} {_number(sample.value)}\n"
+
+
+_number: Final = lru_cache(4096)(floatToGoString)  # most are counts of a few, and bounds
+
+
+def _escaped(value: str) -> str:
+    if "\\" in value or '"' in value or "\n" in value:
+        return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    return value
 
 
 def _encoded(families: Iterator[Family | None], encode: Callable[[Family], bytes]) -> Iterator[bytes]:

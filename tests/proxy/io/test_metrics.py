@@ -5,6 +5,8 @@ import re
 from collections import Counter
 
 import pytest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -22,7 +24,7 @@ from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import Arrival
 from xpyd_proxy.core.request_record import LegRecord, RequestOutcome, RequestRecord
 from xpyd_proxy.core.workers.reports import Whole
-from xpyd_proxy.io.metrics import Metrics
+from xpyd_proxy.io.metrics import Metrics, _Single, _written
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.reports import report_of
 from xpyd_proxy.settings import Settings
@@ -266,3 +268,24 @@ def test_a_scrape_of_many_engines_is_made_in_pieces(accept):
     families = {family.name: family for family in parse(text)}
     assert len([s for s in families["xpyd_instance_state"].samples if s.value]) == 300
     assert {s.labels["instance"] for s in families["xpyd_prefill_seconds"].samples} == {p.id for p in world.prefill}
+
+
+@pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
+def test_samples_are_written_as_the_library_writes_them(accept):
+    """Byte for byte: names that must be escaped, large and small numbers, infinity, none at all."""
+    encode, _ = choose_encoder(accept)
+    made = [
+        CounterMetricFamily("xpyd_a", 'with "quotes" and \\', labels=("model", "instance")),
+        GaugeMetricFamily("xpyd_b", "text", labels=("x",)),
+        GaugeMetricFamily("xpyd_c", "without labels", value=1.5),
+        HistogramMetricFamily("xpyd_d", "text", labels=("instance",)),
+        GaugeMetricFamily("xpyd_e", "empty", labels=("x",)),
+    ]
+    for number, name in enumerate(("plain", 'a "b"', "a\\b", "a\nb", "\u00e4\u4e2d", HealthState.HEALTHY)):
+        made[0].add_metric((name, "z"), 10.0**number)
+    for value in (0, 1, True, 0.1, 1e-9, 12345678.5, 1e16, float("inf"), float("-inf"), float("nan")):
+        made[1].add_metric((str(value),), value)
+    made[3].add_metric(("decode-0",), [("0.1", 1), ("+Inf", 1234567)], 17.25)
+    wanted = [encode(_Single(family)) for family in made]
+
+    assert [_written(family, encode) for family in made] == wanted

@@ -157,6 +157,7 @@ class EngineHealth:
     why: str = "added"  # what brought it there, in words
     verdict: HealthVerdict | None = None  # the latest one, of this worker or another
     changes: ChangeCount = field(default_factory=ChangeCount)
+    served_at: float = -math.inf  # when it last answered a request
     cache_since: float = field(init=False)  # from when on it may have in its prefix cache what it was sent
     _in_a_row: int = 0
     _missed: int = 0
@@ -168,6 +169,11 @@ class EngineHealth:
     def __post_init__(self) -> None:
         self._window = Window(self.settings.circuit_breaker_window_s)
         self.cache_since = self.since
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it is healthy, and no request has failed since it last answered one."""
+        return self.state is _HEALTHY and self._in_a_row == 0
 
     @property
     def is_away(self) -> bool:
@@ -238,6 +244,7 @@ class EngineHealth:
         """It has answered some requests, one or more."""
         self._window.count(failed=False, now=now, legs=len(requests))
         self._in_a_row = 0
+        self.served_at = now
         if self.state is not _HEALTHY:
             for request in requests:
                 self._alive(request, now)

@@ -6,6 +6,9 @@ and those that were slow to fail are asked less and less often. The most overdue
 Where several routers hear each other (look_exchange), each engine has a few of them that probe it in each interval. The
 others probe it once a minute, and at once when one of these says that it has missed a probe.
 
+An engine that answers requests well is not probed meanwhile, and one without requests is probed seldom where the
+kubelet probes it, too: a pod that is Ready (docs/routing.md).
+
 A whole probe asks what an engine is, too: its models and its version. In a large fleet most probes of engines that live
 ask no more than whether they do.
 """
@@ -18,6 +21,7 @@ from typing import Final, Protocol
 
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member
+from xpyd_proxy.core.fleet.target import EngineSource
 from xpyd_proxy.core.model import InstanceId, Role
 
 _DRAIN_S: Final = 0.5  # seconds between two probes of an engine that is drained
@@ -30,6 +34,10 @@ _SLOW_S: Final = 1.0  # a probe that fails after so long costs a place: the engi
 # probed in each interval, and one that is gone is found within an interval and its timeouts.
 _SOONEST: Final = 0.7
 _JITTER: Final = 0.15
+_READY_PODS: Final = 3.0  # times the usual pause, for a pod without requests: the kubelet asks it, too
+_SERVING_MOST: Final = (
+    6.0  # intervals between two probes of an engine that answers requests, at most: they tell its models
+)
 _OTHERS_S: Final = 60.0  # seconds between two probes of an engine that other routers watch: half of it at least
 _LEAST_PLACES: Final = 16  # of each kind
 _MOST_PLACES: Final = 512
@@ -165,11 +173,20 @@ class ProbeSchedule:
         if told_s is not None:
             return told_s
         if not _is_missing(member):
-            return self._interval_s * turn.stretch
+            return self._living_pause(member, turn)
         least = min(self._interval_s, _AWAY_S)
         if not member.life.is_away:  # the second miss decides, so it is asked again soon
             return 0.0 if turn.slow_failures else least
         return max(least if self._away_s <= _AWAY_S else self._away_s, back_off)
+
+    def _living_pause(self, member: Member, turn: _ProbeTurn) -> float:
+        """Return the pause of one that has answered its last probe; a request that it has answered is as good."""
+        pause = self._interval_s * turn.stretch
+        if not member.life.is_well:
+            return pause
+        if member.origin.source is EngineSource.PODS and not member.load.in_flight:
+            return pause * _READY_PODS
+        return min(max(pause, member.life.served_at - turn.begun + pause), self._interval_s * _SERVING_MOST)
 
     def _told_pause(self, member: Member, turn: _ProbeTurn) -> float | None:
         """Return the pause that follows from what other routers do and say; None: it is this router's to probe."""

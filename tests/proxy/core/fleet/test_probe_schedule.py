@@ -11,7 +11,9 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.probe_schedule import ProbeSchedule
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.fleet.target import EngineSource, Origin
+from xpyd_proxy.core.model import RequestId, Role
+from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.settings import Settings
 
 TICK_S, TIMEOUT_S, INTERVAL_S = 0.25, 5.0, 5.0
@@ -184,3 +186,66 @@ def test_an_engine_that_missed_a_probe_is_asked_what_it_is():
     fleet.run(6)
 
     assert min(at for at in fleet.looks[name] if at >= back) in fleet.whole[name]
+
+
+def pauses(fleet, name):
+    """Return the seconds between the latest probes of an engine."""
+    return [after - before for before, after in itertools.pairwise(fleet.looks[name])][-3:]
+
+
+def test_an_engine_that_answers_requests_is_not_probed_meanwhile():
+    """A request is as good a probe; once in 30 s it is asked all the same, as its models may have changed."""
+    fleet = Fleet(2)
+    busy, idle = fleet.members
+    fleet.run(20)
+    for _ in range(140):
+        busy.life.succeeded([RequestId("r")], fleet.now)
+        fleet.run(1)
+
+    assert min(pauses(fleet, busy.instance.id)) > 6 * INTERVAL_S - 2 * TICK_S
+    assert max(pauses(fleet, busy.instance.id)) < 6 * INTERVAL_S + 2 * TICK_S
+    assert max(pauses(fleet, idle.instance.id)) < INTERVAL_S
+
+
+def test_an_engine_whose_requests_end_is_probed_within_an_interval_again():
+    """It may have died with them."""
+    fleet = Fleet(1)
+    (member,) = fleet.members
+    fleet.run(10)
+    for _ in range(8):
+        fleet.run(1)
+        member.life.succeeded([RequestId("r")], fleet.now)
+    ended = fleet.now
+    fleet.run(INTERVAL_S)
+
+    assert ended < fleet.looks[member.instance.id][-1] <= ended + INTERVAL_S
+
+
+def test_a_request_that_fails_has_its_engine_probed_as_usual():
+    """However many it has answered before."""
+    fleet = Fleet(1)
+    (member,) = fleet.members
+    fleet.run(10)
+    for _ in range(10):
+        fleet.run(1)
+        member.life.succeeded([RequestId("r")], fleet.now)
+    member.life.failed(RequestId("r"), Failure.TIMEOUT, now=fleet.now)
+    failed = fleet.now
+    fleet.run(2)
+
+    assert failed <= fleet.looks[member.instance.id][-1] <= failed + 2 * TICK_S
+
+
+def test_a_ready_pod_without_requests_is_probed_seldom():
+    """The kubelet probes it, and a pod that is not Ready gets no requests; with requests it may hang, and hold them."""
+    fleet = Fleet(2)
+    idle, busy = fleet.members
+    for member in fleet.members:
+        member.origin = Origin(EngineSource.PODS)
+    busy.load.enter(RequestId("r"))
+    fleet.run(120)
+
+    assert (
+        2 * INTERVAL_S < min(pauses(fleet, idle.instance.id)) <= max(pauses(fleet, idle.instance.id)) < 3 * INTERVAL_S
+    )
+    assert max(pauses(fleet, busy.instance.id)) < INTERVAL_S

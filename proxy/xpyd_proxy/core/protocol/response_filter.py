@@ -9,8 +9,9 @@ from typing import Final
 
 import msgspec
 
+from xpyd_proxy.core.protocol.object_scan import without_name
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode
-from xpyd_proxy.errors import EngineError
+from xpyd_proxy.errors import AnswerRefused, EngineError
 
 # JSON, streams, audio; texts of transcriptions; and the bytes of /pooling (vllm/entrypoints/pooling/utils.py). A comma
 # would make a browser take the last of several types (WHATWG Fetch, "extract a MIME type").
@@ -30,7 +31,7 @@ _BACKSLASH: Final = 92  # looking for one byte by its number costs a tenth of lo
 _LETTER_V: Final = 118  # the rarest letter of that name
 _LETTER: Final = re.compile(rb"\\u00(?:5[Ff]|6[0-9A-Fa-f]|7[0-6])")  # of that name: no engine escapes these
 _DATA: Final = b"data:"
-_DEEP: Final = 32  # objects and arrays around the name
+_DEEP: Final = 32  # objects and arrays around the name that are taken apart one by one: deeper ones are scanned
 
 
 def media_type(content_type: bytes) -> bytes:
@@ -58,21 +59,21 @@ def clean_answer(engine: str, content_type: bytes, body: bytes) -> bytes:
     """Return a whole answer without the parameters.
 
     Raises:
-        EngineError: it may have them, and is not JSON.
+        AnswerRefused: it may have them, and is not JSON.
     """
     if not may_name_params(body) or media_type(content_type) != _JSON:
         return body
     try:
         return _without(body, 0)
     except NotJson as exc:
-        raise EngineError(f"{engine} answered with kv_transfer_params in something that is not JSON") from exc
+        raise AnswerRefused(f"{engine} answered with kv_transfer_params in something that is not JSON") from exc
 
 
 def clean_lines(engine: str, lines: bytes) -> bytes:
     """Return whole lines of a stream without the parameters.
 
     Raises:
-        EngineError: a line may have them, and is not data with a JSON object in it.
+        AnswerRefused: a line may have them, and is not data with a JSON object in it.
     """
     if not may_name_params(lines):
         return lines
@@ -98,20 +99,27 @@ def _clean_line(engine: str, line: bytes) -> bytes:
             return b"data: " + _without(text, 0) + b"\n"
         except NotJson:
             pass  # as below
-    raise EngineError(f"{engine} sent kv_transfer_params in a line of its stream that is not JSON")
+    raise AnswerRefused(f"{engine} sent kv_transfer_params in a line of its stream that is not JSON")
 
 
 def _without(text: bytes, depth: int) -> bytes:
-    """Write a JSON value without the parameters, as deep as they are; all other values stay as they were written."""
+    """Write a JSON value without the parameters, as deep as they are; all other values stay as they were written.
+
+    A body of 64 MiB that names them once must not hold up all requests: what does not name them is not looked into.
+    """
     if not may_name_params(text):
         return text
     if depth > _DEEP:
-        raise NotJson("kv_transfer_params is nested too deeply")
-    if text.lstrip(b" \t\r\n").startswith(b"{"):
-        fields: Fields = decode(text, Fields)
-        fields.pop(_NAME, None)
-        return encode({name: msgspec.Raw(_without(bytes(value), depth + 1)) for name, value in fields.items()})
-    if text.lstrip(b" \t\r\n").startswith(b"["):
-        items = decode(text, list[msgspec.Raw])
-        return b"[%b]" % b",".join([_without(bytes(item), depth + 1) for item in items])
+        return without_name(text, _NAME)
+    first = text.lstrip(b" \t\r\n")[:1]
+    try:
+        if first == b"{":
+            fields: Fields = decode(text, Fields)
+            fields.pop(_NAME, None)
+            return encode({name: msgspec.Raw(_without(bytes(value), depth + 1)) for name, value in fields.items()})
+        if first == b"[":
+            items = decode(text, list[msgspec.Raw])
+            return b"[%b]" % b",".join([_without(bytes(item), depth + 1) for item in items])
+    except NotJson:  # it may be nested deeper than msgspec reads
+        return without_name(text, _NAME)
     return text

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer, clean_lines, is_stream
-from xpyd_proxy.errors import EngineError
+from xpyd_proxy.errors import AnswerRefused, EngineError
 
 JSON = b"application/json"
 NAME = "kv_transfer_params"
@@ -79,6 +79,18 @@ def names_in(value):
     return set()
 
 
+@pytest.mark.parametrize("depth", [1, 31, 33, 40, 500, 5000, 100_000])
+@pytest.mark.parametrize(("before", "behind"), [(b'{"a":', b"}"), (b"[ ", b"]"), (b'[1,{"b":"x","a":', b',"c":[]}]')])
+def test_they_are_taken_out_at_any_depth(depth, before, behind):
+    """A tool's schema may be nested as deep as a client likes, and an answer repeats it."""
+    inner = b'{"kv_transfer_params":{"a":[1,{}]},"b":1.50,"kv_transfer_params" : [] }'
+    text = before * depth + inner + behind * depth
+    got = clean_answer("d", JSON, text)
+
+    assert got.replace(b" ", b"") == (before * depth + b'{"b":1.50}' + behind * depth).replace(b" ", b"")
+    assert clean_lines("d", b'data: {"x":' + text + b"}\n") == b'data: {"x":' + got + b"}\n"
+
+
 @given(value=st.dictionaries(st.text(max_size=2), INNER, max_size=4), secret=st.booleans(), line=st.booleans())
 def test_parameters_are_taken_out_wherever_they_are(value, secret, line):
     """All else stays; a text that names them is no parameter."""
@@ -136,16 +148,16 @@ def test_what_says_nothing_of_them_stays_to_the_byte():
         b'data: {"a":1,\ndata: "kv_transfer_params":\ndata: {"b":1}}\n',
         b'data: {\ndata: "kv_transfer_params"\ndata: :1}\n',
         b'data: {"kv_transfer_params":{}\n',
-        b"data: " + b'{"a":' * 99 + b'{"kv_transfer_params":{}}' + b"}" * 99 + b"\n",
+        b"data: " + b'{"a":' * 99 + b'{"kv_transfer_params":{}' + b"}" * 99 + b"\n",
     ],
 )
 def test_where_they_cannot_be_taken_out_the_stream_ends(lines):
     """Clients join the lines of an event, and take a lone CR for the end of a line."""
-    with pytest.raises(EngineError, match="d sent kv_transfer_params in a line"):
+    with pytest.raises(AnswerRefused, match="d sent kv_transfer_params in a line"):
         clean_lines("d", lines)
 
 
 def test_an_answer_that_may_have_them_must_be_json():
     """Or nobody knows what a lenient parser finds in it."""
-    with pytest.raises(EngineError, match="d answered with kv_transfer_params"):
+    with pytest.raises(AnswerRefused, match="d answered with kv_transfer_params"):
         clean_answer("d", JSON, b'{"kv_transfer_params":{}')

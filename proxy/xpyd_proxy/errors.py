@@ -14,9 +14,10 @@
         * :exc:`Misdirected` -- the router has no such name
         * :exc:`CrossSite` -- a browser, on behalf of another web site, to a router that wants no keys
         * :exc:`ClassNotAllowed` -- its key may not use the class that it names, or there is no such class
+        * :exc:`PathNotServed` -- each engine that serves the model has said that it has no such path
         * :exc:`UnknownModel` -- no engine serves the model that is asked for; the message names those that are served
     * :exc:`Refused` -- the client, says an engine, in words that reach the client unchanged
-        * :exc:`NoSuchPath` -- the client: the engine, or each that serves the model, has no such path
+        * :exc:`NoSuchPath` -- the client: the engine has no such path
     * :exc:`Unauthorized` -- the client: it has no key, or a wrong one
     * :exc:`TurnedAway` -- there is more to do than may be done at once
         * :exc:`KeyOverLimit` -- the client: its key sends more than it may
@@ -96,6 +97,9 @@ class CrossSite(ClientError): ...
 
 
 class ClassNotAllowed(ClientError): ...
+
+
+class PathNotServed(ClientError): ...
 
 
 class UnknownModel(ClientError): ...

@@ -201,7 +201,7 @@ async def test_failures_of_an_engine_have_a_status_and_name_the_instance(stream)
     for name, fault, status, says in cases:
         engines = sims()
         engines[name].inject(fault)
-        async with router(engines) as client:
+        async with router(engines, decode_only_fallback=False) as client:
             response = await client.post(TEXT[0], json=TEXT[1] | {"stream": stream})
 
         assert response.status_code == status

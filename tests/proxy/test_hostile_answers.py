@@ -126,12 +126,12 @@ def test_other_content_types_do_not_reach_a_browser(stage, status, content_type)
 
     answer = stage.post("/v1/completions")
 
-    assert answer.status_code == 502
+    assert answer.status_code == (502 if status == 200 else status)
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["x-content-type-options"] == "nosniff"
-    assert "decode-0" in answer.json()["error"]["message"]
+    assert "<script>" not in answer.text
     if status == 200:
-        assert "content type" in answer.json()["error"]["message"]
+        assert "decode-0 answered with the content type" in answer.json()["error"]["message"]
 
 
 def test_an_error_keeps_its_words_and_not_its_type(stage):
@@ -154,6 +154,6 @@ def test_a_line_without_an_end_is_an_error(stage, begun):
     answer = stage.post("/v1/completions", stream=True)
 
     assert answer.status_code == (200 if begun else 502)
-    assert ("a line of more than 16777216 bytes" if begun else "more than 1048576 bytes and no event") in answer.text
+    assert "a line of more than 16777216 bytes" in answer.text
     assert "xxxx" not in answer.text
     assert "[DONE]" not in answer.text

@@ -142,7 +142,7 @@ class Fleet:
     def fail(self):
         """Have an engine fail a request."""
         member = random.choice(self.registry.members())
-        self.fleet.ended(member.instance, RequestId("r"), Failure.BAD_RESPONSE)
+        self.fleet.ended(member.instance, RequestId("r"), Failure.UNREACHABLE)
 
     def choose(self):
         """Choose engines for a request."""

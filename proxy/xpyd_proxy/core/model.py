@@ -88,6 +88,7 @@ class SingleEngineReason(FastStrEnum):
     UNKNOWN_MODEL = "unknown_model"  # it names none, and no engine has said which one it serves
     NO_PREFILL = "no_prefill_engine"
     FEW_MATCH = "few_matching_engines"  # some fit, and too few of one role: a rollout is ahead there
+    PREFILL_FAILED = "prefill_failed"  # no other prefill engine was left for a retry
     NO_MATCH = "no_matching_prefill_engine"  # there are some, and their KV cache is of no use to a decode engine
 
 

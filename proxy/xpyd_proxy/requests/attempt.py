@@ -19,7 +19,7 @@ from xpyd_proxy.core.model import (
     Role,
     SingleEngineReason,
 )
-from xpyd_proxy.core.protocol.engine_errors import check_prefill, refused_decode
+from xpyd_proxy.core.protocol.engine_errors import leg_error
 from xpyd_proxy.core.protocol.fault_table import VERDICTS, Failure
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.protocol.request_bodies import RELEASE_PATH, abandon_body, release_body
@@ -252,6 +252,20 @@ class Attempt(LegOwner):
 
     # ---- choosing
 
+    def again(self, role: Role) -> Sequence[Instance]:
+        """List the engines of a role that have not failed this request, if any, else all; raises NoInstance.
+
+        One that waits for its trial gets no request that may be to blame for its failure.
+        """
+        fleet = self._of.fleet
+        usable = fleet.usable(role)
+        if fleet.missing.is_denied(self._plan.path):
+            usable = fleet.offering(self._plan.path, usable)
+            if not usable:
+                raise NoInstance(f"no {role} instance that can take a request now has {self._plan.path}")
+        among = self.retries.among(usable)
+        return fleet.without_trials(among) if self.retries.is_suspect else among
+
     def usable(self, role: Role) -> Sequence[Instance]:
         """List the engines of a role that may get a request now, if any."""
         try:
@@ -281,9 +295,14 @@ class Attempt(LegOwner):
     def one(self, among: Sequence[Instance]) -> Instance:
         """Choose a decode engine."""
         fleet, ask, retries = self._of.fleet, self._plan.ask, self.retries
+        if fleet.missing.is_denied(self._plan.path):
+            among = fleet.offering(self._plan.path, among) or among
+        among = retries.among(among)
         if retries.avoided:
             ask = ask.once_more()
-        chosen = fleet.one(retries.among(among), ask)
+            if retries.is_suspect:
+                among = fleet.without_trials(among)
+        chosen = fleet.one(among, ask)
         self.take_expected()
         return chosen
 
@@ -317,8 +336,14 @@ class Attempt(LegOwner):
         """
         move = self.move
         needs_other = move is not None and not move.is_alone and failed.instance.role is Role.DECODE
-        is_left = self.retries.take(failed, others, needs_other=needs_other)
-        return is_left and self._of.budget.grants(now=self._of.clock())
+        may_be_alone = move is None and self.decode_fallback()
+        if not self.retries.take(failed, others, needs_other=needs_other, may_be_alone=may_be_alone):
+            return False
+        return not self.retries.is_charged or self._of.budget.grants(now=self._of.clock())
+
+    def decode_fallback(self) -> bool:
+        """Tell whether a decode engine may serve the request alone."""
+        return self._settings.decode_only_fallback and self._plan.call is not None
 
     def failed(self) -> LegFailed | None:
         """Return why nothing will be shown, while nothing is: that a push has failed may be why the other leg will."""
@@ -404,7 +429,7 @@ class Attempt(LegOwner):
         """Return what the prefill engine's answer is good for; None: nothing, and the leg has failed."""
         try:
             if leg.status != _OK:
-                check_prefill(leg.instance.id, leg.response(body))
+                raise self._error_of(leg, body)
             if self._plan.learns_model:  # the decode engine is told the name, and checks it
                 self._plan.ask.model = self._of.handovers.learn_model(leg.instance.id, body)
             return self._of.handovers.take(
@@ -422,6 +447,11 @@ class Attempt(LegOwner):
             self.leg_failed(leg, error)
             return None
 
+    def _error_of(self, leg: EngineLeg, body: bytes) -> EngineError | Refused:
+        """Say what an answer other than 200 means."""
+        is_clients_key = self._of.engines.shows_clients_key(leg.instance, self._plan.headers)
+        return leg_error(leg.instance, leg.response(body), is_clients_key=is_clients_key)
+
     def stream_begun(self, leg: DecodeLeg, counted: int | None, /) -> None:
         """Note that a stream has begun well."""
         self._answered_well(leg, counted)
@@ -432,7 +462,7 @@ class Attempt(LegOwner):
         """Judge an answer that is no stream."""
         self._of.engines.done(leg)
         if leg.status != _OK:
-            self.leg_failed(leg, refused_decode(leg.instance.id, leg.response(body)))
+            self.leg_failed(leg, self._error_of(leg, body))
             return
         try:
             check_type(leg.engine, leg.content_type)
@@ -462,8 +492,8 @@ class Attempt(LegOwner):
             self.prompt_counted(leg, counted)
 
     def _blame(self, witness: Instance) -> None:
-        for guilty in self.retries.guilty(witness):
-            self._of.fleet.blamed(guilty)
+        for guilty, failure in self.retries.guilty(witness):
+            self._of.fleet.blamed(guilty, failure)
             if guilty.role is _DECODE:
                 self._of.telemetry.pair_blamed(self.record, guilty.id)
 
@@ -496,13 +526,16 @@ class Attempt(LegOwner):
         failed.__cause__ = error
         _forget_frames(error)  # they hold the leg, which holds the error: a circle
         leg.fault, leg.failure = failed, failed.failure
+        if failed.failure is Failure.NO_SUCH_PATH and not self._of.telemetry.has_served(self._plan.path, leg.instance):
+            self._of.fleet.lacks_path(self._plan.path, leg.instance)
         if leg is self.prefill:
             self._unlearn(failed)
             if self.is_streaming or (self.decode is not None and self.decode.shown is not None):
                 self.record.prefill_error = str(failed)  # the client is not concerned
         self.close(leg)
         # It had a prompt to show for it, and so a lease; or may have finished as its time was over.
-        if leg is self.prefill and (leg.status == _OK or failed.failure is _TIMEOUT):
+        keeps_kv = leg.status == _OK and failed.failure is not Failure.NO_KV_PARAMS
+        if leg is self.prefill and (keeps_kv or failed.failure is _TIMEOUT):
             self._abandon(leg)
         self._life.wake()
 

@@ -175,12 +175,14 @@ class Dispatch:
             return self._choose_for_move(attempt, attempt.move, single_body)
         if call is None:
             record.single_reason, single_body = self._plan.single_reason, self._plan.body
+        elif attempt.retries.is_alone and single_body is None:
+            record.single_reason, single_body = SingleEngineReason.PREFILL_FAILED, [encode(call.fields)]
         elif single_body is None:
             reason = None if can_split else solo_reason(call.api, call.fields)
             if reason is _SEVERAL and may_share(call.api, call.fields) and fleet.shares_loads():
                 reason = None
             record.single_reason = attempt.small_reason() if reason is None else reason
-            pair = self._choose_pair(attempt.retries) if record.single_reason is None else None
+            pair = self._choose_pair(attempt) if record.single_reason is None else None
             if pair is not None and pair[0] is not None:
                 return pair
             attempt.body = single_body = [encode(call.fields)]
@@ -251,18 +253,21 @@ class Dispatch:
         full = self._life.of.fleet.registry.relief.full()
         return ([one for one in decodes if one.id not in full] or decodes) if full else decodes
 
-    def _choose_pair(self, retries: RetryAttempts) -> tuple[Instance | None, Instance] | None:
+    def _choose_pair(self, attempt: Attempt) -> tuple[Instance | None, Instance] | None:
         """Choose two engines, or a decode engine whose turn it is alone.
 
         None: there is no prefill engine, and any decode engine may serve the request alone.
         """
         fleet, hints, may_be_alone = self._life.of.fleet, self._plan.ask, self.settings.decode_only_fallback
         try:
-            if not retries.avoided:
-                return fleet.any_pair(hints, may_be_alone=may_be_alone)
-            decodes = retries.among(fleet.usable(_DECODE))
-            prefills = retries.among(fleet.usable(_PREFILL))
-            return fleet.pair(prefills, decodes, hints.once_more(), may_be_alone=may_be_alone)
+            if not attempt.retries.avoided:
+                if not fleet.missing.is_denied(self._plan.path):
+                    return fleet.any_pair(hints, may_be_alone=may_be_alone)
+            else:
+                hints = hints.once_more()
+            decodes = attempt.again(_DECODE)
+            prefills = attempt.again(_PREFILL)
+            return fleet.pair(prefills, decodes, hints, may_be_alone=may_be_alone)
         except NoMatchingInstance:
             if not self.settings.decode_only_fallback:
                 raise

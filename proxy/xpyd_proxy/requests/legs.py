@@ -11,19 +11,18 @@ from typing import Final, Protocol
 
 from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
 from xpyd_proxy.core.model import EngineResponse, Instance, PrefillResult
-from xpyd_proxy.core.protocol.engine_errors import JSON, refusal
+from xpyd_proxy.core.protocol.engine_errors import refusal
 from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.protocol.first_token import FirstToken
 from xpyd_proxy.core.protocol.response_filter import check_type, is_stream
-from xpyd_proxy.core.protocol.sse import Beginning, WholeLines, error_status, first_data
+from xpyd_proxy.core.protocol.sse import LINE_MOST, Beginning, WholeLines, error_status, first_data
 from xpyd_proxy.core.protocol.usage import prompt_tokens_in
 from xpyd_proxy.core.request_record import LegRecord
 from xpyd_proxy.core.routing.retries import LegFailed
-from xpyd_proxy.errors import EngineError, Refused
+from xpyd_proxy.errors import AnswerRefused, EngineError, Refused
 from xpyd_proxy.io.wire.response_handler import ResponseHandler
 
 _OK: Final = 200
-BEGINNING_MOST: Final = 1024 * 1024  # bytes of a stream up to the end of its first event
 
 
 class LegSpan(Protocol):
@@ -143,7 +142,7 @@ class EngineLeg(ResponseHandler):
         self.owner.crash(bug)
 
     def _too_long(self) -> EngineError:
-        return EngineError(f"{self.engine} answered with more than {ANSWER_MOST} bytes")
+        return AnswerRefused(f"{self.engine} answered with more than {ANSWER_MOST} bytes")
 
 
 class PrefillLeg(EngineLeg):
@@ -323,13 +322,16 @@ class DecodeLeg(EngineLeg):
                 beginning = self._beginning = Beginning()
             data = beginning.feed(piece)
             if data is None:
-                if len(beginning.received) > BEGINNING_MOST:
-                    self.give_up(EngineError(f"{self.engine} sent more than {BEGINNING_MOST} bytes and no event"))
+                if beginning.line_size > LINE_MOST:
+                    said = f"{self.engine} sent a line of more than {LINE_MOST} bytes in its stream"
+                    self.give_up(AnswerRefused(said))
+                elif len(beginning.received) > ANSWER_MOST:
+                    self.give_up(AnswerRefused(f"{self.engine} sent more than {ANSWER_MOST} bytes and no event"))
                 return
             received = bytes(beginning.received)
         if (status := error_status(data)) is not None:
             self.drop()
-            self.owner.leg_failed(self, refusal(self.engine, status, JSON, data))
+            self.owner.leg_failed(self, refusal(self.engine, status, data))
         else:
             lines = WholeLines(self.engine)
             try:

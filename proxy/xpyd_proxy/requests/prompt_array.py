@@ -15,7 +15,7 @@ from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
 from xpyd_proxy.core.protocol.prompt_arrays import MergedAnswer, MergedStream, choices_of, one_of, words_of
 from xpyd_proxy.core.request_record import PromptParts, PromptRecord, RequestRecord
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
-from xpyd_proxy.errors import BadRequest, EngineError, NoInstance, ProxyError, Refused
+from xpyd_proxy.errors import AnswerRefused, BadRequest, EngineError, NoInstance, ProxyError, Refused
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.requests.client_response import ClientGone, ClientResponse
 from xpyd_proxy.requests.intake import JSON_TYPE, RequestPlan
@@ -227,7 +227,7 @@ class PromptArray:
         if self._plan.streams:
             self._fail(EngineError("an engine answered with something that is no stream"))
         elif self._size > ANSWER_MOST:
-            self._fail(EngineError(f"the answers to all prompts have more than {ANSWER_MOST} bytes"))
+            self._fail(AnswerRefused(f"the answers to all prompts have more than {ANSWER_MOST} bytes"))
         else:
             self._whole.take(place, body)
 

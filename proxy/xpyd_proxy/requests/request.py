@@ -276,6 +276,8 @@ class Request:
                 size = len(self._body)
                 is_long = size > LARGE or self._head.coding is not None
                 plan, size = await self._read_long() if is_long else (self._read(), size)
+                if self._of.fleet.missing.is_denied(plan.path):
+                    self._of.fleet.check_path(plan.path, plan.ask)
                 ticket = self._take_ticket(plan, size)
                 if ticket.state is _WAITING:
                     await self._wait_for_turn(ticket)

@@ -25,6 +25,7 @@ RAISED = {
     errors.BodyTooLarge("l"): (413, "RequestTooLargeError"),
     errors.UnsupportedCoding("c"): (415, "UnsupportedMediaTypeError"),
     errors.UnsupportedMedia("m"): (415, "UnsupportedMediaTypeError"),
+    errors.PathNotServed("p"): (404, "NotFoundError"),
     errors.UnknownModel("m"): (404, "NotFoundError"),
     errors.Misdirected("h"): (421, "MisdirectedRequestError"),
     errors.CrossSite("s"): (403, "PermissionDeniedError"),

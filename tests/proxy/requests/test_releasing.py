@@ -245,7 +245,7 @@ async def test_a_prefill_whose_good_answer_cannot_be_read_is_abandoned():
     async def half(leg):
         return EngineResponse(200, "application/json", b'{"id":"cmpl-')
 
-    router = router_of(engines := Abandoned(half, good_decode))
+    router = router_of(engines := Abandoned(half, good_decode), decode_only_fallback=False)
     client = await served(router)
     await drained(router)
 
@@ -258,7 +258,7 @@ async def test_a_prefill_whose_time_is_over_is_abandoned():
     """It may have finished at that moment, or does when it goes on: a move gives an engine little time."""
     now = [0.0]
     engines = Abandoned(never, never)
-    router = router_of(engines, clock=lambda: now[0], prefill_timeout_s=5.0)
+    router = router_of(engines, clock=lambda: now[0], prefill_timeout_s=5.0, decode_only_fallback=False)
     client = router.start(call(model="m"))
     await until(lambda: engines.of(Role.PREFILL))
     now[0] = 5.1

@@ -108,7 +108,7 @@ async def test_a_whole_answer_has_one_limit_for_all_its_tries(role):
 
     engines = Scripted(breaking if role is Role.PREFILL else pulled_prefill, breaking)
     patience = {"total_timeout_s": 50.0, "first_token_timeout_s": 1.0}
-    router = router_of(engines, **patience, retries=9, spans=notes, clock=lambda: now[0])
+    router = router_of(engines, decode_only_fallback=False, **patience, retries=9, spans=notes, clock=lambda: now[0])
     client = router.start()
     await until(lambda: len(engines.of(role)) == 3 and engines.open)
     client.request.look(49.9)

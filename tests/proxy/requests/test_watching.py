@@ -81,7 +81,10 @@ async def test_both_legs_of_a_good_request():
         (EngineTimeout("slow"), Failure.TIMEOUT),
         (EngineResponse(500, "", ERROR), Failure.HTTP_5XX),
         (EngineResponse(400, "application/json", ERROR), Failure.REFUSED),
-        (EngineResponse(200, "", b"{}"), Failure.BAD_RESPONSE),
+        (EngineResponse(200, "", b"{}"), Failure.NO_KV_PARAMS),
+        (EngineResponse(200, "", b"no JSON"), Failure.BAD_RESPONSE),
+        (EngineResponse(404, "", b""), Failure.NO_SUCH_PATH),
+        (EngineResponse(401, "", b""), Failure.WRONG_KEY),
     ],
 )
 async def test_a_prefill_that_fails_says_how(outcome, failure):

@@ -138,6 +138,10 @@ class Outbound:
         kept = self.bare(headers)
         return kept if key is None else (*kept, (b"authorization", b"Bearer " + key.encode()))
 
+    def passes_key(self, role: Role, headers: Headers) -> bool:
+        """Tell whether the engines of a role see the client's own key."""
+        return self._forwards and role not in self._keys and any(name == b"authorization" for name, _ in headers)
+
     def bare(self, headers: Headers) -> Headers:
         """Return the headers without any key."""
         return tuple([header for header in headers if header[0] != b"authorization"])

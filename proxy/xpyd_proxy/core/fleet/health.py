@@ -3,17 +3,18 @@
 Evidence comes from requests (``succeeded``, ``failed``) and from probes (``seen``, ``missed``); either is enough. An
 engine is good until proven otherwise; one that misses its first probe is not up yet, and gets requests once it answers.
 A broken one rests, longer after every break, and then gets one request: its trial; while it misses probes it gets none.
-Only what the engine is to blame for counts: a refused request (4xx), or one it is too busy for, says that it lives.
-An answer of 5xx counts for the share of failures, but not at once for those in a row: there are requests that make any
-engine fail, and a client that sends a few of them must not take one engine after the other away from everybody else. It
-counts as soon as another engine has answered the same request well (``blamed``).
+Only what core/protocol/fault_table.py holds against the engine counts: a refused request (4xx), or one it is too busy
+for, says that it lives. An answer of 5xx, or one that breaks off, counts as soon as another engine has answered the
+same request well (``blamed``), and not before: there are requests that make any engine fail, and a client that sends a
+few of them must not take one engine after the other away from everybody else. For the same reason no request ejects an
+engine that answers its probes and is needed (``is_needed``); one that cannot be reached is away, whoever asks.
 
 Several workers of one router tell each other when one of them breaks an engine, or finds it well again: the latest such
 word counts for all of them. What it is based on (failures in a row, probes) is each worker's own.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Final
@@ -158,9 +159,12 @@ class EngineHealth:
     verdict: HealthVerdict | None = None  # the latest one, of this worker or another
     changes: ChangeCount = field(default_factory=ChangeCount)
     served_at: float = -math.inf  # when it last answered a request
+    is_needed: Callable[[], bool] | None = None  # too few others of its role would be left without it
     cache_since: float = field(init=False)  # from when on it may have in its prefix cache what it was sent
     _in_a_row: int = 0
     _missed: int = 0
+    _was_spared: bool = False
+    _is_probed: bool = False  # it has answered the last probe
     _silent_since: float | None = None  # when the first probe was missed of those since it answered one, if badly
     _rest_s: float = 0.0  # of its present break
     _trial: _Trial | None = None
@@ -261,25 +265,43 @@ class EngineHealth:
             if verdict.proves_life:
                 self._alive(request, now)
             return
+        is_trial = self.state is _HALF_OPEN and self._is_trial(request)
+        if verdict.held is Held.AT_ONCE:
+            self._hold(failure, now, is_trial=is_trial)
+        elif is_trial and not self._is_spared():  # it has proved nothing: the next trial comes after a rest
+            self._trial = _Trial(until=now + self.settings.ejection_time_s)
+            self.changes.count += 1
+
+    def blamed(self, failure: Failure, *, now: float) -> None:
+        """What it has failed was a good request: another engine has answered it."""
+        if self.state in _JUDGED:
+            self._hold(failure, now, is_trial=self.state is _HALF_OPEN)
+
+    def _hold(self, failure: Failure, now: float, *, is_trial: bool) -> None:
+        """Hold a failure against it, and break it if that is enough."""
         self._window.count(failed=True, now=now)
-        if failure is not Failure.HTTP_5XX:
-            self._in_a_row += 1
-        if self.state is _HALF_OPEN and self._is_trial(request):
+        self._in_a_row += 1
+        is_spared = VERDICTS[failure].is_spared and self._is_spared()
+        if is_trial and not is_spared:
             self._break(f"the request it was tried with {_SAID[failure]}", now)
         elif self.state in (_STARTING, _HEALTHY) and (reason := self._verdict(failure, now)) is not None:
-            self._break(reason, now)
+            if is_spared:
+                self._was_spared = True
+                self.why = f"answers its probes, but a request {_SAID[failure]}: it stays, for too few others are left"
+            else:
+                self._break(reason, now)
 
-    def blamed(self, *, now: float) -> None:
-        """What it answered with 5xx was a good request: another engine has answered it."""
-        if self.state not in (_STARTING, _HEALTHY):
-            return
-        self._in_a_row += 1
-        if (reason := self._verdict(Failure.HTTP_5XX, now)) is not None:
-            self._break(reason, now)
+    def _is_spared(self) -> bool:
+        """Tell whether requests alone do not break it now."""
+        return self._is_probed and self.is_needed is not None and self.is_needed()
 
     def seen(self, *, now: float) -> None:
         """It has answered a probe."""
         self.heard()
+        self._is_probed = True
+        if self._was_spared and not self._in_a_row:
+            self._was_spared = False
+            self.why = "answers probes, and requests again"
         was_away, self._missed = self._missed > 0, 0
         if self.state not in _JUDGED:
             return
@@ -300,6 +322,7 @@ class EngineHealth:
         elif self._silent_since is None:
             self._silent_since = now
         self._missed += 1
+        self._is_probed = False
         if self._missed in (1, self.settings.health_check_failures):  # where ``may_serve`` changes
             self.changes.count += 1
         if self.state is _STARTING:
@@ -311,7 +334,9 @@ class EngineHealth:
         """Another worker has broken it, or found it well again; what is older than what is known here is dropped."""
         if self.verdict is not None and verdict.at <= self.verdict.at:
             return
-        if verdict.is_broken and self.state in _JUDGED:
+        if verdict.is_broken and self.state in (_STARTING, _HEALTHY) and self._is_spared():
+            pass  # two workers that each break another engine would leave none
+        elif verdict.is_broken and self.state in _JUDGED:
             self._rest_s, self._trial = verdict.rest_s, None
             self._step(HealthEvent.TRIPPED, verdict.why, now)
             self.since = verdict.at

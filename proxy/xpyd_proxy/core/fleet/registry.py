@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, NoReturn, TypeAlias
 
 from xpyd_proxy.core.address import Address
@@ -25,6 +26,8 @@ _KV_BOTH: Final = "kv_both"  # vLLM's kv_role of an engine that sends and loads 
 _HEALTHY: Final = HealthState.HEALTHY  # looking a member up takes as long as a call
 _SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})
 _LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED})
+_WELL: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
+_STAYING: Final = _SERVING | {HealthState.EJECTED}  # those that are not on their way out
 MOST_NAMED: Final = 16  # engines in one message
 _NAME_MOST: Final = 100  # characters of one model's name in a message
 _MOST_MODELS: Final = 10  # names in one message: an engine may have thousands of adapters
@@ -195,7 +198,7 @@ class Registry:
         name = InstanceId(f"{role}-{self._added[role]}")
         self._added[role] += 1
         instance = Instance(name, role, address, rank)
-        life = EngineHealth(now, self._settings, changes=self.changes)
+        life = EngineHealth(now, self._settings, changes=self.changes, is_needed=partial(self._is_needed, name))
         self._members[name] = Member(instance, life, facts=self._shared(facts or EngineCapabilities()), origin=origin)
         self._recount_twins(None, self._twin_key(self._members[name]))
         self._serving[role][name] = life, instance
@@ -450,6 +453,31 @@ class Registry:
                     self._twins.discard(key)
                 if not self._twin_keys[key]:
                     del self._twin_keys[key]
+
+    def _is_needed(self, name: InstanceId) -> bool:
+        """Tell whether an engine is the last one of a role, or more than half of that role would be away without it.
+
+        Engines that serve none of its models are no others.
+        """
+        member = self._members.get(name)
+        if member is None:
+            return False
+        own = member.facts.models
+        for role in Role:
+            if not member.role.serves(role):
+                continue
+            others = [
+                other
+                for other in self._members.values()
+                if other is not member
+                and other.role.serves(role)
+                and other.life.state in _STAYING
+                and (own is None or other.facts.models is None or own & other.facts.models)
+            ]
+            there = [other for other in others if other.life.state in _WELL and not other.life.is_away]
+            if not there or 2 * (len(others) - len(there) + 1) > len(others) + 1:
+                return True
+        return False
 
     def _none_usable(self, role: Role, now: float) -> NoInstance:
         members = [self._members[name] for name in self._serving[role]]

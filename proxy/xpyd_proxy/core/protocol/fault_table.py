@@ -54,6 +54,7 @@ class Fault(FastStrEnum):
     ENGINE = auto()
     ROUTER = auto()  # its limits, its settings, or what its machine has too little of
     NETWORK = auto()
+    NOBODY = auto()
 
 
 class Failure(FastStrEnum):
@@ -172,13 +173,15 @@ VERDICTS: Final[Mapping[Failure, FaultVerdict]] = {
         Fault.ENGINE, _502, _NEVER, _ANYWHERE, None, proves_life=True, loses_cache=True
     ),
     Failure.BUSY: FaultVerdict(Fault.ENGINE, _503, _NEVER, _PREFILL_ELSEWHERE, _ELSEWHERE, proves_life=True),
-    Failure.NO_KV_PARAMS: FaultVerdict(Fault.ENGINE, _502, _NEVER, _PREFILL_ELSEWHERE, None, proves_life=True),
+    Failure.NO_KV_PARAMS: FaultVerdict(
+        Fault.NOBODY, _502, _NEVER, _PREFILL_ELSEWHERE, None, proves_life=True, may_move=True
+    ),
     Failure.REFUSED: FaultVerdict(Fault.CLIENT, _STATUS, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True),
     Failure.UNKNOWN_MODEL: FaultVerdict(Fault.CLIENT, _STATUS, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True),
     Failure.NO_SUCH_PATH: FaultVerdict(Fault.CLIENT, _STATUS, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True),
     Failure.WRONG_KEY: FaultVerdict(Fault.ROUTER, _502, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True),
     Failure.ANSWER_REFUSED: FaultVerdict(Fault.ROUTER, _502, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True),
-    Failure.CONNECTION_CLOSED: FaultVerdict(Fault.NETWORK, _502, _NEVER, _FREE, _FREE),
+    Failure.CONNECTION_CLOSED: FaultVerdict(Fault.NOBODY, _502, _NEVER, _FREE, _FREE),
     Failure.ROUTER_LACKS: FaultVerdict(Fault.ROUTER, _503, _NEVER, _NO_RETRY, _NO_RETRY),
     Failure.NETWORK: FaultVerdict(Fault.NETWORK, _502, _NEVER, _PREFILL_AGAIN, _DECODE),
 }
@@ -193,9 +196,9 @@ def retry_rule(role: Role, failure: Failure) -> RetryRule:
     return rule
 
 
-def is_failure(failure: Failure) -> bool:
-    """Tell whether something was not as it should be, other than the request."""
-    return VERDICTS[failure].fault is not Fault.CLIENT
+def is_engines(failure: Failure) -> bool:
+    """Tell whether a failure belongs to its engine, where failures of engines are shown."""
+    return VERDICTS[failure].fault is Fault.ENGINE
 
 
 def failure_of_answer(status: int, shape: BodyShape, *, is_clients_key: bool = False) -> Failure | None:

@@ -38,7 +38,7 @@ from xpyd_proxy.core.schemas import (
     TokensAnswer,
     TransferNaming,
 )
-from xpyd_proxy.errors import BadRequest, EngineError
+from xpyd_proxy.errors import BadRequest, EngineError, NoKvParams
 
 _RESPONSES: Final = Api.RESPONSES  # looking a member up takes as long as a call
 _COMPLETIONS: Final = Api.COMPLETIONS
@@ -286,12 +286,14 @@ def kv_params(
             found, count = odd.kv_transfer_params, counted(odd.usage)
         if (good := _good(found)) is not None:
             return found, good, count
+        if found == NULL:
+            raise NoKvParams(f"{prefill} answered without kv_transfer_params: it keeps no KV cache for this request")
         params = decode(found, Fields)
         missing = [name for name in _NEEDED if _is_empty(params.get(name, NULL))]
     except NotJson as exc:
         raise EngineError(f"{prefill} answered without usable kv_transfer_params") from exc
     if params.get("do_remote_prefill") != TRUE:
-        raise EngineError(f"{prefill} kept no KV cache for this request: do_remote_prefill is not true")
+        raise NoKvParams(f"{prefill} kept no KV cache for this request: do_remote_prefill is not true")
     if missing:
         raise EngineError(f"{prefill} left out of its kv_transfer_params: {', '.join(missing)}")
     return found, None, count

@@ -9,7 +9,7 @@ from typing import Final
 from xpyd_proxy.core.protocol.response_filter import clean_lines, may_name_params
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.schemas import ErrorEvent
-from xpyd_proxy.errors import EngineError
+from xpyd_proxy.errors import AnswerRefused
 
 _DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\]\s*\Z")  # at the end of a stream
 _ERROR: Final = b'data: {"error":'
@@ -68,6 +68,11 @@ class Beginning:
         self._searched = 0  # up to where that has no end
         self._name = b""  # of the event that has begun
 
+    @property
+    def line_size(self) -> int:
+        """How many bytes there are of the line that is not complete."""
+        return len(self.received) - self._at
+
     def feed(self, piece: bytes) -> bytes | None:
         """Take what has come; return the data of the first event, or None while its line is not complete."""
         text = self.received
@@ -117,7 +122,7 @@ class WholeLines:
         """Take what has arrived; return what may pass.
 
         Raises:
-            EngineError: a line is too long, or has parameters where they cannot be taken out.
+            AnswerRefused: a line is too long, or has parameters where they cannot be taken out.
         """
         if chunk and chunk[-1] == _NEWLINE and not self._rest:  # nearly always
             passing = chunk
@@ -154,7 +159,7 @@ class WholeLines:
         self._size += len(piece)
         if self._size > LINE_MOST:
             self._rest, self._size = [], 0
-            raise EngineError(f"{self._engine} sent a line of more than {LINE_MOST} bytes in its stream")
+            raise AnswerRefused(f"{self._engine} sent a line of more than {LINE_MOST} bytes in its stream")
         self._rest.append(piece)
 
     def finish(self) -> tuple[bytes, bool]:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from xpyd_proxy.core.model import Instance, InstanceId
+from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.fault_table import (
     VERDICTS,
+    Failure,
     Held,
     RetryRule,
     RetryScope,
@@ -21,6 +22,7 @@ from xpyd_proxy.core.protocol.fault_table import (
 )
 from xpyd_proxy.errors import EngineError, Refused
 
+_FREE: Final = 2  # for one request: an engine that closes each connection is not asked for ever
 MOST_RETRIES: Final = 20.0  # so many may come at once after a calm
 
 
@@ -42,11 +44,16 @@ class LegFailed(Exception):
 class RetryAttempts:
     """How often one request may still be sent again, and which engines it should avoid."""
 
-    __slots__ = ("accused", "avoided", "left")
+    __slots__ = ("accused", "avoided", "free", "is_alone", "is_charged", "is_suspect", "left", "prefills_failed")
 
     def __init__(self, left: int, avoided: set[InstanceId] | None = None) -> None:
         self.left = left
-        self.accused: list[Instance] = []  # they failed: it is their fault, or that of the request
+        self.free = _FREE  # retries that are not counted
+        self.is_charged = False  # the latest one takes from what the engines can bear
+        self.is_alone = False  # from now on a decode engine serves the request alone
+        self.is_suspect = False  # it has failed in a way that may be its own fault
+        self.prefills_failed = 0
+        self.accused: list[tuple[Instance, Failure]] = []  # they failed: it is their fault, or that of the request
         self.avoided: set[InstanceId] = set() if avoided is None else avoided
 
     def among(self, known: Sequence[Instance]) -> Sequence[Instance]:
@@ -57,29 +64,56 @@ class RetryAttempts:
         """Return all engines, those first that have not failed this request."""
         return sorted(known, key=lambda instance: instance.id in self.avoided)
 
-    def take(self, failed: LegFailed, known: Sequence[Instance], *, needs_other: bool = False) -> bool:
+    def take(
+        self,
+        failed: LegFailed,
+        known: Sequence[Instance],
+        *,
+        needs_other: bool = False,
+        may_be_alone: bool = False,
+    ) -> bool:
         """Tell whether there is another try, with so many engines of that role known, and count it.
 
-        ``needs_other``: only another engine can take it, whatever the rule.
+        ``needs_other``: only another engine can take it, whatever the rule; ``may_be_alone``: a decode engine may
+        serve the request alone where prefill engines fail.
         """
         rule = failed.rule
         if rule.where is not RetryTarget.ANY:
             self.avoided.add(failed.instance.id)
         if VERDICTS[failed.failure].held is Held.IF_SERVED_ELSEWHERE:
-            self.accused.append(failed.instance)
-        lost = (needs_other or rule.where is RetryTarget.ELSEWHERE) and not self._unspoiled(known)
-        if rule.again is RetryScope.NOTHING or lost or self.left <= 0:
+            self.accused.append((failed.instance, failed.failure))
+            self.is_suspect = True
+        self.prefills_failed += failed.instance.role is Role.PREFILL
+        self.is_charged = True
+        if rule.is_free and self.free > 0 and not needs_other:
+            self.free -= 1
+            self.is_charged = False
+            return True
+        if rule.again is RetryScope.NOTHING or self.left <= 0:
+            return False
+        others = self._unspoiled(known)
+        if may_be_alone and rule.may_be_alone and self._is_last(others):
+            self.is_alone = True
+            self.is_charged = False  # no decode engine has had any of it
+        elif (needs_other or rule.where is RetryTarget.ELSEWHERE) and not others:
             return False
         self.left -= 1
         return True
 
-    def guilty(self, witness: Instance) -> Sequence[Instance]:
-        """Return the engines of its role that failed where ``witness`` answers well: the request was good."""
+    def _is_last(self, others: Sequence[Instance]) -> bool:
+        """Tell whether no prefill engine shall have another try: none is left, or the last retry shall not be lost."""
+        return not others or (self.left == 1 and self.prefills_failed > 1)
+
+    def guilty(self, witness: Instance) -> Sequence[tuple[Instance, Failure]]:
+        """Return the engines of its role that failed where ``witness`` answers well, and how: the request was good.
+
+        One that serves it alone speaks for both roles.
+        """
         if not self.accused:
             return ()
-        guilty = [one for one in self.accused if one.role is witness.role and one.id != witness.id]
-        self.accused = [one for one in self.accused if one.role is not witness.role]
-        return guilty
+        judged = [each for each in self.accused if each[0].role is witness.role or self.is_alone]
+        self.accused = [each for each in self.accused if each not in judged]
+        return [each for each in judged if each[0].id != witness.id]
 
     def _unspoiled(self, known: Sequence[Instance]) -> Sequence[Instance]:
         return [instance for instance in known if instance.id not in self.avoided]

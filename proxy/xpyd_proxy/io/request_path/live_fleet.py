@@ -10,6 +10,7 @@ from xpyd_proxy.core.counters import Key
 from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities, fit
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.load import read_report
+from xpyd_proxy.core.fleet.missing_paths import MissingPaths
 from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
@@ -84,6 +85,7 @@ class LiveFleet:
         self.remembers = remembers  # the policy of decode engines asks for them
         self.learner = learner  # None: nobody asks for the tokens of texts
         self.costs = costs  # None: no policy asks what engines take for a request
+        self.missing = MissingPaths(registry)
         self._pairs = pairs
         self._learned = learned  # what prefill engines say in their answers
         self._clock = clock  # seconds; only differences count
@@ -143,6 +145,25 @@ class LiveFleet:
     def usable(self, role: Role, /) -> Sequence[Instance]:
         """List those that may get a request now; raises NoInstance."""
         return self.registry.usable(role, now=self._clock())
+
+    def without_trials(self, among: Sequence[Instance], /) -> Sequence[Instance]:
+        """Leave out the engines that wait for their trial; raises NoInstance: all do."""
+        found = [one for one in among if (member := self.registry.get(one.id)) and member.life.state is not _HALF_OPEN]
+        if not found:
+            raise NoInstance("all engines that are left wait for a trial, and get no request that has failed elsewhere")
+        return found
+
+    def check_path(self, path: str, ask: RoutingHints) -> None:
+        """Accept a path that an engine may have; raises PathNotServed: each has said that it has no such path."""
+        self.missing.check(path, ask, now=self._clock())
+
+    def lacks_path(self, path: str, instance: Instance) -> None:
+        """An engine has said that it has no such path."""
+        self.missing.denied(path, instance.id, now=self._clock())
+
+    def offering(self, path: str, among: Sequence[Instance], /) -> Sequence[Instance]:
+        """Leave out the engines that have no such path."""
+        return self.missing.offering(path, among, now=self._clock())
 
     def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """List those decode engines that can read the blocks of a prefill engine, as far as it is known."""
@@ -333,11 +354,11 @@ class LiveFleet:
             member.life.failed(request, failure, now=self._clock())
         self.leave(instance, request)
 
-    def blamed(self, instance: Instance) -> None:
-        """Another engine has answered well what this one answered with 5xx."""
+    def blamed(self, instance: Instance, failure: Failure) -> None:
+        """Another engine has answered well what this one has failed."""
         if (member := self.registry.get(instance.id)) is not None:
             self.later.settle()  # what went well before
-            member.life.blamed(now=self._clock())
+            member.life.blamed(failure, now=self._clock())
 
     def reported(self, instance: Instance, header: bytes) -> None:
         """An engine has said how busy it is (``endpoint-load-metrics``)."""

@@ -10,7 +10,7 @@ from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.peer_loads import PeerNews
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, Role
-from xpyd_proxy.core.protocol.fault_table import Failure, is_failure
+from xpyd_proxy.core.protocol.fault_table import Failure, is_engines
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 
@@ -71,7 +71,7 @@ class PairNotes:
 
     def leg_failed(self, prefill: InstanceId, decode: InstanceId, failure: Failure, now: float) -> None:
         """A decode leg has failed whose prefill engine had answered."""
-        if is_failure(failure):  # not a client's mistake
+        if is_engines(failure):  # not a client's mistake
             self.matrix.failed((prefill, decode), failure, now)
 
     def blamed(self, record: RequestRecord, decode: InstanceId, now: float) -> None:

@@ -7,17 +7,17 @@ get the same events from the request itself, for they have to be opened before a
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Final
 
 from xpyd_proxy.core.class_record import ClassOutcome, ClassRecord
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, RequestId
-from xpyd_proxy.core.protocol.fault_table import Failure, is_failure
+from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, RequestId, Role
+from xpyd_proxy.core.protocol.fault_table import Failure, is_engines
 from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from xpyd_proxy.core.recent_stats import RecentStats
 from xpyd_proxy.core.request_history import RequestHistory
-from xpyd_proxy.core.request_record import MoveOutcome, MoveReason, PromptRecord, RequestOutcome, RequestRecord
+from xpyd_proxy.core.request_record import MoveOutcome, MoveReason, PromptRecord, RequestOutcome, RequestRecord, Retry
 from xpyd_proxy.io.logs import dropped_lines, lines_together
 from xpyd_proxy.io.request_path.access_log import log_requests
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
@@ -31,6 +31,7 @@ _SERVER_ERROR: Final = RequestOutcome.SERVER_ERROR
 _AT_ONCE: Final = LegOrder.CONCURRENT
 _UNKNOWN: Final = Arrival.UNKNOWN
 _MET: Final = ClassOutcome.MET
+_CONNECTION_CLOSED: Final = Failure.CONNECTION_CLOSED
 _JUDGED: Final = frozenset({_MET, ClassOutcome.MISSED, ClassOutcome.REFUSED, ClassOutcome.EXPIRED})
 # For the status page: what became of the leg.
 _FAILED: Final[Mapping[Failure, str]] = {
@@ -50,6 +51,12 @@ _FAILED: Final[Mapping[Failure, str]] = {
     Failure.ROUTER_LACKS: "was not sent: the router lacks descriptors, ports or memory",
     Failure.NETWORK: "found no way to the engine",
 }
+_SAID: Final[Mapping[Failure, str]] = {
+    Failure.WRONG_KEY: "%(engine)s wants another API key than this router shows to it (XPYD_%(pool)s_API_KEY)",
+    Failure.NO_KV_PARAMS: "%(engine)s has answered without KV of the prompt (it keeps as much as it may, or has no "
+    "connector that sends KV): another prefill engine, or a decode engine alone, serves such requests",
+}
+_SAY_AGAIN_S: Final = 3600.0
 
 
 class _Engine:
@@ -144,6 +151,7 @@ class Telemetry:
         self._counters = counters
         self._history = RequestHistory(0) if history is None else history
         self._recent = RecentStats()
+        self._said = dict[tuple[InstanceId, Failure], float]()  # when it was told to the operator
         self.transfers_expected: Counter[InstanceId] = Counter()  # by decode engine, ever
         self.legs_under_way: Callable[[], Iterable[InstanceId]] = tuple  # the engine of each
         self._clock = clock  # seconds; only differences count
@@ -222,6 +230,7 @@ class Telemetry:
         self._recent.keep(instances)
         if self._pairs is not None:
             self._pairs.keep(instances)
+        self._said = {key: at for key, at in self._said.items() if key[0] in instances}
         for gone in self.transfers_expected.keys() - instances:
             del self.transfers_expected[gone]
 
@@ -244,10 +253,20 @@ class Telemetry:
             engine.at = at
             return
         self._counters.legs[instance.id, instance.role, failure] += 1
-        failed = is_failure(failure)  # a client's mistake is none of the engine's
+        if failure in _SAID:
+            self._say(instance, failure, at)
+        failed = is_engines(failure)  # a client's mistake is none of the engine's
         self._recent.legs[instance.id].add_all([seconds], failed=failed, now=at)
         if failed:
             self._recent.failed(request, instance.id, f"a leg {_FAILED[failure]}", now=at)
+
+    def _say(self, instance: Instance, failure: Failure, at: float) -> None:
+        """Tell the operator what one alone can mend: each request would say it again."""
+        key = instance.id, failure
+        said_at = self._said.get(key)
+        if said_at is None or at >= said_at + _SAY_AGAIN_S:
+            self._said[key] = at
+            logger.warning(_SAID[failure], {"engine": instance.id, "pool": instance.pool.upper()})
 
     def pair_failed(self, prefill: InstanceId, decode: InstanceId, failure: Failure, at: float) -> None:
         """A decode leg has failed whose prefill engine had answered."""
@@ -307,8 +326,8 @@ class Telemetry:
             pairs.request_over(record, prefill, decode)
         if record.of_class is not None:
             self._class_over(record, record.of_class)
-        for retry in record.retries:
-            self._counters.retries[retry.role, retry.reason] += 1
+        if record.retries:
+            self._count_retries(record.retries)
         if kind.is_failed:
             aborted = ", and the stream was aborted" if kind.outcome is _STREAM_ABORTED else ""
             reason = f"answered with {record.status}{aborted}"
@@ -316,6 +335,11 @@ class Telemetry:
         self._over.append(record)
         if not self.later.is_settling:
             self._log()
+
+    def _count_retries(self, retries: Sequence[Retry]) -> None:
+        for retry in retries:
+            if retry.reason is not _CONNECTION_CLOSED:  # it says nothing about an engine, or the request
+                self._counters.retries[retry.role, retry.reason] += 1
 
     def _finish(self) -> None:
         """End a batch of events."""
@@ -357,6 +381,14 @@ class Telemetry:
         if found is None:
             found = self._kinds[key] = _Kind(path, record)
         return found
+
+    def has_served(self, path: str, instance: Instance) -> bool:
+        """Tell whether an engine has a part in good answers for a path; of prefill engines, whether any has."""
+        self.later.settle()
+        label, is_decode = self._counters.label(path), instance.role is Role.DECODE
+        return any(
+            kind[0] == label and kind[1] and (kind[3] == instance.id if is_decode else kind[6]) for kind in self._kinds
+        )
 
     # ---- other events
 

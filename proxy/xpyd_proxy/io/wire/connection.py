@@ -3,7 +3,7 @@
 import asyncio
 import select
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.errors import EngineError
@@ -11,6 +11,10 @@ from xpyd_proxy.io.wire.request_head import Heads
 from xpyd_proxy.io.wire.response_handler import ResponseHandler
 from xpyd_proxy.io.wire.response_reader import ResponseReader
 from xpyd_proxy.io.wire.simple_response import CONTENT_TYPE, SimpleResponses, parse_single_chunk
+
+# An engine that closes an idle connection as a request is written to it is heard of after one round trip; one that has
+# read the request and dies later has failed it.
+STALE_S: Final = 1.0
 
 
 class Owner(Protocol):
@@ -63,6 +67,7 @@ class Connection:
         self._ended = False
         self._held_up = False  # the engine has to wait
         self._paused = False  # there is too much to write
+        self._is_reused = False  # it has served a request before this one
         self._unwritten = False  # the engine has closed it before the request could be written
 
     # For its owner
@@ -110,6 +115,7 @@ class Connection:
         if not (self._usable and done) or self._transport.get_write_buffer_size():
             return False
         self._reply = None
+        self._is_reused = True
         self._reader.loose = 0
         if self._held_up:
             self.resume_reading()
@@ -254,5 +260,6 @@ class Connection:
         self._ended, self._usable = True, False
         reply, self._reply = self._reply, None
         if reply is not None:
-            reply.broke_off(exc)
+            is_unheard = self._is_reused and not self._reader.in_response
+            reply.broke_off(exc, was_stale=is_unheard and self.clock() - self.heard_at < STALE_S)
         self._owner.ended(self)

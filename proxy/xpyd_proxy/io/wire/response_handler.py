@@ -4,7 +4,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from xpyd_proxy.errors import EngineError
+from xpyd_proxy.errors import ConnectionStale, EngineError
 
 
 class ResponseSource(Protocol):
@@ -113,9 +113,12 @@ class ResponseHandler(ABC):
             self.error = error
             self.fail(error)
 
-    def broke_off(self, cause: BaseException | None = None) -> None:
-        """Its connection ended before it did."""
-        error = EngineError(f"{self.engine} broke off before its answer was complete")
+    def broke_off(self, cause: BaseException | None = None, *, was_stale: bool = False) -> None:
+        """Its connection ended before it did; ``was_stale``: one of before, without a byte of an answer."""
+        if was_stale:
+            error: EngineError = ConnectionStale(f"{self.engine} closed an idle connection as a request came")
+        else:
+            error = EngineError(f"{self.engine} broke off before its answer was complete")
         error.__cause__ = cause
         self.failed(error)
 

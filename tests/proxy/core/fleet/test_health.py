@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from xpyd_proxy.core.fleet.health import TRANSITIONS, EngineHealth, HealthEvent, HealthState
 from xpyd_proxy.core.model import RequestId
-from xpyd_proxy.core.protocol.fault_table import VERDICTS, Failure
+from xpyd_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
+from xpyd_proxy.core.schemas import HealthVerdict
 from xpyd_proxy.settings import Settings
 
 LIMITS = Settings(
@@ -21,15 +22,16 @@ LIMITS = Settings(
     ejection_time_s=5,
     max_ejection_time_s=15,
 )
-AT_FAULT = (Failure.UNREACHABLE, Failure.BAD_RESPONSE, Failure.TIMEOUT)
-NOT_AT_FAULT = tuple(failure for failure in Failure if failure not in (*AT_FAULT, Failure.HTTP_5XX))
+AT_FAULT = tuple(failure for failure, verdict in VERDICTS.items() if verdict.held is Held.AT_ONCE)
+IF_SERVED = tuple(failure for failure, verdict in VERDICTS.items() if verdict.held is Held.IF_SERVED_ELSEWHERE)
+NOT_AT_FAULT = tuple(failure for failure in Failure if failure not in AT_FAULT)
 
 
 def life(*, now=0.0):
     return EngineHealth(now, LIMITS)
 
 
-def fail(one, times, *, now=0.0, failure=Failure.BAD_RESPONSE, name="r"):
+def fail(one, times, *, now=0.0, failure=Failure.TIMEOUT, name="r"):
     for count in range(times):
         one.failed(RequestId(f"{name}{count}"), failure, now=now)
 
@@ -76,7 +78,9 @@ def at(state):
 # What a caller may do at any time, whatever the state.
 CALLS = {
     "succeeded": lambda one: one.succeeded((RequestId("r"),), now=9),
-    "failed": lambda one: one.failed(RequestId("r"), Failure.BAD_RESPONSE, now=9),
+    "failed": lambda one: one.failed(RequestId("r"), Failure.TIMEOUT, now=9),
+    "failed, perhaps": lambda one: one.failed(RequestId("r"), Failure.BAD_RESPONSE, now=9),
+    "blamed": lambda one: one.blamed(Failure.HTTP_5XX, now=9),
     "refused": lambda one: one.failed(RequestId("r"), Failure.REFUSED, now=9),
     "seen": lambda one: one.seen(now=9),
     "missed": lambda one: one.missed("does not answer", now=9),
@@ -140,38 +144,99 @@ def test_what_the_engine_is_not_to_blame_for_never_counts(failure):
     assert one.state is (HealthState.HEALTHY if VERDICTS[failure].proves_life else HealthState.STARTING)
 
 
-def test_answers_of_5xx_break_it_by_their_share_only():
-    """There are requests that make any engine fail: a client who sends a few must not take the engines from all."""
+@pytest.mark.parametrize("failure", IF_SERVED)
+def test_failures_that_no_other_engine_has_disproved_do_not_count(failure):
+    """There are requests that make any engine fail: a client who sends them must not take the engines from all."""
     one = life()
-    for number in range(7):
-        one.failed(RequestId("poison"), Failure.HTTP_5XX, now=number)
-    assert one.state in (HealthState.STARTING, HealthState.HEALTHY)
-    one.failed(RequestId("poison"), Failure.HTTP_5XX, now=7)
+    fail(one, 1000, failure=failure)
 
-    assert (one.state, one.why) == (
-        HealthState.EJECTED,
-        "8 of 8 requests failed: the last one was answered with an error",
-    )
+    assert (one.state, one.may_serve(now=0)) == (HealthState.STARTING, True)
 
 
-def test_answers_of_5xx_to_requests_that_others_serve_break_it_by_their_number():
+@pytest.mark.parametrize("failure", IF_SERVED)
+def test_failures_of_requests_that_others_serve_break_it_by_their_number(failure):
     """The request was good: so many in a row, and a success in between starts the count again."""
     one = life()
     for _ in range(2):
-        one.failed(RequestId("good"), Failure.HTTP_5XX, now=0)
-        one.blamed(now=1)
+        one.failed(RequestId("good"), failure, now=0)
+        one.blamed(failure, now=1)
     one.succeeded((RequestId("good"),), now=2)
     for _ in range(3):
         assert one.may_serve(now=3)
-        one.failed(RequestId("good"), Failure.HTTP_5XX, now=3)
-        one.blamed(now=3)
+        one.failed(RequestId("good"), failure, now=3)
+        one.blamed(failure, now=3)
 
-    assert (one.state, one.why) == (
-        HealthState.EJECTED,
-        "3 requests in a row failed: the last one was answered with an error",
-    )
-    one.blamed(now=4)
+    assert one.state is HealthState.EJECTED
+    assert one.why.startswith("3 requests in a row failed")
+    one.blamed(failure, now=4)
     assert one.since == 3
+
+
+def test_failures_of_requests_that_others_serve_break_it_by_their_share():
+    """Never three in a row."""
+    one = life()
+    for number in range(4):
+        assert one.state in (HealthState.STARTING, HealthState.HEALTHY)
+        one.succeeded((RequestId("good"),), now=number)
+        one.failed(RequestId("bad"), Failure.HTTP_5XX, now=number)
+        one.blamed(Failure.HTTP_5XX, now=number)
+
+    assert one.why == "4 of 8 requests failed: the last one was answered with an error"
+
+
+@pytest.mark.parametrize("failure", [failure for failure, verdict in VERDICTS.items() if verdict.held != Held.NEVER])
+@pytest.mark.parametrize("is_needed", [True, False])
+@pytest.mark.parametrize("is_probed", [True, False])
+def test_requests_do_not_break_an_engine_that_is_needed_and_answers_its_probes(failure, is_needed, is_probed):
+    """The others would have none. One that cannot be reached is away, whoever asks."""
+    one = life()
+    one.is_needed = lambda: is_needed
+    if is_probed:
+        one.seen(now=0)
+    for number in range(9):
+        one.failed(RequestId(f"r{number}"), failure, now=1)
+        if VERDICTS[failure].held is Held.IF_SERVED_ELSEWHERE:
+            one.blamed(failure, now=1)
+    stays = is_needed and is_probed and failure is not Failure.UNREACHABLE
+
+    assert one.may_serve(now=1) is stays
+    if stays:
+        assert one.why.startswith("answers its probes, but a request")
+        one.succeeded((RequestId("good"),), now=2)
+        one.seen(now=2)
+        assert one.why == "answers probes, and requests again"
+        one.missed("cannot be reached", now=3)
+        one.failed(RequestId("late"), Failure.TIMEOUT, now=3)
+        fail(one, 3, now=3)
+        assert one.state is HealthState.EJECTED
+
+
+def test_another_workers_word_does_not_break_the_last_one_either():
+    """Each of two workers may have broken another engine at the same moment."""
+    one = life()
+    one.is_needed = lambda: True
+    one.seen(now=0)
+    one.told(HealthVerdict(1.0, is_broken=True, why="another worker", rest_s=5.0), now=1)
+
+    assert one.may_serve(now=1)
+
+
+@pytest.mark.parametrize("failure", IF_SERVED)
+def test_a_trial_with_a_request_that_any_engine_fails_is_not_held_against_it(failure):
+    """The next one comes after a rest, unless another engine serves the request: then the break is a longer one."""
+    one, trial = broken(), RequestId("poison")
+    try_with(one, trial, now=5)
+    one.failed(trial, failure, now=5)
+    one.released(trial)
+    assert (one.state, one.may_serve(now=9)) == (HealthState.HALF_OPEN, False)
+    assert one.may_serve(now=10)
+
+    try_with(one, trial, now=10)
+    one.failed(trial, failure, now=10)
+    one.released(trial)
+    one.blamed(failure, now=11)
+    assert (one.state, one.may_serve(now=20)) == (HealthState.EJECTED, False)
+    assert one.may_serve(now=21)
 
 
 def test_a_share_of_failures_breaks_it_too():
@@ -180,7 +245,7 @@ def test_a_share_of_failures_breaks_it_too():
     for number in range(4):
         assert one.state in (HealthState.STARTING, HealthState.HEALTHY)
         one.succeeded((RequestId("good"),), now=number)
-        one.failed(RequestId("bad"), Failure.BAD_RESPONSE, now=number)
+        one.failed(RequestId("bad"), Failure.TIMEOUT, now=number)
 
     assert (one.state, one.why.split(":")[0]) == (HealthState.EJECTED, "4 of 8 requests failed")
 
@@ -190,7 +255,7 @@ def test_failures_of_long_ago_do_not_count():
     one = life()
     for number in range(20):
         one.succeeded((RequestId("good"),), now=number * 6.0)
-        one.failed(RequestId("bad"), Failure.BAD_RESPONSE, now=number * 6.0)
+        one.failed(RequestId("bad"), Failure.TIMEOUT, now=number * 6.0)
 
     assert one.state is HealthState.HEALTHY
 
@@ -325,7 +390,6 @@ def test_an_engine_in_use_again_is_not_silent_for_what_it_missed_before():
     ("failure", "said"),
     [
         (Failure.UNREACHABLE, "did not reach it"),
-        (Failure.BAD_RESPONSE, "got no good answer"),
         (Failure.TIMEOUT, "timed out"),
     ],
 )

@@ -17,7 +17,7 @@ from xpyd_proxy.core.protocol.fault_table import (
     RetryTarget,
     failure_of,
     failure_of_answer,
-    is_failure,
+    is_engines,
     retry_rule,
     unreached,
 )
@@ -98,7 +98,7 @@ def test_what_is_the_clients_fault_is_told_at_once_and_costs_nobody_else():
     for failure, verdict in VERDICTS.items():
         is_clients = verdict.fault is Fault.CLIENT
         assert is_clients == (verdict.client is ClientGets.ITS_STATUS)
-        assert is_failure(failure) is not is_clients
+        assert is_engines(failure) is (verdict.fault is Fault.ENGINE)
         if is_clients:
             assert verdict.held is Held.NEVER
             # Of a model that one engine does not know, another one may have the last word.

@@ -276,7 +276,7 @@ class Calm(RuleBasedStateMachine):
     def see(self, place):
         self.have(place, lambda side, member: member.life.seen(now=side.now))
 
-    @rule(place=SOME, failure=st.sampled_from([Failure.BAD_RESPONSE, Failure.HTTP_5XX, Failure.TIMEOUT]))
+    @rule(place=SOME, failure=st.sampled_from([Failure.UNREACHABLE, Failure.HTTP_5XX, Failure.TIMEOUT]))
     def trip(self, place, failure):
         """As many legs fail as it takes."""
         for number in range(LIMITS.circuit_breaker_min_requests):
@@ -362,7 +362,7 @@ def test_a_choice_is_remembered_until_time_changes_it():
     assert side.registry.steady_until == math.inf
     life = side.registry.members()[0].life
     for _ in range(LIMITS.circuit_breaker_failures):
-        life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0.0)
+        life.failed(RequestId("r"), Failure.UNREACHABLE, now=0.0)
     side.fleet.any_pair()
 
     assert life.state is HealthState.EJECTED

@@ -85,7 +85,7 @@ class World:
         self.registry.learn(member.instance.id, facts)
 
     def fail(self, member):
-        member.life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=self.now)
+        member.life.failed(RequestId("r"), Failure.UNREACHABLE, now=self.now)
 
     def see(self, member):
         member.life.seen(now=self.now)

@@ -180,7 +180,7 @@ def test_the_request_that_finds_an_engine_rested_is_its_trial():
         limits=BRITTLE,
     )
     for role in Role:
-        registry.member(registry.known(role)[1].id).life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0)
+        registry.member(registry.known(role)[1].id).life.failed(RequestId("r"), Failure.UNREACHABLE, now=0)
     assert choose(registry, pairs) == [("prefill-0", "decode-0")]
 
     usable = [registry.usable(role, now=5) for role in Role]
@@ -197,7 +197,7 @@ def test_a_request_that_has_failed_already_is_nobodys_trial():
         limits=BRITTLE,
     )
     for role in Role:
-        registry.member(registry.known(role)[0].id).life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0)
+        registry.member(registry.known(role)[0].id).life.failed(RequestId("r"), Failure.UNREACHABLE, now=0)
     usable = [registry.usable(role, now=5) for role in Role]
     again = RoutingHints(again=True)
 
@@ -259,7 +259,7 @@ def test_the_engine_that_is_on_trial_is_the_one_whose_time_alone_counts():
     """It gets the request if one engine is faster, so another one's time would decide about it."""
     registry, _ = fleet([serving("m")], [serving("m"), serving("m")], limits=BRITTLE)
     tried, well = registry.known(Role.DECODE)
-    registry.member(tried.id).life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0.0)
+    registry.member(tried.id).life.failed(RequestId("r"), Failure.UNREACHABLE, now=0.0)
     asked = []
 
     class Weighing:

@@ -59,7 +59,7 @@ class World:
     def wait_for_trial(self, one):
         """Have an engine be ejected, and rest for long enough."""
         life = self.registry.member(one.id).life
-        life.failed(RequestId("f"), Failure.BAD_RESPONSE, now=self.now)
+        life.failed(RequestId("f"), Failure.UNREACHABLE, now=self.now)
         self.now += REST_S
         assert one in self.fleet.usable(one.role)
         assert life.state is HealthState.HALF_OPEN

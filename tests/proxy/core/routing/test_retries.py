@@ -30,6 +30,7 @@ ERRORS = {
     Failure.BUSY: Refused(503, "t", b""),
     Failure.NO_KV_PARAMS: NoKvParams("x"),
     Failure.REFUSED: Refused(400, "t", b""),
+    Failure.UNKNOWN_MODEL: Refused(404, "t", b'{"error":{"message":"The model `m` does not exist."}}'),
     Failure.NO_SUCH_PATH: NoSuchPath(404, "t", b""),
     Failure.WRONG_KEY: KeyRefused("x"),
     Failure.ANSWER_REFUSED: AnswerRefused("x"),
@@ -61,6 +62,7 @@ def test_the_whole_table(role, failure):
     for known in (engines(role, 1), engines(role, 2)):
         failed, chances = LegFailed(known[0], ERRORS[failure]), RetryAttempts(1)
         rule = RULES[role, failure]
+        chances.free = 0
         hopeless = rule.again is RetryScope.NOTHING or (rule.where is RetryTarget.ELSEWHERE and len(known) == 1)
 
         assert chances.take(failed, known) is not hopeless
@@ -92,3 +94,47 @@ def test_engines_that_have_failed_come_last():
     first = chances.first(engines(Role.DECODE, 4))
 
     assert [instance.id for instance in first] == ["decode-1", "decode-3", "decode-0", "decode-2"]
+
+
+def test_a_closed_idle_connection_takes_no_chance_but_not_for_ever():
+    """Of an engine that closes each connection the request would be sent to it without end."""
+    known, chances = engines(Role.DECODE, 1), RetryAttempts(1)
+    closed = LegFailed(known[0], ERRORS[Failure.CONNECTION_CLOSED])
+    taken = [(chances.take(closed, known), chances.is_charged, chances.left) for _ in range(4)]
+
+    assert taken == [(True, False, 1), (True, False, 1), (True, True, 0), (False, True, 0)]
+
+
+ALONE = [failure for failure, verdict in VERDICTS.items() if verdict.prefill.may_be_alone]
+
+
+@pytest.mark.parametrize("failure", Failure)
+def test_a_decode_engine_serves_alone_when_no_other_prefill_engine_is_left(failure):
+    """It has had nothing of the request: engines bear that in any case, and nothing is charged."""
+    known, chances = engines(Role.PREFILL, 1), RetryAttempts(1)
+    taken = chances.take(LegFailed(known[0], ERRORS[failure]), known, may_be_alone=True)
+
+    assert chances.is_alone == (failure in ALONE)
+    if chances.is_alone:
+        assert (taken, chances.left, chances.is_charged) == (True, 0, False)
+
+
+@pytest.mark.parametrize(("retries", "fails"), [(1, 1), (2, 2), (3, 3)])
+def test_the_last_retry_is_not_lost_to_a_third_prefill_engine(retries, fails):
+    """Many fail at the same time: a rack, or the network to it."""
+    known, chances = engines(Role.PREFILL, 9), RetryAttempts(retries)
+    for one in known[:fails]:
+        assert not chances.is_alone
+        assert chances.take(LegFailed(one, ERRORS[Failure.UNREACHABLE]), known, may_be_alone=True)
+
+    assert chances.is_alone == (retries > 1)
+
+
+def test_a_decode_engine_that_serves_alone_speaks_for_the_prefill_engine_too():
+    """It has computed the same prompt."""
+    prefill, decode, chances = engines(Role.PREFILL, 1), engines(Role.DECODE, 1), RetryAttempts(2)
+    chances.take(LegFailed(prefill[0], ERRORS[Failure.HTTP_5XX]), prefill, may_be_alone=True)
+
+    assert chances.is_suspect
+    assert chances.guilty(decode[0]) == [(prefill[0], Failure.HTTP_5XX)]
+    assert chances.guilty(decode[0]) == ()

@@ -38,7 +38,7 @@ class Worker:
 
     def breaks(self, *, now):
         for number in range(2):
-            self.life().failed(RequestId(f"r{number}"), Failure.BAD_RESPONSE, now=now)
+            self.life().failed(RequestId(f"r{number}"), Failure.UNREACHABLE, now=now)
 
 
 def test_who_has_nothing_to_say_says_nothing():
@@ -97,7 +97,7 @@ def test_what_one_worker_breaks_is_broken_for_all_and_rests_as_long():
     zero.peers.hear(one.says(), now=10.5)
 
     assert (zero.life().state, zero.life().since) == (HealthState.EJECTED, 10.0)
-    assert zero.life().why == one.life().why == "2 requests in a row failed: the last one got no good answer"
+    assert zero.life().why == one.life().why == "2 requests in a row failed: the last one did not reach it"
     assert not zero.life().may_serve(now=14.9)
     assert zero.life().may_serve(now=15.0)
 
@@ -110,9 +110,9 @@ def test_a_trial_that_fails_doubles_the_rest_once_for_all():
     for number, worker in enumerate((zero, one)):
         assert worker.life().may_serve(now=15.0)
         worker.life().claimed(RequestId(f"trial {number}"))
-    zero.life().failed(RequestId("trial 0"), Failure.BAD_RESPONSE, now=15.2)
+    zero.life().failed(RequestId("trial 0"), Failure.UNREACHABLE, now=15.2)
     one.peers.hear(zero.says(), now=15.3)
-    one.life().failed(RequestId("trial 1"), Failure.BAD_RESPONSE, now=15.4)
+    one.life().failed(RequestId("trial 1"), Failure.UNREACHABLE, now=15.4)
 
     for worker in (zero, one):
         assert worker.life().state is HealthState.EJECTED
@@ -158,7 +158,7 @@ def test_a_bulletin_is_bounded_and_says_the_most_important():
             member.load.enter(RequestId(f"{number}.{request}"))
     last = worker.registry.members()[-1]
     for number in range(2):
-        last.life.failed(RequestId(f"r{number}"), Failure.BAD_RESPONSE, now=1.0)
+        last.life.failed(RequestId(f"r{number}"), Failure.UNREACHABLE, now=1.0)
     data = msgspec.msgpack.encode(bulletin_of(0, worker.registry))
     found = msgspec.msgpack.decode(data, type=HealthUpdate).engines
 

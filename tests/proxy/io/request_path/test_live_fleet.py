@@ -53,14 +53,14 @@ def state(fleet, instance):
 def break_and_rest(fleet, clock):
     d = decode(fleet)
     fleet.enter(d, R)
-    fleet.ended(d, R, Failure.BAD_RESPONSE)
+    fleet.ended(d, R, Failure.UNREACHABLE)
     assert d not in fleet.usable(Role.DECODE)
     clock.now += 5
     assert d in fleet.usable(Role.DECODE)
     return d
 
 
-@pytest.mark.parametrize("failure", [None, Failure.BAD_RESPONSE])
+@pytest.mark.parametrize("failure", [None, Failure.UNREACHABLE])
 def test_a_trial_in_two_legs_is_one_trial(fleet, clock, failure):
     """Its slot is held while the prompt is computed, given back, and taken again for the decode leg."""
     d, trial = break_and_rest(fleet, clock), RequestId("trial")
@@ -94,6 +94,6 @@ def test_legs_of_an_engine_that_was_removed_may_still_end(fleet):
     fleet.registry.remove(d.id, now=0)
     fleet.answered(d, R, 0.1)
     fleet.reported(d, b'JSON {"named_metrics": {}}')
-    fleet.ended(d, R, Failure.BAD_RESPONSE)
+    fleet.ended(d, R, Failure.UNREACHABLE)
 
     assert d not in fleet.known(Role.DECODE)

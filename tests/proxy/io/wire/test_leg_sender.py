@@ -11,6 +11,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
 from xpyd_proxy.core.raw_json import encode_in_pieces
+from xpyd_proxy.errors import ConnectionStale, EngineError
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.leg_sender import LegSender
 from xpyd_proxy.io.wire.pool import Pool
@@ -88,3 +89,43 @@ async def test_a_connection_that_cannot_be_opened_for_another_reason_is_told_too
     with pytest.raises(RuntimeError, match="a fault of our own"):
         await asyncio.wait_for(whole.answer, 30)
     await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("served", "waits_s", "begins", "kind"),
+    [
+        (1, 0.0, b"", ConnectionStale),
+        (0, 0.0, b"", EngineError),  # a connection of its own: the engine fails the request
+        (1, 2.0, b"", EngineError),  # it has had the time to read it
+        (1, 0.0, b"HTTP/1.1 200 OK\r\n", EngineError),
+    ],
+)
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_an_idle_connection_that_is_closed_under_a_request_is_told_from_an_engine_that_breaks_off(
+    loop, served, waits_s, begins, kind, is_reset
+):
+    """Engines close connections after some idle seconds, and nothing is wrong then."""
+
+    def script(engine, talk):
+        for _ in range(served):
+            talk.request()
+            talk.send(answer())
+        talk.request()
+        talk.send(begins)
+        if is_reset:
+            talk.reset()
+
+    async def main(leg):
+        async with WireEngines(Settings()) as engines:
+            for _ in range(served):
+                await engines.ask(leg, timeout_s=5)
+            call = WholeAnswer("decode-0")
+            engines.teller.post(call, leg)
+            if call.source is not None:
+                call.source.heard_at -= waits_s
+            await call.answer
+
+    with raw_engine(script) as engine, pytest.raises(EngineError) as caught:
+        run(loop, main(leg_to(engine)))
+
+    assert type(caught.value) is kind

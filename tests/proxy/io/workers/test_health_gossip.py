@@ -43,7 +43,7 @@ async def test_a_worker_that_comes_late_hears_all_at_once_and_one_that_goes_is_f
     """It would send requests to an engine that the others know to be broken."""
     zero, one = Worker(tmp_path, 0), Worker(tmp_path, 1)
     zero.load.enter(RequestId("0"))
-    zero.registry.member(D0).life.failed(RequestId("0"), Failure.BAD_RESPONSE, now=time.monotonic())
+    zero.registry.member(D0).life.failed(RequestId("0"), Failure.UNREACHABLE, now=time.monotonic())
     async with zero.exchange.running():
         async with one.exchange.running():
             one.load.enter(RequestId("1"))

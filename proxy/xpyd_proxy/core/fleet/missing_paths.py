@@ -1,0 +1,82 @@
+"""Which engines have said that they have no such path: a chat model has no embeddings, and each asking costs a leg.
+
+It is forgotten when an engine restarts or changes what it is, and after a while: a mesh in front of engines may say so,
+too, while its routes are made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
+from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.fleet.registry import Member, Registry
+from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
+from xpyd_proxy.errors import PathNotServed
+
+HOLDS_S: Final = 60.0
+_LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED, HealthState.GONE})
+
+
+@dataclass(frozen=True, slots=True)
+class _Denial:
+    """An engine has said it, as what it was then."""
+
+    at: float
+    cache_since: float
+    facts: EngineCapabilities
+
+
+class MissingPaths:
+    """Times are seconds of the fleet's clock."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._denials: dict[str, dict[InstanceId, _Denial]] = {}  # by path: there are as many as clients can reach
+
+    def is_denied(self, path: str) -> bool:
+        """Tell whether an engine may lack a path: nearly none does."""
+        return path in self._denials
+
+    def denied(self, path: str, name: InstanceId, *, now: float) -> None:
+        """An engine has said that it has no such path."""
+        member = self._registry.get(name)
+        if member is None:
+            return
+        found = self._denials.get(path, {})
+        kept = {each: denial for each, denial in found.items() if self._registry.get(each) is not None}
+        kept[name] = _Denial(now, member.life.cache_since, member.facts)
+        self._denials[path] = kept
+
+    def offering(self, path: str, among: Sequence[Instance], *, now: float) -> Sequence[Instance]:
+        """Leave out the engines that have no such path."""
+        denials = self._denials.get(path)
+        if denials is None:
+            return among
+        members = [(one, self._registry.get(one.id)) for one in among]
+        return [one for one, member in members if member is None or not self._is_missing(denials, member, now)]
+
+    def check(self, path: str, ask: RoutingHints, *, now: float) -> None:
+        """Accept a path that an engine may have, of those that decode and serve the model.
+
+        Raises:
+            PathNotServed: each has said that it has no such path.
+        """
+        denials = self._denials.get(path)
+        if denials is None:
+            return
+        serving = [
+            member
+            for member in self._registry.members()
+            if member.role.serves(Role.DECODE) and member.life.state not in _LEAVING and member.facts.serves(ask.model)
+        ]
+        if serving and all(self._is_missing(denials, member, now) for member in serving):
+            raise PathNotServed(f"no engine here that serves the model has {path}")
+        if not any(self._is_missing(denials, member, now) for member in self._registry.members()):
+            del self._denials[path]
+
+    def _is_missing(self, denials: dict[InstanceId, _Denial], member: Member, now: float) -> bool:
+        denial = denials.get(member.instance.id)
+        if denial is None or now >= denial.at + HOLDS_S:
+            return False
+        return member.life.cache_since == denial.cache_since and member.facts == denial.facts

@@ -1,0 +1,205 @@
+"""One client's mistake does not cost another's request: what becomes of the engines while some requests are wrong."""
+
+import itertools
+import json
+
+import pytest
+
+from support.scripted import DONE, EVENT, Asked, Scripted, call, good_decode, prefilled, pulled_prefill, router_of
+from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
+from xpyd_proxy.core.model import EngineResponse, RequestId, Role
+from xpyd_proxy.core.protocol.fault_table import Failure
+from xpyd_proxy.core.protocol.sse import LINE_MOST
+from xpyd_proxy.errors import EngineError, EngineTimeout
+from xpyd_proxy.settings import Settings
+
+JSON = "application/json"
+ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":500}}'
+DEEP = b'data: {"tools":' + b'{"a":' * 500 + b'{"kv_transfer_params":{}}' + b"}" * 500 + b"}\n\n"
+# What engines do with a wrong request: each fails it, and all others as well.
+WRONG = {
+    "no such path": (404, [b'{"detail":"Not Found"}'], JSON),
+    "not allowed": (405, [b'{"detail":"Method Not Allowed"}'], JSON),
+    "mesh": (403, [b"RBAC: access denied"], "text/plain"),
+    "too large": (413, [b"<html></html>"], "text/html"),
+    "invalid": (422, [b'{"detail":[{"loc":["body"],"msg":"bad","type":"x"}]}'], JSON),
+    "not implemented": (501, [ERROR], JSON),
+    "fails": (500, [ERROR], JSON),
+    "fails without words": (500, [], ""),
+    "fails in its stream": (200, [b"data: " + ERROR + b"\n\n"]),
+    "breaks off": EngineError("broke off"),
+    "sends nothing": (200, []),
+    "no stream": (200, [b'{"kv_transfer_params":{'], JSON),
+}
+HANGS = {"hangs": EngineTimeout("no token")}  # counts at once: nothing else tells that an engine's core hangs
+
+
+def wrong(kind):
+    return Asked("/v1/completions", json.dumps({"prompt": f"wrong {kind}", "model": "m"}).encode())
+
+
+def prompt_of(leg):
+    return json.loads(leg.body).get("prompt", "")
+
+
+async def decode(leg):
+    """Serve what is right."""
+    kind = str(prompt_of(leg)).removeprefix("wrong ")
+    outcome = (WRONG | HANGS).get(kind)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome or await good_decode(leg)
+
+
+def fleet(prefill=pulled_prefill, decode=decode, *, x=1, y=3, is_probed=True, **rules):
+    """A router with usual limits, whose engines answer their probes."""
+    router = router_of(Scripted(prefill, decode), x, y, breaking=Settings(), **rules)
+    if is_probed:
+        for member in router.registry.members():
+            member.life.seen(now=0)
+    return router
+
+
+def states(router):
+    return {member.life.state for member in router.registry.members()}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("engines", [1, 2, 3])
+async def test_a_client_that_sends_nothing_but_wrong_requests_takes_no_engine_from_others(kind, engines):
+    """Seven were enough to eject the only decode engine."""
+    router = fleet(y=engines)
+    await router.serve()  # the path is known to be served
+    for _ in range(30):
+        assert (await router.serve(wrong(kind))).status >= 400
+        assert (await router.serve()).body == EVENT + DONE
+
+    assert states(router) == {HealthState.HEALTHY}
+
+
+async def test_of_a_load_with_every_tenth_request_wrong_all_others_are_served():
+    """One prefill engine, three decode engines, and all the ways to be wrong."""
+    router, kinds, statuses = fleet(), itertools.cycle(WRONG), []
+    for number in range(400):
+        client = await router.serve(wrong(next(kinds)) if number % 10 == 9 else None)
+        if number % 10 != 9:
+            statuses.append(client.status)
+
+    assert statuses == [200] * 360
+    assert states(router) == {HealthState.HEALTHY}
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_an_engine_that_fails_what_others_serve_is_ejected_all_the_same(role):
+    """A real fault must not hide behind wrong requests."""
+
+    async def bad(leg):
+        return (500, [ERROR], JSON) if leg.instance.id.endswith("-0") else await good_decode(leg)
+
+    async def bad_prefill(leg):
+        return EngineResponse(500, JSON, ERROR) if leg.instance.id.endswith("-0") else prefilled(leg)
+
+    router = fleet(bad_prefill if role is Role.PREFILL else pulled_prefill, bad if role is Role.DECODE else decode, x=3)
+    for _ in range(30):
+        assert (await router.serve()).status == 200
+    away = [m.instance.id for m in router.registry.members() if m.life.state is HealthState.EJECTED]
+
+    assert away == [f"{role}-0"]
+
+
+async def test_requests_eject_no_more_than_half_of_a_role():
+    """Three of four engines fail, and answer their probes: two stay in, for the fourth cannot bear all."""
+
+    async def bad(leg):
+        return await good_decode(leg) if leg.instance.id == "decode-3" else (500, [ERROR], JSON)
+
+    router = fleet(decode=bad, y=4, retries=5)
+    for _ in range(60):
+        assert (await router.serve()).status == 200
+
+    assert [member.life.state for member in router.registry.members()].count(HealthState.EJECTED) == 2
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3])
+async def test_requests_that_no_engine_answers_in_time_leave_half_of_them_to_the_others(engines):
+    """The one that is left gets all."""
+    router = fleet(y=engines)
+    for _ in range(30):
+        assert (await router.serve(wrong("hangs"))).status == 504
+        assert (await router.serve()).body == EVENT + DONE
+
+    away = [member.life.state for member in router.registry.members()].count(HealthState.EJECTED)
+    assert away <= engines / 2
+
+
+async def test_an_engine_that_is_gone_is_ejected_even_as_the_last_one():
+    """Nothing can be sent there, whoever asks: the answer is then a 503 that says when to come back."""
+
+    async def gone(leg):
+        raise EngineError("it cannot be reached", reached=False)
+
+    router = fleet(decode=gone, y=1)
+    statuses = [(await router.serve()).status for _ in range(9)]
+
+    assert statuses[0] == 502
+    assert statuses[-1] == 503
+
+
+async def test_a_request_that_has_failed_elsewhere_is_not_the_trial_of_an_engine():
+    """A wrong request would send one engine after the other back to rest."""
+    router = fleet(y=2)
+    life = router.registry.get("decode-1").life
+    for number in range(5):
+        life.failed(RequestId(f"r{number}"), Failure.UNREACHABLE, now=-10.0)
+    assert life.may_serve(now=0)
+    life.chosen(now=0)
+    life.claimed(RequestId("another request's trial"))
+    assert (await router.serve(wrong("fails"))).status == 500
+    life.released(RequestId("another request's trial"))
+
+    assert life.state is HealthState.HALF_OPEN
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"data: " + b"x" * (2 * 1024 * 1024) + b"\n\n",
+        b": ping\n" * 400_000 + EVENT,
+        b"event: response.created\ndata: " + b"x" * (9 * 1024 * 1024) + b"\n\n" + EVENT,
+        DEEP,
+    ],
+    ids=["long event", "many lines", "long preamble", "deep"],
+)
+async def test_a_long_beginning_of_a_stream_passes(first):
+    """Echo with logprobs, the ids of a long prompt, a tool's schema: the limit is that of a line."""
+
+    async def long(leg):
+        return 200, [first[at : at + 65536] for at in range(0, len(first), 65536)] + [DONE]
+
+    router = fleet(decode=long, y=1)
+    client = await router.serve(call(n=2))
+
+    assert client.status == 200
+    assert client.body == first.replace(b'"kv_transfer_params":{}', b"").replace(b"data: {", b"data: {") + DONE
+    assert states(router) == {HealthState.HEALTHY}
+
+
+@pytest.mark.parametrize(
+    ("content_type", "size"), [("text/event-stream", LINE_MOST), (JSON, ANSWER_MOST)], ids=["line", "whole"]
+)
+async def test_what_is_above_a_limit_of_the_router_is_one_try_and_no_engines_failure(content_type, size):
+    """Another engine would answer the same."""
+    piece = b"x" * (1024 * 1024)
+
+    async def endless(leg):
+        return 200, [piece] * (size // len(piece) + 1), content_type
+
+    engines = Scripted(pulled_prefill, endless)
+    router = router_of(engines, y=3, breaking=Settings())
+    client = await router.serve(call(n=2))
+
+    assert client.status == 502
+    assert len(engines.legs) == 1
+    ends = {outcome: count for (_, _, outcome), count in router.telemetry.counters.legs.items()}
+    assert ends == {"answer_refused": 1}

@@ -10,7 +10,7 @@ from typing import Final
 
 from xpyd_proxy.commands.flag_values import seconds_or_none
 from xpyd_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
-from xpyd_proxy.commands.tables import table
+from xpyd_proxy.commands.tables import in_lines, table
 
 _COLUMNS: Final = (
     *("id", "role", "address", "rank", "state", "in_flight", "for", "models", "version", "mode"),
@@ -89,7 +89,7 @@ def _list(router: RouterClient, args: argparse.Namespace) -> str:
 
 def _add(router: RouterClient, args: argparse.Namespace) -> str:
     answer = router.ask("/instances/add", {"type": args.type, "instance": args.address})
-    return f"{answer['message']}\n"
+    return f"{in_lines(answer['message'])}\n"
 
 
 def _change(router: RouterClient, args: argparse.Namespace) -> str:
@@ -148,6 +148,8 @@ def _explain(router: RouterClient, args: argparse.Namespace) -> str:
     found = router.ask("/instances/explain", {"path": args.path, "body": body, "headers": headers})
     if args.json:
         return json.dumps(found) + "\n"
+    bodies = [(leg, found.pop(f"{leg}_body", None)) for leg in ("prefill", "decode")]
+    found = in_lines(found)
     lines = [f"rule:     {found['rule']}", f"prefill:  {found['prefill'] or '-'}", f"decode:   {found['decode']}"]
     if found.get("prefill_slice") or found.get("decode_slice"):
         crossing = f" ({found['slice_crossing']})" if found.get("slice_crossing") else ""
@@ -168,7 +170,6 @@ def _explain(router: RouterClient, args: argparse.Namespace) -> str:
     lines += [f"cached:   {count} tokens at {name}" for name, count in found.get("cached_tokens", {}).items()]
     if expected := found.get("expected_ms"):
         lines.append("expected: " + ", ".join(f"{name} {value:g} ms" for name, value in expected.items()))
-    bodies = [(leg, found[f"{leg}_body"]) for leg in ("prefill", "decode")]
     lines += [f"{leg} body:\n{json.dumps(body, indent=2, ensure_ascii=False)}" for leg, body in bodies if body]
     return "\n".join(lines) + "\n"
 
@@ -177,7 +178,7 @@ def _shown(found: Json, args: argparse.Namespace) -> str:
     if args.json:
         return json.dumps(found) + "\n"
     rows: list[tuple[str, ...]] = [_COLUMNS]
-    for row in found["instances"]:
+    for row in in_lines(found["instances"]):
         role = f"{row['role']}, to {row['turns_to']}" if row.get("turns_to") else row["role"]
         values = {**row, "role": role, "for": _duration(row["since_s"]), "models": ",".join(row["models"] or ())}
         rows.append(tuple(str(values[name]) if values.get(name) not in (None, "") else "-" for name in _COLUMNS))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from xpyd_proxy.commands.router_client import Json, RouterClient, add_access_arguments, run_command
-from xpyd_proxy.commands.tables import table
+from xpyd_proxy.commands.tables import in_lines, table
 
 _COLUMNS: Final = ("prefill", "decode", "state", "reason", "mode", "handovers", "failed", "ttft", "kv rate", "last")
 
@@ -32,6 +32,7 @@ def _answer(router: RouterClient, args: argparse.Namespace) -> str:
 
 def text(found: Json) -> str:
     """Write the pairs for people."""
+    found = in_lines(found)
     notes: Sequence[str] = [
         *([f"{found['dropped']} pairs were forgotten to make room (pair_history)"] if found["dropped"] else []),
         *([f"seen by worker {found['worker']} of {found['workers']}"] if found["workers"] > 1 else []),

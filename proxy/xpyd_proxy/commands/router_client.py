@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias, cast
 import httpx
 
 from xpyd_proxy.commands.flag_values import seconds, server_url
-from xpyd_proxy.commands.tables import printable, shortened
+from xpyd_proxy.commands.tables import in_lines, printable, shortened
 from xpyd_proxy.core.admission.keys import outbound_key
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.files import LOCAL_KEY_FILE, load_chain, read_text
@@ -52,7 +52,7 @@ def run_command(name: str, args: argparse.Namespace, answer: "Callable[[RouterCl
         with RouterClient(args) as router:
             sys.stdout.write(printable(_read(router, answer)))
     except (CommandFailed, ConfigError) as exc:
-        sys.stderr.write(f"xpyd {name}: {printable(shortened(str(exc)))}\n")
+        sys.stderr.write(f"xpyd {name}: {printable(in_lines(shortened(str(exc))))}\n")
         return 2 if isinstance(exc, ConfigError) else 1
     return 0
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from xpyd_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
-from xpyd_proxy.commands.tables import widths_of
+from xpyd_proxy.commands.tables import in_lines, widths_of
 
 _BAR: Final = 30  # characters that stand for the whole time
 
@@ -47,6 +47,7 @@ def _write(path: Path, found: Json) -> None:
 
 def text(found: Json) -> str:
     """Write the requests for people."""
+    found = in_lines(found)
     shown = "\n".join(_request(request) for request in found["requests"])
     return shown + (f"\n{found['omitted']} more have this name.\n" if found["omitted"] else "")
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, Generic, TextIO, TypeVar
+from typing import Any, Final, Generic, TextIO, TypeVar
 
+from xpyd_proxy.core.one_line import one_line
 from xpyd_proxy.io.log_writer import LogWriter
 from xpyd_proxy.settings import LogFormat
 
@@ -59,7 +60,16 @@ class TextFormatter(logging.Formatter):
         """Write a record as logging does; what comes with a traceback is left to it."""
         if record.exc_info or record.exc_text or record.stack_info:
             return super().format(record)
-        return f"{self.formatTime(record)} {record.levelname} {record.name} {record.getMessage()}"
+        return f"{self.formatTime(record)} {record.levelname} {record.name} {one_line(record.getMessage())}"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's)
+        """Write what stands before a traceback."""
+        record.message = one_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: ANN401, N802 (logging's)
+        """Write a traceback; the words of an exception may have line breaks, and no line of them begins as a record."""
+        return super().formatException(ei).replace("\n", "\n  ")
 
     def lines(self, at: float, name: str, events: Sequence[T], _fields: object, text: Callable[[T], str]) -> list[str]:
         """Write events as text; ``at``: seconds since the epoch."""

@@ -90,3 +90,16 @@ def test_people_see_what_a_pair_does_and_what_the_list_lacks():
         "7 pairs were forgotten to make room (pair_history)",
         "seen by worker 2 of 3",
     ]
+
+
+FORGED = "0.32\n2026-11-28 12:00:00,000 WARNING xpyd_proxy decode-0 was removed\x1b[2J\u2028"
+
+
+def test_a_cell_is_on_one_line_whatever_an_engine_says():
+    """A reason, or a name, with a line break in it would look like another pair."""
+    odd = ROW | {"reason": FORGED, "failures": {FORGED: 1}, "prefill": FORGED}
+
+    lines = text(FOUND | {"pairs": [odd, WELL]}).splitlines()
+
+    assert len(lines) == 3
+    assert lines[1].count("0.32\\n2026-11-28") == 3

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from xpyd_proxy.io import logs
-from xpyd_proxy.io.logs import FACTS, JsonFormatter
+from xpyd_proxy.io.logs import FACTS, JsonFormatter, TextFormatter
 from xpyd_proxy.settings import LogFormat
 
 
@@ -67,3 +67,26 @@ def test_the_log_of_a_process_has_one_of_two_forms(form, looks, monkeypatch):
     root.info("hello %s", "you")
 
     assert re.fullmatch(looks, sys.stderr.getvalue())
+
+
+FORGED = "0.32\n2026-11-28 12:00:00,000 INFO xpyd_proxy forged"
+
+
+def test_a_line_for_people_cannot_be_forged():
+    """Versions, names and reasons are words of engines."""
+    line = TextFormatter().format(record("decode-0 has version %s", FORGED))
+
+    assert line.splitlines() == [line]
+    assert line.endswith("WARNING xpyd_proxy.x decode-0 has version " + FORGED.replace("\n", "\\n"))
+
+
+def test_no_line_of_a_traceback_begins_as_a_record():
+    """An exception says what an engine has answered."""
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        lines = TextFormatter().format(record(FORGED, exc_info=sys.exc_info())).splitlines()
+
+    assert lines[0].endswith("INFO xpyd_proxy forged")
+    assert lines[1] == "Traceback (most recent call last):"
+    assert all(line.startswith("  ") for line in lines[2:])

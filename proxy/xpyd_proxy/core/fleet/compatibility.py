@@ -1,12 +1,13 @@
 """What is known of an engine that decides with whom it can share a request."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet import push_coordinates
 from xpyd_proxy.core.model import InstanceId
+from xpyd_proxy.core.one_line import one_line
 from xpyd_proxy.core.protocol.push import EngineMode
 
 # What a prefill engine's answers have taught.
@@ -46,6 +47,29 @@ class EngineCapabilities:
         """Tell whether a request for a model may go there; None: the request names none."""
         return model is None or self.models is None or model in self.models
 
+    def in_one_line(self) -> "EngineCapabilities":
+        """Return these facts with no line break in any: they stand in logs, tables and labels."""
+        ours = (self.connector, self.protocol, self.fingerprint, self.engine_id, self.kv_role)
+        texts = (self.version, self.revision, self.slice, self.root, *ours)
+        names = (self.models, self.adapters, self.incompatible)
+        if all(map(_is_line, texts)) and all(map(_are_lines, names)):
+            return self
+        return replace(
+            self,
+            models=_lines(self.models),
+            version=_line(self.version),
+            connector=_line(self.connector),
+            revision=_line(self.revision),
+            protocol=_line(self.protocol),
+            fingerprint=_line(self.fingerprint),
+            engine_id=_line(self.engine_id),
+            incompatible=_lines(self.incompatible),
+            adapters=_lines(self.adapters),
+            slice=_line(self.slice),
+            kv_role=_line(self.kv_role),
+            root=_line(self.root),
+        )
+
     def updated(self, found: "EngineCapabilities") -> "EngineCapabilities":
         """Return these facts, as far as no newer ones were found."""
         return EngineCapabilities(
@@ -67,6 +91,22 @@ class EngineCapabilities:
             found.started or self.started,
             self.bases if found.bases is None else found.bases,
         )
+
+
+def _is_line(text: str | None) -> bool:
+    return text is None or text.isprintable()
+
+
+def _are_lines(names: frozenset[str] | None) -> bool:
+    return names is None or all(map(str.isprintable, names))
+
+
+def _line(text: str | None) -> str | None:
+    return None if text is None else one_line(text)
+
+
+def _lines(names: frozenset[str] | None) -> frozenset[str] | None:
+    return None if names is None else frozenset(map(one_line, names))
 
 
 # Facts that are equal, or unknown, where two engines fit; the last one is a set, and one name in common will do.

@@ -592,6 +592,7 @@ class Registry:
 
     def _shared(self, facts: EngineCapabilities) -> EngineCapabilities:
         """Return facts with what follows from them; they name the sets of models that other engines name, too."""
+        facts = facts.in_one_line()
         root = facts.root if facts.fingerprint is None else None  # that of our connector tells models apart better
         if facts.models is None:
             return facts if root is facts.root else replace(facts, root=root)

@@ -87,6 +87,7 @@ def build_engines(settings: Settings, group: WorkerGroup, fabric: Fabric) -> Eng
     checks = HttpChecks(
         timeout_s=settings.health_check_timeout_s,
         headers=lambda role: outbound.headers(role, ()),
+        forwards=settings.forward_client_key,
         tls=tls,
         transport=fabric.transport,
         guard=guard,

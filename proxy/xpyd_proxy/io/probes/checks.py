@@ -1,6 +1,8 @@
 """Looks at engines beside the requests: whether they live, and what they are. httpx stops at this file."""
 
 import asyncio
+import errno
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Final, TypeAlias, TypeVar
@@ -24,6 +26,14 @@ T = TypeVar("T")
 NextBytes: TypeAlias = Callable[[float], Awaitable[bytes]]  # within so many seconds
 _PORTS: Final = {"http": 80, "https": 443}
 _HEADERS: Final = ((b"accept-encoding", b"identity"), (b"user-agent", b"xpyd"))  # what is unpacked has no bound
+_UNAUTHORIZED: Final = 401
+_KEY_SETTINGS: Final = {
+    Role.PREFILL: "XPYD_PREFILL_API_KEY or prefill_api_key_file",
+    Role.DECODE: "XPYD_DECODE_API_KEY or decode_api_key_file",
+}
+_REFUSED: Final = f"[Errno {errno.ECONNREFUSED}]"  # asyncio puts those of several addresses into one text
+_NO_ROUTE: Final = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
+_CAUSES_MOST: Final = 8  # of an error
 _MOST_BYTES: Final = 8 * 1024 * 1024  # of one answer; /metrics of a busy engine has some hundred kB
 
 
@@ -61,12 +71,14 @@ class HttpChecks:
         *,
         timeout_s: float,
         headers: Callable[[Role], Headers] = lambda _: (),
+        forwards: bool = False,
         tls: EngineTls | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         guard: Guard | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._headers = headers  # the key of the pool, if it wants one
+        self._forwards = forwards  # engines without a key of their pool get that of each client
         self._tls = tls or EngineTls.usual()
         # httpcore's word for the name that is asked for and looked for in certificates; over http nothing is.
         self._extensions = {} if self._tls.server_name is None else {"sni_hostname": self._tls.server_name}
@@ -134,6 +146,8 @@ class HttpChecks:
         status, body = await self._get(transport, instance, "/v1/models")
         if status >= 500:
             raise ProbeInvalid(f"answers /v1/models with status {status}")
+        if status == _UNAUTHORIZED and not (self._forwards and not self._headers(instance.pool)):
+            raise ProbeInvalid(f"wants another API key ({_KEY_SETTINGS[instance.pool]})")
         cards = _read(body, _ModelCards).data if status == 200 else None
         models = None if cards is None else frozenset(card.id for card in cards)
         adapters = None if cards is None else frozenset(card.id for card in cards if card.parent is not None)
@@ -168,7 +182,7 @@ class HttpChecks:
                 raise ProbeFailed("is not where engines may be added (allowed_instances)") from exc
             if (why := self._tls.failure(instance, exc)) is not None:
                 raise ProbeInvalid(why) from exc  # something is there that takes connections
-            raise ProbeFailed("cannot be reached") from exc
+            raise ProbeFailed(f"cannot be reached: {_why_unreached(exc)}") from exc
         except httpx.HTTPError as exc:
             if (why := self._tls.failure(instance, exc, was_open=True)) is not None:
                 raise ProbeInvalid(why) from exc
@@ -182,6 +196,24 @@ def _check_coding(response: httpx.Response, path: str) -> None:
     coding = str(response.headers.get("content-encoding", "")).strip().lower()
     if coding not in ("", "identity"):
         raise ProbeInvalid(f"answers {path} with a content coding, and none was asked for")
+
+
+def _why_unreached(error: BaseException) -> str:
+    """Return in words why no connection was made, without the address: clients read it."""
+    cause: BaseException | None = error
+    for _ in range(_CAUSES_MOST):
+        if cause is None:
+            break
+        if isinstance(cause, socket.gaierror):
+            return "its name does not resolve"
+        if isinstance(cause, ConnectionRefusedError) or _REFUSED in str(cause):
+            return "the connection is refused: nothing listens there"
+        if isinstance(cause, TimeoutError):
+            return "the connection timed out"
+        if isinstance(cause, OSError) and cause.errno in _NO_ROUTE:
+            return "its network or host is unreachable"
+        cause = cause.__cause__ or cause.__context__
+    return "no connection was made"
 
 
 def _read(body: bytes, wanted: type[T]) -> T:

@@ -28,6 +28,7 @@ _BEGUN_AT_ONCE: Final = 4
 _APART_MOST_S: Final = 0.01  # between these: enough for what four take, and a small fleet is known at once
 _SEEN_AT_ONCE: Final = 250  # engines that are gone over in one step: half a millisecond
 _MOST_SAID: Final = 20  # pairs in the log at one glance: a rollout of many revisions has hundreds
+_START_S: Final = 30.0  # an engine that has not answered by then may never do: a wrong name, port or key
 _TICKS: Final = 20  # glances in the time between two probes
 
 
@@ -62,7 +63,7 @@ class Prober:
         self._give_up = give_up
         self._schedule = ProbeSchedule(settings.health_check_interval_s, chance, looks)
         self._looks = looks
-        self._told: dict[InstanceId, tuple[HealthState, str]] = {}
+        self._told: dict[InstanceId, tuple[HealthState, str, bool]] = {}  # and whether it should be up by now
         self._compared = -1  # changes of the registry when pairs of engines were last compared
         self._differences: dict[tuple[InstanceId, InstanceId], str] = {}
         self._warnings = warnings or FleetWarnings()
@@ -103,12 +104,15 @@ class Prober:
     def _tell(self) -> None:
         """Log what has become of engines since the last glance, whether a probe, a request or an operator did it."""
         members = self._registry.members()
+        now, told = self._clock(), dict[InstanceId, tuple[HealthState, str, bool]]()
         for member in members:
             life = member.life
-            if self._told.get(member.instance.id, (life.state, life.why)) != (life.state, life.why):
-                level = logging.WARNING if life.state is HealthState.EJECTED else logging.INFO
+            is_late = life.state is HealthState.STARTING and life.is_away and now >= life.since + _START_S
+            told[member.instance.id] = life.state, life.why, is_late
+            if self._told.get(member.instance.id, (life.state, life.why, False)) != told[member.instance.id]:
+                level = logging.WARNING if is_late or life.state is HealthState.EJECTED else logging.INFO
                 logger.log(level, "%s is %s: %s", member.instance.id, life.state, life.why)
-        self._told = {member.instance.id: (member.life.state, member.life.why) for member in members}
+        self._told = told
         if self._compared != self._registry.changes.count:
             self._compared = self._registry.changes.count
             self._tell_differences(members)

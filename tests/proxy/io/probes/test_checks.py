@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gzip
+import socket
 
 import httpx
 import pytest
@@ -62,7 +63,6 @@ async def test_a_simulated_engine_lives():
 @pytest.mark.parametrize(
     ("changes", "facts"),
     [
-        ({"/v1/models": (401, '{"error": "Unauthorized"}')}, EngineCapabilities(version="0.32.0")),
         (
             {"/version": (404, "")},
             EngineCapabilities(frozenset({"m", "lora"}), adapters=frozenset({"lora"}), root="/m"),
@@ -70,9 +70,36 @@ async def test_a_simulated_engine_lives():
     ],
 )
 async def test_what_it_does_not_tell_is_unknown_and_no_illness(changes, facts):
-    """A pool that wants a key we do not have still serves clients who have one."""
+    """An engine may lack a path."""
     look = checks(GOOD | changes)
     assert await look.look(D) == facts
+
+
+UNAUTHORIZED = {"/v1/models": (401, '{"error": "Unauthorized"}')}
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_an_engine_that_wants_another_key_says_so_to_the_operator(role):
+    """It would answer each client with 401, and clients would take their own keys for wrong."""
+    engine = Instance(InstanceId(f"{role}-0"), role, D.address)
+    shown = {"headers": lambda _: ((b"authorization", b"Bearer k"),)}
+    for options in ({}, shown, shown | {"forwards": True}):
+        with pytest.raises(ProbeFailed, match=rf"^wants another API key \(XPYD_{role.upper()}_API_KEY or ") as caught:
+            await checks(GOOD | UNAUTHORIZED, **options).look(engine)
+        assert not caught.value.silent
+
+
+async def test_an_engine_that_gets_the_keys_of_clients_may_refuse_a_probe():
+    """A pool without a key of its own serves clients who have one (forward_client_key)."""
+    look = checks(GOOD | UNAUTHORIZED, forwards=True)
+    assert await look.look(D) == EngineCapabilities(version="0.32.0")
+
+
+def caused_by(error):
+    found = httpx.ConnectError("secret.example")
+    found.__cause__ = ConnectionError("secret.example")
+    found.__cause__.__context__ = error
+    return found
 
 
 @pytest.mark.parametrize(
@@ -81,7 +108,16 @@ async def test_what_it_does_not_tell_is_unknown_and_no_illness(changes, facts):
         ({"/health": (401, "")}, "answers /health with status 401", False),
         ({"/health": (503, "")}, "answers /health with status 503", False),
         ({"/health": "silence"}, "does not answer /health within 0.05 s", True),
-        ({"/health": httpx.ConnectError("secret.example")}, "cannot be reached", True),
+        ({"/health": httpx.ConnectError("secret.example")}, "cannot be reached: no connection was made", True),
+        ({"/health": caused_by(socket.gaierror(-2, "secret"))}, "cannot be reached: its name does not resolve", True),
+        (
+            {"/health": caused_by(ConnectionRefusedError(111, "secret"))},
+            "the connection is refused: nothing list",
+            True,
+        ),
+        ({"/health": caused_by(OSError("Multiple exceptions: [Errno 111] a, [Errno 111] b"))}, "is refused", True),
+        ({"/health": caused_by(OSError(113, "secret"))}, "cannot be reached: its network or host is unreach", True),
+        ({"/health": caused_by(TimeoutError(110, "secret"))}, "cannot be reached: the connection timed out", True),
         ({"/health": httpx.ReadError("secret.example")}, "breaks off when asked for /health", True),
         ({"/v1/models": "silence"}, "does not answer /v1/models within 0.05 s", True),
         ({"/v1/models": (500, "")}, "answers /v1/models with status 500", False),

@@ -341,6 +341,47 @@ async def test_the_log_tells_what_becomes_of_an_engine_whoever_finds_out(registr
     assert len(caplog.records) == 3
 
 
+async def test_what_an_engine_says_of_itself_is_on_one_line(registry, engines, caplog):
+    """Its version and its models stand in logs, in tables and on the status page."""
+    caplog.set_level("INFO", "xpyd_proxy")
+    engines.facts = EngineCapabilities(frozenset({"m\nn"}), "0.32\nINFO forged\u2028")
+    engines.shown = Numbers("xpyd", protocol="4\r", fingerprint="0123\x1b[2J", mode="push", engine_id="e\x85")
+    decode, prefill = add(registry), add(registry, Role.PREFILL, 2)
+    registry.learn(prefill.instance.id, EngineCapabilities(revision="a\nb"))
+    async with prober(registry, engines, health_check_interval_s=0.05).running():
+        await until_async(lambda: decode.facts.engine_id)
+
+    facts = decode.facts
+    assert (facts.models, facts.version) == (frozenset({"m\\nn"}), "0.32\\nINFO forged\\u2028")
+    assert (facts.protocol, facts.fingerprint, facts.engine_id) == ("4\\r", "0123\\x1b[2J", "e\\x85")
+    assert prefill.facts.revision == "a\\nb"
+
+
+def test_an_engine_that_never_comes_is_warned_of_once(caplog):
+    """With the cause, which may be a wrong name or a wrong key: one INFO line at the start is soon out of sight."""
+    caplog.set_level("INFO", "xpyd_proxy")
+    registry, engines = Registry(), Engines()
+    engines.sick = ProbeFailed("cannot be reached: its name does not resolve")
+
+    async def starting():
+        clock = asyncio.get_running_loop().time
+        late, early = (registry.add(Role.DECODE, Address("http", name, 1), now=clock()) for name in ("a", "b"))
+        registry.member(early.id).life.seen(now=clock())
+        async with Prober(registry, engines, Settings(), clock, lambda: 0.5).running():
+            await asyncio.sleep(29)
+            before = [record.levelname for record in caplog.records if late.id in record.message]
+            await asyncio.sleep(300)
+        return before
+
+    _, before = in_virtual_time(starting())
+
+    said = [(one.levelname, one.message) for one in caplog.records if one.message.startswith("decode-0")]
+    assert before == ["INFO"]
+    assert said == [
+        (level, "decode-0 is starting: cannot be reached: its name does not resolve") for level in ("INFO", "WARNING")
+    ]
+
+
 async def test_an_engine_that_retires_is_forgotten_when_it_has_nothing_left(registry, engines, caplog):
     """Nobody has to ask for it."""
     caplog.set_level("INFO", "xpyd_proxy")

@@ -47,6 +47,8 @@ class Live:
             AddressError: an address cannot be one.
         """
         keys, shown, admin_key = client_keys(new), engine_keys(new), operator_key(new)
+        if keys is not None and not keys.is_whole and old.api_keys_file == new.api_keys_file:
+            keys = self.keyring.keys  # it may be half written: io/reloads.py reads it once it rests
         check(new)
         if new.classes and self.requests.fleet.costs is None:
             raise ConfigError(

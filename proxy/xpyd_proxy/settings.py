@@ -143,6 +143,7 @@ class Group:
         return field(default=None, repr=False, metadata={"option": said})
 
 
+Switch = Annotated[bool, Kind("a switch: write true or false", "{true,false}", bool, choices=("true", "false"))]
 PolicyChoice = Annotated[
     str,
     Kind(
@@ -443,8 +444,9 @@ class Settings:
         unset="with API keys or client certificates none (data: URLs only), else any")
     trust_request_chat_template: bool = SECURITY.option(False,
         "clients may send a chat template of their own; the engines need --trust-request-chat-template, too")
-    cache_salt_per_key: bool = SECURITY.option(False,
-        "clients with different API keys share no entries of the engines' prefix caches")
+    cache_salt_per_key: Switch | None = SECURITY.option(None,
+        "clients with different API keys share no entries of the engines' prefix caches, nor media that they name by "
+        "an id", unset="true where api_keys_file names more than one client")
     cache_salt_secret: str | None = SECURITY.secret("XPYD_CACHE_SALT_SECRET",
         "secret for cache_salt_per_key, the same for all routers of a fleet",
         unset="each client's own key", chart="router.cacheSalt.secretName")
@@ -474,8 +476,10 @@ class Settings:
         "finished requests whose timeline xpyd why can still show; 0: none")
     pair_history: Natural = TELEMETRY.option(1024,
         "pairs of engines, the last used ones, that xpyd pairs can still show; 0: none")
-    server_timing: bool = TELEMETRY.option(True,
-        "tell clients which engines served a request and for how many milliseconds (Server-Timing header)")
+    server_timing: Switch | None = TELEMETRY.option(None,
+        "tell clients which engines served a request, for how many milliseconds, and what they had cached "
+        "(Server-Timing header)",
+        unset="true, without what engines had cached where api_keys_file names more than one client")
 
     workers: Processes = WORKERS.option(1,
         "processes that serve together as one router; more than 1 on Linux only", chart="router.workers")

@@ -30,7 +30,7 @@ def running(folder, kind):
     tls = None
     flags = ["--prefill", "127.0.0.1:9", "--decode", "127.0.0.1:9", "--max-connections", str(LIMIT)]
     if kind == "keys":
-        (folder / "keys").write_text("me:sesame\n")
+        (folder / "keys").write_text("me:open-sesame-0001\n")
         flags += ["--api-keys-file", str(folder / "keys")]
     if "tls" in VALUES[kind]:
         authority = Authority(folder, "ca")

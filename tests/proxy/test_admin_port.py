@@ -274,10 +274,10 @@ def test_a_process_uses_renewed_certificates_and_keys_without_a_signal(tmp_path)
 def test_metrics_want_a_key_where_clients_need_one_and_probes_do_not(tmp_path):
     """The port changes nothing about keys."""
     keys = tmp_path / "keys"
-    keys.write_text("me:secret\n")
+    keys.write_text("me:secret-of-mine-01\n")
     with two_ports(tmp_path, "--api-keys-file", str(keys)) as (router, _):
         without = {path: status(router.admin, path) for path in sorted(ADMIN | BOTH)}
-        key = {"Authorization": "Bearer secret"}
+        key = {"Authorization": "Bearer secret-of-mine-01"}
         with_key = [status(router.admin, path, headers=key) for path in ("/", "/stats", "/metrics", "/status", "/docs")]
 
     assert without.pop("/health") in (200, 503)

@@ -16,7 +16,9 @@ from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
 
 CLASSES = ("chat:ttft=0.5", "strict:ttft=0.5,on_miss=refuse,open=true", "batch:rank=9,open=true,max_wait=300")
 QUIET = Settings(classes=CLASSES, default_class="chat", health_check_interval_s=0.0)
-KEYS = "alice:a-key class=chat,batch\nbob:b-key class=batch priority=-3\ncarol:c-key\n"
+KEYS = (
+    "alice:a-key-of-16-chars class=chat,batch\nbob:b-key-of-16-chars class=batch priority=-3\ncarol:c-key-of-16-chars\n"
+)
 COUNTED = re.compile(r'xpyd_slo_requests_total\{class="([a-z]+)",outcome="([a-z]+)"\} (\S+)')
 WAITING = re.compile(r'xpyd_slo_requests_waiting\{class="([a-z]+)"\} (\S+)')
 MEASURED = 4  # requests after which an engine's times are known
@@ -91,17 +93,17 @@ async def test_the_class_is_that_of_the_key_or_of_the_header(keys):
     engines = sims(1, 1)
     async with router(engines, replace(QUIET, api_keys_file=keys)) as client:
         asked = [
-            ("a-key", None, 200),
-            ("a-key", "batch", 200),
-            ("a-key", "strict", 200),  # it is open
-            ("b-key", None, 200),
-            ("b-key", "chat", 403),
-            ("c-key", None, 200),
-            ("c-key", "gold", 403),
+            ("a-key-of-16-chars", None, 200),
+            ("a-key-of-16-chars", "batch", 200),
+            ("a-key-of-16-chars", "strict", 200),  # it is open
+            ("b-key-of-16-chars", None, 200),
+            ("b-key-of-16-chars", "chat", 403),
+            ("c-key-of-16-chars", None, 200),
+            ("c-key-of-16-chars", "gold", 403),
             ("x-key", "batch", 401),
         ]
         answers = [await ask(client, name=name, key=key) for key, name, _ in asked]
-        outcomes, _ = await counted(client, "a-key")
+        outcomes, _ = await counted(client, "a-key-of-16-chars")
 
     assert [answer.status_code for answer in answers] == [status for _, _, status in asked]
     assert answers[4].json()["error"] == {
@@ -292,10 +294,16 @@ async def test_a_client_that_does_not_want_to_wait():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("alice:a-key class=gold", "gives alice the class gold, which is not a class: write chat, strict or batch"),
-        ("alice:a-key class=", "line 1, is not a key: write name:key .*class=NAME,NAME"),
-        ("alice:a-key class=chat class=batch", "line 1, is not a key"),
-        ("alice:a-key class=chat\nalice:b-key", "line 2, gives alice other classes: write the same on each"),
+        (
+            "alice:a-key-of-16-chars class=gold",
+            "gives alice the class gold, which is not a class: write chat, strict or batch",
+        ),
+        ("alice:a-key-of-16-chars class=", "line 1, is not a key: write name:key .*class=NAME,NAME"),
+        ("alice:a-key-of-16-chars class=chat class=batch", "line 1, is not a key"),
+        (
+            "alice:a-key-of-16-chars class=chat\nalice:b-key-of-16-chars",
+            "line 2, gives alice other classes: write the same on each",
+        ),
     ],
 )
 def test_a_wrong_file_of_keys(tmp_path, text, says):
@@ -310,7 +318,7 @@ def test_a_wrong_file_of_keys(tmp_path, text, says):
 def test_keys_with_classes_where_there_are_none(tmp_path):
     """Somebody expects targets to be kept."""
     path = tmp_path / "keys.txt"
-    path.write_text("alice:a-key class=gold")
+    path.write_text("alice:a-key-of-16-chars class=gold")
 
     with pytest.raises(ConfigError, match="gives alice the class gold, and the settings have no classes"):
         build(Settings(api_keys_file=str(path)))

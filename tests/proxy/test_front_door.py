@@ -30,7 +30,7 @@ PATH = "/v1/completions"
 BODY = b'{"prompt": "once upon", "max_tokens": 3}'
 KIB64 = 64 * 1024
 JSON = "Content-Type: application/json"
-KEY = "Authorization: Bearer sesame"
+KEY = "Authorization: Bearer open-sesame-0001"
 
 
 class Front:
@@ -142,7 +142,7 @@ def another(request, tmp_path_factory):
 def locked(tmp_path_factory):
     """A router that wants keys."""
     folder = tmp_path_factory.mktemp("locked")
-    (folder / "keys").write_text("me:sesame\n")
+    (folder / "keys").write_text("me:open-sesame-0001\n")
     with front(folder, "--api-keys-file", str(folder / "keys")) as found:
         yield found
 
@@ -301,14 +301,14 @@ def test_a_key_in_a_trailer_is_no_key(locked, path):
 def test_a_key_that_is_taken_away_while_a_body_comes_is_no_key(tmp_path, path):
     """Its salt is made of the key: without one there is none."""
     keys = tmp_path / "keys"
-    keys.write_text("me:sesame\nother:parsley\n")
+    keys.write_text("me:open-sesame-0001\nother:open-parsley-001\n")
     flags = ("--api-keys-file", str(keys), "--cache-salt-per-key", "true")
     body = json.dumps({"prompt": "x" * 2 * KIB64, "input": "x"}).encode()
     with front(tmp_path, *flags) as door, door.open() as client:
         sent = request(path, body, lines=(JSON, KEY))
         client.send(sent[:-10])
         time.sleep(0.2)  # it is let in
-        keys.write_text("other:parsley\n")
+        keys.write_text("other:open-parsley-001\n")
         door.process.signal(signal.SIGHUP)
         until(lambda: "the settings were read again" in door.process.said)
         answer = client.send(sent[-10:]).answer()

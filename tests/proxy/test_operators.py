@@ -48,7 +48,7 @@ def running(folder, *args, env=None, **options) -> Generator[Running]:
         yield Running(router, engines, at)
 
 
-KEYS = "team-a:sk-a\nteam-b:sk-b\nprometheus:sk-p\n"
+KEYS = "team-a:sk-a-of-16-chars\nteam-b:sk-b-of-16-chars\nprometheus:sk-p-of-16-chars\n"
 
 
 @pytest.fixture
@@ -68,11 +68,16 @@ def test_what_one_key_sends_is_not_found_in_the_cache_of_another(tmp_path, keys)
     env = {"XPYD_CACHE_SALT_SECRET": "of the fleet"}
     args = ("--api-keys-file", keys, "--cache-salt-per-key", "true")
     with running(tmp_path, *args, env=env) as fleet:
-        for key, body in (("sk-a", BODY), ("sk-b", BODY), ("sk-a", BODY | {"cache_salt": "mine"}), ("sk-a", BODY)):
+        for key, body in (
+            ("sk-a-of-16-chars", BODY),
+            ("sk-b-of-16-chars", BODY),
+            ("sk-a-of-16-chars", BODY | {"cache_salt": "mine"}),
+            ("sk-a-of-16-chars", BODY),
+        ):
             assert fleet.post(body=body, headers=bearer(key)).status_code == 200
-        solo = fleet.post(body=BODY | {"n": 2}, headers=bearer("sk-a"))
-        odd = fleet.post(body=BODY | {"cache_salt": 3}, headers=bearer("sk-a"))
-        fleet.post("/v1/embeddings", {"input": "a"}, headers=bearer("sk-a"))
+        solo = fleet.post(body=BODY | {"n": 2}, headers=bearer("sk-a-of-16-chars"))
+        odd = fleet.post(body=BODY | {"cache_salt": 3}, headers=bearer("sk-a-of-16-chars"))
+        fleet.post("/v1/embeddings", {"input": "a"}, headers=bearer("sk-a-of-16-chars"))
 
         prefill = salts(fleet)[:4]
         decode = salts(fleet)[4:8]
@@ -136,9 +141,9 @@ def test_what_shows_the_fleet_needs_a_key_where_clients_do(tmp_path, keys):
             for path in LOOKS
             for shown in (bearer("sk"), basic("sk"), {"x-api-key": "sk"})
         ]
-        right = [fleet.get(path, headers=shown) for path in LOOKS for shown in (bearer("sk-p"), KEY)]
-        browser = [fleet.get(path, headers=basic("sk-p")).status_code for path in LOOKS]
-        generating = fleet.post(headers=basic("sk-p"))
+        right = [fleet.get(path, headers=shown) for path in LOOKS for shown in (bearer("sk-p-of-16-chars"), KEY)]
+        browser = [fleet.get(path, headers=basic("sk-p-of-16-chars")).status_code for path in LOOKS]
+        generating = fleet.post(headers=basic("sk-p-of-16-chars"))
         probes = [fleet.get(path).status_code for path in ("/health", "/ready")]
 
     assert {answer.status_code for answer in bare + wrong} == {401}

@@ -479,15 +479,15 @@ async def test_a_router_that_ends_says_so(tmp_path):
 
 async def test_keys_are_wanted_before_the_upgrade(tmp_path):
     """401; the pool's key is shown to the engine, not the client's."""
-    (tmp_path / "keys").write_text("ann:sesame\n")
+    (tmp_path / "keys").write_text("ann:open-sesame-0001\n")
     (tmp_path / "pool").write_text("of-the-pool\n")
     flags = ("--api-keys-file", str(tmp_path / "keys"), "--decode-api-key-file", str(tmp_path / "pool"))
     async with staged(tmp_path, *flags, "--public-metrics", "true", "--max-key-concurrency", "1") as stage:
         none = await stage.refusal()
         wrong = await stage.refusal(additional_headers={"Authorization": "Bearer no"})
-        async with stage.connect(additional_headers={"Authorization": "Bearer sesame"}) as session:
+        async with stage.connect(additional_headers={"Authorization": "Bearer open-sesame-0001"}) as session:
             await session.recv()
-            another = await stage.refusal(additional_headers={"X-Api-Key": "sesame"})
+            another = await stage.refusal(additional_headers={"X-Api-Key": "open-sesame-0001"})
 
         assert (none.status_code, wrong.status_code, another.status_code) == (401, 401, 429)
         assert none.headers["www-authenticate"] == "Bearer"

@@ -118,7 +118,7 @@ async def test_a_router_sends_nothing_to_an_engine_that_another_one_has_filled()
 
 
 def key(name):
-    return {"Authorization": f"Bearer {name}-key"}
+    return {"Authorization": f"Bearer {name}-key-of-16-chars"}
 
 
 def admits(admission, name):
@@ -169,7 +169,7 @@ async def test_engines_are_not_asked_for_reports_of_their_load():
 
 async def test_a_quota_that_one_router_has_served_is_used_up_at_the_other(tmp_path):
     """share_limits: a client gets its tokens once, and not from each router."""
-    (tmp_path / "keys").write_text("a:a-key\nb:b-key\n")
+    (tmp_path / "keys").write_text("a:a-key-of-16-chars\nb:b-key-of-16-chars\n")
     limits = {"api_keys_file": str(tmp_path / "keys"), "max_key_tokens_per_minute": 50, "share_limits": True}
     async with fleet(2, 1, **limits) as found:
         found.engines[0].may_answer.set()

@@ -157,18 +157,18 @@ def test_sighup_brings_engines_keys_and_limits_and_takes_them_away(start, tmp_pa
         process.reload()
         assert {process.post().headers["server-timing"].split('"')[3] for _ in range(4)} == {"decode-1"}
 
-        keys.write_text("me:sk-1\n")
+        keys.write_text("me:sk-1-of-16-chars\n")
         write(d1, more=f'api_keys_file = "{keys}"\nmax_key_rate = 1')
         process.reload()
-        key = {"headers": {"authorization": "Bearer sk-1"}}
+        key = {"headers": {"authorization": "Bearer sk-1-of-16-chars"}}
         assert [answer.status_code for answer in (process.post(), process.post(**key))] == [401, 200]
         assert process.post(**key).status_code == 429
 
-        keys.write_text("me:sk-2\n")
+        keys.write_text("me:sk-2-of-16-chars\n")
         write(d1, more=f'api_keys_file = "{keys}"\nlog_level = "debug"')
         process.reload()
         assert process.post(**key).status_code == 401
-        assert process.post(headers={"authorization": "Bearer sk-2"}).status_code == 200
+        assert process.post(headers={"authorization": "Bearer sk-2-of-16-chars"}).status_code == 200
         assert "sk-" not in process.said
         assert not any(sim.violations for sim in engines.values())
 

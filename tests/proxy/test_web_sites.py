@@ -21,7 +21,7 @@ JSON = {"content-type": "application/json"}
 def stage(tmp_path_factory):
     """One router as `xpyd serve` starts it without further ado, one that wants keys, and an engine."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text("a:k\n")
+    keys.write_text("a:key-of-17-letters\n")
     with fleet() as (engines, _, flags), ExitStack() as stack:
         args = (*flags, "--health-check-interval", "0")
         (free,) = stack.enter_context(router_processes(tmp_path_factory.mktemp("free"), 1, *args))
@@ -52,7 +52,9 @@ def test_a_page_cannot_use_an_open_router(stage, headers, status, word):
     assert answer.status_code == status
     assert word in answer.json()["error"]["message"]
     assert len(engines["d0"].log) == before
-    with_key = httpx.post(f"{closed}/v1/completions", content=RAW, headers=headers | {"authorization": "Bearer k"})
+    with_key = httpx.post(
+        f"{closed}/v1/completions", content=RAW, headers=headers | {"authorization": "Bearer key-of-17-letters"}
+    )
     assert with_key.status_code == (415 if "content-type" in headers and status == 415 else 200)
 
 

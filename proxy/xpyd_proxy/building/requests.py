@@ -144,11 +144,12 @@ def _canaries(
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
     """Say what keeps the clients apart in the engines' prefix caches; raises ConfigError."""
-    if not settings.cache_salt_per_key:
+    wanted = settings.cache_salt_per_key
+    if wanted is False:
         return None
-    if settings.api_keys_file is None:
+    if wanted and settings.api_keys_file is None:
         raise ConfigError("cache_salt_per_key needs api_keys_file: without keys all clients are one")
-    return Salts(keyring, settings.cache_salt_secret)
+    return Salts(keyring, settings.cache_salt_secret, always=bool(wanted))
 
 
 def _media_hosts(settings: Settings) -> frozenset[str]:

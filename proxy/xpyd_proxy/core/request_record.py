@@ -263,22 +263,31 @@ class RequestRecord(RequestTimes):
         self.single_reason = None
         self.moves = (*self.moves, move)
 
-    def server_timing(self) -> str:
-        """Return the value of the Server-Timing header; durations are milliseconds."""
+    def server_timing(self, *, tells_cache: bool = True) -> str:
+        """Return the value of the Server-Timing header; durations are milliseconds.
+
+        ``tells_cache``: also what engines had cached of the prompt, and what was expected and decided because of it.
+        """
         entries = [_entry("retry", str(retry), retry.leg.ms) for retry in self.retries] if self.retries else []
-        if self.single_reason is not None:
+        if self.single_reason is not None and not tells_cache and self.single_reason in _BY_CACHE:
+            entries.append('mode;desc="single"')
+        elif self.single_reason is not None:
             entries.append(f'mode;desc="single", reason;desc="{self.single_reason}"')
         elif self.push is not None:
             entries.append(_entry("mode", self.push, None))
-        if self.cached is not None:
+        if self.cached is not None and tells_cache:
             entries.append(_entry("cached", "{} of {} bytes".format(*self.cached), None))
-        if self.decode is not None and self.decode.expected is not None:
+        if self.decode is not None and self.decode.expected is not None and tells_cache:
             entries.append(_entry("expected", str(self.decode.expected), self.decode.expected.ttft_s * 1e3))
         if self.prefill is not None:
             entries.append(_entry("prefill", self.prefill.instance, self.prefill.ms))
         if self.decode is not None:
             entries.append(_entry("decode", self.decode.instance, self.decode.ms))
         return ", ".join(entries)
+
+
+# What these say depends on what an engine had cached.
+_BY_CACHE: Final = frozenset({SingleEngineReason.CACHED, SingleEngineReason.FASTER, SingleEngineReason.SHORT})
 
 
 class PromptRecord(RequestRecord):

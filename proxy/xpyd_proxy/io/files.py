@@ -1,6 +1,7 @@
 """Files of the operator: read as a whole, with one sentence when they cannot be."""
 
 import functools
+import logging
 import ssl
 from pathlib import Path
 from typing import Final
@@ -11,6 +12,7 @@ from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.settings import Settings
 
+logger = logging.getLogger(__name__)
 # Where `xpyd up` keeps the admin key of its router; commands that ask a router look there, in the folder they run in.
 LOCAL_KEY_FILE: Final = Path(".xpyd/admin-key")
 
@@ -31,6 +33,8 @@ def client_keys(settings: Settings) -> Keys | None:
     if path is None:
         return None
     keys, classes = Keys.parse(read_text(path), path), ServiceClasses.of(settings.classes, settings.default_class)
+    if not keys.is_whole:
+        logger.warning("%s: the last line has no line break, as a file that is being written: end it with one", path)
     if classes is None:
         check_no_classes(keys.classes, path)
     else:

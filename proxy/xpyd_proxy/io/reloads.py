@@ -26,12 +26,14 @@ from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 _EVERY_S: Final = 5.0  # seconds between two looks at the files; the kubelet renews mounted ones once a minute
-_Stamp: TypeAlias = tuple[int, int, int] | None  # None: the file cannot be seen
+_Stamp: TypeAlias = tuple[int, int, int, bool] | None  # None: the file cannot be seen
 _SERVER: Final = ("tls_cert", "tls_key", "tls_client_ca")
 _ADMIN: Final = ("admin_tls_cert", "admin_tls_key")
 _ENGINES: Final = ("engine_ca", "engine_cert", "engine_key")
 _KEYS: Final = ("api_keys_file", "prefill_api_key_file", "decode_api_key_file")
 _OPERATORS: Final = ("admin_key_file",)
+# A key that is written in place is not whole before its line ends, and half of it must never open anything.
+_LINES: Final = frozenset({*_KEYS, *_OPERATORS})
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class FileReloads:
     counters: Counters
     admin_tls: ssl.SSLContext | None = None
     _seen: Mapping[str, tuple[str, _Stamp]] = field(default_factory=dict[str, tuple[str, _Stamp]])  # by setting
+    _held: frozenset[str] = frozenset()  # settings whose files changed and may be half written
 
     def __post_init__(self) -> None:
         self._seen = stamps_of(self.settings())
@@ -62,7 +65,12 @@ class FileReloads:
         settings = self.settings()
         now = await asyncio.to_thread(stamps_of, settings)
         before, self._seen = self._seen, now
-        names = [name for name, (path, stamp) in now.items() if _is_replaced(before.get(name), path, stamp)]
+        changed = {name for name, (path, stamp) in now.items() if _is_replaced(before.get(name), path, stamp)}
+        half = {name for name in changed & _LINES if not _ends_with_line(now[name][1])}
+        for name in sorted(half):
+            said = "%s changed, and its last line has no line break, so it may be half written: read again in %g s"
+            logger.warning(said, name, _EVERY_S)
+        due, self._held = changed | self._held, frozenset()
         for group, renew in (
             (_SERVER, self._renew_server),
             (_ADMIN, self._renew_admin),
@@ -70,7 +78,10 @@ class FileReloads:
             (_KEYS, self._renew_keys),
             (_OPERATORS, self._renew_admin_key),
         ):
-            if concerned := [name for name in names if name in group]:
+            concerned = [name for name in group if name in due]
+            if not half.isdisjoint(concerned):
+                self._held |= frozenset(concerned)
+            elif concerned:
                 self._reload(concerned, renew, settings)
 
     def _reload(self, names: list[str], renew: Callable[[Settings], None], settings: Settings) -> None:
@@ -96,18 +107,27 @@ class FileReloads:
 
     def _renew_keys(self, settings: Settings) -> None:
         known, shown = client_keys(settings), engine_keys(settings)
+        self._check_unchanged(settings, _KEYS)
         self.keyring.keys = known
         self.outbound.change(shown)
 
     def _renew_admin_key(self, settings: Settings) -> None:
-        self.admin_key.change(operator_key(settings))
+        key = operator_key(settings)
+        self._check_unchanged(settings, _OPERATORS)
+        self.admin_key.change(key)
+
+    def _check_unchanged(self, settings: Settings, names: tuple[str, ...]) -> None:
+        """Raise ConfigError if one of the files was written while it was read: the next look finds it changed."""
+        now = stamps_of(settings)
+        if any(now.get(name) != self._seen.get(name) for name in names):
+            raise ConfigError("it was written meanwhile")
 
 
 def stamps_of(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
     """Return of each file that settings name what changes when it is replaced, also behind a symbolic link."""
     names = (*_SERVER, *_ADMIN, *_ENGINES, *_KEYS, *_OPERATORS)
     paths: dict[str, str | None] = {name: getattr(settings, name) for name in names}
-    return {name: (path, _stamp(path)) for name, path in paths.items() if path is not None}
+    return {name: (path, _stamp(path, name in _LINES)) for name, path in paths.items() if path is not None}
 
 
 def _is_replaced(before: tuple[str, _Stamp] | None, path: str, stamp: _Stamp) -> bool:
@@ -115,9 +135,14 @@ def _is_replaced(before: tuple[str, _Stamp] | None, path: str, stamp: _Stamp) ->
     return before is not None and before[0] == path and before[1] != stamp
 
 
-def _stamp(path: str) -> _Stamp:
+def _stamp(path: str, has_lines: bool) -> _Stamp:  # noqa: FBT001 (of one caller)
     try:
         found = Path(path).stat()
+        is_whole = not has_lines or Path(path).read_bytes()[-1:] == b"\n"
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    return found.st_mtime_ns, found.st_ino, found.st_size, is_whole
+
+
+def _ends_with_line(stamp: _Stamp) -> bool:
+    return stamp is None or stamp[3]

@@ -211,7 +211,14 @@ class ClientResponse:
             self.writer.keep_alive = False
         if self.added_lines:
             last_lines += self.added_lines
-        return head_lines(self._life.record, content_type, shows_times=of.settings.server_timing, last_lines=last_lines)
+        wanted = of.settings.server_timing
+        return head_lines(
+            self._life.record,
+            content_type,
+            shows_times=wanted is not False,
+            tells_cache=wanted is not None or not of.intake.keyring.has_several,
+            last_lines=last_lines,
+        )
 
     def _keeps_end(self) -> bool:
         """Tell whether the size and the end of the response matter: whether blocks have arrived, or will be found."""

@@ -24,8 +24,8 @@ from xpyd_proxy.core.model import (
     RoutingHints,
     SingleEngineReason,
 )
+from xpyd_proxy.core.protocol.client_media import ANY_HOST, check_media
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, EndpointKind
-from xpyd_proxy.core.protocol.media_urls import ANY_HOST, check_media_urls
 from xpyd_proxy.core.protocol.request_bodies import TEMPLATES, check_chat_template, check_wanted_now, parse
 from xpyd_proxy.core.protocol.response_filter import media_type
 from xpyd_proxy.core.raw_json import TRUE, Fields, Pieces, encode, text
@@ -173,8 +173,11 @@ class Intake:
         fields = parse(body, strip_private=settings.client_kv_params is _STRIP)
         if not settings.trust_request_chat_template and not TEMPLATES.isdisjoint(fields):
             check_chat_template(fields)
+        names_media = self.salts is None or not self.salts.apply
         if self.limits_media():
-            check_media_urls(fields, self.media_hosts)
+            check_media(fields, self.media_hosts, may_have_ids=names_media)
+        elif not names_media:
+            check_media(fields, None, may_have_ids=False)
         return fields
 
     def limits_media(self) -> bool:
@@ -203,7 +206,7 @@ class Intake:
         wanted = PASSED_ON if self.settings.forward_client_key else _WITHOUT_KEY
         passed_on = () if wanted.isdisjoint(shown) else tuple([each for each in headers if each[0] in wanted])
         passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(caller))
-        if self.salts is not None and path not in UNCACHED and path not in _FORMS:
+        if self.salts is not None and self.salts.apply and path not in UNCACHED and path not in _FORMS:
             asked = self.salts.salted(asked, caller)
         session = None if self.sessions is None else self.sessions.of(shown, fields)
         rank = rank_of(shown[_RANK]) if _RANK in shown else None

@@ -134,11 +134,16 @@ class HttpResponse:
 
 
 def head_lines(
-    record: RequestRecord, content_type: bytes, *, shows_times: bool, last_lines: bytes = NO_SNIFFING
+    record: RequestRecord,
+    content_type: bytes,
+    *,
+    shows_times: bool,
+    tells_cache: bool = True,
+    last_lines: bytes = NO_SNIFFING,
 ) -> bytes:
     """Return the header lines of an answer but for those that say where its body ends."""
     said = record.id_lines()
-    timing = record.server_timing() if shows_times else ""
+    timing = record.server_timing(tells_cache=tells_cache) if shows_times else ""
     if timing:
         said = f"{said}server-timing: {timing}\r\n"
     plain = content_type if content_type in _PLAIN_TYPES else _plain(content_type)

@@ -24,7 +24,7 @@ BODY = {"prompt": "once upon a time", "max_tokens": 5}
 @pytest.fixture
 def keys(tmp_path):
     path = tmp_path / "keys"
-    path.write_text("team-a:sk-a\nteam-b:sk-b\n")
+    path.write_text("team-a:sk-a-of-16-chars\nteam-b:sk-b-of-16-chars\n")
     return str(path)
 
 
@@ -38,8 +38,8 @@ async def test_a_client_without_a_good_key_gets_a_401_in_openais_shape(keys):
     async with router(engines, Settings(api_keys_file=keys)) as client:
         answers = [
             await client.post(PATH, json=BODY),
-            await client.post(PATH, json=BODY, headers=bearer("sk-c")),
-            await client.post(PATH, json=BODY, headers={"authorization": "Basic sk-a"}),
+            await client.post(PATH, json=BODY, headers=bearer("sk-c-of-16-chars")),
+            await client.post(PATH, json=BODY, headers={"authorization": "Basic sk-a-of-16-chars"}),
             await client.get("/v1/models", headers=bearer("")),
             await client.post("/tokenize", json=BODY),
             await client.get("/no/such/path"),
@@ -62,7 +62,14 @@ async def test_one_good_key_of_two_is_enough(path, keys):
     method = "GET" if path in ("/v1/models", "/metrics", "/stats") else "POST"
     async with router(sims(), Settings(api_keys_file=keys)) as client:
         statuses = []
-        for key, other in (("old", "sk-a"), ("sk-a", "old"), ("", "sk-a"), ("sk-a", "sk-b"), ("old", "old"), ("", "")):
+        for key, other in (
+            ("old", "sk-a-of-16-chars"),
+            ("sk-a-of-16-chars", "old"),
+            ("", "sk-a-of-16-chars"),
+            ("sk-a-of-16-chars", "sk-b-of-16-chars"),
+            ("old", "old"),
+            ("", ""),
+        ):
             headers = bearer(key) | {"x-api-key": other}
             answer = await client.request(method, path, json=body if method == "POST" else None, headers=headers)
             statuses.append(answer.status_code)
@@ -82,7 +89,13 @@ async def test_addresses_are_shown_to_who_has_a_key(keys):
     async with router(sims(), Settings(api_keys_file=keys, admin_key="sesame")) as client:
         shown = [
             (await client.get("/status", headers=headers)).status_code
-            for headers in ({}, bearer("sk-c"), bearer("sk-a"), {"x-api-key": "sesame"}, {"x-api-key": "sesam"})
+            for headers in (
+                {},
+                bearer("sk-c-of-16-chars"),
+                bearer("sk-a-of-16-chars"),
+                {"x-api-key": "sesame"},
+                {"x-api-key": "sesam"},
+            )
         ]
     async with router(sims(), Settings(api_keys_file=keys)) as client:
         without = (await client.get("/status", headers={"x-api-key": ""})).status_code
@@ -113,7 +126,10 @@ async def test_a_key_over_its_limit_gets_429_and_the_others_notice_nothing(keys)
     """With the seconds after which another try makes sense."""
     settings = Settings(api_keys_file=keys, max_key_rate=0.001)  # on a slow machine, too, the second comes too early
     async with router(sims(), settings) as client:
-        answers = [await client.post(PATH, json=BODY, headers=bearer(key)) for key in ("sk-a", "sk-a", "sk-b")]
+        answers = [
+            await client.post(PATH, json=BODY, headers=bearer(key))
+            for key in ("sk-a-of-16-chars", "sk-a-of-16-chars", "sk-b-of-16-chars")
+        ]
 
     assert [answer.status_code for answer in answers] == [200, 429, 200]
     assert 900 < int(answers[1].headers["retry-after"]) <= 1000
@@ -161,12 +177,12 @@ async def test_a_full_router_says_503_and_a_waiting_request_gets_its_turn():
     assert asked() == ["first", "highest", "high"]
 
 
-@pytest.mark.parametrize(("key", "seen"), [("sk-a", "0"), ("sk-b", "-10")])
+@pytest.mark.parametrize(("key", "seen"), [("sk-a-of-16-chars", "0"), ("sk-b-of-16-chars", "-10")])
 @pytest.mark.parametrize("path", [PATH, "/v1/embeddings", "/v1/messages"])
 async def test_a_client_is_no_more_important_than_its_key_says(tmp_path, key, seen, path):
     """Here, and for both engines; whether its header asks for it or its body."""
     file = tmp_path / "keys"
-    file.write_text("team-a:sk-a\nteam-b:sk-b priority=-10\n")
+    file.write_text("team-a:sk-a-of-16-chars\nteam-b:sk-b-of-16-chars priority=-10\n")
     engines = sims()
     body = {PATH: BODY, "/v1/embeddings": {"input": "a"}}.get(path, {"max_tokens": 4, "messages": [{"role": "user"}]})
     async with router(engines, Settings(api_keys_file=str(file))) as client:

@@ -50,7 +50,7 @@ def app():
 def guarded(tmp_path_factory):
     """A router whose clients need keys."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text("me:secret\n")
+    keys.write_text("me:secret-of-mine-01\n")
     return build(Settings(admin_key=ADMIN, api_keys_file=str(keys))).app
 
 
@@ -219,7 +219,7 @@ async def test_the_document_is_no_wider_than_the_routes(app):
 @pytest.mark.parametrize("headers", [{}, {"X-Api-Key": ADMIN}], ids=["anybody", "operator"])
 async def test_the_document_is_sound(guarded, headers):
     """What it refers to is in it, schemes of security included, and no two operations have one name."""
-    found = await document(guarded, headers or {"Authorization": "Bearer secret"})
+    found = await document(guarded, headers or {"Authorization": "Bearer secret-of-mine-01"})
 
     for reference in references(found):
         part = found
@@ -253,7 +253,7 @@ async def test_an_operator_sees_the_routes_for_operators(app):
 @pytest.mark.parametrize("wanted", [True, False], ids=["keys", "no keys"])
 async def test_a_key_is_asked_for_where_the_router_asks_for_one(app, guarded, wanted):
     """Either way of showing it will do; what is there for probes wants none."""
-    found = await document(guarded if wanted else app, {"Authorization": "Bearer secret"})
+    found = await document(guarded if wanted else app, {"Authorization": "Bearer secret-of-mine-01"})
 
     expected = [{"bearer": []}, {"key": []}] if wanted else None
     assert found["paths"]["/v1/completions"]["post"].get("security") == expected
@@ -309,7 +309,12 @@ async def test_what_the_router_answers_is_what_the_document_says():
 
 async def test_who_may_see_the_document_is_who_has_a_key(guarded):
     """A client, a browser that asks for a password, or an operator."""
-    shown = [{}, {"Authorization": "Bearer secret"}, {"Authorization": "Basic OnNlY3JldA=="}, KEY]
+    shown = [
+        {},
+        {"Authorization": "Bearer secret-of-mine-01"},
+        {"Authorization": "Basic OnNlY3JldC1vZi1taW5lLTAx"},
+        KEY,
+    ]
     statuses = [
         [(await get(guarded, path, headers)).status_code for headers in shown] for path in ("/docs", "/openapi.json")
     ]

@@ -459,12 +459,12 @@ def test_the_push_way_looks_the_same():
 def test_a_key_is_wanted_on_both_ways(tmp_path):
     """Without one, and with a wrong one, and with the right one."""
     keys = tmp_path / "keys"
-    keys.write_text("me:sesame\n")
+    keys.write_text("me:open-sesame-0001\n")
     requests = [
         post(),
         post(Authorization="Bearer wrong"),
-        post(Authorization="Bearer sesame"),
-        post(X_Api_Key="sesame"),
+        post(Authorization="Bearer open-sesame-0001"),
+        post(X_Api_Key="open-sesame-0001"),
     ]
     with routers(sims(), replace(QUIET, api_keys_file=str(keys))) as found:
         answers = [[served.ask(request) for request in requests] for served in found]
@@ -480,9 +480,9 @@ ASKS = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers
 def test_a_page_of_an_allowed_origin_reads_answers_on_both_ways(tmp_path):
     """Streams and errors as well, with its key; a browser's question needs none. Others read nothing."""
     keys = tmp_path / "keys"
-    keys.write_text("me:sesame\n")
+    keys.write_text("me:open-sesame-0001\n")
     settings = replace(QUIET, api_keys_file=str(keys), allowed_origins=(APP,), admin_key="open")
-    key = {"Authorization": "Bearer sesame"}
+    key = {"Authorization": "Bearer open-sesame-0001"}
     read = {
         "plain": post(Origin=APP, **key),
         "streamed": post(STREAM, Origin=APP, **key),

@@ -57,7 +57,7 @@ CLOSED, OPENED = [401, 401, 401, 401, False], [200, 200, 200, 200, True]
 
 @pytest.fixture
 def key_files(tmp_path):
-    (tmp_path / "keys").write_text("me:sk-1\n")
+    (tmp_path / "keys").write_text("me:sk-1-of-16-chars\n")
     (tmp_path / "admin").write_text("sesame-1")
     return tmp_path
 

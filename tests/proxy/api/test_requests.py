@@ -160,9 +160,11 @@ async def test_only_operators_may_ask(headers, status):
 async def test_operators_need_no_key_of_a_client(tmp_path):
     """Where clients do need one."""
     keys = tmp_path / "keys.txt"
-    keys.write_text("alice:secret\n")
+    keys.write_text("alice:secret-of-alice-1\n")
     async with router(sims(), replace(OPEN, api_keys_file=str(keys))) as client:
-        response = await client.post("/v1/completions", json=PROMPT, headers={"authorization": "Bearer secret"})
+        response = await client.post(
+            "/v1/completions", json=PROMPT, headers={"authorization": "Bearer secret-of-alice-1"}
+        )
         status, _ = await ask(client, response.headers["x-request-id"])
 
     assert (response.status_code, status) == (200, 200)

@@ -1,8 +1,11 @@
 """Certificates and keys that are renewed in their files are used without a signal or a restart."""
 
 import contextlib
+import itertools
+import os
 import shutil
 import ssl
+import time
 
 import pytest
 
@@ -111,21 +114,85 @@ async def test_a_certificate_that_does_not_fit_its_key_changes_nothing(tmp_path,
 async def test_keys_are_good_and_shown_as_they_stand_in_their_files(tmp_path):
     """A client whose key was taken out is refused within seconds; a file that is gone takes nobody's key away."""
     keys, engine = tmp_path / "keys", tmp_path / "engine"
-    keys.write_text("a:sk-a\nb:sk-b\n")
-    engine.write_text("old")
+    keys.write_text("a:sk-a-of-16-chars\nb:sk-b-of-16-chars\n")
+    engine.write_text("old\n")
     router = Router(Settings(api_keys_file=str(keys), decode_api_key_file=str(engine)))
-    keys.write_text("a:sk-a\n")
-    engine.write_text("newer")
+    keys.write_text("a:sk-a-of-16-chars\n")
+    engine.write_text("newer\n")
     await router.reloads.look()
 
-    assert router.keyring.caller(((b"authorization", b"Bearer sk-a"),)) == "a"
+    assert router.keyring.caller(((b"authorization", b"Bearer sk-a-of-16-chars"),)) == "a"
     with pytest.raises(Unauthorized):
-        router.keyring.caller(((b"authorization", b"Bearer sk-b"),))
+        router.keyring.caller(((b"authorization", b"Bearer sk-b-of-16-chars"),))
     assert router.outbound.headers(Role.DECODE, ()) == ((b"authorization", b"Bearer newer"),)
     keys.unlink()
     await router.reloads.look()
-    assert router.keyring.caller(((b"authorization", b"Bearer sk-a"),)) == "a"
+    assert router.keyring.caller(((b"authorization", b"Bearer sk-a-of-16-chars"),)) == "a"
     assert router.counters.file_reloads["failed",] == 1
+
+
+FULL = "alice:first-of-alice-0123456789\nbob:first-of-bob-0123456789\n"
+
+
+TIMES = itertools.count(1)
+
+
+def in_place(path, text):
+    """Write a file as an editor does, at a time of its own: a file system's clock may stand still between two."""
+    path.write_text(text)
+    at = time.time_ns() + next(TIMES)
+    os.utime(path, ns=(at, at))
+
+
+async def test_a_key_that_is_half_written_opens_nothing(tmp_path, caplog):
+    """A look may come while a file is written in place: the router waits until its last line ends."""
+    path = tmp_path / "keys"
+    path.write_text(FULL)
+    router = Router(Settings(api_keys_file=str(path)))
+    for text in ("", "alice:second-of-alice-01234", "alice:second-of-alice-0123456789\nbob:second-of-bob-0123"):
+        in_place(path, text)
+        await router.reloads.look()
+        assert router.keyring.caller(((b"x-api-key", b"first-of-alice-0123456789"),)) == "alice"
+    in_place(path, FULL.replace("first", "second"))
+    await router.reloads.look()
+
+    assert router.keyring.caller(((b"x-api-key", b"second-of-alice-0123456789"),)) == "alice"
+    for half in (b"first-of-alice-0123456789", b"second-of-alice-01234", b"second-of-bob-0123"):
+        with pytest.raises(Unauthorized):
+            router.keyring.caller(((b"x-api-key", half),))
+    assert caplog.text.count("api_keys_file changed, and its last line has no line break") == 3
+    assert "of-" not in caplog.text
+
+
+async def test_a_file_without_a_last_line_break_counts_once_it_rests(tmp_path):
+    """Many tools write secrets without one. The keys of engines and of operators have the same rule."""
+    names = {"api_keys_file": "a:first-0123456789ab", "admin_key_file": "first-a", "decode_api_key_file": "first-d"}
+    for name, text in names.items():
+        (tmp_path / name).write_text(text)
+    router = Router(Settings(**{name: str(tmp_path / name) for name in names}))
+
+    def good():
+        shown = router.outbound.headers(Role.DECODE, ())[0][1].decode().removeprefix("Bearer ")
+        return router.keyring.keys.owner(b"second-0123456789ab"), router.admin_key.matches(b"second-a"), shown
+
+    for name, text in names.items():
+        in_place(tmp_path / name, text.replace("first", "second"))
+    await router.reloads.look()
+    assert good() == (None, False, "first-d")
+
+    await router.reloads.look()
+    assert good() == ("a", True, "second-d")
+    assert router.counters.file_reloads["failed",] == 0
+
+
+def test_a_file_without_a_last_line_break_is_warned_of_at_the_start(tmp_path, caplog):
+    """It looks like one that is being written."""
+    path = tmp_path / "keys"
+    path.write_text("a:first-0123456789ab")
+
+    assert client_keys(Settings(api_keys_file=str(path))).owner(b"first-0123456789ab") == "a"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "the last line has no line break" in caplog.text
 
 
 async def test_the_key_of_operators_is_what_stands_in_its_file(tmp_path, caplog):
@@ -134,7 +201,7 @@ async def test_the_key_of_operators_is_what_stands_in_its_file(tmp_path, caplog)
     path = tmp_path / "admin"
     path.write_text("sesame-1")
     router = Router(Settings(admin_key_file=str(path)))
-    path.write_text("sesame-2, longer")
+    path.write_text("sesame-2, longer\n")
     await router.reloads.look()
     assert [router.admin_key.matches(key) for key in (b"sesame-1", b"sesame-2, longer")] == [True, False]
 
@@ -149,7 +216,7 @@ async def test_the_key_of_operators_is_what_stands_in_its_file(tmp_path, caplog)
 async def test_a_setting_that_names_another_file_is_not_a_change_of_that_file(tmp_path):
     """SIGHUP has read it."""
     for name in ("one", "two"):
-        (tmp_path / name).write_text(f"a:sk-{name}\n")
+        (tmp_path / name).write_text(f"a:sk-{name}-of-16-chars\n")
     router = Router(Settings(api_keys_file=str(tmp_path / "one")))
     router.settings = Settings(api_keys_file=str(tmp_path / "two"))
     await router.reloads.look()

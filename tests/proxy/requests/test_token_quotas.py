@@ -25,12 +25,12 @@ ASKED = {
 
 
 def key(name):
-    return {"Authorization": f"Bearer {name}-key"}
+    return {"Authorization": f"Bearer {name}-key-of-16-chars"}
 
 
 @pytest.fixture
 def settings(tmp_path):
-    (tmp_path / "keys").write_text("a:a-key\nb:b-key\n")
+    (tmp_path / "keys").write_text("a:a-key-of-16-chars\nb:b-key-of-16-chars\n")
     return Settings(api_keys_file=str(tmp_path / "keys"))
 
 

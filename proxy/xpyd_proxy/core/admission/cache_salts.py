@@ -22,14 +22,21 @@ _DIGITS: Final = 64  # vLLM 0.32 takes 128 characters at most (entrypoints/gener
 class Salts:
     """Salts by the names of clients: equal in all routers that have the same secret, or the same file of keys.
 
-    ``secret``: of the fleet; None: the client's own key is, and its salt changes with it.
+    ``secret``: of the fleet; None: the client's own key is, and its salt changes with it. ``always``: also a single
+    client gets one; else a second client begins with caches of its own, and what the first one has sent stays its own.
     """
 
-    def __init__(self, keyring: Keyring, secret: str | None) -> None:
+    def __init__(self, keyring: Keyring, secret: str | None, *, always: bool = True) -> None:
         self._keyring = keyring
+        self._always = always
         self._secret = None if secret is None else secret.encode()
         self._keys: Keys | None = None  # those that ``_own`` was made with
         self._own: dict[str, msgspec.Raw] = {}
+
+    @property
+    def apply(self) -> bool:
+        """Tell whether clients are kept apart now: keys may be replaced while requests are served."""
+        return self._always or self._keyring.has_several
 
     def salted(self, fields: Fields, caller: str) -> Fields:
         """Return a request with the salt of a client; one that it sends itself counts within its own.

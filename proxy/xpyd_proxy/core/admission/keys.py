@@ -11,6 +11,7 @@ from xpyd_proxy.core.model import Headers, Role, first_header
 from xpyd_proxy.errors import ConfigError, Unauthorized
 
 ANYBODY: Final = "-"  # the name of every client, where no keys are wanted
+LEAST: Final = 16  # characters of a client's key: fewer can be guessed, and the half of a line is fewer
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # it stands in logs and in answers
 _KEY: Final = re.compile(r"[!-~]+")  # what a header can carry
 _DIGEST: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
@@ -30,14 +31,16 @@ class Keys:
     least: Mapping[str, int] = field(default_factory=dict[str, int])  # by name: the least priority that it may ask for
     # By name: the class of its requests, and then others that these may name.
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    has_several: bool = False  # owners: there are clients to keep apart
+    is_whole: bool = True  # the last line has a line break: it is not being written
 
     @classmethod
     def parse(cls, text: str, source: str) -> Self:
         """Read a file of keys; one owner may have several, as while a key is being replaced.
 
         Raises:
-            ConfigError: a line is something else, a key occurs twice, there is none, or an owner has two priorities or
-                two lists of classes.
+            ConfigError: a line is something else, a key is short or occurs twice, there is none, or an owner has two
+                priorities or two lists of classes.
         """
         owners: dict[bytes, str] = {}
         least: dict[str, int | None] = {}
@@ -52,6 +55,11 @@ class Keys:
             is_odd = len(more) != len(priorities) + len(lists) or len(priorities) > 1 or len(lists) > 1
             if digest is None or not _NAME.fullmatch(name) or is_odd:
                 raise ConfigError(f"{source}, line {number}, is not a key: write {_EXPECTED}")
+            if len(key) < LEAST:
+                raise ConfigError(
+                    f"{source}, line {number}: the key of {name} has {len(key)} characters, and {LEAST} is the least: "
+                    "write a longer one"
+                )
             if digest in owners:
                 raise ConfigError(f"{source}, line {number}, has the key of {owners[digest]} once more")
             owners[digest] = name
@@ -64,7 +72,10 @@ class Keys:
         if not owners:
             raise ConfigError(f"{source} has no key in it, so nobody could ask: write {_EXPECTED}")
         lowest_of = {name: lowest for name, lowest in least.items() if lowest is not None}
-        return cls(owners, lowest_of, {name: granted for name, granted in classes.items() if granted})
+        granted_to = {name: granted for name, granted in classes.items() if granted}
+        return cls(
+            owners, lowest_of, granted_to, has_several=len(set(owners.values())) > 1, is_whole=text.endswith("\n")
+        )
 
     def owner(self, shown: bytes) -> str | None:
         """Return whose key this is. It takes as long for a wrong one as for a right one."""
@@ -74,6 +85,10 @@ class Keys:
                 found = name
         return found
 
+    def is_line(self, shown: bytes) -> bool:
+        """Tell whether this is a line of the file, with the name before a good key."""
+        return b":" in shown and self.owner(shown.partition(b":")[2]) is not None
+
 
 @dataclass(slots=True)
 class Keyring:
@@ -81,6 +96,11 @@ class Keyring:
 
     keys: Keys | None = None
     least: int = 0  # the least priority of those that have none of their own
+
+    @property
+    def has_several(self) -> bool:
+        """Tell whether there is more than one client, by name: what one of them sees must not depend on another."""
+        return self.keys is not None and self.keys.has_several
 
     def names(self) -> Collection[str]:
         """Return the names of the clients that may ask."""
@@ -109,8 +129,11 @@ class Keyring:
         if shown is None:
             raise Unauthorized("this router wants an API key: send it as Authorization: Bearer")
         owner = keys.owner(shown)
-        if owner is None and (other := first_header(headers, b"x-api-key")) is not None:
+        other = first_header(headers, b"x-api-key")
+        if owner is None and other is not None:
             owner = keys.owner(other)  # clients with variables for both send both
+        if owner is None and any(keys.is_line(each) for each in (shown, other) if each is not None):
+            raise Unauthorized("the API key has its name before it: send the part after the colon")
         if owner is None:
             raise Unauthorized("the API key is not one that this router knows")
         return owner

@@ -9,7 +9,7 @@ from xpyd_proxy.core.admission.keys import Keyring, Keys
 from xpyd_proxy.core.protocol.request_bodies import parse
 from xpyd_proxy.errors import BadRequest, Unauthorized
 
-KEYS = Keys.parse("a:sk-1\na:sk-2\nb:sk-3\n", "keys")
+KEYS = Keys.parse("a:sk-1-of-16-chars\na:sk-2-of-16-chars\nb:sk-3-of-16-chars\n", "keys")
 
 
 def salt(caller, given=None, *, keys=KEYS, secret=None, salts=None):
@@ -48,7 +48,7 @@ def test_what_is_no_salt_is_refused(given):
 
 def test_another_key_is_another_salt_unless_the_fleet_has_a_secret():
     """A key that was replaced because it got known must not open the old one's cache."""
-    new = Keys.parse("a:sk-9\n", "keys")
+    new = Keys.parse("a:sk-9-of-16-chars\n", "keys")
     assert salt("a", keys=new) != salt("a")
     assert salt("a", keys=new, secret="s") == salt("a", secret="s")
 
@@ -58,7 +58,7 @@ def test_keys_that_are_read_again_count_at_once():
     keyring = Keyring(KEYS)
     salts = Salts(keyring, None)
     before = salt("a", salts=salts)
-    keyring.keys = Keys.parse("a:sk-9\n", "keys")
+    keyring.keys = Keys.parse("a:sk-9-of-16-chars\n", "keys")
 
     assert salt("a", salts=salts) != before
 
@@ -68,7 +68,7 @@ def test_a_key_that_was_taken_away_meanwhile_is_none(given):
     """Its request was let in with it, and its body came later."""
     keyring = Keyring(KEYS)
     salts = Salts(keyring, None)
-    keyring.keys = Keys.parse("b:sk-3\n", "keys")
+    keyring.keys = Keys.parse("b:sk-3-of-16-chars\n", "keys")
 
     with pytest.raises(Unauthorized, match="not one that this router knows any more"):
         salt("a", given, salts=salts)

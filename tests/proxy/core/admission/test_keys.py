@@ -8,29 +8,29 @@ from hypothesis import strategies as st
 
 from xpyd_proxy.core.admission.keys import Keyring, Keys, Outbound, outbound_key
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.errors import ConfigError, Unauthorized
 
-HASH = hashlib.sha256(b"of-b").hexdigest()
+HASH = hashlib.sha256(b"key-of-b-in-full").hexdigest()
 FILE = f"""
 # who may ask
-team-a:sk-one
-team-a:sk-two
+team-a:sk-one-of-16-chars
+team-a:sk-two-of-16-chars
 b:sha256:{HASH}
-c:with:colon
+c:with:a-colon-in-it
 """
 
 
 @pytest.mark.parametrize(
     ("shown", "owner"),
     [
-        (b"sk-one", "team-a"),
-        (b"sk-two", "team-a"),
-        (b"of-b", "b"),
-        (b"with:colon", "c"),
+        (b"sk-one-of-16-chars", "team-a"),
+        (b"sk-two-of-16-chars", "team-a"),
+        (b"key-of-b-in-full", "b"),
+        (b"with:a-colon-in-it", "c"),
         (HASH.encode(), None),  # who reads the file cannot ask
-        (b"sk-on", None),
+        (b"sk-one-of-16-char", None),
         (b"", None),
-        (b"team-a:sk-one", None),
+        (b"team-a:sk-one-of-16-chars", None),
     ],
 )
 def test_a_key_has_an_owner(shown, owner):
@@ -41,18 +41,28 @@ def test_a_key_has_an_owner(shown, owner):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a:k1\nsecret", "keys, line 2, is not a key: write name:key or name:sha256:<64 hexadecimal digits>"),
+        (
+            "a:key-1-of-16-chars\nsecret",
+            "keys, line 2, is not a key: write name:key or name:sha256:<64 hexadecimal digits>",
+        ),
         ("a b:secret", "keys, line 1, is not a key"),
         ("a:", "keys, line 1, is not a key"),
         ("a:secret secret", "keys, line 1, is not a key"),
         ("a:sha256:secret", "keys, line 1, is not a key"),
-        ("a:secret\n\nb:secret", "keys, line 3, has the key of a once more"),
+        ("a:long-secret-01234\n\nb:long-secret-01234", "keys, line 3, has the key of a once more"),
         ("# only a comment, secret", "keys has no key in it, so nobody could ask"),
         ("", "keys has no key in it"),
         ("a:secret priority=high", "keys, line 1, is not a key"),
         ("a:secret priority=-1 priority=-2", "keys, line 1, is not a key"),
+        (
+            "# ours\na:long-secret-012",
+            "keys, line 2: the key of a has 15 characters, and 16 is the least: write a longer one$",
+        ),
         ("a:secret rate=1", "keys, line 1, is not a key: .* behind it priority=N"),
-        ("a:secret priority=-1\na:secret2", "keys, line 2, gives a another priority: write the same on each"),
+        (
+            "a:long-secret-01234 priority=-1\na:secret2-0123456789",
+            "keys, line 2, gives a another priority: write the same on each",
+        ),
     ],
 )
 def test_a_wrong_file_is_told_by_its_line_and_never_by_its_content(text, says):
@@ -63,12 +73,20 @@ def test_a_wrong_file_is_told_by_its_line_and_never_by_its_content(text, says):
     assert "secret" not in str(caught.value)
 
 
+LINES = (
+    "a:key-1-of-16-chars priority=-10",
+    "a:key-2-of-16-chars  priority=-10",
+    "b:key-3-of-16-chars",
+    "c:key-4-of-16-chars priority=5",
+)
+
+
 def test_an_owner_may_be_more_important_than_others():
     """As the file says; who has no number there is as important as the rest."""
-    keys = Keys.parse("a:k1 priority=-10\na:k2  priority=-10\nb:k3\nc:k4 priority=5\n", "keys")
+    keys = Keys.parse("".join(f"{line}\n" for line in LINES), "keys")
     ring = Keyring(keys, -1)
 
-    assert keys.owner(b"k2") == "a"
+    assert keys.owner(b"key-2-of-16-chars") == "a"
     assert [ring.least_of(name) for name in "abc"] == [-10, -1, 5]
     assert Keyring(None, -1).least_of("-") == -1
 
@@ -79,10 +97,22 @@ def test_no_key_is_ever_printed():
 
     assert "sk-" not in repr(keys)
     assert "sk-" not in str(vars(Outbound)) + repr(outbound)
-    assert b"sk-one" not in b"".join(keys.owners)
+    assert b"sk-one-of-16-chars" not in b"".join(keys.owners)
 
 
-@given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1).filter(lambda k: k[:7] != "sha256:"))
+def test_a_client_that_sends_the_name_too_learns_what_to_leave_out():
+    """A line of the file is name:key, and people copy lines. Of a wrong key nothing is said."""
+    ring = Keyring(Keys.parse(FILE, "keys"))
+
+    with pytest.raises(Unauthorized, match="send the part after the colon"):
+        ring.caller(((b"authorization", b"Bearer team-a:sk-one-of-16-chars"),))
+    with pytest.raises(Unauthorized, match="send the part after the colon"):
+        ring.caller(((b"x-api-key", b"c:with:a-colon-in-it"),))
+    with pytest.raises(Unauthorized, match="not one that this router knows"):
+        ring.caller(((b"authorization", b"Bearer team-a:sk-one-of-16-char"),))
+
+
+@given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=16).filter(lambda k: k[:7] != "sha256:"))
 def test_whatever_a_header_can_carry_can_be_a_key(key):
     """In the clear or as a digest."""
     plain = Keys.parse(f"a:{key}", "keys")

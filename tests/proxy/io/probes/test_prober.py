@@ -373,7 +373,7 @@ def test_an_engine_that_never_comes_is_warned_of_once(caplog):
             await asyncio.sleep(300)
         return before
 
-    _, before = in_virtual_time(starting())
+    _, before = in_simulated_time(starting())
 
     said = [(one.levelname, one.message) for one in caplog.records if one.message.startswith("decode-0")]
     assert before == ["INFO"]

@@ -1,10 +1,10 @@
-"""Which images, audio and videos an engine may fetch for a client that names them by URL."""
+"""Which images, audio and videos a client may name."""
 
 import json
 
 import pytest
 
-from xpyd_proxy.core.protocol.media_urls import check_media_urls
+from xpyd_proxy.core.protocol.client_media import check_media
 from xpyd_proxy.core.protocol.request_bodies import parse
 from xpyd_proxy.errors import BadRequest
 
@@ -12,8 +12,10 @@ URL = "http://metadata.internal/latest"
 DATA = "data:image/png;base64,QUJD"
 
 
-def check(fields, hosts=(), text=None):
-    check_media_urls(parse((text or json.dumps(fields)).encode(), strip_private=False), frozenset(hosts))
+def check(fields, hosts=(), text=None, *, may_have_ids=True):
+    hosts = None if hosts is None else frozenset(hosts)
+    read = parse((text or json.dumps(fields)).encode(), strip_private=False)
+    check_media(read, hosts, may_have_ids=may_have_ids)
 
 
 def chat(part):
@@ -120,3 +122,31 @@ def test_a_message_without_end_is_refused():
 
     with pytest.raises(BadRequest, match="levels deep"):
         check({"messages": [part]})
+
+
+NAMED = {
+    "chat": {"messages": chat({"type": "image_url", "image_url": {"url": DATA}, "uuid": "x"})},
+    "of another request": {"messages": chat({"type": "image_url", "image_url": None, "uuid": "x"})},
+    "embeddings": {"messages": chat({"type": "image_embeds", "image_embeds": None, "uuid": "x"})},
+    "responses": {"input": chat({"type": "input_image", "image_url": DATA, "uuid": "x"})},
+    "generate": {"token_ids": [1], "content_parts": [{"type": "image_url", "url": DATA, "uuid": "x"}]},
+    "features": {"token_ids": [1], "features": {"mm_hashes": {"image": ["x"]}, "kwargs_data": {"image": [None]}}},
+    "score": {"text_1": "a", "data_2": {"content": [{"type": "image_url", "image_url": {"url": DATA}, "uuid": "x"}]}},
+}
+
+
+@pytest.mark.parametrize("place", NAMED)
+def test_a_client_cannot_name_a_medium_in_the_cache_of_all(place):
+    """vLLM would answer about the image that another client has sent under that id, or keep ours in its place."""
+    with pytest.raises(BadRequest, match="names media in a cache that all clients of the engines share"):
+        check(NAMED[place], hosts=None, may_have_ids=False)
+
+    check(NAMED[place], hosts=None)
+
+
+def test_an_id_that_says_nothing_is_none():
+    """And other ids are not media's."""
+    check(
+        {"messages": chat({"type": "image_url", "image_url": {"url": DATA}, "uuid": None}), "uuid": "x"},
+        may_have_ids=False,
+    )

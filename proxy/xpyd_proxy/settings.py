@@ -377,6 +377,9 @@ class Settings:
     first_token_timeout_s: Seconds = TIMEOUTS.option(300.0,
         "time from sending a streamed decode leg to its first event", live=True)
     stream_idle_timeout_s: Seconds = TIMEOUTS.option(120.0, "longest pause between two pieces of a stream", live=True)
+    stream_comment_interval_s: SomeSeconds = TIMEOUTS.option(0.0,
+        "time without an event after which a stream gets an SSE comment, for proxies that close quiet connections; 0: "
+        "none", live=True)
     total_timeout_s: Seconds = TIMEOUTS.option(3600.0,
         "time for a response that is not streamed, with all retries", live=True)
     stream_timeout_s: Seconds | None = TIMEOUTS.option(None, "time for a whole streamed response", live=True)

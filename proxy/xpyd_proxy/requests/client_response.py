@@ -81,7 +81,9 @@ class ClientResponse:
             life.record.ttft_s = life.elapsed_s()
             lines = self._head_lines(leg.content_type, STREAM_LINES)
             writer.begin(_OK, lines, piece, streams=True, last=leg.is_last and replay is None)
-        elif piece:  # another engine has begun the stream, and broke off
+        elif piece:  # another engine has begun the stream, and broke off; or a comment has
+            if self._life.record.ttft_s is None:
+                self._life.record.ttft_s = self._life.elapsed_s()
             writer.write(piece)
 
     def _write_on(self, piece: bytes) -> None:
@@ -204,6 +206,10 @@ class ClientResponse:
         return status
 
     # ---- heads and ends
+
+    def stream_lines(self) -> bytes:
+        """Return the lines of the head of a stream that has no event yet."""
+        return self._head_lines(STREAM, STREAM_LINES)
 
     def _head_lines(self, content_type: bytes, last_lines: bytes = NO_SNIFFING) -> bytes:
         of = self._life.of

@@ -4,6 +4,7 @@ from typing import Final
 
 from xpyd_proxy.core.http.content_codings import READ
 from xpyd_proxy.core.protocol.error_shapes import engine_text, error_event, error_text
+from xpyd_proxy.core.protocol.prompt_arrays import words_of
 from xpyd_proxy.errors import (
     BadRequest,
     BodyTooLarge,
@@ -95,6 +96,9 @@ def error_headers(error: Exception, overload: OverloadStatus = OverloadStatus.SE
 
 def last_event(error: Exception, path: str) -> bytes:
     """Return the event that tells a client's library that the stream has failed, in the words of its API."""
+    if isinstance(error, Refused):  # its status comes too late
+        words = words_of(error.body) or str(error)
+        return b"\n" + error_event(path, error.status, words)
     status, kind = _kind(error)
     event = error_event(path, status, _sentence(error), kind=kind, param=_param(error))
     return b"\n" + event  # the empty line closes an event that lacks its own

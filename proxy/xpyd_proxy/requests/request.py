@@ -31,6 +31,7 @@ from xpyd_proxy.requests.prompt_array import PromptArray, may_divide
 from xpyd_proxy.requests.response import ResponseWriter
 from xpyd_proxy.requests.resumed_stream import ResumedStream, may_be_resumed
 from xpyd_proxy.requests.service import Requests, RequestSpan
+from xpyd_proxy.requests.stream_comments import CommentedResponse
 from xpyd_proxy.requests.stream_moves import RequestKind, StreamMove, StuckPrompts
 from xpyd_proxy.requests.upload import Upload
 from xpyd_proxy.settings import FirstTokenFrom
@@ -51,6 +52,7 @@ class Request:
         "_array",
         "_body",
         "_client",
+        "_comments",
         "_dispatch",
         "_ends_at",
         "_head",
@@ -89,6 +91,7 @@ class Request:
         self._ends_at: float | None = None  # when all of it has taken too long
         self._total_s: float | None = None  # seconds that it may take in all; None: for ever
         self._dispatch: Dispatch | None = None  # since it was admitted
+        self._comments: CommentedResponse | None = None  # None: its stream has none
         self._array: PromptArray | None = None  # while each of its prompts is served by itself
         self.disconnected = self.response_complete = False
 
@@ -253,6 +256,8 @@ class Request:
 
     def look(self, now: float) -> None:
         """See whether something has taken too long."""
+        if self._comments is not None and not self._client.is_paused:
+            self._comments.look(now)
         if self._ends_at is not None and now >= self._ends_at:
             self.interrupt(self._out_of_time())
         elif self._array is not None:
@@ -315,6 +320,9 @@ class Request:
         seconds = settings.stream_timeout_s if plan.streams else settings.total_timeout_s
         if seconds is not None:
             self._total_s, self._ends_at = seconds, now + seconds
+        if plan.streams and settings.stream_comment_interval_s:
+            client, interval_s = self._client, settings.stream_comment_interval_s
+            client.writer = self._comments = CommentedResponse(client.writer, interval_s, client.stream_lines, now=now)
         canaries, call = of.canaries, plan.call
         if canaries is not None and call is not None and canaries.takes(call):
             self._client.writer = KeptResponse(self._client.writer, call)
@@ -400,7 +408,9 @@ class Request:
         life.on(_END)
         self.response_complete = True
         life.end()
-        self._plan = self._dispatch = self._array = client.replay = None  # the connection keeps us until its next one
+        self._plan = self._dispatch = self._array = self._comments = client.replay = (
+            None  # the connection keeps us until its next one
+        )
         self._head = _NO_HEAD
         life.record.over(status, of.clock() - life.record.began_at)
         try:

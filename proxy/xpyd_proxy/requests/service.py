@@ -173,6 +173,7 @@ class Requests:
             settings.stream_idle_timeout_s,
             settings.total_timeout_s,
             settings.stream_timeout_s,
+            settings.stream_comment_interval_s or None,
             self.gate.admission.limits.max_queue_wait_s,
         )
         shortest = min([seconds for seconds in given if seconds is not None])

@@ -558,6 +558,45 @@ def test_a_client_may_name_its_request_in_another_header():
                 assert [answer.headers["x-request-id"] for answer in answers] == ["first", "second", "ID"]
 
 
+WAITING = {
+    "completions": post(STREAM | {"model": "sim"}),
+    "chat": post(CHAT | {"stream": True, "model": "sim"}, path="/v1/chat/completions"),
+    "messages": post(CHAT | {"stream": True, "model": "sim"}, path="/v1/messages"),
+    "several prompts": post(STREAM | {"prompt": ["one", "two"], "model": "sim"}),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_stream_that_waits_for_its_prefill_gets_comments(name):
+    """A proxy would close its connection; the events are those of a stream without comments."""
+    with routers(sims(prefill_s=0.5), replace(QUIET, stream_comment_interval_s=0.1)) as found:
+        for served in found:
+            answer = served.ask(WAITING[name])
+            assert ": keep-alive\n\n" in answer.body
+            comments, _, events = answer.body.rpartition(": keep-alive\n\n")
+            assert answer.status == 200
+            assert answer.headers["x-accel-buffering"] == "no"
+            assert not comments.replace(": keep-alive\n\n", "")
+            assert events.startswith(("data: {", "event: message_start"))
+            assert "error" not in events
+            assert served.ask(post(b"{")).status == 400
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/messages"])
+def test_what_an_engine_refuses_behind_a_comment_is_an_event_of_the_stream(path):
+    """In the words of its API: the status is with the client already."""
+    engines = sims(prefill_s=0.5)
+    engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=400))
+    with routers(engines, replace(QUIET, stream_comment_interval_s=0.1)) as found:
+        for served in found:
+            answer = served.ask(WAITING["messages" if path == "/v1/messages" else "completions"])
+            last = answer.body.strip().rpartition("\n\n")[2]
+            assert answer.status == 200
+            assert last.startswith("event: error\ndata: " if path == "/v1/messages" else "data: ")
+            said = json.loads(last.partition("data: ")[2])["error"]
+            assert said["type"] == ("invalid_request_error" if path == "/v1/messages" else "BadRequestError")
+
+
 def test_a_router_that_leaves_says_so_on_both_ways():
     """First with the answer, which closes the connection; later in place of it."""
     with routers(sims()) as found:

@@ -81,10 +81,9 @@ def _serve_here(args: argparse.Namespace, place: WorkerContext | None) -> int:
     if place is not None and not place.may_begin():
         return 0
     settings = again()
-    if place is None:  # else the supervisor has
-        check_engines(settings, args.config)
     logs.configure(settings.log_level, settings.log_format)
     router = build(settings, place=place)
-    if place is None:
+    if place is None:  # else the supervisor has
+        check_engines(settings, args.config)
         _log_beginning(settings, args)
     return server.run(router, settings, again=again, place=place)

@@ -58,7 +58,7 @@ _OK: Final = RequestOutcome.OK  # looking a member up takes as long as a call
 class LegRecord:
     """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
 
-    __slots__ = ("expected", "instance", "ms", "name", "sent_at", "tokens")
+    __slots__ = ("expected", "instance", "ms", "name", "own_usage", "sent_at", "tokens")
 
     def __init__(self, instance: InstanceId, ms: float | None = None, sent_at: float = 0.0) -> None:
         self.instance = instance
@@ -67,6 +67,8 @@ class LegRecord:
         self.ms = ms
         self.tokens: int | None = None  # of the prompt, as a prefill engine has counted
         self.expected: ExpectedTime | None = None  # of a decode leg: what its engines were chosen by, if by that
+        # Of a decode leg: events, or an answer, with its engine's own usage, where the client got another one.
+        self.own_usage: bytes | None = None
 
 
 class Retry:

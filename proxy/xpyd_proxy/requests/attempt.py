@@ -24,7 +24,7 @@ from xpyd_proxy.core.protocol.fault_table import VERDICTS, Failure
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.protocol.request_bodies import RELEASE_PATH, abandon_body, release_body
 from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer
-from xpyd_proxy.core.protocol.usage import prompt_tokens
+from xpyd_proxy.core.protocol.usage import cache_usage, prompt_tokens, usage_alone, with_cache_usage
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
 from xpyd_proxy.core.schemas import Coordinates
@@ -192,6 +192,7 @@ class Attempt(LegOwner):
             seconds = min(self._settings.first_token_timeout_s, self._settings.move_timeout_s)
         leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds, of.clock)
         leg.counts = self.record.single_reason is None
+        leg.cache_usage = self._life.cache_usage
         self.decode, self.record.decode = leg, leg.record
         leg.record.expected, self._expected = self._expected, None
         if prefill is not None and prefill.handover is not None and not prefill.is_followed:
@@ -410,6 +411,7 @@ class Attempt(LegOwner):
                 call, leg.instance.id, handover, shows=leg.shows, is_auto=self.mode is not None
             )
         leg.answered_s = _note_time(leg, came)
+        self._note_cache(call, body)
         if of.fleet.caches is not None:
             of.fleet.prefilled(leg.instance, self.id, self._plan.ask, handover.counted)
         if self.retries.accused:
@@ -424,6 +426,13 @@ class Attempt(LegOwner):
         self._life.wake()
         if leg.learns:  # last: the decode leg does not wait for it
             of.fleet.learn(self._plan.ask, handover.read)
+
+    def _note_cache(self, call: GenerationRequest, answer: bytes) -> None:
+        """Note what the client is told of caches; an engine that hands a stream over has all of it in its own."""
+        if self.move is None:
+            said = self._life.cache_usage = cache_usage(call.api, answer)
+            if self.decode is not None:
+                self.decode.cache_usage = said
 
     def _read_handover(self, leg: PrefillLeg, call: GenerationRequest, body: bytes) -> PrefillResult | None:
         """Return what the prefill engine's answer is good for; None: nothing, and the leg has failed."""
@@ -466,7 +475,11 @@ class Attempt(LegOwner):
             return
         try:
             check_type(leg.engine, leg.content_type)
-            leg.shown = clean_answer(leg.engine, leg.content_type, body)
+            shown = clean_answer(leg.engine, leg.content_type, body)
+            if leg.cache_usage is not None:
+                leg.record.own_usage = usage_alone(shown)
+                shown = with_cache_usage(shown, leg.cache_usage)
+            leg.shown = shown
         except EngineError as error:
             self.leg_failed(leg, error)
             return

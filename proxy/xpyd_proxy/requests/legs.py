@@ -16,7 +16,8 @@ from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.protocol.first_token import FirstToken
 from xpyd_proxy.core.protocol.response_filter import check_type, is_stream
 from xpyd_proxy.core.protocol.sse import LINE_MOST, Beginning, WholeLines, error_status, first_data
-from xpyd_proxy.core.protocol.usage import prompt_tokens_in
+from xpyd_proxy.core.protocol.usage import prompt_tokens_in, with_cache_usage_in
+from xpyd_proxy.core.raw_json import Fields
 from xpyd_proxy.core.request_record import LegRecord
 from xpyd_proxy.core.routing.retries import LegFailed
 from xpyd_proxy.errors import AnswerRefused, EngineError, Refused
@@ -200,6 +201,7 @@ class DecodeLeg(EngineLeg):
         "_is_stream",
         "_pieces",
         "_size",
+        "cache_usage",
         "counted",
         "counts",
         "follows",
@@ -235,6 +237,7 @@ class DecodeLeg(EngineLeg):
         self.heard = False  # something has come since the last look at the time
         self.counts = True  # it may still say how many tokens the prompt has
         self.counted: int | None = None  # what it has said
+        self.cache_usage: Fields | None = None  # what the client is told of the prefill engine's cache
 
     def has_begun(self) -> bool:
         """Tell whether it has begun well; what is complete with its beginning is waited for."""
@@ -266,6 +269,8 @@ class DecodeLeg(EngineLeg):
                 self.give_up(error)
                 return
             if passing:
+                if self.cache_usage is not None:
+                    passing = self._with_cache_usage(passing, self.cache_usage)
                 self._pass_on(lines, passing)
         elif self._is_stream:
             self._begin(piece, last=last)
@@ -286,11 +291,20 @@ class DecodeLeg(EngineLeg):
         except EngineError as error:
             self.give_up(error)
             return
+        if self.cache_usage is not None and passing:
+            passing = self._with_cache_usage(passing, self.cache_usage)
         if passing is piece:
             self._note(lines, passing)
             relay(chunk)
         elif passing:
             self._pass_on(lines, passing)
+
+    def _with_cache_usage(self, passing: bytes, said: Fields) -> bytes:
+        """Have the client told of the prefill engine's cache."""
+        told = with_cache_usage_in(passing, said)
+        if told is not passing:
+            self.record.own_usage = passing
+        return told
 
     def _note(self, lines: WholeLines, passing: bytes) -> None:
         """Take in what passes tells, and when it came."""
@@ -337,6 +351,8 @@ class DecodeLeg(EngineLeg):
             try:
                 check_type(self.engine, self.content_type)
                 shown = lines.feed(received)
+                if self.cache_usage is not None:
+                    shown = self._with_cache_usage(shown, self.cache_usage)
             except EngineError as error:
                 self.give_up(error)
                 return

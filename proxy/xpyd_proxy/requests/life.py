@@ -7,6 +7,7 @@ has news for the coroutine resumes it, in the same turn of the event loop.
 from collections.abc import Coroutine, Generator
 from typing import TYPE_CHECKING, Final
 
+from xpyd_proxy.core.raw_json import Fields
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
 
@@ -24,6 +25,7 @@ class RequestLife:
         "_has_news",
         "_interrupt",
         "_is_waiting",
+        "cache_usage",
         "of",
         "record",
         "span",
@@ -35,6 +37,7 @@ class RequestLife:
         self._is_waiting = self._has_news = False
         self._interrupt: Exception | None = None
         self.state = _RECEIVED
+        self.cache_usage: Fields | None = None  # what the engine that has computed the prompt says of its cache
         self.of = of
         self.record = record
         self.span = span

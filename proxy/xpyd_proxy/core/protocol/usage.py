@@ -1,19 +1,35 @@
-"""How many tokens of prompt an engine has counted: both legs of a request must say the same.
+"""What engines say of a prompt: how many tokens it has, and how many of them they had in their caches.
+
+Of the tokens both legs of a request must say the same.
 
 If they do not, the engines have made different prompts out of one request (another template, another tokenizer, another
 version of the model's files), and the decode engine has read a KV cache that does not belong to its prompt.
+
+Of the caches the prefill engine's word counts, as it is that of one engine: to a decode engine nearly all of a prompt
+is cached, for the KV has come from elsewhere. Clients are billed by it.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.raw_json import maybe
-from xpyd_proxy.core.schemas import Usage, UsageAnswer
+from xpyd_proxy.core.model import Api
+from xpyd_proxy.core.raw_json import NULL, Fields, encode, maybe
+from xpyd_proxy.core.schemas import RawUsageAnswer, Usage, UsageAnswer
 
 _DATA: Final = b"data:"
 _RETURN: Final = 13  # ends a line, too
 _MARK: Final = b'"usage":{'  # vLLM leaves the field out of the chunks that have none
+# What of an answer's usage depends on the cache of the engine that has computed the prompt.
+_OF_CACHE: Final[Mapping[Api, tuple[str, ...]]] = {
+    Api.COMPLETIONS: ("prompt_tokens_details",),
+    Api.CHAT: ("prompt_tokens_details",),
+    Api.RESPONSES: ("input_tokens_details",),
+    Api.MESSAGES: ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
+    Api.GENERATE: ("prompt_tokens_details",),
+}
+_AROUND: Final = ("response", "message")  # objects of events that have a usage inside
 
 
 def prompt_tokens(answer: bytes) -> int | None:
@@ -50,3 +66,51 @@ def prompt_of(usage: Usage) -> int | None:
     if said is not None or usage.input_tokens is None:
         return said
     return usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+
+
+def cache_usage(api: Api, answer: bytes) -> Fields | None:
+    """Return what a prefill engine's answer says of its cache, in the fields of its usage; None: nothing."""
+    if _MARK not in answer:
+        return None
+    said = maybe(answer, RawUsageAnswer)
+    usage = None if said is None else maybe(said.usage, Fields)
+    found = {name: usage[name] for name in _OF_CACHE[api] if name in usage} if usage else {}
+    return found if any(value != NULL for value in found.values()) else None
+
+
+def with_cache_usage(answer: bytes, said: Fields) -> bytes:
+    """Return an answer, or the data of one event, whose usage says this of the cache; without a usage as it is."""
+    fields = maybe(answer, Fields)
+    if fields is None:
+        return answer
+    is_other = False
+    if usage := maybe(fields.get("usage", NULL), Fields):
+        fields["usage"] = msgspec.Raw(encode(usage | said))
+        is_other = True
+    for name in _AROUND:
+        inside = maybe(fields.get(name, NULL), Fields)
+        if inside and (usage := maybe(inside.get("usage", NULL), Fields)):
+            fields[name] = msgspec.Raw(encode(inside | {"usage": msgspec.Raw(encode(usage | said))}))
+            is_other = True
+    return encode(fields) if is_other else answer
+
+
+def usage_alone(answer: bytes) -> bytes:
+    """Return an answer that has nothing but the usage of another one."""
+    said = maybe(answer, RawUsageAnswer)
+    return b"{}" if said is None else b'{"usage":%b}' % bytes(said.usage)
+
+
+def with_cache_usage_in(events: bytes, said: Fields) -> bytes:
+    """Return whole lines of a stream whose usages say this of the cache."""
+    if _MARK not in events:
+        return events
+    lines = events.splitlines(keepends=True)
+    return b"".join([_line_with(line, said) if _MARK in line and line.startswith(_DATA) else line for line in lines])
+
+
+def _line_with(line: bytes, said: Fields) -> bytes:
+    data = line[len(_DATA) :]
+    found = data.strip()
+    told = with_cache_usage(found, said)
+    return line if told is found else _DATA + b" " + told + line[len(line.rstrip(b"\r\n")) :]

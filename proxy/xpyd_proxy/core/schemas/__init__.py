@@ -161,6 +161,12 @@ class UsageAnswer(msgspec.Struct):
     response: UsageInside | None = None
 
 
+class RawUsageAnswer(msgspec.Struct):
+    """An answer whose usage is looked at by name."""
+
+    usage: msgspec.Raw = NULL
+
+
 class ServedUsage(Usage):
     """The same, and the tokens of the answer."""
 

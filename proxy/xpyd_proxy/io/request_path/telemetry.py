@@ -366,7 +366,7 @@ class Telemetry:
         end, decode = record.take_end(), record.decode
         if record.status != 200 or record.prefill is None or decode is None:
             return
-        result = arrival(end)
+        result = arrival(end if decode.own_usage is None else decode.own_usage)
         self._counters.transfers[decode.instance, result] += 1
         if result is Arrival.NONE:
             self._counters.transfers_missing[(decode.instance,)] += 1

@@ -2,7 +2,8 @@
 
 import pytest
 
-from xpyd_proxy.core.protocol.usage import prompt_tokens, prompt_tokens_in
+from xpyd_proxy.core.model import Api
+from xpyd_proxy.core.protocol.usage import cache_usage, prompt_tokens, prompt_tokens_in, with_cache_usage_in
 
 SAYS_SEVEN = [
     b'{"usage":{"prompt_tokens":7,"completion_tokens":1}}',
@@ -25,3 +26,24 @@ def test_an_answer_may_say_nothing(answer):
     """Then nothing is compared."""
     assert prompt_tokens(answer) is None
     assert prompt_tokens_in(b"data: " + answer + b"\n\n") is None
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+@pytest.mark.parametrize("begin", [b"data: ", b"data:"])
+def test_events_say_another_engines_word_of_its_cache(begin, end):
+    """Lines without a usage stay as they came, byte for byte, also where a text looks like one."""
+    details = b'"prompt_tokens_details":{"cached_tokens":%d}'
+    said = cache_usage(Api.CHAT, b'{"usage":{"prompt_tokens":7,' + details % 3 + b"}}")
+    text = b': ping%bdata: {"a": 1.0, "text":"\\"usage\\":{"}%b' % (end, end)
+    usage = b'{"id":"x","usage":{"prompt_tokens":7,%b}}'
+
+    assert with_cache_usage_in(text, said) is text
+    assert with_cache_usage_in(text + begin + usage % (details % 6) + end + b"data: [DONE]" + end, said) == (
+        text + b"data: " + usage % (details % 3) + end + b"data: [DONE]" + end
+    )
+
+
+@pytest.mark.parametrize("usage", [b"null", b"{}", b'{"prompt_tokens":7}', b'{"prompt_tokens_details":null}', b"7"])
+def test_an_engine_may_say_nothing_of_its_cache(usage):
+    """It does not, by default."""
+    assert cache_usage(Api.CHAT, b'{"usage":%b}' % usage) is None

@@ -1,0 +1,146 @@
+"""What clients are told of caches: the prefill engine's word, as one engine would say it."""
+
+import json
+
+import pytest
+
+from support.bodies import BASE
+from support.scripted import DONE, JSON, Asked, Scripted, failing, prefilled, request_id, router_of
+from support.simulated_loop import settle
+from xpyd_proxy.core.model import Api, EngineResponse
+
+DETAILS = {"cached_tokens": 16, "created_cache_tokens": 224}
+COUNTS = {"prompt_tokens": 254, "completion_tokens": 1, "total_tokens": 255}
+# By API: what the prefill engine says, and what a decode engine says, to which all but one token is cached.
+SAID = {
+    Api.COMPLETIONS: (
+        COUNTS | {"prompt_tokens_details": DETAILS},
+        COUNTS | {"prompt_tokens_details": {"cached_tokens": 253}},
+    ),
+    Api.CHAT: (
+        COUNTS | {"prompt_tokens_details": DETAILS},
+        COUNTS | {"prompt_tokens_details": {"cached_tokens": 253, "created_cache_tokens": 0}},
+    ),
+    Api.RESPONSES: (
+        {"input_tokens": 254, "output_tokens": 1, "input_tokens_details": {"cached_tokens": 16}},
+        {"input_tokens": 254, "output_tokens": 1, "input_tokens_details": {"cached_tokens": 253}},
+    ),
+    Api.MESSAGES: (
+        {"input_tokens": 14, "output_tokens": 1, "cache_read_input_tokens": 16, "cache_creation_input_tokens": 224},
+        {"input_tokens": 1, "output_tokens": 1, "cache_read_input_tokens": 253, "cache_creation_input_tokens": 0},
+    ),
+}
+NAMES = {
+    Api.COMPLETIONS: "cmpl-{}-0-1",
+    Api.CHAT: "chatcmpl-{}-1",
+    Api.RESPONSES: "resp_{}_0",
+    Api.MESSAGES: "chatcmpl-{}-1",
+}
+
+
+def prefill_of(api, mode, usage):
+    async def prefill(leg):
+        answer = prefilled(leg, transfer_mode=mode, remote_request_id=NAMES[api].format(request_id(leg)))
+        said = json.loads(answer.body) | {"usage": usage}
+        return EngineResponse(200, JSON, json.dumps(said, separators=(",", ":")).encode())
+
+    return prefill
+
+
+def decode_of(api, usage):
+    def event(name, fields):
+        named = b"event: %b\n" % name.encode() if api in (Api.RESPONSES, Api.MESSAGES) else b""
+        return b"%bdata: %b\n\n" % (named, json.dumps({"type": name} | fields, separators=(",", ":")).encode())
+
+    events = {
+        Api.RESPONSES: [event("response.completed", {"response": {"usage": usage}})],
+        Api.MESSAGES: [
+            event("message_start", {"message": {"id": "m", "usage": usage}}),
+            event("message_delta", {"usage": usage}),
+            event("message_stop", {}),
+        ],
+    }
+
+    async def decode(leg):
+        await settle()  # it has nothing to say before the prefill engine has written
+        if json.loads(leg.body).get("stream"):
+            plain = [event("x", {"choices": [{"index": 0, "text": "x"}]}), event("x", {"choices": [], "usage": usage})]
+            return 200, events.get(api) or [*plain, DONE]
+        body = json.dumps({"id": "x", "usage": usage}, separators=(",", ":")).encode()
+        return EngineResponse(200, JSON, body)
+
+    return decode
+
+
+def usages(body, streams):
+    """Return all usages that a client was told."""
+    datas = [line[6:] for line in body.splitlines() if line.startswith(b"data: {")] if streams else [body]
+    found = []
+    for data in datas:
+        said = json.loads(data)
+        inside = said.get("response") or said.get("message") or said
+        found += [inside["usage"]] if "usage" in inside else []
+    return found
+
+
+async def serve(router, api, streams, name):
+    body = BASE[api] | {"stream": streams} | ({"max_output_tokens": 5} if api is Api.RESPONSES else {"max_tokens": 5})
+    client = await router.serve(Asked(api.value, json.dumps(body).encode()), name)
+    assert client.status == 200
+    return client
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("api", SAID)
+async def test_the_prefill_engines_word_of_its_cache_counts(api, mode, streams):
+    """Whole and streamed, pulled and pushed, also where both legs go out at once: clients are billed by it."""
+    of_prefill, of_decode = SAID[api]
+    router = router_of(Scripted(prefill_of(api, mode, of_prefill), decode_of(api, of_decode)))
+    for number in range(3):
+        client = await serve(router, api, streams, f"r{number}")
+        told = usages(client.body, streams)
+        assert told
+        assert all(usage == of_prefill for usage in told)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_whether_kv_has_arrived_is_still_told_by_the_decode_engine(streams):
+    """Its own number, which the client does not see: 0 would be an alarm."""
+    of_prefill = COUNTS | {"prompt_tokens_details": {"cached_tokens": 0}}
+    of_decode = COUNTS | {"prompt_tokens_details": {"cached_tokens": 253}}
+    router = router_of(Scripted(prefill_of(Api.COMPLETIONS, "push", of_prefill), decode_of(Api.COMPLETIONS, of_decode)))
+    for number in range(2):
+        client = await serve(router, Api.COMPLETIONS, streams, f"r{number}")
+
+    assert usages(client.body, streams) == [of_prefill]
+    # Of the first request, whose legs went out one after the other, nothing can be told.
+    assert router.telemetry._counters.transfers == {("decode-0", "unknown"): 1, ("decode-0", "arrived"): 1}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_engine_that_says_nothing_of_its_cache_changes_nothing(streams):
+    """vLLM says nothing of it by default: the answer is the decode engine's, byte for byte."""
+    decode = decode_of(Api.CHAT, COUNTS)
+    router = router_of(Scripted(prefill_of(Api.CHAT, "pull", COUNTS | {"prompt_tokens_details": None}), decode))
+    client = await serve(router, Api.CHAT, streams, "r")
+
+    assert usages(client.body, streams) == [COUNTS]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_the_prefill_engine_of_the_answer_counts(streams):
+    """Its decode engine has failed once, and another prefill followed."""
+    of_prefill, of_decode = SAID[Api.CHAT]
+    others = COUNTS | {"prompt_tokens_details": DETAILS | {"cached_tokens": 32}}
+    legs = []
+
+    async def prefill(leg):
+        legs.append(leg)
+        return await prefill_of(Api.CHAT, "pull", of_prefill if len(legs) == 1 else others)(leg)
+
+    decode = failing((500, [b'{"error":{"message":"x"}}']), then=decode_of(Api.CHAT, of_decode))
+    client = await serve(router_of(Scripted(prefill, decode)), Api.CHAT, streams, "r")
+
+    assert len(legs) == 2
+    assert usages(client.body, streams) == [others]

@@ -435,7 +435,8 @@ class Settings:
         "API key for decode engines, if decode_api_key_file is not set",
         unset="no key is sent", chart="decode.apiKey.secretName")
     admin_key_file: File | None = SECURITY.option(None,
-        "file with the admin key, which /instances, /pairs and /requests require as X-Api-Key", live=True)
+        "file with the admin key, which /instances, /pairs and /requests require as X-Api-Key; it may have a "
+        "second line with another one", live=True)
     admin_key: str | None = SECURITY.secret("ADMIN_API_KEY",
         "admin key, if admin_key_file is not set", unset="/instances answers 404", chart="router.adminKey.secretName")
     forward_client_key: bool = SECURITY.option(False,

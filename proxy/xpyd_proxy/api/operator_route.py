@@ -19,7 +19,7 @@ from starlette.types import Scope
 from xpyd_proxy.api.audit import Audit
 from xpyd_proxy.api.error_answers import error_answers
 from xpyd_proxy.api.schemas import OperatorError
-from xpyd_proxy.core.admission.admin_key import AdminKey
+from xpyd_proxy.core.admission.admin_key import AdminKey, fingerprint
 from xpyd_proxy.core.admission.keys import Keyring, shown_key
 from xpyd_proxy.core.http.bounded_body import whole
 from xpyd_proxy.core.http.content_codings import coding_of
@@ -81,7 +81,7 @@ class OperatorAccess:
         if not self.admin_key.matches(shown.encode("latin-1")):
             self.audit.refused(request, "a wrong X-Api-Key")
             raise HTTPException(401, "Forbidden: Invalid API Key.", _ASKS)  # vLLM's demo says so, with 403
-        request.state.admin = self.admin_key.fingerprint
+        request.state.admin = fingerprint(shown.encode("latin-1"))
 
     async def require(self, request: Request) -> None:
         """Do the same, as a dependency of a route that has no body."""

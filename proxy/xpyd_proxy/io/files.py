@@ -58,9 +58,18 @@ def engine_keys(settings: Settings) -> dict[Role, str]:
 
 
 def operator_key(settings: Settings) -> str | None:
-    """Read the key of operators, from its file or else the environment; None: there is none. Raises ConfigError."""
+    """Read the key of operators, from its file or else the environment; None: there is none. Raises ConfigError.
+
+    A file may have two lines, while one key takes the place of another.
+    """
     path = settings.admin_key_file
-    return settings.admin_key if path is None else outbound_key(read_text(path), path)
+    if path is None:
+        return settings.admin_key
+    text = read_text(path)
+    first, _, second = text.strip().partition("\n")
+    if not second:
+        return outbound_key(text, path)
+    return f"{outbound_key(first, path)}\n{outbound_key(second, path)}"
 
 
 def server_tls(settings: Settings) -> ssl.SSLContext | None:

@@ -213,6 +213,21 @@ async def test_the_key_of_operators_is_what_stands_in_its_file(tmp_path, caplog)
     assert "sesame" not in caplog.text + repr(router.admin_key)
 
 
+async def test_an_admin_key_is_replaced_without_a_gap(tmp_path):
+    """Its holders change one after the other: two lines are two keys; three are none."""
+    path = tmp_path / "admin"
+    good = []
+    path.write_text("old-1\n")
+    router = Router(Settings(admin_key_file=str(path)))
+    for text in ("old-1\nnew-12\n", "old-1\nnew-12\nodd-123\n", "new-12\n"):
+        in_place(path, text)
+        await router.reloads.look()
+        good.append([router.admin_key.matches(key) for key in (b"old-1", b"new-12", b"odd-123", b"old-1\nnew-12", b"")])
+
+    both, new = [True, True, False, False, False], [False, True, False, False, False]
+    assert good == [both, both, new]
+
+
 async def test_a_setting_that_names_another_file_is_not_a_change_of_that_file(tmp_path):
     """SIGHUP has read it."""
     for name in ("one", "two"):

@@ -4,6 +4,7 @@
     * :exc:`IllegalTransition` -- a bug in this package
     * :exc:`SettingsError` -- the operator: a setting cannot be used
     * :exc:`UnsupportedCache` -- the operator: this engine's KV cache has a shape we do not move
+    * :exc:`UnreadableCheckpoint` -- the operator: the files of the model or of an adapter cannot be read
     * :exc:`HostBufferTooSmall` -- the operator: host memory (``staging_blocks``) is too small for one request's part
     * :exc:`PeerError` -- the other engine
         * :exc:`IncompatiblePeer` -- it stores its KV cache in a way we cannot read
@@ -13,6 +14,7 @@
             * :exc:`PortClosed` -- its machine says that no process listens there
     * :exc:`InvalidKvParams` -- the router: the ``kv_transfer_params`` it carried cannot be used
         * :exc:`PromptMismatch` -- they belong to another prompt
+        * :exc:`AdapterMismatch` -- they belong to another LoRA adapter, or to other weights of it
         * :exc:`UnsignedKvParams` -- no signature proves that they are a prefill engine's
         * :exc:`ForgedKvParams` -- they are not as a prefill engine wrote them
         * :exc:`ExpiredKvParams` -- they are older than the lease they tell of
@@ -36,6 +38,10 @@ class UnsupportedCache(ConnectorError):
     """The engine's KV cache has a shape this connector does not move."""
 
 
+class UnreadableCheckpoint(ConnectorError):
+    """The files of a model, or of an adapter, cannot be read."""
+
+
 class HostBufferTooSmall(ConnectorError):
     """More slots of host memory are asked for than there are."""
 
@@ -45,7 +51,14 @@ class PeerError(ConnectorError):
 
 
 class IncompatiblePeer(PeerError):
-    """The remote engine stores its KV cache in a way we cannot read."""
+    """The remote engine stores its KV cache in a way we cannot read, or one of us refuses the other.
+
+    ``cause``: as ``vllm:xpyd_peer_loads`` names it (``core/counters.py``).
+    """
+
+    def __init__(self, reason: str, cause: str = "refused") -> None:
+        super().__init__(reason)
+        self.cause = cause
 
 
 class AnotherEngine(IncompatiblePeer):
@@ -70,6 +83,10 @@ class InvalidKvParams(ConnectorError):
 
 class PromptMismatch(InvalidKvParams):
     """The KV belongs to another prompt, or its prompt is unknown."""
+
+
+class AdapterMismatch(InvalidKvParams):
+    """The KV was computed with another LoRA adapter, or with other weights of it."""
 
 
 class UnsignedKvParams(InvalidKvParams):

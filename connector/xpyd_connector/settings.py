@@ -100,8 +100,9 @@ class Settings:
 
     @property
     def heartbeat_interval(self) -> float:
-        """Seconds between two renewals of the same lease: a sixth of it, so three may be lost.
+        """Seconds between two renewals of the same lease, if this engine's is no longer than the prefill engine's.
 
+        A sixth of the shorter one, so three may be lost.
         In push they also tell whether the prefill engine is alive, which must be known within ``transfer_timeout``; in
         pull they repeat what is being read, which that engine believes for as long.
         """

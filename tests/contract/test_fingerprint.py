@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     from xpyd_connector.shell.connector import XpydConnector
     from xpyd_connector.shell.fingerprint import info_labels
 
-from xpyd_proxy.local.model import ensure_model
+from xpyd_proxy.local.model import TinyModel, ensure_model
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 
@@ -41,13 +41,13 @@ def draft(models):
 def make(model):
     """Return what makes an engine's configuration, without the engine."""
 
-    def make(mode="pull", role="kv_both", **choices):
+    def make(mode="pull", role="kv_both", model=model, max_model_len=128, **choices):
         transfer = KVTransferConfig(
             kv_connector="XpydConnector", kv_connector_module_path="xpyd_connector", kv_role=role,
             kv_connector_extra_config={"mode": mode},
         )  # fmt: skip
         return EngineArgs(
-            model=str(model), kv_transfer_config=transfer, enforce_eager=True, max_model_len=128, **choices
+            model=str(model), kv_transfer_config=transfer, enforce_eager=True, max_model_len=max_model_len, **choices
         ).create_engine_config()
 
     return make
@@ -60,7 +60,17 @@ def test_a_prefill_and_a_decode_engine_of_other_sizes_are_alike(make):
 
     assert prefill == decode
     assert prefill["fingerprint"] != info_labels(make(kv_cache_dtype="fp8"))["fingerprint"]
-    assert prefill["fingerprint"] != info_labels(make(revision="v2"))["fingerprint"]
+    assert prefill["fingerprint"] == info_labels(make(max_model_len=256, max_num_batched_tokens=256))["fingerprint"]
+    assert prefill["fingerprint"] != info_labels(make(hf_overrides={"rms_norm_eps": 1e-3}))["fingerprint"]
+
+
+def test_a_model_by_another_path_is_the_same_and_a_fine_tune_is_not(make, model, tmp_path):
+    """As vLLM reads both: one shape, one path for two models, two paths for one."""
+    (tmp_path / "cache").symlink_to(model)
+    ensure_model(tmp_path / "tuned", TinyModel(seed=1))
+
+    assert info_labels(make(model=tmp_path / "cache")) == info_labels(make())
+    assert info_labels(make(model=tmp_path / "tuned")) != info_labels(make())
 
 
 def test_a_draft_model_is_noticed_and_n_grams_are_not(make, draft):

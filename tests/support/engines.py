@@ -26,8 +26,8 @@ from xpyd_connector.core.verify.sampling import Sampling
 from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 
 FINGERPRINT = Fingerprint(
-    vllm="0.32.0", model="m", dtype="bf16", cache_dtype="auto", layers=1, kv_heads=1, head_size=8, groups="full",
-    attention="CPU_ATTN",
+    vllm="0.32.0", dtype="bf16", cache_dtype="auto", layers=1, kv_heads=1, head_size=8, groups="full",
+    attention="CPU_ATTN", draft_model="none", config="c0", tokenizer="t0", weights="w0",
 )  # fmt: skip
 BLOCKS = 12  # beside block 0, which nobody uses
 BLOCK_SIZE = 4  # tokens
@@ -102,6 +102,7 @@ class Engine(Blocks):
     address: Address
     fingerprint: Fingerprint = FINGERPRINT
     retry_after: float = 1.0
+    lease: float = LEASE
     timeout: float = TIMEOUT
     rank: int = 0  # the one whose worker reads here
     ranks: int = 1
@@ -132,7 +133,10 @@ class Engine(Blocks):
         self.counters, self.worker_tally = Counters(), Counters()
         peers = PeerTable(self.link, self.fingerprint, self.counters, retry_after=self.retry_after)
         leases = LeaseTable(
-            duration=LEASE, extension=LEASE * 2 / 3, reading=self.timeout, same_engine=self.link.are_of_one_engine
+            duration=self.lease,
+            extension=self.lease * 2 / 3,
+            reading=self.timeout,
+            same_engine=self.link.are_of_one_engine,
         )
         self.control = ControlPlane(
             LeaseManager(self.link, leases, self.counters, sums_timeout=self.timeout / 4),
@@ -140,7 +144,7 @@ class Engine(Blocks):
                 self.link,
                 peers,
                 self.counters,
-                heartbeat_interval=LEASE / 6,
+                heartbeat_interval=self.lease / 6,
                 loop_timeout=LOOP_TIMEOUT,
                 last_turn=lambda: float("inf") if self.turned_at is None else self.turned_at,
             ),
@@ -168,7 +172,7 @@ class Engine(Blocks):
             cache=self.caches[self.rank],
         )
         self.worker_peers = worker_peers
-        welcome = Welcome(PROTOCOL, EngineId(self.name), self.fingerprint, infos)
+        welcome = Welcome(PROTOCOL, EngineId(self.name), self.fingerprint, infos, self.lease)
         self.network.listen(self.address, self.link, welcome)
 
     def prefill(self, request, blocks, *, now):

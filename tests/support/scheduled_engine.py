@@ -220,6 +220,7 @@ class ScheduledEngine:
             self.links[0],
             self.counters,
             handshakes,
+            fingerprint=FINGERPRINT,
             last_turn=lambda: thread._last_turn,
         )
         self.control_runner = thread._runner = InMemoryRunner(self.control, self.links[0], thread._after_turn)

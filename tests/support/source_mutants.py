@@ -97,8 +97,8 @@ MUTANTS = {
     ),
     "a draft's KV is a part of the KV": Mutant(
         f"{SHELL}/fingerprint.py",
-        "        draft_model=_draft_model(config),",
-        "        draft_model=NONE,",
+        "workers, draft_model=_draft_model(config), ",
+        "workers, draft_model=NONE, ",
         f"{UNIT}/test_fingerprint.py::test_draft_models_with_other_kv_differ",
     ),
     "drafts without KV may differ": Mutant(
@@ -108,10 +108,10 @@ MUTANTS = {
         f"{UNIT}/test_fingerprint.py::test_what_leaves_the_kv_alone_may_differ",
     ),
     "a revision is its commit": Mutant(
-        f"{SHELL}/fingerprint.py",
+        f"{SHELL}/model_identity.py",
         'getattr(model.revision, "resolved", None) or ',
         "",
-        f"{UNIT}/test_fingerprint.py::test_two_revisions_of_a_model_differ",
+        f"{UNIT}/test_fingerprint.py::test_two_revisions_of_a_model_without_files_differ",
     ),
     "groups of another kind are another cache": Mutant(
         f"{SHELL}/fingerprint.py",

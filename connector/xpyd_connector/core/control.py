@@ -10,17 +10,25 @@ from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
 from xpyd_connector.core.lease.lease_table import LeaseEnded
 from xpyd_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
-from xpyd_connector.core.messages import FindPrefix, PrefixFound, Reachable, ReadDone, ReadsStarted
+from xpyd_connector.core.messages import FindPrefix, Objection, PrefixFound, Reachable, ReadDone, ReadsStarted
 from xpyd_connector.core.ports import ConnectionLost, LinkEvent, MessageReceived
 from xpyd_connector.core.push.decode_scheduler import PushReceiver
 from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
-from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult, NumbersDue
+from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult, NumbersDue, PeerLost
 from xpyd_connector.core.session.peers import Peer, PeerState, PeerTable
 from xpyd_connector.core.staging.decode_scheduler import StagingReceiver
 from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator
 
 ControlResult: TypeAlias = (
-    LeaseEnded | LoadResult | BlocksReleased | LeaseLost | HandshakeEnded | SearchEnded | PrefixWanted | NumbersDue
+    LeaseEnded
+    | LoadResult
+    | BlocksReleased
+    | LeaseLost
+    | HandshakeEnded
+    | PeerLost
+    | SearchEnded
+    | PrefixWanted
+    | NumbersDue
 )
 PUBLISH_AFTER = 1.0  # s that numbers wait for a step that the engine makes anyway
 
@@ -122,7 +130,9 @@ class ControlPlane:
             return
         if isinstance(event, ConnectionLost):
             self._connection_lost(event.conn)
-        if isinstance(event, MessageReceived) and isinstance(event.message, Reachable | FindPrefix):
+        if isinstance(event, MessageReceived) and isinstance(event.message, Objection):
+            self.lease_manager.objected(event.conn, event.message.reason)
+        elif isinstance(event, MessageReceived) and isinstance(event.message, Reachable | FindPrefix):
             self._on_prefix_message(event.conn, event.message)
         elif self._push_coordinator is not None and self._takes_reads and _is_about_read(event):
             self.lease_manager.on(event, now=now)
@@ -165,7 +175,8 @@ class ControlPlane:
         wanted = self._prefix_lender.take_wanted() if self._prefix_lender is not None else ()
         renewer = self.lease_renewer
         numbers, self._are_numbers_due = [NumbersDue()] * self._are_numbers_due, False
-        return [*released, *renewer.take_handshakes(), *renewer.take_lost(), *results, *searches, *wanted, *numbers]
+        met = [*renewer.take_lost_peers(), *renewer.take_handshakes()]
+        return [*released, *met, *renewer.take_lost(), *results, *searches, *wanted, *numbers]
 
     def _publish(self, now: float) -> float | None:
         """Have the engine step for numbers that have waited long enough; return when to look again."""

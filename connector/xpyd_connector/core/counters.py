@@ -27,12 +27,14 @@ class StatsReport(msgspec.Struct):
     gauges: dict[str, float] = {}
     transfers: list[TransferSample] = []
     incompatible: list[str] = []  # ids
+    compatible: list[str] = []  # ids of engines that were found to differ before, and do not any more
     events: list[TimelineEvent] = []
     peer_loads: dict[str, dict[str, int]] = {}  # by prefill engine, and by how they ended: LOAD_OUTCOMES
+    failures: dict[str, tuple[str, str]] = {}  # by prefill engine: how its latest failed load ended, and why
 
     def __bool__(self) -> bool:
-        kept = self.counters or self.gauges or self.transfers or self.incompatible or self.events
-        return bool(kept or self.peer_loads)
+        kept = self.counters or self.gauges or self.transfers or self.incompatible or self.compatible
+        return bool(kept or self.events or self.peer_loads)  # failures come with their loads
 
 
 @dataclass(slots=True)
@@ -47,21 +49,28 @@ class Counters:
     _transfers: list[TransferSample] = field(default_factory=list[TransferSample])
     _events: list[TimelineEvent] = field(default_factory=list[TimelineEvent])
     _peer_loads: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    _failures: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter; ``name`` is one of :data:`COUNTERS`."""
         if by:  # a zero would send a report across processes
             self._counts[name] += by
 
-    def count_load(self, name: str, engine: str) -> None:
-        """Count how a load has ended, also by its prefill engine: a router keeps two apart that cannot meet."""
+    def count_load(self, name: str, engine: str, why: str = "", *, cause: str = "") -> None:
+        """Count how a load has ended, also by its prefill engine: a router keeps two apart that cannot meet.
+
+        ``why`` it has failed, in a sentence for the operator; ``cause``: why the two engines have not met.
+        """
         outcome = LOAD_OUTCOMES.get(name)
         if outcome is not None:
-            self.count_peer_load(outcome, engine)
+            is_unmet = outcome in (UNREACHABLE, "refused")
+            self.count_peer_load(cause if cause and is_unmet else outcome, engine, why)
         self.count(name)
 
-    def count_peer_load(self, outcome: str, engine: str) -> None:
+    def count_peer_load(self, outcome: str, engine: str, why: str = "") -> None:
         """Count the same by the prefill engine alone."""
+        if why:
+            self._failures[engine] = outcome, shown_reason(why)
         by_outcome = self._peer_loads.setdefault(engine, {})
         by_outcome[outcome] = by_outcome.get(outcome, 0) + 1
 
@@ -69,10 +78,10 @@ class Counters:
         """Record one finished transfer."""
         self._transfers.append(sample)
 
-    def note(self, request: str, step: TimelineStep, at: float, count: int = 0) -> None:
+    def note(self, request: str, step: TimelineStep, at: float, count: int = 0, *, note: str = "") -> None:
         """Note an event of a request's timeline, if those are kept; ``at``: s, monotonic."""
         if self.keeps_events:
-            self._events.append(TimelineEvent(request, step, at, count))
+            self._events.append(TimelineEvent(request, step, at, count, note))
 
     @property
     def has_any(self) -> bool:
@@ -86,8 +95,10 @@ class Counters:
             transfers=self._transfers,
             events=self._events,
             peer_loads=self._peer_loads,
+            failures=self._failures,
         )
         self._counts, self._transfers, self._events, self._peer_loads = Counter(), [], [], {}
+        self._failures = {}
         return report
 
 
@@ -112,14 +123,20 @@ class ForwardingCounters(Counters):
         super().observe(sample)
         self._tell(self.take())
 
-    def note(self, request: str, step: TimelineStep, at: float, count: int = 0) -> None:
+    def note(self, request: str, step: TimelineStep, at: float, count: int = 0, *, note: str = "") -> None:
         """Note an event."""
         if self.keeps_events:
-            super().note(request, step, at, count)
+            super().note(request, step, at, count, note=note)
             self._tell(self.take())
 
 
 LOADED: Final = "loaded"
+UNREACHABLE: Final = "handshake"
+SECRET: Final = "secret"
+CLOCK: Final = "clock"
+# Why two engines have not met, where it is known; of a load, in the place of "handshake" or "refused".
+CAUSES: Final = (UNREACHABLE, "refused", SECRET, "certificate", "version", "model", CLOCK)
+MOST_REASON: Final = 400  # characters that a metric shows
 # How a load has ended, by the counter of it. An aborted load says nothing of its engines. In pull each rank counts its
 # failures, and the scheduler counts a request that all ranks have loaded.
 LOAD_OUTCOMES: Final = {
@@ -143,6 +160,7 @@ COUNTERS = {
     "leases_expired": "Leases that were not renewed in time.",
     "leases_revoked": "Leases that ended unread because a prefill lacked blocks.",
     "leases_refused": "Prefills not handed over because max_leases or max_held_share was reached.",
+    "objections": "Decode engines that have met this one and load no KV of it, because a fingerprint or shape differs.",
     "foreign_messages": "Messages about leases, reads and pushes of another engine; they changed nothing.",
     "connections_refused": "Side channel connections refused: no proof of the secret, or another engine expected.",
     "connections_without_tls": "Side channel connections that did not complete TLS.",
@@ -191,6 +209,7 @@ COUNTERS = {
     "loads_skipped_local": "Transfers not needed: the prompt was in the local prefix cache, or is one token.",
     "kv_params_invalid": "Requests whose kv_transfer_params could not be used.",
     "kv_params_other_prompt": "Requests whose kv_transfer_params belong to another prompt.",
+    "kv_params_other_adapter": "Requests whose kv_transfer_params belong to another LoRA adapter, or to other weights.",
     "kv_params_unsigned": "Requests whose kv_transfer_params have no signature, on an engine with a secret.",
     "kv_params_forged": "Requests whose kv_transfer_params have a wrong signature.",
     "kv_params_expired": "Requests whose kv_transfer_params are too old.",
@@ -212,19 +231,27 @@ GAUGES = {
 }
 
 
+def shown_reason(text: str) -> str:
+    """Return a sentence as a metric's label: printable ASCII without what Prometheus' text format escapes."""
+    plain = text.replace('"', "'").replace("\\", "/")[:MOST_REASON]
+    return "".join(char if " " <= char <= "~" else "?" for char in plain)
+
+
 def merge(reports: Sequence[StatsReport]) -> StatsReport:
     """Add up the counters and transfers of several reports; of a gauge, the latest wins.
 
     Of more than :data:`~xpyd_connector.core.timeline.MAX_EVENTS` events the oldest are dropped, and counted.
     """
     counters: Counter[str] = Counter()
-    merged = StatsReport(gauges={}, peer_loads={})
+    merged = StatsReport(gauges={}, peer_loads={}, failures={})
     for report in reports:
         counters.update(report.counters)
         merged.gauges.update(report.gauges)
         merged.transfers = [*merged.transfers, *report.transfers]
         merged.incompatible = [*merged.incompatible, *report.incompatible]
+        merged.compatible = [*merged.compatible, *report.compatible]
         merged.events = [*merged.events, *report.events]
+        merged.failures.update(report.failures)
         for engine, loads in report.peer_loads.items():
             merged.peer_loads[engine] = dict(Counter(merged.peer_loads.get(engine, {})) + Counter(loads))
     if (dropped := len(merged.events) - MAX_EVENTS) > 0:

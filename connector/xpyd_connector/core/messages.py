@@ -8,6 +8,7 @@ Both modes then use::
 
     D: RenewLeases           P: LeasesLost for those that P does not hold; also sent unasked when P revokes a lease
     D: DropLeases
+    D: Objection, once, if P's fingerprint or shapes differ
 
 Pull::
 
@@ -52,7 +53,7 @@ from msgspec import Meta
 from xpyd_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
 from xpyd_connector.errors import ProtocolViolation
 
-PROTOCOL = 9  # raised with every change that an older engine would misunderstand
+PROTOCOL = 10  # raised with every change that an older engine would misunderstand
 MAX_FRAME = 1 << 20  # bytes of one message between engines that have proven themselves
 MAX_GREETING = 64 << 20  # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
 MAX_UNAUTHENTICATED_FRAME = 32768  # bytes of one message before the proof: a Hello that names MAX_RANKS workers fits
@@ -75,6 +76,7 @@ MAX_DIGEST = 64  # characters of a prompt's digest
 MAX_REASON = 2048  # characters that say why a push stopped
 MAX_SUMS = 256  # sampled blocks of one request
 MAX_SUMMED = 64  # workers whose sums one PushDone carries: it fits into MAX_FRAME
+SHORTEST_LEASE, LONGEST_LEASE = 0.5, 1e9  # s
 MAX_SHAPE = 64  # characters of a digest
 MAX_EXAMINATION = 1 << 17  # bytes that one message of xpyd doctor carries
 
@@ -88,10 +90,10 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """What must be equal on both engines for their KV to mean the same.
 
     What may differ (tensor and pipeline parallelism, block sizes, layouts) stands in each rank's :class:`RankInfo`.
+    Nothing here depends on where a model lies.
     """
 
     vllm: str
-    model: str
     dtype: str
     cache_dtype: str
     layers: int
@@ -100,10 +102,14 @@ class Fingerprint(msgspec.Struct, frozen=True):
     groups: str  # what kinds of KV cache groups there are, in order
     attention: str
     mode: str = "pull"
-    revision: str = "none"  # commit of the model's weights; two with equal shapes have other KV
     code_revision: str = "none"  # of the model's code, where that comes with the weights
     quantization: str = "none"
-    draft_model: str = "none"  # whose layers' KV travels, too
+    # What the model is: digests; of a draft model, whose layers' KV travels, too, in words. A worker leaves them empty,
+    # and compares the rest: schedulers meet first.
+    draft_model: str = ""
+    config: str = ""
+    tokenizer: str = ""
+    weights: str = ""
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -207,6 +213,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     engine: EngineId
     fingerprint: Fingerprint
     ranks: tuple[RankInfo, ...]
+    lease: Annotated[float, Meta(ge=SHORTEST_LEASE)] = LONGEST_LEASE  # s: P's kv_lease_duration
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -214,6 +221,13 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
     reason: Reason
     is_another: bool = False  # the server is not the engine that the client expects
+    cause: Literal["refused", "secret", "version"] = "refused"
+
+
+class Objection(msgspec.Struct, frozen=True, tag="objection"):
+    """D has met P, and will load no KV of it as long as both run."""
+
+    reason: Reason
 
 
 class RenewLeases(msgspec.Struct, frozen=True, tag="renew_leases"):
@@ -502,12 +516,18 @@ class Examination(msgspec.Struct, frozen=True, tag="examination"):
 
 Message: TypeAlias = (
     Challenge | Hello | ServerProof | Welcome | Refusal
-    | RenewLeases | LeasesLost | ReadsStarted | ReadDone | FenceResult | DropLeases
+    | Objection | RenewLeases | LeasesLost | ReadsStarted | ReadDone | FenceResult | DropLeases
     | HeartbeatReply | RankMemory | RegisterPush | PushDone | CancelPushes | PushStopped | PushStalled
     | WorkerHello | PeerMemory | StartPush | StopPush | PeerGone | PushWritten | PushAborted | WriteStalled
     | Reachable | FindPrefix | PrefixFound
     | StagePart | PartStaged | PartRefused | CopyOut | CopyIn | CopyEnded | Examination
 )  # fmt: skip
+
+
+def printable(text: str) -> str:
+    """Return a peer's words for our log, into which it must not inject control characters."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -29,6 +29,7 @@ class ConnectFailed(NamedTuple):
     is_incompatible: bool = False  # the peer was reached, and one of us refused the other
     # The engine we expect, if we have met it before, has ended: its port is closed, or another engine listens there.
     has_ended: bool = False
+    cause: str = ""  # why we were refused, if that is known, as vllm:xpyd_peer_loads names it (core/counters.py)
 
 
 class MessageReceived(NamedTuple):

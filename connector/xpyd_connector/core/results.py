@@ -41,6 +41,20 @@ class HandshakeEnded(NamedTuple):
     objection: str = ""
     failure: str = ""
     is_final: bool = True  # False: another attempt may end otherwise
+    cause: str = ""  # of an objection or failure, as vllm:xpyd_peer_loads names it
+
+
+class PeerLost(NamedTuple):
+    """The connection to P has ended: under the same id another process may answer next, or the same one later."""
+
+    engine: EngineId
+
+
+class PeerObjects(NamedTuple):
+    """A decode engine has met this one, and loads no KV of it."""
+
+    engine: EngineId | None  # absent: its connection is gone
+    reason: str
 
 
 class NumbersDue(NamedTuple):

@@ -46,11 +46,12 @@ class TimelineEvent(msgspec.Struct, frozen=True, array_like=True):
     step: TimelineStep
     at: float  # s; monotonic where it happens, since the epoch once it is reported
     count: int = 0
+    note: str = ""  # of a load that failed: how, as vllm:xpyd_peer_loads names it
 
 
 def shifted(events: Iterable[TimelineEvent], by: float) -> list[TimelineEvent]:
     """Return the events on another clock, which shows ``by`` seconds more."""
-    return [TimelineEvent(each.request, each.step, each.at + by, each.count) for each in events]
+    return [TimelineEvent(each.request, each.step, each.at + by, each.count, each.note) for each in events]
 
 
 class TimelineStore:

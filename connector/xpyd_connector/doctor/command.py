@@ -8,10 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, NoReturn
 
 import msgspec
 
+from xpyd_connector.core.checkpoint import digest_config
 from xpyd_connector.core.doctor.block_bytes import ModelShape, read_shape
 from xpyd_connector.core.doctor.diagnoses import diagnose
 from xpyd_connector.core.doctor.examination import shortened
@@ -19,13 +20,13 @@ from xpyd_connector.core.doctor.finding import Finding
 from xpyd_connector.core.doctor.router_times import diagnose_router
 from xpyd_connector.core.ids import Address
 from xpyd_connector.core.messages import Fingerprint
-from xpyd_connector.errors import ConnectorError, SettingsError
+from xpyd_connector.errors import ConnectorError, SettingsError, UnreadableCheckpoint
+from xpyd_connector.io.checkpoint_files import WEIGHT_PATTERNS, digest_weights, read_json, weight_files
 from xpyd_connector.settings import HOST_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE, Mode, Settings, read_settings
 
 DEFAULT_PORT: Final = 5690  # of a waiting end; engines begin at 5600
 DEFAULT_BLOCK_BYTES: Final = 32768  # 16 tokens of 4 heads of 128 values of 2 bytes, K and V
 WALL_CLOCK: Final[Callable[[], float]] = time.time  # noqa: TID251 (clocks of machines are compared)
-MOST_CONFIG: Final = 1 << 20  # bytes of a config.json
 LISTEN: Final = "listen"
 
 
@@ -236,16 +237,7 @@ def _parsed(text: str, port: int) -> Address:
 def _shape(args: argparse.Namespace) -> ModelShape | None:
     if not args.model:
         return None
-    path = Path(args.model)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        with path.open("rb") as file:
-            found = json.loads(file.read(MOST_CONFIG))
-    except (OSError, ValueError) as exc:
-        raise SettingsError(f"--model: {path} cannot be read: {exc}") from exc
-    if not isinstance(found, dict):
-        raise SettingsError(f"--model: {path} is no JSON object")
-    return read_shape(cast("dict[str, Any]", found), cache_dtype=args.cache_dtype)
+    return read_shape(_config(args), cache_dtype=args.cache_dtype)
 
 
 def _fingerprint(args: argparse.Namespace, shape: ModelShape | None) -> Fingerprint | None:
@@ -256,7 +248,6 @@ def _fingerprint(args: argparse.Namespace, shape: ModelShape | None) -> Fingerpr
         return None
     return Fingerprint(
         vllm=package_version("vllm"),
-        model=Path(args.model).name,
         dtype=shape.dtype,
         cache_dtype=args.cache_dtype,
         layers=shape.layers,
@@ -265,7 +256,26 @@ def _fingerprint(args: argparse.Namespace, shape: ModelShape | None) -> Fingerpr
         groups="",
         attention="",
         mode=args.mode,
+        config=digest_config(_config(args)),
+        weights=_weights(Path(args.model)),
     )
+
+
+def _config(args: argparse.Namespace) -> dict[str, Any]:
+    path = Path(args.model)
+    try:
+        return read_json(path / "config.json" if path.is_dir() else path)
+    except UnreadableCheckpoint as exc:
+        raise SettingsError(f"--model: {exc}") from exc
+
+
+def _weights(path: Path) -> str:
+    """Return the digest that an engine with these weights states; nothing, if the folder has none."""
+    files = weight_files(path, WEIGHT_PATTERNS) if path.is_dir() else []
+    try:
+        return digest_weights(files) if files else ""
+    except UnreadableCheckpoint as exc:
+        raise SettingsError(f"--model: {exc}") from exc
 
 
 def _say(line: str) -> None:

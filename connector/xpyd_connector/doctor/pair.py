@@ -29,7 +29,7 @@ from xpyd_connector.io.tls import Tls
 from xpyd_connector.settings import Settings
 
 LONGEST_WAIT: Final = 0.2  # s between two looks at NIXL, so that what an earlier partner left is cleared
-NO_MODEL: Final = Fingerprint("", "", "", "", 0, 0, 0, "", "")
+NO_MODEL: Final = Fingerprint("", "", "", 0, 0, 0, "", "")
 
 
 @dataclass(frozen=True, slots=True)

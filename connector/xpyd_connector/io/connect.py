@@ -21,6 +21,7 @@ from xpyd_connector.core.messages import (
     Welcome,
     decode,
     encode,
+    printable,
 )
 from xpyd_connector.core.session.handshake import NONCE_BYTES, ClientConnection, HandshakeClient
 from xpyd_connector.errors import AnotherEngine, IncompatiblePeer, PortClosed, ProtocolViolation, Unreachable
@@ -82,11 +83,14 @@ def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> T
         _send(encrypted, b"", deadline)
     except OSError as exc:  # SSLError is an OSError
         if isinstance(exc, ssl.SSLCertVerificationError):
-            raise IncompatiblePeer(f"the certificate of {peer} is not accepted: {exc.verify_message}") from exc
+            raise IncompatiblePeer(
+                f"the certificate of {peer} is not accepted: {exc.verify_message}", "certificate"
+            ) from exc
         if isinstance(exc, ssl.SSLError):
             raise IncompatiblePeer(
                 f"{peer} does not accept our TLS 1.3 ({exc.reason}): an older engine, another service, or one that "
-                "requires a client certificate (tls_cert)"
+                "requires a client certificate (tls_cert)",
+                "certificate",
             ) from exc
         raise Unreachable(f"no handshake with {peer}: {_reason_of(exc)}") from exc
     return encrypted
@@ -119,7 +123,7 @@ def _authenticate(
     except OSError as exc:
         raise Unreachable(f"no handshake with {peer}: {_reason_of(exc)}") from exc
     except IncompatiblePeer as exc:
-        raise type(exc)(f"{peer} is refused: {exc}") from exc
+        raise type(exc)(f"{peer} is refused: {exc}", exc.cause) from exc
     if isinstance(answer, Welcome):
         return answer
     raise _unexpected(peer, answer)
@@ -127,9 +131,8 @@ def _authenticate(
 
 def _unexpected(peer: Address, answer: Message) -> IncompatiblePeer | ProtocolViolation:
     if isinstance(answer, Refusal):
-        # A peer must not inject control characters into our log.
-        reason = "".join(char if char.isprintable() else "?" for char in answer.reason)
-        return (AnotherEngine if answer.is_another else IncompatiblePeer)(f"{peer} refused: {reason}")
+        refusal = f"{peer} refused: {printable(answer.reason)}"
+        return (AnotherEngine if answer.is_another else IncompatiblePeer)(refusal, answer.cause)
     return ProtocolViolation(f"{peer} answered the handshake with {type(answer).__name__}")
 
 

@@ -272,7 +272,9 @@ class SocketLink:
                 tls, welcome = future.result()
             except PeerError as exc:
                 has_ended = isinstance(exc, AnotherEngine | PortClosed)
-                self._events.append(ConnectFailed(conn, str(exc), isinstance(exc, IncompatiblePeer), has_ended))
+                is_incompatible = isinstance(exc, IncompatiblePeer)
+                cause = exc.cause if isinstance(exc, IncompatiblePeer) else ""
+                self._events.append(ConnectFailed(conn, str(exc), is_incompatible, has_ended, cause))
                 continue
             try:
                 self._unread[conn] = self._add(conn, tls, MAX_FRAME)

@@ -25,9 +25,10 @@ from vllm.v1.request import Request
 from xpyd_connector.core.counters import StatsReport
 from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.settings import remarks
+from xpyd_connector.shell.control_thread import common_fingerprint
 from xpyd_connector.shell.engine_config import WorkerRank, read_engine_config
 from xpyd_connector.shell.engine_waker import find_engine_waker
-from xpyd_connector.shell.fingerprint import fingerprint, info_labels
+from xpyd_connector.shell.fingerprint import fingerprint, info_labels, with_model
 from xpyd_connector.shell.kernel_layout import kernel_layout_of
 from xpyd_connector.shell.metadata import QuarantineMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.network import check_side_channel
@@ -109,7 +110,7 @@ class XpydConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
                 "connector with such a description says, so only one of NixlConnector, XpydConnector and the like "
                 "can be in it"
             )
-        self._scheduler.start(ours)
+        self._scheduler.start(ours, with_model(common_fingerprint(ours), self._vllm_config))
 
     def on_new_request(self, request: Request) -> None:
         """Start to renew the request's lease."""

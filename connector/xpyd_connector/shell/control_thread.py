@@ -68,11 +68,11 @@ class ControlThread:
         self._runner: Runner[ControlPlane] | None = None  # absent before start()
         self._outbox: Outbox[ControlResult] = Outbox(on_news=on_news)
 
-    def start(self, handshakes: Handshakes) -> None:
+    def start(self, handshakes: Handshakes, fingerprint: Fingerprint) -> None:
         """Start the thread, and listen if other engines or our own workers connect to this one."""
         settings, engine_config = self._settings, self._engine_config
         ranks = tuple(each.rank for each in _ordered(handshakes))
-        welcome = Welcome(PROTOCOL, engine_config.engine, _fingerprint(handshakes), ranks)
+        welcome = Welcome(PROTOCOL, engine_config.engine, fingerprint, ranks, settings.kv_lease_duration)
         counters = Counters(are_wanted())
         workers = tuple(hash_of(badge_of(handshake.token)) for handshake in handshakes.values())
         link = open_link(
@@ -92,6 +92,7 @@ class ControlThread:
             link,
             counters,
             handshakes,
+            fingerprint=fingerprint,
             last_turn=lambda: self._last_turn,
             has_numbers=lambda: self._has_loop and (self._outbox.has_report or counters.has_any),
         )
@@ -137,10 +138,15 @@ class ControlThread:
                 )
             else:
                 logger.info("xpyd: the engine's loop turns again: leases are renewed")
+        for engine, reason in control.lease_manager.take_objections():
+            said = (
+                "xpyd: engine %s loads no KV of this engine and computes its prompts itself; of this engine it says: %s"
+            )
+            logger.warning(said, engine, reason)
         self._outbox.put(control.take_results(now=self._clock()), control.counters.take())
 
 
-def _fingerprint(handshakes: Handshakes) -> Fingerprint:
+def common_fingerprint(handshakes: Handshakes) -> Fingerprint:
     """Return the fingerprint of all workers; raises ``UnsupportedCache`` if they differ."""
     found = {handshake.fingerprint for handshake in handshakes.values()}
     if len(found) > 1:
@@ -160,11 +166,12 @@ def _build_control_plane(
     counters: Counters,
     handshakes: Handshakes,
     *,
+    fingerprint: Fingerprint,
     last_turn: Callable[[], float],
     has_numbers: Callable[[], bool] = lambda: False,
 ) -> ControlPlane:
     landing = [each.landing for each in _ordered(handshakes)]
-    peers = PeerTable(link, _fingerprint(handshakes), counters, retry_after=settings.retry_after, ranks=landing)
+    peers = PeerTable(link, fingerprint, counters, retry_after=settings.retry_after, ranks=landing)
     leases = LeaseTable(
         duration=settings.kv_lease_duration,
         extension=settings.lease_extension,

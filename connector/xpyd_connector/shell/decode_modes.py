@@ -22,7 +22,8 @@ from xpyd_connector.core.messages import MAX_ID, LentBlocks
 from xpyd_connector.core.pull.load import LoadOrder
 from xpyd_connector.core.push.decode_scheduler import PushOrder
 from xpyd_connector.core.results import LoadResult
-from xpyd_connector.errors import InvalidKvParams, PromptMismatch
+from xpyd_connector.errors import AdapterMismatch, InvalidKvParams, PromptMismatch
+from xpyd_connector.shell.adapters import ADAPTERS
 from xpyd_connector.shell.engine_config import EngineConfig
 from xpyd_connector.shell.metadata import StepMetadata
 
@@ -78,6 +79,7 @@ class PullDecode:
         if request.abort_immediately:
             return source  # vLLM rejected the request: this stand-in only releases P's blocks (v1/engine/async_llm.py)
         _check(self._engine_config, request)
+        _check_adapter(source, request)
         self._check_blocks(source, request.num_prompt_tokens)
         # Our prompt may be longer: by its last token, behind a state, and by the token that P has made of it
         # (shell/first_token.py). What P has not computed is computed here.
@@ -219,11 +221,29 @@ def _check(engine_config: EngineConfig, request: Request) -> None:
         raise InvalidKvParams("this engine's kv_role is kv_producer, it cannot load KV")
 
 
+def adapter_of(request: Request) -> str | None:
+    """Return the LoRA adapter of a request, by its name and by what it is."""
+    return ADAPTERS.of(request.lora_request) if request.lora_request is not None else None
+
+
+def _check_adapter(source: PullParams, request: Request) -> None:
+    """Raise if the KV was computed with another adapter; the prompt's digest would differ, too, and not say why.
+
+    vLLM's NixlConnector names none.
+    """
+    own = adapter_of(request)
+    if source.xpyd_adapter is not None and source.xpyd_adapter != own:
+        raise AdapterMismatch(
+            f"the offered KV ({source.remote_request_id}) was computed with the adapter {source.xpyd_adapter!r}, the "
+            f"request here has {own!r}; its name and its weights must be equal on both engines"
+        )
+
+
 def digest(request: Request, prompt_tokens: int) -> str | None:
     """Return a digest of all inputs of the KV of so many tokens; None if they have no ids (embeddings)."""
     features = [feature.identifier for feature in request.mm_features]
-    if request.lora_request is not None:
-        features.append(f"lora:{request.lora_request.lora_name}")
+    if (adapter := adapter_of(request)) is not None:
+        features.append(f"lora:{adapter}")
     prompt = request.prompt_token_ids
     tokens = prompt[:prompt_tokens] if prompt is not None else None
     return digest_prompt(tokens, features, request.cache_salt)

@@ -5,7 +5,7 @@ Everything here runs on the engine thread, which owns vLLM's block pool.
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
@@ -14,12 +14,13 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from xpyd_connector.core.counters import LOADED, Counters
+from xpyd_connector.core.counters import CLOCK, LOADED, SECRET, UNREACHABLE, Counters
 from xpyd_connector.core.ids import EngineId, RequestId
 from xpyd_connector.core.lease.kv_params import REFUSALS, PullParams, PushParams, says_push
 from xpyd_connector.core.lease.signatures import Signatures
-from xpyd_connector.core.results import HandshakeEnded, LoadResult
-from xpyd_connector.errors import InvalidKvParams
+from xpyd_connector.core.messages import MAX_ID
+from xpyd_connector.core.results import HandshakeEnded, LoadResult, PeerLost
+from xpyd_connector.errors import AdapterMismatch, ExpiredKvParams, ForgedKvParams, InvalidKvParams, UnsignedKvParams
 from xpyd_connector.settings import Mode
 from xpyd_connector.shell.decode_modes import Clock, DecodeMode, Post, PullDecode, PushDecode, digest
 from xpyd_connector.shell.engine_config import EngineConfig
@@ -29,6 +30,13 @@ logger = init_logger("vllm.xpyd")
 
 MAX_KNOWN = 4096  # engines, each of which restarts under another id; after that they are met as new ones
 MAX_SHARED = 4096  # prompts whose later answers are known to need no load of their own
+
+_CAUSES: Final[Mapping[type[InvalidKvParams], str]] = {
+    UnsignedKvParams: SECRET,
+    ForgedKvParams: SECRET,
+    ExpiredKvParams: CLOCK,
+    AdapterMismatch: "adapter",
+}
 
 Prompt: TypeAlias = tuple[EngineId, RequestId]  # the prefill engine, and its name of the request
 
@@ -67,7 +75,10 @@ class DecodeRequests:
         counters: Counters,
         signatures: Signatures,
         wall_clock: Clock,
+        on_skipped: Callable[[str, str], None] = lambda _request, _cause: None,
     ) -> None:
+        """``on_skipped`` hears of each request whose load does not begin, and why, as metrics name it."""
+        self._on_skipped = on_skipped
         self._post = post
         self._pool = pool
         self._counters = counters
@@ -75,7 +86,9 @@ class DecodeRequests:
         self._loaders: dict[Prompt, Request | None] = {}  # who loads a prompt, or has loaded it (None)
         self._prompts: dict[RequestId, Prompt] = {}  # of the requests that are here
         self._new_objections: list[EngineId] = []  # those since they were last taken
-        self._objections: dict[EngineId, str] = {}  # of each engine that was reached; "" if its KV can be loaded
+        self._differing: dict[EngineId, None] = {}  # engines that were found to differ, oldest first
+        self._mended: list[EngineId] = []  # those of them that do not any more
+        self._met: dict[EngineId, HandshakeEnded] = {}  # of each engine that was reached, whether its KV can be loaded
         self._quarantined: dict[RequestId, _Quarantined] = {}
         self._pull_decode = PullDecode(engine_config, post, signatures, wall_clock)
         self._mode: DecodeMode = self._pull_decode
@@ -91,20 +104,28 @@ class DecodeRequests:
         try:
             source = self._mode_by(params).read(request, params)
         except InvalidKvParams as exc:
-            self._counters.count(REFUSALS[type(exc)])
-            logger.warning("xpyd: %s computes its own prompt: %s", own, exc)
+            self._refuse(own, params, exc)
             return
         if self._shares(request, source):
             return
         engine = source.remote_engine_id
-        objection = self._objections.get(engine)
-        is_met = objection is not None
+        met = self._met.get(engine)
+        is_met = met is not None
         self._remote_prefills[own] = _RemotePrefill(source, is_met)
         self._post(lambda control, now: control.lease_renewer.start_renewing(own, source, now=now))
-        if objection:
-            self._skip_incompatible(own, objection)
+        if met is not None and met.objection:
+            self._skip_incompatible(own, met)
         elif not is_met:
-            self._post(lambda control, _: control.lease_renewer.report_handshake(engine))
+            self._post(lambda control, now: control.lease_renewer.report_handshake(engine, now=now))
+
+    def _refuse(self, own: RequestId, params: Mapping[str, Any], why: InvalidKvParams) -> None:
+        """A request loads nothing. Another secret, or clock, than its engine's concerns every request of both."""
+        self._counters.count(REFUSALS[type(why)])
+        logger.warning("xpyd: %s computes its own prompt: %s", own, why)
+        cause, engine = _CAUSES.get(type(why), "params"), params.get("remote_engine_id")
+        if cause in (SECRET, CLOCK) and isinstance(engine, str) and len(engine) <= MAX_ID:
+            self._counters.count_peer_load(cause, engine, str(why))
+        self._on_skipped(own, cause)
 
     def _mode_by(self, params: Mapping[str, Any]) -> DecodeMode:
         return self._pull_decode if self._chooses and not says_push(params) else self._mode
@@ -151,28 +172,47 @@ class DecodeRequests:
         of an engine that does not answer end so: the workers do not wait for it again.
         """
         if ended.is_final:
-            if len(self._objections) >= MAX_KNOWN:
-                self._objections.clear()
-            if ended.objection and not self._objections.get(ended.engine):
+            if len(self._met) >= MAX_KNOWN:
+                self._met.clear()
+            if ended.objection and ended.engine not in self._differing:
                 self._new_objections.append(ended.engine)
-            self._objections[ended.engine] = ended.objection
+                self._differing[ended.engine] = None
+                if len(self._differing) > MAX_KNOWN:
+                    del self._differing[next(iter(self._differing))]
+            elif not ended.objection and ended.engine in self._differing:
+                del self._differing[ended.engine]
+                self._mended.append(ended.engine)
+            self._met[ended.engine] = ended
         for own, remote_prefill in list(self._remote_prefills.items()):
             if remote_prefill.is_met or remote_prefill.source.remote_engine_id != ended.engine:
                 continue
             remote_prefill.is_met, remote_prefill.failure = True, ended.failure
             if ended.objection:
-                self._skip_incompatible(own, ended.objection)
+                self._skip_incompatible(own, ended)
+
+    def peer_changed(self, news: HandshakeEnded | PeerLost) -> None:
+        """An engine was met, or could not be; or its connection has ended: the next request meets it anew."""
+        if isinstance(news, PeerLost):
+            self._met.pop(news.engine, None)
+        else:
+            self.handshake_ended(news)
 
     def take_incompatible(self) -> list[str]:
         """Return the engines that were found to differ since the last call."""
         found, self._new_objections = self._new_objections, []
         return [str(engine) for engine in found]
 
-    def _skip_incompatible(self, own: RequestId, objection: str) -> None:
+    def take_compatible(self) -> list[str]:
+        """Return the engines that differed, and do not since the last call: started again under the same id."""
+        found, self._mended = self._mended, []
+        return [str(engine) for engine in found]
+
+    def _skip_incompatible(self, own: RequestId, met: HandshakeEnded) -> None:
         source = self._remote_prefills[own].source
         self._release_lease(own)
-        self._counters.count_load("loads_skipped_incompatible", source.remote_engine_id)
-        logger.warning("xpyd: %s computes its own prompt: %s was not met: %s", own, source.address, objection)
+        self._counters.count_load("loads_skipped_incompatible", source.remote_engine_id, met.objection, cause=met.cause)
+        self._on_skipped(own, met.cause or "refused")
+        logger.warning("xpyd: %s computes its own prompt: %s was not met: %s", own, source.address, met.objection)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous.
@@ -210,8 +250,9 @@ class DecodeRequests:
             return
         remote_prefill.loading = True  # it ends in loads_ended()
         if remote_prefill.failure:
-            self._counters.count_load("loads_failed_handshake", remote_prefill.source.remote_engine_id)
             failure = f"{remote_prefill.source.address} was not met: {remote_prefill.failure}"
+            self._counters.count_load("loads_failed_handshake", remote_prefill.source.remote_engine_id, failure)
+            self._on_skipped(own, UNREACHABLE)
             logger.warning("xpyd: the load of %s failed: %s", own, failure)
             self._mode.arrived.append(LoadResult(own, failure))
             engine = remote_prefill.source.remote_engine_id
@@ -245,7 +286,8 @@ class DecodeRequests:
                 if request in failed:
                     self._loads_nothing(own)
                     if remote_prefill.is_compared:  # everything was written, so a rank has found it wrong
-                        self._counters.count_load("loads_failed_wrong_kv", source.remote_engine_id)
+                        why = "a sampled block was not what the prefill engine had computed"
+                        self._counters.count_load("loads_failed_wrong_kv", source.remote_engine_id, why)
                 elif isinstance(source, PullParams):
                     self._counters.count_peer_load(LOADED, source.remote_engine_id)
                 elif remote_prefill.is_compared:

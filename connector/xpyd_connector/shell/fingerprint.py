@@ -1,28 +1,42 @@
 """The properties that two engines must share for interchangeable KV: for the handshake, and as a hash for routers."""
 
 import hashlib
-from typing import Any
 
 import msgspec
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.logger import init_logger
 
 from xpyd_connector.core.layout.cache_groups import CacheGroup
 from xpyd_connector.core.messages import PROTOCOL, Fingerprint
 from xpyd_connector.settings import Mode, Settings, read_settings
 from xpyd_connector.shell.engine_config import EngineConfig
+from xpyd_connector.shell.model_identity import NONE, identify, is_read
 from xpyd_connector.shell.vllm_versions import VLLM_VERSION
 
-NONE = "none"
+logger = init_logger("vllm.xpyd")
 
 
 def fingerprint(config: VllmConfig, settings: Settings, engine_config: EngineConfig) -> Fingerprint:
-    """Return the fingerprint that peers compare. Call it when the layers exist: they know the attention backend."""
+    """Return a worker's fingerprint. Call it when the layers exist: they know the attention backend."""
     return msgspec.structs.replace(
         _from_config(config, settings.mode),
         groups=", ".join(_kind(group) for group in engine_config.groups),
         attention=",".join(sorted({backend.get_name() for backend in get_current_attn_backends(config)})),
     )
+
+
+def with_model(workers: Fingerprint, config: VllmConfig) -> Fingerprint:
+    """Return the fingerprint that peers compare: that of the workers, and what the model is.
+
+    Call it when the model is loaded: from then on it does not matter what becomes of its files.
+    """
+    identity = identify(config.model_config, config.load_config)
+    if is_read(identity.weights):
+        logger.info("xpyd: the model has the weights %s, whatever it is called", identity.weights)
+    else:
+        logger.warning("xpyd: the model is known by its name and place alone: its weights are %s", identity.weights)
+    return msgspec.structs.replace(workers, draft_model=_draft_model(config), **identity._asdict())
 
 
 def info_labels(config: VllmConfig) -> dict[str, str]:
@@ -32,7 +46,8 @@ def info_labels(config: VllmConfig) -> dict[str, str]:
     between P and D (tensor parallelism, block size, cache size). The handshake compares more.
     """
     mode = read_settings(config.kv_transfer_config.kv_connector_extra_config, {}).mode
-    known = PROTOCOL, *msgspec.structs.astuple(_from_config(config, mode))
+    identity = identify(config.model_config, config.load_config)
+    known = PROTOCOL, *msgspec.structs.astuple(_from_config(config, mode)), _draft_model(config), *identity
     digest = hashlib.sha256(msgspec.msgpack.encode(known)).hexdigest()
     return {"protocol": str(PROTOCOL), "fingerprint": digest[:16], "mode": mode.value}
 
@@ -41,7 +56,6 @@ def _from_config(config: VllmConfig, mode: Mode) -> Fingerprint:
     model = config.model_config
     return Fingerprint(
         vllm=VLLM_VERSION,
-        model=model.model,
         dtype=str(model.dtype),
         cache_dtype=str(config.cache_config.cache_dtype),
         layers=model.get_total_num_hidden_layers(),
@@ -50,21 +64,9 @@ def _from_config(config: VllmConfig, mode: Mode) -> Fingerprint:
         groups="",
         attention="",
         mode=mode.value,
-        revision=_revision(model),
         code_revision=model.code_revision or NONE,
         quantization=str(model.quantization or NONE),
-        draft_model=_draft_model(config),
     )
-
-
-def _revision(model: Any) -> str:
-    """Return the commit of a model's weights; for a local path, the configured revision.
-
-    vLLM 0.32 keeps the configured revision, with the commit in ``resolved`` if the hub was reachable
-    (``transformers_utils/repo_utils.py``); transformers knows the commit of files from its cache.
-    """
-    commit = getattr(model.revision, "resolved", None) or getattr(model.hf_config, "_commit_hash", None)
-    return str(commit or model.revision or NONE)
 
 
 def _draft_model(config: VllmConfig) -> str:
@@ -78,14 +80,16 @@ def _draft_model(config: VllmConfig) -> str:
         return NONE
     draft = speculative.draft_model_config
     layers = getattr(draft.hf_config, "eagle_aux_hidden_state_layer_ids", None) or ()
+    identity = identify(draft, config.load_config)
     details = {
-        "revision": _revision(draft),
+        "config": identity.config,
+        "weights": identity.weights,
         "code revision": draft.code_revision or NONE,
         "cache dtype": str(speculative.kv_cache_dtype or config.cache_config.cache_dtype),
         "layers": " ".join(map(str, layers)) or NONE,
         "parallel": str(speculative.parallel_drafting).lower(),
     }
-    return f"{speculative.method} {draft.model} ({', '.join(f'{name} {value}' for name, value in details.items())})"
+    return f"{speculative.method} ({', '.join(f'{name} {value}' for name, value in details.items())})"
 
 
 def _kind(group: CacheGroup) -> str:

@@ -25,7 +25,7 @@ from xpyd_connector.core.verify.sampling import SampledBlock, Sampling
 from xpyd_connector.errors import InvalidKvParams
 from xpyd_connector.settings import Granularity, Mode
 from xpyd_connector.shell.block_shortage import BlockShortage
-from xpyd_connector.shell.decode_modes import BlockTables, Clock, ControlCommand, Post, digest
+from xpyd_connector.shell.decode_modes import BlockTables, Clock, ControlCommand, Post, adapter_of, digest
 from xpyd_connector.shell.engine_config import EngineConfig
 from xpyd_connector.shell.held_blocks import HeldBlocks
 from xpyd_connector.shell.push_progress import PushProgress
@@ -292,6 +292,7 @@ class PrefillRequests:
             pp_size=self._engine_config.stages,
             transfer_mode=(Mode.PUSH if is_pushed else Mode.PULL).value,
             xpyd_prompt=digest(request, request.num_prompt_tokens),
+            xpyd_adapter=adapter_of(request),
             transfer_id=name if is_pushed else None,
             xpyd_block_sizes=tuple(1 if group.state else group.block_size for group in self._engine_config.groups),
             xpyd_expires_at=ceil(self._wall_clock() + self._settings.kv_lease_duration),

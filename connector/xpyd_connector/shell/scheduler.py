@@ -18,7 +18,8 @@ from xpyd_connector.core.cached_prefix.prefill_scheduler import SearchEnded
 from xpyd_connector.core.counters import Counters, StatsReport, merge
 from xpyd_connector.core.lease.lease_table import LeaseEnded
 from xpyd_connector.core.lease.signatures import Signatures
-from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult, NumbersDue
+from xpyd_connector.core.messages import Fingerprint
+from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult, NumbersDue, PeerLost
 from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.shell.cached_prefixes import CachedPrefixes
 from xpyd_connector.shell.control_thread import ControlThread, Handshakes
@@ -80,6 +81,7 @@ class XpydConnectorScheduler:
             counters=self._counters,
             signatures=signatures,
             wall_clock=clock,
+            on_skipped=self._notes.load_skipped,
         )
         self._returned = ReturnedPrefixes(engine_config, self._decodes, self._control.post, self._counters)
         self._cached = CachedPrefixes(
@@ -92,9 +94,9 @@ class XpydConnectorScheduler:
         """Keep vLLM's block pool."""
         self._pool = pool
 
-    def start(self, handshakes: Handshakes) -> None:
-        """Start the control thread: the workers have registered their memory."""
-        self._control.start(handshakes)
+    def start(self, handshakes: Handshakes, fingerprint: Fingerprint) -> None:
+        """Start the control thread: the workers have registered their memory. Peers compare the ``fingerprint``."""
+        self._control.start(handshakes, fingerprint)
 
     def stop(self) -> None:
         """End the control thread and close the listener."""
@@ -198,8 +200,8 @@ class XpydConnectorScheduler:
                     self._decodes.push_ended(result, is_live=result.request in self._live)
                 case BlocksReleased(request):
                     self._decodes.update_quarantine(QuarantineMetadata(released=[request]))
-                case HandshakeEnded():
-                    self._decodes.handshake_ended(result)
+                case HandshakeEnded() | PeerLost():
+                    self._decodes.peer_changed(result)
                 case LeaseLost(request):
                     self._decodes.lease_lost(request)
                 case SearchEnded():
@@ -221,7 +223,9 @@ class XpydConnectorScheduler:
         """Return the numbers since the last call; gauges only if they have changed."""
         gauges = {**self._prefills.gauges, **self._decodes.gauges}
         changed = StatsReport(
-            gauges=gauges if gauges != self._gauges else {}, incompatible=self._decodes.take_incompatible()
+            gauges=gauges if gauges != self._gauges else {},
+            incompatible=self._decodes.take_incompatible(),
+            compatible=self._decodes.take_compatible(),
         )
         self._gauges = gauges
         report = merge([self._control.take_report(), self._counters.take(), changed])

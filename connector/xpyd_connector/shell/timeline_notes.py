@@ -103,6 +103,11 @@ class TimelineNotes:
         else:
             self._counters.note(request, TimelineStep.LOAD_FAILED if has_failed else TimelineStep.LOADED, self._clock())
 
+    def load_skipped(self, request: str, cause: str) -> None:
+        """Nothing is loaded for a request, which computes its own prompt."""
+        if request in self._computing:
+            self._counters.note(request, TimelineStep.LOAD_FAILED, self._clock(), note=cause)
+
     def loads_reported(self, requests: Iterable[str], failed: Container[str] = ()) -> None:
         """The workers have reported the end of these requests' loads to vLLM."""
         for request in self._comparing.intersection(requests) if self._comparing else ():

@@ -39,4 +39,4 @@ async def show_timeline(name: str = Path(min_length=20, max_length=128, pattern=
 
 
 def _shown(engine: int, event: TimelineEvent) -> dict[str, object]:
-    return {"step": event.step.value, "at": event.at, "count": event.count, "rank": engine}
+    return {"step": event.step.value, "at": event.at, "count": event.count, "rank": engine, "note": event.note}

@@ -19,6 +19,7 @@ TIMELINES: Final = TimelineStore()  # of this process, where it is an API server
 PEERS_MOST = 64  # refused engines that are shown: each restarts under another id
 INFO = "Labels that a router compares before it pairs two engines, and the id by which peers know this one."
 PEER_LOADS = "Loads by prefill engine and by how they ended, of those engines of which one has failed."
+PEER_FAILURE = "Why the latest load from a prefill engine failed, until one has not."
 INCOMPATIBLE = "A prefill engine that differs, by its engine_id: this engine computes its prompts itself."
 
 
@@ -95,6 +96,13 @@ class XpydPromMetrics(KVConnectorPromMetrics):
         )
         self._refused: dict[tuple[str, ...], None] = {}
         self._peer_loads = self._counter_cls("vllm:xpyd_peer_loads", PEER_LOADS, [*self._labelnames, "peer", "outcome"])
+        self._peer_failure = self._gauge_cls(
+            "vllm:xpyd_peer_failure",
+            PEER_FAILURE,
+            [*self._labelnames, "peer", "outcome", "reason"],
+            multiprocess_mode="mostrecent",
+        )
+        self._failures: dict[tuple[str, ...], tuple[str, str]] = {}  # as shown, by the labels of an engine
         self._failing: dict[tuple[str, ...], set[str]] = {}  # the outcomes shown, by the labels of an engine
         self._peer_rates = PeerRates(self._counter_cls, self._labelnames)
         labels = [*self._labelnames, *info]
@@ -112,8 +120,12 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             self._gauges[name][engine_idx].set(gauge)
         for peer in report.incompatible:
             self._show_refused(*self.per_engine_labelvalues[engine_idx], peer)
+        for peer in report.compatible:
+            self._show_accepted(*self.per_engine_labelvalues[engine_idx], peer)
         for peer, loads in report.peer_loads.items():
-            self._count_peer_loads((*self.per_engine_labelvalues[engine_idx], peer), loads)
+            labels = *self.per_engine_labelvalues[engine_idx], peer
+            self._count_peer_loads(labels, loads)
+            self._show_failure(labels, report.failures.get(peer), has_loaded=LOADED in loads)
         TIMELINES.add(engine_idx, report.events)
         for sample in report.transfers:
             self._counters["bytes_transferred"][engine_idx].inc(sample.bytes)
@@ -131,6 +143,14 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             del self._refused[first]
             self._incompatible.remove(*first)
 
+    def _show_accepted(self, *labels: str) -> None:
+        """Show no longer that an engine differs."""
+        if labels in self._refused:
+            del self._refused[labels]
+            self._incompatible.labels(*labels).set(0)
+            if isinstance(self._incompatible, Gauge):
+                self._incompatible.remove(*labels)
+
     def _count_peer_loads(self, labels: tuple[str, ...], loads: Mapping[str, int]) -> None:
         """Count the loads of an engine from its first failure on, and no longer of the one that failed long ago."""
         has_failed = not loads.keys() <= {LOADED}
@@ -145,6 +165,27 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             first = next(iter(self._failing))
             for outcome in self._failing.pop(first):
                 self._peer_loads.remove(*first, outcome)
+
+    def _show_failure(self, labels: tuple[str, ...], failure: tuple[str, str] | None, *, has_loaded: bool) -> None:
+        """Show the latest failure in the place of the one before; none, after a load that has not failed."""
+        if failure is None and not has_loaded:
+            return
+        if (before := self._failures.get(labels)) == failure:
+            return
+        if before is not None:
+            self._hide_failure(labels)
+        if failure is not None:
+            self._failures[labels] = failure
+            self._peer_failure.labels(*labels, *failure).set(1)
+        if len(self._failures) > PEERS_MOST:
+            self._hide_failure(next(iter(self._failures)))
+
+    def _hide_failure(self, labels: tuple[str, ...]) -> None:
+        """Show a failure no longer. Where processes share their metrics, and with Ray, no label can be forgotten."""
+        shown = *labels, *self._failures.pop(labels)
+        self._peer_failure.labels(*shown).set(0)
+        if isinstance(self._peer_failure, Gauge):
+            self._peer_failure.remove(*shown)
 
     def _make(self, kind: Any, name: str, text: str, **options: Any) -> Any:
         cls = {Counter: self._counter_cls, Gauge: self._gauge_cls, Histogram: self._histogram_cls}[kind]

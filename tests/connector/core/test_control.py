@@ -2,15 +2,15 @@
 
 import pytest
 
-from support.engines import LEASE, World
+from support.engines import FINGERPRINT, LEASE, World, changed
 from support.push_engines import PushWorld, right_bytes
 from support.staging_world import StagingWorld
 from xpyd_connector.core.control import PUBLISH_AFTER, ControlPlane
 from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent
-from xpyd_connector.core.messages import RenewLeases
+from xpyd_connector.core.messages import Objection, RenewLeases
 from xpyd_connector.core.ports import MessageReceived
-from xpyd_connector.core.results import NumbersDue
+from xpyd_connector.core.results import NumbersDue, PeerObjects
 
 
 @pytest.fixture
@@ -59,6 +59,28 @@ def test_an_unknown_connection_belongs_to_the_prefill_role(world):
     world.d.control.on(MessageReceived(ConnId(77), RenewLeases((RequestId("d-x"),))), now=1.0)
 
     assert world.d.leases._leases[RequestId("d-x")].holder == 77
+
+
+def test_both_engines_hear_why_they_share_nothing():
+    """The operator of either reads one sentence with both values, and learns which of the two has the new weights."""
+    world = World(d={"fingerprint": changed(FINGERPRINT, weights="w1")})
+    world.start_renewing(world.lend())
+    world.run()
+
+    sentence = (
+        "it serves another model, or another revision of it: its weights are 'w0', ours are 'w1'; they must be equal"
+    )
+    assert world.d.peers.get("p0").reason == sentence
+    assert world.p.control.lease_manager.take_objections() == [PeerObjects("d0", sentence)]
+    assert world.p.control.lease_manager.take_objections() == []
+    assert world.p.counters.take().counters["objections"] == 1
+
+
+def test_an_objection_cannot_forge_lines_of_the_log(world):
+    """It comes from another process."""
+    world.p.control.on(MessageReceived(ConnId(77), Objection("a\nWARNING b")), now=0.0)
+
+    assert [each.reason for each in world.p.control.lease_manager.take_objections()] == ["a?WARNING b"]
 
 
 def test_numbers_alone_have_the_engine_step_after_a_second(world):

@@ -11,11 +11,13 @@ from xpyd_connector.core.counters import (
     EVENTS_DROPPED,
     GAUGES,
     LOAD_OUTCOMES,
+    MOST_REASON,
     Counters,
     ForwardingCounters,
     StatsReport,
     TransferSample,
     merge,
+    shown_reason,
 )
 from xpyd_connector.core.lease.kv_params import REFUSALS
 from xpyd_connector.core.lease.prefill_scheduler import _COUNTER
@@ -115,6 +117,31 @@ def test_loads_are_counted_by_prefill_engine_too():
         "loads": 1, "loads_failed_timeout": 2, "loads_aborted": 1, "loads_skipped_incompatible": 1,
     }  # fmt: skip
     assert not counters.take()
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "outcome"),
+    [
+        ("loads_skipped_incompatible", "secret", "secret"), ("loads_failed_handshake", "certificate", "certificate"),
+        ("loads_failed_handshake", "", "handshake"), ("loads_failed_transfer", "secret", "transfer"),
+    ],
+)  # fmt: skip
+def test_engines_that_have_not_met_are_counted_by_the_cause(name, cause, outcome):
+    """Another secret and another model are mended in different ways; neither shows in an answer."""
+    counters = Counters()
+    counters.count_load(name, "p", "it was not met", cause=cause)
+    report = counters.take()
+
+    assert (report.counters, report.peer_loads) == ({name: 1}, {"p": {outcome: 1}})
+    assert report.failures == {"p": (outcome, "it was not met")}
+    assert merge([report, StatsReport(failures={"p": ("lease", "late")})]).failures == {"p": ("lease", "late")}
+    assert not counters.take().failures
+
+
+def test_a_reason_is_a_label_that_needs_no_escapes():
+    """A router reads it as bytes; the words may be another engine's."""
+    assert shown_reason('a "b" c\\d\n\u00e9') == "a 'b' c/d??"
+    assert len(shown_reason("x" * 9999)) == MOST_REASON
 
 
 def test_loads_by_prefill_engine_add_up():

@@ -117,6 +117,7 @@ def test_another_secret_is_refused_with_the_reason(net, ours, theirs):
 
     assert failed.conn == conn
     assert "XPYD_CONNECTOR_SECRET" in failed.reason
+    assert (failed.is_incompatible, failed.cause) == (True, "secret")
     assert net.idle(p) == []
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from support.adapters import write_adapter
 from support.cluster import free_ports, wait_until
 from support.engines import FINGERPRINT, changed, rank_info
 
@@ -20,7 +21,7 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import RequestStatus
 
-    from xpyd_connector.shell.control_thread import _fingerprint
+    from xpyd_connector.shell.control_thread import common_fingerprint
     from xpyd_connector.shell.engine_config import EngineConfig
     from xpyd_connector.shell.engine_waker import EngineWaker
     from xpyd_connector.shell.held_blocks import HeldBlocks
@@ -36,7 +37,7 @@ from xpyd_connector.core.lease.kv_params import PullParams, digest_prompt, parse
 from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent
 from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.messages import MAX_ID, LentBlocks, RankSums
-from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadChecks, LoadResult
+from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadChecks, LoadResult, PeerLost
 from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.settings import Granularity, Mode, Settings
 
@@ -76,7 +77,7 @@ class Engine:
         self.side = XpydConnectorScheduler(engine_config, settings, EngineWaker(input_queue), clock, lambda: self.now)
         self.side.bind_block_pool(self.pool)
         self.port, memory = engine_config.address.port, rank_info(name, width=width)
-        self.side.start({0: RankHandshake(memory, memory, FINGERPRINT, b"token")})
+        self.side.start({0: RankHandshake(memory, memory, FINGERPRINT, b"token")}, FINGERPRINT)
         self.side._decodes.handshake_ended(HandshakeEnded(EngineId("p0")))  # it was met by an earlier request
 
     def request(
@@ -179,6 +180,20 @@ def test_an_incompatible_prefill_engine_costs_a_local_prefill(engine):
     assert engine.side.matched_tokens(engine.arrive(name="d-c"), 0) == (9, True)
 
 
+def test_an_engine_that_starts_again_under_its_id_is_met_anew(engine):
+    """An operator may have given it the id, and other weights since: once refused it was refused for ever."""
+    engine.arrive(remote_engine_id="p1")
+    engine.side._decodes.peer_changed(HandshakeEnded(EngineId("p1"), "its weights are 'a', ours are 'b'"))
+    assert engine.side.stats().data["incompatible"] == ["p1"]
+    engine.side._decodes.peer_changed(PeerLost(EngineId("p1")))
+    later = engine.arrive(remote_engine_id="p1", name="d-b")
+    assert engine.side.matched_tokens(later, 0) == (None, False)
+    engine.side._decodes.peer_changed(HandshakeEnded(EngineId("p1")))
+
+    assert engine.side.matched_tokens(later, 0) == (9, True)
+    assert engine.side.stats().data["compatible"] == ["p1"]
+
+
 def test_an_engine_that_refuses_us_costs_a_local_prefill_and_is_met_again(engine):
     """Secrets change while it runs, and what it refuses now it may take later."""
     request = engine.arrive(remote_engine_id="p1")
@@ -225,10 +240,10 @@ def test_pipeline_stages_with_other_attention_backends_are_refused():
         stage: RankHandshake(memory, memory, changed(FINGERPRINT, attention=name)) for stage, name in enumerate("AAB")
     }
     with pytest.raises(UnsupportedCache, match=r"different attention backends \(A and B\)"):
-        _fingerprint(stages)
+        common_fingerprint(stages)
     del stages[2]
 
-    assert _fingerprint(stages).attention == "A"
+    assert common_fingerprint(stages).attention == "A"
 
 
 def test_the_control_thread_reports_a_handshake():
@@ -318,7 +333,7 @@ def test_an_answer_does_not_wait_for_one_that_loads_nothing(engine, end):
     elif end == "lease lost":
         engine.side._decodes.lease_lost(RequestId("d-a"))
     else:
-        engine.side._decodes._skip_incompatible(RequestId("d-a"), "another model")
+        engine.side._decodes._skip_incompatible(RequestId("d-a"), HandshakeEnded(EngineId("p0"), "another model"))
 
     assert engine.side.matched_tokens(second, 0) == (0, False)
     assert engine.orders() == []
@@ -342,12 +357,36 @@ def test_a_prompt_whose_load_failed_is_loaded_by_the_next_request_for_it(engine)
     assert engine.side.matched_tokens(engine.arrive(name="d-d"), 0) == (None, False)  # it waits for the third
 
 
+def lora(folder, name="an adapter"):
+    return SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=str(folder))
+
+
+def test_an_adapter_with_other_weights_is_another_adapter(engine, tmp_path):
+    """Under one name at both engines: a sentence and a counter of its own, and the prompt is computed here."""
+    p, d = (write_adapter(tmp_path / name, seed=seed) for name, seed in (("p", 1), ("d", 2)))
+    params = dict.fromkeys(("same", "other"))
+    for which, folder in (("same", d), ("other", p)):
+        prefill = engine.request({"do_remote_decode": True}, name=f"p-{which}")
+        prefill.lora_request = lora(folder)
+        blocks = [block.block_id for block in engine.pool.get_new_blocks(3)]
+        params[which] = engine.side.finished(prefill, (blocks,)) | {"remote_engine_id": "p0"}
+    matched = {}
+    for which, offered in params.items():
+        request = engine.request(offered, name=f"d-{which}")
+        request.lora_request = lora(d)
+        engine.side.on_new_request(request)
+        matched[which] = engine.side.matched_tokens(request, 0)
+
+    assert matched == {"same": (9, True), "other": (0, False)}
+    assert counters(engine)["kv_params_other_adapter"] == 1
+
+
 @pytest.mark.parametrize("changes", [{"mm_features": ["an image"]}, {"lora": "an adapter"}, {"cache_salt": "salt"}])
 def test_the_same_tokens_with_other_inputs_are_another_prompt(engine, changes):
     """Their KV is another one: it is not loaded, and the prompt is computed here."""
     request = engine.request(offer().to_params())
     request.mm_features = [SimpleNamespace(identifier=each) for each in changes.get("mm_features", ())]
-    request.lora_request = SimpleNamespace(lora_name=changes["lora"]) if "lora" in changes else None
+    request.lora_request = lora("/nowhere", changes["lora"]) if "lora" in changes else None
     request.cache_salt = changes.get("cache_salt")
     engine.side.on_new_request(request)
 
@@ -1416,14 +1455,30 @@ def test_a_prefill_engine_that_cannot_be_reached_or_refuses_is_named(engine):
     """The router learns it from the metrics: the text is right, whoever has computed the prompt."""
     for peer in ("p1", "p2"):
         request = engine.arrive(name=f"d-{peer}", remote_engine_id=peer)
-        ended = {"failure": "timed out"} if peer == "p1" else {"objection": "another secret"}
+        ended = {"failure": "timed out"} if peer == "p1" else {"objection": "another secret", "cause": "secret"}
         engine.side._decodes.handshake_ended(HandshakeEnded(EngineId(peer), is_final=False, **ended))
         if peer == "p1":
             engine.allocate(request, 10)
     engine.side.step(IDLE)
     engine.side.after_step(KVConnectorOutput(finished_recving={"d-p1"}, failed_recving={"d-p1"}))
 
-    assert peer_loads(engine) == {"p1": {"handshake": 1}, "p2": {"refused": 1}}
+    report = engine.side.stats().data
+    assert report["peer_loads"] == {"p1": {"handshake": 1}, "p2": {"secret": 1}}
+    assert report["failures"]["p2"] == ("secret", "another secret")
+    assert "timed out" in report["failures"]["p1"][1]
+
+
+def test_an_engine_with_another_secret_is_named_by_its_offers(monkeypatch):
+    """They are refused before it is met: nothing but D's log said why not one byte moved."""
+    monkeypatch.setenv("VLLM_PLUGINS", "xpyd,xpyd_timelines")
+    engine = Engine(secrets=(SECRET,))
+    engine.side.on_new_request(engine.request(offer().to_params() | {"do_remote_prefill": True}))
+    report = engine.side.stats().data
+    engine.side.stop()
+
+    assert report["peer_loads"] == {"p0": {"secret": 1}}
+    assert "XPYD_CONNECTOR_SECRET is set here" in report["failures"]["p0"][1]
+    assert [event[4] for event in report["events"] if event[1] == "load_failed"] == ["secret"]
 
 
 def test_blocks_of_a_sampled_prefill_are_ordered_from_the_workers_and_their_sums_reach_the_lease():

@@ -153,6 +153,46 @@ def test_loads_are_shown_by_prefill_engine_from_its_first_failure_on(metrics):
     assert peer_loads("q", "loaded", "1") is None
 
 
+def test_an_engine_that_started_again_under_its_id_is_shown_as_refused_no_more(metrics):
+    """A router keeps two engines apart for as long as one shows it; ids may be an operator's."""
+    labels = {"model_name": "m", "engine": "0", "peer": "p"}
+    metrics.observe(XpydStats.of(StatsReport(incompatible=["p"])).data)
+    assert REGISTRY.get_sample_value("vllm:xpyd_incompatible_peer", labels) == 1
+    metrics.observe(XpydStats.of(StatsReport(compatible=["p", "q"])).data)
+
+    assert REGISTRY.get_sample_value("vllm:xpyd_incompatible_peer", labels) is None
+
+
+def peer_failure(peer, outcome, reason, engine="0"):
+    labels = {"model_name": "m", "engine": engine, "peer": peer, "outcome": outcome, "reason": reason}
+    return REGISTRY.get_sample_value("vllm:xpyd_peer_failure", labels)
+
+
+def test_the_reason_of_the_latest_failure_is_shown_until_a_load_has_not_failed(metrics):
+    """A router reads there what no answer tells."""
+    report = StatsReport(peer_loads={"p": {"secret": 1}}, failures={"p": ("secret", "no proof")})
+    metrics.observe(XpydStats.of(report).data)
+    assert peer_failure("p", "secret", "no proof") == 1
+    report = StatsReport(peer_loads={"p": {"timeout": 1}}, failures={"p": ("timeout", "late")})
+    metrics.observe(XpydStats.of(report).data)
+    assert (peer_failure("p", "secret", "no proof"), peer_failure("p", "timeout", "late")) == (None, 1)
+    metrics.observe(XpydStats.of(StatsReport({"leases_granted": 1})).data)
+    assert peer_failure("p", "timeout", "late") == 1
+    metrics.observe(XpydStats.of(StatsReport(peer_loads={"p": {"loaded": 1}})).data)
+
+    assert peer_failure("p", "timeout", "late") is None
+
+
+def test_reasons_are_shown_of_few_engines(metrics):
+    """Each restarts under another id."""
+    for number in range(PEERS_MOST + 1):
+        name = f"p{number}"
+        report = StatsReport(peer_loads={name: {"secret": 1}}, failures={name: ("secret", "no proof")})
+        metrics.observe(XpydStats.of(report).data)
+
+    assert (peer_failure("p0", "secret", "no proof"), peer_failure("p1", "secret", "no proof")) == (None, 1)
+
+
 def test_prefill_engines_that_failed_long_ago_are_shown_no_more(metrics):
     """Each restarts under another id."""
     for number in range(PEERS_MOST + 1):

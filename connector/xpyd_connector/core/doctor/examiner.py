@@ -41,7 +41,6 @@ from xpyd_connector.errors import ConnectorError, ProtocolViolation, TransferErr
 
 CLOCK_PROBES: Final = 8  # of which the one with the shortest way counts
 ROUNDS: Final = 2  # of the four measurements
-NO_MODEL: Final = ""  # the model of an end that was given none
 
 
 class _AskClock(NamedTuple):
@@ -138,7 +137,7 @@ class Examiner:
         return self._deadline
 
     def _met(self, conn: ConnId, welcome: Welcome, now: float) -> None:
-        if welcome.fingerprint.model != NO_MODEL:
+        if welcome.fingerprint.layers:  # none: it was given no model
             self.facts.model_there = welcome.fingerprint
         if len(welcome.ranks) != 1:
             raise ProtocolViolation(f"an end of {len(welcome.ranks)} memories")

@@ -13,13 +13,23 @@ from typing import Final, TypeAlias
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import ConnId, EngineId, RequestId
 from xpyd_connector.core.lease.kv_params import PullParams, PushParams
-from xpyd_connector.core.messages import MAX_IDS, DropLeases, HeartbeatReply, LeasesLost, ReadsStarted, RenewLeases
+from xpyd_connector.core.messages import (
+    MAX_IDS,
+    MAX_REASON,
+    DropLeases,
+    HeartbeatReply,
+    LeasesLost,
+    Objection,
+    ReadsStarted,
+    RenewLeases,
+)
 from xpyd_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived
-from xpyd_connector.core.results import HandshakeEnded, LeaseLost
+from xpyd_connector.core.results import HandshakeEnded, LeaseLost, PeerLost
 from xpyd_connector.core.session.peers import Peer, PeerState, PeerTable
 
 RequestSet = dict[RequestId, None]  # a set that keeps its order
 Params: TypeAlias = PullParams | PushParams
+BEATS: Final = 6  # in the duration of a lease, of which a renewal adds two thirds: three may be lost
 _LISTENS: Final = (PeerState.CONNECTED, PeerState.INCOMPATIBLE)  # P takes leases back in either state
 
 
@@ -32,6 +42,7 @@ class _EngineLeases:
     loading: RequestSet = field(default_factory=RequestSet)  # our ids of those whose load is queued or running
     to_drop: dict[RequestId, bool] = field(default_factory=dict[RequestId, bool])  # whether they were to be read
     to_read: RequestSet = field(default_factory=RequestSet)
+    beat_at: float = inf  # when the next heartbeat is due
 
     def is_pulled(self, remote: RequestId) -> bool:
         """Whether one of P's requests was offered to be read."""
@@ -89,10 +100,10 @@ class LeaseRenewer:
         self._last_turn = last_turn
         self._leases_by_engine: dict[EngineId, _EngineLeases] = {}
         self._pending: dict[EngineId, None] = {}  # engines that get a message in this turn
-        self._next_beat: float | None = None  # absent while there is nothing to renew
         self._lost: list[LeaseLost] = []
         self._awaited: set[EngineId] = set()  # engines whose handshake is to be reported
         self._handshakes: list[HandshakeEnded] = []
+        self._lost_peers: list[PeerLost] = []
         self.is_withholding = False  # renews nothing, because the engine's loop hangs
 
     def __len__(self) -> int:
@@ -100,17 +111,22 @@ class LeaseRenewer:
 
     def start_renewing(self, request: RequestId, params: Params, *, now: float) -> None:
         """Start renewing the lease of a request that has arrived here."""
-        self._leases_by_engine.setdefault(params.remote_engine_id, _EngineLeases()).add(request, params)
-        peer = self._peers.ensure_connected(params.remote_engine_id, params.address, now=now)
+        leases = self._leases_by_engine.setdefault(params.remote_engine_id, _EngineLeases())
+        leases.add(request, params)
+        peer = self._peers.ensure_connected(params.remote_engine_id, params.address, now=now, is_offer=True)
         if peer.state is PeerState.CONNECTED:
-            self._renew(peer, self._leases_by_engine[peer.engine], (params.remote_request_id,), now)
-        if self._next_beat is None:
-            self._next_beat = now + self._interval
+            self._renew(peer, leases, (params.remote_request_id,), now)
+        leases.beat_at = min(leases.beat_at, now + self._interval_of(peer))
 
-    def report_handshake(self, engine: EngineId) -> None:
+    def report_handshake(self, engine: EngineId, *, now: float) -> None:
         """Report the end of an engine's handshake, which :meth:`start_renewing` has begun, also if it has ended."""
         self._awaited.add(engine)
-        self._report(self._peers.get(engine))
+        self._report(self._peers.get(engine), now)
+
+    def take_lost_peers(self) -> list[PeerLost]:
+        """Return the engines whose connections have ended since the last call."""
+        lost, self._lost_peers = self._lost_peers, []
+        return lost
 
     def stop_renewing(self, request: RequestId, engine: EngineId) -> None:
         """Stop renewing: the worker has ended its read and P knows."""
@@ -173,14 +189,31 @@ class LeaseRenewer:
         """Say what is to be said, and send the heartbeats that are due; return when the next one is."""
         self._send_pending()
         self._peers.forget_refused(self._leases_by_engine, now=now)
+        patience_ends = self._lose_patience(now)
         if not self._leases_by_engine:
-            self._next_beat, self.is_withholding = None, False
-        elif self._next_beat is not None and now >= self._next_beat:
-            self._next_beat = now + self._interval
+            self.is_withholding = False
+            return patience_ends
+        due = [(engine, leases) for engine, leases in self._leases_by_engine.items() if now >= leases.beat_at]
+        if due:
             self.is_withholding = now - self._last_turn() >= self._loop_timeout
-            for engine, leases in self._leases_by_engine.items():
-                self._send_heartbeat(engine, leases, now)
-        return self._next_beat
+        for engine, leases in due:
+            self._send_heartbeat(engine, leases, now)
+            peer = self._peers.get(engine)
+            leases.beat_at = now + (self._interval if peer is None else self._interval_of(peer))
+        dues = [leases.beat_at for leases in self._leases_by_engine.values() if leases.beat_at < inf]
+        return min([*dues, *([] if patience_ends is None else [patience_ends])], default=None)
+
+    def _lose_patience(self, now: float) -> float | None:
+        """Report peers that requests have waited for long enough; return when to look again."""
+        awaited = [peer for engine in list(self._awaited) if (peer := self._peers.get(engine)) is not None]
+        for peer in awaited:
+            self._report(peer, now)
+        ends = [peer.patience_ends for peer in awaited if peer.engine in self._awaited and peer.patience_ends < inf]
+        return min(ends, default=None)
+
+    def _interval_of(self, peer: Peer) -> float:
+        """Return the s between two heartbeats: P's leases may be shorter than ours, or longer."""
+        return min(self._interval, peer.lease / BEATS)
 
     def _send_heartbeat(self, engine: EngineId, leases: _EngineLeases, now: float) -> None:
         if not leases.params:
@@ -245,26 +278,35 @@ class LeaseRenewer:
         if peer is not None and leases is not None:
             self._prune(peer.engine, leases)
 
-    def _report(self, peer: Peer | None) -> None:
-        if peer is None or peer.engine not in self._awaited or peer.state is PeerState.CONNECTING:
+    def _report(self, peer: Peer | None, now: float) -> None:
+        if peer is None or peer.engine not in self._awaited:
+            return
+        if peer.state is PeerState.CONNECTING and now < peer.patience_ends:
             return
         self._awaited.discard(peer.engine)
-        if peer.state is PeerState.CONNECTED:
+        if peer.state is PeerState.CONNECTING:
+            ended = HandshakeEnded(peer.engine, failure="it does not answer, and did not before", is_final=False)
+        elif peer.state is PeerState.CONNECTED:
             ended = HandshakeEnded(peer.engine)
         elif peer.is_incompatible:
-            ended = HandshakeEnded(peer.engine, objection=peer.reason, is_final=peer.is_final)
+            ended = HandshakeEnded(peer.engine, objection=peer.reason, is_final=peer.is_final, cause=peer.cause)
         else:
-            ended = HandshakeEnded(peer.engine, failure=peer.reason, is_final=False)
+            ended = HandshakeEnded(peer.engine, failure=peer.reason, is_final=False, cause=peer.cause)
         self._handshakes.append(ended)
 
     def _on_peer_changed(self, peer: Peer | None, now: float) -> None:
-        self._report(peer)
+        self._report(peer, now)
+        if peer is not None and peer.state is PeerState.GONE:
+            self._lost_peers.append(PeerLost(peer.engine))
         leases = self._leases_by_engine.get(peer.engine) if peer is not None else None
         if peer is None or leases is None:
             return
         if peer.state is PeerState.CONNECTED:
             self._renew(peer, leases, leases.by_remote, now)
+            leases.beat_at = min(leases.beat_at, now + self._interval_of(peer))
             leases.to_read.update(leases.read)  # P may not have heard it over the connection before
+        if peer.state is PeerState.INCOMPATIBLE:
+            self._link.send(peer.conn, Objection(peer.reason[:MAX_REASON]))
         if peer.state in _LISTENS:
             self._say(peer, leases)
         self._clear_pending(peer.engine, leases)

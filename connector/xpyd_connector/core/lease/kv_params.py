@@ -20,14 +20,23 @@ from msgspec import Meta
 
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
 from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_PROMPT, MAX_RANKS, MAX_TOKENS, RequestName
-from xpyd_connector.errors import ExpiredKvParams, ForgedKvParams, InvalidKvParams, PromptMismatch, UnsignedKvParams
+from xpyd_connector.errors import (
+    AdapterMismatch,
+    ExpiredKvParams,
+    ForgedKvParams,
+    InvalidKvParams,
+    PromptMismatch,
+    UnsignedKvParams,
+)
 
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 MAX_TIME = 1 << 40  # s since the epoch
+MAX_ADAPTER = 2048  # characters
 MAX_SIGNATURE = 128  # characters
 REFUSALS: Final[Mapping[type[InvalidKvParams], str]] = {
     InvalidKvParams: "kv_params_invalid",
     PromptMismatch: "kv_params_other_prompt",
+    AdapterMismatch: "kv_params_other_adapter",
     UnsignedKvParams: "kv_params_unsigned",
     ForgedKvParams: "kv_params_forged",
     ExpiredKvParams: "kv_params_expired",
@@ -50,6 +59,7 @@ class PullParams(msgspec.Struct, frozen=True):
     transfer_mode: str = "pull"
     remote_blocks_expiry_time: float | None = None  # vLLM 0.32: of blocks that D lends, on its own monotonic clock
     xpyd_prompt: str | None = None  # digest of the prompt; None when the prompt has no token ids
+    xpyd_adapter: Annotated[str, Meta(max_length=MAX_ADAPTER)] | None = None  # LoRA: its name and what it is
     transfer_id: str | None = None  # push: the transfer id, for routers that wait for P before they call D
     xpyd_block_sizes: tuple[Annotated[int, Meta(ge=1, le=MAX_TOKENS)], ...] = ()  # tokens, one per KV cache group
     xpyd_expires_at: Annotated[int, Meta(ge=0, le=MAX_TIME)] | None = None  # s since the epoch, on P's clock
@@ -131,6 +141,7 @@ def parse_pull_params(params: Mapping[str, Any]) -> PullParams:
             parsed.remote_request_id,
             parsed.remote_host,
             parsed.xpyd_prompt,
+            parsed.xpyd_adapter,
             parsed.transfer_id,
         )
         "".join(text for text in texts if text is not None).encode()

@@ -19,8 +19,10 @@ from xpyd_connector.core.messages import (
     ReadDone,
     ReadsStarted,
     RenewLeases,
+    printable,
 )
 from xpyd_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived
+from xpyd_connector.core.results import PeerObjects
 from xpyd_connector.core.timeline import TimelineStep
 
 _COUNTER = {
@@ -84,6 +86,7 @@ class LeaseManager:
         self.leases = leases
         self._counters = counters
         self._released: list[LeaseEnded] = []
+        self._objections: list[PeerObjects] = []
         self._sampled: dict[RequestId, _SampledLease] = {}
         self._sums_timeout = sums_timeout
         self._sums_due: Deadlines[RequestId] = Deadlines()  # of sampled leases for whose checksums readers wait
@@ -122,6 +125,16 @@ class LeaseManager:
         for request in self._sums_due.take_due(now=now):
             self._give_up_sums(request, now)
         return min((due for due in (self.leases.next_expiry(), self._sums_due.next()) if due is not None), default=None)
+
+    def objected(self, conn: ConnId, reason: str) -> None:
+        """A decode engine will load no KV of this engine."""
+        self._counters.count("objections")
+        self._objections.append(PeerObjects(self._link.engine_of(conn), printable(reason)))
+
+    def take_objections(self) -> list[PeerObjects]:
+        """Return the decode engines that have objected since the last call."""
+        objections, self._objections = self._objections, []
+        return objections
 
     def holds(self, request: RequestId) -> bool:
         """Whether a lease is running."""

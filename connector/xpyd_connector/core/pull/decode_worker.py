@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
-from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.counters import LOAD_OUTCOMES, Counters
 from xpyd_connector.core.ids import BlockId, ConnId, RequestId
 from xpyd_connector.core.layout.parts import cut, most_blocks, of_rank
 from xpyd_connector.core.layout.transfer_plan import TokenRange
@@ -85,7 +85,7 @@ class PullReader:
             raise IllegalTransition(f"request {order.request} is loaded twice")
         load = self._loads[order.request] = Load(order, deadline=now + self._timeout)
         self._counters.note(order.request, TimelineStep.LOAD_BEGUN, now)
-        self._peers.ensure_connected(order.engine, order.address, now=now)
+        self._peers.ensure_connected(order.engine, order.address, now=now, is_offer=True)
         if self._staging is None:
             self._connect(load, now)
             return
@@ -116,7 +116,11 @@ class PullReader:
         if peer.state is PeerState.CONNECTED:
             self._begin(load, now)
         elif peer.is_refused:
-            self._fail(load, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}", now)
+            self._fail_unmet(load, peer, now)
+        else:
+            load.meet_by = peer.patience_ends
+            if now >= load.meet_by:
+                self._time_out(load, now)
 
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Handle an event of a connection that we opened."""
@@ -140,7 +144,7 @@ class PullReader:
         """Poll NIXL and the copier and check deadlines; return when to call again at the latest."""
         for step in self._transfers.poll():
             self._on_step_ended(step, now)
-        for load in [load for load in self._loads.values() if now >= load.deadline]:
+        for load in [load for load in self._loads.values() if now >= load.due]:
             if load.state is not LoadState.OVER:  # the timeout of another load may have ended it with their peer
                 self._time_out(load, now)
         if self._staging is not None:
@@ -156,7 +160,7 @@ class PullReader:
     def _due(self, load: Load, now: float) -> float:
         if load.state in UNDER_WAY:
             return now + POLL_INTERVAL
-        return now + QUARANTINE_POLL_INTERVAL if load.state is LoadState.ABORTING else load.deadline
+        return now + QUARANTINE_POLL_INTERVAL if load.state is LoadState.ABORTING else load.due
 
     # ---- the peer
 
@@ -174,7 +178,7 @@ class PullReader:
                 self._begin(load, now)
         elif peer.is_refused:
             for load in waiting:
-                self._fail(load, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}", now)
+                self._fail_unmet(load, peer, now)
         elif peer.state is PeerState.GONE:
             for load in loads:
                 self._abort_once(load, "loads_failed_peer", f"{peer.address} is gone: {peer.reason}", now)
@@ -309,6 +313,10 @@ class PullReader:
     def _time_out(self, load: Load, now: float) -> None:
         """Abort a load; if it was reading or waiting for the fence result, its peer hangs: disconnect."""
         peer = self._peers.get(load.order.engine)
+        if load.state is LoadState.WAITING and now < load.deadline:
+            why = f"{load.order.address} was not met: it does not answer, and did not before"
+            self._fail(load, "loads_failed_handshake", why, now)
+            return
         is_hung = load.state in (LoadState.READING, LoadState.CONFIRMING)
         self._abort_once(load, "loads_failed_timeout", f"not loaded within {self._timeout:g} s", now)
         if is_hung and peer is not None and peer.state is PeerState.CONNECTED:
@@ -330,8 +338,7 @@ class PullReader:
         load.on(LoadEvent.CANCELLED)
         load.deadline = inf
         self._transfers.cancel(load.order.request)
-        self._counters.count_load(counter, load.order.engine)
-        self._counters.note(load.order.request, TimelineStep.LOAD_FAILED, now)
+        self._count_failure(load, counter, why, now)
         self._results.append(LoadResult(load.order.request, why, quarantined=True))
 
     def _release(self, load: Load) -> None:
@@ -340,11 +347,20 @@ class PullReader:
         self._forget(load)
         self._results.append(BlocksReleased(load.order.request))
 
-    def _fail(self, load: Load, counter: str, why: str, now: float) -> None:
+    def _fail_unmet(self, load: Load, peer: Peer, now: float) -> None:
+        why = f"{peer.address} was not met: {peer.reason}"
+        self._fail(load, "loads_failed_handshake", why, now, cause=peer.cause)
+
+    def _fail(self, load: Load, counter: str, why: str, now: float, *, cause: str = "") -> None:
         load.on(LoadEvent.FAILED)
-        self._counters.count_load(counter, load.order.engine)
-        self._counters.note(load.order.request, TimelineStep.LOAD_FAILED, now)
+        self._count_failure(load, counter, why, now, cause=cause)
         self._end(load, why)
+
+    def _count_failure(self, load: Load, counter: str, why: str, now: float, *, cause: str = "") -> None:
+        self._counters.count_load(counter, load.order.engine, why, cause=cause)
+        self._counters.note(
+            load.order.request, TimelineStep.LOAD_FAILED, now, note=cause or LOAD_OUTCOMES.get(counter, "")
+        )
 
     def _end(self, load: Load, failure: str) -> None:
         self._forget(load)

@@ -85,9 +85,15 @@ class Load:
     order: LoadOrder
     state: LoadState = LoadState.WAITING
     deadline: float = inf  # of the step that is under way
+    meet_by: float = inf  # while it waits for a peer that did not answer before
     parts: deque[list[TokenRange]] = field(default_factory=deque[list[TokenRange]])  # left to read, once P is met
     number: int = 0  # of the part that is under way
     slots: GroupSlots = ()  # of our staging buffer
+
+    @property
+    def due(self) -> float:
+        """When it fails unless something happens."""
+        return min(self.deadline, self.meet_by) if self.state is LoadState.WAITING else self.deadline
 
     def on(self, event: LoadEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""

@@ -222,7 +222,7 @@ class PushReceiver:
         elif peer.state is PeerState.CONNECTED:
             self._register(push, peer)
         elif peer.is_refused:
-            self._fail(push, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
+            self._fail(push, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}", cause=peer.cause)
 
     def stop(self, request: RequestId) -> None:
         """The request is aborted."""
@@ -266,7 +266,9 @@ class PushReceiver:
             if peer.state is PeerState.CONNECTED and push.state is ReceiveState.WAITING:
                 self._register(push, peer)
             elif peer.is_refused and push.state is ReceiveState.WAITING:
-                self._fail(push, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
+                self._fail(
+                    push, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}", cause=peer.cause
+                )
             elif peer.state is PeerState.GONE:
                 self._on_peer_lost(push, peer, now)
 
@@ -394,9 +396,10 @@ class PushReceiver:
             self._approach(push, now)
             return
         if push.state is ReceiveState.REGISTERED:
-            self._counters.count_load("loads_failed_peer", push.order.engine)
+            why = f"{peer.address} is gone: {peer.reason}"
+            self._counters.count_load("loads_failed_peer", push.order.engine, why)
             self._lease_renewer.stop_renewing(push.order.request, push.order.engine)
-            self._report(push, f"{peer.address} is gone: {peer.reason}")
+            self._report(push, why)
         push.on(ReceiveEvent.PEER_LOST)
         push.is_silent, push.is_reset, push.is_elsewhere = peer.is_silent, peer.is_reset, peer.is_elsewhere
         push.peer_ranks = peer.ranks
@@ -448,7 +451,7 @@ class PushReceiver:
             self._lease_renewer.release(order.request, order.engine)
             self._fail(push, counter, why)
             return
-        self._counters.count_load(counter, order.engine)
+        self._counters.count_load(counter, order.engine, why)
         push.on(ReceiveEvent.ABORTED)
         self._clear_deadlines(push)
         self._report(push, why)
@@ -483,9 +486,9 @@ class PushReceiver:
         self._deadlines.discard(push.order.request)
         self._contention_deadlines.discard(push.order.request)
 
-    def _fail(self, push: _ExpectedPush, counter: str, why: str) -> None:
+    def _fail(self, push: _ExpectedPush, counter: str, why: str, *, cause: str = "") -> None:
         push.on(ReceiveEvent.FAILED)
-        self._counters.count_load(counter, push.order.engine)
+        self._counters.count_load(counter, push.order.engine, why, cause=cause)
         self._end(push, why)
 
     def _end(self, push: _ExpectedPush, failure: str, checks: LoadChecks | None = None) -> None:

@@ -99,7 +99,7 @@ class HandshakeClient:
         if not isinstance(message, Challenge):
             raise ProtocolViolation(f"expected a challenge, got {type(message).__name__}")
         if message.protocol != PROTOCOL:
-            raise AnotherEngine(f"it speaks protocol {message.protocol}, we speak {PROTOCOL}")
+            raise AnotherEngine(f"it speaks protocol {message.protocol}, we speak {PROTOCOL}", "version")
         hello = Hello(
             PROTOCOL, self.engine, self.role.value, call.expects, call.dialled.host, call.dialled.port, call.reached,
             call.nonce, (), self.badge, self.workers,
@@ -116,7 +116,9 @@ class HandshakeClient:
             return
         right = (_prove(secret, _ProofLabel.SERVER, challenge.nonce, hello, certificate) for secret in secrets)
         if not any(hmac.compare_digest(proof.proof, each) for each in right):
-            raise IncompatiblePeer("it does not prove the shared secret (XPYD_CONNECTOR_SECRET); set the same on both")
+            raise IncompatiblePeer(
+                "it does not prove the shared secret (XPYD_CONNECTOR_SECRET); set the same on both", "secret"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +134,15 @@ class HandshakeServer:
         if not isinstance(message, Hello):
             return Refusal("the first message must be a hello")
         if message.protocol != PROTOCOL:
-            return Refusal(f"this engine speaks protocol {PROTOCOL}, you speak {message.protocol}")
+            return Refusal(f"this engine speaks protocol {PROTOCOL}, you speak {message.protocol}", cause="version")
         secrets = self.secrets()
         matching = next((secret for secret in secrets if self._proves(secret, message, arrival)), None)
         if secrets and matching is None:
-            return Refusal("the shared secret (XPYD_CONNECTOR_SECRET) is missing or differs")
+            return Refusal("the shared secret (XPYD_CONNECTOR_SECRET) is missing or differs", cause="secret")
         if not secrets and message.proofs:
             return Refusal(
-                "you have a shared secret (XPYD_CONNECTOR_SECRET), this engine has none; set the same on both"
+                "you have a shared secret (XPYD_CONNECTOR_SECRET), this engine has none; set the same on both",
+                cause="secret",
             )
         if message.expects != self.welcome.engine:
             return Refusal(

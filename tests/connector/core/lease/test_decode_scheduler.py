@@ -14,12 +14,13 @@ from xpyd_connector.core.messages import (
     DropLeases,
     FenceResult,
     LeasesLost,
+    Objection,
     RenewLeases,
     Welcome,
 )
-from xpyd_connector.core.ports import ConnectFailed, MessageReceived, PeerConnected
-from xpyd_connector.core.results import HandshakeEnded, LeaseLost
-from xpyd_connector.core.session.peers import MAX_BACKOFF, PeerTable
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from xpyd_connector.core.results import HandshakeEnded, LeaseLost, PeerLost
+from xpyd_connector.core.session.peers import MAX_BACKOFF, PATIENCE, PeerTable
 
 BEAT = LEASE / 6
 P = EngineId("p0")
@@ -50,9 +51,9 @@ class Harness(ConnectingLink):
     def release(self, name, engine=P):
         self.lease_renewer.release(RequestId(f"d-{name}"), engine)
 
-    def welcome(self, engine=P, now=0.0):
+    def welcome(self, engine=P, now=0.0, lease=LEASE):
         self.lease_renewer.on(
-            PeerConnected(self.peers.get(engine).conn, Welcome(PROTOCOL, engine, FINGERPRINT, ())), now=now
+            PeerConnected(self.peers.get(engine).conn, Welcome(PROTOCOL, engine, FINGERPRINT, (), lease)), now=now
         )
 
     def hear(self, message, engine=P):
@@ -96,6 +97,25 @@ def test_leases_are_renewed_six_times_as_often_as_they_end(met):
         now = due
 
     assert beats == [pytest.approx(BEAT * number) for number in range(1, 6)]
+
+
+@pytest.mark.parametrize(("lease", "beat"), [(6.0, 1.0), (10 * LEASE, BEAT)], ids=["shorter", "longer"])
+def test_leases_of_another_length_are_renewed_as_often_as_the_shorter_one_needs(harness, lease, beat):
+    """P adds two thirds of its own duration with each renewal: D beat too late for a lease below a quarter of its."""
+    harness.start_renewing("a")
+    harness.start_renewing("b", engine=EngineId("p1"))
+    harness.welcome(lease=lease)
+    harness.welcome(EngineId("p1"))
+    harness.take_sent()
+    beats, now = [], 0.0
+    while now < LEASE - 0.1:
+        due = harness.lease_renewer.advance(now=now)
+        sent, harness.sent = harness.sent, []
+        beats += [now for conn, _ in sent if conn == 1]
+        now = due
+
+    assert beats == pytest.approx([beat * number for number in range(1, len(beats) + 1)])
+    assert len(beats) == round((LEASE - 0.1) // beat)
 
 
 def test_very_many_requests_are_renewed_in_pieces(harness):
@@ -231,44 +251,72 @@ def test_an_unused_engine_that_refused_is_forgotten(harness):
 def test_a_handshake_is_reported_once_to_who_asked(harness):
     """When it ends; at once if it has ended; not at all without a question."""
     harness.start_renewing("a")
-    harness.lease_renewer.report_handshake(P)
+    harness.lease_renewer.report_handshake(P, now=0.0)
     assert harness.lease_renewer.take_handshakes() == []
     harness.welcome()
     assert harness.lease_renewer.take_handshakes() == [HandshakeEnded(P)]
     harness.start_renewing("b")
     assert harness.lease_renewer.take_handshakes() == []
-    harness.lease_renewer.report_handshake(P)
+    harness.lease_renewer.report_handshake(P, now=0.0)
 
     assert harness.lease_renewer.take_handshakes() == [HandshakeEnded(P)]
+
+
+def test_requests_wait_a_little_for_an_engine_that_did_not_answer_before(harness):
+    """Its handshake may hang for seconds, and each new request would wait as long."""
+    harness.start_renewing("a")
+    harness.lease_renewer.on(ConnectFailed(harness.peers.get(P).conn, "timed out"), now=5.0)
+    harness.start_renewing("b", now=5.2)  # an offer: it is tried again at once
+    harness.lease_renewer.report_handshake(P, now=5.2)
+    assert harness.lease_renewer.take_handshakes() == []
+    assert harness.lease_renewer.advance(now=5.3) == 5.2 + PATIENCE
+    harness.lease_renewer.advance(now=5.2 + PATIENCE)
+    too_late = HandshakeEnded(P, failure="it does not answer, and did not before", is_final=False)
+    assert harness.lease_renewer.take_handshakes() == [too_late]
+    harness.lease_renewer.report_handshake(P, now=6.0)
+    assert harness.lease_renewer.take_handshakes() == [too_late]
+    harness.welcome(now=6.1)
+    harness.lease_renewer.report_handshake(P, now=6.1)
+
+    assert harness.lease_renewer.take_handshakes() == [HandshakeEnded(P)]
+
+
+def test_an_engine_whose_connection_ended_is_met_anew(met):
+    """Under its id another process may answer next, with other weights; or it was refused, and has the right ones."""
+    met.lease_renewer.on(ConnectionLost(met.peers.get(P).conn, "closed"), now=1.0)
+
+    assert met.lease_renewer.take_lost_peers() == [PeerLost(P)]
+    assert met.lease_renewer.take_lost_peers() == []
 
 
 def test_a_handshake_that_fails_says_whether_it_can_ever_succeed(harness):
     """A load from an engine that differs must not begin; one that was not reached may be later."""
     harness.start_renewing("a")
-    harness.lease_renewer.report_handshake(P)
+    harness.lease_renewer.report_handshake(P, now=0.0)
     harness.lease_renewer.on(ConnectFailed(harness.peers.get(P).conn, "no route"), now=0.0)
     other = EngineId("p1")
     harness.start_renewing("b", engine=other)
-    harness.lease_renewer.report_handshake(other)
+    harness.lease_renewer.report_handshake(other, now=0.0)
     differs = Welcome(PROTOCOL, other, changed(FINGERPRINT, vllm="0.31.0"), ())
     harness.lease_renewer.on(PeerConnected(harness.peers.get(other).conn, differs), now=0.0)
 
     objection = "its vllm is '0.31.0', ours is '0.32.0'; they must be equal"
     assert harness.lease_renewer.take_handshakes() == [
-        HandshakeEnded(P, failure="no route", is_final=False),
-        HandshakeEnded(other, objection),
+        HandshakeEnded(P, failure="no route", is_final=False, cause="handshake"),
+        HandshakeEnded(other, objection, cause="version"),
     ]
 
 
 def test_an_engine_that_refuses_us_is_asked_again_later(harness):
     """Another protocol, or another secret until both sides have changed theirs: its KV is not loaded now."""
     harness.start_renewing("a")
-    harness.lease_renewer.report_handshake(P)
+    harness.lease_renewer.report_handshake(P, now=0.0)
     harness.lease_renewer.on(
-        ConnectFailed(harness.peers.get(P).conn, "it refused: no proof", is_incompatible=True), now=0.0
+        ConnectFailed(harness.peers.get(P).conn, "it refused: no proof", is_incompatible=True, cause="secret"), now=0.0
     )
 
-    assert harness.lease_renewer.take_handshakes() == [HandshakeEnded(P, "it refused: no proof", is_final=False)]
+    refused = HandshakeEnded(P, "it refused: no proof", is_final=False, cause="secret")
+    assert harness.lease_renewer.take_handshakes() == [refused]
 
 
 def test_leases_of_an_engine_that_differs_are_given_back_at_once(harness):
@@ -283,7 +331,8 @@ def test_leases_of_an_engine_that_differs_are_given_back_at_once(harness):
     harness.lease_renewer.release(RequestId("d-b"), P)
     harness.lease_renewer.advance(now=2 * BEAT)
 
-    assert harness.sent == [(conn, DropLeases(("p-a",))), (conn, DropLeases(("p-b",)))]
+    objection = Objection("its vllm is '0.31.0', ours is '0.32.0'; they must be equal")
+    assert harness.sent == [(conn, objection), (conn, DropLeases(("p-a",))), (conn, DropLeases(("p-b",)))]
 
 
 def test_a_prefill_engine_that_can_do_either_hears_what_is_read():

@@ -25,8 +25,8 @@ P = D = knowing(b"one")
 OTHER = {
     "remote_engine_id": "p1", "remote_request_id": "cmpl-2", "remote_host": "10.0.0.2", "remote_port": 5601,
     "remote_block_ids": ((4, 3), (0, 7)), "remote_num_tokens": 31, "tp_size": 2, "dcp_size": 2, "pp_size": 2,
-    "transfer_mode": "push", "remote_blocks_expiry_time": 1.0, "xpyd_prompt": None, "transfer_id": "t",
-    "xpyd_block_sizes": (16, 32), "xpyd_expires_at": int(NOW) + 31, "xpyd_signature": "0" * 64,
+    "transfer_mode": "push", "remote_blocks_expiry_time": 1.0, "xpyd_prompt": None, "xpyd_adapter": "a:0",
+    "transfer_id": "t", "xpyd_block_sizes": (16, 32), "xpyd_expires_at": int(NOW) + 31, "xpyd_signature": "0" * 64,
 }  # fmt: skip
 
 

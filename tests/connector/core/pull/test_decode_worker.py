@@ -20,7 +20,7 @@ from xpyd_connector.core.ports import MessageReceived
 from xpyd_connector.core.pull.decode_worker import POLL_INTERVAL, STAGING_TIMEOUT_FACTOR, PullReader
 from xpyd_connector.core.pull.load import LoadOrder, LoadState
 from xpyd_connector.core.results import BlocksReleased, LoadResult
-from xpyd_connector.core.session.peers import PeerTable
+from xpyd_connector.core.session.peers import PATIENCE, PeerTable
 from xpyd_connector.core.staging import host_buffer
 from xpyd_connector.core.staging.slots import Slots
 from xpyd_connector.errors import IllegalTransition
@@ -103,6 +103,29 @@ def test_loads_of_a_hung_peer_whose_time_is_up_together_end_once_each(world):
 
     assert "not loaded within" in world.d.result("d-a").failure
     assert "does not answer" in world.d.result("d-b").failure
+
+
+def test_loads_do_not_each_wait_for_a_peer_that_hangs(world):
+    """Four of eighteen requests waited for the 5 s of a handshake each."""
+    offers = {name: world.p.prefill(f"p-{name}", 1, now=0.0) for name in "abcd"}
+    reader = world.d.reader
+    world.load(offers["a"])
+    world.run()
+    reader.take_results()
+    world.d.worker_peers.disconnect(world.d.worker_peers.get(EngineId("p0")), "it does not answer")
+    world.load(offers["b"], "b")
+    assert (reader.advance(now=PATIENCE - 0.01), reader.take_results()) == (PATIENCE, [])
+    reader.advance(now=PATIENCE)
+    assert "does not answer, and did not before" in reader.take_results()[0].failure
+    world.now = 3.0
+    world.load(offers["c"], "c")
+    assert "does not answer, and did not before" in reader.take_results()[0].failure
+    world.run()  # the handshake ends: it hangs no longer
+    into = world.load(offers["d"], "d")
+    world.run()
+
+    assert world.d.bytes_of(into) == [b"p-d/0"]
+    assert counters(world)["loads_failed_handshake"] == 2
 
 
 def test_an_offer_of_blocks_the_peer_does_not_have_fails_alone(world):

@@ -56,6 +56,19 @@ def test_a_request_that_queues_keeps_its_lease(world):
     assert why(world) == [LeaseEvent.DONE]
 
 
+@pytest.mark.parametrize("lease", [6.0, 4 * LEASE], ids=["shorter", "longer"])
+def test_a_request_that_queues_keeps_a_lease_of_another_length(lease):
+    """P at ``kv_lease_duration`` 6 and D at its default: the lease was lost after 9 s, the prompt computed twice."""
+    world = World(p={"lease": lease})
+    offer = borrowed(world)
+    world.run(seconds=5 * LEASE, step=0.5)
+    world.load(offer)
+    world.run()
+
+    assert world.d.result("d-a").failure == ""
+    assert why(world) == [LeaseEvent.DONE]
+
+
 def test_a_load_that_queues_for_host_memory_keeps_its_lease_from_being_revoked(world):
     """However long: P would take the blocks of what D is about to read, and D compute the prompt."""
     offer = borrowed(world)
@@ -173,14 +186,13 @@ def test_an_unreachable_prefill_engine_fails_only_what_waits_for_it(world):
     assert world.d.result("d-b").failure == ""
 
 
-def test_a_refused_engine_is_met_after_the_pause(world):
-    """A prefill engine that was late to start is not shut out for ever."""
+def test_an_offer_ends_the_pause_of_an_engine_that_was_away(world):
+    """It has computed a prompt since: for the rest of a pause of up to 30 s prompts were computed twice."""
     offer = world.lend()
     listeners, world.network._listeners = world.network._listeners, {}
     world.load(offer)
     world.run()
     world.network._listeners = listeners
-    world.run(seconds=1.5)
     into = world.load(offer, "b")
     world.run()
 

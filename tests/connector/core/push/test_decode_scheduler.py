@@ -91,7 +91,8 @@ def test_an_engine_that_cannot_be_met_fails_what_waits_for_it_and_what_comes_nex
     harness = Harness()
     harness.expect()
     harness.happen(ConnectFailed(harness.conn, "no route"))
-    harness.expect(B)
+    harness.expect(B)  # it is tried again at once
+    harness.happen(ConnectFailed(harness.conn, "no route"))
 
     assert harness.take_results() == [
         LoadResult(A, f"{ADDRESS} was not met: no route"),
@@ -287,9 +288,7 @@ def test_another_process_under_the_same_engine_id_is_no_p_that_is_back(harness, 
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-@pytest.mark.parametrize(
-    "fingerprint", [FINGERPRINT, changed(FINGERPRINT, revision="another")], ids=["same", "differs"]
-)
+@pytest.mark.parametrize("fingerprint", [FINGERPRINT, changed(FINGERPRINT, weights="others")], ids=["same", "differs"])
 def test_a_p_whose_place_another_takes_has_died_if_its_kernel_says_so(harness, is_reset, fingerprint):
     """A process that was killed with bytes unread ends in a reset; its blocks must not wait for a cut to mend.
 

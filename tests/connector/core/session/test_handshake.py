@@ -185,7 +185,9 @@ def test_another_protocol_is_refused_naming_both():
     """A rolling update must tell which side is old."""
     hello = changed(guest().hello(CHALLENGE, CALL), protocol=PROTOCOL + 1)
 
-    assert host().answer(hello, ARRIVAL) == Refusal(f"this engine speaks protocol {PROTOCOL}, you speak {PROTOCOL + 1}")
+    assert host().answer(hello, ARRIVAL) == Refusal(
+        f"this engine speaks protocol {PROTOCOL}, you speak {PROTOCOL + 1}", cause="version"
+    )
     with pytest.raises(IncompatiblePeer, match=f"it speaks protocol {PROTOCOL + 1}, we speak {PROTOCOL}"):
         guest().hello(Challenge(PROTOCOL + 1, NONCE), CALL)
 

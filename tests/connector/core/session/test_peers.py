@@ -9,6 +9,8 @@ from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Welcome
 from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, PeerConnected
 from xpyd_connector.core.session.peers import (
     MAX_BACKOFF,
+    MAX_SILENT,
+    PATIENCE,
     PeerState,
     PeerTable,
     mismatch,
@@ -71,6 +73,53 @@ def test_a_peer_with_a_new_address_is_tried_there_at_once(book):
     assert book.calls() == [ADDRESS]
 
 
+def test_an_offer_ends_the_pause_of_a_peer_that_was_not_reached(book):
+    """It lives: it has just computed a prompt. Requests wait for it a little while, for it may still hang."""
+    peer = book.ensure_connected()
+    assert peer.patience_ends == float("inf")
+    book.fail(peer)
+    book.calls()
+    book.ensure_connected(0.1)
+    assert book.calls() == []
+    book.book.ensure_connected(P, ADDRESS, now=0.2, is_offer=True)
+    assert book.calls() == [ADDRESS]
+    assert peer.patience_ends == 0.2 + PATIENCE
+    book.book.ensure_connected(P, ADDRESS, now=0.3, is_offer=True)
+    assert book.calls() == []
+    book.book.on(PeerConnected(peer.conn, WELCOME), now=0.4)
+
+    assert (peer.is_doubted, peer.patience_ends) == (False, float("inf"))
+
+
+def test_an_offer_does_not_end_the_pause_of_a_peer_that_refuses_us(book):
+    """That it lives was known: with another secret each request would cost both a handshake."""
+    peer = book.ensure_connected()
+    book.book.on(ConnectFailed(peer.conn, "no proof", is_incompatible=True), now=0.0)
+    book.calls()
+    book.book.ensure_connected(P, ADDRESS, now=0.1, is_offer=True)
+
+    assert (peer.state, book.calls()) == (PeerState.REFUSED, [])
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_peer_that_went_silent_is_doubted_when_it_is_met_again(book, silent):
+    """One that closed its connection has ended, or starts again."""
+    book.book.on(ConnectionLost(book.met().conn, "gone", silent=silent), now=1.0)
+
+    assert book.ensure_connected(2.0).is_doubted is silent
+
+
+def test_few_silent_peers_are_remembered(book):
+    """Engines come and go for ever."""
+    for number in range(MAX_SILENT + 5):
+        engine = EngineId(f"p{number}")
+        peer = book.ensure_connected(engine=engine)
+        book.book.on(PeerConnected(peer.conn, changed(WELCOME, engine=engine)), now=0.0)
+        book.book.disconnect(peer, "it does not answer")
+
+    assert len(book.book._silent) == MAX_SILENT
+
+
 def test_another_protocol_is_named_with_both_numbers(book):
     """A rolling update must tell which side is old."""
     peer = book.met(welcome=changed(WELCOME, protocol=PROTOCOL + 1))
@@ -122,8 +171,21 @@ def test_a_mismatch_names_both_values(name):
     their = our + 1 if isinstance(our, int) else f"{our}-x"
     sentence = mismatch(FINGERPRINT, changed(FINGERPRINT, **{name: their}))
 
-    assert sentence == f"its {name.replace('_', ' ')} is {their!r}, ours is {our!r}; they must be equal"
+    its, ours = (
+        (f"its {name} are", "ours are") if name == "weights" else (f"its {name.replace('_', ' ')} is", "ours is")
+    )
+    hint = "it serves another model, or another revision of it: " if name in ("config", "tokenizer", "weights") else ""
+    assert sentence == f"{hint}{its} {their!r}, {ours} {our!r}; they must be equal"
     assert mismatch(FINGERPRINT, FINGERPRINT) is None
+
+
+@pytest.mark.parametrize("name", ["draft_model", "config", "tokenizer", "weights"])
+def test_a_worker_leaves_what_the_model_is_to_its_scheduler(name):
+    """A worker on another machine may lack the files. It is asked to read only what its scheduler has compared."""
+    worker = changed(FINGERPRINT, **{name: ""})
+
+    assert mismatch(worker, FINGERPRINT) is None
+    assert mismatch(FINGERPRINT, worker) is not None
 
 
 def test_refused_peers_are_forgotten(book):

@@ -129,7 +129,7 @@ def test_engines_of_other_shapes_are_known_before_a_load(mode):
     d.cores = [(d.link, ControlPlane(d.lease_manager, d.lease_renewer, d.peers, d.counters))]
     control.grant(T, now=0.0)
     d.lease_renewer.start_renewing(A, PushParams(P, *HOME[P], T, T), now=0.0)
-    d.lease_renewer.report_handshake(P)
+    d.lease_renewer.report_handshake(P, now=0.0)
     world.run()
     (ended,) = d.lease_renewer.take_handshakes()
     d.lease_renewer.release(A, P)

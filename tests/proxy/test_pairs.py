@@ -9,6 +9,7 @@ import pytest
 from support.sim import router, sims
 from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
+from xpyd_proxy.testing.loads import SAID
 from xpyd_proxy.testing.rules import expected_text
 
 KEY = {"X-Api-Key": "sesame"}
@@ -101,6 +102,34 @@ async def test_operators_see_the_pair_and_why():
     assert (page["resting"], page["known"], page["worst"][0]["state"]) == (1, 4, "resting")
     assert said["resting_pairs"] == [{"prefill": "prefill-0", "decode": "decode-0", "reason": "handshake"}]
     assert (said["prefill"], said["decode"]) != CUT
+
+
+async def test_operators_see_the_cause_before_the_pair_rests(caplog):
+    """With another secret than the prefill engine's not one byte moves, and every answer is right and has status 200.
+
+    The decode engine alone knows why. It may have known before this router began.
+    """
+    async with world(1, 1, replace(OPEN, pair_failures=0)) as running:
+        p0, d0 = running.engines["p0"], running.engines["d0"]
+        d0.loads.unmet[p0.engine_id] = "secret"
+        async with asyncio.timeout(PATIENCE_S):
+            while (row := (await running.pairs())[1].get(CUT)) is None or row["why"] is None:
+                await running.ask()
+                await asyncio.sleep(0.02)
+        response = await running.client.post("/v1/completions", json=BODY)
+        shown = (await running.client.get(f"/requests/{response.headers['x-request-id']}", headers=KEY)).json()
+        d0.loads.unmet.clear()
+        async with asyncio.timeout(PATIENCE_S):
+            while (await running.pairs())[1][CUT]["why"] is not None:
+                await asyncio.sleep(0.02)
+        healed = await running.client.post("/v1/completions", json=BODY)
+
+    sentence = f"decode-0 loads no KV of prefill-0 (secret): {SAID.format('secret')}"
+    assert (row["state"], row["reason"], row["why"]) == ("failing", "secret", SAID.format("secret"))
+    assert [line for line in caplog.messages if "loads no KV" in line] == [sentence]
+    assert 'kv;desc="not loaded: secret"' in response.headers["server-timing"].split(", ")
+    assert sentence in shown["requests"][0]["notes"]
+    assert "not loaded" not in healed.headers["server-timing"]
 
 
 async def test_operators_see_how_fast_kv_moves():
@@ -218,7 +247,7 @@ async def test_a_prefill_engine_that_was_restarted_is_met_anew():
 
 
 async def test_no_pair_is_kept_and_none_rests_if_an_operator_says_so():
-    """Both are off with 0."""
+    """Both are off with 0. What a decode engine shows of its failures now is shown all the same."""
     settings = Settings(
         admin_key="sesame",
         health_check_interval_s=0.0,
@@ -233,7 +262,11 @@ async def test_no_pair_is_kept_and_none_rests_if_an_operator_says_so():
                 await asyncio.sleep(0.02)
         found, rows = await running.pairs()
 
-    assert (found["resting"], found["known"], rows) == (0, 0, {})
+    assert (found["resting"], found["known"], {pair: row["state"] for pair, row in rows.items()}) == (
+        0,
+        0,
+        {CUT: "failing"},
+    )
 
 
 async def test_pairs_are_for_operators():

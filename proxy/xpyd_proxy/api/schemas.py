@@ -229,6 +229,7 @@ class PairOfEngines(BaseModel):
     last_s: float | None = Field(description="seconds since it was last used; null: not lately")
     state: Literal["well", "failing", "resting", "trying"]
     reason: str | None = Field(description="of its latest failure, in the words of xpyd_pair_failures_total")
+    why: str | None = Field(description="the same in the words of the decode engine's connector; null: it does not say")
     failed_in_a_row: int = Field(description="transfers, as the decode engine shows them")
     mode: Literal["pull", "push", "both"] | None = Field(
         description="both: they are compared; null: the engines leave no choice"

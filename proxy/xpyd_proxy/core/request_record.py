@@ -265,10 +265,11 @@ class RequestRecord(RequestTimes):
         self.single_reason = None
         self.moves = (*self.moves, move)
 
-    def server_timing(self, *, tells_cache: bool = True) -> str:
+    def server_timing(self, trouble: str = "", *, tells_cache: bool = True) -> str:
         """Return the value of the Server-Timing header; durations are milliseconds.
 
         ``tells_cache``: also what engines had cached of the prompt, and what was expected and decided because of it.
+        ``trouble``: why the decode engine does not load the prefill engine's KV, in a word; empty, as far as is known.
         """
         entries = [_entry("retry", str(retry), retry.leg.ms) for retry in self.retries] if self.retries else []
         if self.single_reason is not None and not tells_cache and self.single_reason in _BY_CACHE:
@@ -285,6 +286,8 @@ class RequestRecord(RequestTimes):
             entries.append(_entry("prefill", self.prefill.instance, self.prefill.ms))
         if self.decode is not None:
             entries.append(_entry("decode", self.decode.instance, self.decode.ms))
+        if trouble:
+            entries.append(_entry("kv", f"not loaded: {trouble}", None))
         return ", ".join(entries)
 
 

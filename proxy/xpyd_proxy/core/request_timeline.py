@@ -23,6 +23,7 @@ class EngineEvent(NamedTuple):
     at: float  # s since the epoch, by the engine's clock
     number: int = 0  # of tokens, or blocks
     request: str = ""  # as the engine calls it
+    note: str = ""  # of a load that failed: how
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,8 @@ def engine_rows(leg: Leg, events: Sequence[EngineEvent], timeline: Timeline, beg
         timeline.notes.append(f"the clock of {where} differs by about {error:+.0f} ms; its rows are moved")
         placed = [event._replace(at=event.at - error) for event in placed]
         own = [event._replace(at=event.at - error) for event in own]
+    for how in dict.fromkeys(event.note for event in placed if event.step == "load_failed" and event.note):
+        timeline.notes.append(f"{where} did not get the KV ({how}) and computed the prompt")
     rows: list[Row] = []
     if own and own[0].at > leg.sent_ms:
         rows.append(Row("reach the engine", where, leg.sent_ms, own[0].at - leg.sent_ms, where))
@@ -220,6 +223,8 @@ def _label(before: EngineEvent, after: EngineEvent) -> tuple[str, str]:
         return _ENDED[after.step], f"{after.number} tokens cached" if after.number else ""
     if before.step == "reading" and after.step in _NEXT_PART:
         return "read KV", f"{before.number} blocks"
+    if after.step == "load_failed":
+        return _ENDED[after.step], after.note
     if after.step == "load_ordered":
         return _ENDED[after.step], f"{after.number} tokens"
     return _ENDED[after.step], ""

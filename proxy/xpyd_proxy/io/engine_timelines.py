@@ -25,6 +25,7 @@ class _NotedEvent(msgspec.Struct):
     step: str
     at: Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # infinity, for one, is no JSON
     count: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
+    note: Annotated[str, msgspec.Meta(max_length=32, pattern="^[a-z_]*$")] = ""
 
 
 class _NotedRequest(msgspec.Struct):
@@ -55,6 +56,10 @@ class Timelines:
         elapsed_s = record.duration_s if is_over else self.clock() - record.began_at
         began_at = self.wall_clock() - (self.clock() - record.began_at)
         timeline, legs = router_timeline(record, elapsed_s), legs_of(record) if asks_engines else []
+        if record.prefill is not None and record.decode is not None:
+            pair = record.prefill.instance, record.decode.instance
+            if (trouble := self.registry.pairs.troubles.get(pair)) is not None:
+                timeline.notes.append(f"{pair[1]} loads no KV of {pair[0]} ({trouble.reason}): {trouble.why}")
         legs = [leg for leg in legs if leg.record.instance not in without]
         answers = await asyncio.gather(*[self._ask(leg) for leg in legs])
         for leg, (events, said) in zip(legs, answers, strict=True):
@@ -76,7 +81,11 @@ class Timelines:
                 if body is None:
                     return (), _NONE
                 requests = decode(body, _NotedTimelines).requests
-                found = [EngineEvent(one.step, one.at, one.count, each.id) for each in requests for one in each.events]
+                found = [
+                    EngineEvent(one.step, one.at, one.count, each.id, one.note)
+                    for each in requests
+                    for one in each.events
+                ]
                 events += found[:MOST_EVENTS]
         except ProbeFailed as exc:
             return (), f"it {exc}"

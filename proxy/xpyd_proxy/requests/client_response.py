@@ -5,9 +5,11 @@ here only if something has to be remembered of them.
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Final
 
 from xpyd_proxy.core.admission.lifetime import Stage
+from xpyd_proxy.core.fleet.pair_health import Pair, PairTrouble
 from xpyd_proxy.core.model import LegOrder
 from xpyd_proxy.core.protocol.continuation import Continuation
 from xpyd_proxy.core.protocol.fault_table import failure_of
@@ -223,8 +225,17 @@ class ClientResponse:
             content_type,
             shows_times=wanted is not False,
             tells_cache=wanted is not None or not of.intake.keyring.has_several,
+            trouble=self._trouble(of.fleet.registry.pairs.troubles),
             last_lines=last_lines,
         )
+
+    def _trouble(self, troubles: Mapping[Pair, PairTrouble]) -> str:
+        """Return why the request's decode engine does not load KV of its prefill engine, as it showed last."""
+        record = self._life.record
+        if not troubles or record.prefill is None or record.decode is None:
+            return ""
+        found = troubles.get((record.prefill.instance, record.decode.instance))
+        return "" if found is None else found.reason.value
 
     def _keeps_end(self) -> bool:
         """Tell whether the size and the end of the response matter: whether blocks have arrived, or will be found."""

@@ -139,11 +139,15 @@ def head_lines(
     *,
     shows_times: bool,
     tells_cache: bool = True,
+    trouble: str = "",
     last_lines: bytes = NO_SNIFFING,
 ) -> bytes:
-    """Return the header lines of an answer but for those that say where its body ends."""
+    """Return the header lines of an answer but for those that say where its body ends.
+
+    ``tells_cache`` and ``trouble``: as in :meth:`RequestRecord.server_timing`.
+    """
     said = record.id_lines()
-    timing = record.server_timing(tells_cache=tells_cache) if shows_times else ""
+    timing = record.server_timing(trouble, tells_cache=tells_cache) if shows_times else ""
     if timing:
         said = f"{said}server-timing: {timing}\r\n"
     plain = content_type if content_type in _PLAIN_TYPES else _plain(content_type)

@@ -4,6 +4,7 @@ from collections import Counter
 
 from xpyd_proxy.testing.rules import Json
 
+SAID = "[::1]:5600 was not met: {}, it says"  # why a load has failed
 LOAD_BYTES, LOAD_S = 2e6, 0.001  # of a load, as it is counted: it takes no time
 
 
@@ -11,7 +12,9 @@ class SimulatedLoads:
     """Loads succeed at once, but for those from ``unmet`` engines."""
 
     def __init__(self) -> None:
-        self.unmet: dict[str, str] = {}  # prefill engines by id, and why: handshake, refused, transfer or timeout
+        self.unmet: dict[
+            str, str
+        ] = {}  # prefill engines by id, and why: handshake, secret, transfer or another of PairFailure
         self.recomputes = True  # what it cannot load (kv_load_failure_policy); else such requests fail
         self.are_shown = False  # as our connector does, by prefill engine, and the engine's own id
         self.moved = dict[str, tuple[float, float]]()  # by the other engine's id: bytes of KV, and seconds for them
@@ -43,6 +46,11 @@ class SimulatedLoads:
         lines = [
             f'vllm:xpyd_peer_loads_total{{{labels},peer="{peer}",outcome="{outcome}"}} {count}.0\n'
             for (peer, outcome), count in self._counts.items()
+            if peer in failing
+        ]
+        lines += [
+            f'vllm:xpyd_peer_failure{{{labels},outcome="{why}",peer="{peer}",reason="{SAID.format(why)}"}} 1.0\n'
+            for peer, why in self.unmet.items()
             if peer in failing
         ]
         for peer, (moved, seconds) in self.moved.items():

@@ -12,13 +12,15 @@ from xpyd_proxy.commands.pairs import text
 ROW = {
     "prefill": "prefill-0", "decode": "decode-1", "handovers": 2, "failed": 3, "failures": {"timeout": 3},
     "ttft_s": 0.01234, "bytes_per_s": 1.2345e10, "last_s": 4.2, "state": "resting", "reason": "handshake",
-    "failed_in_a_row": 3, "rest_s": 29.6, "mode": "push", "pull_s": 0.5, "push_s": 0.0204,
+    "why": "10.0.0.1:5600 was not met: timed out", "failed_in_a_row": 3, "rest_s": 29.6, "mode": "push",
+    "pull_s": 0.5, "push_s": 0.0204,
 }  # fmt: skip
 WELL = ROW | {
     "state": "well",
     "failures": {},
     "failed": 0,
     "reason": None,
+    "why": None,
     "rest_s": None,
     "ttft_s": None,
     "bytes_per_s": 2.5e6,
@@ -87,6 +89,7 @@ def test_people_see_what_a_pair_does_and_what_the_list_lacks():
     well = "well          -          -                     2          -          -        2.5 MB/s   4 s ago"
     assert lines[1:3] == [pair + failing, pair + well]
     assert lines[3:] == [
+        "decode-1 loads no KV of prefill-0: 10.0.0.1:5600 was not met: timed out",
         "7 pairs were forgotten to make room (pair_history)",
         "seen by worker 2 of 3",
     ]

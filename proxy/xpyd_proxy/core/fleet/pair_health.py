@@ -7,6 +7,7 @@ failures in a row that are the pair's, it rests: other pairs get its requests, u
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import auto
 from typing import Final, TypeAlias
 
@@ -27,7 +28,12 @@ class PairFailure(FastStrEnum):
     """Why a decode engine did not get a prefill engine's KV, as metrics and pages name it."""
 
     HANDSHAKE = auto()  # it could not connect
-    REFUSED = auto()  # one of them refuses the other: another secret, certificate, protocol or model
+    REFUSED = auto()  # one of them refuses the other, for a reason that has no name here
+    SECRET = auto()  # one has another shared secret than the other, or none
+    CERTIFICATE = auto()
+    VERSION = auto()  # of vLLM, or of the connector's protocol
+    MODEL = auto()  # they serve different models, or store KV in different ways
+    CLOCK = auto()  # they differ by more than signed parameters allow
     TRANSFER = auto()  # NIXL or the network failed
     TIMEOUT = auto()
     ENGINE_ERROR = auto()  # its leg ended with 5xx, and another pair served the same request
@@ -42,10 +48,27 @@ OF_THE_PAIR: Final = frozenset(
     {
         PairFailure.HANDSHAKE,
         PairFailure.REFUSED,
+        PairFailure.SECRET,
+        PairFailure.CERTIFICATE,
+        PairFailure.VERSION,
+        PairFailure.MODEL,
+        PairFailure.CLOCK,
         PairFailure.TRANSFER,
         PairFailure.TIMEOUT,
         PairFailure.ENGINE_ERROR,
         PairFailure.WRONG_KV,
+    }
+)
+# Those that do not mend themselves: an operator reads each in the log as soon as a decode engine shows it.
+LASTING: Final = frozenset(
+    {
+        PairFailure.HANDSHAKE,
+        PairFailure.REFUSED,
+        PairFailure.SECRET,
+        PairFailure.CERTIFICATE,
+        PairFailure.VERSION,
+        PairFailure.MODEL,
+        PairFailure.CLOCK,
     }
 )
 _WRONG_KV: Final = PairFailure.WRONG_KV  # looking a member up takes as long as a call
@@ -75,6 +98,14 @@ TRANSITIONS: Final[Mapping[PairState, Mapping[PairEvent, PairState]]] = {
     PairState.RESTING: {PairEvent.FAILED: PairState.RESTING, PairEvent.TRIED: PairState.TRYING},
     PairState.TRYING: {PairEvent.GIVEN_UP: PairState.RESTING, PairEvent.SILENT: PairState.RESTING},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class PairTrouble:
+    """Why a decode engine has not loaded the KV of a prefill engine last, in its own words."""
+
+    reason: PairFailure
+    why: str
 
 
 class FailingPair:
@@ -113,6 +144,7 @@ class PairHealth:
         self.has_any = False  # pairs that fail
         self.unkept = 0  # pairs that should rest, and did not because too many do
         self._pairs: dict[Pair, FailingPair] = {}
+        self.troubles: dict[Pair, PairTrouble] = {}  # as decode engines show them now
         self._doubts: dict[Pair, float] = {}  # when an answer of a pair differed last
         self._avoided: dict[InstanceId, set[InstanceId]] = {}  # prefill engines, by the decode engine
 
@@ -170,6 +202,18 @@ class PairHealth:
         self._avoided.setdefault(pair[1], set()).add(pair[0])
         return found if is_new else None
 
+    def shown(self, decode: InstanceId, troubles: Mapping[Pair, PairTrouble]) -> list[Pair]:
+        """Take in all troubles that a decode engine shows; return the pairs of which it did not show that before."""
+        news = [pair for pair, each in troubles.items() if self.troubles.get(pair) != each]
+        for gone in [pair for pair in self.troubles if pair[1] == decode and pair not in troubles]:
+            del self.troubles[gone]
+        room = self._most - len(self.troubles)
+        for pair, each in troubles.items():
+            if pair in self.troubles or room > 0:
+                room -= pair not in self.troubles
+                self.troubles[pair] = each
+        return news
+
     def doubted(self, pair: Pair, *, now: float) -> FailingPair | None:
         """Take in an answer that differs from that of one engine; return the pair if it begins to rest by it.
 
@@ -197,6 +241,8 @@ class PairHealth:
         """Forget all pairs of an engine, which is gone or another one by now; return them."""
         for pair in [pair for pair in self._doubts if engine in pair]:
             del self._doubts[pair]
+        for pair in [pair for pair in self.troubles if engine in pair]:
+            del self.troubles[pair]
         gone = [pair for pair in self._pairs if engine in pair]
         for pair in gone:
             self._drop(pair)
@@ -206,6 +252,8 @@ class PairHealth:
         """Forget the pairs of engines that are no longer known."""
         for pair in [pair for pair in self._doubts if not engines.issuperset(pair)]:
             del self._doubts[pair]
+        for pair in [pair for pair in self.troubles if not engines.issuperset(pair)]:
+            del self.troubles[pair]
         for pair in [pair for pair in self._pairs if not engines.issuperset(pair)]:
             self._drop(pair)
 

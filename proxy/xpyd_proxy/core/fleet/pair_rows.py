@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.pair_health import FailingPair, Pair, PairHealth, PairState
+from xpyd_proxy.core.fleet.pair_health import FailingPair, Pair, PairHealth, PairState, PairTrouble
 from xpyd_proxy.core.fleet.pair_matrix import PairFacts, PairMatrix
 from xpyd_proxy.core.fleet.pair_modes import PairMode, PairModes
 from xpyd_proxy.core.fleet.registry import Member
@@ -26,8 +26,12 @@ def pair_rows(
     """Describe the pairs that fail, and then those that were used lately, the latest first; ``find``: an engine."""
     failing = health.pairs()
     for pair, each in failing:
-        yield _row(pair, matrix.get(pair), each, modes.get(pair), now)
+        yield _row(pair, matrix.get(pair), each, modes.get(pair), now, trouble=health.troubles.get(pair))
     known = {pair for pair, _ in failing}
+    for pair, trouble in list(health.troubles.items()):
+        if pair not in known:
+            known.add(pair)
+            yield _row(pair, matrix.get(pair), None, modes.get(pair), now, trouble=trouble)
     for pair, facts in matrix.latest():
         if pair not in known:
             yield _as_its_engines(_row(pair, facts, None, modes.get(pair), now), find)
@@ -51,8 +55,18 @@ def _rank(row: PairRow) -> tuple[int, int]:
 
 
 def _row(
-    pair: Pair, facts: PairFacts | None, failing: FailingPair | None, mode: PairMode | None, now: float
+    pair: Pair,
+    facts: PairFacts | None,
+    failing: FailingPair | None,
+    mode: PairMode | None,
+    now: float,
+    *,
+    trouble: PairTrouble | None = None,
 ) -> PairRow:
+    reason = None if trouble is None else trouble.reason
+    state = WELL if trouble is None else PairState.FAILING.value
+    if failing is not None:
+        reason, state = failing.reason, failing.state.value
     failures = {} if facts is None or facts.failed is None else facts.failed
     return PairRow(
         prefill=pair[0],
@@ -63,8 +77,9 @@ def _row(
         ttft_s=None if facts is None else facts.ttft_s,
         bytes_per_s=None if facts is None else facts.bytes_per_s,
         last_s=None if facts is None else max(0.0, now - facts.last_at),
-        state=WELL if failing is None else failing.state.value,
-        reason=None if failing is None else failing.reason.value,
+        state=state,
+        reason=None if reason is None else reason.value,
+        why=None if trouble is None else trouble.why,
         failed_in_a_row=0 if failing is None else failing.in_a_row,
         mode=None if mode is None else BOTH if mode.chosen is None else mode.chosen.value,
         pull_s=None if mode is None else mode.pull.mean_s,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet.engine_metrics import labelled_lines
-from xpyd_proxy.core.fleet.pair_health import OF_THE_PAIR, PairFailure
+from xpyd_proxy.core.fleet.pair_health import OF_THE_PAIR, PairFailure, PairTrouble
 from xpyd_proxy.core.model import InstanceId
 
 _NAME: Final = b"vllm:xpyd_peer_loads_total{"
@@ -19,6 +19,12 @@ _LINE: Final = re.compile(
     rb"(?P<value>[0-9]{1,18}(?:\.[0-9]{1,6})?(?:[eE]\+?[0-9]{1,2})?)"
 )
 _LABEL: Final = re.compile(rb'(?:^|,)(engine|peer|outcome)="([0-9A-Za-z_.:-]{1,160})"(?=,|$)')
+_FAILURE: Final = b"vllm:xpyd_peer_failure{"
+# The reason is the connector's sentence, without what the text format escapes. It stands behind any other label.
+_FAILURE_LABEL: Final = re.compile(
+    rb'(?:^|,)(engine|peer|outcome|reason)="((?:(?<=reason=")[ !#-\[\]-~]{1,400})|(?:[0-9A-Za-z_.:-]{1,160}))"(?=,|$)'
+)
+_TRUE: Final = (b"1", b"1.0")
 _MOST: Final = 512  # lines of one engine
 _LOADED: Final = "loaded"
 _REASONS: Final = {reason.value: reason for reason in PairFailure}
@@ -63,6 +69,21 @@ def read_totals(text: bytes, rank: int | None = None) -> Totals:
         if peer is not None and outcome is not None and is_own:
             key = peer, outcome
             found[key] = found.get(key, 0) + int(float(line["value"]))
+    return found
+
+
+def read_failures(text: bytes, rank: int | None = None) -> Mapping[str, PairTrouble]:
+    """Read why loads fail now, as an engine shows it by the prefill engine's id, or one of its data-parallel ranks."""
+    found = dict[str, PairTrouble]()
+    for line in labelled_lines(text, _FAILURE, most=_MOST):
+        if line["value"] not in _TRUE:
+            continue
+        labels = {name: value.decode() for name, value in _FAILURE_LABEL.findall(line["labels"])}
+        peer, outcome, why, engine = (labels.get(name) for name in (b"peer", b"outcome", b"reason", b"engine"))
+        reason = _REASONS.get(outcome or "")
+        is_own = rank is None or engine is None or engine == str(rank)
+        if peer is not None and reason is not None and is_own:
+            found[peer] = PairTrouble(reason, why or "")
     return found
 
 

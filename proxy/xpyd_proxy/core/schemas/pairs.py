@@ -17,6 +17,7 @@ class PairRow:
     last_s: float | None  # since it was last used; None: not lately
     state: str  # well, failing, resting, trying; of a pair that does not fail the state of an engine that is not well
     reason: str | None  # of its latest failure, if it fails; or why that engine is not well
+    why: str | None  # of its latest failure, in the words of the decode engine's connector; None: it does not say
     failed_in_a_row: int  # transfers, as the decode engine shows them
     mode: str | None  # pull, push, or both while they are compared; None: the engines leave no choice
     pull_s: float | None  # of the streams of the comparison, from handing over to the first event: their mean

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from xpyd_proxy.core.fleet.peer_loads import PeerLoads, read_totals
+from xpyd_proxy.core.fleet.peer_loads import PeerLoads, read_failures, read_totals
 from xpyd_proxy.core.fleet.peer_rates import PeerRates, read_moved
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
@@ -33,6 +33,7 @@ class PairWatch:
         if was_restarted:
             self._notes.restarted(decode)
         self._unknown += len(self._notes.loads(decode, news, now))
+        self._notes.troubles(decode, read_failures(exposition, decode.rank))
         rates = self._rates.look(decode.id, read_moved(exposition, decode.rank))
         others, unknown = self._notes.moved(decode, rates, writes=False)
         self._read_from.update(others)

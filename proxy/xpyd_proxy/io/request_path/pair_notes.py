@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from xpyd_proxy.core.fleet.pair_health import FailingPair, Pair, PairFailure
+from xpyd_proxy.core.fleet.pair_health import LASTING, FailingPair, Pair, PairFailure, PairTrouble
 from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
 from xpyd_proxy.core.fleet.pair_modes import PairModes
 from xpyd_proxy.core.fleet.peer_loads import PeerNews
@@ -120,6 +120,16 @@ class PairNotes:
                 else:
                     self._count(decode.id, each.failed)
         return unknown
+
+    def troubles(self, decode: Instance, shown: Mapping[str, PairTrouble]) -> None:
+        """Take in why a decode engine's loads fail, by the prefill engines' ids; log what lasts, once."""
+        if not shown and not self.health.troubles:
+            return
+        by_peer = self._lenders()
+        pairs = {(one.id, decode.id): each for peer, each in shown.items() for one in by_peer.get(peer, ())}
+        for pair in self.health.shown(decode.id, pairs):
+            if (trouble := pairs[pair]).reason in LASTING:
+                logger.warning("%s loads no KV of %s (%s): %s", pair[1], pair[0], trouble.reason, trouble.why)
 
     def moved(self, engine: Instance, rates: Mapping[str, float], *, writes: bool) -> tuple[list[InstanceId], int]:
         """Take in at how many bytes a second KV moved between an engine and others, by the ids that they go by there.

@@ -16,6 +16,7 @@ from xpyd_proxy.core.fleet.pair_health import (
     PairFailure,
     PairHealth,
     PairState,
+    PairTrouble,
 )
 from xpyd_proxy.settings import Settings
 
@@ -285,3 +286,23 @@ def test_without_rests_wrong_kv_changes_nothing():
     fail(pairs, reason=PairFailure.WRONG_KV)
 
     assert pairs.resting == 0
+
+
+def test_troubles_are_those_that_a_decode_engine_shows_now():
+    """What it shows no longer is over; what it showed before is no news."""
+    health = PairHealth(Settings(), most=2)
+    secret, model = PairTrouble(PairFailure.SECRET, "a"), PairTrouble(PairFailure.MODEL, "b")
+
+    assert health.shown("d0", {("p0", "d0"): secret}) == [("p0", "d0")]
+    assert health.shown("d0", {("p0", "d0"): secret}) == []
+    assert health.shown("d1", {("p0", "d1"): model}) == [("p0", "d1")]
+    assert health.shown("d0", {("p0", "d0"): model}) == [("p0", "d0")]
+    health.shown("d2", {("p0", "d2"): model})
+    assert set(health.troubles) == {("p0", "d0"), ("p0", "d1")}
+    health.shown("d0", {})
+    assert set(health.troubles) == {("p0", "d1")}
+    health.forget("p0")
+    assert health.troubles == {}
+    health.shown("d0", {("p0", "d0"): secret})
+    health.keep(frozenset(["d0"]))
+    assert health.troubles == {}

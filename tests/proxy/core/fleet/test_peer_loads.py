@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.pair_health import PairFailure
-from xpyd_proxy.core.fleet.peer_loads import PeerLoads, read_totals
+from xpyd_proxy.core.fleet.pair_health import PairFailure, PairTrouble
+from xpyd_proxy.core.fleet.peer_loads import PeerLoads, read_failures, read_totals
 
 
 def shown(*lines):
@@ -47,6 +47,27 @@ def test_lines_are_bounded():
 def test_no_text_is_too_odd(noise):
     """Nothing raises."""
     read_totals(b"\nvllm:xpyd_peer_loads_total{" + noise)
+    read_failures(b"\nvllm:xpyd_peer_failure{" + noise + b"} 1.0\n")
+
+
+def failure(why, outcome="secret", peer="p", engine=0, value="1.0"):
+    labels = f'engine="{engine}",model_name="m",outcome="{outcome}",peer="{peer}",reason="{why}"'
+    return f"# TYPE vllm:xpyd_peer_failure gauge\nvllm:xpyd_peer_failure{{{labels}}} {value}\n".encode()
+
+
+def test_the_reason_of_a_failure_is_read_in_its_words():
+    """As our connector writes it: printable, and without what the text format escapes."""
+    why = "10.0.0.1:5600 was not met: its weights are 'a{1}', ours are 'b'; they must be equal, peer=x"
+
+    assert read_failures(failure(why)) == {"p": PairTrouble(PairFailure.SECRET, why)}
+    assert read_failures(failure(why, engine=1), 0) == {}
+    assert read_failures(failure(why, value="0.0")) == read_failures(failure(why, outcome="newer")) == {}
+
+
+@pytest.mark.parametrize("why", ["a\x1b[31m", "\u00e9", "x" * 500, 'a\\"b'], ids=repr)
+def test_a_reason_of_another_form_is_left_out(why):
+    """It goes into the log, and to terminals. That the pair fails, and how, is known all the same."""
+    assert read_failures(failure(why)) == {"p": PairTrouble(PairFailure.SECRET, "")}
 
 
 def test_a_first_look_tells_nothing():

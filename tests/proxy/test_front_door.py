@@ -751,6 +751,26 @@ def test_bodies_are_charged_while_they_come(tmp_path, shape):
             assert door.status(whole) == 200
 
 
+@pytest.mark.slow  # a router of its own, and 130 MB through its sockets
+def test_many_prompts_hold_their_common_fields_once(tmp_path):
+    """64 prompts with a field of 1 MB, for two legs each: each leg held a copy, and its socket another one."""
+    with front(tmp_path, "--max-inflight-bytes", "80000000") as door:
+        assert door.serves()
+        before, most = rss(door), 0
+        fields = {"max_tokens": 2, "user": "u" * 1_000_000}
+        body = json.dumps({"prompt": ["x"] * 64, **fields}).encode()
+        with probed(door) as probe, door.open() as client:
+            client.sock.settimeout(120)
+            client.send(request(body=body))
+            while not readable(client):
+                most = max(most, rss(door) - before)
+            assert client.answer().status == 200
+        assert most < 40_000_000
+        assert probe.took[-1] < 2.0
+        longer = json.dumps({"prompt": ["x"] * 64, **fields, "user": "u" * 1_300_000}).encode()
+        assert door.status(request(body=longer, lines=(JSON, "Connection: close"))) == 413
+
+
 def readable(client):
     client.sock.settimeout(0.02)
     try:

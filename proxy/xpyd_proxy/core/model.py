@@ -4,7 +4,7 @@ Those that every request makes have an ``__init__`` of their own: that of a data
 is compiled (see docs/performance.md).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NewType, TypeAlias
 
@@ -201,9 +201,13 @@ class GenerationRequest:
     fields: Fields
     headers: Headers  # those of the client's headers that engines may see
     rank: int | None  # the client's X-data-parallel-rank, for the decode leg
+    shared: Sequence[str]  # fields with long values, but for the prompt: all legs share their bytes
 
-    def __init__(self, api: Api, fields: Fields, headers: Headers, rank: int | None = None) -> None:
+    def __init__(
+        self, api: Api, fields: Fields, headers: Headers, rank: int | None = None, shared: Sequence[str] = ()
+    ) -> None:
         self.api = api
+        self.shared = shared
         self.fields = fields
         self.headers = headers
         self.rank = rank

@@ -1,5 +1,6 @@
 """JSON that is read only as far as it must be."""
 
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -58,13 +59,34 @@ def encode(fields: Fields) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def encode_in_pieces(fields: Fields, last: str) -> Pieces:
-    """Write an object; if the value of the field ``last`` is long, it stands at the end, and is not copied."""
+def long_fields(fields: Fields) -> Sequence[str]:
+    """Return the fields whose values are long."""
+    return [name for name, raw in fields.items() if len(memoryview(raw)) > LONG]
+
+
+def encode_in_pieces(fields: Fields, last: str, shared: Sequence[str] = ()) -> Pieces:
+    """Write an object; if the value of the field ``last`` is long, it stands at the end, and is not copied.
+
+    ``shared``: other fields whose values are long, and are not copied either: those that many bodies have in common.
+    """
     value = fields.get(last)
+    if shared:
+        return _encode_shared(fields, last, shared)
     if value is None or len(memoryview(value)) <= LONG:
         return [msgspec.json.encode(fields)]
     before = b",".join([msgspec.json.encode({name: raw})[1:-1] for name, raw in fields.items() if name != last] + [b""])
     return [b"{%b%b:" % (before, msgspec.json.encode(last)), memoryview(value), b"}"]
+
+
+def _encode_shared(fields: Fields, last: str, shared: Sequence[str]) -> Pieces:
+    """Write an object whose values are short, but for some; those stand behind the others, and ``last`` at the end."""
+    long = [name for name in (*shared, last) if name in fields]
+    short = {name: raw for name, raw in fields.items() if name not in long}
+    begin, pieces = (msgspec.json.encode(short)[:-1] + b"," if short else b"{"), list[bytes | memoryview]()
+    for name in long:
+        pieces += [b"%b%b:" % (begin, msgspec.json.encode(name)), memoryview(fields[name])]
+        begin = b","
+    return [*pieces, b"}"]
 
 
 def encode_text(value: str) -> bytes:

@@ -26,7 +26,7 @@ def arrive_in_class(
     expected_s = None if own is None or outlook is None else outlook.queue_s + own.ttft_s
     record.of_class = ClassRecord(service_class.name, service_class.ttft_s, service_class.itl_s, expected_s)
     entry = ClassEntry(service_class, own, outlook)
-    return of.gate.arrive_in_class(head.caller, plan.priority, size, plan.tokens, entry)
+    return of.gate.arrive_in_class(head.caller, plan.priority, size, plan.tokens, entry, prompts=len(plan.prompts) or 1)
 
 
 def judge(record: RequestRecord, status: int, ticket: Ticket, events: int) -> None:

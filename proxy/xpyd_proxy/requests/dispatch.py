@@ -17,9 +17,9 @@ from xpyd_proxy.core.model import (
     SingleEngineReason,
 )
 from xpyd_proxy.core.protocol import push, request_bodies
-from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
+from xpyd_proxy.core.protocol.disaggregation import PROMPTS, may_share, solo_reason
 from xpyd_proxy.core.protocol.fault_table import RetryScope
-from xpyd_proxy.core.raw_json import NULL, Pieces, encode
+from xpyd_proxy.core.raw_json import NULL, Pieces, encode_in_pieces
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
 from xpyd_proxy.core.routing.routing_hints import with_model
 from xpyd_proxy.errors import NoInstance, NoMatchingInstance, ProxyError
@@ -187,7 +187,7 @@ class Dispatch:
             pair = self._choose_pair(attempt) if record.single_reason is None else None
             if pair is not None and pair[0] is not None:
                 return pair
-            attempt.body = single_body = [encode(call.fields)]
+            attempt.body = single_body = encode_in_pieces(call.fields, PROMPTS[call.api], call.shared)
             if pair is not None:
                 record.single_reason = SingleEngineReason.FEW_MATCH
                 attempt.take_expected()
@@ -309,7 +309,8 @@ class Dispatch:
         record = life.record
         record.push, record.transfer, attempt.coordinates = _CONCURRENT, attempt.transfer, coordinates
         params = push.decode_params(coordinates, call.api, attempt.id, attempt.transfer)
-        attempt.body = [request_bodies.decode_body(request_bodies.named(call.api, call.fields, attempt.id), params)]
+        fields = request_bodies.decode_fields(request_bodies.named(call.api, call.fields, attempt.id), params)
+        attempt.body = encode_in_pieces(fields, PROMPTS[call.api], call.shared)
         life.on(_PUSH)
         attempt.send_prefill(call, prefill, reuses=False)
         return None

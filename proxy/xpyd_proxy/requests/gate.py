@@ -27,20 +27,23 @@ class Gate:
         self._timer: asyncio.TimerHandle | None = None  # of the next look
         self.outlook: Callable[[], EngineOutlook | None] = _unknown  # what engines still have to do
 
-    def arrive(self, key: str, priority: int, size: int, tokens: int | None = None) -> Ticket:
+    def arrive(self, key: str, priority: int, size: int, tokens: int | None = None, *, prompts: int = 1) -> Ticket:
         """Return the ticket of a request: admitted, waiting or refused. It has to ``leave`` in any case.
 
-        ``size``: bytes of its body; ``tokens``: about how many its prompt has; None: as many as its bytes suggest.
+        ``size``: bytes of its body; ``tokens``: about how many its prompt has; None: as many as its bytes suggest;
+        ``prompts``: of a request with several.
         """
-        ticket = self.admission.arrive(key, priority, size, self._clock(), tokens)
+        ticket = self.admission.arrive(key, priority, size, self._clock(), tokens, prompts=prompts)
         if self.admission.news:
             self._wake()
         return ticket
 
-    def arrive_in_class(self, key: str, priority: int, size: int, tokens: int | None, entry: ClassEntry) -> Ticket:
+    def arrive_in_class(
+        self, key: str, priority: int, size: int, tokens: int | None, entry: ClassEntry, *, prompts: int = 1
+    ) -> Ticket:
         """Return the same for one that comes in a class."""
         admission = self.admission
-        ticket = admission.arrive(key, priority, size, self._clock(), tokens, entry=entry)
+        ticket = admission.arrive(key, priority, size, self._clock(), tokens, entry=entry, prompts=prompts)
         if admission.news:
             self._wake()
         if admission.waiting and self._timer is None:
@@ -75,6 +78,14 @@ class Gate:
                 admission.leave(ticket)
             if self.admission.news:
                 self._wake()
+
+    def take_place(self, of: Ticket) -> Ticket | None:
+        """Return another place for a request that has one; None: there is none now. It has to ``leave``."""
+        return self.admission.take_place(of)
+
+    def leave_place(self, place: Ticket) -> None:
+        """Give back such a place; what was served at it is counted with the request."""
+        self.leave(place, 0)
 
     def expire(self) -> None:
         """Send away those that have waited too long."""

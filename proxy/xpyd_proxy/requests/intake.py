@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from xpyd_proxy.core.admission.cache_salts import Salts
 from xpyd_proxy.core.admission.keys import ANYBODY, Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime
@@ -25,10 +27,12 @@ from xpyd_proxy.core.model import (
     SingleEngineReason,
 )
 from xpyd_proxy.core.protocol.client_media import ANY_HOST, check_media
+from xpyd_proxy.core.protocol.disaggregation import PROMPTS
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, EndpointKind
+from xpyd_proxy.core.protocol.prompt_arrays import prompts_of
 from xpyd_proxy.core.protocol.request_bodies import TEMPLATES, check_chat_template, check_wanted_now, parse
 from xpyd_proxy.core.protocol.response_filter import media_type
-from xpyd_proxy.core.raw_json import TRUE, Fields, Pieces, encode, text
+from xpyd_proxy.core.raw_json import TRUE, Fields, Pieces, encode, long_fields, text
 from xpyd_proxy.core.routing.routing_hints import TELLS_MODEL, ask_of_call, ask_of_errand, model_of, rank_of, with_model
 from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.errors import BodyTooLarge, UnsupportedMedia
@@ -40,6 +44,7 @@ PASSED_ON: Final = frozenset(
     {b"authorization", b"traceparent", b"tracestate", b"baggage", b"x-session-id", b"x-vllm-priority"}
 )
 _WITHOUT_KEY: Final = PASSED_ON - {b"authorization"}
+_LARGE: Final = 64 * 1024  # bytes of a body; of a smaller one it costs less to copy its fields than to share them
 _RANK: Final = b"x-data-parallel-rank"
 _CLASS: Final = b"x-request-class"
 _FORM_TYPE: Final = b"multipart/form-data"
@@ -85,6 +90,7 @@ class RequestPlan:
     tokens: int | None  # about how many its prompt has; None: not looked at
     single_reason: SingleEngineReason  # why one engine gets ``body``
     learns_model: bool  # it names none, and which one it means is told by its prefill engine's answer
+    prompts: Sequence[msgspec.Raw]  # of a request with several; else none
 
     def __init__(  # noqa: PLR0917 (by name they cost 1,000 instructions more)
         self,
@@ -103,6 +109,7 @@ class RequestPlan:
         self.headers = headers
         self.ask = ask
         self.streams = call is not None and call.streams()
+        self.prompts = ()
         self.call = call
         self.body = [] if body is None else body
         self.content_type = content_type
@@ -218,9 +225,13 @@ class Intake:
         if api is not None and is_unknown and api not in TELLS_MODEL:
             why_alone = SingleEngineReason.UNKNOWN_MODEL
         elif api is not None:
-            call = GenerationRequest(api, asked, passed_on, rank)
+            shared: Sequence[str] = ()
+            if len(body) > _LARGE:
+                shared = [name for name in long_fields(asked) if name != PROMPTS[api]]
+            call = GenerationRequest(api, asked, passed_on, rank, shared)
             plan = RequestPlan(path, passed_on, ask_of_call(call, session, model), priority, call, tokens)
             plan.learns_model = is_unknown
+            plan.prompts = prompts_of(api, asked)
             return plan
         if path in _FORMS:
             declared = content_type(boundary_of(shown.get(b"content-type", b"")))

@@ -63,7 +63,7 @@ def prefill_body(
         asked["kv_transfer_params"] = returned_kv.naming(asked["kv_transfer_params"], cached_on)
     if ids is not None:
         asked["kv_transfer_params"] = request_bodies.with_ids(asked["kv_transfer_params"], ids)
-    return encode_in_pieces(asked, PROMPTS[call.api])
+    return encode_in_pieces(asked, PROMPTS[call.api], call.shared)
 
 
 def decode_body(
@@ -86,10 +86,10 @@ def decode_body(
     if first is not None:
         asked = first.decode_fields(fields, handover.params)
     elif ids is not None:
-        return request_bodies.decode_pieces_with_ids(call.api, fields, handover.params, ids)
+        return request_bodies.decode_pieces_with_ids(call.api, fields, handover.params, ids, call.shared)
     else:
         asked = request_bodies.decode_fields(fields, handover.params)
-    return encode_in_pieces(asked, PROMPTS[call.api])
+    return encode_in_pieces(asked, PROMPTS[call.api], call.shared)
 
 
 def ignore_replaced_host(_prefill: Instance, _said: str) -> None:

@@ -7,15 +7,14 @@ one of them fails with is what all of them fail with; the others are dropped the
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol, TypeAlias
 
-import msgspec
-
+from xpyd_proxy.core.admission.ticket import Ticket
 from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
 from xpyd_proxy.core.model import GenerationRequest, InstanceId, LegOrder, Role, SingleEngineReason
 from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
 from xpyd_proxy.core.protocol.prompt_arrays import MergedAnswer, MergedStream, choices_of, one_of, words_of
 from xpyd_proxy.core.request_record import PromptParts, PromptRecord, RequestRecord
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
-from xpyd_proxy.errors import AnswerRefused, BadRequest, EngineError, NoInstance, ProxyError, Refused
+from xpyd_proxy.errors import AnswerRefused, BadRequest, BodyTooLarge, EngineError, NoInstance, ProxyError, Refused
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.requests.client_response import ClientGone, ClientResponse
 from xpyd_proxy.requests.intake import JSON_TYPE, RequestPlan
@@ -23,6 +22,7 @@ from xpyd_proxy.requests.life import RequestLife
 from xpyd_proxy.requests.response import ResponseWriter
 from xpyd_proxy.requests.stream_moves import StuckPrompts
 
+_PART_SIZE: Final = 16 * 1024  # bytes of a part that is served, but for its prompt and the fields that all share
 AT_ONCE: Final = 64  # parts of one array that are under way: it shall not fill the queues of all engines
 _OK: Final = 200
 _CLIENTS_FAULT: Final = range(400, 500)
@@ -74,9 +74,29 @@ class PromptRequest(Protocol):
 NewRequest: TypeAlias = Callable[[ResponseWriter, RequestPlan, int], PromptRequest]  # for the prompt at a place
 
 
-def may_divide(fleet: LiveFleet, call: GenerationRequest, prompt: msgspec.Raw) -> bool:
+def size_of_array(plan: RequestPlan, size: int, most: int) -> int:
+    """Return how many bytes a request with several prompts is charged; ``size``: of its body; ``most``: of all.
+
+    All parts share the bytes of its long fields, but each has two connections to engines, whose buffers may hold them,
+    and a head and objects of its own.
+
+    Raises:
+        BodyTooLarge: it would be more than the router may hold.
+    """
+    at_once = min(len(plan.prompts), AT_ONCE)
+    beside = max(0, size - sum([len(memoryview(prompt)) for prompt in plan.prompts]))
+    charged = size + at_once * (beside + _PART_SIZE)
+    if charged > most and beside > _PART_SIZE:
+        raise BodyTooLarge(
+            f"each of the {len(plan.prompts)} prompts is sent with the other fields, which have {beside} bytes: for "
+            f"{at_once} prompts at a time that is more than the router may hold (max_inflight_bytes)"
+        )
+    return min(charged, most)
+
+
+def may_divide(fleet: LiveFleet, call: GenerationRequest, plan: RequestPlan) -> bool:
     """Tell whether the request for one of the prompts would be split between two engines."""
-    fields = one_of(call.fields, prompt)
+    fields = one_of(call.fields, plan.prompts[0])
     reason = solo_reason(call.api, fields)
     if reason is not None:
         shares = reason is SingleEngineReason.N and may_share(call.api, fields) and fleet.shares_loads()
@@ -101,10 +121,12 @@ class PromptArray:
         "_new",
         "_parts",
         "_pieces",
+        "_places",
         "_plan",
         "_prompts",
         "_size",
         "_stream",
+        "_ticket",
         "_whole",
     )
 
@@ -114,11 +136,12 @@ class PromptArray:
         client: ClientResponse,
         plan: RequestPlan,
         call: GenerationRequest,
-        prompts: Sequence[msgspec.Raw],
+        ticket: Ticket,
         *,
         new: NewRequest,
     ) -> None:
-        """``new``: makes the request for one prompt."""
+        """``ticket``: of the whole request; ``new``: makes the request for one prompt."""
+        prompts = plan.prompts
         name, n = f"cmpl-{life.record.request_id}", choices_of(call.fields)  # the answer's id; choices of each prompt
         life.record.push = LegOrder.EACH_PROMPT
         self._life = life  # woken when there is news
@@ -126,6 +149,8 @@ class PromptArray:
         self._plan = plan
         self._call = call
         self._prompts = prompts
+        self._ticket = ticket
+        self._places: list[Ticket] = []  # of parts under way, but for one, which is served at that of the whole
         self._new = new
         self._parts: dict[int, PromptRequest] = {}  # by place: those under way
         self._begun = 0  # parts that were begun
@@ -164,10 +189,10 @@ class PromptArray:
 
     def _begin_more(self) -> None:
         """Begin as many parts as may be under way; raises what one of them has failed with."""
-        while self._failure is None and self._begun < len(self._prompts) and len(self._parts) < AT_ONCE:
+        while self._failure is None and self._begun < len(self._prompts) and self._has_place():
             place, plan, call = self._begun, self._plan, self._call
             fields = one_of(call.fields, self._prompts[place])
-            own = GenerationRequest(call.api, fields, call.headers, call.rank)
+            own = GenerationRequest(call.api, fields, call.headers, call.rank, call.shared)
             ask = ask_of_call(own, plan.ask.session, plan.ask.model)
             own_plan = RequestPlan(plan.path, plan.headers, ask, plan.priority, call=own)
             own_plan.learns_model = plan.learns_model
@@ -179,12 +204,30 @@ class PromptArray:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
+    def _has_place(self) -> bool:
+        """Take a place for one more part, if there may be one: the first one under way has that of the whole."""
+        if len(self._parts) >= AT_ONCE:
+            return False
+        if not self._parts:
+            return True
+        place = self._life.of.gate.take_place(self._ticket)
+        if place is None:
+            return False
+        self._places.append(place)
+        return True
+
+    def _leave_places(self, kept: int) -> None:
+        """Give back the places that are too many for so many parts under way."""
+        while len(self._places) > max(0, kept - 1):
+            self._life.of.gate.leave_place(self._places.pop())
+
     def _drop(self) -> None:
         """End the parts that are under way."""
         parts, self._parts = tuple(self._parts.values()), {}
         for part in parts:
             part.interrupt(ClientGone())
             self._note(part)
+        self._leave_places(0)
 
     def _note(self, part: PromptRequest) -> None:
         """Keep what happened to a part that is over, where the whole request is kept."""
@@ -213,6 +256,8 @@ class PromptArray:
         """See whether some leg has taken too long."""
         for part in tuple(self._parts.values()):
             part.look(now)
+        if self._begun < len(self._prompts) and len(self._parts) < AT_ONCE:
+            self._life.wake()  # other requests may have left places
 
     def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
         """Let go of decode engines that are left, while the prompts are computed elsewhere."""
@@ -259,6 +304,7 @@ class PromptArray:
         elif rest:
             self.streamed(place, rest)
         self._parts.pop(place, None)
+        self._leave_places(len(self._parts))
         self._left -= 1
         self._life.wake()
 

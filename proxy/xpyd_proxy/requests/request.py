@@ -13,7 +13,6 @@ from typing import Final
 from xpyd_proxy.core.admission.ticket import Ticket, TicketState
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId
 from xpyd_proxy.core.protocol.continuation import Continuation
-from xpyd_proxy.core.protocol.prompt_arrays import prompts_of
 from xpyd_proxy.core.raw_json import Fields
 from xpyd_proxy.core.request_record import PromptRecord, RequestRecord
 from xpyd_proxy.core.routing.retries import RetryAttempts
@@ -27,7 +26,7 @@ from xpyd_proxy.requests.dispatch import Dispatch
 from xpyd_proxy.requests.intake import Intake, RequestHead, RequestPlan
 from xpyd_proxy.requests.life import RequestLife
 from xpyd_proxy.requests.lifecycle import RequestEvent, RequestState
-from xpyd_proxy.requests.prompt_array import PromptArray, may_divide
+from xpyd_proxy.requests.prompt_array import PromptArray, may_divide, size_of_array
 from xpyd_proxy.requests.response import ResponseWriter
 from xpyd_proxy.requests.resumed_stream import ResumedStream, may_be_resumed
 from xpyd_proxy.requests.service import Requests, RequestSpan
@@ -291,9 +290,9 @@ class Request:
                 dispatch = self._join(plan)
             call, settings = plan.call, dispatch.settings
             continues = settings.resume_streams or settings.first_token_from is _FROM_PREFILL
-            prompts = () if call is None else prompts_of(call.api, call.fields)
-            if call is not None and prompts and may_divide(self._of.fleet, call, prompts[0]):
-                self._array = PromptArray(self._life, self._client, plan, call, prompts, new=self._part)
+            whole = self._ticket  # None: it is a part itself
+            if call is not None and whole is not None and plan.prompts and may_divide(self._of.fleet, call, plan):
+                self._array = PromptArray(self._life, self._client, plan, call, whole, new=self._part)
                 await self._array.answer()
             elif call is not None and continues and may_be_resumed(call):
                 await ResumedStream(self._life, dispatch, self._client).answer(call)
@@ -381,8 +380,11 @@ class Request:
         if self._body:
             self._free_body()  # its bytes are charged with the ticket from now on
         of, levels = self._of, self._of.gate.admission.levels
+        if plan.prompts:
+            size = size_of_array(plan, size, of.gate.admission.limits.max_inflight_bytes)
         if levels is None:
-            ticket = self._ticket = of.gate.arrive(self._head.caller, plan.priority, size, plan.tokens)
+            caller, prompts = self._head.caller, len(plan.prompts) or 1
+            ticket = self._ticket = of.gate.arrive(caller, plan.priority, size, plan.tokens, prompts=prompts)
         else:
             ticket = self._ticket = arrive_in_class(self._life, levels.classes, self._head, plan, size)
         self._head.forget()  # the connection keeps us until its next request

@@ -20,6 +20,7 @@ from support.scripted import (
 from xpyd_proxy.core.model import EngineResponse, Role
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.prompt_array import AT_ONCE
+from xpyd_proxy.settings import Settings
 
 PROMPTS = ["zero", "one", "two"]
 
@@ -269,6 +270,129 @@ async def test_a_slow_client_has_all_engines_wait():
 
     assert paused <= 3  # what was read with the heads
     assert of_stream(client.body)[0] == {0: "<zero>", 1: "<one>", 2: "<two>"}
+    assert router.is_idle()
+
+
+class Counted:
+    """Engines that note how many prompts they have at a time."""
+
+    def __init__(self):
+        self.most = 0
+        self.now = 0
+
+    async def prefill(self, leg):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        return await pulled_prefill(leg)
+
+    async def decode(self, leg):
+        self.now -= 1
+        return await decode(leg)
+
+
+@pytest.mark.parametrize("limits", [{"max_concurrency": 1}, {"max_key_concurrency": 1}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_part_takes_a_place_of_its_own(limits, stream):
+    """The limits are of prompts; the place of the request serves one of them, so that it never waits for itself."""
+    sides = Counted()
+    router = router_of(Scripted(sides.prefill, sides.decode), limits=Settings(**limits))
+    client = await router.serve(call(prompt=["x"] * 20, stream=stream))
+
+    assert client.status == 200
+    assert sides.most == 1
+    assert router.is_idle()
+
+
+async def test_places_that_others_leave_are_taken_by_the_next_parts():
+    """And one that waits comes before them."""
+    waiting = asyncio.Event()
+
+    async def slow(leg):
+        await waiting.wait()
+        return await pulled_prefill(leg)
+
+    engines = Scripted(slow, decode)
+    router = router_of(engines, limits=Settings(max_concurrency=3))
+    first, whole = router.start(call(prompt="first")), router.start(call(prompt=PROMPTS * 2))
+    await until(lambda: len(engines.legs) == 3)
+    behind = router.start(call(prompt="behind"))
+    first.hang_up()
+    await until(lambda: len(engines.legs) == 4)
+    assert asked(engines.legs[3])["prompt"] == "behind"
+    behind.hang_up()
+    whole.request.look(0.0)
+    await until(lambda: len(engines.legs) == 5)
+    waiting.set()
+    await whole.end()
+
+    assert whole.status == 200
+    assert router.is_idle()
+
+
+async def test_a_client_that_leaves_leaves_all_places():
+    """Those of its parts, too."""
+
+    async def waiting(_):
+        await never()
+
+    engines = Scripted(waiting, decode)
+    router = router_of(engines, limits=Settings(max_concurrency=3))
+    client = router.start(call(prompt=PROMPTS * 2))
+    await until(lambda: len(engines.legs) == 3)
+    client.hang_up()
+    await client.end()
+
+    assert router.requests.gate.admission.admitted == 0
+    assert router.is_idle()
+
+
+async def test_a_rate_counts_prompts():
+    """A request that is let in uses up the seconds that come."""
+    now = [100.0]
+    router = router_of(
+        Scripted(pulled_prefill, decode), clock=lambda: now[0], limits=Settings(max_key_rate=1), max_key_rate=1
+    )
+    assert (await router.serve(call(prompt=PROMPTS * 4))).status == 200
+    refused = await router.serve(call(prompt="one"))
+
+    assert refused.status == 429
+    assert b"retry-after: 12" in refused.response.lines
+
+
+@pytest.mark.parametrize("prefill", [pulled_prefill, pushed_prefill], ids=["pull", "push"])
+async def test_long_fields_are_shared_by_all_legs(prefill):
+    """They are no copies: 64 parts of two legs each would hold them 128 times."""
+    long = "u" * 100_000
+    seen, engines = [], Scripted(prefill, decode)
+    tell = engines.tell
+
+    def noting(*args, body, **more):
+        seen.extend(piece.obj for piece in body if isinstance(piece, memoryview) and len(piece) > 50_000)
+        assert sum(len(piece) for piece in body if not isinstance(piece, memoryview)) < 5_000
+        tell(*args, body=body, **more)
+
+    engines.tell = noting
+    router = router_of(engines)
+    client = await router.serve(call(prompt=PROMPTS, user=long, metadata={"a": long}))
+
+    assert client.status == 200
+    assert len(engines.legs) == 6
+    assert len(seen) == 12
+    assert len(set(map(id, seen))) == 2
+    for leg in engines.legs:
+        assert (asked(leg)["user"], asked(leg)["metadata"], asked(leg)["model"]) == (long, {"a": long}, "m")
+
+
+async def test_fields_that_are_too_long_for_so_many_prompts_are_refused_at_the_door():
+    """Each prompt takes them along; a single one, or shorter fields, are served."""
+    engines = Scripted(pulled_prefill, decode)
+    router = router_of(engines, limits=Settings(max_inflight_bytes=2_000_000))
+    refused = await router.serve(call(prompt=["x"] * 64, user="u" * 100_000))
+    alone = await router.serve(call(prompt="x", user="u" * 100_000))
+    short = await router.serve(call(prompt=["x"] * 64, user="u" * 1_000))
+
+    assert (refused.status, alone.status, short.status) == (413, 200, 200)
+    assert "64 prompts" in refused.error[1]
     assert router.is_idle()
 
 

@@ -80,11 +80,13 @@ class Admission:
         tokens: int | None = None,
         *,
         entry: ClassEntry | None = None,
+        prompts: int = 1,
     ) -> Ticket:
         """Admit a request, have it wait, or refuse it: its state says which.
 
         ``size``: bytes of its body; ``tokens``: about how many its prompt has; None: as many as its bytes suggest;
         ``entry``: its class, and what is expected of it; None: that of requests that name none, where there are some.
+        ``prompts``: of a request with several; rates count them, so one that is let in may use up what comes later.
         """
         limits, levels = self.limits, self.levels
         guess = size // BYTES_PER_TOKEN if tokens is None else tokens
@@ -98,14 +100,14 @@ class Admission:
         account.held += 1
         self.held_bytes += size
         if limits.max_key_rate is not None:
-            account.bucket.take(limits.max_key_rate * self.share, now=now)
+            account.bucket.take(limits.max_key_rate * self.share, now=now, count=prompts)
         if limits.max_rate is not None:
-            self._bucket.take(limits.max_rate * self.share, now=now)
+            self._bucket.take(limits.max_rate * self.share, now=now, count=prompts)
         if limits.max_key_tokens_per_minute is not None:
             account.quota.take(limits.max_key_tokens_per_minute * self.share, guess, now=now)
             ticket.charged = guess
         if limits.share_limits:
-            note_usage(self.usage, key, 1, guess)
+            note_usage(self.usage, key, prompts, guess)
             ticket.reported = guess
         if self.admitted < limits.max_concurrency and (levels is None or levels.has_turn(ticket, self._lanes)):
             self._admit(ticket)
@@ -114,6 +116,29 @@ class Admission:
         else:
             self._queue(ticket, now)
         return ticket
+
+    def take_place(self, of: Ticket) -> Ticket | None:
+        """Return another place for a request that has one, under its key, priority and class; None: there is none now.
+
+        One of several prompts is served at the place of its request, and each that is served beside it takes another
+        one. None of them waits in the queue, where a request that has a place would wait for those behind it; and none
+        overtakes who waits there. What is taken is given back by ``leave``.
+        """
+        limits, levels, lanes, account = self.limits, self.levels, self._lanes, self._accounts[of.key]
+        if self.admitted >= limits.max_concurrency:
+            return None
+        if limits.max_key_concurrency is not None and account.held >= limits.max_key_concurrency:
+            return None
+        bits = 0 if levels is None else INDEX_BITS
+        if lanes and min(lanes) >> bits <= of.priority >> bits:
+            return None
+        if levels is not None and not levels.has_turn(of, lanes):
+            return None
+        place = Ticket(of.key, of.priority, 0, of.due)
+        place.of_class = of.of_class
+        account.held += 1
+        self._admit(place)
+        return place
 
     def hold(self, size: int) -> bool:
         """Charge bytes of a body that is not complete, and so has no ticket; False: there are not as many left."""

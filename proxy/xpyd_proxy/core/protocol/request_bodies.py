@@ -7,7 +7,7 @@ the last value counts, as it does in vLLM, and only that one is sent on: both en
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -217,14 +217,16 @@ def decode_fields(fields: Fields, kv_params: msgspec.Raw) -> Fields:
     return fields | {"kv_transfer_params": kv_params}
 
 
-def decode_pieces_with_ids(api: Api, fields: Fields, kv_params: msgspec.Raw, ids: msgspec.Raw) -> Pieces:
+def decode_pieces_with_ids(
+    api: Api, fields: Fields, kv_params: msgspec.Raw, ids: msgspec.Raw, shared: Sequence[str] = ()
+) -> Pieces:
     """Ask for the same, of the ids of the prompt: the decode engine does not render and tokenize it again.
 
     Many ids are not copied.
     """
     if api is _COMPLETIONS:
-        return encode_in_pieces(fields | {"prompt": ids, "kv_transfer_params": kv_params}, "prompt")
-    pieces = encode_in_pieces(fields, "messages")
+        return encode_in_pieces(fields | {"prompt": ids, "kv_transfer_params": kv_params}, "prompt", shared)
+    pieces = encode_in_pieces(fields, "messages", shared)
     written = memoryview(ids)
     pieces[-1:] = [pieces[-1][:-1], b',"kv_transfer_params":', bytes(kv_params).rstrip()[:-1], _IDS, written, b"}}"]
     return pieces if len(written) > LONG else [b"".join(pieces)]

@@ -15,11 +15,11 @@ from xpyd_proxy.api.admin_protocol import admin_protocol
 from xpyd_proxy.api.clients import Bounds, Clients
 from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
 from xpyd_proxy.app import Router
+from xpyd_proxy.io.descriptors import OWN_DESCRIPTORS
 from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.listening import bound, url_of
 from xpyd_proxy.settings import CONNECTIONS, Settings
 
-_OWN_DESCRIPTORS: Final = 64  # files, listeners, probes and connections to other workers
 _ADMIN_CONNECTIONS: Final = 256  # of the admin port: the kubelet, some Prometheus, some operators
 _ADMIN_PER_ADDRESS: Final = 64  # one of them that holds its connections leaves the kubelet its own
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def _connections(settings: Settings) -> int:
     Too few descriptors are worth a warning only where the operator asks for a number of connections.
     """
     wanted, (descriptors, _) = _wanted(settings), resource.getrlimit(resource.RLIMIT_NOFILE)
-    own = _OWN_DESCRIPTORS + (0 if settings.admin_port is None else min(_ADMIN_CONNECTIONS, wanted))
+    own = OWN_DESCRIPTORS + (0 if settings.admin_port is None else min(_ADMIN_CONNECTIONS, wanted))
     most = max(1, (descriptors - own) // 2)
     if descriptors == resource.RLIM_INFINITY or wanted <= most:
         return wanted

@@ -27,6 +27,7 @@ from xpyd_proxy.io.request_path.pair_notes import PairNotes
 from xpyd_proxy.io.request_path.policies import fleet_of
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.connection_guard import Guard, resolved
+from xpyd_proxy.io.wire.engine_names import EngineNames
 from xpyd_proxy.io.wire.engine_tls import EngineTls
 from xpyd_proxy.io.wire.pool import Dial
 from xpyd_proxy.io.workers.group import WorkerGroup
@@ -82,7 +83,9 @@ def build_engines(settings: Settings, group: WorkerGroup, fabric: Fabric) -> Eng
     fleet.modes = modes
     outbound = Outbound(engine_keys(settings), forwards=settings.forward_client_key)
     tls = EngineTls(engine_tls(settings), settings.engine_server_name)
-    resolve = resolved if fabric.transport is None else None  # with the transport of a test it connects nowhere
+    resolve = (
+        EngineNames(resolved).resolve if fabric.transport is None else None
+    )  # with the transport of a test it connects nowhere
     guard = Guard(AllowList.parse(settings.allowed_instances), registry.is_given, resolve)
     checks = HttpChecks(
         timeout_s=settings.health_check_timeout_s,

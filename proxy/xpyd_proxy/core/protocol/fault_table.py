@@ -250,6 +250,11 @@ _BY_CLASS: Final[Mapping[type[Exception], Failure]] = {
 }
 
 
+def is_lack(number: int | None) -> bool:
+    """Tell an errno that says that the router itself has too little of something."""
+    return number in _ROUTER_LACKS
+
+
 def unreached(engine: str, number: int | None, *, is_name: bool = False, why: str | None = None) -> EngineError:
     """Return the error for a connection that could not be opened, by its errno.
 

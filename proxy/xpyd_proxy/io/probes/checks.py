@@ -16,6 +16,7 @@ from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.engine_metrics import Numbers
 from xpyd_proxy.core.http.bounded_body import whole
 from xpyd_proxy.core.model import Headers, Instance, Role
+from xpyd_proxy.core.protocol.fault_table import is_lack
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import NotAllowed
 from xpyd_proxy.io.probes.one_connection import OneConnection
@@ -45,6 +46,12 @@ class ProbeFailed(Exception):
 
 class ProbeInvalid(ProbeFailed):
     """The engine answers, but not as one that lives."""
+
+    silent = False
+
+
+class ProbeNotMade(ProbeFailed):
+    """The router could not ask: it has too few descriptors, ports or buffers. That says nothing of the engine."""
 
     silent = False
 
@@ -178,6 +185,8 @@ class HttpChecks:
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise ProbeFailed(f"does not answer {path} within {patience_s:g} s") from exc
         except httpx.ConnectError as exc:
+            if (lack := _lack(exc)) is not None:
+                raise ProbeNotMade(f"was not asked: {lack.strerror}") from exc
             if isinstance(exc.__cause__, NotAllowed):
                 raise ProbeFailed("is not where engines may be added (allowed_instances)") from exc
             if (why := self._tls.failure(instance, exc)) is not None:
@@ -189,6 +198,17 @@ class HttpChecks:
             hint = ", over TLS: it may want a certificate of the router (engine_cert)"
             said = hint if instance.address.scheme == "https" else ""
             raise ProbeFailed(f"breaks off when asked for {path}{said}") from exc
+
+
+def _lack(error: BaseException | None) -> OSError | None:
+    """Return what the router lacked, which libraries hide behind errors of theirs."""
+    for _ in range(_CAUSES_MOST):
+        if isinstance(error, OSError) and is_lack(error.errno):
+            return error
+        if error is None:
+            break
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _check_coding(response: httpx.Response, path: str) -> None:

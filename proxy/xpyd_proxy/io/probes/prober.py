@@ -15,7 +15,7 @@ from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.push import EngineMode
 from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
+from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed, ProbeNotMade
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class Prober:
         self._compared = -1  # changes of the registry when pairs of engines were last compared
         self._differences: dict[tuple[InstanceId, InstanceId], str] = {}
         self._warnings = warnings or FleetWarnings()
+        self._is_lacking = False  # a probe could not be made, and none was since
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -160,7 +161,11 @@ class Prober:
         failed, begun, missed = True, self._clock(), member.life.misses
         try:
             await self._look(member)
-            failed = False
+            failed = self._is_lacking = False
+        except ProbeNotMade as lack:
+            if not self._is_lacking:
+                self._is_lacking = True
+                logger.warning("%s %s: engines are not judged by probes until that is over", member.instance.id, lack)
         except ProbeFailed as sick:
             member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
             if not missed and self._is_missed_elsewhere(member.instance.id, begun=begun):

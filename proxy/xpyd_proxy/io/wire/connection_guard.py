@@ -40,10 +40,10 @@ class Guard:
             NotAllowed: it leads to where no engine may be added.
             OSError: the name leads nowhere.
         """
-        host = address.host
-        if self._is_given(address):
-            return ()
+        host, is_given = address.host, self._is_given(address)
         if is_ip(host):
+            if is_given:
+                return ()
             found: Sequence[str] = (host,)
         elif self._resolve is None:
             return ()
@@ -52,6 +52,8 @@ class Guard:
                 found = await self._resolve(host, address.port)
             except UnicodeError as exc:
                 raise OSError(f"{host} is no name that DNS can have") from exc
+            if is_given:
+                return found
         admitted = [place for place in found if self._allowed.admits(host, place)]
         if not admitted:
             led = "" if is_ip(host) else f" leads to {', '.join(found) or 'nothing'}, which"

@@ -8,14 +8,18 @@ from typing import Final, TypeAlias, cast
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance
-from xpyd_proxy.core.protocol.fault_table import unreached
+from xpyd_proxy.core.protocol.fault_table import is_lack, unreached
 from xpyd_proxy.errors import EngineError, EngineTimeout, NotAllowed
+from xpyd_proxy.io.descriptors import engine_connections
 from xpyd_proxy.io.wire.connect_limiter import ConnectLimiter
 from xpyd_proxy.io.wire.connection import Connection, Peer
 from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.io.wire.engine_tls import EngineTls
 
 IDLE_MOST: Final = 2048  # connections that wait, to all engines together
+_FREED_AT_ONCE: Final = 8  # connections that are closed where one cannot be opened: others cannot be, either
+_FREEING_S: Final = 0.001  # seconds in which the event loop closes them
+_LACKING_S: Final = 0.05  # seconds until another try where none could be closed
 _ROUNDS: Final = 8  # looks at them in the time that one may wait
 # Opens a connection to a host and a port for a protocol; raises OSError.
 Dial: TypeAlias = Callable[[Callable[[], asyncio.Protocol], str, int], Awaitable[object]]
@@ -87,16 +91,19 @@ class Pool:
         """
         if self._closing is not None:
             raise EngineError(f"{instance.id} was not asked: the connections to engines are closed", reached=False)
+        lacks: list[OSError] = []
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 turn = await self._turns.take()
                 try:
-                    return await self._connect(instance.address)
+                    return await self._connect_when_possible(instance.address, lacks)
                 finally:
                     turn.pass_on()
         except NotAllowed as elsewhere:
             raise EngineError(f"{instance.id} is not where engines may be added", reached=False) from elsewhere
         except TimeoutError as late:
+            if lacks:
+                raise unreached(instance.id, lacks[-1].errno) from lacks[-1]
             raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from late
         except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a name may not be one that DNS can have
             why = None if self._tls is None else self._tls.failure(instance, exc)
@@ -156,6 +163,32 @@ class Pool:
         self._open.discard(connection)
         if self._closing is not None and not self._open:
             self._closing.set()
+
+    async def _connect_when_possible(self, address: Address, lacks: list[OSError]) -> Connection:
+        """Open a connection, and try again while the router lacks what it takes; ``lacks`` gets what it lacked.
+
+        Connections that are idle make room: at first for as many as the router has announced that it can have.
+        """
+        most = engine_connections()
+        if most is not None and len(self._open) >= most:
+            self._close_idle(1)
+        while True:
+            try:
+                return await self._connect(address)
+            except OSError as exc:
+                if not is_lack(exc.errno) or isinstance(exc, socket.gaierror):
+                    raise
+                lacks.append(exc)
+            is_freed = self._close_idle(_FREED_AT_ONCE)
+            await asyncio.sleep(_FREEING_S if is_freed else _LACKING_S)
+
+    def _close_idle(self, count: int) -> bool:
+        """Close so many connections that wait, first those that have waited the longest; tell whether there was one."""
+        idle = [connection for peer in self._peers.values() for connection in peer.idle[:count]]
+        idle.sort(key=lambda connection: connection.heard_at)
+        for connection in idle[:count]:
+            connection.abort()  # which takes it out of its list
+        return bool(idle)
 
     async def _connect(self, address: Address) -> Connection:
         places = () if self._guard is None else await self._guard.places(address)

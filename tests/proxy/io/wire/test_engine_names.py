@@ -1,0 +1,85 @@
+"""Names of engines while DNS is away: their last good addresses are used, and one line says so."""
+
+import asyncio
+import socket
+
+import pytest
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.http.address_allowlist import AllowList
+from xpyd_proxy.io.wire.connection_guard import Guard
+from xpyd_proxy.io.wire.engine_names import EngineNames
+
+
+class Dns:
+    """Answers as the test says; None: not at all."""
+
+    def __init__(self):
+        self.answer = ["10.0.0.7"]
+        self.asked = []
+        self.silence = asyncio.Event()
+
+    async def __call__(self, host, port):
+        self.asked.append((host, port))
+        if self.answer is None:
+            await self.silence.wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "away", [socket.gaierror(-3, "Temporary failure"), [], None], ids=["error", "empty", "silence"]
+)
+async def test_a_name_that_does_not_resolve_has_its_last_good_addresses(away, caplog):
+    """Whether DNS fails or says nothing; each name is asked for again, and its new address is taken."""
+    dns = Dns()
+    caplog.set_level("INFO")
+    names = EngineNames(dns, patience_s=0.01)
+    assert [await names.resolve("p0", 80), await names.resolve("d0", 80)] == [["10.0.0.7"]] * 2
+    dns.answer = away
+    for _ in range(5):
+        assert await names.resolve("p0", 80) == ["10.0.0.7"]
+        assert await names.resolve("d0", 80) == ["10.0.0.7"]
+    dns.answer = ["10.0.0.8"]
+    dns.silence.set()
+    for name in ("p0", "d0"):  # the first one asks, and need not wait
+        await names.resolve(name, 80)
+        await asyncio.sleep(0.001)
+        assert await names.resolve(name, 80) == ["10.0.0.8"]
+
+    assert caplog.messages[-1] == "the names of engines resolve again"
+    assert len([line for line in caplog.messages if "last good addresses" in line]) == 1
+
+
+async def test_a_name_that_never_resolved_fails(caplog):
+    """There is nothing to use in its place."""
+    dns = Dns()
+    dns.answer = socket.gaierror(-2, "Name or service not known")
+    with pytest.raises(socket.gaierror):
+        await EngineNames(dns).resolve("typo", 80)
+
+    assert caplog.messages == []
+
+
+async def test_connections_that_are_opened_at_once_ask_once():
+    """A DNS that hangs has one question for each name, however many requests there are."""
+    dns = Dns()
+    names = EngineNames(dns, patience_s=0.01)
+    await names.resolve("p0", 80)
+    dns.answer = None
+    await asyncio.gather(*[names.resolve("p0", 80) for _ in range(50)])
+
+    assert len(dns.asked) == 2
+
+
+async def test_the_names_of_given_engines_are_remembered_too():
+    """The guard lets them lead anywhere, but not nowhere."""
+    dns = Dns()
+    guard = Guard(AllowList.parse(()), lambda _: True, EngineNames(dns, patience_s=0.01).resolve)
+    engine = Address("http", "p0", 80)
+    assert await guard.places(engine) == ["10.0.0.7"]
+    dns.answer = OSError("away")
+
+    assert await guard.places(engine) == ["10.0.0.7"]
+    assert await guard.places(Address("http", "10.0.0.9", 80)) == ()

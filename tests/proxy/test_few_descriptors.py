@@ -4,11 +4,11 @@ import threading
 from contextlib import ExitStack
 
 import pytest
-
-from support.sim import until
 from tests.proxy.test_front_door import JSON, front, request
 
-BODY = b'{"prompt": "once upon a time", "max_tokens": 8}'
+from support.sim import until
+
+BODY = b'{"prompt": "once upon a time", "max_tokens": 6}'
 
 
 def ask(door, found, start):
@@ -22,7 +22,7 @@ def ask(door, found, start):
 @pytest.mark.parametrize(("descriptors", "clients"), [(256, 96), (512, 200)])
 def test_idle_connections_leave_their_descriptors_to_others(tmp_path, descriptors, clients):
     """Those to the prefill engines took them all, and decode engines could not be reached."""
-    with front(tmp_path, soft=descriptors, hard=descriptors, x=2, y=2) as door, ExitStack() as stack:
+    with front(tmp_path, soft=descriptors, hard=descriptors, x=1, y=1, token_s=0.2) as door, ExitStack() as stack:
         found, start = [], threading.Barrier(clients)
         threads = [threading.Thread(target=ask, args=(door, found, start)) for _ in range(clients)]
         for thread in threads:

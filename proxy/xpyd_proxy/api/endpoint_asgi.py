@@ -5,6 +5,7 @@ The request is the same one (requests/request.py); only its bytes come and go by
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -12,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from xpyd_proxy.core.admission.lifetime import Stage, cut_short
 from xpyd_proxy.requests.request import Request
+from xpyd_proxy.requests.response import LONG_BODY
 from xpyd_proxy.requests.service import Requests
 
 _HIGH: Final = 64 * 1024  # bytes that wait to be sent, above which the engine has to wait
@@ -25,7 +27,7 @@ class Endpoints:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        response = _AsgiResponse()
+        response = _AsgiResponse(self._requests.gate.admission.charge)
         headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
         request = Request(self._requests, response, scope["path"], headers)
         response.request = request
@@ -38,6 +40,7 @@ class Endpoints:
             await self._answer(request, response, receive, send)
         finally:
             request.leave()
+            response.free()
 
     async def _answer(self, request: Request, response: "_AsgiResponse", receive: Receive, send: Send) -> None:
         """Send the answer as it comes, and notice when the client goes."""
@@ -77,7 +80,8 @@ async def _watch(request: Request, receive: Receive) -> None:
 class _AsgiResponse:
     """Implements ResponseWriter: keeps messages until they are sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, charge: Callable[[int], None]) -> None:
+        self._charge = charge  # the bytes that wait, or have gone
         self.request: Request | None = None
         self.begun = False
         self.keep_alive = True
@@ -117,9 +121,19 @@ class _AsgiResponse:
         self.request = None
         self._news.set()
 
+    def free(self) -> None:
+        """Let go of what is not sent."""
+        self._messages.clear()
+        self._charge(-self._size)
+        self._size = 0
+
     def _add(self, body: bytes, *, more: bool) -> None:
         self._size += len(body)
-        self._messages.append({"type": "http.response.body", "body": body, "more_body": more})
+        self._charge(len(body))
+        for at in range(0, len(body), LONG_BODY) or (0,):
+            piece = body[at : at + LONG_BODY]
+            is_more = more or at + LONG_BODY < len(body)
+            self._messages.append({"type": "http.response.body", "body": piece, "more_body": is_more})
         self._news.set()
 
     async def send_to(self, send: Send) -> None:
@@ -129,7 +143,9 @@ class _AsgiResponse:
                 message = self._messages[0]
                 await send(message)  # which may be cut off before it is written
                 self._messages.popleft()
-                self._size -= len(message.get("body", b""))
+                size = len(message.get("body", b""))
+                self._size -= size
+                self._charge(-size)
             if self.request is not None:
                 self.request.resume()
             if not self._is_over:

@@ -10,11 +10,12 @@ from typing import Any, Final
 
 from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.guarded import GuardedProtocol, path_of
-from xpyd_proxy.core.http.framing import Head
+from xpyd_proxy.core.http.framing import Head, RefusalReason
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.realtime import offers_session
+from xpyd_proxy.errors import ProxyError
 from xpyd_proxy.requests.request import Request
-from xpyd_proxy.requests.response import HttpResponse
+from xpyd_proxy.requests.response import LONG_BODY, HttpResponse
 from xpyd_proxy.requests.service import Requests
 
 _URLS: Final[Mapping[bytes, str]] = {path.encode("ascii"): path for path in ENDPOINTS}
@@ -50,6 +51,8 @@ class _EndpointProtocol(GuardedProtocol):
     _request: Request | None = None  # that was read last, if it was for an endpoint
     _default: tuple[object, bytes] = None, b""  # the headers that the server puts into every head, and their lines
     _is_coming = False  # not all of its body is here
+    _unwritten: memoryview | None = None  # the rest of a long answer, which the client has yet to make room for
+    _keeps = False  # whether the connection stays open behind it
     _busy = False  # a request for an endpoint is under way
     _idle_since = 0.0  # on the loop's clock
     _idle_timer: asyncio.TimerHandle | None = None
@@ -108,11 +111,13 @@ class _EndpointProtocol(GuardedProtocol):
     def resume_writing(self) -> None:
         """Go on."""
         super().resume_writing()
+        self._write_more()
         if self._request is not None:
             self._request.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request that is being answered."""
+        self._unwritten = None
         super().connection_lost(exc)
         self._request = None
         if self._idle_timer is not None:
@@ -129,9 +134,49 @@ class _EndpointProtocol(GuardedProtocol):
             self._default = headers, lines
         return lines
 
+    def write_long(self, head: bytes, body: bytes) -> None:
+        """Write an answer in pieces: a transport would keep all of it for a client that reads nothing, uncounted."""
+        self.transport.write(head)
+        self._unwritten = memoryview(body)
+        self._charge(len(body))
+        self._write_more()
+
+    def _write_more(self) -> None:
+        """Write of a long answer what the client has made room for."""
+        rest = self._unwritten
+        while rest and not (self.flow.write_paused or self.transport.is_closing()):
+            piece, rest = rest[:LONG_BODY], rest[LONG_BODY:]
+            self._unwritten = rest
+            self.transport.write(bytes(piece))
+            self.free(len(piece))
+        if rest is not None and not rest:
+            self._unwritten = None
+            if not self._busy:
+                self._go_on_behind(keep_alive=self._keeps)
+
+    def shutdown(self) -> None:
+        """End the connection behind the answer that is being written."""
+        if self._unwritten is None:
+            super().shutdown()
+        else:
+            self._keeps = False
+
+    def _refuse(self, fault: RefusalReason, error: ProxyError) -> None:
+        """Close a connection on which half of an answer is written: another one would stand in its middle."""
+        if self._unwritten is None:
+            super()._refuse(fault, error)
+            return
+        self._stop()
+        self.clients.on_refused(fault)
+        self.transport.abort()
+
     def answered(self, *, keep_alive: bool) -> None:
-        """Go on with what is behind the request."""
-        self._busy = False
+        """Go on with what is behind the request, once all of its answer is written."""
+        self._busy, self._keeps = False, keep_alive
+        if self._unwritten is None:
+            self._go_on_behind(keep_alive=keep_alive)
+
+    def _go_on_behind(self, *, keep_alive: bool) -> None:
         if not keep_alive and self._is_coming:  # it was refused, and the client has yet to read why
             self._stop()
             self._linger()

@@ -28,7 +28,7 @@ from xpyd_proxy.core.protocol.usage import cache_usage, prompt_tokens, usage_alo
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
 from xpyd_proxy.core.schemas import Coordinates
-from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, ProxyError, Refused
+from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, ProxyError, Refused, RouterFull
 from xpyd_proxy.io.request_path.engine_costs import EngineCosts
 from xpyd_proxy.io.request_path.returned_kv import cached_on
 from xpyd_proxy.requests.intake import RequestPlan
@@ -552,6 +552,15 @@ class Attempt(LegOwner):
             self._abandon(leg)
         self._life.wake()
 
+    def hold(self, leg: EngineLeg, size: int, /) -> None:
+        """Charge bytes of an answer that is kept, until its leg is closed."""
+        try:
+            self._of.gate.hold(size)
+        except RouterFull as full:  # no engine has failed: the request ends, and so does the leg
+            self._life.interrupt(full.with_traceback(None))
+        else:
+            leg.held += size
+
     def crash(self, bug: Exception, /) -> None:
         """The router has a bug."""
         if self._life.is_running:
@@ -640,6 +649,8 @@ class Attempt(LegOwner):
         instance, complete, failure, answered_s = leg.instance, leg.complete, leg.failure, leg.answered_s
         leg.was_sent = complete or leg.is_sent
         leg.is_closed = True
+        held, leg.held = leg.held, 0
+        of.gate.free(held)
         if decode is not None and decode is leg:
             if decode.gaps is not None:
                 self.record.last_token_at = decode.read_at

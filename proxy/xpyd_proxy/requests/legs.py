@@ -68,6 +68,10 @@ class LegOwner(ABC):
         """Nothing more will come of it."""
 
     @abstractmethod
+    def hold(self, leg: "EngineLeg", size: int, /) -> None:
+        """Charge bytes of an answer that is kept until it is complete; the request ends where there are too many."""
+
+    @abstractmethod
     def crash(self, bug: Exception, /) -> None:
         """The router has a bug: one of these calls has raised."""
 
@@ -81,6 +85,7 @@ class EngineLeg(ResponseHandler):
         "due",
         "failure",
         "fault",
+        "held",
         "instance",
         "is_closed",
         "owner",
@@ -101,6 +106,7 @@ class EngineLeg(ResponseHandler):
         self.fault: LegFailed | None = None  # why nothing more will come of it
         self.failure: Failure | None = None  # how it is counted
         self.answered_s: float | None = None  # seconds until its good answer, if that is counted with its end
+        self.held = 0  # bytes of its answer that are charged
         self.is_closed = False  # it is counted, and nothing more comes of it
         self.was_sent = False  # the engine had all of the request when it was closed
         self.span: LegSpan | None = None
@@ -181,6 +187,8 @@ class PrefillLeg(EngineLeg):
         self._size += len(piece)
         if self._size > ANSWER_MOST:
             self.give_up(self._too_long())
+        else:
+            self.owner.hold(self, len(piece))
 
     def end(self) -> None:
         """All of it is here."""
@@ -279,6 +287,8 @@ class DecodeLeg(EngineLeg):
             self._size += len(piece)
             if self._size > ANSWER_MOST:
                 self.give_up(self._too_long())
+            else:
+                self.owner.hold(self, len(piece))
 
     def chunk_arrived(self, chunk: bytes, piece: bytes) -> None:
         """Pass on a token: as it came, where nothing of it has to be held back or taken out."""

@@ -14,7 +14,16 @@ from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
 from xpyd_proxy.core.protocol.prompt_arrays import MergedAnswer, MergedStream, choices_of, one_of, words_of
 from xpyd_proxy.core.request_record import PromptParts, PromptRecord, RequestRecord
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
-from xpyd_proxy.errors import AnswerRefused, BadRequest, BodyTooLarge, EngineError, NoInstance, ProxyError, Refused
+from xpyd_proxy.errors import (
+    AnswerRefused,
+    BadRequest,
+    BodyTooLarge,
+    EngineError,
+    NoInstance,
+    ProxyError,
+    Refused,
+    RouterFull,
+)
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.requests.client_response import ClientGone, ClientResponse
 from xpyd_proxy.requests.intake import JSON_TYPE, RequestPlan
@@ -116,6 +125,7 @@ class PromptArray:
         "_call",
         "_client",
         "_failure",
+        "_held",
         "_left",
         "_life",
         "_new",
@@ -156,6 +166,7 @@ class PromptArray:
         self._begun = 0  # parts that were begun
         self._left = len(prompts)  # parts that have no whole answer
         self._failure: Exception | None = None  # of the first part that has failed
+        self._held = 0  # bytes of the answers that are charged
         self._size = 0  # bytes of the answers that are no streams
         self._pieces: list[bytes] = []  # of the stream, not written yet
         self._whole = MergedAnswer(name, n)
@@ -170,6 +181,17 @@ class PromptArray:
             ProxyError: the error for the client.
         """
         try:
+            await self._serve_all()
+            if self._plan.streams:
+                self._client.end_events(self._stream.end())
+            else:
+                self._client.write_whole(JSON_TYPE, self._whole.whole())
+        finally:
+            self._free()
+
+    async def _serve_all(self) -> None:
+        """Serve each of the prompts, and write what comes of streams."""
+        try:
             while True:
                 self._begin_more()
                 if self._pieces:
@@ -182,10 +204,12 @@ class PromptArray:
             raise error_in_stream(refused) if self._client.writer.begun else refused from None
         finally:
             self._drop()
-        if self._plan.streams:
-            self._client.end_events(self._stream.end())
-        else:
-            self._client.write_whole(JSON_TYPE, self._whole.whole())
+
+    def _free(self) -> None:
+        """Give back the bytes of answers that are kept no more."""
+        if self._held:
+            self._life.of.gate.free(self._held)
+            self._held = 0
 
     def _begin_more(self) -> None:
         """Begin as many parts as may be under way; raises what one of them has failed with."""
@@ -274,7 +298,13 @@ class PromptArray:
         elif self._size > ANSWER_MOST:
             self._fail(AnswerRefused(f"the answers to all prompts have more than {ANSWER_MOST} bytes"))
         else:
-            self._whole.take(place, body)
+            try:
+                self._life.of.gate.hold(len(body))
+            except RouterFull as full:
+                self._fail(full.with_traceback(None))
+            else:
+                self._held += len(body)
+                self._whole.take(place, body)
 
     def streamed(self, place: int, lines: bytes) -> None:
         """Some lines of the stream for the prompt at a place are here."""

@@ -15,6 +15,7 @@ NO_SNIFFING: Final = b"x-content-type-options: nosniff\r\n"  # a browser takes a
 # nginx holds a stream back to its end without the one, and some caches do without the other.
 STREAM_LINES: Final = NO_SNIFFING + b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 _CHUNKED: Final = b"transfer-encoding: chunked\r\n"
+LONG_BODY: Final = 256 * 1024  # bytes of a whole answer that is written in pieces
 _CLOSE: Final = b"connection: close\r\n"
 _PLAIN_TYPES: Final[set[bytes]] = set()  # content types that may be sent
 _PLAIN_TYPES_MOST: Final = 64
@@ -25,6 +26,10 @@ class ClientConnection(Protocol):
 
     def default_lines(self) -> bytes:
         """Return the header lines that the server puts into every head."""
+        ...
+
+    def write_long(self, head: bytes, body: bytes) -> None:
+        """Write a head, and a long body as the client reads it; what is not written yet is charged."""
         ...
 
     def answered(self, *, keep_alive: bool) -> None:
@@ -88,6 +93,7 @@ class HttpResponse:
 
     def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:
         """Write the head and the whole body, or the first piece of a stream; ``last``: its end follows at once."""
+        is_long = len(body) > LONG_BODY and not streams
         framing = _CHUNKED if self._chunks else b""
         head = [
             STATUS_LINE[status],
@@ -96,11 +102,14 @@ class HttpResponse:
             b"" if self.keep_alive else _CLOSE,
             framing if streams else b"content-length: %d\r\n" % len(body),
             b"\r\n",
-            b"%x\r\n%b\r\n" % (len(body), body) if streams and body and self._chunks else body,
         ]
+        if not is_long:
+            head.append(b"%x\r\n%b\r\n" % (len(body), body) if streams and body and self._chunks else body)
         data = b"".join(head)
         self.begun, self._streams = True, streams
-        if last:
+        if is_long:
+            self._connection.write_long(data, body)
+        elif last:
             self._held = data
         else:
             self._write(data)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_proxy.requests.response import HttpResponse
+from xpyd_proxy.requests.response import LONG_BODY, HttpResponse
 
 
 class Connection:
@@ -16,6 +16,9 @@ class Connection:
 
     def default_lines(self):
         return b"date: today\r\n"
+
+    def write_long(self, head, body):
+        self.written += [head, body]
 
     def answered(self, *, keep_alive):
         self.keep_alive = keep_alive
@@ -87,3 +90,14 @@ def test_a_whole_answer_says_how_long_it_is(chunks):
     response.end()
 
     assert connection.written == [b"HTTP/1.1 404 Not Found\r\ndate: today\r\na: b\r\ncontent-length: 4\r\n\r\nnone"]
+
+
+def test_a_long_answer_is_no_single_write():
+    """Its connection writes it in pieces, and has no copy of it with a head."""
+    connection, body = Connection(), b"x" * (LONG_BODY + 1)
+    response = HttpResponse(connection, connection.write, keep_alive=True)
+    response.begin(200, b"", body, streams=False)
+
+    head, written = connection.written
+    assert head.endswith(b"content-length: %d\r\n\r\n" % len(body))
+    assert written is body

@@ -1,0 +1,80 @@
+"""Whole answers of tens of megabytes: they count among the bytes that the router may hold, until they are read."""
+
+import json
+import threading
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from tests.proxy.test_front_door import JSON, Front, readable, request, rss
+
+from support.raw_http import RawClient
+from support.router_process import RouterProcess
+from support.sim import until
+
+SIZE = 20_000_000
+MOST = 64_000_000
+ANSWER = json.dumps({"id": "x", "choices": [{"index": 0, "text": "y" * SIZE}]}).encode()
+
+
+class Engine(BaseHTTPRequestHandler):
+    """Answers everything with the same."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self._answer(b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self._answer(ANSWER)
+
+    def _answer(self, body):
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def door(folder):
+    """Run a router before one such engine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server, ExitStack() as stack:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        stack.callback(server.shutdown)
+        engine = f"127.0.0.1:{server.server_port}"
+        flags = ("--decode", engine, "--health-check-interval", "0", "--max-inflight-bytes", str(MOST))
+        router = RouterProcess(folder / "router.log", *flags)
+        stack.callback(router.kill)
+        yield Front(router.started(), {}, None)
+        assert "Traceback" not in router.said, router.said
+
+
+@pytest.mark.slow  # 200 MB through a router of its own
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_answers_that_nobody_reads_are_bounded_by_what_the_router_may_hold(tmp_path, path):
+    """Twelve of 20 MB were 240 MB, and twice that while they came. One too many is a 503 of the router's own."""
+    with door(tmp_path) as front:
+        before, most = rss(front), 0
+        with ExitStack() as stack:
+            clients = [stack.enter_context(RawClient(front.port)) for _ in range(12)]
+            for client in clients:
+                client.send(request(path))
+            refused = "xpyd_requests_refused_total"
+            until(lambda: front.metric(refused, reason="max_inflight_bytes") >= 9, seconds=60)
+            most = rss(front) - before
+            found = [client for client in clients if readable(client)]
+            assert len(found) == 12
+            assert most < MOST + 2 * SIZE
+        until(lambda: serves(front, path), seconds=60)
+        assert "ejected" not in front.process.said
+
+
+def serves(front, path):
+    (found,) = front.ask(request(path, lines=(JSON, "Connection: close")))
+    return (found.status, len(found.body)) == (200, len(ANSWER))

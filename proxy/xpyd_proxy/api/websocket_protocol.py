@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from xpyd_proxy.core.protocol.realtime import TOO_LARGE
+from xpyd_proxy.core.protocol.realtime import FED_MOST, POLICY, TOO_LARGE, TOO_MANY_EMPTY, EmptyFrames
 
 if TYPE_CHECKING:
     from websockets.frames import Frame
@@ -35,6 +35,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (uvicorn's signature)
         super().__init__(*args, **kwargs)
         self.logger = _QUIET
+        self._empty = EmptyFrames()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give back its place among the connections."""
@@ -64,8 +65,46 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self.transport.pause_reading()
         return message
 
+    def data_received(self, data: bytes) -> None:
+        """Read what has come, in pieces: one read may hold forty thousand pings."""
+        for begin in range(0, len(data), FED_MOST):
+            if self.close_sent and begin:
+                return  # what the client did before it has ended the session
+            super().data_received(data[begin : begin + FED_MOST])
+
+    def handle_ping(self) -> None:
+        """Answer a ping."""
+        if not self._ends_flood():
+            super().handle_ping()
+
+    def handle_pong(self, event: "Frame") -> None:
+        """Take a pong."""
+        if not self._ends_flood():
+            super().handle_pong(event)
+
+    def handle_text(self, event: "Frame") -> None:
+        """Take a text, or the beginning of one."""
+        if event.data or not self._ends_flood():
+            super().handle_text(event)
+
+    def handle_bytes(self, event: "Frame") -> None:
+        """Take bytes, or the beginning of some."""
+        if event.data or not self._ends_flood():
+            super().handle_bytes(event)
+
+    def _ends_flood(self) -> bool:
+        """Count a frame that carries nothing; True: there are too many, and the session is over."""
+        if not self._empty.is_flood(now=self.loop.time()):
+            return False
+        if not self.close_sent:
+            self.conn.fail(POLICY, TOO_MANY_EMPTY)
+            self.handle_parser_exception()
+        return True
+
     def handle_cont(self, event: "Frame") -> None:
         """Take a fragment."""
+        if not event.data and self._ends_flood():
+            return
         if len(self.frames) < _FRAGMENTS_MOST:
             super().handle_cont(event)
         elif not self.close_sent:

@@ -2,14 +2,26 @@
 
 import asyncio
 import logging
-from typing import Final
+from typing import Any, Final
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.frames import DATA_OPCODES, Frame, Opcode
+from websockets.protocol import Event
 
 from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import Headers, Instance
-from xpyd_proxy.core.protocol.realtime import ABNORMAL, REALTIME_PATH, Side, SocketClosed, sendable
+from xpyd_proxy.core.protocol.realtime import (
+    ABNORMAL,
+    FED_MOST,
+    POLICY,
+    REALTIME_PATH,
+    TOO_MANY_EMPTY,
+    EmptyFrames,
+    Side,
+    SocketClosed,
+    sendable,
+)
 from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, EngineTimeout, NotAllowed, NotServed
 from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.io.wire.engine_tls import EngineTls
@@ -30,6 +42,34 @@ class _Connect(connect):
     def process_redirect(self, exc: Exception) -> Exception:
         """Return the answer as the failure that it is."""
         return exc
+
+
+class _EngineConnection(ClientConnection):
+    """Reads what has come in pieces, and ends a session in which an engine sends too many frames that carry nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (the library's signature)
+        super().__init__(*args, **kwargs)
+        self._empty = EmptyFrames()
+        self._is_flooded = False
+
+    def data_received(self, data: bytes) -> None:
+        """Read what has come; nothing any more of a flood."""
+        for begin in range(0, len(data), FED_MOST):
+            if not self._is_flooded:
+                super().data_received(data[begin : begin + FED_MOST])
+
+    def process_event(self, event: Event) -> None:
+        """Count what carries nothing, and take the rest."""
+        if isinstance(event, Frame) and not (event.opcode in DATA_OPCODES and event.data):
+            if self._is_flooded:
+                return
+            if event.opcode is not Opcode.CLOSE and self._empty.is_flood(now=self.loop.time()):
+                self._is_flooded = True
+                self.protocol.fail(POLICY, TOO_MANY_EMPTY)
+                self.send_data()
+                self.transport.close()
+                return
+        super().process_event(event)
 
 
 class EngineSocket:
@@ -114,6 +154,7 @@ class EngineSockets:
             ping_timeout=_PING_S,
             close_timeout=_CLOSE_S,
             max_size=self._settings.realtime_max_message_bytes,
+            create_connection=_EngineConnection,
             max_queue=_WAITING_MOST,
             write_limit=_WRITE_MOST,
             logger=_QUIET,

@@ -17,6 +17,10 @@ REALTIME_PATH: Final = "/v1/realtime"
 _TARGET: Final = REALTIME_PATH.encode("ascii")
 _QUERY_MOST: Final = 4096  # bytes
 _REASON_MOST: Final = 123  # bytes of a close frame's text (RFC 6455, 5.5.1)
+EMPTY_MOST: Final = 512  # frames that carry nothing, at once
+EMPTY_PER_S: Final = 16.0
+FED_MOST: Final = 8 * 1024  # bytes of what has come that are read before the frames in it are counted
+TOO_MANY_EMPTY: Final = "too many frames carry nothing"
 NORMAL: Final = 1000
 GOING_AWAY: Final = 1001
 NO_STATUS: Final = 1005
@@ -59,6 +63,27 @@ class SocketClosed(Exception):
         self.side = side
         self.code = code
         self.reason = reason
+
+
+class EmptyFrames:
+    """Counts the frames of one side that carry nothing: pings, pongs, empty fragments and messages.
+
+    One costs its sender six bytes, and the router as much time as any other. A side may send some at once, and then a
+    few a second, which is more than any library does.
+    """
+
+    __slots__ = ("_at", "_left")
+
+    def __init__(self) -> None:
+        self._left = float(EMPTY_MOST)
+        self._at = 0.0
+
+    def is_flood(self, *, now: float) -> bool:
+        """Count one; tell whether it is one too many."""
+        self._left = min(float(EMPTY_MOST), self._left + (now - self._at) * EMPTY_PER_S)
+        self._at = now
+        self._left -= 1.0
+        return self._left < 0.0
 
 
 class SessionEnd:

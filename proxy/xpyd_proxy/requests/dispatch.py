@@ -335,7 +335,9 @@ class Dispatch:
         model = self._plan.ask.model
         if not self._plan.learns_model or model is None:
             return call
-        return GenerationRequest(call.api, with_model(call.api, call.fields, model), call.headers, call.rank)
+        return GenerationRequest(
+            call.api, with_model(call.api, call.fields, model), call.headers, call.rank, call.shared
+        )
 
     def _write_body(
         self, attempt: Attempt, call: GenerationRequest, leg: PrefillLeg, handover: PrefillResult, decode: Instance

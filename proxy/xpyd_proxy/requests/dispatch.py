@@ -178,7 +178,8 @@ class Dispatch:
         if call is None:
             record.single_reason, single_body = self._plan.single_reason, self._plan.body
         elif attempt.retries.is_alone and single_body is None:
-            record.single_reason, single_body = SingleEngineReason.PREFILL_FAILED, [encode(call.fields)]
+            record.single_reason = SingleEngineReason.PREFILL_FAILED
+            single_body = encode_in_pieces(call.fields, PROMPTS[call.api], call.shared)
         elif single_body is None:
             reason = None if can_split else solo_reason(call.api, call.fields)
             if reason is _SEVERAL and may_share(call.api, call.fields) and fleet.shares_loads():

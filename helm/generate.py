@@ -105,7 +105,9 @@ def schema(text: str) -> str:
     top = found["properties"]
     top["engine"] = _without(found["definitions"]["pool"], cast("dict[str, Any]", _values()["prefill"]))
     top["router"]["properties"]["settings"]["properties"] = {
-        name: _router(setting.kind) for name, setting in OPTIONS.items() if not setting.option.chart
+        name: _list(_router(setting.kind)) if setting.is_list else _router(setting.kind)
+        for name, setting in OPTIONS.items()
+        if not setting.option.chart
     }
     top["connector"]["properties"]["extraConfig"]["properties"] = {
         field.name: _connector(field) for field in dataclasses.fields(Settings) if field.name not in CONNECTOR_OWN
@@ -125,6 +127,11 @@ def _without(shape: Schema, own: Mapping[str, Any]) -> Schema:
         if key not in own or isinstance(own[key], dict)
     }
     return {**shape, "properties": left}
+
+
+def _list(of: Schema) -> Schema:
+    """Describe an option of several values, or the one that it has."""
+    return {**of, "type": [of["type"], "array"], "minItems": 1, "items": of}
 
 
 def _router(kind: Kind) -> Schema:

@@ -436,7 +436,7 @@ class Settings:
         unset="no key is sent", chart="decode.apiKey.secretName")
     admin_key_file: File | None = SECURITY.option(None,
         "file with the admin key, which /instances, /pairs and /requests require as X-Api-Key; it may have a "
-        "second line with another one", live=True)
+        "second line with another one", live=True, chart="router.adminKey.secretName")
     admin_key: str | None = SECURITY.secret("ADMIN_API_KEY",
         "admin key, if admin_key_file is not set", unset="/instances answers 404", chart="router.adminKey.secretName")
     forward_client_key: bool = SECURITY.option(False,
@@ -445,7 +445,8 @@ class Settings:
         "what happens to a client's own kv_transfer_params; refuse: 400; strip: they are removed")
     allowed_media_domains: tuple[Host, ...] = SECURITY.option((),
         "hosts from which engines may fetch images, audio and videos that clients name by URL; *: any",
-        unset="with API keys or client certificates none (data: URLs only), else any")
+        unset="with API keys or client certificates none (data: URLs only), else any",
+        chart="model.allowedMediaDomains")
     trust_request_chat_template: bool = SECURITY.option(False,
         "clients may send a chat template of their own; the engines need --trust-request-chat-template, too")
     cache_salt_per_key: Switch | None = SECURITY.option(None,

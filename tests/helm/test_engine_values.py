@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from support.helm_chart import CHART, HELMS, Chart, Refused
-from support.helm_objects import container, flag, pool, templates
+from support.helm_objects import container, flag, pool, router, templates
 
 ROLES = ("prefill", "decode")
 
@@ -91,3 +91,76 @@ def test_pools_have_defaults_only_where_they_differ():
     same = set(leaves(values["prefill"])) & set(leaves(values["decode"]))
 
     assert same == {(("enabled",), True)}
+
+
+@pytest.mark.parametrize("helm", HELMS)
+def test_engines_and_routers_fetch_media_from_the_same_hosts(helm):
+    """Engines are inside the closed network; an allowed host could send them anywhere else."""
+    domains = ["images.example.com", "cdn.example.com"]
+    objects = Chart().objects({"model": {"allowedMediaDomains": domains}}, helm=helm)
+    engines = [container(templates(pool(objects, role))[0]) for role in ROLES]
+
+    for one in (*engines, container(templates(router(objects))[0])):
+        start = one["args"].index("--allowed-media-domains") + 1
+        assert one["args"][start : start + 2] == domains
+    for one in engines:
+        assert {"name": "VLLM_MEDIA_URL_ALLOW_REDIRECTS", "value": "0"} in one["env"]
+
+
+def test_any_host_is_no_list_for_engines():
+    """vLLM knows no star: it would look for a host of that name."""
+    objects = Chart().objects({"model": {"allowedMediaDomains": ["*"]}})
+
+    assert "--allowed-media-domains" in container(templates(router(objects))[0])["args"]
+    assert "--allowed-media-domains" not in container(templates(pool(objects, "decode"))[0])["args"]
+
+
+@pytest.mark.parametrize("helm", HELMS)
+def test_pods_of_one_node_may_share_its_namespaces(helm):
+    """UCX opens the memory of another GPU only within one PID namespace; nobody gets that without asking."""
+    shared = of_roles(Chart().objects({"engine": {"hostNamespaces": True}}, helm=helm))
+    usual = of_roles(Chart().objects(helm=helm))
+
+    assert [(spec["hostPID"], spec["hostIPC"]) for spec in shared.values()] == [(True, True)] * 2
+    assert [key for spec in usual.values() for key in ("hostPID", "hostIPC") if key in spec] == []
+
+
+@pytest.mark.parametrize("helm", HELMS)
+def test_routers_read_the_keys_of_operators_and_engines_from_files(helm):
+    """The kubelet renews a file; an environment stays as it was until the pod ends."""
+    keys = {"engine": {"apiKey": {"secretName": "e"}}, "router": {"adminKey": {"secretName": "a"}}}
+    (template,) = templates(router(Chart().objects(keys, helm=helm)))
+    one, volumes = container(template), {volume["name"]: volume for volume in template["spec"]["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in one["volumeMounts"]}
+
+    for name, secret in (("admin", "a"), ("prefill-api", "e"), ("decode-api", "e")):
+        folder = flag(one["args"], f"--{name}-key-file").removesuffix("/key")
+        assert mounts[folder]["secret"]["secretName"] == secret
+    assert [entry["name"] for entry in one["env"] if entry["name"].endswith("FILL_API_KEY")] == []
+
+
+def test_engines_take_two_keys_while_one_takes_the_place_of_the_other():
+    """Routers send one of them, and not at the moment in which an engine starts."""
+    objects = Chart().objects({"engine": {"apiKey": {"secretName": "e", "nextKey": "next"}}})
+    for role in ROLES:
+        one = container(templates(pool(objects, role))[0])
+        start = one["args"].index("--api-key") + 1
+        variables = [argument[2:-1] for argument in one["args"][start : start + 2]]
+        found = {
+            entry["name"]: entry["valueFrom"]["secretKeyRef"]["key"]
+            for entry in one["env"]
+            if "valueFrom" in entry and "secretKeyRef" in entry["valueFrom"]
+        }
+        assert [found[name] for name in variables] == ["api-key", "next"]
+
+
+@pytest.mark.parametrize("helm", HELMS)
+@pytest.mark.parametrize("origins", ["https://a.example", ["https://a.example", "https://b.example"]])
+def test_an_option_of_several_values_takes_them(origins, helm):
+    """As in the router's configuration file."""
+    keyed = {"apiKeys": {"secretName": "k"}, "settings": {"allowed_origins": origins}}
+    args = container(templates(router(Chart().objects({"router": keyed}, helm=helm)))[0])["args"]
+    values = [origins] if isinstance(origins, str) else origins
+    start = args.index("--allowed-origins") + 1
+
+    assert args[start : start + len(values)] == values

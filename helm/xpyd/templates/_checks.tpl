@@ -444,6 +444,7 @@
 --master-addr: {{ . }}.nodes
 --master-port: {{ . }}.groupPort
 --headless: {{ . }}.nodes
+--allowed-media-domains: model.allowedMediaDomains
 --gpu-memory-utilization: {{ . }}.gpuMemoryUtilization
 --shutdown-timeout: {{ . }}.drain.shutdownSeconds
 --api-key: {{ . }}.apiKey.secretName

@@ -135,6 +135,18 @@
 - --data-parallel-rpc-port
 - {{ include "xpyd.argument" $p.rpcPort | quote }}
 {{- end }}
+{{- $domains := without $v.model.allowedMediaDomains "*" }}
+{{- if and $domains (not (has "*" $v.model.allowedMediaDomains)) }}
+- --allowed-media-domains
+{{- range $domains }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- if and $p.apiKey.secretName $p.apiKey.nextKey }}
+- --api-key
+- $(VLLM_API_KEY)
+- $(XPYD_NEXT_API_KEY)
+{{- end }}
 {{- if .worker }}
 - --headless
 {{- else if not (kindIs "invalid" $p.apiServers) }}
@@ -219,6 +231,10 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 {{- /* How long API servers wait for the ranks: vLLM's 600 s are shorter than a first download. */}}
 {{- $_ := set $defaults "VLLM_ENGINE_READY_TIMEOUT_S" (include "xpyd.argument" $p.probes.startupSeconds) }}
 {{- end }}
+{{- if and $v.model.allowedMediaDomains (not (has "*" $v.model.allowedMediaDomains)) }}
+{{- /* An allowed host could send an engine anywhere else. */}}
+{{- $_ := set $defaults "VLLM_MEDIA_URL_ALLOW_REDIRECTS" "0" }}
+{{- end }}
 {{- range $p.extraEnv }}{{ $_ := unset $defaults .name }}{{ end }}
 {{- range $variable, $value := $defaults }}
 - name: {{ $variable }}
@@ -246,6 +262,10 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 {{- if .secretName }}
 - name: VLLM_API_KEY
   valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
+{{- if .nextKey }}
+- name: XPYD_NEXT_API_KEY
+  valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .nextKey | quote }}}}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- if and $v.engineTls.secretName (not .worker) }}
@@ -388,6 +408,10 @@ spec:
   {{- if $p.hostNetwork }}
   hostNetwork: true
   dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
+  {{- if $p.hostNamespaces }}
+  hostPID: true
+  hostIPC: true
   {{- end }}
   {{- range $key := list "runtimeClassName" "priorityClassName" "schedulerName" }}
   {{- with index $p $key }}

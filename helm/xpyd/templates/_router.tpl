@@ -55,6 +55,22 @@
 - --api-keys-file
 - /etc/xpyd/keys/keys
 {{- end }}
+{{- if $v.adminKey.secretName }}
+- --admin-key-file
+- /etc/xpyd/admin-key/key
+{{- end }}
+{{- range $role := list "prefill" "decode" }}
+{{- if (index $.Values $role).apiKey.secretName }}
+- --{{ $role }}-api-key-file
+- /etc/xpyd/{{ $role }}-key/key
+{{- end }}
+{{- end }}
+{{- with .Values.model.allowedMediaDomains }}
+- --allowed-media-domains
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
 {{- if not (or $v.apiKeys.secretName $v.tls.clientCaSecretName) }}
 - --allow-unauthenticated
 - "true"
@@ -111,7 +127,9 @@
 {{- end }}
 {{- range $name, $value := include "xpyd.router.settings" . | fromYaml }}
 - --{{ $name | trimSuffix "_s" | replace "_" "-" }}
-- {{ include "xpyd.argument" $value | quote }}
+{{- range kindIs "slice" $value | ternary $value (list $value) }}
+- {{ include "xpyd.argument" . | quote }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -157,7 +175,7 @@
 {{- end }}
 {{- with .Values.router.adminKey }}
 {{- if .secretName }}
-- name: ADMIN_API_KEY
+- name: ADMIN_API_KEY # for `xpyd instances` inside the pod; the router reads its file, which may change
   valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
@@ -169,14 +187,6 @@
 {{- if .secretName }}
 - name: XPYD_CACHE_SALT_SECRET
   valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
-{{- end }}
-{{- end }}
-{{- range $role := list "prefill" "decode" }}
-{{- with (index $.Values $role).apiKey }}
-{{- if .secretName }}
-- name: XPYD_{{ upper $role }}_API_KEY
-  valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
-{{- end }}
 {{- end }}
 {{- end }}
 {{- with .Values.router.extraEnv }}

@@ -1,4 +1,4 @@
-"""Routes for operators, byte for byte as vLLM's own proxy demo answers."""
+"""Routes for operators: what they answer is what vLLM's own proxy demo does, with statuses that say what happened."""
 
 import asyncio
 import socket

@@ -42,9 +42,9 @@ class Signatures:
         """Return whether there is a secret, and so a proof; ``now`` is s since the epoch, on this engine's clock.
 
         Raises:
-            UnsignedOffer: There is a secret and no signature.
-            ForgedOffer: The signature is of another offer, or made with another secret.
-            ExpiredOffer: It is older than :data:`CLOCK_SKEW` allows.
+            UnsignedKvParams: There is a secret and no signature.
+            ForgedKvParams: The signature is of another offer, or made with another secret.
+            ExpiredKvParams: It is older than :data:`CLOCK_SKEW` allows.
         """
         secrets = self.secrets()
         if not secrets:

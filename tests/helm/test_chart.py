@@ -339,7 +339,6 @@ def test_prices_of_a_mode_are_in_its_preset():
 
 PRIVILEGED = {
     "eks",
-    "k3s",
     "hostnetwork-rdma",
     "rdma",
     "tp8-multinode",

@@ -184,16 +184,19 @@ async def test_a_client_is_no_more_important_than_its_key_says(tmp_path, key, se
     file = tmp_path / "keys"
     file.write_text("team-a:sk-a-of-16-chars\nteam-b:sk-b-of-16-chars priority=-10\n")
     engines = sims()
-    body = {PATH: BODY, "/v1/embeddings": {"input": "a"}}.get(path, {"max_tokens": 4, "messages": [{"role": "user"}]})
+    message = {"model": "sim", "max_tokens": 4, "messages": [{"role": "user"}]}
+    body = {PATH: BODY, "/v1/embeddings": {"input": "a"}}.get(path, message)
     async with router(engines, Settings(api_keys_file=str(file))) as client:
         by_header = await client.post(path, json=body, headers=bearer(key) | {"x-vllm-priority": "-999999999"})
         by_body = await client.post(path, json=body | {"priority": -999999999}, headers=bearer(key))
-        odd = await client.post(path, json=body | {"priority": "-5"}, headers=bearer(key))
+        by_text = await client.post(path, json=body | {"priority": "-999999999"}, headers=bearer(key))
+        odd = await client.post(path, json=body | {"priority": "most"}, headers=bearer(key))
 
-    assert [by_header.status_code, by_body.status_code, odd.status_code] == [200, 200, 400]
+    assert [answer.status_code for answer in (by_header, by_body, by_text, odd)] == [200, 200, 200, 400]
     logs = [sim.log for sim in engines.values() if sim.log]
     assert [entry.headers["x-vllm-priority"] for entry in (log[0] for log in logs)] == [seen] * len(logs)
     assert [str(json.loads(log[1].body)["priority"]) for log in logs] == [seen] * len(logs)
+    assert [str(json.loads(log[2].body)["priority"]) for log in logs] == [seen] * len(logs)
 
 
 def test_a_client_that_hangs_up_while_it_waits_frees_its_place_at_once():

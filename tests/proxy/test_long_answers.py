@@ -14,6 +14,9 @@ from support.sim import until
 
 SIZE = 20_000_000
 MOST = 64_000_000
+# glibc learns from large blocks to keep freed ones: 65 to 125 MB of 60 in use, another value in each run. With fixed
+# thresholds it gives them back, and the system shows what the router holds.
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 ANSWER = json.dumps({"id": "x", "choices": [{"index": 0, "text": "y" * SIZE}]}).encode()
 
 
@@ -49,7 +52,7 @@ def door(folder):
         stack.callback(server.shutdown)
         engine = f"127.0.0.1:{server.server_port}"
         flags = ("--decode", engine, "--health-check-interval", "0", "--max-inflight-bytes", str(MOST))
-        router = RouterProcess(folder / "router.log", *flags)
+        router = RouterProcess(folder / "router.log", *flags, env=EXACT)
         stack.callback(router.kill)
         yield Front(router.started(), {}, None)
         assert "Traceback" not in router.said, router.said
@@ -60,19 +63,23 @@ def door(folder):
 def test_answers_that_nobody_reads_are_bounded_by_what_the_router_may_hold(tmp_path, path):
     """Twelve of 20 MB were 240 MB, and twice that while they came. One too many is a 503 of the router's own."""
     with door(tmp_path) as front:
-        before, most = rss(front), 0
+        before, held = rss(front), []
         with ExitStack() as stack:
             clients = [stack.enter_context(RawClient(front.port)) for _ in range(12)]
             for client in clients:
                 client.send(request(path))
-            refused = "xpyd_requests_refused_total"
-            until(lambda: front.metric(refused, reason="max_inflight_bytes") >= 9, seconds=60)
-            most = rss(front) - before
+            until(lambda: held.append(rss(front) - before) or refused(front) >= 9, seconds=60)
+            held.append(rss(front) - before)
             found = [client for client in clients if readable(client)]
             assert len(found) == 12
-            assert most < 2 * MOST  # an answer is there twice as it is put together, and the allocator keeps some
+            assert max(held) < MOST + 1.5 * SIZE  # one answer is there twice, as it is put together
         until(lambda: serves(front, path), seconds=60)
         assert "ejected" not in front.process.said
+
+
+def refused(front):
+    """How many requests the router had no room for."""
+    return front.metric("xpyd_requests_refused_total", reason="max_inflight_bytes")
 
 
 def serves(front, path):

@@ -68,7 +68,7 @@ class WireEngines:
 
         Raises:
             EngineTimeout: the answer did not come in time.
-            EngineError: the engine cannot be reached, broke off, or answered with more than 64 MiB.
+            EngineError: the engine cannot be reached, broke off, or answered with more than 4 MiB.
         """
         return await self._whole(leg.instance, partial(self._teller.post, leg=leg), timeout_s)
 

@@ -12,6 +12,7 @@ import time
 import tracemalloc
 import weakref
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -799,17 +800,19 @@ def test_what_follows_an_answer_is_not_the_next_one(client, way, answer, stray):
     assert engine.connections == 2
 
 
-def test_an_answer_to_ask_is_bounded(client, monkeypatch):
-    """Nobody reads it while it comes, so nothing else would hold it up."""
-    monkeypatch.setattr("xpyd_proxy.io.wire.whole_response.ANSWER_MOST", 100_000)
+@pytest.mark.parametrize("asks", ["ask", "models"])
+def test_an_answer_that_the_router_itself_reads_is_bounded(client, asks):
+    """It is charged to no request: sixteen lists of models of 64 MiB were a gigabyte that no limit counted."""
+    most = 4 * 1024 * 1024
 
     async def main(leg):
         async with client.make(Settings()) as engines:
-            assert (await engines.ask(leg, timeout_s=5)).status == 200
-            with pytest.raises(EngineError, match=r"^decode-0 answered with more than 100000 bytes$"):
-                await engines.ask(leg, timeout_s=5)
+            ask = partial(engines.ask, leg, timeout_s=5) if asks == "ask" else partial(engines.models, leg.instance, ())
+            assert (await ask()).status == 200
+            with pytest.raises(EngineError, match=rf"^decode-0 answered with more than {most} bytes$"):
+                await ask()
 
-    with raw_engine(replying(reply(b"x" * 100_000), reply(b"x" * 100_001))) as engine:
+    with raw_engine(replying(reply(b"x" * most), reply(b"x" * (most + 1)))) as engine:
         client.run(main(leg_to(engine)))
 
 

@@ -19,7 +19,7 @@ from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAccepted, NotAllowed
 from xpyd_proxy.io.discovery.reconciler import Discovery
-from xpyd_proxy.io.discovery.stores import StoreDown
+from xpyd_proxy.io.discovery.stores import StoreDown, StoreNotWritten
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.wire.connection_guard import Guard
 
@@ -84,12 +84,16 @@ def admin_routes(
             raise HTTPException(400, "Instance already exists.") from exc
         except StoreDown as exc:
             logger.warning("%s", exc)
-            raise HTTPException(503, f"The instance may or may not have been added: {exc}") from exc
+            raise HTTPException(503, f"The instance {_fate(exc)}: {exc}") from exc
         fleet.serves(role, target.address, served)  # before a request for another model comes
         return InstanceAdded(message=f"Added {text} to {role}_instances.")
 
     router.include_router(looking)
     return router
+
+
+def _fate(error: StoreDown) -> str:
+    return "was not added" if isinstance(error, StoreNotWritten) else "may or may not have been added"
 
 
 def _not_added(new: NewInstance, why: Exception) -> HTTPException:

@@ -56,6 +56,7 @@ class Reconciler:
         self._begins = True  # the store has not been heard, so this router has just started
         self._compared = -1, -1  # changes of the registry, and of the views, when all was compared last
         self._left_out = False  # an engine that could not be added a moment ago
+        self._is_late = False  # the log says that engines are added later
         self._full = set[EngineSource]()  # those that name more engines than a router takes
 
     def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
@@ -115,7 +116,11 @@ class Reconciler:
                 self._compare(rest[begin : begin + _AT_ONCE])
                 yield
         # What has changed since is compared the next time, and all is if an engine was left out.
-        self._compared, self._left_out = (-1, -1) if self._left_out else changes, False
+        if self._left_out:
+            self._compared = -1, -1
+        else:
+            self._compared, self._is_late = changes, False
+        self._left_out = False
 
     def _compare(self, keys: Iterable[Key]) -> None:
         """Compare what there should be at some places with what there is, and carry out the difference."""
@@ -221,9 +226,10 @@ class Reconciler:
         except AlreadyKnown as exc:
             logger.warning("%s", exc)
         except IdLogBusy as exc:
-            if not self._left_out:  # there may be thousands
+            if not self._is_late:  # there may be thousands, and a look each second
                 logger.warning("%s: %s is added later, and what else is new", exc, wanted.target.address.authority)
             self._left_out = True
+            self._is_late = True
         else:
             for instance in added:
                 logger.info("%s is at %s (%s)", instance.id, wanted.target.address.url, action.origin.source)

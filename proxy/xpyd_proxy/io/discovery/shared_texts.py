@@ -1,6 +1,7 @@
 """One short text that processes share: where the lease on roles lies, beside the engines of a store."""
 
 import asyncio
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -75,8 +76,13 @@ class FileText:
             if self._content() != before:
                 return False
             new = Path(f"{self._path}.new")
-            new.write_text(text, encoding="utf-8")
-            new.replace(self._path)
+            try:
+                new.write_text(text, encoding="utf-8")
+                new.replace(self._path)
+            except OSError:  # half of it takes room on a disk that has none
+                with suppress(OSError):
+                    new.unlink()
+                raise
             self._read = text
             return True
 

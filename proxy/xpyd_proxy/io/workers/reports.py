@@ -61,6 +61,7 @@ class WorkerReports:
         self._before = self._saved(place.number)  # of the worker that this one follows
         self._unread = 0 if self._before is None else self._before.unread
         self._kept = b""  # the counts, as they were saved last
+        self._trouble = ""  # why they were not, as it was logged last
         if self._before is not None:
             absorb(telemetry.counters, self._before.counts)
 
@@ -71,11 +72,11 @@ class WorkerReports:
         path.unlink(missing_ok=True)  # of a worker of this number that was killed
         server = await asyncio.start_unix_server(self._answer, path)
         try:
-            async with meanwhile(repeatedly(_SAVE_S, self._save, logger, "the counts could not be saved")):
+            async with meanwhile(repeatedly(_SAVE_S, self.save, logger, "the counts could not be saved")):
                 yield
         finally:
             server.close()
-            await self._save()
+            await self.save()
 
     async def whole(self) -> Whole:
         """Ask all; one that does not answer in time counts as it was up to a second ago."""
@@ -134,19 +135,30 @@ class WorkerReports:
             process[_CPU] += before.process.get(_CPU, 0.0)
         return msgspec.structs.replace(report, refused=refused, process=process)
 
-    async def _save(self) -> None:
+    async def save(self) -> None:
+        """Keep what is counted for a successor, if there is anything new."""
         counts = msgspec.msgpack.encode(counts_of(self._telemetry.counters))
         if counts == self._kept:
             return
-        report, self._kept = self._report(), counts
-        ended = msgspec.structs.replace(report, legs={}, waiting=0, admitted=0, max_concurrency=0)
+        ended = msgspec.structs.replace(self._report(), legs={}, waiting=0, admitted=0, max_concurrency=0)
         data = msgspec.msgpack.encode(ended)
         path = self._path(self._place.number, "counts")
+        new = path.with_suffix(".new")
         try:
-            path.with_suffix(".new").write_bytes(data)
-            path.with_suffix(".new").replace(path)
-        except OSError as exc:
-            logger.warning("%s cannot be written: %s", path, exc.strerror)
+            new.write_bytes(data)
+            new.replace(path)
+        except OSError as exc:  # the next look tries again
+            with suppress(OSError):
+                new.unlink()
+            trouble = exc.strerror or str(exc)
+            if trouble != self._trouble:
+                logger.warning("%s cannot be written: %s", path, trouble)
+            self._trouble = trouble
+        else:
+            self._kept = counts
+            if self._trouble:
+                logger.info("%s is written again", path)
+            self._trouble = ""
 
     def _saved(self, worker: int) -> WorkerReport | None:
         path = self._path(worker, "counts")

@@ -6,6 +6,7 @@ import pytest
 
 from support.kube_api import KubeApi, Refusal
 from support.redis_server import RedisServer
+from support.small_disk import HOW, WORDS, small_disk
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.roles.role_lease import LASTS_S
 from xpyd_proxy.errors import UnknownInstance
@@ -92,6 +93,25 @@ async def test_a_store_that_is_away_says_so(shared):
         await one.read()
     with pytest.raises(StoreDown):
         await one.replace("{}")
+
+
+@pytest.mark.parametrize("how", HOW)
+async def test_a_disk_that_takes_nothing_leaves_the_text_as_it_was(tmp_path, how):
+    """Half of a new one takes no room, and the lease is taken once there is some."""
+    with small_disk(tmp_path) as disk:
+        path = disk.path / "set.json.roles"
+        text = FileText(str(path))
+        await text.read()
+        await text.replace("old")
+        disk.fail(how)
+        for _ in range(2):
+            assert await text.read() == "old"
+            with pytest.raises(StoreDown, match=rf"^{path} cannot be written: {WORDS[how]}$"):
+                await text.replace("new" * 1000)
+        disk.mend(how)
+        assert sorted(one.name for one in disk.path.iterdir()) == ["set.json.roles", "set.json.roles.lock"]
+        assert await text.replace("new")
+        assert await text.read() == "new"
 
 
 async def test_kubectl_shows_who_holds_the_lease():

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from support.kube_api import KubeApi, Refusal
 from support.redis_server import RedisServer
 from support.sim import until_async
+from support.small_disk import HOW, WORDS, small_disk
 from support.store_ear import Ear
 from xpyd_proxy.core.discovery.reconcile import MOST
 from xpyd_proxy.core.fleet.registry import Registry
@@ -23,7 +24,7 @@ from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Entries, Reconciler
 from xpyd_proxy.io.discovery.reflector import WatchTimes
 from xpyd_proxy.io.discovery.shared_texts import FileText
-from xpyd_proxy.io.discovery.stores import StoreDown
+from xpyd_proxy.io.discovery.stores import StoreDown, StoreNotWritten
 from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.io.discovery.stores.file import FileStore
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
@@ -278,6 +279,25 @@ async def test_a_file_survives_its_router(tmp_path):
         assert ear.entries == {"a": "1"}
     assert json.loads(found.path.read_text()) == {"a": "1"}
     assert sorted(one.name for one in tmp_path.iterdir()) == ["set.json", "set.json.lock"]
+
+
+@pytest.mark.parametrize("how", HOW)
+async def test_a_disk_that_takes_nothing_changes_nothing(tmp_path, how, caplog):
+    """The change fails in one sentence, all stores keep their view, and the next change is made once there is room."""
+    with small_disk(tmp_path) as disk:
+        found = FileWorld(disk.path)
+        async with stores(found, 2) as [(store, ear), (_, other)]:
+            await store.put("a", "1")
+            disk.fail(how)
+            for change in (store.put("b", "2"), store.delete("a"), store.replace("a", "1", "2" * 5000)):
+                with pytest.raises(StoreNotWritten, match=rf"^{found.path} cannot be written: {WORDS[how]}$"):
+                    await change
+            assert json.loads(found.path.read_text()) == ear.entries == {"a": "1"}
+            disk.mend(how)
+            assert sorted(one.name for one in disk.path.iterdir()) == ["set.json", "set.json.lock"]
+            await store.put("b", "2")
+            await until_async(lambda: other.entries == {"a": "1", "b": "2"})
+    assert caplog.messages == []
 
 
 async def test_a_file_that_is_damaged_is_named_and_changes_nothing(tmp_path, caplog):

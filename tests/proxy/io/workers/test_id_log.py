@@ -225,6 +225,33 @@ def test_a_line_for_which_there_is_no_room_is_written_when_there_is(tmp_path, ro
     assert InstanceIdLog(tmp_path / "ledger").number("decode b", anew=True) == 1
 
 
+def test_a_full_disk_is_no_fault_of_an_engine_and_said_once(tmp_path, caplog):
+    """Known engines serve on; new ones are added, and orders heard, once there is room."""
+    zero, one = worker(tmp_path), worker(tmp_path)
+    for registry in (zero, one):
+        registry.add(Role.DECODE, A)
+    reconciler = Reconciler(zero, [EngineSource.STORE], lambda: 0.0)
+    with full(tmp_path, 9):
+        zero.drain(D0, now=1.0)
+        zero._ledger.say(Verb.DRAIN, D0)
+        reconciler.view(EngineSource.STORE, [Wanted(Role.DECODE, Target.parse(f"b{number}:1")) for number in range(5)])
+        for second in range(40):
+            list(reconciler.reconcile())
+            zero.follow(now=1.0 + second)
+            one.follow(now=1.0 + second)
+        assert one.member(D0).life.state is HealthState.STARTING
+        said = [record.getMessage() for record in caplog.records if record.levelname != "INFO"]
+        assert [text.rpartition(": ")[2] for text in said] == [
+            "the other workers hear later what is done here",
+            "b0:1 is added later, and what else is new",
+        ]
+    list(reconciler.reconcile())
+    one.follow(now=50.0)
+
+    assert len(zero.members()) == 6
+    assert one.member(D0).life.state is HealthState.DRAINING
+
+
 def test_ten_hands_at_once_give_every_engine_one_number(tmp_path):
     """The kernel's lock says whose turn it is."""
     found = []

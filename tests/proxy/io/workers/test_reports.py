@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from support.small_disk import HOW, WORDS, small_disk
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.limits import Limit
 from xpyd_proxy.core.counters import Counters
@@ -65,6 +66,26 @@ async def test_a_successor_goes_on_counting_where_the_one_before_ended(tmp_path)
     assert (after[SERVED], after[REFUSED], after["xpyd_workers"]) == ("7.0", "4.0", "2.0")
     assert after['xpyd_worker_starts_total{worker="1"}'] == "2.0"
     assert float(after["process_cpu_seconds_total"]) >= float(cpu)
+
+
+@pytest.mark.parametrize("how", HOW)
+async def test_counts_that_cannot_be_saved_are_said_once_and_saved_later(tmp_path, how, caplog):
+    """A line each second would fill what room there is; a worker that dies later is succeeded without a loss."""
+    caplog.set_level("INFO")
+    with small_disk(tmp_path) as disk:
+        one = Worker(disk.path, 1)
+        one.serves(1)
+        await one.reports.save()
+        disk.fail(how)
+        for _ in range(3):
+            one.serves(1)
+            await one.reports.save()
+        disk.mend(how)
+        await one.reports.save()  # nothing is new, and what is not saved is saved
+
+        assert (await Worker(disk.path, 1, starts=2).lines())[SERVED] == "4.0"
+        said = f"{disk.path}/1.counts cannot be written: {WORDS[how]}"
+        assert caplog.messages == [said, f"{disk.path}/1.counts is written again"]
 
 
 @pytest.mark.parametrize("how", ["is silent", "talks nonsense"])

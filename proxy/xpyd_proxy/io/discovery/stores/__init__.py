@@ -11,6 +11,10 @@ class StoreDown(Exception):
     """The store did not acknowledge a change: it may or may not have been made. The message says why."""
 
 
+class StoreNotWritten(StoreDown):
+    """The change was not made: what holds the store takes nothing more, such as a full disk."""
+
+
 class Observer(Protocol[S_contra]):
     """Hears what there is: texts in a store, objects of the Kubernetes API."""
 

@@ -14,7 +14,7 @@ import msgspec
 from xpyd_proxy.core.discovery.reconcile import MOST, text_of_entry
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode, text
 from xpyd_proxy.io.background import meanwhile, repeatedly
-from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver, replace_entry
+from xpyd_proxy.io.discovery.stores import StoreDown, StoreNotWritten, StoreObserver, replace_entry
 from xpyd_proxy.io.discovery.stores.file_lock import LOCK_WAIT_S, locked
 
 logger = logging.getLogger(__name__)
@@ -124,11 +124,11 @@ class FileStore:
                 change(entries)
                 data = content.data()
                 if len(entries) > most or len(data) > _MOST_BYTES:
-                    raise StoreDown(f"{self._path} has {len(entries)} engines, which is more than a router takes")
+                    raise StoreNotWritten(f"{self._path} has {len(entries)} engines, which is more than a router takes")
                 self._replace(data)
                 return entries, self._stamp()
         except OSError as exc:
-            raise StoreDown(f"{self._path} cannot be written: {exc.strerror}") from exc
+            raise StoreNotWritten(f"{self._path} cannot be written: {exc.strerror}") from exc
 
     def _replace(self, data: bytes) -> None:
         handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)

@@ -13,7 +13,7 @@ from xpyd_proxy.io.logs import note
 
 LOG: Final = logging.getLogger("xpyd.audit")  # by this name people filter
 LOG.setLevel(logging.INFO)  # whatever log_level says of all else
-_ACTIONS: Final = frozenset({"list", "add", "remove", "drain", "undrain", "explain"})
+_ACTIONS: Final = frozenset({"list", "add", "remove", "drain", "undrain", "turn", "explain"})
 _READS: Final = frozenset({"list", "explain"})  # they change nothing: a line only for those who may not
 _TEXT_MOST: Final = 300  # characters of a value
 _LINES: Final = 10  # about callers without the key, in so many seconds; more are counted
@@ -26,7 +26,7 @@ class AuditResult(StrEnum):
     OK = auto()
     REFUSED = auto()  # the operator asked for what cannot be
     FAILED = auto()  # the store, or the router
-    UNAUTHENTICATED = auto()  # no admin key, a wrong one, or the router has none
+    UNAUTHENTICATED = auto()  # no admin key, a wrong one, the join key for more than it may, or the router has none
 
 
 @dataclass(slots=True)

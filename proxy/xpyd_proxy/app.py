@@ -22,7 +22,7 @@ from xpyd_proxy.core.admission.admin_key import AdminKey
 from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.io.files import admin_tls, operator_key, server_tls
+from xpyd_proxy.io.files import admin_tls, join_key, operator_key, server_tls
 from xpyd_proxy.io.reloads import FileReloads
 from xpyd_proxy.io.request_path.ids import new_id
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -78,6 +78,7 @@ def build(
     background = build_background(settings, group, engines, serving, clock=clock, wall=wall)
     requests, telemetry = serving.requests, serving.telemetry
     admin_key = AdminKey(operator_key(settings))
+    joining_key = AdminKey(join_key(settings))
     reloads = FileReloads(
         lambda: requests.settings,
         server_tls(settings),
@@ -87,6 +88,7 @@ def build(
         admin_key,
         telemetry.counters,
         admin_tls(settings),
+        joining_key,
     )
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
@@ -100,7 +102,9 @@ def build(
             requests,
         )
 
-    routes = build_routes(settings, group, engines, serving, background, admin_key=admin_key, clock=clock)
+    routes = build_routes(
+        settings, group, engines, serving, background, admin_key=admin_key, join_key=joining_key, clock=clock
+    )
     lifespan = _lifespan(group.registry, running, serving.traces)
     own_name = socket.gethostname()
     apps = build_applications(settings, routes, lifespan, serving.lifetime, serving.keyring, own_name=own_name)
@@ -112,7 +116,9 @@ def build(
         spans=serving.traces,
         request_over=telemetry.request_over,
     )
-    live = Live(group.registry, requests, serving.gate, serving.keyring, engines.outbound, admin_key, clock)
+    live = Live(
+        group.registry, requests, serving.gate, serving.keyring, engines.outbound, admin_key, joining_key, clock
+    )
     return Router(
         apps.main, apps.admin, requests, serving.lifetime, live, telemetry, reloads.server_tls, reloads.admin_tls
     )

@@ -13,7 +13,7 @@ from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import AlreadyKnown, ConfigError, IdLogBusy
-from xpyd_proxy.io.files import client_keys, engine_keys, operator_key
+from xpyd_proxy.io.files import client_keys, engine_keys, join_key, operator_key
 from xpyd_proxy.io.peers import check_peers
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.service import Requests
@@ -34,6 +34,7 @@ class Live:
     keyring: Keyring
     outbound: Outbound
     admin_key: AdminKey
+    join_key: AdminKey
     clock: Callable[[], float]  # seconds; only differences count
 
     def prepared(self, old: Settings, new: Settings) -> Callable[[], None]:
@@ -47,6 +48,7 @@ class Live:
             AddressError: an address cannot be one.
         """
         keys, shown, admin_key = client_keys(new), engine_keys(new), operator_key(new)
+        join = join_key(new)
         if keys is not None and not keys.is_whole and old.api_keys_file == new.api_keys_file:
             keys = self.keyring.keys  # it may be half written: io/reloads.py reads it once it rests
         check(new)
@@ -60,6 +62,7 @@ class Live:
             self.keyring.keys, self.keyring.least = keys, new.min_priority
             self.outbound.change(shown)
             self.admin_key.change(admin_key)
+            self.join_key.change(join)
             self.gate.change(new)
             self.requests.settings = new
             self._exchange(before, after)

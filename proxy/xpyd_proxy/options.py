@@ -221,7 +221,8 @@ def warn_without_engines(settings: Settings, config: str | None) -> None:
 
 def _has_engines(settings: Settings) -> bool:
     """Tell whether there are engines, or some may come by themselves or by hand."""
-    is_added_by_hand = settings.admin_key is not None or settings.admin_key_file is not None
+    keys = settings.admin_key, settings.admin_key_file, settings.join_key_file
+    is_added_by_hand = any(key is not None for key in keys)
     finds_pods = settings.kubernetes_selector is not None or settings.kubernetes_inference_pool is not None
     is_named = bool(settings.prefill or settings.decode)
     return is_named or is_added_by_hand or finds_pods or settings.store != "memory"

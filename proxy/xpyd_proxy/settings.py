@@ -439,6 +439,9 @@ class Settings:
         "second line with another one", live=True, chart="router.adminKey.secretName")
     admin_key: str | None = SECURITY.secret("ADMIN_API_KEY",
         "admin key, if admin_key_file is not set", unset="/instances answers 404", chart="router.adminKey.secretName")
+    join_key_file: File | None = SECURITY.option(None,
+        "file with the join key, by which an engine's host adds, drains, undrains and removes engines at its own "
+        "address, and no others; it may have a second line with another one", live=True)
     forward_client_key: bool = SECURITY.option(False,
         "pass the client's Authorization header to engines whose pool has no API key")
     client_kv_params: ClientKvParams = SECURITY.option(ClientKvParams.REFUSE,

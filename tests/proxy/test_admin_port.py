@@ -83,6 +83,37 @@ def test_each_path_is_at_its_port_and_nowhere_else(tmp_path, workers):
     assert orders == [404, 404, 200, 200]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_engines_join_and_leave_by_the_join_key_and_touch_no_other(tmp_path, workers):
+    """Whichever worker hears them, through a store; a header does not make a caller another host."""
+    (tmp_path / "join").write_text("join-me-of-16-chars\n")
+    join = {"X-Api-Key": "join-me-of-16-chars"}
+    flags = ["--join-key-file", str(tmp_path / "join"), "--store", f"file:{tmp_path}/store", "--decode", "192.0.2.1:80"]
+    with two_ports(tmp_path, *flags, workers=workers, engines=False) as (router, _), fleet() as (_, at, _):
+
+        def order(verb, body, **headers):
+            url = f"{router.admin}/instances/{verb}"
+            return httpx.post(url, json=body, headers={**join, **headers}, timeout=20).status_code
+
+        def addresses():
+            rows = httpx.get(f"{router.admin}/instances", headers=join, timeout=20).json()["instances"]
+            return {row["address"] for row in rows}
+
+        engines = [{"type": "prefill", "instance": at["p0"]}, {"type": "decode", "instance": at["d0"]}]
+        added = [order("add", engine) for engine in engines]
+        until(lambda: [addresses() for _ in range(8)] == [{at["p0"], at["d0"]}] * 8)
+        others = [{"type": "decode", "instance": "192.0.2.1:80"}, {"id": "decode-0"}]
+        refused = [order(verb, other) for verb in ("drain", "remove", "undrain") for other in others]
+        forged = [order("remove", other, **{"X-Forwarded-For": "192.0.2.1"}) for other in (*others, *engines)]
+        left = [order(verb, engine) for engine in engines for verb in ("drain", "remove")]
+        until(lambda: [addresses() for _ in range(8)] == [set()] * 8)
+        known = httpx.get(f"{router.admin}/instances", headers=KEY, timeout=20).json()["instances"]
+
+    assert (added, left) == ([200] * 2, [200] * 4)
+    assert (set(refused), set(forged)) == ({403}, {403})
+    assert [(row["address"], row["state"] in ("draining", "drained")) for row in known] == [("192.0.2.1:80", False)]
+
+
 def test_without_an_admin_port_the_main_one_has_everything(tmp_path):
     """As before: one port for a laptop, or behind a proxy of one's own."""
     with fleet() as (_, _, flags):

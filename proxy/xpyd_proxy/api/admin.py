@@ -14,6 +14,7 @@ from xpyd_proxy.api.operator_route import (
     OperatorAccess,
     passed_on,
 )
+from xpyd_proxy.api.own_engines import OwnEngines, joining_host
 from xpyd_proxy.api.schemas import FleetStatus, InstanceAdded, NewInstance
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
@@ -37,6 +38,7 @@ def admin_routes(
     discovery: Discovery,
     *,
     guard: Guard,
+    own: OwnEngines,
     access: OperatorAccess,
     onlookers: Callable[[Request], Any],
 ) -> APIRouter:
@@ -45,7 +47,9 @@ def admin_routes(
         tags=[OPERATORS],
         dependencies=[OPERATOR_KEY],
         # The demo does not look at the content type: curl -d sends a form's.
-        route_class=access.route(sentence=lambda field, _: _FAULTS.get(field, _NO_OBJECT), any_media=True),
+        route_class=access.route(
+            sentence=lambda field, _: _FAULTS.get(field, _NO_OBJECT), any_media=True, takes_join_key=True
+        ),
     )
     looking = APIRouter(tags=[OPERATORS], dependencies=[OPERATOR_KEY, Depends(onlookers)])
 
@@ -64,6 +68,7 @@ def admin_routes(
         request.state.target = f"{role} {text}"
         try:
             target = Target.parse(text)
+            await own.check(joining_host(request), [target.address])
             await guard.places(target.address)  # where it leads, before anything is sent there
         except BadPort as exc:
             raise HTTPException(400, "Invalid port number.") from exc

@@ -11,6 +11,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 
 from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess
+from xpyd_proxy.api.own_engines import OwnEngines, joining_host, not_own
 from xpyd_proxy.api.schemas import (
     DrainedInstance,
     ExplainRequest,
@@ -50,6 +51,7 @@ _NEEDS_IDS: Final = (
     "streams can only move while the router knows their tokens: set resume_streams (--resume-streams true), which "
     "holds for streams that begin from then on; or drain without move"
 )
+_NO_MOVE: Final = "The join key drains without move: streams would go to engines of others."
 logger = logging.getLogger(__name__)
 
 
@@ -61,14 +63,22 @@ class InstanceAdmin:
     explainer: Explainer
     clock: Callable[[], float]  # seconds; the one of the registry's times
     discovery: Discovery
+    own: OwnEngines
     is_drained: Callable[[InstanceId], bool] = lambda _: True  # for the other workers, too
     resumes: Callable[[], bool] = lambda: False  # streams may change their engines, by the settings of now
     follow: Callable[[], None] = lambda: None  # hears which engines other workers have seen go and come
     warnings: FleetWarnings = field(default_factory=FleetWarnings)
 
-    def rows(self, members: Sequence[Member]) -> InstanceList:
-        """Describe engines."""
-        return InstanceList(instances=[self._row(member, self.clock()) for member in members])
+    def rows(self, members: Sequence[Member], *, host: str | None = None) -> InstanceList:
+        """Describe engines; to a host that has joined without the sentences, which may name engines of others."""
+        rows = [self._row(member, self.clock()) for member in members]
+        if host is not None:
+            rows = [row.model_copy(update={"why": "", "warning": None}) for row in rows]
+        return InstanceList(instances=rows)
+
+    async def rows_of(self, host: str) -> InstanceList:
+        """Describe the engines of a host that has joined."""
+        return self.rows(await self.own.among(host, self.registry.members()), host=host)
 
     def pieces(self) -> Iterator[bytes]:
         """Describe all engines, in JSON and in pieces of some engines each: ten thousand have megabytes."""
@@ -131,8 +141,10 @@ class InstanceAdmin:
             for (prefill, decode), each in pairs[:_RESTING_MOST]
         ]
 
-    def check_movable(self, members: Sequence[Member]) -> None:
-        """Raise HTTPException if the streams of engines cannot move."""
+    def check_movable(self, members: Sequence[Member], host: str | None) -> None:
+        """Raise HTTPException if the streams of engines cannot move, or the caller may not move them."""
+        if host is not None:
+            raise HTTPException(403, _NO_MOVE)
         if not self.resumes():
             raise HTTPException(409, _NEEDS_IDS)
         for member in members:
@@ -158,22 +170,46 @@ class InstanceAdmin:
             raise UnknownInstance(f"there is no {named.type} instance at {named.instance}")
         return found
 
+    async def permitted(self, named: InstanceName, host: str | None) -> Sequence[Member]:
+        """Do as ``found``; raises HTTPException, too: they are not at the host that has joined."""
+        if host is None:
+            return self.found(named)
+        try:
+            members = self.found(named)
+        except UnknownInstance:
+            # Only of its own address a host may learn that no engine is there.
+            is_address = named.id is None and named.instance is not None
+            if not is_address or not await self.own.are_at(host, [Target.parse(named.instance or "").address]):
+                raise not_own(host) from None
+            raise
+        await self.own.check(host, [member.instance.address for member in members])
+        return members
+
 
 def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
-    """Build the routes; all of them want the operator's key."""
-    router = APIRouter(prefix="/instances", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=access.route())
+    """Build the routes; all of them want the operator's key, or some the join key."""
+    router = APIRouter(
+        prefix="/instances",
+        tags=[OPERATORS],
+        dependencies=[OPERATOR_KEY],
+        route_class=access.route(takes_join_key=True),
+    )
+    turning = APIRouter(route_class=access.route())
     explaining = APIRouter(route_class=access.route(is_large=True))
 
     @router.get("", responses=OPERATOR_ERRORS, response_model=InstanceList)
-    async def list_all() -> Response:
+    async def list_all(request: Request) -> Response:
         """List the engines."""
+        if (host := joining_host(request)) is not None:
+            return Response((await admin.rows_of(host)).model_dump_json(), media_type="application/json")
         return StreamingResponse(in_steps(admin.pieces()), media_type="application/json")
 
     def act(verb: str, on: Callable[[InstanceId], Awaitable[None]], summary: str) -> None:
         @router.post(f"/{verb}", responses=OPERATOR_ERRORS, summary=summary)
         async def change(request: Request, named: InstanceName) -> InstanceList:
             request.state.target = named.id or f"{named.type} {named.instance}"
-            return admin.rows(await _carried_out(admin, named, on))
+            host = joining_host(request)
+            return admin.rows(await _carried_out(admin, named, on, host=host), host=host)
 
     act("remove", admin.discovery.remove, "Forget engines at once")
     act("undrain", admin.discovery.undrain, "Send engines requests again")
@@ -185,11 +221,11 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
     )
     async def drain(request: Request, named: DrainedInstance) -> InstanceList:
         request.state.target = named.id or f"{named.type} {named.instance}"
-        return admin.rows(
-            await _carried_out(admin, named, partial(admin.discovery.drain, moves=named.move), moves=named.move)
-        )
+        host = joining_host(request)
+        drains = partial(admin.discovery.drain, moves=named.move)
+        return admin.rows(await _carried_out(admin, named, drains, host=host, moves=named.move), host=host)
 
-    @router.post(
+    @turning.post(
         "/turn",
         responses=OPERATOR_ERRORS,
         summary="Have engines serve another role, as soon as nothing of the old one is left",
@@ -227,19 +263,25 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
         }  # the bodies in it are the bytes that engines would get
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
+    router.include_router(turning)
     router.include_router(explaining)
     return router
 
 
 async def _carried_out(
-    admin: InstanceAdmin, named: InstanceName, on: Callable[[InstanceId], Awaitable[None]], *, moves: bool = False
+    admin: InstanceAdmin,
+    named: InstanceName,
+    on: Callable[[InstanceId], Awaitable[None]],
+    *,
+    host: str | None = None,
+    moves: bool = False,
 ) -> Sequence[Member]:
-    """Change the engines that are meant, and return them."""
+    """Change the engines that are meant, and return them; ``host``: of a caller with the join key."""
     try:
         admin.follow()  # else an order for one that has gone would hit the one that has come to its place
-        members = admin.found(named)
+        members = await admin.permitted(named, host)
         if moves:
-            admin.check_movable(members)
+            admin.check_movable(members, host)
         for member in members:
             if admin.registry.get(member.instance.id) is member:  # else it went with another rank
                 await on(member.instance.id)

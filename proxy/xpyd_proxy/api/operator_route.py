@@ -8,6 +8,7 @@ import base64
 import binascii
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from fastapi import HTTPException, Request, Response, Security
@@ -37,7 +38,7 @@ _JSON: Final = (b"content-type", b"application/json")
 _STATUSES: Final[dict[int | str, str]] = {
     400: "The body is not what the route takes, or it cannot be done",
     401: "No admin key, or a wrong one",
-    403: "No engine may be added there",
+    403: "No engine may be added there, or this is not for the join key",
     404: "There is no such engine, or the router has no admin key",
     409: "The engine is managed elsewhere",
     413: "The body is larger than the route takes",
@@ -51,6 +52,11 @@ _MISSING: Final = "This is for operators: send the router's admin key as X-Api-K
 _UNCONFIGURED: Final = (
     "This router has no admin key, so nobody may do this: start it with --admin-key-file or ADMIN_API_KEY."
 )
+_NOT_FOR_ENGINES: Final = "The join key may list, add, drain, undrain and remove engines at its own address: no more."
+_BEHIND_PROXY: Final = (
+    "The join key is for the caller's own address, which the router cannot see behind a proxy: ask the router itself."
+)
+_PROXIED: Final = frozenset({"forwarded", "via", "x-forwarded-for"})
 # For the document; the routes that want the key look at it before FastAPI reads a body.
 OPERATOR_KEY: Final[Any] = Security(
     APIKeyHeader(name="X-Api-Key", scheme_name="operator", description="The operator's key", auto_error=False)
@@ -66,36 +72,60 @@ class OperatorAccess:
     """Who may call the routes, and what is written about it."""
 
     admin_key: AdminKey
+    join_key: AdminKey
     audit: Audit
     max_body_bytes: int
 
-    def authenticate(self, request: Request) -> None:
-        """Let only those pass who show the key; keys are compared in constant time."""
+    def authenticate(self, request: Request, *, takes_join_key: bool = False) -> None:
+        """Let only those pass who show the key; keys are compared in constant time.
+
+        ``takes_join_key``: also those with the join key, for the engines of the address from which they call
+        (``own_engines.joining_host``).
+        """
         shown = request.headers.get("x-api-key")
-        if not self.admin_key.exists:
+        if not self.admin_key.exists and not (takes_join_key and self.join_key.exists):
             self.audit.refused(request, "the router has no admin key")
             raise HTTPException(404, _UNCONFIGURED)
         if shown is None:
             self.audit.refused(request, "no X-Api-Key")
             raise HTTPException(401, _MISSING, _ASKS)
-        if not self.admin_key.matches(shown.encode("latin-1")):
+        key = shown.encode("latin-1")
+        joins = self.join_key.matches(key)
+        if self.admin_key.matches(key):
+            request.state.admin = fingerprint(key)
+            request.state.joining_host = None
+            return
+        if not joins:
             self.audit.refused(request, "a wrong X-Api-Key")
             raise HTTPException(401, "Forbidden: Invalid API Key.", _ASKS)  # vLLM's demo says so, with 403
-        request.state.admin = fingerprint(shown.encode("latin-1"))
+        request.state.admin = f"join:{fingerprint(key)}"
+        if not takes_join_key:
+            self.audit.refused(request, "the join key, which is not for this")
+            raise HTTPException(403, _NOT_FOR_ENGINES)
+        # The address is that of a proxy then, or, if uvicorn trusts the proxy, what the header says.
+        if request.client is None or not _PROXIED.isdisjoint(request.headers.keys()):
+            self.audit.refused(request, "the join key, behind a proxy")
+            raise HTTPException(403, _BEHIND_PROXY)
+        request.state.joining_host = request.client.host
 
     async def require(self, request: Request) -> None:
         """Do the same, as a dependency of a route that has no body."""
         self.authenticate(request)
 
     def route(
-        self, *, is_large: bool = False, sentence: Callable[[str, str], str] = _worded, any_media: bool = False
+        self,
+        *,
+        is_large: bool = False,
+        sentence: Callable[[str, str], str] = _worded,
+        any_media: bool = False,
+        takes_join_key: bool = False,
     ) -> type[APIRoute]:
         """Return the class of routes whose bodies are the name of an engine, or as large as a client's (``is_large``).
 
         ``sentence`` words a body that is wrong, from the field (empty: the whole body) and the fault. ``any_media``: a
-        body may be declared as anything.
+        body may be declared as anything. ``takes_join_key``: as in ``authenticate``.
         """
-        authenticate, audit = self.authenticate, self.audit
+        authenticate, audit = partial(self.authenticate, takes_join_key=takes_join_key), self.audit
         body_most = self.max_body_bytes if is_large else min(SMALL_BODY, self.max_body_bytes)
 
         class OperatorRoute(APIRoute):

@@ -14,6 +14,7 @@ from xpyd_proxy.api.endpoint_routes import CLIENT_KEYS, endpoint_routes
 from xpyd_proxy.api.instances import InstanceAdmin, instance_routes
 from xpyd_proxy.api.model_list import model_routes
 from xpyd_proxy.api.operator_route import OperatorAccess, require_any_key
+from xpyd_proxy.api.own_engines import OwnEngines
 from xpyd_proxy.api.page import Onlookers, page_routes
 from xpyd_proxy.api.pairs import pair_routes
 from xpyd_proxy.api.ready import liveness_routes, probe_routes
@@ -41,6 +42,7 @@ def build_routes(
     background: BackgroundWork,
     *,
     admin_key: AdminKey,
+    join_key: AdminKey,
     clock: Callable[[], float],
 ) -> Routes:
     """Build them. Raises ConfigError: a library that is asked for is missing."""
@@ -54,7 +56,8 @@ def build_routes(
         engines.registry, discovery, serving.lifetime, lambda: requests.settings, everybody=everybody, clock=clock
     )
     metrics = Metrics(serving.telemetry, engines.registry, discovery.freshness)
-    access = OperatorAccess(admin_key, Audit(serving.telemetry.admin_action, clock), settings.max_body_bytes)
+    audit = Audit(serving.telemetry.admin_action, clock)
+    access = OperatorAccess(admin_key, join_key, audit, settings.max_body_bytes)
     return Routes(
         clients=(model_routes(serving.models, keys),),
         probes=(
@@ -87,6 +90,7 @@ def _key_routes(
 ) -> Sequence[APIRouter]:
     """Return what wants the operator's key."""
     requests, telemetry, fleet = serving.requests, serving.telemetry, engines.fleet
+    own = OwnEngines(engines.guard.leads_to)
     explainer = Explainer(
         fleet.rehearsal,
         fleet.usable,
@@ -105,6 +109,7 @@ def _key_routes(
         explainer,
         clock,
         background.discovery,
+        own,
         group.is_drained,
         resumes=lambda: requests.settings.resume_streams,
         follow=group.follow,
@@ -116,6 +121,7 @@ def _key_routes(
             serving.models,
             background.discovery,
             guard=engines.guard,
+            own=own,
             access=access,
             onlookers=access.require if _has_open_admin_port(settings) else onlookers.scrapers,
         ),

@@ -63,8 +63,21 @@ def operator_key(settings: Settings) -> str | None:
     A file may have two lines, while one key takes the place of another.
     """
     path = settings.admin_key_file
+    return settings.admin_key if path is None else _replaceable_key(path)
+
+
+def join_key(settings: Settings) -> str | None:
+    """Read the key by which engines join; None: there is none. Raises ConfigError: also if it is the admin key, too."""
+    path = settings.join_key_file
     if path is None:
-        return settings.admin_key
+        return None
+    key = _replaceable_key(path)
+    if not set(key.split("\n")).isdisjoint((operator_key(settings) or "").split("\n")):
+        raise ConfigError(f"{path} has the admin key: the join key is another one, for hosts that may do less")
+    return key
+
+
+def _replaceable_key(path: str) -> str:
     text = read_text(path)
     first, _, second = text.strip().partition("\n")
     if not second:

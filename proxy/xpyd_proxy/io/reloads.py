@@ -17,6 +17,7 @@ from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.files import (
     client_keys,
     engine_keys,
+    join_key,
     operator_key,
     renew_admin_tls,
     renew_engine_tls,
@@ -31,7 +32,7 @@ _SERVER: Final = ("tls_cert", "tls_key", "tls_client_ca")
 _ADMIN: Final = ("admin_tls_cert", "admin_tls_key")
 _ENGINES: Final = ("engine_ca", "engine_cert", "engine_key")
 _KEYS: Final = ("api_keys_file", "prefill_api_key_file", "decode_api_key_file")
-_OPERATORS: Final = ("admin_key_file",)
+_OPERATORS: Final = ("admin_key_file", "join_key_file")
 # A key that is written in place is not whole before its line ends, and half of it must never open anything.
 _LINES: Final = frozenset({*_KEYS, *_OPERATORS})
 
@@ -48,6 +49,7 @@ class FileReloads:
     admin_key: AdminKey
     counters: Counters
     admin_tls: ssl.SSLContext | None = None
+    join_key: AdminKey = field(default_factory=AdminKey)
     _seen: Mapping[str, tuple[str, _Stamp]] = field(default_factory=dict[str, tuple[str, _Stamp]])  # by setting
     _held: frozenset[str] = frozenset()  # settings whose files changed and may be half written
 
@@ -76,7 +78,7 @@ class FileReloads:
             (_ADMIN, self._renew_admin),
             (_ENGINES, self._renew_engines),
             (_KEYS, self._renew_keys),
-            (_OPERATORS, self._renew_admin_key),
+            (_OPERATORS, self._renew_operator_keys),
         ):
             concerned = [name for name in group if name in due]
             if not half.isdisjoint(concerned):
@@ -111,10 +113,12 @@ class FileReloads:
         self.keyring.keys = known
         self.outbound.change(shown)
 
-    def _renew_admin_key(self, settings: Settings) -> None:
-        key = operator_key(settings)
+    def _renew_operator_keys(self, settings: Settings) -> None:
+        admin = operator_key(settings)
+        join = join_key(settings)
         self._check_unchanged(settings, _OPERATORS)
-        self.admin_key.change(key)
+        self.admin_key.change(admin)
+        self.join_key.change(join)
 
     def _check_unchanged(self, settings: Settings, names: tuple[str, ...]) -> None:
         """Raise ConfigError if one of the files was written while it was read: the next look finds it changed."""

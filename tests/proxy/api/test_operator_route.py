@@ -100,6 +100,24 @@ async def test_sighup_reads_the_key_too_and_another_file(key_files):
     assert needs_restart(first, second) == []
 
 
+async def test_sighup_reads_the_join_key_too_and_another_file(key_files):
+    """A file that is named for the first time is the first join key."""
+    (key_files / "join").write_text("join-me")
+    first = settings_of(key_files)
+    second = replace(first, join_key_file=str(key_files / "join"))
+    network = InMemory(sims())
+    built = build(first, fabric=network.fabric)
+    transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
+    async with network.running(built.app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        statuses = []
+        for settings in (first, second, first):
+            built.live.prepared(first, settings)()
+            statuses.append((await client.get("/instances", headers={"X-Api-Key": "join-me"})).status_code)
+
+    assert statuses == [401, 200, 401]
+    assert needs_restart(first, second) == []
+
+
 @pytest.mark.parametrize("path", PATHS[:-1])
 async def test_the_name_of_an_engine_is_short(path):
     """Whatever the router lets clients send."""

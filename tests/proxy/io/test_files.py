@@ -1,13 +1,14 @@
 """Files of the operator: keys and certificates."""
 
 import ssl
+from dataclasses import replace
 
 import pytest
 
 from support.certificates import Authority
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, operator_key, server_tls
+from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, join_key, operator_key, server_tls
 from xpyd_proxy.settings import Settings
 
 
@@ -43,8 +44,22 @@ def test_the_key_of_operators_is_in_a_file_or_in_the_environment(tmp_path):
     assert operator_key(Settings(admin_key="env", admin_key_file=str(path))) == "from-file"
 
 
+def test_the_join_key_is_not_the_admin_key(tmp_path):
+    """An engine's host would be an operator; also while one of them has two lines."""
+    admin, join = tmp_path / "admin", tmp_path / "join"
+    admin.write_text("sesame-1\nsesame-2\n")
+    join.write_text("join-me\n")
+
+    assert join_key(Settings()) is None
+    assert join_key(Settings(join_key_file=str(join), admin_key_file=str(admin))) == "join-me"
+    join.write_text("join-me\nsesame-2\n")
+    for settings in (Settings(admin_key_file=str(admin)), Settings(admin_key="sesame-2")):
+        with pytest.raises(ConfigError, match="has the admin key"):
+            join_key(replace(settings, join_key_file=str(join)))
+
+
 @pytest.mark.parametrize(
-    "name", ["api_keys_file", "admin_key_file", "prefill_api_key_file", "engine_ca", "tls_client_ca"]
+    "name", ["api_keys_file", "admin_key_file", "join_key_file", "prefill_api_key_file", "engine_ca", "tls_client_ca"]
 )
 def test_a_file_that_is_not_there_stops_the_router(name, authority):
     """Its name is in the sentence."""
@@ -52,7 +67,7 @@ def test_a_file_that_is_not_there_stops_the_router(name, authority):
     settings = Settings(tls_cert=pair.cert, tls_key=pair.key, **{name: "/nowhere/file"})
 
     with pytest.raises(ConfigError, match=r"^/nowhere/file cannot be read: No such file or directory$"):
-        [read(settings) for read in (client_keys, operator_key, engine_keys, engine_tls, server_tls)]
+        [read(settings) for read in (client_keys, operator_key, join_key, engine_keys, engine_tls, server_tls)]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import Unauthorized
-from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, operator_key, server_tls
+from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, join_key, operator_key, server_tls
 from xpyd_proxy.io.reloads import FileReloads
 from xpyd_proxy.settings import Settings
 
@@ -28,6 +28,7 @@ class Router:
         self.server, self.engines = server_tls(settings), engine_tls(settings)
         self.keyring, self.outbound = Keyring(client_keys(settings)), Outbound(engine_keys(settings))
         self.admin_key = AdminKey(operator_key(settings))
+        self.join_key = AdminKey(join_key(settings))
         self.counters = Counters(frozenset())
         self.reloads = FileReloads(
             lambda: self.settings,
@@ -37,6 +38,7 @@ class Router:
             self.outbound,
             self.admin_key,
             self.counters,
+            join_key=self.join_key,
         )
 
 
@@ -226,6 +228,23 @@ async def test_an_admin_key_is_replaced_without_a_gap(tmp_path):
 
     both, new = [True, True, False, False, False], [False, True, False, False, False]
     assert good == [both, both, new]
+
+
+async def test_a_join_key_is_replaced_without_a_gap(tmp_path, caplog):
+    """As an admin key is; what names the admin key changes nothing."""
+    admin, join = tmp_path / "admin", tmp_path / "join"
+    good = []
+    admin.write_text("sesame-1\n")
+    join.write_text("old-1\n")
+    router = Router(Settings(admin_key_file=str(admin), join_key_file=str(join)))
+    for text in ("old-1\nnew-12\n", "new-12\n", "sesame-1\nnew-12\n"):
+        in_place(join, text)
+        await router.reloads.look()
+        good.append([router.join_key.matches(key) for key in (b"old-1", b"new-12", b"sesame-1")])
+
+    assert good == [[True, True, False], [False, True, False], [False, True, False]]
+    assert "has the admin key" in caplog.text
+    assert router.admin_key.matches(b"sesame-1")
 
 
 async def test_a_setting_that_names_another_file_is_not_a_change_of_that_file(tmp_path):

@@ -57,7 +57,7 @@ class AllowList:
 
     def admits(self, host: str, place: str) -> bool:
         """Tell whether an engine may be at ``place``, an IP address to which ``host`` leads."""
-        found = _plain(ip_address(place))
+        found = plain_ip(place)
         for never in _NEVER:
             if found in never:
                 return any(_is_within(network, never) and found in network for network in self.networks)
@@ -73,8 +73,9 @@ def is_ip(host: str) -> bool:
     return True
 
 
-def _plain(found: _Ip) -> _Ip:
-    """Return the IPv4 address in an IPv6 one that means the same: ::ffff:127.0.0.1 is 127.0.0.1 (RFC 4291, 2.5.5.2)."""
+def plain_ip(text: str) -> _Ip:
+    """Read an IP address; ::ffff:127.0.0.1 is 127.0.0.1 (RFC 4291, 2.5.5.2). Raises ValueError."""
+    found = ip_address(text)
     return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
 
 

@@ -44,18 +44,29 @@ class Guard:
         if is_ip(host):
             if is_given:
                 return ()
-            found: Sequence[str] = (host,)
         elif self._resolve is None:
             return ()
-        else:
-            try:
-                found = await self._resolve(host, address.port)
-            except UnicodeError as exc:
-                raise OSError(f"{host} is no name that DNS can have") from exc
-            if is_given:
-                return found
+        found = await self.leads_to(address)
+        if is_given and not is_ip(host):
+            return found
         admitted = [place for place in found if self._allowed.admits(host, place)]
         if not admitted:
             led = "" if is_ip(host) else f" leads to {', '.join(found) or 'nothing'}, which"
             raise NotAllowed(f"{host}{led} is not in allowed_instances: name its network or its name there")
         return admitted
+
+    async def leads_to(self, address: Address) -> Sequence[str]:
+        """Return the IP addresses of an engine, wherever they are; none: names are not resolved here.
+
+        Raises:
+            OSError: the name leads nowhere.
+        """
+        host = address.host
+        if is_ip(host):
+            return (host,)
+        if self._resolve is None:
+            return ()
+        try:
+            return await self._resolve(host, address.port)
+        except UnicodeError as exc:
+            raise OSError(f"{host} is no name that DNS can have") from exc

@@ -6,10 +6,12 @@
 # ROLE             prefill or decode
 # ADDRESS          of this machine in the engines' network, a name or an IP
 # MODEL            what `vllm serve` is given
-# SECRETS          directory with the files connector-secret, engine-key and admin-key (systemd's CREDENTIALS_DIRECTORY)
-# XPYD_ROUTER      URL of the router, for join and leave; XPYD_ROUTER_PIN is its certificate, if it is https
+# SECRETS          directory with the files connector-secret, engine-key and join-key (systemd's CREDENTIALS_DIRECTORY)
+# XPYD_ROUTER      URL of the router, for join and leave; XPYD_ROUTER_PIN is its certificate, if it is https. The router has
+#                  to see them come from ADDRESS: no proxy or NAT stands between, and both are in one network
 # MAINPID          process id of the engine, for join, which gives up when it has ended (systemd sets it)
 # MODE             pull (the default), push or auto, the same on all engines
+# KEY_FILE         the key of join and leave (SECRETS/join-key); only with the admin key they may run on another host
 # optional:        PORT SIDE_PORT SERVED_NAME TENSOR_PARALLEL ENGINE_ARGS JOIN_S DRAIN_S VLLM XPYD
 set -eu
 if [ $# -ne 1 ]; then
@@ -36,7 +38,7 @@ push | auto) extra=", \"kv_connector_extra_config\": {\"mode\": \"$MODE\"}" ;;
     ;;
 esac
 
-instances() { "${XPYD:-xpyd}" instances --key-file "$secrets/admin-key" "$@"; }
+instances() { "${XPYD:-xpyd}" instances --key-file "${KEY_FILE:-$secrets/join-key}" "$@"; }
 
 run() {
     : "${MODEL:?engine.sh: MODEL is what vllm serve is given}"

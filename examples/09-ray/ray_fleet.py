@@ -106,6 +106,7 @@ def start_router(args):
     url = f"{'https' if tls else 'http'}://{ray.get(router.address.remote())}:{args.port}"
     argv = [args.xpyd, "serve", "--host", args.host, "--port", str(args.port), "--shutdown-timeout", "600"]
     argv += ["--api-keys-file", f"{secrets}/client-keys", "--admin-key-file", f"{secrets}/admin-key"]
+    argv += ["--join-key-file", f"{secrets}/join-key"]
     argv += ["--prefill-api-key-file", f"{secrets}/engine-key", "--decode-api-key-file", f"{secrets}/engine-key"]
     argv += ["--tls-cert", f"{secrets}/tls.crt", "--tls-key", f"{secrets}/tls.key"] if tls else []
     ray.get(router.start.remote([*argv, *args.router_args.split()], {}))

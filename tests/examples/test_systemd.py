@@ -153,7 +153,7 @@ def test_a_router_that_starts_again_knows_its_engines(fleet, site, units):
 
 @with_processes
 def test_secrets_are_in_files_and_never_in_arguments(fleet, site, units):
-    """Of the router, of engines, and of what the units run beside them; an engine gets no client's key."""
+    """Of the router, of engines, and of what the units run beside them; an engine gets no client's and no admin key."""
     children = start(fleet, site, units)
     given = site.given(site.ports[2])
     loaded = {
@@ -163,8 +163,8 @@ def test_secrets_are_in_files_and_never_in_arguments(fleet, site, units):
     assert [secrets_in(command_lines(child.pid)) for child in children.values()] == [[], [], []]
     assert secrets_in(given["argv"]) == []
     assert given["env"]["XPYD_CONNECTOR_SECRET_FILE"].endswith("/connector-secret")
-    assert loaded["router"] == {"client-keys", "engine-key", "admin-key"}
-    assert loaded["prefill"] == loaded["decode"] == {"connector-secret", "engine-key", "admin-key"}
+    assert loaded["router"] == {"client-keys", "engine-key", "admin-key", "join-key"}
+    assert loaded["prefill"] == loaded["decode"] == {"connector-secret", "engine-key", "join-key"}
     for path in FOLDER.glob("*.env"):
         settings = [line for line in path.read_text().splitlines() if not line.startswith("#")]
         assert not [line for line in settings if re.search("(?i)key|secret|token", line)]
@@ -250,7 +250,7 @@ def test_an_engine_without_a_key_does_not_start(site):
 
 
 def test_operators_have_a_port_of_their_own_in_the_engines_network():
-    """The admin key is in every request of `join` and `leave`: it stays out of the clients' network."""
+    """The join key is in every request of `join` and `leave`: it stays out of the clients' network."""
     settings = tomllib.loads((FOLDER / "xpyd-router.toml").read_text())
     routers = {re.search(r"(?m)^XPYD_ROUTER=(.*)$", path.read_text())[1] for path in FOLDER.glob("*.env")}
 

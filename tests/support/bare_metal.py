@@ -15,10 +15,12 @@ from support.cluster import ROOT, free_ports
 
 EXAMPLES = ROOT / "examples"
 CLIENT, ENGINE, ADMIN, CONNECTOR = "client-key-0123456789", "engine-key-0123456789", "admin-key-0123456789", "c" * 40
+JOIN = "join-key-0123456789"
 SECRETS = {
     "client-keys": f"somebody:{CLIENT}\n",
     "engine-key": f"{ENGINE}\n",
     "admin-key": f"{ADMIN}\n",
+    "join-key": f"{JOIN}\n",
     "connector-secret": f"{CONNECTOR}\n",
 }
 
@@ -144,4 +146,4 @@ def command_lines(pid):
 
 def secrets_in(words):
     """Return the secrets that stand in words."""
-    return [secret for secret in (CLIENT, ENGINE, ADMIN, CONNECTOR) if any(secret in word for word in words)]
+    return [secret for secret in (CLIENT, ENGINE, ADMIN, JOIN, CONNECTOR) if any(secret in word for word in words)]

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
@@ -18,13 +18,13 @@ KEY = {"X-Api-Key": "sesame"}
 
 
 class RouterProcess:
-    """One router; ``said`` is its log."""
+    """One router; ``said`` is its log. ``within``: a command that runs it in surroundings of its own."""
 
     running = r"running on (https?://127.0.0.1:\d+)"  # what it says when it listens
 
-    def __init__(self, log: Path, *args: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, log: Path, *args: str, env: Mapping[str, str] | None = None, within: Sequence[str] = ()) -> None:
         self._log = log
-        argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", *args]
+        argv = [*within, sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", *args]
         with log.open("w") as file:
             self.child = subprocess.Popen(
                 argv, stderr=file, stdout=file, env={**os.environ, "ADMIN_API_KEY": KEY["X-Api-Key"], **(env or {})}

@@ -1,6 +1,7 @@
 """`xpyd up`: prefill engines, decode engines and the router on this machine, and a first request through them."""
 
 import argparse
+import errno
 import json
 import os
 import shlex
@@ -29,6 +30,7 @@ MOST_TIMEOUTS = 12  # an engine that writes to its log for so many times that lo
 GRACE_S = 5.0  # an engine that is still starting does not listen to SIGTERM
 LOOK_EVERY_S = 0.5
 FAILED, INTERRUPTED = 1, 130
+_CANNOT_WRITE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 MOVING = {
     EngineMode.PULL: "decode pulls the KV cache (--kv-transfer-mode pull)",
     EngineMode.PUSH: "prefill pushes the KV cache (--kv-transfer-mode push)",
@@ -113,6 +115,11 @@ def run(args: argparse.Namespace) -> int:
             return _up(plan, screen, once=args.once, ready_timeout_s=args.ready_timeout)
     except LocalError as exc:
         _explain(exc, screen)
+        return FAILED
+    except OSError as exc:
+        if exc.errno not in _CANNOT_WRITE:
+            raise
+        _explain(LocalError(f"{exc.filename or plan.home} cannot be written: {exc.strerror}"), screen)
         return FAILED
     except KeyboardInterrupt:
         screen.line("Interrupted: no process is left.")

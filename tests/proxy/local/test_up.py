@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from support.cluster import ROOM, free_ports
+from support.small_disk import HOW, WORDS, small_disk
 from xpyd_proxy.local.errors import ChildFailed
 from xpyd_proxy.local.screen import Screen
 from xpyd_proxy.local.up import _explain
@@ -156,6 +157,21 @@ def test_a_failure_shows_the_end_of_the_log_and_one_sentence(tmp_path, capsys):
         "xpyd up: decode-0 ended with exit code 1, probably because of OSError: no such model; "
         f"its log is {tmp_path / 'decode-0.log'}\n"
     )
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_disk_that_takes_nothing_is_one_sentence(tmp_path, how):
+    """It was a traceback; the same command works when there is room, and no empty key is left."""
+    with small_disk(tmp_path) as disk:
+        disk.fail(how)
+        with up(disk.path, "--engine", "sim", "--once") as process:
+            _, stderr = process.communicate()
+            assert process.returncode == 1
+        assert re.fullmatch(rf"xpyd up: \S*\.xpyd\S* cannot be written: {WORDS[how]}\n", stderr), stderr
+        disk.mend(how)
+        with up(disk.path, "--engine", "sim", "--once") as process:
+            _, stderr = process.communicate()
+            assert (process.returncode, stderr) == (0, "")
 
 
 def test_a_taken_port_is_one_sentence_and_nothing_is_started(tmp_path):

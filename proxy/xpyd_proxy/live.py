@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from xpyd_proxy.core.admission.admin_key import AdminKey
@@ -36,6 +36,7 @@ class Live:
     admin_key: AdminKey
     join_key: AdminKey
     clock: Callable[[], float]  # seconds; only differences count
+    left_out: set[tuple[Role, str]] = field(default_factory=set)  # engines that could not be named in all workers
 
     def prepared(self, old: Settings, new: Settings) -> Callable[[], None]:
         """Check a change, and return what makes it: nothing can be wrong with it any more.
@@ -72,21 +73,24 @@ class Live:
     def _exchange(self, before: _Addresses, after: _Addresses) -> None:
         for role in Role:
             gone = {authority for authority, _ in before[role].items() - after[role].items()}
+            self.left_out.difference_update([(role, authority) for authority in gone])
             for member in self.registry.members():  # also those that have turned: the settings name what they were
                 one = member.instance
                 if one.pool is role and one.address.authority in gone:
                     self.registry.retire(one.id, now=self.clock())
                     logger.info("%s is no longer listed: it is drained, and then forgotten", one.id)
             for authority, target in after[role].items():
-                if before[role].get(authority) == target:
+                if before[role].get(authority) == target and (role, authority) not in self.left_out:
                     continue
+                self.left_out.discard((role, authority))
                 try:
                     added = self.registry.add_target(role, target, now=self.clock())
                 except AlreadyKnown as exc:  # by hand, before, or as a pod
                     logger.info("%s", exc)
                     self.registry.claim(role, authority)
-                except IdLogBusy as exc:  # the settings do not name it a second time
-                    logger.error("%s is left out: %s; take it out of the settings and add it again", authority, exc)
+                except IdLogBusy as exc:
+                    self.left_out.add((role, authority))
+                    logger.error("%s is left out: %s; have the settings read again later (SIGHUP)", authority, exc)
                 else:
                     for instance in added:
                         logger.info("%s is at %s", instance.id, target.address.url)

@@ -1,6 +1,7 @@
 """What changes while the router serves."""
 
 import re
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission import admission
 from xpyd_proxy.core.model import EngineRole, InstanceId, RequestId, Role
 from xpyd_proxy.errors import AddressError, ConfigError
+from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.options import OPTIONS, SECRETS
-from xpyd_proxy.requests import attempt, dispatch, gate, request, service, stream_moves
+from xpyd_proxy.requests import attempt, client_response, dispatch, gate, request, service, stream_moves
 from xpyd_proxy.requests.realtime import sessions
 from xpyd_proxy.settings import Settings
 
@@ -34,6 +36,23 @@ def test_engines_come_and_go_and_those_added_by_hand_stay():
     router.live.prepared(OLD, replace(OLD, prefill=("p1:1", "p2:1"), decode=("hand:1",)))()
 
     assert usable(router) == ["p1:1", "p2:1", "hand:1"]
+
+
+def test_an_engine_for_which_the_disk_had_no_room_is_added_by_the_next_reload(tmp_path):
+    """It stayed out until somebody took it out of the settings and wrote it there again."""
+    router = build(OLD, place=WorkerContext(0, 2, str(tmp_path), port=0, line=0, starts=1))
+    new = replace(OLD, decode=("d0:1", "d1:1"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "ledger").stat().st_size, limits[1]))
+    try:
+        router.live.prepared(OLD, new)()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert known(router) == ["p0:1", "p1:1", "d0:1"]
+    for _ in range(2):
+        router.live.prepared(new, new)()
+
+    assert known(router) == ["p0:1", "p1:1", "d0:1", "d1:1"]
 
 
 def test_an_engine_that_is_no_longer_listed_finishes_what_it_has():
@@ -136,7 +155,7 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
     build(OLD).live.prepared(OLD, new)()
     live = {name for name, setting in OPTIONS.items() if setting.option.live}
     # Requests and their gate get all settings, and read them when a request is admitted.
-    modules = (admission, attempt, dispatch, gate, request, service, sessions, stream_moves)
+    modules = (admission, attempt, client_response, dispatch, gate, request, service, sessions, stream_moves)
     files = [Path(module.__file__) for module in modules]
     sources = "".join(file.with_name(file.name.partition(".")[0] + ".py").read_text() for file in files)
     new.names.update(live & set(re.findall(r"(?:limits|settings)\.(\w+)", sources)))

@@ -167,6 +167,7 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
         "decode_policy",
         "max_decode_itl_s",
         "allow_unauthenticated",
+        "allowed_origins",
         "tls_client_ca",
         "max_body_bytes",
         "peers",

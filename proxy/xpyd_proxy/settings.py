@@ -362,7 +362,7 @@ class Settings:
         unset=f"{CONNECTIONS}, or as many as the file descriptors allow")
     overload_status: OverloadStatus = LIMITS.option(OverloadStatus.SERVICE_UNAVAILABLE,
         "status of requests for which the router or its engines have no room; 429 keeps meshes from ejecting the "
-        "router", live=True)
+        "router")
     max_connections_per_address: Count | None = LIMITS.option(None,
         "connections of one client address; behind a proxy all clients have the same address")
 

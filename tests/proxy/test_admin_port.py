@@ -288,14 +288,14 @@ def test_a_process_uses_renewed_certificates_and_keys_without_a_signal(tmp_path)
     def asked(router, key):
         return status(router.url, "/v1/models", verify=trusting, headers={"Authorization": f"Bearer {key}"})
 
-    mount("v1", "sk-old")
+    mount("v1", "sk-old-of-16-chars")
     cert, key, keys = (str(tmp_path / "mounted" / name) for name in ("tls.crt", "tls.key", "keys"))
     files = ["--tls-cert", cert, "--tls-key", key, "--admin-tls-cert", cert, "--admin-tls-key", key]
     with two_ports(tmp_path, *files, "--api-keys-file", keys) as (router, _):
-        before = serials(router), asked(router, "sk-old"), asked(router, "sk-new")
-        mount("v2", "sk-new")
+        before = serials(router), asked(router, "sk-old-of-16-chars"), asked(router, "sk-new-of-16-chars")
+        mount("v2", "sk-new-of-16-chars")
         until(lambda: router.said.count("changed and was read again") == 3, seconds=60)
-        after = serials(router), asked(router, "sk-old"), asked(router, "sk-new")
+        after = serials(router), asked(router, "sk-old-of-16-chars"), asked(router, "sk-new-of-16-chars")
 
     assert (before[1:], after[1:]) == ((200, 401), (401, 200))
     assert len({*before[0], *after[0]}) == 2

@@ -167,6 +167,8 @@ def _plain(value: object) -> object:
         return sorted(map(str, cast("set[object]", value)))
     if isinstance(value, enum.Enum):
         return str(value.value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:  # MessagePack has no larger ones
+        return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return type(value).__name__  # its text may have an address, which differs between processes

@@ -175,7 +175,7 @@ class ControlPlane:
         wanted = self._prefix_lender.take_wanted() if self._prefix_lender is not None else ()
         renewer = self.lease_renewer
         numbers, self._are_numbers_due = [NumbersDue()] * self._are_numbers_due, False
-        met = [*renewer.take_lost_peers(), *renewer.take_handshakes()]
+        met = [*renewer.take_handshakes(), *renewer.take_lost_peers()]  # who is met and lost in one turn is lost
         return [*released, *met, *renewer.take_lost(), *results, *searches, *wanted, *numbers]
 
     def _publish(self, now: float) -> float | None:

@@ -64,11 +64,12 @@ def local_folder(name: str, revision: str | None, cache: str | None) -> Path | N
         return path.absolute()
     try:
         found = snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
-    except (
-        OSError,
-        ValueError,
-    ):  # not in the cache (huggingface_hub's errors are of both kinds), or no name of the hub
-        return None
+    except (OSError, ValueError) as exc:
+        # Not in the cache, or no name of the hub: huggingface_hub's errors are of both kinds. A snapshot that lacks
+        # files of the repository is an error, too (IncompleteSnapshotError), though vLLM has fetched all that it reads.
+        found = getattr(exc, "snapshot_path", None)
+        if found is None:
+            return None
     return Path(found)
 
 

@@ -104,6 +104,7 @@ def test_a_configuration_is_what_decides_the_kv():
     assert digest_config(config) == digest_config(dict(reversed(same.items())))
     assert digest_config(config) != digest_config({**config, "rope_theta": 5e5})
     assert digest_config(config) != digest_config({**config, "text": {"layers": 3}})
+    assert digest_config({"most": 10**30}) != digest_config({"most": 10**31})
 
 
 def test_values_of_strange_types_are_the_same_in_every_process():

@@ -2,7 +2,8 @@
 
 Engines are inside the closed network, so a URL of a client is a request from there (server-side request forgery).
 URLs stand where vLLM reads them: in the parts of messages (MM_PARSER_MAP in vllm/renderers/chat_utils.py), in the
-sources of /v1/messages, in ``images`` of /v2/embed and in ``content_parts`` of /inference/v1/generate.
+sources of /v1/messages, in ``images`` of /v2/embed, in ``images``, ``audio`` and ``videos`` of /v1/systemone, and in
+``content_parts`` of /inference/v1/generate.
 
 vLLM keeps what it has made of media under the ``uuid`` that a request gives them, and under ``mm_hashes`` of
 /inference/v1/generate, for all clients: a client that knows the id of another one's image could ask about that image,
@@ -15,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.raw_json import NULL, Fields, maybe
+from xpyd_proxy.core.raw_json import NULL, Fields, NotJson, decode, maybe
 from xpyd_proxy.errors import BadRequest
 
 ANY_HOST: Final = "*"
@@ -29,7 +30,7 @@ _MESSAGES: Final = frozenset(
         *("data_1", "data_2", "text_1", "text_2"),
     }
 )
-_IMAGES: Final = "images"  # a list of URLs
+_LISTS: Final = ("images", "audio", "videos")  # fields of requests that are lists of URLs
 _URLS: Final = frozenset(
     {"image_url", "audio_url", "video_url", "file_url"}
 )  # of a part: a text, or an object with url
@@ -60,8 +61,9 @@ def check_media(fields: Fields, hosts: Collection[str] | None, *, may_have_ids: 
         # The contents of most chats are plain texts; to find a byte takes a tenth of the time that a mark takes.
         if (name != _CHAT or text.find(b"[", 1) > 0) and _has_mark(text):
             rules.check_parts(value, _LEVELS_MOST)
-    if (images := fields.get(_IMAGES)) is not None:
-        rules.check_url(images, _IMAGES, _LEVELS_MOST)
+    for name in _LISTS:
+        if (urls := fields.get(name)) is not None:
+            rules.check_url(urls, name, _LEVELS_MOST)
     if not may_have_ids and fields.get(_FEATURES, NULL) != NULL:
         raise _shared_id(_FEATURES)
 
@@ -90,14 +92,12 @@ class _MediaRules:
         if first == _BRACE:
             self._check_part(value, levels)
         elif first == _BRACKET:
-            for item in maybe(value, list[msgspec.Raw]) or ():
+            for item in _items(value):
                 if memoryview(item)[0] in (_BRACE, _BRACKET):
                     self.check_parts(item, levels - 1)
 
     def _check_part(self, value: msgspec.Raw, levels: int) -> None:
-        fields = maybe(value, Fields)
-        if fields is None:
-            return
+        fields = _fields(value)
         if not self._may_have_ids and fields.get(_ID, NULL) != NULL:
             raise _shared_id(_ID)
         for name in _URLS.intersection(fields):
@@ -114,11 +114,11 @@ class _MediaRules:
         """Check a text, an object whose ``url`` is one, or a list of them."""
         first = memoryview(value)[0]
         if first == _BRACE:
-            url = (maybe(value, Fields) or {}).get("url")
+            url = _fields(value).get("url")
             if url is not None and memoryview(url)[0] != _BRACE:
                 self.check_url(url, name, levels)
         elif first == _BRACKET:
-            for item in maybe(value, list[msgspec.Raw]) or ():
+            for item in _items(value):
                 if levels > 0:
                     self.check_url(item, name, levels - 1)
         elif bytes(memoryview(value)[: len(_DATA) + 1]) != b'"data:' and (text := maybe(value, str)):
@@ -142,6 +142,22 @@ class _MediaRules:
                 "router name the host in allowed_media_domains",
                 param=name,
             )
+
+
+def _fields(value: msgspec.Raw) -> Fields:
+    """Read an object; what cannot be read, because it is nested too deeply, may hide a URL and is refused."""
+    try:
+        return decode(value, Fields)
+    except NotJson as exc:
+        raise BadRequest(f"a part of a message cannot be read: {exc}") from exc
+
+
+def _items(value: msgspec.Raw) -> list[msgspec.Raw]:
+    """Read a list, as ``_fields`` reads an object."""
+    try:
+        return decode(value, list[msgspec.Raw])
+    except NotJson as exc:
+        raise BadRequest(f"the parts of a message cannot be read: {exc}") from exc
 
 
 def _shared_id(name: str) -> BadRequest:

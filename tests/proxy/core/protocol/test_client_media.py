@@ -43,6 +43,8 @@ def requests_with(url):
         "generate": {"token_ids": [1], "content_parts": [{"type": "video_url", "url": url}]},
         "embed": {"inputs": [{"content": [image]}]},
         "images of embed": {"images": [DATA, url]},
+        "audio of a decision": {"state": "s", "audio": [url]},
+        "videos of a decision": {"state": "s", "videos": [DATA, url]},
         "score": {"text_1": "a", "data_2": {"content": [image]}},
         "rerank": {"query": {"content": [image]}, "documents": ["a"]},
     }
@@ -112,6 +114,15 @@ def test_hosts_are_compared_as_names_are(url):
 def test_what_no_engine_fetches_is_not_looked_at(fields):
     """Texts, calls of tools and what vLLM refuses by itself."""
     check(fields)
+
+
+@pytest.mark.parametrize("depth", range(900, 1010))
+def test_no_depth_hides_a_url(depth):
+    """What the whole body's reader takes, the reader of a part may find nested too deeply."""
+    part = f'{{"type":"image_url","image_url":{{"url":"{URL}"}},"x":{"[" * depth}{"]" * depth}}}'
+
+    with pytest.raises(BadRequest):
+        check(None, text=f'{{"messages":[{{"role":"user","content":[{part}]}}]}}')
 
 
 def test_a_message_without_end_is_refused():

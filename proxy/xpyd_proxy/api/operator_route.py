@@ -56,7 +56,9 @@ _NOT_FOR_ENGINES: Final = "The join key may list, add, drain, undrain and remove
 _BEHIND_PROXY: Final = (
     "The join key is for the caller's own address, which the router cannot see behind a proxy: ask the router itself."
 )
-_PROXIED: Final = frozenset({"forwarded", "via", "x-forwarded-for"})
+_PROXIED: Final = frozenset(
+    {"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"}
+)
 # For the document; the routes that want the key look at it before FastAPI reads a body.
 OPERATOR_KEY: Final[Any] = Security(
     APIKeyHeader(name="X-Api-Key", scheme_name="operator", description="The operator's key", auto_error=False)

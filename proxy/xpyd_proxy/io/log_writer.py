@@ -59,10 +59,18 @@ class LogWriter:
             self._lines.append(text)
             self._size += len(text)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="xpyd-log", daemon=True)
-                self._thread.start()
+                self._begin()
             self._news.notify_all()
         return len(text)
+
+    def _begin(self) -> None:
+        """Start the thread; where there may be no more threads now, the next line tries again."""
+        thread = threading.Thread(target=self._run, name="xpyd-log", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return
+        self._thread = thread
 
     def flush(self) -> None:
         """Do not wait: ``close`` does."""

@@ -370,8 +370,11 @@ class Request:
         counts_tokens = self._of.gate.admission.counts_tokens
         future = self._of.examiner.submit(partial(_examined, intake, head, body, counts_tokens=counts_tokens))
         future.add_done_callback(lambda _: self._life.wake())
-        while not future.done():
-            await self._life
+        try:
+            while not future.done():
+                await self._life
+        finally:
+            future.cancel()  # the client has left: what no thread has begun is not read any more
         body, fields, tokens = future.result()
         return intake.plan(head, body, fields, tokens), len(body)
 

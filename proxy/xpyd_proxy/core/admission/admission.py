@@ -102,7 +102,9 @@ class Admission:
         if limits.max_key_rate is not None:
             account.bucket.take(limits.max_key_rate * self.share, now=now, count=prompts)
         if limits.max_rate is not None:
-            self._bucket.take(limits.max_rate * self.share, now=now, count=prompts)
+            # One array must not use up what all others may send for more than a second.
+            rate = limits.max_rate * self.share
+            self._bucket.take(rate, now=now, count=min(prompts, max(1, int(rate))))
         if limits.max_key_tokens_per_minute is not None:
             account.quota.take(limits.max_key_tokens_per_minute * self.share, guess, now=now)
             ticket.charged = guess

@@ -83,12 +83,12 @@ class RetryAttempts:
         if VERDICTS[failed.failure].held is Held.IF_SERVED_ELSEWHERE:
             self.accused.append((failed.instance, failed.failure))
             self.is_suspect = True
-        self.prefills_failed += failed.instance.role is Role.PREFILL
         self.is_charged = True
         if rule.is_free and self.free > 0 and not needs_other:
             self.free -= 1
             self.is_charged = False
             return True
+        self.prefills_failed += failed.instance.role is Role.PREFILL
         if rule.again is RetryScope.NOTHING or self.left <= 0:
             return False
         others = self._unspoiled(known)

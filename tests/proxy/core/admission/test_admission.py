@@ -96,6 +96,15 @@ def test_the_rate_of_all_together():
     assert arrive(admission, "b", now=2.0).refusal is None
 
 
+def test_an_array_uses_up_no_more_than_a_second_of_the_rate_of_all():
+    """One client with 4,096 prompts would keep all others out for minutes; its own rate counts each prompt."""
+    admission = Admission(Settings(max_rate=10, max_key_rate=10))
+    admission.arrive("a", 0, 1, 0.0, prompts=4096)
+
+    assert admission.arrive("b", 0, 1, 1.1).refusal is None
+    assert admission.arrive("a", 0, 1, 1.1).refusal == Refusal(Limit.KEY_RATE, 408)
+
+
 def test_what_is_refused_costs_nothing():
     """Neither tokens, nor bytes, nor places."""
     admission = Admission(Settings(max_rate=1, max_key_rate=1, max_inflight_bytes=10))

@@ -22,6 +22,7 @@ with warnings.catch_warnings():
 
     from xpyd_connector.shell import plugin
     from xpyd_connector.shell.connector import XpydConnector
+    from xpyd_connector.shell.fingerprint import with_model
     from xpyd_connector.shell.metadata import RankHandshake
     from xpyd_connector.shell.vllm_stats import XpydStats
 
@@ -153,10 +154,12 @@ def test_one_connector_describes_this_engine_to_others():
         multi(ours).set_xfer_handshake_metadata_pp_aware({(0, 0): Theirs()})
 
 
-def test_workers_of_all_pipeline_stages_are_known():
-    """VLLM names them by stage and tensor-parallel rank."""
-    started, ours = [], XpydConnector.__new__(XpydConnector)
-    ours._scheduler = SimpleNamespace(start=started.append)
+def test_workers_of_all_pipeline_stages_are_known(model):
+    """VLLM names them by stage and tensor-parallel rank; peers compare what the model is, too."""
+    started = []
+    ours = XpydConnector.__new__(XpydConnector)
+    ours._scheduler = SimpleNamespace(start=lambda ranks, fingerprint: started.append((ranks, fingerprint)))
+    ours._vllm_config = EngineArgs(model=str(model), enforce_eager=True, max_model_len=128).create_engine_config()
     places = [(stage, rank) for stage in range(2) for rank in range(2)]
     handshakes = {
         (stage, rank): RankHandshake(info, info, FINGERPRINT)
@@ -165,4 +168,6 @@ def test_workers_of_all_pipeline_stages_are_known():
     }
     multi(ours).set_xfer_handshake_metadata_pp_aware(handshakes)
 
-    assert started == [{2 * stage + rank: handshakes[stage, rank] for stage, rank in places}]
+    ((ranks, fingerprint),) = started
+    assert ranks == {2 * stage + rank: handshakes[stage, rank] for stage, rank in places}
+    assert fingerprint == with_model(FINGERPRINT, ours._vllm_config)

@@ -67,8 +67,8 @@ MUTANTS = {
     ),
     "the KV of another LoRA adapter is another prompt's": Mutant(
         f"{SHELL}/decode_modes.py",
-        "    if request.lora_request is not None:",
-        "    if False:",
+        "    if (adapter := adapter_of(request)) is not None:",
+        "    if (adapter := None) is not None:",
         f"{UNIT}/test_scheduler.py::test_the_same_tokens_with_other_inputs_are_another_prompt",
     ),
     "the KV of other images is another prompt's": Mutant(

@@ -156,8 +156,10 @@ def _line(path: str, name: str, value: object) -> object:
 
 def _is_table(value: object) -> bool:
     """Tell whether it is a table, or an array of tables."""
-    one: object = value[0] if isinstance(value, list) and value else value
-    return isinstance(one, dict)
+    if isinstance(value, list):
+        items = cast("list[object]", value)
+        return bool(items) and isinstance(items[0], dict)
+    return isinstance(value, dict)
 
 
 def _class_table(path: str, name: str, table: object) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -56,7 +56,9 @@ def weight_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
         found = sorted(file for file in folder.glob(pattern) if file.is_file() and not _is_of_training(file))
         if found:
             prefix = "consolidated" if pattern.startswith("consolidated") else "model"
-            listed = _listed(folder / f"{prefix}{SAFETENSORS}.index.json") if pattern.endswith(SAFETENSORS) else set()
+            listed = set[str]()
+            if pattern.endswith(SAFETENSORS):
+                listed = _listed(folder / f"{prefix}{SAFETENSORS}.index.json")
             return [file for file in found if file.name in listed] or found
     return []
 
@@ -116,7 +118,7 @@ def _read(descriptor: int, start: int, length: int) -> bytes:
 
 
 @contextmanager
-def _reading(files: Sequence[Path]) -> Iterator[list[int]]:
+def _reading(files: Sequence[Path]) -> Generator[list[int]]:
     with ExitStack() as opened:
         descriptors: list[int] = []
         for file in files:
@@ -139,4 +141,6 @@ def _listed(index: Path) -> set[str]:
     if not index.is_file():
         return set()
     weight_map = read_json(index).get("weight_map")
-    return {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
+    if not isinstance(weight_map, dict):
+        return set()
+    return {str(name) for name in cast("dict[str, object]", weight_map).values()}

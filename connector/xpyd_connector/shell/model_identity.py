@@ -63,14 +63,12 @@ def local_folder(name: str, revision: str | None, cache: str | None) -> Path | N
     if path.exists():
         return path.absolute()
     try:
-        found = snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
     except (OSError, ValueError) as exc:
         # Not in the cache, or no name of the hub: huggingface_hub's errors are of both kinds. A snapshot that lacks
         # files of the repository is an error, too (IncompleteSnapshotError), though vLLM has fetched all that it reads.
-        found = getattr(exc, "snapshot_path", None)
-        if found is None:
-            return None
-    return Path(found)
+        folder: object = getattr(exc, "snapshot_path", None)
+        return None if folder is None else Path(str(folder))
 
 
 def _weights(model: ModelConfig, load: LoadConfig) -> str:

@@ -20,7 +20,7 @@ def in_lines(found: Any) -> Any:  # noqa: ANN401 (any JSON)
         case str():
             return one_line(found)
         case list():
-            return [in_lines(each) for each in found]
+            return [in_lines(each) for each in found]  # pyright: ignore[reportUnknownVariableType]
         case dict():
             return {one_line(name): in_lines(value) for name, value in cast("dict[str, Any]", found).items()}
         case _:

@@ -12,7 +12,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.samples import Sample
-from prometheus_client.utils import floatToGoString
+from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
 from xpyd_proxy.core.counters import Counters, Key
 from xpyd_proxy.core.discovery.reconcile import Freshness
@@ -99,7 +99,9 @@ def _line(sample: Sample) -> str:
     return f"{sample.name}{{{labels}}} {_number(sample.value)}\n"
 
 
-_number: Final = lru_cache(4096)(floatToGoString)  # most are counts of a few, and bounds
+@lru_cache(4096)  # most are counts of a few, and bounds
+def _number(value: float) -> str:
+    return str(floatToGoString(value))
 
 
 def _escaped(value: str) -> str:

@@ -166,8 +166,9 @@ def rests(prefill: InstanceId, decode: EngineCapabilities) -> bool:
 def difference(prefill: EngineCapabilities, decode: EngineCapabilities) -> str:
     """Say why two engines do not fit."""
     for name, one, other in zip(_COMPARED.values(), compared(prefill), compared(decode), strict=True):
-        is_other = one is not None and other is not None and one != other
-        if is_other and not (isinstance(one, frozenset) and _have_common_name(one, other)):
+        if one is None or other is None or one == other:
+            continue
+        if isinstance(one, str) or not _have_common_name(one, other):
             return f"{name} is {_words(one)} there and {_words(other)} here"
     return "it has refused that one's KV cache, and its log says why"
 

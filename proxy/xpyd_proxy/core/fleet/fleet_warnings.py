@@ -39,10 +39,11 @@ class FleetWarnings:
         """Look for them; return those that were not there before."""
         found, before = fleet_warnings(registry), self.texts
         self.texts = [each.text for each in found]
-        self._of = {}
+        by_engine: dict[InstanceId, str] = {}
         for each in found:
             for name in each.engines:
-                self._of[name] = f"{self._of[name]}; {each.text}" if name in self._of else each.text
+                by_engine[name] = f"{by_engine[name]}; {each.text}" if name in by_engine else each.text
+        self._of = by_engine
         return [text for text in self.texts if text not in before]
 
     def of(self, name: InstanceId) -> str | None:

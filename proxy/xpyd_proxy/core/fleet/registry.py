@@ -531,7 +531,8 @@ class Registry:
             self._bases = self.changes.count, bases
         if not bases:
             return None
-        common = frozenset.intersection(*bases)
+        first, *others = bases
+        common = first.intersection(*others)
         if not common:
             raise BadRequest(
                 f"name a model: the engines behind this router serve {first_of(frozenset[str]().union(*bases))}",

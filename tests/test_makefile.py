@@ -1,5 +1,6 @@
 """What ``make up`` installs."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ FILES = ("Makefile", "pyproject.toml", "helm", *(path.name for path in ROOT.glob
 
 def steps(folder, *words):
     """What make would do in a bare checkout."""
-    done = subprocess.run(["make", "-n", *words], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    argv = ["make", "-n", *words]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60, check=True, env=_without_make())
     return done.stdout
 
 
@@ -70,7 +72,9 @@ def test_everything_else_installs_all_of_it(checkout, words):
 def test_a_wrong_variable_is_refused_before_anything_is_installed(checkout, word, says):
     """It was ignored, or installed 5 GB first."""
     argv = ["make", "-n", "up", word]
-    done = subprocess.run(argv, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        argv, cwd=checkout, capture_output=True, text=True, timeout=60, check=False, env=_without_make()
+    )
 
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
@@ -121,3 +125,8 @@ def test_the_program_vllm_finds_the_version_of_the_build_for_cpus(checkout, tmp_
     done = subprocess.run(argv, env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True, check=True)
 
     assert done.stdout == "7.8\n"
+
+
+def _without_make():
+    """Return this environment without what the make that runs the tests hands to its commands."""
+    return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}

@@ -317,4 +317,4 @@ def _blank(text: str, pos: int, mark: str) -> int:
 
 def text(**fields: object) -> bytes:
     """Return a body as most clients send it."""
-    return json.dumps({"prompt": "once upon", "max_tokens": 4} | fields).encode()
+    return json.dumps({"model": "tiny", "prompt": "once upon", "max_tokens": 4} | fields).encode()

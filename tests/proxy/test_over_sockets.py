@@ -59,7 +59,10 @@ def test_an_engine_that_is_not_there_is_a_bad_gateway():
     with socket.socket() as silent:  # bound and not listening: refuses, and no other server can get its port
         silent.bind(("127.0.0.1", 0))
         nowhere = f"127.0.0.1:{silent.getsockname()[1]}"
-        with serving(build(Settings(prefill=(nowhere,), decode=(nowhere,), health_check_interval_s=0)).app) as at:
+        settings = Settings(
+            prefill=(nowhere,), decode=(nowhere,), health_check_interval_s=0, decode_only_fallback=False
+        )
+        with serving(build(settings).app) as at:
             response = httpx.post(f"http://{at}/v1/completions", json=BODY)
 
     assert response.status_code == 502
@@ -107,7 +110,7 @@ def test_both_engines_are_at_work_at_the_same_time_when_prefill_pushes():
         assert not any(sim.violations for sim in running.engines.values())
 
 
-@pytest.mark.parametrize(("kind", "said"), [(FaultKind.STATUS, "http_5xx"), (FaultKind.DROP, "bad_response")])
+@pytest.mark.parametrize(("kind", "said"), [(FaultKind.STATUS, "http_5xx"), (FaultKind.DROP, "connection_closed")])
 def test_a_push_that_fails_is_done_again_by_others(kind, said):
     """The decode engine is told at once, on its connection; it would wait for minutes."""
     with cluster(2, 2, mode="push") as running:

@@ -501,7 +501,7 @@ BROKEN = Act(((0.0, b"HTTP/1.1 200 Said\r\n"), BEFORE_A_RESET), End.RESET)
     ids=["good", "prefill refuses", "prefill breaks off", "decode refuses", "decode breaks off"],
 )
 def test_both_legs_at_once_are_as_good_as_one_after_the_other(runner, stream, prefill, decode, status, retries):
-    """The second request is sent to both engines at once. One that breaks off is asked once more."""
+    """The second request is sent to both engines at once; if its prefill engine breaks off, D serves it alone."""
     begun, done = STALLED + b"%x\r\n%b\r\n" % (len(EVENT), EVENT), b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
     late = Act(((0.05, begun), (0.001, done)))  # by then the prefill leg has come to its end
     acts = {"prefill": (PUSHED, *prefill, PUSHED), "decode": (late, *decode, late, late)}
@@ -514,7 +514,9 @@ def test_both_legs_at_once_are_as_good_as_one_after_the_other(runner, stream, pr
     assert first.body == EVENT + b"data: [DONE]\n\n"
     assert second.body == (first.body if status == 200 else ERRORS[0])
     assert sorted(str(fact.get("retries")) for fact in seen.facts) == sorted(["None", str(retries)])
-    assert all(fact["mode"].startswith("push") for fact in seen.facts)
+    alone = [fact["single_reason"] for fact in seen.facts if "mode" not in fact]
+    assert alone == (["prefill_failed"] if prefill == (BROKEN,) else [])
+    assert all(fact["mode"].startswith("push") for fact in seen.facts if "mode" in fact)
 
 
 @pytest.mark.parametrize(

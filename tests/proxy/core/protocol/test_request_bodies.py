@@ -308,7 +308,7 @@ def test_nothing_is_decoded_that_was_not_prefilled(value):
 )
 def test_an_answer_without_parameters_is_the_engines_fault(body):
     """A prefill engine without a connector answers like this."""
-    with pytest.raises(EngineError, match="prefill-0 answered without usable kv_transfer_params"):
+    with pytest.raises(EngineError, match=r"prefill-0 answered without (usable )?kv_transfer_params"):
         kv_params(P, body)
 
 

@@ -104,5 +104,5 @@ def test_a_cell_is_on_one_line_whatever_an_engine_says():
 
     lines = text(FOUND | {"pairs": [odd, WELL]}).splitlines()
 
-    assert len(lines) == 3
+    assert len(lines) == 4  # the last one says why the first pair's loads fail
     assert lines[1].count("0.32\\n2026-11-28") == 3

@@ -5,7 +5,7 @@ import functools
 import pytest
 import yaml
 
-from support.helm_chart import CHART, HELMS, Chart, Refused, default, run
+from support.helm_chart import CHART, HELMS, LEAST, Chart, Refused, default, run
 from support.helm_checks import complaints
 from support.helm_cluster import cluster
 from support.helm_objects import COMPONENT, WORKLOADS, as_controller, container, flag, kind, pods, router, templates
@@ -94,7 +94,10 @@ def test_slices_are_copies_whose_engines_the_router_pairs():
 def test_a_controller_that_makes_no_scalers_is_noticed(lacking, helm, tmp_path, monkeypatch):
     """LeaderWorkerSet 0.9 would drop the field, and have one engine of a role without a number."""
     monkeypatch.setenv("KUBECACHEDIR", str(tmp_path))  # what another cluster at this port had
-    argv = ["install", "r", str(CHART), "-n", "ns", "--dry-run=server", "--disable-openapi-validation", "-f", "-"]
+    least = tmp_path / "least.yaml"
+    least.write_text(yaml.safe_dump(LEAST))
+    argv = ["install", "r", str(CHART), "-n", "ns", "--dry-run=server", "--disable-openapi-validation"]
+    argv += ["-f", str(least), "-f", "-"]
     with cluster({}, lacking=lacking) as address:
         rendered = functools.partial(run, helm, *argv, "--kube-apiserver", address, stdin=yaml.safe_dump(SCALED | SET))
         if not lacking:

@@ -43,22 +43,6 @@ class PairFailure(FastStrEnum):
     WRONG_KV = auto()  # it got other KV than the prefill engine had: by checksums, or by an answer that was repeated
 
 
-# Those that may be the pair's own. The others befall one engine, whoever the other is.
-OF_THE_PAIR: Final = frozenset(
-    {
-        PairFailure.HANDSHAKE,
-        PairFailure.REFUSED,
-        PairFailure.SECRET,
-        PairFailure.CERTIFICATE,
-        PairFailure.VERSION,
-        PairFailure.MODEL,
-        PairFailure.CLOCK,
-        PairFailure.TRANSFER,
-        PairFailure.TIMEOUT,
-        PairFailure.ENGINE_ERROR,
-        PairFailure.WRONG_KV,
-    }
-)
 # Those that do not mend themselves: an operator reads each in the log as soon as a decode engine shows it.
 LASTING: Final = frozenset(
     {
@@ -71,6 +55,13 @@ LASTING: Final = frozenset(
         PairFailure.CLOCK,
     }
 )
+# Those that may be the pair's own. The others befall one engine, whoever the other is.
+OF_THE_PAIR: Final = LASTING | {
+    PairFailure.TRANSFER,
+    PairFailure.TIMEOUT,
+    PairFailure.ENGINE_ERROR,
+    PairFailure.WRONG_KV,
+}
 _WRONG_KV: Final = PairFailure.WRONG_KV  # looking a member up takes as long as a call
 DOUBT_S: Final = 3600.0  # within which a second answer that differs has a pair rest
 

@@ -107,4 +107,4 @@ def test_pip_installs_the_fast_router_where_it_can(index, tmp_path):
     is_compiled, file = kind(python)
     assert (is_compiled, file.is_relative_to(tmp_path / "fast")) == (True, True)
     assert not list((tmp_path / "pure").rglob("*.so"))
-    assert kind(python, tmp_path / "pure") == (False, tmp_path / "pure/xpyd_proxy/server.py")
+    assert kind(python, tmp_path / "pure") == (False, tmp_path / "pure/xpyd_proxy/io/build.py")

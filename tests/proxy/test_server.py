@@ -246,7 +246,7 @@ def test_an_engine_whose_certificate_is_not_known_gets_nothing(start, tmp_path):
 
     assert answer.status_code == 502
     assert answer.json()["error"]["message"] == (
-        "prefill-0 shows a certificate of no authority that the router trusts (engine_ca): unable to get local issuer"
+        "decode-0 shows a certificate of no authority that the router trusts (engine_ca): unable to get local issuer"
         " certificate"
     )
 

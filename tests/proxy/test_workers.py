@@ -292,7 +292,7 @@ def test_an_engine_that_one_worker_breaks_is_broken_in_the_other_within_a_second
     delays = Delays()
     crew, engines, _ = shared
     zero, one = crew.worker(0), crew.worker(1)
-    engines["d1"].inject(SimulatedFault(FaultKind.DROP, times=3))
+    engines["d1"].inject(SimulatedFault(FaultKind.STATUS, times=3))
     # It may be half open by the time of the look: this machine may be busy, and it is ejected for half a second.
     until(lambda: post(zero) and rows(zero)["decode-1"]["state"] in ("ejected", "half_open"))
     delays.wait(lambda: rows(one)["decode-1"]["state"] in ("ejected", "half_open"))

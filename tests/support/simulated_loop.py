@@ -79,6 +79,10 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         self._simulated.settling.append(calm)
         await calm
 
+    def stand_still(self, seconds: float) -> None:
+        """Let time pass as if the process were stopped: what is due meanwhile is late."""
+        self._simulated.now += seconds
+
     def _work_over(self, _: asyncio.Future[Any]) -> None:
         self._simulated.work_in_threads -= 1
 

@@ -59,7 +59,6 @@ def _supervise(settings: Settings, args: argparse.Namespace) -> int:
     share_of(settings, 0, settings.workers)  # a limit that cannot be shared is said here, and at once
     check_engines(settings, args.config)
     logs.configure(settings.log_level, settings.log_format)
-    _log_beginning(settings, args)
     return supervisor.run(settings, args.command_line)
 
 
@@ -85,5 +84,6 @@ def _serve_here(args: argparse.Namespace, place: WorkerContext | None) -> int:
     router = build(settings, place=place)
     if place is None:  # else the supervisor has
         check_engines(settings, args.config)
+    if place is None or place.number == 0:  # it starts before the others, and alone
         _log_beginning(settings, args)
     return server.run(router, settings, again=again, place=place)

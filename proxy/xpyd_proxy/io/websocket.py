@@ -1,6 +1,5 @@
 """WebSockets to engines. The library ``websockets`` (the extra ``realtime``) stops at this file."""
 
-import asyncio
 import logging
 from typing import Any, Final
 
@@ -23,6 +22,7 @@ from xpyd_proxy.core.protocol.realtime import (
     sendable,
 )
 from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, EngineTimeout, NotAllowed, NotServed
+from xpyd_proxy.io.fair_timeout import FairTimeout
 from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.io.wire.engine_tls import EngineTls
 from xpyd_proxy.settings import Settings
@@ -121,7 +121,7 @@ class EngineSockets:
         shown = self._outbound.headers(instance.pool, headers)
         address, limit_s = instance.address, self._settings.connect_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with FairTimeout(limit_s):
                 places = () if self._guard is None else await self._guard.places(address)
                 return EngineSocket(await self._connect(instance, places[0] if places else address.host, shown))
         except NotAllowed as elsewhere:

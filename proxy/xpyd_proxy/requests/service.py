@@ -12,6 +12,7 @@ from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, Tran
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.request_record import ClientIds, RequestRecord
 from xpyd_proxy.core.routing.retries import RetryBudget
+from xpyd_proxy.io.fair_timeout import LATE_S
 from xpyd_proxy.io.request_path.good_legs import EngineLegs, GoodLegs
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -112,6 +113,8 @@ class Requests:
     worker: tuple[int, int] = (0, 1)  # the number of this worker of the router, and how many there are
     _under_way: "dict[Request, None]" = field(default_factory=lambda: dict["Request", None]())
     _timer: asyncio.TimerHandle | None = None
+    _looks_at: float = 0.0  # when the next look at their time is due
+    _stood_still: bool = False  # the last look came so late that it was left out
     good_legs: GoodLegs = field(init=False)
     moves: StreamMoves = field(init=False)
 
@@ -144,7 +147,7 @@ class Requests:
         self._under_way[request] = None
         self.lifetime.in_flight += 1
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._tick_s(), self._look_round)
+            self._arm_round()
 
     def over(self, request: "Request") -> None:
         """Forget it."""
@@ -155,15 +158,23 @@ class Requests:
     def _look_round(self) -> None:
         self._timer = None
         now = self.clock()
+        stood_still = now - self._looks_at > LATE_S and not self._stood_still
+        self._stood_still = stood_still
         try:
             self.telemetry.count_gaps()
             self.gate.expire()
-            for request in self:
-                request.look(now)
+            if not stood_still:  # else engines may have answered in time, and nobody has read it yet
+                for request in self:
+                    request.look(now)
             self.moves.look()
         finally:
             if self._under_way and self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(self._tick_s(), self._look_round)
+                self._arm_round()
+
+    def _arm_round(self) -> None:
+        pause = self._tick_s()
+        self._looks_at = self.clock() + pause
+        self._timer = asyncio.get_running_loop().call_later(pause, self._look_round)
 
     def _tick_s(self) -> float:
         settings = self.settings

@@ -1,8 +1,11 @@
 """What counts as one client."""
 
+import asyncio
+
 import pytest
 
-from xpyd_proxy.api.clients import network_of
+from support.simulated_loop import in_simulated_time, simulated
+from xpyd_proxy.api.clients import Bounds, Clients, network_of
 
 
 @pytest.mark.parametrize(
@@ -23,3 +26,29 @@ def test_what_is_no_address_is_a_fault_of_ours():
     """The kernel names clients by nothing else: a name that is one for all would share one limit."""
     with pytest.raises(ValueError, match="nowhere"):
         network_of("nowhere")
+
+
+class Sending:
+    """A client that has a second to send something."""
+
+    gave_up_at = None
+
+    def due(self, *, elapsed):
+        return 1.0
+
+    def on_overdue(self):
+        self.gave_up_at = self.gave_up_at or simulated().time()
+
+
+@pytest.mark.parametrize(("stopped_s", "gave_up_at"), [(0, 1.0), (5, 5.5)])
+def test_a_client_is_heard_after_the_router_has_stood_still(stopped_s, gave_up_at):
+    """What it has sent meanwhile is read before it is given up."""
+
+    async def main():
+        loop, one = simulated(), Sending()
+        Clients(Bounds(head_s=1.0)).watch(one)
+        loop.call_at(0.2, loop.stand_still, stopped_s)
+        await asyncio.sleep(20)
+        return one.gave_up_at
+
+    assert in_simulated_time(main())[1] == pytest.approx(gave_up_at, abs=0.25)

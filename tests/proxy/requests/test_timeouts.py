@@ -1,5 +1,7 @@
 """Every wait has an end, and each says in its own words what has taken too long."""
 
+import asyncio
+
 import pytest
 
 from support.clock import Clock
@@ -15,6 +17,7 @@ from support.scripted import (
     router_of,
     until,
 )
+from support.simulated_loop import simulated
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import EngineError
 
@@ -71,6 +74,20 @@ async def test_a_prefill_that_does_not_answer_is_done_by_another():
 
     assert client.body == EVENT + DONE
     assert [str(retry) for retry in client.record.retries] == ["prefill-0 timeout"]
+
+
+async def test_an_engine_that_answers_while_the_router_stands_still_is_not_late():
+    """The process was stopped, or starved: what came meanwhile is read before anybody is blamed."""
+    loop = simulated()
+
+    async def prefill(leg):
+        loop.call_later(3, loop.stand_still, 10)
+        await asyncio.sleep(4)
+        return await pulled_prefill(leg)
+
+    client = await read(Scripted(prefill, good_decode), loop.time, prefill_timeout_s=5.0)
+    assert client.body == EVENT + DONE
+    assert not client.record.retries
 
 
 async def test_an_engine_has_its_full_time_after_the_shortest_pause():

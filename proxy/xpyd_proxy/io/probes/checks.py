@@ -19,6 +19,7 @@ from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.protocol.fault_table import is_lack
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import NotAllowed
+from xpyd_proxy.io.fair_timeout import FairTimeout
 from xpyd_proxy.io.probes.one_connection import OneConnection
 from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.io.wire.engine_tls import EngineTls
@@ -136,7 +137,7 @@ class HttpChecks:
         """
         async with self._connected() as transport:
             with self._failures(instance, path, self._timeout_s):
-                async with asyncio.timeout(self._timeout_s):
+                async with FairTimeout(self._timeout_s):
                     response = await transport.handle_async_request(self._request(instance, path))
             async with aclosing(response):
                 _check_coding(response, path)
@@ -166,7 +167,7 @@ class HttpChecks:
     async def _get(self, transport: httpx.AsyncBaseTransport, instance: Instance, path: str) -> tuple[int, bytes]:
         with self._failures(instance, path, self._timeout_s):
             async with (
-                asyncio.timeout(self._timeout_s),
+                FairTimeout(self._timeout_s),
                 aclosing(await transport.handle_async_request(self._request(instance, path))) as response,
             ):
                 _check_coding(response, path)

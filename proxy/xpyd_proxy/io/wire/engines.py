@@ -1,6 +1,5 @@
 """vLLM over HTTP, by the router's own client."""
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Self
@@ -8,6 +7,7 @@ from typing import Self
 from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import EngineResponse, Headers, Instance, LegRequest
 from xpyd_proxy.errors import EngineTimeout
+from xpyd_proxy.io.fair_timeout import FairTimeout
 from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.io.wire.engine_tls import EngineTls
 from xpyd_proxy.io.wire.leg_sender import LegSender
@@ -82,7 +82,7 @@ class WireEngines:
     ) -> EngineResponse:
         call = WholeAnswer(instance.id)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with FairTimeout(timeout_s):
                 send(call)
                 answer = await call.answer
         except TimeoutError as exc:

@@ -11,6 +11,7 @@ from xpyd_proxy.core.model import Instance
 from xpyd_proxy.core.protocol.fault_table import is_lack, unreached
 from xpyd_proxy.errors import EngineError, EngineTimeout, NotAllowed
 from xpyd_proxy.io.descriptors import engine_connections
+from xpyd_proxy.io.fair_timeout import FairTimeout
 from xpyd_proxy.io.wire.connect_limiter import ConnectLimiter
 from xpyd_proxy.io.wire.connection import Connection, Peer
 from xpyd_proxy.io.wire.connection_guard import Guard
@@ -93,7 +94,7 @@ class Pool:
             raise EngineError(f"{instance.id} was not asked: the connections to engines are closed", reached=False)
         lacks: list[OSError] = []
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with FairTimeout(self._connect_timeout_s):
                 turn = await self._turns.take()
                 try:
                     return await self._connect_when_possible(instance.address, lacks)

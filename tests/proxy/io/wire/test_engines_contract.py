@@ -943,10 +943,9 @@ def test_a_slow_reader_holds_the_engine_up(client, scheme, serving_tls):
             assert b"".join(received) == body
             assert max(map(len, received)) < 2_000_000
             assert held < 2_000_000
-            assert await ask(engines, leg) == Got(200, "text/plain", body)
+            assert await ask(engines, leg) == Got(200, "text/plain", b"next")
 
-    whole = reply(body)
-    with raw_engine(replying(whole, whole), tls=theirs) as engine:
+    with raw_engine(replying(reply(body), reply(b"next")), tls=theirs) as engine:
         client.run(main(leg_to(engine, scheme=scheme)))
 
     assert engine.connections == 1

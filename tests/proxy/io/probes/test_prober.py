@@ -326,11 +326,12 @@ async def test_the_log_tells_what_becomes_of_an_engine_whoever_finds_out(registr
     """A break by requests stands there as one by probes does, once each; it is the first thing read at night."""
     caplog.set_level("INFO", "xpyd_proxy")
     member = add(registry)
+    add(registry, port=2)  # the last of its role would stay
     engines.sick = ProbeFailed("cannot be reached")
     async with prober(registry, engines, health_check_interval_s=0.05).running():
         await until_async(lambda: "decode-0 is starting: cannot be reached" in caplog.text)
         engines.sick = None
-        await until_async(lambda: "decode-0 is healthy: answers probes again" in caplog.text)
+        await until_async(lambda: caplog.text.count("is healthy: answers probes again") == 2)
         for number in range(5):
             member.life.failed(RequestId(f"r{number}"), Failure.TIMEOUT, now=time.monotonic())
         await until_async(
@@ -338,7 +339,7 @@ async def test_the_log_tells_what_becomes_of_an_engine_whoever_finds_out(registr
         )
         await asyncio.sleep(0.3)
 
-    assert len(caplog.records) == 3
+    assert len([record for record in caplog.records if record.getMessage().startswith("decode-0")]) == 3
 
 
 async def test_what_an_engine_says_of_itself_is_on_one_line(registry, engines, caplog):

@@ -34,7 +34,7 @@ def text(found: Json) -> str:
     """Write the pairs for people."""
     found = in_lines(found)
     notes: Sequence[str] = [
-        *[f"{row['decode']} loads no KV of {row['prefill']}: {why}" for row in found["pairs"] if (why := row.get("why"))],
+        *[f"{row['decode']} loads no KV of {row['prefill']}: {row['why']}" for row in found["pairs"] if row.get("why")],
         *([f"{found['dropped']} pairs were forgotten to make room (pair_history)"] if found["dropped"] else []),
         *([f"seen by worker {found['worker']} of {found['workers']}"] if found["workers"] > 1 else []),
     ]

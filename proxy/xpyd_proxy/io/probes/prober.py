@@ -80,8 +80,7 @@ class Prober:
         async with asyncio.TaskGroup() as group:
             while True:
                 until = self._clock() + tick_s
-                self._tell()
-                await asyncio.sleep(0)
+                await self._tell()
                 for instance in self._registry.settle(patience_s=self._settings.drain_idle_time_s, now=self._clock()):
                     if self._registry.get(instance.id) is None:
                         logger.info("%s has nothing left, and is forgotten", instance.id)
@@ -102,8 +101,19 @@ class Prober:
             due += self._schedule.due(members[first : first + _SEEN_AT_ONCE], now=self._clock())
         return self._schedule.begin_due(due, now=self._clock())
 
-    def _tell(self) -> None:
-        """Log what has become of engines since the last glance, whether a probe, a request or an operator did it."""
+    async def _tell(self) -> None:
+        """Log what has changed since the last glance; each look at thousands of engines is a step of its own."""
+        self._tell_lives()
+        await asyncio.sleep(0)
+        if self._compared != self._registry.changes.count:
+            self._compared = self._registry.changes.count
+            self._tell_differences()
+            await asyncio.sleep(0)
+            self._tell_warnings()
+            await asyncio.sleep(0)
+
+    def _tell_lives(self) -> None:
+        """Log what has become of engines, whether a probe, a request or an operator did it."""
         members = self._registry.members()
         now, told = self._clock(), dict[InstanceId, tuple[HealthState, str, bool]]()
         for member in members:
@@ -114,16 +124,13 @@ class Prober:
                 level = logging.WARNING if is_late or life.state is HealthState.EJECTED else logging.INFO
                 logger.log(level, "%s is %s: %s", member.instance.id, life.state, life.why)
         self._told = told
-        if self._compared != self._registry.changes.count:
-            self._compared = self._registry.changes.count
-            self._tell_differences(members)
-            self._tell_warnings()
 
-    def _tell_differences(self, members: Sequence[Member]) -> None:
+    def _tell_differences(self) -> None:
         """Log, once, each two engines that cannot share requests; of engines that are alike, the first.
 
         A rollout of hundreds of engines has tens of thousands of such pairs, of two kinds.
         """
+        members = self._registry.members()
         refused = frozenset[str]().union(*(member.facts.incompatible or () for member in members))
         # By the slice that they pair within: that those of two slices are apart is what the operator wants.
         prefills: dict[str | None, dict[object, Member]] = {}

@@ -43,7 +43,7 @@ def _run(script, *arguments, **options):
 def source(tmp_path_factory):
     """What the Dockerfiles copy, and nothing else; somebody may be editing the original."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     for name in ("proxy", "connector"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
             return _supervise(settings, args)
         return _serve_here(args, place)
     except (ConfigError, AlreadyKnown) as exc:
+        logging.shutdown()  # a thread writes the log: what it has was said before this
         sys.stderr.write(f"xpyd serve: {exc}{': name every engine once' if isinstance(exc, AlreadyKnown) else ''}\n")
         return 2
 

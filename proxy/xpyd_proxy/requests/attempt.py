@@ -20,13 +20,13 @@ from xpyd_proxy.core.model import (
     SingleEngineReason,
 )
 from xpyd_proxy.core.protocol.engine_errors import leg_error
-from xpyd_proxy.core.protocol.fault_table import VERDICTS, Failure
+from xpyd_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.protocol.request_bodies import RELEASE_PATH, abandon_body, release_body
 from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer
 from xpyd_proxy.core.protocol.usage import cache_usage, prompt_tokens, usage_alone, with_cache_usage
 from xpyd_proxy.core.raw_json import Pieces
-from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
+from xpyd_proxy.core.routing.retries import BrokenAnswer, LegFailed, RetryAttempts
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, ProxyError, Refused, RouterFull
 from xpyd_proxy.io.request_path.engine_costs import EngineCosts
@@ -35,6 +35,7 @@ from xpyd_proxy.requests.intake import RequestPlan
 from xpyd_proxy.requests.leg_bodies import prefill_body
 from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from xpyd_proxy.requests.life import RequestLife
+from xpyd_proxy.requests.lifecycle import RequestState
 from xpyd_proxy.requests.stream_moves import StreamMove, StuckPrompts
 from xpyd_proxy.settings import Settings
 
@@ -46,6 +47,8 @@ _BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)  # wha
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 _PUSH: Final = TransferMode.PUSH
 _TIMEOUT: Final = Failure.TIMEOUT
+_IF_SERVED: Final = Held.IF_SERVED_ELSEWHERE
+_CONTINUING: Final = RequestState.CONTINUING
 _RANK: Final = b"x-data-parallel-rank"
 _RELEASES_MOST: Final = 16  # decode engines of which one is asked to free blocks
 
@@ -658,27 +661,38 @@ class Attempt(LegOwner):
                 kept = of.fleet.remember(instance, self._plan.ask, self.record)
                 if not kept:
                     of.telemetry.cache_missed(instance.id)
+        is_stream = decode is not None and decode is leg and decode.lines is not None
         seconds = now - leg.sent_at
         if failure is None and answered_s is not None:
             of.good_legs.over(instance, self.id, answered_s, seconds, now)
         else:
-            self._count_end(leg, seconds, now)
+            self._count_end(leg, seconds, now, is_stream=is_stream)
         if failure is _TIMEOUT and self.move is not None:
             failure = None  # a move gives an engine little of its time: probes tell whether it lives
-        of.fleet.ended(instance, self.id, failure)
+        of.fleet.ended(instance, self.id, failure, was_begun=is_stream)
         if leg.span is not None:
             leg.span.end(None if leg.fault is None else leg.fault.error)
         if not complete:
             leg.drop()
 
-    def _count_end(self, leg: EngineLeg, seconds: float, now: float) -> None:
+    def _note_broken(self, leg: EngineLeg, failure: Failure, *, is_stream: bool) -> None:
+        """Keep what an engine did not bring to its end: how the request ends shows whether it is held against it."""
+        decode = self.decode
+        has_said_so = is_stream and decode is not None and decode.lines is not None and decode.lines.erred
+        is_break = leg.has_good_beginning and not has_said_so and (is_stream or not leg.complete)
+        if is_break or is_stream or self._life.state is _CONTINUING:
+            self._life.broken.append(BrokenAnswer(leg.instance, failure, is_break=is_break, is_stream=is_stream))
+
+    def _count_end(self, leg: EngineLeg, seconds: float, now: float, *, is_stream: bool) -> None:
         """Count the end of a leg whose good answer was counted before, or that has none."""
         of, failure = self._of, leg.failure
         if leg.record.ms is None:
             leg.record.ms = seconds * 1000
         if failure is None:
-            of.good_legs.ended(leg.instance, seconds, now)
+            of.good_legs.ended(leg.instance, seconds, now, leg.complete)
         else:
+            if VERDICTS[failure].held is _IF_SERVED:
+                self._note_broken(leg, failure, is_stream=is_stream)
             of.telemetry.later.add(of.telemetry.leg_ended, leg.instance, seconds, failure, self.id, now)
             prefill = self.prefill
             if prefill is not None and prefill is not leg and prefill.handover is not None:

@@ -160,6 +160,8 @@ class Dispatch:
             move.lender_failed()
         if life.state is _CONTINUING or attempt is None or not attempt.may_repeat(failed, attempt.usable(role)):
             raise failed.error
+        if life.broken:  # what is sent again from the start is held against the engine by ``RetryAttempts.accused``
+            life.broken = [each for each in life.broken if each.instance is not failed.instance]
         if not self._client.writer.begun:
             life.cache_usage = None  # another engine computes the prompt
         life.record.set_aside(role, failed.failure)

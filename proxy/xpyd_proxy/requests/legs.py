@@ -135,6 +135,11 @@ class EngineLeg(ResponseHandler):
         """Tell whether the engine has, or had, all of the request."""
         return self.was_sent if self.is_closed else self.is_sent
 
+    @property
+    @abstractmethod
+    def has_good_beginning(self) -> bool:
+        """Tell whether the engine has taken the request: the first event of a stream is here, or the head of a 200."""
+
     def raise_failure(self) -> None:
         """Raise LegFailed if it has failed."""
         if self.fault is not None:
@@ -173,6 +178,11 @@ class PrefillLeg(EngineLeg):
         self.reuses = False  # the same, for the decode engine
         self.shows = False  # it was asked for a token that the client may see
         self.first: FirstToken | None = None  # the token that the client gets from it
+
+    @property
+    def has_good_beginning(self) -> bool:
+        """Tell whether the engine has taken the request."""
+        return self.status == _OK
 
     def began(self, status: int, content_type: bytes, load: bytes) -> None:
         """Its head is here."""
@@ -246,6 +256,11 @@ class DecodeLeg(EngineLeg):
         self.counts = True  # it may still say how many tokens the prompt has
         self.counted: int | None = None  # what it has said
         self.cache_usage: Fields | None = None  # what the client is told of the prefill engine's cache
+
+    @property
+    def has_good_beginning(self) -> bool:
+        """Tell whether the engine has taken the request."""
+        return self.lines is not None or (self.status == _OK and not self._is_stream)
 
     def has_begun(self) -> bool:
         """Tell whether it has begun well; what is complete with its beginning is waited for."""

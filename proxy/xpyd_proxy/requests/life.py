@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from xpyd_proxy.core.raw_json import Fields
 from xpyd_proxy.core.request_record import RequestRecord
+from xpyd_proxy.core.routing.retries import BrokenAnswer
 from xpyd_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class RequestLife:
         "_has_news",
         "_interrupt",
         "_is_waiting",
+        "broken",
         "cache_usage",
         "of",
         "record",
@@ -38,6 +40,7 @@ class RequestLife:
         self._interrupt: Exception | None = None
         self.state = _RECEIVED
         self.cache_usage: Fields | None = None  # what the engine that has computed the prompt says of its cache
+        self.broken: list[BrokenAnswer] = []  # what engines did not bring to its end
         self.of = of
         self.record = record
         self.span = span

@@ -15,7 +15,7 @@ from xpyd_proxy.core.model import Instance, InstanceId, RequestId
 from xpyd_proxy.core.protocol.continuation import Continuation
 from xpyd_proxy.core.raw_json import Fields
 from xpyd_proxy.core.request_record import PromptRecord, RequestRecord
-from xpyd_proxy.core.routing.retries import RetryAttempts
+from xpyd_proxy.core.routing.retries import RetryAttempts, held_to_account
 from xpyd_proxy.core.served_tokens import served_tokens
 from xpyd_proxy.errors import BodyTooLarge, OutOfTime, ProxyError
 from xpyd_proxy.requests.body_reader import LARGE
@@ -303,8 +303,19 @@ class Request:
         try:
             if self._dispatch is not None:
                 self._dispatch.close_attempt()
+            self._hold_broken(status)
         finally:
             self._end(status)
+
+    def _hold_broken(self, status: int) -> None:
+        """Hold engines to account for what they did not bring to its end."""
+        broken = self._life.broken
+        if not broken:
+            return
+        decode = self._life.record.decode
+        is_served = status == _OK and self._client.failure is None and decode is not None
+        for each in held_to_account(broken, decode.instance if is_served and decode is not None else None):
+            self._of.fleet.broke_off(each)
 
     def _admit(self, plan: RequestPlan, ticket: Ticket) -> Dispatch:
         """Begin the request's time, and have it go by the rules of now; raises TurnedAway if it has no place."""

@@ -5,10 +5,23 @@ import json
 
 import pytest
 
-from support.scripted import DONE, EVENT, Asked, Scripted, call, good_decode, prefilled, pulled_prefill, router_of
+from support.greedy import events, read
+from support.scripted import (
+    DONE,
+    EVENT,
+    Asked,
+    Scripted,
+    call,
+    good_decode,
+    never,
+    prefilled,
+    pulled_prefill,
+    router_of,
+)
+from support.simulated_loop import settle
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
-from xpyd_proxy.core.model import EngineResponse, RequestId, Role
+from xpyd_proxy.core.model import Api, EngineResponse, RequestId, Role
 from xpyd_proxy.core.protocol.fault_table import Failure
 from xpyd_proxy.core.protocol.sse import LINE_MOST
 from xpyd_proxy.errors import EngineError, EngineTimeout
@@ -32,7 +45,8 @@ WRONG = {
     "sends nothing": (200, []),
     "no stream": (200, [b'{"kv_transfer_params":{'], JSON),
 }
-HANGS = {"hangs": EngineTimeout("no token")}  # counts at once: nothing else tells that an engine's core hangs
+# These count at once: nothing else tells that an engine's core hangs, or that what stands before it cuts streams off.
+AT_ONCE = {"hangs": EngineTimeout("no token"), "breaks off in its stream": (200, [EVENT, EngineError("broke off")])}
 
 
 def wrong(kind):
@@ -46,15 +60,15 @@ def prompt_of(leg):
 async def decode(leg):
     """Serve what is right."""
     kind = str(prompt_of(leg)).removeprefix("wrong ")
-    outcome = (WRONG | HANGS).get(kind)
+    outcome = (WRONG | AT_ONCE).get(kind)
     if isinstance(outcome, Exception):
         raise outcome
     return outcome or await good_decode(leg)
 
 
-def fleet(prefill=pulled_prefill, decode=decode, *, x=1, y=3, is_probed=True, **rules):
+def fleet(prefill=pulled_prefill, decode=decode, *, x=1, y=3, is_probed=True, breaking=None, **rules):
     """A router with usual limits, whose engines answer their probes."""
-    router = router_of(Scripted(prefill, decode), x, y, breaking=Settings(), **rules)
+    router = router_of(Scripted(prefill, decode), x, y, breaking=breaking or Settings(), **rules)
     if is_probed:
         for member in router.registry.members():
             member.life.seen(now=0)
@@ -122,11 +136,12 @@ async def test_requests_eject_no_more_than_half_of_a_role():
 
 
 @pytest.mark.parametrize("engines", [1, 2, 3])
-async def test_requests_that_no_engine_answers_in_time_leave_half_of_them_to_the_others(engines):
+@pytest.mark.parametrize("kind", AT_ONCE)
+async def test_requests_that_no_engine_answers_to_the_end_leave_half_of_them_to_the_others(kind, engines):
     """The one that is left gets all."""
     router = fleet(y=engines)
     for _ in range(30):
-        assert (await router.serve(wrong("hangs"))).status == 504
+        assert (await router.serve(wrong(kind))).request.failure is not None
         assert (await router.serve()).body == EVENT + DONE
 
     away = [member.life.state for member in router.registry.members()].count(HealthState.EJECTED)
@@ -203,3 +218,146 @@ async def test_what_is_above_a_limit_of_the_router_is_one_try_and_no_engines_fai
     assert len(engines.legs) == 1
     ends = {outcome: count for (_, _, outcome), count in router.telemetry.counters.legs.items()}
     assert ends == {"answer_refused": 1}
+
+
+BREAK = EngineError("broke off")
+# How the answers of an engine end that it has begun well.
+ENDS = {
+    "stream breaks off": (200, [EVENT, BREAK]),
+    "stream is not complete": (200, [EVENT]),
+    "stream hangs": (200, [EVENT, EngineTimeout("hangs")]),
+    "whole answer breaks off": (200, [b'{"id":', BREAK], JSON),
+}
+ASKS = {
+    "completions": call(),
+    "several answers": call(n=2),
+    "chat": call(Api.CHAT, stream=True),
+    "chat, several answers": call(Api.CHAT, stream=True, n=2),
+    "messages": call(Api.MESSAGES, stream=True, max_tokens=9),
+    "responses": Asked(Api.RESPONSES.value, b'{"input":"hi","stream":true}'),
+}
+
+
+def breaking_engine(answer, name="decode-0"):
+    async def side(leg):
+        return answer if leg.instance.id == name else await good_decode(leg)
+
+    return side
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("end", ENDS)
+async def test_an_engine_whose_answers_all_break_off_is_ejected_although_it_answers_its_probes(end, ask, retries):
+    """Each began well, which says nothing of how it goes on."""
+    router, name = fleet(decode=breaking_engine(ENDS[end]), retries=retries), "decode-0"
+    broken, numbers = 0, itertools.count()
+    while router.registry.get(name).life.state is HealthState.HEALTHY:
+        client = await router.serve(ASKS[ask], f"r{next(numbers)}")
+        broken += client.request.failure is not None or bool(client.record.retries)
+        for member in router.registry.members():
+            member.life.seen(now=0)
+        assert broken <= 5
+
+    assert broken == 5
+    assert states(router) == {HealthState.HEALTHY, HealthState.EJECTED}
+    assert [(await router.serve(ASKS[ask])).status for _ in range(6)] == [200] * 6
+
+
+@pytest.mark.parametrize("end", ["stream breaks off", "stream is not complete", "stream hangs"])
+async def test_an_engine_whose_streams_all_break_off_is_ejected_where_others_go_on_with_them(end):
+    """The client sees nothing of it; each of its streams costs another engine a prompt."""
+    stream = list(events({"prompt": "hi", "max_tokens": 12}, name="cmpl-r"))
+
+    async def side(leg):
+        whole = list(events(json.loads(leg.body), name="cmpl-r"))
+        return (200, [*whole[:3], *ENDS[end][1][1:]]) if leg.instance.id == "decode-0" else (200, whole)
+
+    router = fleet(decode=side, resume_streams=True)
+    asked = call(stream=True, temperature=0, max_tokens=12)
+    retries = 0
+    for number in range(15):
+        client = await router.serve(asked, f"r{number}")
+        assert read(client.body) == read(b"".join(stream))
+        retries += len(client.record.retries)
+        for member in router.registry.members():
+            member.life.seen(now=0)
+
+    assert retries == 5
+    assert router.registry.get("decode-0").life.state is HealthState.EJECTED
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_the_only_engine_stays_whatever_breaks_off_and_says_so(end):
+    """Its probes are answered, and nothing else could serve."""
+    router = fleet(decode=breaking_engine(ENDS[end]), y=1)
+    life = router.registry.get("decode-0").life
+    for _ in range(9):
+        await router.serve()
+        life.seen(now=0)
+
+    assert life.state is HealthState.HEALTHY
+    assert life.why.startswith("answers its probes, but a request ")
+
+
+async def test_a_broken_engine_that_begins_its_trial_well_rests_longer_after_it():
+    """The first event of a stream does not show that the engine ends any."""
+    now = [0.0]
+    router = fleet(decode=breaking_engine(ENDS["stream breaks off"]), clock=lambda: now[0])
+    life = router.registry.get("decode-0").life
+    rests = []
+    for _ in range(3):
+        while life.state is not HealthState.EJECTED:
+            await router.serve()
+        rests.append(life.serves_in_s(now=now[0]))
+        now[0] += rests[-1]
+        assert life.may_serve(now=now[0])
+
+    assert rests == [5.0, 10.0, 20.0]
+
+
+async def test_a_stream_that_no_engine_ends_is_held_against_the_last_one_alone():
+    """The others may have broken off because of the request, as the last one may: one failure for one request."""
+
+    async def side(leg):
+        return 200, [*list(events(json.loads(leg.body), name="cmpl-r"))[:3], BREAK]
+
+    router = fleet(decode=side, resume_streams=True, breaking=Settings(circuit_breaker_failures=1))
+    client = await router.serve(call(stream=True, temperature=0, max_tokens=12))
+    away = [m.instance.id for m in router.registry.members() if m.life.state is HealthState.EJECTED]
+
+    assert len(client.record.retries) == 2
+    assert away == [client.record.decode.instance]
+
+
+async def test_what_an_engine_says_in_its_stream_is_no_break():
+    """It may be the request: the table has it held if another engine has served the same."""
+    said = (200, [EVENT, b"data: " + ERROR + b"\n\n", DONE])
+    router = fleet(decode=breaking_engine(said), retries=2)
+    for _ in range(60):
+        await router.serve()
+
+    assert states(router) == {HealthState.HEALTHY}
+
+
+async def test_clients_that_leave_in_the_middle_of_streams_say_nothing_of_the_engine():
+    """Neither that its streams end well nor that they break off."""
+    router, left = fleet(decode=breaking_engine(ENDS["stream breaks off"]), y=2), []
+
+    async def side(leg):
+        if leg.instance.id == "decode-0" and "leaves" in str(prompt_of(leg)):
+            return 200, [EVENT, never()]
+        return await breaking_engine(ENDS["stream breaks off"])(leg)
+
+    router.engines.decode = side
+    life = router.registry.get("decode-0").life
+    for _ in range(5):
+        for _ in range(2):
+            await router.serve()
+            client = router.start(Asked("/v1/completions", b'{"prompt":"leaves"}'))
+            await settle()
+            client.hang_up()
+            left.append(await client.end())
+
+    assert left
+    assert life.state is HealthState.EJECTED

@@ -9,6 +9,9 @@ same request well (``blamed``), and not before: there are requests that make any
 few of them must not take one engine after the other away from everybody else. For the same reason no request ejects an
 engine that answers its probes and is needed (``is_needed``); one that cannot be reached is away, whoever asks.
 
+The first event of a stream says nothing of its end. Answers that break off behind their beginning (``broke_off``) are
+counted by themselves, until one has come to its end (``completed``).
+
 Several workers of one router tell each other when one of them breaks an engine, or finds it well again: the latest such
 word counts for all of them. What it is based on (failures in a row, probes) is each worker's own.
 """
@@ -115,12 +118,13 @@ class Window:
     _older: _Counts = field(default_factory=_Counts)
     _newer: _Counts = field(default_factory=_Counts)
 
-    def count(self, *, failed: bool, now: float, legs: int = 1) -> None:
-        """Take in how one leg ended, or several alike."""
+    def count(self, *, failed: bool, now: float, legs: int = 1, is_new: bool = True) -> None:
+        """Take in how one leg ended, or several alike; not ``is_new``: it was counted as a good one before."""
         if now - self._begun >= self.seconds / 2:
             self._turn(now)
         newer = self._newer
-        newer.legs += legs
+        if is_new:
+            newer.legs += legs
         newer.failed += failed * legs
 
     def totals(self, *, now: float) -> tuple[int, int]:
@@ -161,7 +165,8 @@ class EngineHealth:
     served_at: float = -math.inf  # when it last answered a request
     is_needed: Callable[[], bool] | None = None  # too few others of its role would be left without it
     cache_since: float = field(init=False)  # from when on it may have in its prefix cache what it was sent
-    _in_a_row: int = 0
+    _in_a_row: int = 0  # requests that have failed since it last began a good answer
+    _broken_in_a_row: int = 0  # answers that have broken off since one came to its end
     _missed: int = 0
     _was_spared: bool = False
     _is_probed: bool = False  # it has answered the last probe
@@ -177,7 +182,12 @@ class EngineHealth:
     @property
     def is_well(self) -> bool:
         """Whether it is healthy, and no request has failed since it last answered one."""
-        return self.state is _HEALTHY and self._in_a_row == 0
+        return self.state is _HEALTHY and not self._has_failed
+
+    @property
+    def _has_failed(self) -> bool:
+        """Tell whether something is held against it that no good answer has made up for."""
+        return self._in_a_row > 0 or self._broken_in_a_row > 0
 
     @property
     def is_away(self) -> bool:
@@ -253,8 +263,18 @@ class EngineHealth:
             for request in requests:
                 self._alive(request, now)
 
-    def failed(self, request: RequestId, failure: Failure, *, now: float) -> None:
-        """A leg failed. What is not held against it (4xx, busy) shows that it is alive, and counts nothing."""
+    def completed(self) -> None:
+        """An answer has come to its end."""
+        if self._broken_in_a_row:
+            self._broken_in_a_row = 0
+            if self.state is _HEALTHY:
+                self._rest_s = 0.0
+
+    def failed(self, request: RequestId, failure: Failure, *, now: float, was_begun: bool = False) -> None:
+        """A leg failed. What is not held against it (4xx, busy) shows that it is alive, and counts nothing.
+
+        ``was_begun``: behind the first event of a stream, which was counted as a good answer.
+        """
         verdict = VERDICTS[failure]
         if verdict.loses_cache:
             self.cache_since = now
@@ -267,7 +287,7 @@ class EngineHealth:
             return
         is_trial = self.state is _HALF_OPEN and self._is_trial(request)
         if verdict.held is Held.AT_ONCE:
-            self._hold(failure, now, is_trial=is_trial)
+            self._hold(failure, now, is_trial=is_trial, is_break=was_begun, was_counted=was_begun)
         elif is_trial and not self._is_spared():  # it has proved nothing: the next trial comes after a rest
             self._trial = _Trial(until=now + self.settings.ejection_time_s)
             self.changes.count += 1
@@ -277,10 +297,20 @@ class EngineHealth:
         if self.state in _JUDGED:
             self._hold(failure, now, is_trial=self.state is _HALF_OPEN)
 
-    def _hold(self, failure: Failure, now: float, *, is_trial: bool) -> None:
+    def broke_off(self, failure: Failure, *, was_begun: bool, now: float) -> None:
+        """Its answer broke off, and that is its own fault; ``was_begun``: a stream, counted as a good answer before."""
+        if self.state in _JUDGED:
+            self._hold(failure, now, is_trial=False, is_break=True, was_counted=was_begun)
+
+    def _hold(
+        self, failure: Failure, now: float, *, is_trial: bool, is_break: bool = False, was_counted: bool = False
+    ) -> None:
         """Hold a failure against it, and break it if that is enough."""
-        self._window.count(failed=True, now=now)
-        self._in_a_row += 1
+        self._window.count(failed=True, now=now, is_new=not was_counted)
+        if is_break:
+            self._broken_in_a_row += 1
+        else:
+            self._in_a_row += 1
         is_spared = VERDICTS[failure].is_spared and self._is_spared()
         if is_trial and not is_spared:
             self._break(f"the request it was tried with {_SAID[failure]}", now)
@@ -299,7 +329,7 @@ class EngineHealth:
         """It has answered a probe."""
         self.heard()
         self._is_probed = True
-        if self._was_spared and not self._in_a_row:
+        if self._was_spared and not self._has_failed:
             self._was_spared = False
             self.why = "answers probes, and requests again"
         was_away, self._missed = self._missed > 0, 0
@@ -371,7 +401,11 @@ class EngineHealth:
         if self.state is _STARTING:
             self._step(HealthEvent.PROVEN, "serves requests", now)
         elif self.state is _HALF_OPEN and self._is_trial(request):
+            broken, rest_s = self._broken_in_a_row, self._rest_s
             self._forgive()
+            if broken:  # its trial has begun well, as those that broke off have
+                self._broken_in_a_row = broken
+                self._rest_s = rest_s
             self._step(HealthEvent.PROVEN, "has served its trial", now)
 
     def _is_trial(self, request: RequestId) -> bool:
@@ -382,6 +416,8 @@ class EngineHealth:
         settings = self.settings
         if self._in_a_row >= settings.circuit_breaker_failures:
             return f"{self._in_a_row} requests in a row failed: the last one {_SAID[failure]}"
+        if self._broken_in_a_row >= settings.circuit_breaker_failures:
+            return f"{self._broken_in_a_row} answers in a row broke off: the last one {_SAID[failure]}"
         legs, failed = self._window.totals(now=now)
         if (
             legs >= self.settings.circuit_breaker_min_requests
@@ -399,7 +435,8 @@ class EngineHealth:
 
     def _forgive(self) -> None:
         self.heard()
-        self._in_a_row, self._missed, self._rest_s, self._trial = 0, 0, 0.0, None
+        self._in_a_row = self._broken_in_a_row = self._missed = 0
+        self._rest_s, self._trial = 0.0, None
         self._window.clear()
 
     def _step(self, event: HealthEvent, why: str, now: float) -> None:

@@ -98,7 +98,9 @@ class Held(FastStrEnum):
 
     NEVER = auto()
     AT_ONCE = auto()
-    IF_SERVED_ELSEWHERE = auto()  # as soon as another engine has answered the same request well
+    # As soon as another engine has answered the same request well. An answer that breaks off behind its beginning, and
+    # that no other engine goes on with, is held against it all the same (core/routing/retries.py, held_to_account).
+    IF_SERVED_ELSEWHERE = auto()
 
 
 class ClientGets(FastStrEnum):

@@ -41,6 +41,27 @@ class LegFailed(Exception):
         return retry_rule(self.instance.role, self.failure)
 
 
+@dataclass(frozen=True, slots=True)
+class BrokenAnswer:
+    """An engine's part of an answer that it has not brought to its end, and that was not sent again from the start."""
+
+    instance: Instance
+    failure: Failure
+    is_break: bool  # it broke off behind its beginning: the engine has not said itself that it failed
+    is_stream: bool  # its first event has come, and was counted as a good answer
+
+
+def held_to_account(broken: Sequence[BrokenAnswer], served_by: InstanceId | None) -> Sequence[BrokenAnswer]:
+    """Return what is held against its engine of a request that is over; ``served_by``: the engine that has ended it.
+
+    Where another engine has served the rest, the request was good. Where none has, the last engine is held to account
+    if its answer broke off behind its beginning: it had taken the request, and made tokens.
+    """
+    if served_by is None:
+        return [each for each in broken[-1:] if each.is_break]
+    return [each for each in broken if each.is_break or each.instance.id != served_by]
+
+
 class RetryAttempts:
     """How often one request may still be sent again, and which engines it should avoid."""
 

@@ -9,13 +9,14 @@ from xpyd_proxy.io.request_path.deferred import DeferredCalls
 class EngineLegs:
     """The good legs of one engine that are not counted yet. Times are seconds."""
 
-    __slots__ = ("answered", "answered_s", "at", "instance", "over_s")
+    __slots__ = ("answered", "answered_s", "at", "instance", "is_complete", "over_s")
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         self.answered: list[RequestId] = []  # requests that have a good answer, or its beginning
         self.answered_s: list[float] = []  # from each of them to that
         self.over_s: list[float] = []  # from a request to the end of its leg
+        self.is_complete = False  # one of them has come to its end: it was not dropped
         self.at = 0.0  # the time of the latest
 
 
@@ -36,9 +37,11 @@ class GoodLegs:
         legs.answered_s.append(seconds)
         legs.at = at
 
-    def ended(self, instance: Instance, seconds: float, at: float) -> None:
-        """Such a leg is over, so long after it was sent."""
+    def ended(self, instance: Instance, seconds: float, at: float, complete: bool) -> None:  # noqa: FBT001 (as above)
+        """Such a leg is over, so long after it was sent; not ``complete``: it was dropped."""
         legs = self._by_engine.get(instance.id) or self._new(instance)
+        if complete:
+            legs.is_complete = True
         legs.over_s.append(seconds)
         legs.at = at
 
@@ -48,6 +51,7 @@ class GoodLegs:
         legs.answered.append(request)
         legs.answered_s.append(answered_s)
         legs.over_s.append(seconds)
+        legs.is_complete = True
         legs.at = at
 
     def _new(self, instance: Instance) -> EngineLegs:

@@ -31,6 +31,7 @@ from xpyd_proxy.core.protocol.prompt_ids import may_pass_ids, may_tell_ids, take
 from xpyd_proxy.core.protocol.push import EngineMode, TransferMode
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.pairing import Chosen, PairSelector
+from xpyd_proxy.core.routing.retries import BrokenAnswer
 from xpyd_proxy.core.routing.slices import SliceCrossings, nearest
 from xpyd_proxy.core.schemas import TokensAnswer
 from xpyd_proxy.errors import NoInstance
@@ -347,11 +348,18 @@ class LiveFleet:
             if mode is not None and member.facts.mode not in (mode, _AUTO):
                 self.registry.learn(instance.id, EngineCapabilities(mode=mode))
 
-    def ended(self, instance: Instance, request: RequestId, failure: Failure | None, /) -> None:
-        """It is closed."""
+    def completed(self, instance: Instance) -> None:
+        """An answer of an engine has come to its end."""
+        if (member := self.registry.get(instance.id)) is not None:
+            member.life.completed()
+
+    def ended(
+        self, instance: Instance, request: RequestId, failure: Failure | None, /, *, was_begun: bool = False
+    ) -> None:
+        """It is closed; ``was_begun``: it has failed behind the first event of a stream."""
         if failure is not None and (member := self.registry.get(instance.id)) is not None:
             self.later.settle()  # what went well before
-            member.life.failed(request, failure, now=self._clock())
+            member.life.failed(request, failure, now=self._clock(), was_begun=was_begun)
         self.leave(instance, request)
 
     def blamed(self, instance: Instance, failure: Failure) -> None:
@@ -359,6 +367,14 @@ class LiveFleet:
         if (member := self.registry.get(instance.id)) is not None:
             self.later.settle()  # what went well before
             member.life.blamed(failure, now=self._clock())
+
+    def broke_off(self, broken: BrokenAnswer) -> None:
+        """An engine is held to account for an answer that it has not brought to its end."""
+        if not (broken.is_break or broken.is_stream):
+            self.blamed(broken.instance, broken.failure)
+        elif (member := self.registry.get(broken.instance.id)) is not None:
+            self.later.settle()  # what went well before
+            member.life.broke_off(broken.failure, was_begun=broken.is_stream, now=self._clock())
 
     def reported(self, instance: Instance, header: bytes) -> None:
         """An engine has said how busy it is (``endpoint-load-metrics``)."""

@@ -20,7 +20,7 @@ async def test_the_legs_of_an_engine_are_counted_together():
     legs.over(P, RequestId("a"), 1.0, 2.0, 10.0)
     legs.answered(D, RequestId("a"), 3.0, 11.0)
     legs.over(P, RequestId("b"), 4.0, 5.0, 12.0)
-    legs.ended(D, 6.0, 13.0)
+    legs.ended(D, 6.0, 13.0, True)
     assert counted == []
 
     later.settle()
@@ -32,9 +32,21 @@ async def test_what_comes_after_they_were_counted_is_counted_next():
     legs, later, counted = counting()
     legs.over(P, RequestId("a"), 1.0, 2.0, 10.0)
     later.settle()
-    legs.ended(P, 3.0, 11.0)
+    legs.ended(P, 3.0, 11.0, True)
     assert len(counted) == 1
 
     later.settle()
 
     assert counted[1:] == [(P, [], [], [3.0])]
+
+
+async def test_a_leg_that_was_dropped_does_not_show_that_answers_come_to_their_end():
+    """Its client has left."""
+    later, ends = DeferredCalls(), []
+    legs = GoodLegs(later, lambda legs: ends.append(legs.is_complete))
+    for is_complete in (False, True):
+        legs.ended(D, 6.0, 13.0, False)
+        legs.ended(D, 6.0, 13.0, is_complete)
+        later.settle()
+
+    assert ends == [False, True]

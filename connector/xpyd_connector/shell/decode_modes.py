@@ -229,9 +229,15 @@ def adapter_of(request: Request) -> str | None:
 def _check_adapter(source: PullParams, request: Request) -> None:
     """Raise if the KV was computed with another adapter; the prompt's digest would differ, too, and not say why.
 
-    vLLM's NixlConnector names none.
+    vLLM's NixlConnector names none. It digests no prompt, either: an engine of ours that digests one and names no
+    adapter has computed without one, or is older and knows its name alone.
     """
     own = adapter_of(request)
+    if own is not None and source.xpyd_adapter is None and source.xpyd_prompt is not None:
+        raise AdapterMismatch(
+            f"the offered KV ({source.remote_request_id}) names no adapter, the request here has {own!r}; engine "
+            f"{source.remote_engine_id} computed it without one, or is of an older version"
+        )
     if source.xpyd_adapter is not None and source.xpyd_adapter != own:
         raise AdapterMismatch(
             f"the offered KV ({source.remote_request_id}) was computed with the adapter {source.xpyd_adapter!r}, the "

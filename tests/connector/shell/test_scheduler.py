@@ -381,12 +381,21 @@ def test_an_adapter_with_other_weights_is_another_adapter(engine, tmp_path):
     assert counters(engine)["kv_params_other_adapter"] == 1
 
 
-@pytest.mark.parametrize("changes", [{"mm_features": ["an image"]}, {"lora": "an adapter"}, {"cache_salt": "salt"}])
+def test_an_offer_that_names_no_adapter_is_of_another_adapter(engine):
+    """An engine of protocol 9 digests the adapter's name alone: the prompt is the same, and the sentence says so."""
+    request = engine.request(offer().to_params())
+    request.lora_request = lora("/nowhere")
+    engine.side.on_new_request(request)
+
+    assert engine.side.matched_tokens(request, 0) == (0, False)
+    assert counters(engine)["kv_params_other_adapter"] == 1
+
+
+@pytest.mark.parametrize("changes", [{"mm_features": ["an image"]}, {"cache_salt": "salt"}])
 def test_the_same_tokens_with_other_inputs_are_another_prompt(engine, changes):
     """Their KV is another one: it is not loaded, and the prompt is computed here."""
     request = engine.request(offer().to_params())
     request.mm_features = [SimpleNamespace(identifier=each) for each in changes.get("mm_features", ())]
-    request.lora_request = lora("/nowhere", changes["lora"]) if "lora" in changes else None
     request.cache_salt = changes.get("cache_salt")
     engine.side.on_new_request(request)
 

@@ -4,7 +4,7 @@ import pytest
 
 from support.engines import FINGERPRINT, changed, rank_info
 from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.messages import PROTOCOL, Challenge, DropLeases, Refusal, ServerProof, Welcome
+from xpyd_connector.core.messages import PROTOCOL, Challenge, DropLeases, Refusal, ServerProof, Welcome, decode
 from xpyd_connector.core.session.handshake import (
     NONCE_BYTES,
     Accepted,
@@ -17,7 +17,7 @@ from xpyd_connector.core.session.handshake import (
     badge_of,
     hash_of,
 )
-from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation
+from xpyd_connector.errors import AnotherEngine, IncompatiblePeer, ProtocolViolation
 
 P, D = EngineId("p0"), EngineId("d0")
 WELCOME = Welcome(PROTOCOL, P, FINGERPRINT, (rank_info("p0"),))
@@ -26,6 +26,17 @@ AT = Address("10.0.0.1", 5600)
 CALL = ClientConnection(P, AT, "10.0.0.1", b"certificate", b"g" * NONCE_BYTES)
 ARRIVAL = ServerConnection(AT, b"certificate", NONCE)
 CHALLENGE = Challenge(PROTOCOL, NONCE)
+# As engines of protocol 9 send them.
+CHALLENGE_OF_PROTOCOL_9 = bytes.fromhex(
+    "83a474797065a96368616c6c656e6765a870726f746f636f6c09a56e6f6e6365c420" + 32 * "6e"
+)
+HELLO_OF_PROTOCOL_9 = bytes.fromhex(
+    "8ca474797065a568656c6c6fa870726f746f636f6c09a6656e67696e65a26430a4726f6c65a97363686564756c6572a765787065637473"
+    "a27030a4686f7374a831302e302e302e31a4706f7274cd15e0a772656163686564a831302e302e302e31a56e6f6e6365c420"
+    + 32 * "6e"
+    + "a670726f6f667391c420a347bdb791c6eb31b01a8efe89e9584f5ec64f516578d0c9a4ae21707d9b0232a56261646765c400"
+    "a7776f726b65727390"
+)
 OLD, NEW, OTHER = b"the old secret", b"the new secret", b"another one"
 
 
@@ -190,6 +201,18 @@ def test_another_protocol_is_refused_naming_both():
     )
     with pytest.raises(IncompatiblePeer, match=f"it speaks protocol {PROTOCOL + 1}, we speak {PROTOCOL}"):
         guest().hello(Challenge(PROTOCOL + 1, NONCE), CALL)
+
+
+def test_the_protocol_before_is_told_apart_by_its_bytes():
+    """With the right secret, and in both directions: its proof covers other words than ours."""
+    challenge, hello = decode(CHALLENGE_OF_PROTOCOL_9), decode(HELLO_OF_PROTOCOL_9)
+
+    assert isinstance(answer := host(b"one").answer(hello, ARRIVAL), Refusal)
+    assert (answer.cause, answer.is_another) == ("version", False)
+    assert answer.reason.endswith("you speak 9")
+    with pytest.raises(AnotherEngine, match="it speaks protocol 9") as caught:
+        guest(b"one").hello(challenge, CALL)
+    assert caught.value.cause == "version"
 
 
 def test_a_first_message_other_than_hello_is_refused():

@@ -69,7 +69,7 @@ MUTANTS = {
         f"{SHELL}/decode_modes.py",
         "    if (adapter := adapter_of(request)) is not None:",
         "    if (adapter := None) is not None:",
-        f"{UNIT}/test_scheduler.py::test_the_same_tokens_with_other_inputs_are_another_prompt",
+        f"{UNIT}/test_scheduler.py::test_the_digest_of_a_prompt_covers_its_adapter",
     ),
     "the KV of other images is another prompt's": Mutant(
         f"{SHELL}/decode_modes.py",
@@ -108,10 +108,16 @@ MUTANTS = {
         f"{UNIT}/test_fingerprint.py::test_what_leaves_the_kv_alone_may_differ",
     ),
     "a revision is its commit": Mutant(
-        f"{SHELL}/model_identity.py",
+        f"{SHELL}/model_files.py",
         'getattr(model.revision, "resolved", None) or ',
         "",
         f"{UNIT}/test_fingerprint.py::test_two_revisions_of_a_model_without_files_differ",
+    ),
+    "what a model changes while it is loaded does not matter": Mutant(
+        f"{SHELL}/model_config.py",
+        "        config: Any = _parse(model, folder)",
+        "        config: Any = model.hf_config",
+        f"{UNIT}/test_model_config.py::test_what_a_model_changes_while_it_is_loaded_does_not_matter",
     ),
     "groups of another kind are another cache": Mutant(
         f"{SHELL}/fingerprint.py",

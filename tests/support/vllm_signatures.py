@@ -17,11 +17,15 @@ MEMBERS = {
     f"{HOOKS}:KVConnectorTransferResults": ("finished_recving", "failed_recving"),
     "vllm.config.kv_transfer:KVTransferConfig": (
         *("engine_id", "is_kv_consumer", "is_kv_producer", "kv_buffer_device", "kv_connector_extra_config"),
-        "kv_load_failure_policy",
+        *("kv_load_failure_policy", "kv_role"),
     ),
+    "vllm.config.load:LoadConfig": ("download_dir", "load_format"),
     "vllm.config.model:ModelConfig": (
         *("code_revision", "dtype", "enable_sleep_mode", "get_head_size", "get_total_num_hidden_layers"),
         *("get_total_num_kv_heads", "hf_config", "max_model_len", "model", "quantization", "revision", "use_mla"),
+        *("_apply_dict_overrides", "config_format", "generation_config", "hf_config_path", "hf_overrides"),
+        *("override_generation_config", "served_model_name", "tokenizer", "tokenizer_mode", "tokenizer_revision"),
+        "trust_remote_code",
     ),
     "vllm.config.parallel:ParallelConfig": (
         *("data_parallel_index", "data_parallel_size", "decode_context_parallel_size", "pipeline_parallel_size"),
@@ -30,7 +34,12 @@ MEMBERS = {
     "vllm.config.speculative:SpeculativeConfig": (
         *("draft_model_config", "kv_cache_dtype", "method", "parallel_drafting", "uses_draft_kv_cache"),
     ),
+    "vllm.config.vllm:VllmConfig": (
+        *("cache_config", "kv_transfer_config", "load_config", "model_config", "parallel_config"),
+        "speculative_config",
+    ),
     "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": ("register_connector",),
+    "vllm.lora.request:LoRARequest": ("lora_name", "lora_path"),
     "vllm.v1.attention.backends.cpu_attn:": ("_get_attn_isa",),
     "vllm.v1.core.block_pool:BlockPool": (
         *("blocks", "free_blocks", "get_cached_block", "get_num_free_blocks", "hash_block_size", "touch"),

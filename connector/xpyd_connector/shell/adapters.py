@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from xpyd_connector.core.checkpoint import digest_of
 from xpyd_connector.errors import UnreadableCheckpoint
 from xpyd_connector.io.checkpoint_files import digest_weights, read_json, stamp_of
-from xpyd_connector.shell.model_identity import local_folder
+from xpyd_connector.shell.model_files import local_folder
 
 logger = init_logger("vllm.xpyd")
 

@@ -11,7 +11,8 @@ from xpyd_connector.core.layout.cache_groups import CacheGroup
 from xpyd_connector.core.messages import PROTOCOL, Fingerprint
 from xpyd_connector.settings import Mode, Settings, read_settings
 from xpyd_connector.shell.engine_config import EngineConfig
-from xpyd_connector.shell.model_identity import NONE, identify, is_read
+from xpyd_connector.shell.model_files import NONE
+from xpyd_connector.shell.model_identity import identify, is_read
 from xpyd_connector.shell.vllm_versions import VLLM_VERSION
 
 logger = init_logger("vllm.xpyd")

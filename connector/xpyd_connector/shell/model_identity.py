@@ -4,17 +4,15 @@ Two engines may load one model from different places, and two models from one pl
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
-from huggingface_hub import snapshot_download
 from vllm.config import LoadConfig, ModelConfig
 
-from xpyd_connector.core.checkpoint import digest_config
 from xpyd_connector.errors import UnreadableCheckpoint
 from xpyd_connector.io.checkpoint_files import WEIGHT_PATTERNS, digest_weights, digest_whole, weight_files
+from xpyd_connector.shell.model_config import digest_model_config
+from xpyd_connector.shell.model_files import NONE, commit_of, local_folder, revision_of
 
-NONE: Final = "none"
 _CONSOLIDATED: Final = "consolidated*.safetensors"
 _TENSORS: Final = "*.safetensors"
 # As vLLM's loaders choose files (model_executor/model_loader/default_loader.py); others, of plug-ins among them, are
@@ -44,31 +42,7 @@ class ModelIdentity(NamedTuple):
 
 def identify(model: ModelConfig, load: LoadConfig) -> ModelIdentity:
     """Return the identity of a model; reads some MiB of its files."""
-    return ModelIdentity(_config(model), _tokenizer(model, load), _weights(model, load))
-
-
-def revision_of(model: ModelConfig) -> str:
-    """Return the commit of a model's weights; for a local path, the configured revision.
-
-    vLLM 0.32 keeps the configured revision, with the commit in ``resolved`` if the hub was reachable
-    (``transformers_utils/repo_utils.py``); transformers knows the commit of files from its cache.
-    """
-    commit = getattr(model.revision, "resolved", None) or getattr(model.hf_config, "_commit_hash", None)
-    return str(commit or model.revision or NONE)
-
-
-def local_folder(name: str, revision: str | None, cache: str | None) -> Path | None:
-    """Return where a model's or an adapter's files lie on this machine: a path, or a snapshot of the hub's cache."""
-    path = Path(name).expanduser()
-    if path.exists():
-        return path.absolute()
-    try:
-        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
-    except (OSError, ValueError) as exc:
-        # Not in the cache, or no name of the hub: huggingface_hub's errors are of both kinds. A snapshot that lacks
-        # files of the repository is an error, too (IncompleteSnapshotError), though vLLM has fetched all that it reads.
-        folder: object = getattr(exc, "snapshot_path", None)
-        return None if folder is None else Path(str(folder))
+    return ModelIdentity(digest_model_config(model, load), _tokenizer(model, load), _weights(model, load))
 
 
 def _weights(model: ModelConfig, load: LoadConfig) -> str:
@@ -76,7 +50,7 @@ def _weights(model: ModelConfig, load: LoadConfig) -> str:
     load_format = str(load.load_format)
     if load_format in _UNREAD:
         return _unread(model, f"load format {load_format}")
-    folder = local_folder(model.model, _commit(model), load.download_dir)
+    folder = local_folder(model.model, commit_of(model), load.download_dir)
     if folder is None:
         return _unread(model, "no files on this machine")
     patterns = _PATTERNS.get(load_format, WEIGHT_PATTERNS)
@@ -106,7 +80,7 @@ def _unread(model: ModelConfig, why: str) -> str:
 
 def _tokenizer(model: ModelConfig, load: LoadConfig) -> str:
     name = str(model.tokenizer or model.model)
-    revision = _commit(model) if name == model.model else str(model.tokenizer_revision or "main")
+    revision = commit_of(model) if name == model.model else str(model.tokenizer_revision or "main")
     folder = local_folder(name, revision, None) or local_folder(name, revision, load.download_dir)
     if folder is None or not folder.is_dir():
         return NONE
@@ -120,13 +94,3 @@ def _tokenizer(model: ModelConfig, load: LoadConfig) -> str:
             except UnreadableCheckpoint:
                 return NONE
     return NONE
-
-
-def _commit(model: ModelConfig) -> str:
-    revision = revision_of(model)
-    return "main" if revision == NONE else revision
-
-
-def _config(model: ModelConfig) -> str:
-    """Return a digest of the configuration as vLLM uses it, with what ``--hf-overrides`` has changed."""
-    return digest_config(model.hf_config.to_dict())

@@ -40,7 +40,8 @@ def model(name="org/m", **changes):
     fields = {
         "model": str(name), "tokenizer": str(name), "tokenizer_revision": None, "tokenizer_mode": "auto",
         "served_model_name": "m", "revision": None, "code_revision": None, "quantization": None, "dtype": "bfloat16",
-        "hf_config": hf_config(), "get_total_num_hidden_layers": lambda: 2,
+        "hf_config": hf_config(), "hf_config_path": None, "hf_overrides": {}, "trust_remote_code": False,
+        "config_format": "auto", "get_total_num_hidden_layers": lambda: 2,
         "get_total_num_kv_heads": lambda: 4, "get_head_size": lambda: 64,
     }  # fmt: skip
     return SimpleNamespace(**{**fields, **changes})

@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import RequestStatus
 
     from xpyd_connector.shell.control_thread import common_fingerprint
+    from xpyd_connector.shell.decode_modes import digest
     from xpyd_connector.shell.engine_config import EngineConfig
     from xpyd_connector.shell.engine_waker import EngineWaker
     from xpyd_connector.shell.held_blocks import HeldBlocks
@@ -389,6 +390,17 @@ def test_an_offer_that_names_no_adapter_is_of_another_adapter(engine):
 
     assert engine.side.matched_tokens(request, 0) == (0, False)
     assert counters(engine)["kv_params_other_adapter"] == 1
+
+
+def test_the_digest_of_a_prompt_covers_its_adapter(engine, tmp_path):
+    """In push P compares nothing else: the adapter has no field of its own there."""
+    request = engine.request({})
+    digests = {digest(request, 9)}
+    for name, seed in (("p", 1), ("d", 2)):
+        request.lora_request = lora(write_adapter(tmp_path / name, seed=seed))
+        digests.add(digest(request, 9))
+
+    assert len(digests) == 3
 
 
 @pytest.mark.parametrize("changes", [{"mm_features": ["an image"]}, {"cache_salt": "salt"}])

@@ -114,7 +114,7 @@ def test_on_a_host_of_a_lab_it_is_as_what_ip_starts_there(fleet):
 
 def test_what_was_prepared_for_nobody_ends_at_once(fleet):
     """As it does while it still imports: nobody has to kill it."""
-    bearer = nursery.Nursery(fleet, STATEMENT, dict(os.environ), "nursery-0").child
+    bearer = nursery.of_fleet(fleet, STATEMENT, dict(os.environ), "nursery-0").child
     wait_until(lambda: list(bearer.temp.parent.glob("n*")), seconds=20, what="it listens")
     fleet.stop(bearer)
 

@@ -98,10 +98,10 @@ def front(folder, *flags, tls=None, soft=None, hard=None, x=1, y=1, **options):
     """Run one in front of pretended engines."""
     with fleet(x, y, **options) as (engines, _, words), ExitStack() as stack:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        router = RouterProcess(folder / "router.log", *words, "--health-check-interval", "0", *flags)
+        few = (soft or hard, hard or before[1]) if soft or hard else None
+        words = (*words, "--health-check-interval", "0", *flags)
+        router = RouterProcess(folder / "router.log", *words, descriptors=few)
         stack.callback(router.kill)
-        if soft or hard:
-            resource.prlimit(router.child.pid, resource.RLIMIT_NOFILE, (soft or hard, hard or before[1]))
         yield Front(router.started(), engines, tls)
         assert "Traceback" not in router.said, router.said
 

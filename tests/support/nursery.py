@@ -1,10 +1,12 @@
-"""Engines that have PyTorch and vLLM when they are born: forks of ``support.nursery_process``, which imported them.
+"""Engines and routers that have imported everything when they are born: forks of ``support.nursery_process``.
 
-Importing them, and what they import later, takes 12 CPU seconds that no start needs any more. There is one such process
-for each environment that an import may see; it ends with the fleet whose engines it bears, on this host or in a lab.
-``xpyd up`` and the examples start engines as vLLM does.
+Importing takes an engine 12 CPU seconds, and a router 1.4. There is one such process for each environment that an
+import may see. That of engines ends with the fleet whose engines it bears, on this host or in a lab; that of routers
+with the tests. ``xpyd up`` and the examples start engines as vLLM does.
 """
 
+import atexit
+import functools
 import json
 import os
 import select
@@ -12,10 +14,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 
 from support import nursery_process
 from xpyd_proxy.local import guard
@@ -30,6 +34,8 @@ OWN = (
     "VLLM_API_KEY", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_V1_MULTIPROCESSING",
 )  # fmt: skip
 IN_NAMESPACE = ("ip", "netns", "exec")  # what starts a program on a host of a lab; a fork goes there by itself
+BORN = "support.nursery.born"  # event for audit hooks
+_spent = []  # CPU seconds of each that has ended
 _nurseries = weakref.WeakKeyDictionary()  # fleet -> (program, environment) -> nursery
 
 
@@ -47,7 +53,7 @@ def start(fleet, command, *, program, prefix=()):
         pass
     fleet._logs.add(log)
     environment = {**command.environment, "TMPDIR": str(temp)}
-    process = nursery.bear(command.argv[at + 1 :], environment, log, prefix[-1] if prefix else None)
+    process = nursery.bear(command.argv[at + 1 :], environment, log, namespace=prefix[-1] if prefix else None)
     fleet._tell_guard(f"+{process.pid}")
     child = Child(command, process, log, temp)
     fleet.children.append(child)
@@ -60,19 +66,51 @@ def _nursery(fleet, command, program):
     found = _nurseries.setdefault(fleet, {})
     key = (program, seen)
     if key not in found or not found[key].child.alive:
-        found[key] = Nursery(fleet, program, environment, f"nursery-{len(found)}")
+        found[key] = of_fleet(fleet, program, environment, f"nursery-{len(found)}")
     return found[key]
+
+
+def of_fleet(fleet, program, environment, name):
+    """Start one that ends with a fleet."""
+    place = str(fleet._temp / f"n{next(fleet._numbers)}")
+    return Nursery(fleet.start(_command(name, place, program, environment)), place)
+
+
+def _command(name, place, program, environment):
+    if "PYTHONPATH" in os.environ:  # the sources that are tested, where these are not the installed ones
+        environment = {**environment, "PYTHONPATH": os.environ["PYTHONPATH"]}
+    argv = [sys.executable, "-P", nursery_process.__file__, place, program]
+    return Command(name, argv, environment, "")
+
+
+def cpu_seconds():
+    """Return what all have used that have ended."""
+    return sum(_spent)
+
+
+def start_router(arguments, environment, log, *, descriptors=None):
+    """Fork a router; ``descriptors``: its limits, the soft one and the hard one."""
+    log.write_text("")
+    return _routers().bear(arguments, environment, log, descriptors=descriptors)
+
+
+@functools.cache
+def _routers():
+    folder = tempfile.TemporaryDirectory(prefix="nursery-")
+    atexit.register(folder.cleanup)
+    log, place = Path(folder.name, "log"), str(Path(folder.name, "s"))
+    command = _command("nursery", place, "xpyd_proxy.cli", dict(os.environ))
+    with log.open("wb") as file:
+        process = subprocess.Popen(command.argv, env=command.environment, stdout=file, stderr=file)
+    return Nursery(Child(command, process, log, Path(folder.name)), place)
 
 
 class Nursery:
     """The process, as the tests see it."""
 
-    def __init__(self, fleet, program, environment, name):
-        self._place = str(fleet._temp / f"n{next(fleet._numbers)}")
-        if "PYTHONPATH" in os.environ:  # the sources that are tested, where these are not the installed ones
-            environment = {**environment, "PYTHONPATH": os.environ["PYTHONPATH"]}
-        argv = [sys.executable, "-P", nursery_process.__file__, self._place, program]
-        self.child = fleet.start(Command(name, argv, environment, ""))
+    def __init__(self, child, place):
+        self.child = child
+        self._place = place
         self._codes = {}  # pid -> exit code
         self._gone = False
         self._received = b""
@@ -81,9 +119,11 @@ class Nursery:
         self._connected = False
         weakref.finalize(self, self._socket.close)
 
-    def bear(self, arguments, environment, log, namespace):
-        """Fork an engine; it has a session of its own when this returns."""
-        order = {"arguments": list(arguments), "environment": environment, "log": str(log), "namespace": namespace}
+    def bear(self, arguments, environment, log, *, namespace=None, descriptors=None):
+        """Fork one; it has a session of its own when this returns."""
+        sys.audit(BORN)
+        order = {"arguments": list(arguments), "environment": environment, "log": str(log)}
+        order |= {"namespace": namespace, "descriptors": descriptors}
         with self._lock:
             self._connect()
             self._socket.sendall(json.dumps(order).encode() + b"\n")
@@ -120,16 +160,17 @@ class Nursery:
         if not newline:
             return None
         self._received = rest
-        what, pid, code = json.loads(line)
+        what, pid, code, cpu_s = json.loads(line)
         if what == "born":
             return pid
         self._codes[pid] = code
+        _spent.append(cpu_s)
         return None
 
 
 @dataclass(frozen=True)
 class Borne:
-    """An engine, as a ``subprocess.Popen`` of it would be."""
+    """What was born, as a ``subprocess.Popen`` of it would be."""
 
     nursery: Nursery
     pid: int
@@ -146,3 +187,14 @@ class Borne:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
             time.sleep(POLL_S)
         return code
+
+    def send_signal(self, number):
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)

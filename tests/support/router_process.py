@@ -12,23 +12,41 @@ from typing import Self
 
 import httpx
 
+from support import nursery
 from support.sim import until
 
 KEY = {"X-Api-Key": "sesame"}
+OF_LIBRARIES = ("GLIBC_", "LD_", "MALLOC_", "OPENSSL_", "PYTHON", "SSL_")  # read when a program starts or imports
 
 
 class RouterProcess:
-    """One router; ``said`` is its log. ``within``: a command that runs it in surroundings of its own."""
+    """One router; ``said`` is its log.
+
+    It is forked from a process that has imported it (``support.nursery``). ``within``: a command that runs it in
+    surroundings of its own; that one, and one for whose libraries the environment has something, imports it anew.
+    """
 
     running = r"running on (https?://127.0.0.1:\d+)"  # what it says when it listens
 
-    def __init__(self, log: Path, *args: str, env: Mapping[str, str] | None = None, within: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
+        descriptors: tuple[int, int] | None = None,
+    ) -> None:
         self._log = log
-        argv = [*within, sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", *args]
+        own = {"ADMIN_API_KEY": KEY["X-Api-Key"], **(env or {})}
+        environment, words = os.environ | own, ("serve", "--port", "0", *args)
+        self.child: subprocess.Popen[bytes] | nursery.Borne
+        if not within and not any(name.startswith(OF_LIBRARIES) for name in own):
+            self.child = nursery.start_router(words, environment, log, descriptors=descriptors)
+            return
+        assert descriptors is None
         with log.open("w") as file:
-            self.child = subprocess.Popen(
-                argv, stderr=file, stdout=file, env={**os.environ, "ADMIN_API_KEY": KEY["X-Api-Key"], **(env or {})}
-            )
+            argv = [*within, sys.executable, "-m", "xpyd_proxy.cli", *words]
+            self.child = subprocess.Popen(argv, stderr=file, stdout=file, env=environment)
 
     def started(self) -> Self:
         """Wait until it listens."""

@@ -1,4 +1,4 @@
-"""What each test touches, which is its tier, and the CPU time it takes: its own process and the children it waited for.
+"""What each test touches, which is its tier, and the CPU time it takes, with that of all children that have ended.
 
 The summary has the sums by tier and the dearest files. CPU time is the same on a busy machine, the time of day is not.
 """
@@ -10,10 +10,12 @@ from enum import IntEnum
 
 import pytest
 
+from support import nursery
+
 MOST_FILES = 15  # in the summary
 _PROPERTY = "tier_and_cpu"
 _SOCKETS = frozenset({"socket.bind", "socket.connect"})
-_PROCESSES = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"})
+_PROCESSES = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen", nursery.BORN})
 
 
 class Tier(IntEnum):
@@ -93,4 +95,4 @@ def _uses_engines(item):
 
 def _cpu_seconds():
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    return times.user + times.system + times.children_user + times.children_system + nursery.cpu_seconds()

@@ -1,6 +1,7 @@
 """WebSockets to engines. The library ``websockets`` (the extra ``realtime``) stops at this file."""
 
 import logging
+import socket
 from typing import Any, Final
 
 from websockets.asyncio.client import ClientConnection, connect
@@ -10,6 +11,7 @@ from websockets.protocol import Event
 
 from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import Headers, Instance
+from xpyd_proxy.core.protocol.fault_table import unreached
 from xpyd_proxy.core.protocol.realtime import (
     ABNORMAL,
     FED_MOST,
@@ -136,8 +138,9 @@ class EngineSockets:
             )
             raise EngineFault(f"{instance.id} {why}") from exc
         except (OSError, EOFError, UnicodeError) as exc:  # ssl.SSLError is an OSError
-            why = self._tls.failure(instance, exc) or "cannot be reached"
-            raise EngineError(f"{instance.id} {why}", reached=False) from exc
+            number = exc.errno if isinstance(exc, OSError) else None
+            is_name = isinstance(exc, socket.gaierror)
+            raise unreached(instance.id, number, is_name=is_name, why=self._tls.failure(instance, exc)) from exc
 
     async def _connect(self, instance: Instance, host: str, shown: Headers) -> ClientConnection:
         address, tls, name, scheme = instance.address, None, None, "ws"

@@ -2,41 +2,60 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]  # raises OSError
 _Name: TypeAlias = tuple[str, int]  # host and port
 _PATIENCE_S: Final = 1.0  # for an answer about a name whose addresses are known
+# Seconds after a good answer for which its addresses are used: a resolver restarts in fewer, and health checks ask each
+# few seconds. Later the address may be that of another pod, which would get the prompts and perhaps the key.
+_LAST_GOOD_S: Final = 60.0
 _MOST: Final = 65_536  # names that are remembered
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Where a name led, and since when that is known."""
+
+    addresses: Sequence[str]
+    at: float  # seconds of the event loop
+
+
 class EngineNames:
-    """Resolves each name anew for each connection. One that does not resolve has its last good addresses.
+    """Resolves each name anew for each connection. One that does not resolve has its last good addresses for a minute.
 
     That no name resolves says nothing of the engines: it is the cluster's DNS, which is away for seconds when its pods
-    move. A request waits for it once; while a name is late, those that follow take the last addresses at once.
+    move. A request waits for it once; while a name is late, those that follow take the last addresses at once. A name
+    that DNS denies is treated alike: a DNS that has just started denies what it has not read yet.
     """
 
     def __init__(self, resolve: Resolve, *, patience_s: float = _PATIENCE_S) -> None:
         self._resolve = resolve
         self._patience_s = patience_s
-        self._known: dict[_Name, Sequence[str]] = {}
+        self._known: dict[_Name, _Answer] = {}
         self._asked: dict[_Name, asyncio.Task[Sequence[str]]] = {}  # that are not answered
         self._late: set[_Name] = set()  # that had no good answer the last time
+        self._expired: set[_Name] = set()  # late ones whose last good answer is too old
 
     async def resolve(self, host: str, port: int) -> Sequence[str]:
-        """Return the addresses of a name; raises OSError: it has none, and never had."""
+        """Return the addresses of a name; raises OSError: it has none, and had none of late."""
         name = host, port
         known, asked = self._known.get(name), self._asked.get(name) or self._ask(name)
         if known is None:
             return await asyncio.shield(asked)
-        if name not in self._late:
+        if name not in self._late or _is_old(known):
             await asyncio.wait((asked,), timeout=self._patience_s)
             if not asked.done():
                 self._is_late(name, "no answer")
-        return self._known.get(name, known)
+        known = self._known.get(name, known)
+        if _is_old(known):
+            self._expire(name)
+            raise _failure(asked)
+        return known.addresses
 
     def _ask(self, name: _Name) -> "asyncio.Task[Sequence[str]]":
         async def ask() -> Sequence[str]:
@@ -54,7 +73,8 @@ class EngineNames:
         if error is None and (found := task.result()):
             if len(self._known) >= _MOST:
                 self._known.clear()
-            self._known[name] = found
+            self._known[name] = _Answer(found, asyncio.get_running_loop().time())
+            self._expired.discard(name)
             if name in self._late:
                 self._late.remove(name)
                 if not self._late:
@@ -64,5 +84,25 @@ class EngineNames:
 
     def _is_late(self, name: _Name, why: str) -> None:
         if not self._late:
-            logger.warning("names of engines do not resolve (%s): their last good addresses are used", why)
+            logger.warning(
+                "names of engines do not resolve (%s): their last good addresses are used for %g s", why, _LAST_GOOD_S
+            )
         self._late.add(name)
+
+    def _expire(self, name: _Name) -> None:
+        if not self._expired:
+            said = "%s has not resolved for %g s: it is not connected to, as its address may be another's by now"
+            logger.warning(said, name[0], _LAST_GOOD_S)
+        self._expired.add(name)
+
+
+def _is_old(answer: _Answer) -> bool:
+    return asyncio.get_running_loop().time() - answer.at > _LAST_GOOD_S
+
+
+def _failure(asked: "asyncio.Task[Sequence[str]]") -> OSError:
+    """Return why a question has no good answer."""
+    error = asked.exception() if asked.done() and not asked.cancelled() else None
+    if isinstance(error, OSError):
+        return error
+    return socket.gaierror(socket.EAI_AGAIN, "the name does not resolve")

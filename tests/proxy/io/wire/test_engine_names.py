@@ -1,14 +1,22 @@
-"""Names of engines while DNS is away: their last good addresses are used, and one line says so."""
+"""Names of engines while DNS is away: their last good addresses are used for a minute, and one line says so."""
 
 import asyncio
 import socket
 
 import pytest
 
+from support.simulated_loop import advance, in_simulated_time
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.http.address_allowlist import AllowList
+from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.errors import NetworkFault
+from xpyd_proxy.io.websocket import EngineSockets
 from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.io.wire.engine_names import EngineNames
+from xpyd_proxy.io.wire.engine_tls import EngineTls
+from xpyd_proxy.io.wire.pool import Pool
+from xpyd_proxy.settings import Settings
 
 
 class Dns:
@@ -28,9 +36,15 @@ class Dns:
         return self.answer
 
 
-@pytest.mark.parametrize(
-    "away", [socket.gaierror(-3, "Temporary failure"), [], None], ids=["error", "empty", "silence"]
+DENIED = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+AWAY = pytest.mark.parametrize(
+    "away",
+    [socket.gaierror(-3, "Temporary failure"), DENIED, [], None],
+    ids=["error", "no such name", "empty", "silence"],
 )
+
+
+@AWAY
 async def test_a_name_that_does_not_resolve_has_its_last_good_addresses(away, caplog):
     """Whether DNS fails or says nothing; each name is asked for again, and its new address is taken."""
     dns = Dns()
@@ -83,3 +97,78 @@ async def test_the_names_of_given_engines_are_remembered_too():
 
     assert await guard.places(engine) == ["10.0.0.7"]
     assert await guard.places(Address("http", "10.0.0.9", 80)) == ()
+
+
+@AWAY
+def test_the_last_good_addresses_are_used_for_a_minute(away, caplog):
+    """Later they may be those of another pod, to which no prompt may go; one that answers again is used again."""
+
+    async def scenario():
+        dns = Dns()
+        names = EngineNames(dns)
+        await names.resolve("p0", 80)
+        dns.answer = away
+        await advance(50)
+        assert await names.resolve("p0", 80) == ["10.0.0.7"]
+        await advance(11)
+        for _ in range(3):
+            with pytest.raises(socket.gaierror):
+                await names.resolve("p0", 80)
+        dns.answer = ["10.0.0.8"]
+        dns.silence.set()
+        await advance(1)
+        return await names.resolve("p0", 80)
+
+    assert in_simulated_time(scenario())[1] == ["10.0.0.8"]
+    assert len([line for line in caplog.messages if "has not resolved for 60 s" in line]) == 1
+
+
+def test_each_good_answer_begins_the_minute_anew():
+    """Health checks ask each few seconds, so a name is good for a minute after DNS was last well."""
+
+    async def scenario():
+        dns = Dns()
+        names = EngineNames(dns)
+        for _ in range(5):
+            await names.resolve("p0", 80)
+            await advance(50)
+        dns.answer = DENIED
+        return await names.resolve("p0", 80)
+
+    assert in_simulated_time(scenario())[1] == ["10.0.0.7"]
+
+
+@AWAY
+def test_a_name_without_good_addresses_is_a_fault_of_the_network(away):
+    """Nothing is connected to, and the engine is not blamed: also when DNS says nothing."""
+    dialled = []
+
+    async def dial(_, host, port):
+        dialled.append((host, port))
+        raise OSError("nothing is there")
+
+    async def scenario():
+        dns = Dns()
+        guard = Guard(AllowList.parse(()), lambda _: True, EngineNames(dns).resolve)
+        pool = Pool(keepalive_s=1, connect_timeout_s=5, guard=guard, dial=dial)
+        engine = Instance(InstanceId("prefill-0"), Role.PREFILL, Address("http", "p0", 80))
+        await guard.places(engine.address)
+        dns.answer = away
+        await advance(61)
+        with pytest.raises(NetworkFault):
+            await pool.open(engine)
+
+    in_simulated_time(scenario())
+    assert dialled == []
+
+
+async def test_a_session_to_a_name_that_does_not_resolve_is_a_fault_of_the_network_too():
+    """As for a request: the engine is not blamed."""
+    dns = Dns()
+    dns.answer = DENIED
+    guard = Guard(AllowList.parse(()), lambda _: True, EngineNames(dns).resolve)
+    sockets = EngineSockets(Settings(), Outbound(), EngineTls.usual(), guard)
+    engine = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "d0", 80))
+
+    with pytest.raises(NetworkFault):
+        await sockets.open(engine, ())

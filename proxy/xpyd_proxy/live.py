@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from xpyd_proxy.core.admission.admin_key import AdminKey
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
@@ -15,12 +15,15 @@ from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import AlreadyKnown, ConfigError, IdLogBusy
 from xpyd_proxy.io.files import client_keys, engine_keys, join_key, operator_key
 from xpyd_proxy.io.peers import check_peers
+from xpyd_proxy.io.reloads import half_written, key_stamps
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.service import Requests
 from xpyd_proxy.settings import KvEvents, PolicyName, QueueOrder, RolesMode, Settings
 
 logger = logging.getLogger(__name__)
 _BY_CACHE: Final = frozenset({PolicyName.PREFIX, PolicyName.EXPECTED_TTFT})
+_ENGINE_KEYS: Final = {"prefill_api_key_file": Role.PREFILL, "decode_api_key_file": Role.DECODE}
+T = TypeVar("T")
 _Addresses: TypeAlias = Mapping[Role, Mapping[str, Target]]
 
 
@@ -48,10 +51,19 @@ class Live:
             ConfigError: something is wrong with the new settings.
             AddressError: an address cannot be one.
         """
+        stamps = key_stamps(new)
         keys, shown, admin_key = client_keys(new), engine_keys(new), operator_key(new)
         join = join_key(new)
-        if keys is not None and not keys.is_whole and old.api_keys_file == new.api_keys_file:
-            keys = self.keyring.keys  # it may be half written: io/reloads.py reads it once it rests
+        half = {name for name in half_written(new, stamps) if getattr(old, name) == getattr(new, name)}
+        if "api_keys_file" in half:
+            keys = _kept("api_keys_file", keys, self.keyring.keys)
+        for name, role in _ENGINE_KEYS.items():
+            if name in half and (known := self.outbound.key_of(role)) is not None:
+                shown[role] = _kept(name, shown[role], known)
+        if "admin_key_file" in half:
+            admin_key = _kept("admin_key_file", admin_key, self.admin_key.text)
+        if "join_key_file" in half:
+            join = _kept("join_key_file", join, self.join_key.text)
         check(new)
         if new.classes and self.requests.fleet.costs is None:
             raise ConfigError(
@@ -94,6 +106,14 @@ class Live:
                 else:
                     for instance in added:
                         logger.info("%s is at %s", instance.id, target.address.url)
+
+
+def _kept(name: str, read: T, known: T) -> T:
+    """Return what was read from a file before it may have been half written; io/reloads.py reads it once it rests."""
+    if read != known:
+        said = "%s has no line break at its end, or is being written: what was read before stays until it rests"
+        logger.warning(said, name)
+    return known
 
 
 def check(settings: Settings) -> None:

@@ -129,7 +129,23 @@ class FileReloads:
 
 def stamps_of(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
     """Return of each file that settings name what changes when it is replaced, also behind a symbolic link."""
-    names = (*_SERVER, *_ADMIN, *_ENGINES, *_KEYS, *_OPERATORS)
+    return _stamps(settings, (*_SERVER, *_ADMIN, *_ENGINES, *_KEYS, *_OPERATORS))
+
+
+def key_stamps(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
+    """Return the same of the files of keys alone."""
+    return _stamps(settings, (*_KEYS, *_OPERATORS))
+
+
+def half_written(settings: Settings, stamps: Mapping[str, tuple[str, _Stamp]]) -> frozenset[str]:
+    """Return the settings whose files of keys have no last line break, or were written since they had these stamps."""
+    now = key_stamps(settings)
+    return frozenset(
+        name for name, (path, stamp) in now.items() if stamps.get(name) != (path, stamp) or not _ends_with_line(stamp)
+    )
+
+
+def _stamps(settings: Settings, names: tuple[str, ...]) -> Mapping[str, tuple[str, _Stamp]]:
     paths: dict[str, str | None] = {name: getattr(settings, name) for name in names}
     return {name: (path, _stamp(path, name in _LINES)) for name, path in paths.items() if path is not None}
 

@@ -90,7 +90,7 @@ async def test_sighup_reads_the_key_too_and_another_file(key_files):
     built = build(first, fabric=network.fabric)
     transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
     async with network.running(built.app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-        (key_files / "admin").write_text("sesame-2")
+        (key_files / "admin").write_text("sesame-2\n")
         built.live.prepared(first, first)()
         renewed = [await opened_by(client, key) for key in ("sesame-1", "sesame-2")]
         built.live.prepared(first, second)()

@@ -20,6 +20,11 @@ class AdminKey:
         """Tell whether there is a key at all."""
         return bool(self._keys)
 
+    @property
+    def text(self) -> str | None:
+        """Return what ``change`` takes, a key a line; None: there is no key."""
+        return b"\n".join(self._keys).decode() or None
+
     def change(self, key: str | None) -> None:
         """Accept this key from now on, and no longer the one before."""
         self._keys = _keys_in(key)

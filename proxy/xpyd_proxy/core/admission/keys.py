@@ -153,6 +153,10 @@ class Outbound:
         """Show other keys from now on."""
         self._keys = dict(keys)
 
+    def key_of(self, role: Role) -> str | None:
+        """Return the key of a pool; None: it has none of its own."""
+        return self._keys.get(role)
+
     def headers(self, role: Role, headers: Headers) -> Headers:
         """Return the headers for an engine: with the key of its pool, if it has one, and not with the client's."""
         key = self._keys.get(role)

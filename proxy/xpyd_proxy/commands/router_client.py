@@ -10,11 +10,13 @@ import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, cast
 
 import httpx
 
 from xpyd_proxy.commands.flag_values import seconds, server_url
+from xpyd_proxy.commands.port_owners import port_owners, why_not_of
 from xpyd_proxy.commands.tables import in_lines, printable, shortened
 from xpyd_proxy.core.admission.keys import outbound_key
 from xpyd_proxy.errors import ConfigError
@@ -24,6 +26,7 @@ Json: TypeAlias = dict[str, Any]
 ROUTER_VARIABLE: Final = "XPYD_ROUTER"
 PIN_VARIABLE: Final = "XPYD_ROUTER_PIN"
 KEY_VARIABLE: Final = "ADMIN_API_KEY"
+_PORTS: Final = {"http": 80, "https": 443}
 _THIS_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
 _REASON: Final = "x-xpyd-reason"  # of a refusal in the words of vLLM's demo, which do not say why
 _WORKERS: Final = "x-xpyd-workers"  # of a 404: of how many processes this one is
@@ -74,7 +77,8 @@ class RouterClient:
     def __init__(self, args: argparse.Namespace) -> None:
         """Read what flags and environment name; raises ConfigError: no key, a wrong file, or flags that clash."""
         self.url, key, tls = _read_access(args)
-        headers = {b"x-api-key": key.encode(errors="surrogateescape"), b"accept-encoding": b"identity"}
+        headers = {b"x-api-key": key.text.encode(errors="surrogateescape"), b"accept-encoding": b"identity"}
+        self._key_owner = key.owner
         limits = httpx.Limits(max_keepalive_connections=0)  # a connection for each question
         self._client = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False, verify=tls, limits=limits)
         self._extensions = {} if args.server_name is None else {"sni_hostname": args.server_name}
@@ -117,6 +121,8 @@ class RouterClient:
     async def _exchange(self, path: str, body: Mapping[str, object] | None) -> tuple[httpx.Response, bytes]:
         """Read a whole answer; the time is for all of it, as httpx's own are for one read each."""
         method, content = "GET" if body is None else "POST", bytearray()
+        if self._key_owner is not None:  # before each connection: a command that waits outlives routers
+            _check_listener(self.url, self._key_owner)
         async with (
             asyncio.timeout(self._timeout_s),
             self._client.stream(method, self.url + path, json=body, extensions=self._extensions) as response,
@@ -185,7 +191,15 @@ def add_access_arguments(parser: argparse.ArgumentParser) -> Sequence[argparse.A
     )
 
 
-def _read_access(args: argparse.Namespace) -> tuple[str, str, ssl.SSLContext]:
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """The admin key."""
+
+    text: str = field(repr=False)
+    owner: int | None = None  # the id of the user to whose processes alone it is shown; None: to what was named
+
+
+def _read_access(args: argparse.Namespace) -> tuple[str, _Key, ssl.SSLContext]:
     """Return the router's URL without a slash at its end, the key, and what its certificate is checked with."""
     url = server_url(args.router)
     secure = url.startswith("https://")
@@ -199,18 +213,30 @@ def _read_access(args: argparse.Namespace) -> tuple[str, str, ssl.SSLContext]:
     return url, _read_key(args.key_file, url), tls
 
 
-def _read_key(file: str | None, url: str) -> str:
+def _read_key(file: str | None, url: str) -> _Key:
     """Return the admin key, which is never an argument: those are visible in ps. Raises ConfigError."""
     if file is not None:
-        return outbound_key(read_text(file), file)
+        return _Key(outbound_key(read_text(file), file))
     if key := os.environ.get(KEY_VARIABLE, ""):
-        return key
+        return _Key(key)
     if LOCAL_KEY_FILE.is_file() and urllib.parse.urlsplit(url).hostname in _THIS_MACHINE:  # of no use elsewhere
-        return outbound_key(read_text(str(LOCAL_KEY_FILE)), str(LOCAL_KEY_FILE))
+        text = outbound_key(read_text(str(LOCAL_KEY_FILE)), str(LOCAL_KEY_FILE))
+        return _Key(text, LOCAL_KEY_FILE.stat().st_uid)
     raise ConfigError(
         f"no admin key: set {KEY_VARIABLE} in the environment, or name a file with it (--key-file); xpyd up keeps its "
         f"own in {LOCAL_KEY_FILE}, and commands in the same folder find it"
     )
+
+
+def _check_listener(url: str, user: int) -> None:
+    """Raise CommandFailed unless all that listens on the router's port is of one user: others may take a free port."""
+    place = urllib.parse.urlsplit(url)
+    port = place.port or _PORTS[place.scheme]
+    if why := why_not_of(user, port, port_owners(port)):
+        raise CommandFailed(
+            f"the key in {LOCAL_KEY_FILE} is not shown to {url}, as {why}: if it is your router, add --key-file "
+            f"{LOCAL_KEY_FILE}"
+        )
 
 
 def _tls(args: argparse.Namespace) -> ssl.SSLContext:

@@ -79,11 +79,20 @@ def _memory_mend(here: EndFacts, there: EndFacts, used: Sequence[str]) -> str:
         chosen = end.variable("UCX_TLS")
         if chosen is not None and not _allows_memory(chosen):
             return f"remove UCX_TLS={chosen} at {end.host} or add sm (and cuda_ipc for GPUs) to it"
-    if here.ipc_namespace != there.ipc_namespace:
-        return "give both containers one IPC namespace (docker --ipc host, hostIPC in Kubernetes)"
-    if here.pid_namespace != there.pid_namespace:
+    apart = [
+        kind
+        for kind, is_apart in (
+            ("IPC", here.ipc_namespace != there.ipc_namespace),
+            ("PID", here.pid_namespace != there.pid_namespace),
+        )
+        if is_apart
+    ]
+    if apart:
+        docker = " ".join(f"--{kind.lower()} host" for kind in apart)
+        pods = " and ".join(f"host{kind}" for kind in apart)
         return (
-            "give both containers one PID namespace (docker --pid host, shareProcessNamespace or hostPID in Kubernetes)"
+            f"give both containers one {' and one '.join(apart)} namespace (docker {docker}; {pods} of pods, which the "
+            "chart sets by engine.hostNamespaces)"
         )
     smallest = min(here, there, key=lambda end: end.shared_memory)
     if smallest.shared_memory < 64 << 20:

@@ -98,8 +98,13 @@ ONE_MACHINE = changed(THERE, machine="boot-1")
     [
         (changed(ONE_MACHINE, environment=("UCX_TLS=tcp",)), "remove UCX_TLS=tcp at p0"),
         (changed(ONE_MACHINE, environment=("UCX_TLS=^sm",)), "remove UCX_TLS=^sm at p0"),
-        (changed(ONE_MACHINE, ipc_namespace="ipc:[2]"), "hostIPC"),
-        (changed(ONE_MACHINE, pid_namespace="pid:[2]"), "PID namespace"),
+        (changed(ONE_MACHINE, ipc_namespace="ipc:[2]"), "one IPC namespace (docker --ipc host; hostIPC of pods"),
+        (changed(ONE_MACHINE, pid_namespace="pid:[2]"), "one PID namespace (docker --pid host; hostPID of pods"),
+        (
+            changed(ONE_MACHINE, ipc_namespace="ipc:[2]", pid_namespace="pid:[2]"),
+            "give both containers one IPC and one PID namespace (docker --ipc host --pid host; hostIPC and hostPID of "
+            "pods, which the chart sets by engine.hostNamespaces)",
+        ),
         (changed(ONE_MACHINE, shared_memory=1 << 20), "enlarge /dev/shm at p0, of which 1 MiB are free"),
         (ONE_MACHINE, "ptrace"),
         (changed(ONE_MACHINE, environment=("UCX_TLS=tcp,sm",)), "ptrace"),

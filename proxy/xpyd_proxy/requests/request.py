@@ -283,6 +283,7 @@ class Request:
                 if self._of.fleet.missing.is_denied(plan.path):
                     self._of.fleet.check_path(plan.path, plan.ask)
                 ticket = self._take_ticket(plan, size)
+                self._comment_when_quiet(plan)  # from here on: nothing else comes in the queue
                 if ticket.state is _WAITING:
                     await self._wait_for_turn(ticket)
                 dispatch = self._admit(plan, ticket)
@@ -317,6 +318,13 @@ class Request:
         for each in held_to_account(broken, decode.instance if is_served and decode is not None else None):
             self._of.fleet.broke_off(each)
 
+    def _comment_when_quiet(self, plan: RequestPlan) -> None:
+        """Have comments in a stream, if the settings want them."""
+        interval_s = self._of.settings.stream_comment_interval_s
+        if plan.streams and interval_s:
+            client, now = self._client, self._of.clock()
+            client.writer = self._comments = CommentedResponse(client.writer, interval_s, client.stream_lines, now=now)
+
     def _admit(self, plan: RequestPlan, ticket: Ticket) -> Dispatch:
         """Begin the request's time, and have it go by the rules of now; raises TurnedAway if it has no place."""
         of, life = self._of, self._life
@@ -330,9 +338,6 @@ class Request:
         seconds = settings.stream_timeout_s if plan.streams else settings.total_timeout_s
         if seconds is not None:
             self._total_s, self._ends_at = seconds, now + seconds
-        if plan.streams and settings.stream_comment_interval_s:
-            client, interval_s = self._client, settings.stream_comment_interval_s
-            client.writer = self._comments = CommentedResponse(client.writer, interval_s, client.stream_lines, now=now)
         canaries, call = of.canaries, plan.call
         if canaries is not None and call is not None and canaries.takes(call):
             self._client.writer = KeptResponse(self._client.writer, call)

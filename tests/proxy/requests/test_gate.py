@@ -6,7 +6,8 @@ import random
 import pytest
 
 from support.clock import Clock
-from support.scripted import Scripted, call, good_decode, never, pulled_prefill, router_of, until
+from support.scripted import DONE, EVENT, Scripted, call, good_decode, never, pulled_prefill, router_of, until
+from support.simulated_loop import advance, settle, simulated
 from xpyd_proxy.core.admission.ticket import TicketState
 from xpyd_proxy.errors import KeyOverLimit, RouterFull
 from xpyd_proxy.requests.gate import Gate
@@ -128,3 +129,40 @@ async def test_a_request_that_waits_too_long_is_told():
     assert not first.is_over
     first.hang_up()
     assert router.is_idle()
+
+
+def crowded(engines, **limits):
+    """A router with one place, whose streams have a comment after 10 s without an event."""
+    limits = Settings(max_concurrency=1, max_queue=5, **limits)
+    return router_of(engines, limits=limits, clock=simulated().time, stream_comment_interval_s=10.0)
+
+
+async def test_a_stream_that_waits_in_the_queue_gets_comments():
+    """A proxy would close its connection: it does not know for what nothing comes. A whole answer gets none."""
+    router = crowded(Scripted(pulled_prefill, good_decode), max_queue_wait_s=60.0)
+    place = router.gate.arrive("-", 0, 0)
+    stream, whole = router.start(call(stream=True), name="a"), router.start(call(), name="b")
+    await advance(25)
+    waiting = (stream.status, stream.body, whole.status)
+    router.gate.leave(place)
+    await settle()
+
+    assert waiting == (200, b": keep-alive\n\n" * 2, None)
+    assert stream.body == b": keep-alive\n\n" * 2 + EVENT + DONE
+    assert b"x-accel-buffering: no\r\n" in stream.response.lines
+    assert [await each.end() and each.record.queue_s for each in (stream, whole)] == [25.0, 25.0]
+    assert router.is_idle()
+
+
+@pytest.mark.parametrize(("seconds", "has_comments"), [(5, False), (25, True)])
+async def test_a_stream_that_waits_too_long_is_told_by_its_status_until_it_had_a_comment(seconds, has_comments):
+    """Then by an event, as all that fails later."""
+    router = crowded(Scripted(pulled_prefill, good_decode), max_queue_wait_s=float(seconds))
+    router.gate.arrive("-", 0, 0)
+    client = router.start(call(stream=True), name="a")
+    await advance(seconds + 1)
+
+    told = f"the router had no place for this request within {seconds} s (max_concurrency)"
+    assert client.error == ("ServiceUnavailableError", told)
+    assert client.status == (200 if has_comments else 503)
+    assert client.body.startswith(b": keep-alive\n\n" * 2) is has_comments

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _LastGood:
     """Where a name led, and since when that is known."""
 
     addresses: Sequence[str]
@@ -36,7 +36,7 @@ class EngineNames:
     def __init__(self, resolve: Resolve, *, patience_s: float = _PATIENCE_S) -> None:
         self._resolve = resolve
         self._patience_s = patience_s
-        self._known: dict[_Name, _Answer] = {}
+        self._known: dict[_Name, _LastGood] = {}
         self._asked: dict[_Name, asyncio.Task[Sequence[str]]] = {}  # that are not answered
         self._late: set[_Name] = set()  # that had no good answer the last time
         self._expired: set[_Name] = set()  # late ones whose last good answer is too old
@@ -73,7 +73,7 @@ class EngineNames:
         if error is None and (found := task.result()):
             if len(self._known) >= _MOST:
                 self._known.clear()
-            self._known[name] = _Answer(found, asyncio.get_running_loop().time())
+            self._known[name] = _LastGood(found, asyncio.get_running_loop().time())
             self._expired.discard(name)
             if name in self._late:
                 self._late.remove(name)
@@ -96,7 +96,7 @@ class EngineNames:
         self._expired.add(name)
 
 
-def _is_old(answer: _Answer) -> bool:
+def _is_old(answer: _LastGood) -> bool:
     return asyncio.get_running_loop().time() - answer.at > _LAST_GOOD_S
 
 

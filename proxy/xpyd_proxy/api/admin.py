@@ -67,8 +67,7 @@ def admin_routes(
         role, text = new.type, new.instance
         request.state.target = f"{role} {text}"
         try:
-            target = Target.parse(text)
-            await own.check(joining_host(request), [target.address])
+            target = await own.bound(joining_host(request), Target.parse(text))
             await guard.places(target.address)  # where it leads, before anything is sent there
         except BadPort as exc:
             raise HTTPException(400, "Invalid port number.") from exc

@@ -455,29 +455,29 @@ class Registry:
                     del self._twin_keys[key]
 
     def _is_needed(self, name: InstanceId) -> bool:
-        """Tell whether an engine is the last one of a role, or more than half of that role would be away without it.
-
-        Engines that serve none of its models are no others.
-        """
+        """Tell whether an engine is the last one of a role, or more than half of that role would be away without it."""
         member = self._members.get(name)
         if member is None:
             return False
-        own = member.facts.models
         for role in Role:
             if not member.role.serves(role):
                 continue
-            others = [
-                other
-                for other in self._members.values()
-                if other is not member
-                and other.role.serves(role)
-                and other.life.state in _STAYING
-                and (own is None or other.facts.models is None or own & other.facts.models)
-            ]
+            others = [other for other in self._others(member, role) if other.life.state in _STAYING]
             there = [other for other in others if other.life.state in _WELL and not other.life.is_away]
             if not there or 2 * (len(others) - len(there) + 1) > len(others) + 1:
                 return True
         return False
+
+    def _others(self, member: Member, role: Role) -> Sequence[Member]:
+        """Return the other engines of a role; those that serve none of an engine's models are no others."""
+        own = member.facts.models
+        return [
+            other
+            for other in self._members.values()
+            if other is not member
+            and other.role.serves(role)
+            and (own is None or other.facts.models is None or own & other.facts.models)
+        ]
 
     def _none_usable(self, role: Role, now: float) -> NoInstance:
         members = [self._members[name] for name in self._serving[role]]
@@ -655,19 +655,13 @@ class Registry:
 
     def _last_of(self, member: Member, before: EngineRole, to: EngineRole) -> str | None:
         """Say which role no other engine serves of those that one leaves; None: each has another."""
-        own = member.facts.models
         for role in Role:
             if to.serves(role) or not before.serves(role):
                 continue
             others = [
                 other
-                for other in self._members.values()
-                if other is not member
-                and other.role.serves(role)
-                and other.heading.serves(role)
-                and other.life.state in _SERVING
-                and not other.life.is_away
-                and (own is None or other.facts.models is None or own & other.facts.models)
+                for other in self._others(member, role)
+                if other.heading.serves(role) and other.life.state in _SERVING and not other.life.is_away
             ]
             if not others:
                 name = member.instance.id

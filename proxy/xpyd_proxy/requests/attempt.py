@@ -502,7 +502,7 @@ class Attempt(LegOwner):
             if of.fleet.costs is not None:
                 of.fleet.costs.answered(leg.instance, self.id, self._plan.ask, None)
             self._time_tokens(leg, now)
-            of.good_legs.answered(leg.instance, self.id, leg.answered_s, now)
+            of.good_legs.answered(leg.instance, self._plan.path, self.id, leg.answered_s, now)
             leg.answered_s = None
         if counted is not None:
             self.prompt_counted(leg, counted)
@@ -542,7 +542,7 @@ class Attempt(LegOwner):
         failed.__cause__ = error
         _forget_frames(error)  # they hold the leg, which holds the error: a circle
         leg.fault, leg.failure = failed, failed.failure
-        if failed.failure is Failure.NO_SUCH_PATH and not self._of.telemetry.has_served(self._plan.path, leg.instance):
+        if failed.failure is Failure.NO_SUCH_PATH:
             self._of.fleet.lacks_path(self._plan.path, leg.instance)
         if leg is self.prefill:
             self._unlearn(failed)
@@ -664,7 +664,7 @@ class Attempt(LegOwner):
         is_stream = decode is not None and decode is leg and decode.lines is not None
         seconds = now - leg.sent_at
         if failure is None and answered_s is not None:
-            of.good_legs.over(instance, self.id, answered_s, seconds, now)
+            of.good_legs.over(instance, self._plan.path, self.id, answered_s, seconds, now)
         else:
             self._count_end(leg, seconds, now, is_stream=is_stream)
         if failure is _TIMEOUT and self.move is not None:

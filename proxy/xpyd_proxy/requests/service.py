@@ -196,6 +196,7 @@ class Requests:
         """Count good legs of one engine."""
         if legs.answered:
             self.fleet.all_answered(legs.instance, legs.answered)
+            self.fleet.has_paths(legs.paths, legs.instance)
         if legs.is_complete:
             self.fleet.completed(legs.instance)
         self.telemetry.legs_over(legs.instance, legs.answered_s, legs.over_s, legs.at)

@@ -92,6 +92,29 @@ async def test_a_client_that_sends_nothing_but_wrong_requests_takes_no_engine_fr
     assert states(router) == {HealthState.HEALTHY}
 
 
+async def test_a_moment_of_404s_of_a_mesh_shuts_no_path_that_was_served():
+    """Also when metrics have been read, and engines were removed, since it was served: all are asked as before."""
+    meshed = [False]
+
+    async def side(leg):
+        return (404, [b"no route"], "text/plain") if meshed[0] else await good_decode(leg)
+
+    async def prefill(leg):
+        return EngineResponse(404, "text/plain", b"no route") if meshed[0] else prefilled(leg, transfer_mode="pull")
+
+    for asked in (call(), call(n=2)):
+        router = fleet(prefill, side, x=2)
+        for _ in range(6):
+            assert (await router.serve(asked)).status == 200
+        router.telemetry.keep(frozenset(member.instance.id for member in router.registry.members()))
+        meshed[0] = True
+        for _ in range(6):
+            assert (await router.serve(asked)).status == 404
+        meshed[0] = False
+
+        assert [(await router.serve(asked)).status for _ in range(6)] == [200] * 6
+
+
 async def test_of_a_load_with_every_tenth_request_wrong_all_others_are_served():
     """One prefill engine, three decode engines, and all the ways to be wrong."""
     router, kinds, statuses = fleet(), itertools.cycle(WRONG), []

@@ -9,13 +9,14 @@ from xpyd_proxy.io.request_path.deferred import DeferredCalls
 class EngineLegs:
     """The good legs of one engine that are not counted yet. Times are seconds."""
 
-    __slots__ = ("answered", "answered_s", "at", "instance", "is_complete", "over_s")
+    __slots__ = ("answered", "answered_s", "at", "instance", "is_complete", "over_s", "paths")
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         self.answered: list[RequestId] = []  # requests that have a good answer, or its beginning
         self.answered_s: list[float] = []  # from each of them to that
         self.over_s: list[float] = []  # from a request to the end of its leg
+        self.paths: set[str] = set()  # that it has a good answer for, or its beginning
         self.is_complete = False  # one of them has come to its end: it was not dropped
         self.at = 0.0  # the time of the latest
 
@@ -30,9 +31,10 @@ class GoodLegs:
         self._count = count
         self._by_engine: dict[InstanceId, EngineLegs] = {}
 
-    def answered(self, instance: Instance, request: RequestId, seconds: float, at: float) -> None:
+    def answered(self, instance: Instance, path: str, request: RequestId, seconds: float, at: float) -> None:
         """An engine has begun a good answer, so long after it was asked; its end may be far off."""
         legs = self._by_engine.get(instance.id) or self._new(instance)
+        legs.paths.add(path)
         legs.answered.append(request)
         legs.answered_s.append(seconds)
         legs.at = at
@@ -45,9 +47,12 @@ class GoodLegs:
         legs.over_s.append(seconds)
         legs.at = at
 
-    def over(self, instance: Instance, request: RequestId, answered_s: float, seconds: float, at: float) -> None:
+    def over(  # noqa: PLR0917 (by name it costs more)
+        self, instance: Instance, path: str, request: RequestId, answered_s: float, seconds: float, at: float
+    ) -> None:
         """A leg is over whose engine has given a good answer so long after it was asked."""
         legs = self._by_engine.get(instance.id) or self._new(instance)
+        legs.paths.add(path)
         legs.answered.append(request)
         legs.answered_s.append(answered_s)
         legs.over_s.append(seconds)

@@ -1,7 +1,7 @@
 """The engines as the relay meets them: reads the clock, and asks and tells the cores."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from xpyd_proxy.core.address import Address
@@ -160,7 +160,14 @@ class LiveFleet:
 
     def lacks_path(self, path: str, instance: Instance) -> None:
         """An engine has said that it has no such path."""
+        self.later.settle()  # what it has served before
         self.missing.denied(path, instance.id, now=self._clock())
+
+    def has_paths(self, paths: Iterable[str], instance: Instance) -> None:
+        """An engine has given good answers for some paths."""
+        now = self._clock()
+        for path in paths:
+            self.missing.served(path, instance.id, now=now)
 
     def offering(self, path: str, among: Sequence[Instance], /) -> Sequence[Instance]:
         """Leave out the engines that have no such path."""

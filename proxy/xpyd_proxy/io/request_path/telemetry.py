@@ -12,7 +12,7 @@ from typing import Final
 
 from xpyd_proxy.core.class_record import ClassOutcome, ClassRecord
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, RequestId, Role
+from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, RequestId
 from xpyd_proxy.core.protocol.fault_table import Failure, is_engines
 from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from xpyd_proxy.core.recent_stats import RecentStats
@@ -381,14 +381,6 @@ class Telemetry:
         if found is None:
             found = self._kinds[key] = _Kind(path, record)
         return found
-
-    def has_served(self, path: str, instance: Instance) -> bool:
-        """Tell whether an engine has a part in good answers for a path; of prefill engines, whether any has."""
-        self.later.settle()
-        label, is_decode = self._counters.label(path), instance.role is Role.DECODE
-        return any(
-            kind[0] == label and kind[1] and (kind[3] == instance.id if is_decode else kind[6]) for kind in self._kinds
-        )
 
     # ---- other events
 

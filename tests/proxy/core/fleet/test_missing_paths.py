@@ -107,3 +107,38 @@ def test_engines_that_leave_do_not_keep_the_door_open():
     world.deny(0, 2)
 
     assert not world.is_shut()
+
+
+def test_what_an_engine_has_served_a_moment_ago_it_has():
+    """A mesh answers 404 while its routes are made anew: that must not shut the door to a path."""
+    world = World()
+    for place in (0, 1):
+        world.missing.served(PATH, world.engines[place].id, now=0)
+    world.deny(0, 1, now=HOLDS_S - 1)
+    assert not world.missing.is_denied(PATH)
+    world.deny(0, 1, now=HOLDS_S)
+
+    assert world.is_shut(now=HOLDS_S)
+
+
+@pytest.mark.parametrize("event", [restart, change])
+def test_an_engine_that_restarts_or_changes_may_have_lost_a_path(event):
+    """It is believed at once."""
+    world = World()
+    for place in (0, 1):
+        world.missing.served(PATH, world.engines[place].id, now=0)
+    event(world)
+    world.deny(0, 1)
+
+    assert world.missing.offering(PATH, world.engines[:2], now=1) == world.engines[1:2]
+
+
+def test_no_more_is_kept_of_what_was_served_than_there_are_engines():
+    """Pods come and go for months."""
+    world = World()
+    for port in range(100, 200):
+        one = world.registry.add(Role.DECODE, Address("http", "h", port))
+        world.missing.served(PATH, one.id, now=0)
+        world.registry.remove(one.id, now=0)
+
+    assert sum(map(len, world.missing._served.values())) <= 1

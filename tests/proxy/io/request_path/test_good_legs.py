@@ -17,9 +17,9 @@ def counting():
 
 async def test_the_legs_of_an_engine_are_counted_together():
     legs, later, counted = counting()
-    legs.over(P, RequestId("a"), 1.0, 2.0, 10.0)
-    legs.answered(D, RequestId("a"), 3.0, 11.0)
-    legs.over(P, RequestId("b"), 4.0, 5.0, 12.0)
+    legs.over(P, "/x", RequestId("a"), 1.0, 2.0, 10.0)
+    legs.answered(D, "/x", RequestId("a"), 3.0, 11.0)
+    legs.over(P, "/x", RequestId("b"), 4.0, 5.0, 12.0)
     legs.ended(D, 6.0, 13.0, True)
     assert counted == []
 
@@ -30,7 +30,7 @@ async def test_the_legs_of_an_engine_are_counted_together():
 
 async def test_what_comes_after_they_were_counted_is_counted_next():
     legs, later, counted = counting()
-    legs.over(P, RequestId("a"), 1.0, 2.0, 10.0)
+    legs.over(P, "/x", RequestId("a"), 1.0, 2.0, 10.0)
     later.settle()
     legs.ended(P, 3.0, 11.0, True)
     assert len(counted) == 1

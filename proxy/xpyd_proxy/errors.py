@@ -191,7 +191,12 @@ class KeyRefused(EngineError): ...
 class AnswerRefused(EngineError): ...
 
 
-class ConnectionStale(EngineError): ...
+class ConnectionStale(EngineError):
+    """The engine has closed a connection of before; not ``was_sent``: it cannot have had all of the request."""
+
+    def __init__(self, message: str, *, was_sent: bool = True) -> None:
+        super().__init__(message)
+        self.was_sent = was_sent
 
 
 class RouterLacks(EngineError):

@@ -315,7 +315,8 @@ class Settings:
         "time after which an engine serves its new role, even if something of the old one is left")
 
     retries: Retries = RETRIES.option(2,
-        "failed legs (requests to one engine) of a client's request that are retried before it gets the error",
+        "failed legs (requests to one engine) of a client's request that are retried before it gets the error; 0: "
+        "nothing is sent twice that an engine may have read",
         live=True)
     retry_budget_ratio: Ratio = RETRIES.option(0.2,
         "limit for the retries of all requests together, as a share of the requests")

@@ -101,6 +101,23 @@ async def test_an_engine_that_fails_at_once_is_ejected_before_the_budget_of_retr
         assert len(running.engines["d0"].log) <= settings.circuit_breaker_failures + 16  # and what was under way
 
 
+@pytest.mark.parametrize("sick", ["p0", "d0"])
+async def test_an_engine_that_closes_each_connection_upon_a_request_is_ejected_when_no_idle_one_is_left(sick):
+    """A closed idle connection is nobody's failure, and the router has as many of them as there were requests."""
+    with cluster(2, 2, OPEN) as running:
+        async with client_of(running) as client:
+            await ask_many(client, 60)
+            running.engines[sick].inject(SimulatedFault(FaultKind.DROP))
+            served = len(running.engines[sick].log)
+            wrong = await ask_many(client, 200)
+            states = (await client.get("/instances", headers=KEY)).json()["instances"]
+
+        assert wrong == []
+        assert len(running.engines[sick].log) - served < 80
+        role = "prefill" if sick == "p0" else "decode"
+        assert {row["id"]: row["state"] for row in states}[f"{role}-0"] in ("ejected", "half_open")
+
+
 @pytest.mark.parametrize("status", [429, 503])
 async def test_an_engine_that_has_no_room_is_not_broken(status):
     """Another one serves what it turns away, and it gets its share as soon as it has room."""

@@ -189,12 +189,27 @@ async def test_a_closed_idle_connection_is_not_a_retry_that_counts(role, asked):
         failing(stale, then=pulled_prefill) if role is Role.PREFILL else pulled_prefill,
         failing(stale, then=good_decode) if role is Role.DECODE else good_decode,
     )
-    router = router_of(engines, retries=0)
+    router = router_of(engines, retries=1)
     client = await router.serve(asked)
 
     assert client.body == EVENT + DONE
     assert not router.telemetry.counters.retries
     assert [request_id(leg) for leg in engines.of(role)] == ["r", "r-r1"]
+
+
+@pytest.mark.parametrize("was_sent", [True, False])
+@pytest.mark.parametrize(("role", "asked"), [(Role.PREFILL, call()), (Role.DECODE, call()), (Role.DECODE, call(n=2))])
+async def test_without_retries_a_request_is_not_sent_twice_that_an_engine_may_have_read(role, asked, was_sent):
+    """Operators who set 0 want no prompt to be computed twice; what has not left the router is none."""
+    stale = ConnectionStale("closed", was_sent=was_sent)
+    engines = Scripted(
+        failing(stale, then=pulled_prefill) if role is Role.PREFILL else pulled_prefill,
+        failing(stale, then=good_decode) if role is Role.DECODE else good_decode,
+    )
+    client = await served(engines, asked, retries=0)
+
+    assert client.status == (502 if was_sent else 200)
+    assert len(engines.of(role)) == (1 if was_sent else 2)
 
 
 @pytest.mark.parametrize("role", Role)

@@ -20,9 +20,9 @@ from xpyd_proxy.core.protocol.fault_table import (
     failure_of,
     retry_rule,
 )
-from xpyd_proxy.errors import EngineError, Refused
+from xpyd_proxy.errors import ConnectionStale, EngineError, Refused
 
-_FREE: Final = 2  # for one request: an engine that closes each connection is not asked for ever
+_FREE: Final = 1  # for one request: an engine that closes each connection is not asked for ever
 MOST_RETRIES: Final = 20.0  # so many may come at once after a calm
 
 
@@ -65,10 +65,21 @@ def held_to_account(broken: Sequence[BrokenAnswer], served_by: InstanceId | None
 class RetryAttempts:
     """How often one request may still be sent again, and which engines it should avoid."""
 
-    __slots__ = ("accused", "avoided", "free", "is_alone", "is_charged", "is_suspect", "left", "prefills_failed")
+    __slots__ = (
+        "_is_sent_once",
+        "accused",
+        "avoided",
+        "free",
+        "is_alone",
+        "is_charged",
+        "is_suspect",
+        "left",
+        "prefills_failed",
+    )
 
     def __init__(self, left: int, avoided: set[InstanceId] | None = None) -> None:
         self.left = left
+        self._is_sent_once = left == 0  # an operator wants nothing to be computed twice
         self.free = _FREE  # retries that are not counted
         self.is_charged = False  # the latest one takes from what the engines can bear
         self.is_alone = False  # from now on a decode engine serves the request alone
@@ -105,7 +116,7 @@ class RetryAttempts:
             self.accused.append((failed.instance, failed.failure))
             self.is_suspect = True
         self.is_charged = True
-        if rule.is_free and self.free > 0 and not needs_other:
+        if rule.is_free and self.free > 0 and not needs_other and self._may_be_free(failed.error):
             self.free -= 1
             self.is_charged = False
             return True
@@ -120,6 +131,13 @@ class RetryAttempts:
             return False
         self.left -= 1
         return True
+
+    def _may_be_free(self, error: EngineError | Refused) -> bool:
+        """Tell whether a request may be sent again that its engine may have read: it cannot be known (RFC 9110 9.2.2).
+
+        Without retries only what cannot have been computed is sent again.
+        """
+        return not (self._is_sent_once and isinstance(error, ConnectionStale) and error.was_sent)
 
     def _is_last(self, others: Sequence[Instance]) -> bool:
         """Tell whether no prefill engine shall have another try: none is left, or the last retry shall not be lost."""

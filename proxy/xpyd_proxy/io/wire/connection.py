@@ -261,5 +261,6 @@ class Connection:
         reply, self._reply = self._reply, None
         if reply is not None:
             is_unheard = self._is_reused and not self._reader.in_response
-            reply.broke_off(exc, was_stale=is_unheard and self.clock() - self.heard_at < STALE_S)
+            is_stale = is_unheard and self.clock() - self.heard_at < STALE_S
+            reply.broke_off(exc, was_stale=is_stale, was_sent=self.is_sent)
         self._owner.ended(self)

@@ -113,10 +113,14 @@ class ResponseHandler(ABC):
             self.error = error
             self.fail(error)
 
-    def broke_off(self, cause: BaseException | None = None, *, was_stale: bool = False) -> None:
-        """Its connection ended before it did; ``was_stale``: one of before, without a byte of an answer."""
+    def broke_off(self, cause: BaseException | None = None, *, was_stale: bool = False, was_sent: bool = True) -> None:
+        """Its connection ended before it did.
+
+        ``was_stale``: one of before, without a byte of an answer; ``was_sent``: the engine may have had all of it.
+        """
         if was_stale:
-            error: EngineError = ConnectionStale(f"{self.engine} closed an idle connection as a request came")
+            said = f"{self.engine} closed an idle connection as a request came"
+            error: EngineError = ConnectionStale(said, was_sent=was_sent)
         else:
             error = EngineError(f"{self.engine} broke off before its answer was complete")
         error.__cause__ = cause

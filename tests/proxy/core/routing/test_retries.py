@@ -102,7 +102,16 @@ def test_a_closed_idle_connection_takes_no_chance_but_not_for_ever():
     closed = LegFailed(known[0], ERRORS[Failure.CONNECTION_CLOSED])
     taken = [(chances.take(closed, known), chances.is_charged, chances.left) for _ in range(4)]
 
-    assert taken == [(True, False, 1), (True, False, 1), (True, True, 0), (False, True, 0)]
+    assert taken == [(True, False, 1), (True, True, 0), (False, True, 0), (False, True, 0)]
+
+
+def test_without_retries_only_what_no_engine_can_have_read_is_sent_again():
+    """It cannot be known whether an engine that closes a connection has read the request before."""
+    known = engines(Role.DECODE, 1)
+    for was_sent in (True, False):
+        closed = LegFailed(known[0], ConnectionStale("closed", was_sent=was_sent))
+        chances = RetryAttempts(0)
+        assert [chances.take(closed, known) for _ in range(2)] == [not was_sent, False]
 
 
 ALONE = [failure for failure, verdict in VERDICTS.items() if verdict.prefill.may_be_alone]

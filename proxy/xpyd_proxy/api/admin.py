@@ -67,7 +67,8 @@ def admin_routes(
         role, text = new.type, new.instance
         request.state.target = f"{role} {text}"
         try:
-            target = await own.bound(joining_host(request), Target.parse(text))
+            target = Target.parse(text)
+            await own.check(joining_host(request), [target.address])
             await guard.places(target.address)  # where it leads, before anything is sent there
         except BadPort as exc:
             raise HTTPException(400, "Invalid port number.") from exc

@@ -178,10 +178,10 @@ class InstanceAdmin:
             members = self.found(named)
         except UnknownInstance:
             # Only of its own address a host may learn that no engine is there.
-            if named.id is not None or named.instance is None:
+            is_address = named.id is None and named.instance is not None
+            if not is_address or not await self.own.are_at(host, [Target.parse(named.instance or "").address]):
                 raise not_own(host) from None
-            bound = await self.own.bound(host, Target.parse(named.instance))
-            return self.found(named.model_copy(update={"instance": bound.text}))  # as it was added under a name
+            raise
         await self.own.check(host, [member.instance.address for member in members])
         return members
 

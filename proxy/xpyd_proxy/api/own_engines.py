@@ -2,15 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fastapi import HTTPException, Request
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.registry import Member
-from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.http.address_allowlist import is_ip
-from xpyd_proxy.core.http.own_address import is_own_address, own_place
+from xpyd_proxy.core.http.own_address import is_own_address
 
 
 def joining_host(request: Request) -> str | None:
@@ -34,27 +32,11 @@ class OwnEngines:
     """Compares addresses of engines with those of callers."""
 
     leads_to: Callable[[Address], Awaitable[Sequence[str]]]  # IP addresses; raises OSError
-    keeps_name: Callable[[Address], bool] = lambda _: False  # the name may lead elsewhere later
 
     async def check(self, host: str | None, addresses: Sequence[Address]) -> None:
         """Raise HTTPException if a caller has the join key and an engine is not at its host."""
         if host is not None and not await self.are_at(host, addresses):
             raise not_own(host)
-
-    async def bound(self, host: str | None, target: Target) -> Target:
-        """Return an engine at the IP address that was looked at: its name could lead elsewhere once it was added.
-
-        Raises HTTPException as ``check``; ``host``: None if the caller has the admin key, which binds nothing.
-        """
-        address = target.address
-        if host is None:
-            return target
-        places = await self._places(address)
-        if not is_own_address(host, places):
-            raise not_own(host)
-        if is_ip(address.host) or self.keeps_name(address):
-            return target
-        return replace(target, address=replace(address, host=own_place(host, places)))
 
     async def are_at(self, host: str, addresses: Sequence[Address]) -> bool:
         """Tell whether all engines at these addresses are at a host."""
@@ -68,10 +50,7 @@ class OwnEngines:
         return [member for member in members if member.instance.address in found]
 
     async def _is_at(self, host: str, address: Address) -> bool:
-        return is_own_address(host, await self._places(address))
-
-    async def _places(self, address: Address) -> Sequence[str]:
         try:
-            return await self.leads_to(address)
+            return is_own_address(host, await self.leads_to(address))
         except OSError:  # a name that leads nowhere
-            return ()
+            return False

@@ -1,7 +1,6 @@
 """Builds the routes of both applications: what clients, probes and operators ask for."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from fastapi import APIRouter
 from starlette.routing import WebSocketRoute
@@ -24,9 +23,7 @@ from xpyd_proxy.api.requests import request_routes
 from xpyd_proxy.building.background import BackgroundWork
 from xpyd_proxy.building.engines import EngineSide
 from xpyd_proxy.building.requests import RequestSide
-from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admin_key import AdminKey
-from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.core.routing.explain import Explainer
 from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.errors import ConfigError
@@ -93,7 +90,7 @@ def _key_routes(
 ) -> Sequence[APIRouter]:
     """Return what wants the operator's key."""
     requests, telemetry, fleet = serving.requests, serving.telemetry, engines.fleet
-    own = OwnEngines(engines.guard.leads_to, partial(_keeps_name, settings))
+    own = OwnEngines(engines.guard.leads_to)
     explainer = Explainer(
         fleet.rehearsal,
         fleet.usable,
@@ -138,15 +135,6 @@ def _key_routes(
             workers=group.of,
         ),
     )
-
-
-def _keeps_name(settings: Settings, address: Address) -> bool:
-    """Tell whether a name may go on to say where an engine is that has joined under it.
-
-    So do names that the operator trusts, and those for which the engine must show a certificate.
-    """
-    is_certified = address.scheme == "https" and settings.engine_server_name is None
-    return is_certified or AllowList.parse(settings.allowed_instances).admits_name(address.host)
 
 
 def _has_open_admin_port(settings: Settings) -> bool:

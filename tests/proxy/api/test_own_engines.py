@@ -6,29 +6,20 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from fastapi import HTTPException
 
-from support.sim import InMemory, cluster, serving, sims
+from support.sim import InMemory, sims
 from xpyd_proxy.api.own_engines import OwnEngines
 from xpyd_proxy.app import build
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admin_key import fingerprint
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.settings import Settings
 
 ADMIN, JOIN = {"X-Api-Key": "sesame"}, {"X-Api-Key": "join-me"}
 OWN, OTHER = "10.0.0.7", "10.0.0.8"
 ENGINE, OTHERS = {"type": "decode", "instance": f"{OWN}:80"}, {"type": "decode", "instance": f"{OTHER}:80"}
-NAMES = {
-    "local.example": ("::1", "127.0.0.1"),
-    "kept.example": (OWN,),
-    "own.example": (OWN,),
-    "both.example": (OWN, OTHER),
-    "other.example": (OTHER,),
-    "nothing.example": (),
-}
+NAMES = {"own.example": (OWN,), "both.example": (OWN, OTHER), "other.example": (OTHER,), "nothing.example": ()}
 
 
 @pytest.fixture
@@ -142,53 +133,6 @@ async def test_an_engine_of_another_host_cannot_be_added(settings, instance):
 async def test_a_name_belongs_to_the_host_to_which_it_leads(caller, instance, is_own):
     """And to none if it leads to several, or nowhere."""
     assert await OwnEngines(leads_to).are_at(caller, [Address.parse(instance)]) is is_own
-
-
-@pytest.mark.parametrize(
-    ("caller", "instance", "bound"),
-    [
-        (OWN, "own.example:80#dp=2&slice=a", f"http://{OWN}:80#dp=2&slice=a"),
-        (f"::ffff:{OWN}", "own.example:80", f"http://{OWN}:80"),
-        (OWN, f"{OWN}:80", f"http://{OWN}:80"),
-        ("127.0.0.1", "local.example:80", "http://127.0.0.1:80"),
-        ("::1", "local.example:80", "http://[::1]:80"),
-        ("127.0.0.2", "local.example:80", "http://[::1]:80"),
-        (OWN, "kept.example:80", "http://kept.example:80"),
-        (None, "other.example:80", "http://other.example:80"),
-    ],
-)
-async def test_an_engine_that_joins_under_a_name_is_at_the_address_that_was_looked_at(caller, instance, bound):
-    """Its owner could lead the name to another's engine a moment later. An operator's names stay names."""
-    own = OwnEngines(leads_to, lambda address: address.host == "kept.example")
-
-    assert (await own.bound(caller, Target.parse(instance))).text == bound
-
-
-@pytest.mark.parametrize("name", ["other", "both", "nowhere", "nothing"])
-async def test_a_name_of_another_host_is_bound_to_nothing(name):
-    """One look says whose it is and where: two could say different things."""
-    with pytest.raises(HTTPException, match="403"):
-        await OwnEngines(leads_to).bound(OWN, Target.parse(f"{name}.example:80"))
-
-
-def test_an_engine_that_has_joined_under_a_name_goes_by_the_same_name(tmp_path):
-    """A host leaves with the words with which it came; the list shows where its engine is."""
-    (tmp_path / "join").write_text("join-me\n")
-    settings = Settings(admin_key="sesame", join_key_file=str(tmp_path / "join"), health_check_interval_s=0.0)
-    with cluster(1, 1, settings) as running, serving(sims()["d0"]) as at:
-        named = {"type": "decode", "instance": at.replace("127.0.0.1", "localhost")}
-        with httpx.Client(base_url=f"http://{running.router}", headers=JOIN) as client:
-            added = client.post("/instances/add", json=named)
-            listed = client.get("/instances").json()["instances"]
-            again = client.post("/instances/add", json=named)
-            changed = [client.post(f"/instances/{verb}", json=named) for verb in ("drain", "undrain", "remove")]
-            gone = client.post("/instances/remove", json=named)
-
-    assert (added.status_code, added.json()["message"]) == (200, f"Added {named['instance']} to decode_instances.")
-    assert at in [row["address"] for row in listed]
-    assert (again.status_code, again.json()["detail"]) == (400, "Instance already exists.")
-    assert [answer.status_code for answer in changed] == [200, 200, 200]
-    assert gone.status_code == 404
 
 
 async def test_an_engine_that_was_added_by_its_name_is_one_of_its_host():

@@ -14,13 +14,6 @@ def is_own_address(caller: str, places: Sequence[str]) -> bool:
     return bool(places) and all(_is_same_host(caller, place) for place in places)
 
 
-def own_place(caller: str, places: Sequence[str]) -> str:
-    """Return which of a caller's own IP addresses is meant: of those of loopback the one from which it calls."""
-    own = plain_ip(caller)
-    found = [plain_ip(place) for place in places]
-    return str(own if own in found else found[0])
-
-
 def _is_same_host(one: str, other: str) -> bool:
     try:
         first = plain_ip(one)

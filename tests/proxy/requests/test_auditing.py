@@ -6,6 +6,7 @@ import json
 import pytest
 
 from support.scripted import DONE, EVENT, Scripted, call, prefilled, router_of
+from xpyd_proxy.core.model import Api
 
 
 def usage(count):
@@ -69,6 +70,30 @@ async def test_legs_that_go_out_at_once_are_compared_too():
     told, _ = await served(prefill_counting(7, "push"), decode_with(EVENT, usage(9), DONE), turns=2)
 
     assert told == {("prefill-0", "decode-0"): 2}
+
+
+def message(said, count):
+    usage = b'{"input_tokens":%d,"cache_read_input_tokens":%d}' % (count, 4)
+    inside = b'{"message":{"id":"m","usage":%b}}' if said == "message_start" else b'{"delta":{},"usage":%b}'
+    return b"event: %b\ndata: %b\n\n" % (said.encode(), inside % usage)
+
+
+@pytest.mark.parametrize(("count", "differs"), [(3, False), (5, True)])
+async def test_streams_of_messages_are_compared_at_their_first_event(count, differs):
+    """What P had in its cache is shown to the client in place of D's word, and must not hide that D counts more."""
+    usage = {"input_tokens": 7, "cache_read_input_tokens": 0}
+
+    async def prefill(leg):
+        answer = prefilled(leg, transfer_mode="pull")
+        return dataclasses.replace(answer, body=json.dumps(json.loads(answer.body) | {"usage": usage}).encode())
+
+    stop = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    events = [message("message_start", count), message("message_delta", count), stop]
+    router = router_of(Scripted(prefill, decode_with(*events)))
+    client = await router.serve(call(Api.MESSAGES, stream=True, max_tokens=9))
+
+    assert client.status == 200
+    assert dict(router.telemetry.counters.mismatches) == ({("prefill-0", "decode-0"): 1} if differs else {})
 
 
 async def test_one_engine_has_nobody_to_differ_from():

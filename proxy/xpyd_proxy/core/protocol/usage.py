@@ -35,7 +35,11 @@ _AROUND: Final = ("response", "message")  # objects of events that have a usage 
 def prompt_tokens(answer: bytes) -> int | None:
     """Return what an answer, or the data of one event, says about its prompt; None: nothing."""
     said = maybe(answer, UsageAnswer)
-    usage = said and (said.usage or (said.response and said.response.usage))
+    if said is None:
+        return None
+    if said.message is not None and said.message.usage is not None:
+        return prompt_of(said.message.usage) or None  # vLLM writes 0 where it does not know yet
+    usage = said.usage or (said.response and said.response.usage)
     return prompt_of(usage) if usage else None
 
 

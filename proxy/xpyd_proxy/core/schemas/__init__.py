@@ -149,7 +149,7 @@ class Usage(msgspec.Struct):
 
 
 class UsageInside(msgspec.Struct):
-    """The last event of /v1/responses has its answer inside."""
+    """The last event of /v1/responses has its answer inside, and the first one of /v1/messages its message."""
 
     usage: Usage | None = None
 
@@ -159,6 +159,7 @@ class UsageAnswer(msgspec.Struct):
 
     usage: Usage | None = None
     response: UsageInside | None = None
+    message: UsageInside | None = None
 
 
 class RawUsageAnswer(msgspec.Struct):

@@ -10,8 +10,10 @@ SAYS_SEVEN = [
     b'{"usage":{"input_tokens":7,"output_tokens":1}}',
     b'{"usage":{"input_tokens":4,"cache_read_input_tokens":2,"cache_creation_input_tokens":1}}',
     b'{"type":"response.completed","response":{"id":"r","usage":{"input_tokens":7}}}',
+    b'{"type":"message_start","message":{"id":"m","usage":{"input_tokens":5,"cache_read_input_tokens":2}}}',
 ]
 SAYS_NOTHING = [b"{}", b"[]", b"no json", b'{"usage":null}', b'{"usage":{}}', b'{"usage":{"prompt_tokens":"7"}}', b""]
+SAYS_NOTHING += [b'{"message":{"usage":{"input_tokens":0}}}', b'{"message":"text"}', b'{"message":{"usage":null}}']
 
 
 @pytest.mark.parametrize("answer", SAYS_SEVEN)

@@ -28,7 +28,7 @@ from xpyd_proxy.core.protocol.usage import cache_usage, prompt_tokens, usage_alo
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.routing.retries import BrokenAnswer, LegFailed, RetryAttempts
 from xpyd_proxy.core.schemas import Coordinates
-from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, ProxyError, Refused, RouterFull
+from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, NoKvParams, ProxyError, Refused, RouterFull
 from xpyd_proxy.io.request_path.engine_costs import EngineCosts
 from xpyd_proxy.io.request_path.returned_kv import cached_on
 from xpyd_proxy.requests.intake import RequestPlan
@@ -550,7 +550,7 @@ class Attempt(LegOwner):
                 self.record.prefill_error = str(failed)  # the client is not concerned
         self.close(leg)
         # It had a prompt to show for it, and so a lease; or may have finished as its time was over.
-        keeps_kv = leg.status == _OK and failed.failure is not Failure.NO_KV_PARAMS
+        keeps_kv = leg.status == _OK and not isinstance(error, NoKvParams)
         if leg is self.prefill and (keeps_kv or failed.failure is _TIMEOUT):
             self._abandon(leg)
         self._life.wake()

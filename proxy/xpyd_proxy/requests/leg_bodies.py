@@ -24,7 +24,7 @@ from xpyd_proxy.core.protocol.returned_kv import CachedOn
 from xpyd_proxy.core.raw_json import TRUE, Pieces, encode_in_pieces, maybe
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.schemas import Coordinates, FirstTokenOffer, NamedAnswer
-from xpyd_proxy.errors import EngineError, Moved
+from xpyd_proxy.errors import Moved, NoModelName
 
 _LOOKS_BACK: Final = (
     "%s has defaults of its own that look back at the tokens made so far (presence_penalty, frequency_penalty or "
@@ -186,10 +186,10 @@ class LegBodies:
         return self._models.get(prefill)
 
     def learn_model(self, prefill: InstanceId, answer: bytes) -> str:
-        """Return the model that an engine has made an answer with; raises EngineError: it does not say."""
+        """Return the model that an engine has made an answer with; raises NoModelName: it does not say."""
         said = maybe(answer, NamedAnswer)
         if said is None or not said.model:
-            raise EngineError(f"{prefill} answered without the name of its model")
+            raise NoModelName(f"{prefill} answered without the name of its model")
         self._models[prefill] = said.model
         return said.model
 

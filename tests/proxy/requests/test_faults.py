@@ -384,3 +384,20 @@ async def test_clients_that_leave_in_the_middle_of_streams_say_nothing_of_the_en
 
     assert left
     assert life.state is HealthState.EJECTED
+
+
+@pytest.mark.parametrize("api", [Api.COMPLETIONS, Api.CHAT])
+async def test_a_prefill_engine_that_does_not_name_its_model_is_not_at_fault(api):
+    """The router cannot tell whether a decode engine serves the same one: it serves the request alone."""
+
+    async def unused(leg, *, timeout_s):
+        return EngineResponse(200, JSON, b"{}")
+
+    router = fleet(asks_for_models=True, x=2)
+    router.requests.engines.ask = unused
+    for number in range(12):
+        client = await router.serve(call(api), f"r{number}")
+        assert (client.status, client.record.decode is None) == (200, False)
+        assert {retry.reason for retry in client.record.retries} == {Failure.NO_KV_PARAMS}
+
+    assert states(router) == {HealthState.HEALTHY}

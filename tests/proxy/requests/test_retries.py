@@ -291,5 +291,6 @@ async def test_what_only_an_operator_can_mend_is_said_once(caplog):
     assert said == [
         "decode-0 wants another API key than this router shows to it (XPYD_DECODE_API_KEY)",
         "prefill-0 has answered without KV of the prompt (it keeps as much as it may, or has no connector that sends "
-        "KV): another prefill engine, or a decode engine alone, serves such requests",
+        "KV), or without its model's name where a request named none: another prefill engine, or a decode engine "
+        "alone, serves such requests",
     ]

@@ -25,6 +25,7 @@ from xpyd_proxy.errors import (
     Moved,
     NetworkFault,
     NoKvParams,
+    NoModelName,
     NoSuchPath,
     Refused,
     RouterLacks,
@@ -66,7 +67,9 @@ class Failure(FastStrEnum):
     TIMEOUT = auto()
     ENGINE_RESTARTED = auto()
     BUSY = auto()  # 503 or 429: it lives, and another engine may have room
-    NO_KV_PARAMS = auto()  # a prefill engine has computed the prompt, and keeps no KV of it: it holds all it may
+    # A prefill engine has computed the prompt, and keeps no KV of it: it holds all it may. Or it does not say which
+    # model the KV is of, where the request names none: a decode engine must not load another model's.
+    NO_KV_PARAMS = auto()
     REFUSED = auto()  # any other 4xx, and 501: another engine would say the same
     UNKNOWN_MODEL = auto()  # 404 of a model that the router took it to serve: another engine may know it
     NO_SUCH_PATH = auto()  # a 404 or 405 that is no API's error: the engine was started without this path
@@ -246,6 +249,7 @@ _BY_CLASS: Final[Mapping[type[Exception], Failure]] = {
     EngineBusy: Failure.BUSY,
     Moved: Failure.ENGINE_RESTARTED,
     NoKvParams: Failure.NO_KV_PARAMS,
+    NoModelName: Failure.NO_KV_PARAMS,
     KeyRefused: Failure.WRONG_KEY,
     AnswerRefused: Failure.ANSWER_REFUSED,
     ConnectionStale: Failure.CONNECTION_CLOSED,

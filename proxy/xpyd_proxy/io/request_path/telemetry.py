@@ -41,7 +41,7 @@ _FAILED: Final[Mapping[Failure, str]] = {
     Failure.TIMEOUT: "timed out",
     Failure.ENGINE_RESTARTED: "met an engine that had restarted",
     Failure.BUSY: "was turned away: the engine is busy",
-    Failure.NO_KV_PARAMS: "was answered without KV: the engine keeps as much as it may",
+    Failure.NO_KV_PARAMS: "was answered without KV, or without its model's name",
     Failure.REFUSED: "was refused",
     Failure.UNKNOWN_MODEL: "was refused by an engine that does not know the model",
     Failure.NO_SUCH_PATH: "was refused: the engine has no such path",
@@ -54,7 +54,8 @@ _FAILED: Final[Mapping[Failure, str]] = {
 _SAID: Final[Mapping[Failure, str]] = {
     Failure.WRONG_KEY: "%(engine)s wants another API key than this router shows to it (XPYD_%(pool)s_API_KEY)",
     Failure.NO_KV_PARAMS: "%(engine)s has answered without KV of the prompt (it keeps as much as it may, or has no "
-    "connector that sends KV): another prefill engine, or a decode engine alone, serves such requests",
+    "connector that sends KV), or without its model's name where a request named none: another "
+    "prefill engine, or a decode engine alone, serves such requests",
 }
 _SAY_AGAIN_S: Final = 3600.0
 

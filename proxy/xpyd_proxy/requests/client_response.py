@@ -153,12 +153,13 @@ class ClientResponse:
         """Write some of a stream that the router has put together."""
         if self._keeps_end():
             self._keep_end(events)
+        life = self._life
+        if life.record.ttft_s is None:  # a comment may have begun the stream
+            life.record.ttft_s = life.elapsed_s()
         if self.writer.begun:
             self.writer.write(events)
-            return
-        life = self._life
-        life.record.ttft_s = life.elapsed_s()
-        self.writer.begin(_OK, self._head_lines(STREAM, STREAM_LINES), events, streams=True)
+        else:
+            self.writer.begin(_OK, self._head_lines(STREAM, STREAM_LINES), events, streams=True)
 
     def end_events(self, events: bytes) -> None:
         """Write the end of a stream that the router has put together."""

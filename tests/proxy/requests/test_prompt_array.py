@@ -454,3 +454,23 @@ async def test_answers_that_are_no_completions():
 
 async def _other(_):
     return EngineResponse(200, JSON, b'{"object":"list"}')
+
+
+async def test_the_time_to_the_first_token_is_known_although_a_comment_has_begun_the_stream():
+    """Comments come while long prompts are computed: the very streams whose time matters."""
+    now, is_ready = [0.0], asyncio.Event()
+
+    async def late(leg):
+        await is_ready.wait()
+        return 200, events(leg)
+
+    router = router_of(Scripted(pulled_prefill, late), clock=lambda: now[0], stream_comment_interval_s=10.0)
+    client = router.start(call(prompt=PROMPTS, stream=True, max_tokens=9))
+    now[0] = 12.0
+    client.request.look(now[0])
+    now[0] = 15.0
+    is_ready.set()
+    await client.end()
+
+    assert client.body.startswith(b":")
+    assert client.request.record.ttft_s == 15.0

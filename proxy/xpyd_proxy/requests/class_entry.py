@@ -7,6 +7,7 @@ from xpyd_proxy.core.class_record import ClassOutcome, ClassRecord
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 from xpyd_proxy.requests.intake import RequestHead, RequestPlan
 from xpyd_proxy.requests.life import RequestLife
+from xpyd_proxy.requests.prompt_array import bytes_of, may_divide
 
 
 def arrive_in_class(
@@ -25,7 +26,9 @@ def arrive_in_class(
         own = of.fleet.own_times(plan.ask, outlook, of.settings.min_split_new_bytes)
     expected_s = None if own is None or outlook is None else outlook.queue_s + own.ttft_s
     record.of_class = ClassRecord(service_class.name, service_class.ttft_s, service_class.itl_s, expected_s)
-    entry = ClassEntry(service_class, own, outlook)
+    is_divided = plan.prompts and plan.call is not None and may_divide(of.fleet, plan.call, plan)
+    share = bytes_of(plan.prompts[:1]) / bytes_of(plan.prompts) if is_divided else 1.0
+    entry = ClassEntry(service_class, own, outlook, share)
     return of.gate.arrive_in_class(head.caller, plan.priority, size, plan.tokens, entry, prompts=len(plan.prompts) or 1)
 
 

@@ -79,9 +79,12 @@ class Gate:
             if self.admission.news:
                 self._wake()
 
-    def take_place(self, of: Ticket) -> Ticket | None:
-        """Return another place for a request that has one; None: there is none now. It has to ``leave``."""
-        return self.admission.take_place(of)
+    def take_place(self, of: Ticket, share: float) -> Ticket | None:
+        """Return another place for a request that has one; None: there is none now. It has to ``leave``.
+
+        ``share``: of the work for all prompts, what is served at it.
+        """
+        return self.admission.take_place(of, share)
 
     def leave_place(self, place: Ticket) -> None:
         """Give back such a place; what was served at it is counted with the request."""

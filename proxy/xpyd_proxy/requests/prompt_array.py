@@ -7,6 +7,8 @@ one of them fails with is what all of them fail with; the others are dropped the
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol, TypeAlias
 
+import msgspec
+
 from xpyd_proxy.core.admission.ticket import Ticket
 from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
 from xpyd_proxy.core.model import GenerationRequest, InstanceId, LegOrder, Role, SingleEngineReason
@@ -93,7 +95,7 @@ def size_of_array(plan: RequestPlan, size: int, most: int) -> int:
         BodyTooLarge: it would be more than the router may hold.
     """
     at_once = min(len(plan.prompts), AT_ONCE)
-    beside = max(0, size - sum([len(memoryview(prompt)) for prompt in plan.prompts]))
+    beside = max(0, size - bytes_of(plan.prompts))
     charged = size + at_once * (beside + _PART_SIZE)
     if charged > most and beside > _PART_SIZE:
         raise BodyTooLarge(
@@ -101,6 +103,11 @@ def size_of_array(plan: RequestPlan, size: int, most: int) -> int:
             f"{at_once} prompts at a time that is more than the router may hold (max_inflight_bytes)"
         )
     return min(charged, most)
+
+
+def bytes_of(prompts: Sequence[msgspec.Raw]) -> int:
+    """Return how many bytes some prompts have: by them each has its share of their work."""
+    return sum([len(memoryview(prompt)) for prompt in prompts])
 
 
 def may_divide(fleet: LiveFleet, call: GenerationRequest, plan: RequestPlan) -> bool:
@@ -122,6 +129,7 @@ class PromptArray:
 
     __slots__ = (
         "_begun",
+        "_bytes",
         "_call",
         "_client",
         "_failure",
@@ -159,6 +167,7 @@ class PromptArray:
         self._plan = plan
         self._call = call
         self._prompts = prompts
+        self._bytes = bytes_of(prompts)
         self._ticket = ticket
         self._places: list[Ticket] = []  # of parts under way, but for one, which is served at that of the whole
         self._new = new
@@ -234,7 +243,8 @@ class PromptArray:
             return False
         if not self._parts:
             return True
-        place = self._life.of.gate.take_place(self._ticket)
+        share = bytes_of(self._prompts[self._begun : self._begun + 1]) / self._bytes
+        place = self._life.of.gate.take_place(self._ticket, share)
         if place is None:
             return False
         self._places.append(place)

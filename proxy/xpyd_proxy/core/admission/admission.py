@@ -119,12 +119,12 @@ class Admission:
             self._queue(ticket, now)
         return ticket
 
-    def take_place(self, of: Ticket) -> Ticket | None:
+    def take_place(self, of: Ticket, share: float) -> Ticket | None:
         """Return another place for a request that has one, under its key, priority and class; None: there is none now.
 
         One of several prompts is served at the place of its request, and each that is served beside it takes another
         one. None of them waits in the queue, where a request that has a place would wait for those behind it; and none
-        overtakes who waits there. What is taken is given back by ``leave``.
+        overtakes who waits there. What is taken is given back by ``leave``. ``share``: of the work for all prompts.
         """
         limits, levels, lanes, account = self.limits, self.levels, self._lanes, self._accounts[of.key]
         if self.admitted >= limits.max_concurrency:
@@ -134,10 +134,10 @@ class Admission:
         bits = 0 if levels is None else INDEX_BITS
         if lanes and min(lanes) >> bits <= of.priority >> bits:
             return None
-        if levels is not None and not levels.has_turn(of, lanes):
-            return None
         place = Ticket(of.key, of.priority, 0, of.due)
-        place.of_class = of.of_class
+        place.of_class = None if of.of_class is None else of.of_class.part(share)
+        if levels is not None and not levels.has_turn(place, lanes):
+            return None
         account.held += 1
         self._admit(place)
         return place

@@ -34,27 +34,47 @@ _CLASS: Final = Limit.CLASS_TARGET
 class ClassEntry:
     """How a request comes to the queue in a class."""
 
-    __slots__ = ("outlook", "own", "service_class")
+    __slots__ = ("outlook", "own", "service_class", "share")
 
-    def __init__(self, service_class: ServiceClass, own: OwnTimes | None, outlook: EngineOutlook | None) -> None:
-        """``own`` and ``outlook``: None: not measured yet, so nothing is expected of it."""
+    def __init__(
+        self, service_class: ServiceClass, own: OwnTimes | None, outlook: EngineOutlook | None, share: float = 1.0
+    ) -> None:
+        """``own`` and ``outlook``: None: not measured yet, so nothing is expected of it.
+
+        ``share``: of the work for all its prompts, what is served at its own place: the others take their own.
+        """
         self.service_class = service_class
         self.own = own
         self.outlook = outlook
+        self.share = share
 
 
 class ClassTicket:
     """What a ticket has where there are classes."""
 
-    __slots__ = ("arrived_at", "deadline", "is_late", "own", "priority", "service_class")
+    __slots__ = ("arrived_at", "deadline", "is_late", "own", "priority", "service_class", "share")
 
-    def __init__(self, service_class: ServiceClass, priority: int, own: OwnTimes | None, now: float) -> None:
+    def __init__(
+        self, service_class: ServiceClass, priority: int, own: OwnTimes | None, now: float, share: float = 1.0
+    ) -> None:
         self.service_class = service_class
+        self.share = share  # of its work, what follows when it is let in
         self.priority = priority  # as its client says
         self.own = own
         self.arrived_at = now
         self.deadline = inf if service_class.ttft_s is None else now + service_class.ttft_s
         self.is_late = False  # it could not meet its target any more if it were next
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of work that follow when it is let in."""
+        return 0.0 if self.own is None else self.own.compute_s * self.share
+
+    def part(self, share: float) -> "ClassTicket":
+        """Return what the place of one of its prompts has, which is that share of its work."""
+        part = ClassTicket(self.service_class, self.priority, self.own, self.arrived_at, share)
+        part.is_late = self.is_late
+        return part
 
     @property
     def place(self) -> int:
@@ -80,7 +100,7 @@ class ServiceLevels:
             return
         self.outlook = entry.outlook
         own, service_class = entry.own, entry.service_class
-        ticket.of_class = ClassTicket(service_class, ticket.priority, own, now)
+        ticket.of_class = ClassTicket(service_class, ticket.priority, own, now, entry.share)
         if own is not None:
             before = self._own.get(service_class.name, own.ttft_s)
             self._own[service_class.name] = _KEPT * before + (1.0 - _KEPT) * own.ttft_s
@@ -97,7 +117,7 @@ class ServiceLevels:
             ticket.of_class = ClassTicket(service_class, ticket.priority, None, now)
         else:
             service_class = self.classes.by_name.get(old.service_class.name, service_class)
-            ticket.of_class = ClassTicket(service_class, old.priority, old.own, old.arrived_at)
+            ticket.of_class = ClassTicket(service_class, old.priority, old.own, old.arrived_at, old.share)
             ticket.of_class.is_late = not self.is_possible(ticket.of_class, now)
         ticket.priority = ticket.of_class.place
 
@@ -177,7 +197,7 @@ class ServiceLevels:
         if one is None:
             return
         if self.outlook is not None and one.own is not None:
-            self.outlook.add(one.own.compute_s)
+            self.outlook.add(one.compute_s)
         heads = [next(iter(lane)) for lane in lanes.values()]
         if heads and min([_arrived_at(head) for head in heads]) < one.arrived_at:
             self._passed += max(1, ticket.tokens)
@@ -190,7 +210,7 @@ class ServiceLevels:
         if outlook is None or own is None or service_class.on_miss is _SERVE:
             return None
         queue_s = outlook.queue_s
-        with_it_s = outlook.queue_with(own.compute_s)
+        with_it_s = outlook.queue_with(one.compute_s)
         for other in self._ranked:
             if other.rank > service_class.rank:
                 break

@@ -36,9 +36,9 @@ class Gatekeeper:
     def outlook(self):
         return EngineOutlook(self.queues, self.steps)
 
-    def come(self, name, own_s=0.1, *, key="a", priority=0, tokens=100, measured=True):
-        own = OwnTimes(own_s, own_s) if measured else None
-        entry = ClassEntry(self.admission.levels.classes.by_name[name], own, self.outlook() if measured else None)
+    def come(self, name, own_s=0.1, *, key="a", priority=0, tokens=100, measured=True, share=1.0):
+        own, service_class = OwnTimes(own_s, own_s) if measured else None, self.admission.levels.classes.by_name[name]
+        entry = ClassEntry(service_class, own, self.outlook() if measured else None, share)
         return self.admission.arrive(key, priority, 1, self.now, tokens, entry=entry)
 
     def look(self, now=None, *queues):
@@ -424,3 +424,13 @@ def test_no_class_starves(below, mine, theirs):
         passed += last
 
     assert passed - last < (AGEING - 1) * mine
+
+
+def test_the_places_of_an_array_take_no_more_work_than_the_array_has():
+    """Each prompt is charged by itself: else four prompts kept others out for the work of sixteen."""
+    gate = Gatekeeper()
+    array = gate.come("always", 4.0, share=0.25)
+    places = [gate.admission.take_place(array, share) for share in (0.5, 0.125, 0.125)]
+
+    assert None not in places
+    assert sum(gate.admission.levels.outlook.queues) == 4.0

@@ -25,7 +25,6 @@ class Adapter(Protocol):
     """As a request names it: vLLM's ``LoRARequest`` (``vllm/lora/request.py``)."""
 
     lora_name: str
-    lora_int_id: int
     lora_path: str
 
 
@@ -36,37 +35,57 @@ class _Known:
 
 
 class AdapterIdentities:
-    """The adapters that requests have named. Everything runs on the engine thread.
+    """The adapters that requests have named, by name and path. Everything runs on the engine thread.
 
-    An adapter is read when a request names it first: vLLM has loaded it then. If its files change later, the engine may
-    have either state of them (it loads an adapter again that it had no room for), so its KV is nobody else's.
+    An adapter is read when a request names it first: vLLM tells a connector nothing of ``/v1/load_lora_adapter``. An
+    engine that has seen two identities of one name and path shares no KV of it any more, however it was loaded: vLLM
+    names the blocks of its prefix cache by name and path (``vllm/v1/core/kv_cache_utils.py``), so those of the first
+    are found for the second; and it loads an adapter again for which it had no room.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int, str], _Known] = {}
-        self._changed = os.urandom(8).hex()  # equal to no other engine's
+        self._known: dict[tuple[str, str], _Known] = {}
+        self._changed: set[tuple[str, str]] = set()
+        self._own_mark = os.urandom(8).hex()  # equal to no other engine's
 
     def of(self, adapter: Adapter) -> str:
         """Return the name and what the adapter is; engines exchange KV of requests for which these are equal."""
         return f"{adapter.lora_name}:{self._identity(adapter)}"
 
+    def has_changed(self, adapter: Adapter) -> bool:
+        """Whether the engine may have KV of two states of this adapter."""
+        self._identity(adapter)
+        return (adapter.lora_name, adapter.lora_path) in self._changed
+
     def _identity(self, adapter: Adapter) -> str:
-        folder = local_folder(adapter.lora_path, None, None)
-        if folder is None:
-            return f"of {adapter.lora_path}, not read"
-        stamp = stamp_of(folder / name for name in (_CONFIG, *_WEIGHTS))
-        key = adapter.lora_name, adapter.lora_int_id, adapter.lora_path
-        known = self._known.get(key)
-        if known is not None and known.stamp == stamp:
-            return known.identity
-        if known is not None and not getattr(adapter, "load_inplace", False):
-            return f"changed since it was loaded, {self._changed}"
-        identity = _read(folder)
-        if len(self._known) >= MOST_KNOWN:
-            del self._known[next(iter(self._known))]
-        self._known[key] = _Known(identity, stamp)
-        logger.info("xpyd: the adapter %s is %s, whatever it is called", adapter.lora_name, identity)
-        return identity
+        key = adapter.lora_name, adapter.lora_path
+        if key not in self._changed:
+            folder = local_folder(adapter.lora_path, None, None)
+            stamp = () if folder is None else stamp_of(folder / name for name in (_CONFIG, *_WEIGHTS))
+            known = self._known.get(key)
+            if known is not None and known.stamp == stamp:
+                return known.identity
+            identity = f"of {adapter.lora_path}, not read" if folder is None else _read(folder)
+            if known is None or known.identity == identity:
+                self._keep(key, _Known(identity, stamp))
+                return identity
+            self._changed.add(key)
+            logger.warning(
+                "xpyd: the adapter %s at %s was %s and is %s now: no KV of it is handed over or loaded any more, "
+                "because this engine may have blocks of both; load changed weights from another path",
+                adapter.lora_name,
+                adapter.lora_path,
+                known.identity,
+                identity,
+            )
+        return f"changed since it was loaded, {self._own_mark}"
+
+    def _keep(self, key: tuple[str, str], known: _Known) -> None:
+        if key not in self._known:
+            logger.info("xpyd: the adapter %s is %s, whatever it is called", key[0], known.identity)
+            if len(self._known) >= MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+        self._known[key] = known
 
 
 ADAPTERS: Final = AdapterIdentities()  # of this process, where it is a scheduler's

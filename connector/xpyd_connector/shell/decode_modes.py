@@ -226,6 +226,11 @@ def adapter_of(request: Request) -> str | None:
     return ADAPTERS.of(request.lora_request) if request.lora_request is not None else None
 
 
+def has_changed_adapter(request: Request) -> bool:
+    """Whether this engine may have KV of two states of a request's LoRA adapter."""
+    return request.lora_request is not None and ADAPTERS.has_changed(request.lora_request)
+
+
 def _check_adapter(source: PullParams, request: Request) -> None:
     """Raise if the KV was computed with another adapter; the prompt's digest would differ, too, and not say why.
 

@@ -25,7 +25,15 @@ from xpyd_connector.core.verify.sampling import SampledBlock, Sampling
 from xpyd_connector.errors import InvalidKvParams
 from xpyd_connector.settings import Granularity, Mode
 from xpyd_connector.shell.block_shortage import BlockShortage
-from xpyd_connector.shell.decode_modes import BlockTables, Clock, ControlCommand, Post, adapter_of, digest
+from xpyd_connector.shell.decode_modes import (
+    BlockTables,
+    Clock,
+    ControlCommand,
+    Post,
+    adapter_of,
+    digest,
+    has_changed_adapter,
+)
 from xpyd_connector.shell.engine_config import EngineConfig
 from xpyd_connector.shell.held_blocks import HeldBlocks
 from xpyd_connector.shell.push_progress import PushProgress
@@ -81,6 +89,7 @@ class PrefillRequests:
         if not self._engine_config.is_producer or not can_move(request, groups):
             return  # _hand_over() says why
         truncate(request, groups)
+        adapter_of(request)  # read before anything is computed with it: a change until the end is noticed
         if self._push_progress is None or not self._is_pushed(params):
             return
         try:
@@ -192,7 +201,8 @@ class PrefillRequests:
             if transfer is None:
                 return None  # begin() has logged the reason
             name = transfer
-        has_kv = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        has_ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        has_kv = has_ended and not has_changed_adapter(request)
         offer = self._lease(request, name, blocks, is_pushed=is_pushed) if has_kv else None
         if offer is None and self._push_progress is not None and is_pushed:
             self._push_progress.abandon(request)

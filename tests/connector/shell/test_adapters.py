@@ -57,13 +57,60 @@ def test_an_adapter_that_changed_behind_the_engine_shares_kv_with_nobody(tmp_pat
 
 
 @pytest.mark.parametrize("options", [{"number": 2}, {"load_inplace": True}], ids=["loaded again", "loaded in place"])
-def test_an_adapter_that_is_loaded_anew_is_read_anew(tmp_path, options):
-    """At runtime, by ``/v1/load_lora_adapter``."""
+def test_a_second_identity_of_one_name_and_path_is_shared_with_nobody(tmp_path, options, caplog):
+    """VLLM finds blocks by name and path: those of the old weights would be handed over as those of the new ones."""
+    folder, adapters = write_adapter(tmp_path / "a", seed=1), AdapterIdentities()
+    old = adapters.of(request(folder))
+    assert not adapters.has_changed(request(folder))
+    replace_weights(folder, write_adapter(tmp_path / "b", seed=2))
+    with caplog.at_level("WARNING"):
+        mixed = {adapters.of(request(folder, **options)) for _ in range(3)}
+
+    assert adapters.has_changed(request(folder, **options))
+    assert len(mixed) == 1
+    assert mixed.isdisjoint({old, fresh(folder)})
+    assert caplog.text.count("load changed weights from another path") == 1
+
+
+def test_weights_that_are_put_back_do_not_mend_it(tmp_path):
+    """Blocks of both are in the cache."""
     folder, adapters = write_adapter(tmp_path / "a", seed=1), AdapterIdentities()
     old = adapters.of(request(folder))
     replace_weights(folder, write_adapter(tmp_path / "b", seed=2))
+    mixed = adapters.of(request(folder, load_inplace=True))
+    replace_weights(folder, write_adapter(tmp_path / "c", seed=1))
 
-    assert old != adapters.of(request(folder, **options)) == fresh(folder)
+    assert adapters.of(request(folder)) == mixed != old == fresh(folder)
+
+
+@pytest.mark.parametrize("options", [{}, {"number": 2}, {"load_inplace": True}], ids=str)
+def test_the_same_files_written_again_are_the_same_adapter(tmp_path, options):
+    """A volume that is mounted anew, or a copy that is made again."""
+    folder, adapters = write_adapter(tmp_path / "a", seed=1), AdapterIdentities()
+    old = adapters.of(request(folder))
+    replace_weights(folder, write_adapter(tmp_path / "b", seed=1))
+
+    assert adapters.of(request(folder, **options)) == old == fresh(folder)
+    assert not adapters.has_changed(request(folder))
+
+
+def test_another_path_is_another_adapter(tmp_path):
+    """What the warning advises: vLLM's blocks of the two have other names."""
+    adapters = AdapterIdentities()
+    one, other = (write_adapter(tmp_path / name, seed=seed) for name, seed in [("a", 1), ("b", 2)])
+    adapters.of(request(one))
+
+    assert adapters.of(request(other, load_inplace=True)) == fresh(other)
+    assert adapters.of(request(one)) == fresh(one)
+
+
+def test_files_that_vanish_change_an_adapter(tmp_path):
+    """The engine has them in memory still, or not any more."""
+    folder, adapters = write_adapter(tmp_path / "a", seed=1), AdapterIdentities()
+    adapters.of(request(folder))
+    folder.rename(tmp_path / "b")
+
+    assert adapters.has_changed(request(folder))
 
 
 def test_files_that_cannot_be_read_are_known_by_their_place(tmp_path):

@@ -30,7 +30,7 @@ class StatsReport(msgspec.Struct):
     compatible: list[str] = []  # ids of engines that were found to differ before, and do not any more
     events: list[TimelineEvent] = []
     peer_loads: dict[str, dict[str, int]] = {}  # by prefill engine, and by how they ended: LOAD_OUTCOMES
-    failures: dict[str, tuple[str, str]] = {}  # by prefill engine: how its latest failed load ended, and why
+    failures: dict[str, str] = {}  # by prefill engine: how its latest failed load ended, one of FAILURES
 
     def __bool__(self) -> bool:
         kept = self.counters or self.gauges or self.transfers or self.incompatible or self.compatible
@@ -49,28 +49,28 @@ class Counters:
     _transfers: list[TransferSample] = field(default_factory=list[TransferSample])
     _events: list[TimelineEvent] = field(default_factory=list[TimelineEvent])
     _peer_loads: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
-    _failures: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    _failures: dict[str, str] = field(default_factory=dict[str, str])
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter; ``name`` is one of :data:`COUNTERS`."""
         if by:  # a zero would send a report across processes
             self._counts[name] += by
 
-    def count_load(self, name: str, engine: str, why: str = "", *, cause: str = "") -> None:
+    def count_load(self, name: str, engine: str, *, cause: str = "") -> None:
         """Count how a load has ended, also by its prefill engine: a router keeps two apart that cannot meet.
 
-        ``why`` it has failed, in a sentence for the operator; ``cause``: why the two engines have not met.
+        ``cause``: why the two engines have not met, one of :data:`CAUSES`.
         """
         outcome = LOAD_OUTCOMES.get(name)
         if outcome is not None:
             is_unmet = outcome in (UNREACHABLE, "refused")
-            self.count_peer_load(cause if cause and is_unmet else outcome, engine, why)
+            self.count_peer_load(cause if cause and is_unmet else outcome, engine)
         self.count(name)
 
-    def count_peer_load(self, outcome: str, engine: str, why: str = "") -> None:
+    def count_peer_load(self, outcome: str, engine: str) -> None:
         """Count the same by the prefill engine alone."""
-        if why:
-            self._failures[engine] = outcome, shown_reason(why)
+        if outcome != LOADED:
+            self._failures[engine] = outcome
         by_outcome = self._peer_loads.setdefault(engine, {})
         by_outcome[outcome] = by_outcome.get(outcome, 0) + 1
 
@@ -136,7 +136,6 @@ SECRET: Final = "secret"
 CLOCK: Final = "clock"
 # Why two engines have not met, where it is known; of a load, in the place of "handshake" or "refused".
 CAUSES: Final = (UNREACHABLE, "refused", SECRET, "certificate", "version", "model", CLOCK)
-MOST_REASON: Final = 400  # characters that a metric shows
 # How a load has ended, by the counter of it. An aborted load says nothing of its engines. In pull each rank counts its
 # failures, and the scheduler counts a request that all ranks have loaded.
 LOAD_OUTCOMES: Final = {
@@ -149,6 +148,22 @@ LOAD_OUTCOMES: Final = {
     "loads_failed_peer": "peer_lost",
     "loads_failed_staging": "staging",
     "loads_failed_wrong_kv": "wrong_kv",
+}
+# What each means, for a label: the words are few and fixed, so that no peer and no client adds series. A log has more.
+FAILURES: Final = {
+    UNREACHABLE: "the side channel of the prefill engine could not be connected to",
+    "refused": "one engine refuses the other",
+    SECRET: "another XPYD_CONNECTOR_SECRET, or one engine has none",
+    "certificate": "one engine does not accept the other's TLS certificate",
+    "version": "another version of vLLM, or of the connector's protocol",
+    "model": "another model, other weights of it, or another way to store its KV",
+    CLOCK: "the clocks of the two engines differ too much",
+    "transfer": "NIXL or the network failed",
+    "timeout": "it took longer than transfer_timeout or registration_timeout",
+    "lease": "the prefill engine had freed the blocks",
+    "peer_lost": "the connection of the prefill engine closed",
+    "staging": "host memory was too small, or copying to or from it failed",
+    "wrong_kv": "a sampled block was not what the prefill engine had computed",
 }
 EVENTS_DROPPED = "timeline_events_dropped"
 COUNTERS = {
@@ -229,12 +244,6 @@ GAUGES = {
     "requests_waiting_for_remote_kv": "Requests here that wait for, or read, another engine's blocks now.",
     "blocks_quarantined": "KV blocks of failed loads that a hung prefill engine may still write into now.",
 }
-
-
-def shown_reason(text: str) -> str:
-    """Return a sentence as a metric's label: printable ASCII without what Prometheus' text format escapes."""
-    plain = text.replace('"', "'").replace("\\", "/")[:MOST_REASON]
-    return "".join(char if " " <= char <= "~" else "?" for char in plain)
 
 
 def merge(reports: Sequence[StatsReport]) -> StatsReport:

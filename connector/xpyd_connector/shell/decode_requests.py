@@ -124,7 +124,7 @@ class DecodeRequests:
         logger.warning("xpyd: %s computes its own prompt: %s", own, why)
         cause, engine = _CAUSES.get(type(why), "params"), params.get("remote_engine_id")
         if cause in (SECRET, CLOCK) and isinstance(engine, str) and len(engine) <= MAX_ID:
-            self._counters.count_peer_load(cause, engine, str(why))
+            self._counters.count_peer_load(cause, engine)
         self._on_skipped(own, cause)
 
     def _mode_by(self, params: Mapping[str, Any]) -> DecodeMode:
@@ -210,7 +210,7 @@ class DecodeRequests:
     def _skip_incompatible(self, own: RequestId, met: HandshakeEnded) -> None:
         source = self._remote_prefills[own].source
         self._release_lease(own)
-        self._counters.count_load("loads_skipped_incompatible", source.remote_engine_id, met.objection, cause=met.cause)
+        self._counters.count_load("loads_skipped_incompatible", source.remote_engine_id, cause=met.cause)
         self._on_skipped(own, met.cause or "refused")
         logger.warning("xpyd: %s computes its own prompt: %s was not met: %s", own, source.address, met.objection)
 
@@ -251,7 +251,7 @@ class DecodeRequests:
         remote_prefill.loading = True  # it ends in loads_ended()
         if remote_prefill.failure:
             failure = f"{remote_prefill.source.address} was not met: {remote_prefill.failure}"
-            self._counters.count_load("loads_failed_handshake", remote_prefill.source.remote_engine_id, failure)
+            self._counters.count_load("loads_failed_handshake", remote_prefill.source.remote_engine_id)
             self._on_skipped(own, UNREACHABLE)
             logger.warning("xpyd: the load of %s failed: %s", own, failure)
             self._mode.arrived.append(LoadResult(own, failure))
@@ -286,8 +286,7 @@ class DecodeRequests:
                 if request in failed:
                     self._loads_nothing(own)
                     if remote_prefill.is_compared:  # everything was written, so a rank has found it wrong
-                        why = "a sampled block was not what the prefill engine had computed"
-                        self._counters.count_load("loads_failed_wrong_kv", source.remote_engine_id, why)
+                        self._counters.count_load("loads_failed_wrong_kv", source.remote_engine_id)
                 elif isinstance(source, PullParams):
                     self._counters.count_peer_load(LOADED, source.remote_engine_id)
                 elif remote_prefill.is_compared:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from prometheus_client import Counter
 
 from xpyd_connector.core.counters import TransferSample
+from xpyd_connector.shell.peer_names import PeerNames
 
 PEERS_SHOWN: Final = 64  # engines whose bytes are shown: each restarts under another id
 BYTES = "Bytes of KV read from this engine (pull) or written to it (push)."
@@ -22,11 +23,12 @@ class PeerRates:
         """``make``: the class of counters, prometheus_client's or Ray's."""
         self._bytes = make("vllm:xpyd_peer_bytes", BYTES, [*labels, "peer"])
         self._seconds = make("vllm:xpyd_peer_transfer_seconds", SECONDS, [*labels, "peer"])
+        self._names = PeerNames(self._bytes)
         self._shown: dict[tuple[str, ...], None] = {}  # the least recently moved first
 
     def add(self, labels: Sequence[str], sample: TransferSample) -> None:
         """Add a transfer. Beyond :data:`PEERS_SHOWN` engines the one that moved nothing for longest is forgotten."""
-        if not sample.peer:
+        if not sample.peer or not self._names.admit(sample.peer):
             return
         key = (*labels, sample.peer)
         self._shown.pop(key, None)

@@ -9,8 +9,9 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from xpyd_connector.core.counters import COUNTERS, GAUGES, LOADED, StatsReport, merge
+from xpyd_connector.core.counters import COUNTERS, FAILURES, GAUGES, LOADED, StatsReport, merge
 from xpyd_connector.core.timeline import TimelineStore
+from xpyd_connector.shell.peer_names import PeerNames
 from xpyd_connector.shell.peer_rates import PeerRates
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -102,7 +103,9 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             [*self._labelnames, "peer", "outcome", "reason"],
             multiprocess_mode="mostrecent",
         )
-        self._failures: dict[tuple[str, ...], tuple[str, str]] = {}  # as shown, by the labels of an engine
+        self._failures: dict[tuple[str, ...], str] = {}  # the outcomes shown, by the labels of an engine
+        self._incompatible_names = PeerNames(self._incompatible)
+        self._failing_names = PeerNames(self._peer_loads)
         self._failing: dict[tuple[str, ...], set[str]] = {}  # the outcomes shown, by the labels of an engine
         self._peer_rates = PeerRates(self._counter_cls, self._labelnames)
         labels = [*self._labelnames, *info]
@@ -124,6 +127,10 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             self._show_accepted(*self.per_engine_labelvalues[engine_idx], peer)
         for peer, loads in report.peer_loads.items():
             labels = *self.per_engine_labelvalues[engine_idx], peer
+            if loads.keys() <= {LOADED} and labels not in self._failing:
+                continue
+            if not self._failing_names.admit(peer):
+                continue
             self._count_peer_loads(labels, loads)
             self._show_failure(labels, report.failures.get(peer), has_loaded=LOADED in loads)
         TIMELINES.add(engine_idx, report.events)
@@ -136,6 +143,8 @@ class XpydPromMetrics(KVConnectorPromMetrics):
 
     def _show_refused(self, *labels: str) -> None:
         """Show one more engine, and no longer the first of too many. Ray's gauges cannot forget one."""
+        if not self._incompatible_names.admit(labels[-1]):
+            return
         self._refused[labels] = None
         self._incompatible.labels(*labels).set(1)
         if len(self._refused) > PEERS_MOST and isinstance(self._incompatible, Gauge):
@@ -154,8 +163,6 @@ class XpydPromMetrics(KVConnectorPromMetrics):
     def _count_peer_loads(self, labels: tuple[str, ...], loads: Mapping[str, int]) -> None:
         """Count the loads of an engine from its first failure on, and no longer of the one that failed long ago."""
         has_failed = not loads.keys() <= {LOADED}
-        if labels not in self._failing and not has_failed:
-            return
         shown = self._failing.pop(labels, set()) if has_failed else self._failing[labels]
         self._failing[labels] = shown
         for outcome, count in loads.items():
@@ -166,7 +173,7 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             for outcome in self._failing.pop(first):
                 self._peer_loads.remove(*first, outcome)
 
-    def _show_failure(self, labels: tuple[str, ...], failure: tuple[str, str] | None, *, has_loaded: bool) -> None:
+    def _show_failure(self, labels: tuple[str, ...], failure: str | None, *, has_loaded: bool) -> None:
         """Show the latest failure in the place of the one before; none, after a load that has not failed."""
         if failure is None and not has_loaded:
             return
@@ -176,13 +183,14 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             self._hide_failure(labels)
         if failure is not None:
             self._failures[labels] = failure
-            self._peer_failure.labels(*labels, *failure).set(1)
+            self._peer_failure.labels(*labels, failure, FAILURES.get(failure, "")).set(1)
         if len(self._failures) > PEERS_MOST:
             self._hide_failure(next(iter(self._failures)))
 
     def _hide_failure(self, labels: tuple[str, ...]) -> None:
         """Show a failure no longer. Where processes share their metrics, and with Ray, no label can be forgotten."""
-        shown = *labels, *self._failures.pop(labels)
+        failure = self._failures.pop(labels)
+        shown = *labels, failure, FAILURES.get(failure, "")
         self._peer_failure.labels(*shown).set(0)
         if isinstance(self._peer_failure, Gauge):
             self._peer_failure.remove(*shown)

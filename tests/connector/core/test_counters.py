@@ -7,17 +7,18 @@ import pytest
 
 import xpyd_connector
 from xpyd_connector.core.counters import (
+    CAUSES,
     COUNTERS,
     EVENTS_DROPPED,
+    FAILURES,
     GAUGES,
     LOAD_OUTCOMES,
-    MOST_REASON,
+    LOADED,
     Counters,
     ForwardingCounters,
     StatsReport,
     TransferSample,
     merge,
-    shown_reason,
 )
 from xpyd_connector.core.lease.kv_params import REFUSALS
 from xpyd_connector.core.lease.prefill_scheduler import _COUNTER
@@ -129,19 +130,22 @@ def test_loads_are_counted_by_prefill_engine_too():
 def test_engines_that_have_not_met_are_counted_by_the_cause(name, cause, outcome):
     """Another secret and another model are mended in different ways; neither shows in an answer."""
     counters = Counters()
-    counters.count_load(name, "p", "it was not met", cause=cause)
+    counters.count_load(name, "p", cause=cause)
     report = counters.take()
 
     assert (report.counters, report.peer_loads) == ({name: 1}, {"p": {outcome: 1}})
-    assert report.failures == {"p": (outcome, "it was not met")}
-    assert merge([report, StatsReport(failures={"p": ("lease", "late")})]).failures == {"p": ("lease", "late")}
+    assert report.failures == {"p": outcome}
+    assert merge([report, StatsReport(failures={"p": "lease"})]).failures == {"p": "lease"}
     assert not counters.take().failures
 
 
-def test_a_reason_is_a_label_that_needs_no_escapes():
-    """A router reads it as bytes; the words may be another engine's."""
-    assert shown_reason('a "b" c\\d\n\u00e9') == "a 'b' c/d??"
-    assert len(shown_reason("x" * 9999)) == MOST_REASON
+def test_every_way_to_fail_has_words_of_its_own():
+    """A router reads them as bytes: no peer, and no client, adds a series or an escape."""
+    ways = {outcome for outcome in (*CAUSES, *LOAD_OUTCOMES.values()) if outcome != LOADED}
+
+    assert FAILURES.keys() == ways
+    assert len(set(FAILURES.values())) == len(ways)
+    assert not {*'"\\\n'} & {*"".join(FAILURES.values())}
 
 
 def test_loads_by_prefill_engine_add_up():

@@ -9,10 +9,11 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from xpyd_connector.shell.peer_names import MOST_NAMED, PeerNames
     from xpyd_connector.shell.peer_rates import PEERS_SHOWN
     from xpyd_connector.shell.vllm_stats import PEERS_MOST, XpydPromMetrics, XpydStats
 
-from xpyd_connector.core.counters import COUNTERS, GAUGES, StatsReport, TransferSample
+from xpyd_connector.core.counters import COUNTERS, FAILURES, GAUGES, StatsReport, TransferSample
 from xpyd_connector.core.timeline import TimelineEvent, TimelineStep
 
 INFO = {"protocol": "3", "fingerprint": "0123456789abcdef", "mode": "pull"}
@@ -163,34 +164,46 @@ def test_an_engine_that_started_again_under_its_id_is_shown_as_refused_no_more(m
     assert REGISTRY.get_sample_value("vllm:xpyd_incompatible_peer", labels) is None
 
 
-def peer_failure(peer, outcome, reason, engine="0"):
-    labels = {"model_name": "m", "engine": engine, "peer": peer, "outcome": outcome, "reason": reason}
+def peer_failure(peer, outcome, engine="0"):
+    labels = {"model_name": "m", "engine": engine, "peer": peer, "outcome": outcome, "reason": FAILURES[outcome]}
     return REGISTRY.get_sample_value("vllm:xpyd_peer_failure", labels)
 
 
 def test_the_reason_of_the_latest_failure_is_shown_until_a_load_has_not_failed(metrics):
     """A router reads there what no answer tells."""
-    report = StatsReport(peer_loads={"p": {"secret": 1}}, failures={"p": ("secret", "no proof")})
+    report = StatsReport(peer_loads={"p": {"secret": 1}}, failures={"p": "secret"})
     metrics.observe(XpydStats.of(report).data)
-    assert peer_failure("p", "secret", "no proof") == 1
-    report = StatsReport(peer_loads={"p": {"timeout": 1}}, failures={"p": ("timeout", "late")})
+    assert peer_failure("p", "secret") == 1
+    report = StatsReport(peer_loads={"p": {"timeout": 1}}, failures={"p": "timeout"})
     metrics.observe(XpydStats.of(report).data)
-    assert (peer_failure("p", "secret", "no proof"), peer_failure("p", "timeout", "late")) == (None, 1)
+    assert (peer_failure("p", "secret"), peer_failure("p", "timeout")) == (None, 1)
     metrics.observe(XpydStats.of(StatsReport({"leases_granted": 1})).data)
-    assert peer_failure("p", "timeout", "late") == 1
+    assert peer_failure("p", "timeout") == 1
     metrics.observe(XpydStats.of(StatsReport(peer_loads={"p": {"loaded": 1}})).data)
 
-    assert peer_failure("p", "timeout", "late") is None
+    assert peer_failure("p", "timeout") is None
+
+
+def test_where_no_series_can_be_forgotten_few_engines_are_named(monkeypatch):
+    """Who reaches the port of a decode engine can name prefill engines without end, in forged offers."""
+    peers = [f"p{number}" for number in range(MOST_NAMED + 9)]
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
+    shared = PeerNames(Counter("xpyd_test_shared", "", ["peer"], registry=None))
+    assert [peer for peer in peers * 2 if shared.admit(peer)] == peers[:MOST_NAMED] * 2
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR")
+
+    assert all(map(PeerNames(Counter("xpyd_test_own", "", ["peer"], registry=None)).admit, peers))
+    assert not all(map(PeerNames(object()).admit, peers))  # Ray's
 
 
 def test_reasons_are_shown_of_few_engines(metrics):
     """Each restarts under another id."""
     for number in range(PEERS_MOST + 1):
         name = f"p{number}"
-        report = StatsReport(peer_loads={name: {"secret": 1}}, failures={name: ("secret", "no proof")})
+        report = StatsReport(peer_loads={name: {"secret": 1}}, failures={name: "secret"})
         metrics.observe(XpydStats.of(report).data)
 
-    assert (peer_failure("p0", "secret", "no proof"), peer_failure("p1", "secret", "no proof")) == (None, 1)
+    assert (peer_failure("p0", "secret"), peer_failure("p1", "secret")) == (None, 1)
 
 
 def test_prefill_engines_that_failed_long_ago_are_shown_no_more(metrics):

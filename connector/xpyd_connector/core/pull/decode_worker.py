@@ -338,7 +338,7 @@ class PullReader:
         load.on(LoadEvent.CANCELLED)
         load.deadline = inf
         self._transfers.cancel(load.order.request)
-        self._count_failure(load, counter, why, now)
+        self._count_failure(load, counter, now)
         self._results.append(LoadResult(load.order.request, why, quarantined=True))
 
     def _release(self, load: Load) -> None:
@@ -353,11 +353,11 @@ class PullReader:
 
     def _fail(self, load: Load, counter: str, why: str, now: float, *, cause: str = "") -> None:
         load.on(LoadEvent.FAILED)
-        self._count_failure(load, counter, why, now, cause=cause)
+        self._count_failure(load, counter, now, cause=cause)
         self._end(load, why)
 
-    def _count_failure(self, load: Load, counter: str, why: str, now: float, *, cause: str = "") -> None:
-        self._counters.count_load(counter, load.order.engine, why, cause=cause)
+    def _count_failure(self, load: Load, counter: str, now: float, *, cause: str = "") -> None:
+        self._counters.count_load(counter, load.order.engine, cause=cause)
         self._counters.note(
             load.order.request, TimelineStep.LOAD_FAILED, now, note=cause or LOAD_OUTCOMES.get(counter, "")
         )

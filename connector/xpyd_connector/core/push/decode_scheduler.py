@@ -397,7 +397,7 @@ class PushReceiver:
             return
         if push.state is ReceiveState.REGISTERED:
             why = f"{peer.address} is gone: {peer.reason}"
-            self._counters.count_load("loads_failed_peer", push.order.engine, why)
+            self._counters.count_load("loads_failed_peer", push.order.engine)
             self._lease_renewer.stop_renewing(push.order.request, push.order.engine)
             self._report(push, why)
         push.on(ReceiveEvent.PEER_LOST)
@@ -451,7 +451,7 @@ class PushReceiver:
             self._lease_renewer.release(order.request, order.engine)
             self._fail(push, counter, why)
             return
-        self._counters.count_load(counter, order.engine, why)
+        self._counters.count_load(counter, order.engine)
         push.on(ReceiveEvent.ABORTED)
         self._clear_deadlines(push)
         self._report(push, why)
@@ -488,7 +488,7 @@ class PushReceiver:
 
     def _fail(self, push: _ExpectedPush, counter: str, why: str, *, cause: str = "") -> None:
         push.on(ReceiveEvent.FAILED)
-        self._counters.count_load(counter, push.order.engine, why, cause=cause)
+        self._counters.count_load(counter, push.order.engine, cause=cause)
         self._end(push, why)
 
     def _end(self, push: _ExpectedPush, failure: str, checks: LoadChecks | None = None) -> None:

@@ -36,7 +36,6 @@ WORKERS   ?= 3
 
 # Python compiles what is imported, when it first is: a tenth of what is installed, and all of it is a minute's work.
 PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile
-FAST  := not (nixl or vllm or gpu or thorough or slow or compiled)
 
 MAKEFLAGS += --no-print-directory
 # Without __pycache__ every process of the tests, hundreds of them, would compile its modules, and pytest its tests, anew.
@@ -75,38 +74,59 @@ up: $(STAMPS)/$(UP) ## start engines and the router here: PREFILL=1 DECODE=1 ENG
 
 ##@ Check
 
-# Three chains at once, because all tests wait for a third of their time or more: for leases, timeouts, clients that say
-# nothing. What imports vLLM and starts no engines is one process: the import takes 12 CPU seconds. What is before engines
-# needs the compiler first. The router's tests are shared out to WORKERS, two beside the other chains, file by file:
-# fixtures of a module are made once, and each process imports all modules. One test of a chain runs at a time.
+# What imports vLLM and starts no engines is one process: the import takes 12 CPU seconds. The router's tests are shared
+# out to WORKERS, file by file: fixtures of a module are made once, and each process imports all modules.
 ALONE   := not (vllm or gpu or thorough)
+QUICK   := $(ALONE) and not (compiled or slow)
 REAL    := -p no:cacheprovider --durations=20 -m "vllm and not (gpu or thorough)"
+PROMISE := tests/e2e/test_equality.py
 MODELS  := tests/models tests/e2e/test_kv_back.py
 VLLM    := tests/connector tests/contract tests/integration tests/helm/test_engines.py
+ROUTER  := $(addprefix --ignore=,$(VLLM) tests/e2e tests/models)
 SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: test
-test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs
-	@$(MAKE) -k -j3 -Otarget $(CHAINS) WORKERS=2
+# Two chains at once: many tests wait for half of their time.
+.PHONY: test test-quick
+test: ## what CI runs: format, lint, types, import rules, the quick tests and the promise on real engines; ten minutes
+	@$(MAKE) test-quick CHAIN_OF_VLLM="test-types test-vllm test-promise"
 
-CHAINS := chain-connector chain-compiler chain-router
+test-quick: lint $(STAMPS)/helm ## the same without engines; CHAIN_OF_VLLM=... chooses what runs beside the router's tests
+	@$(MAKE) -k -j2 -Otarget quick-router quick-vllm WORKERS=2
+
+CHAIN_OF_VLLM := test-types test-vllm
+
+# Three chains at once. The compiler comes before engines.
+.PHONY: test-all
+test-all: lint $(STAMPS)/helm ## everything but test-thorough: slow tests, all engines and models, faults, the compiled router; 45 minutes
+	@$(MAKE) -k -j3 -Otarget chain-connector chain-compiler chain-router WORKERS=2
+
+quick-router: CHAIN := test-router-quick
+quick-vllm: CHAIN = $(CHAIN_OF_VLLM)
 chain-connector: CHAIN := test-connector test-chaos test-models
 chain-compiler: CHAIN := test-compile test-e2e test-types
 chain-router: CHAIN := test-router test-compiled
 
-.PHONY: $(CHAINS)
-$(CHAINS):
+.PHONY: quick-router quick-vllm chain-connector chain-compiler chain-router
+quick-router quick-vllm chain-connector chain-compiler chain-router:
 	@failed=0; for target in $(CHAIN); do $(MAKE) $$target || failed=1; done; exit $$failed
 
-.PHONY: test-alone test-connector test-router test-compile test-compiled test-chaos test-e2e test-models test-types
-test-alone: $(STAMPS)/helm
-	@$(MAKE) -k -j2 -Otarget test-connector test-router
+.PHONY: test-router-quick test-vllm test-promise
+test-router-quick: $(STAMPS)/helm
+	$(BIN)/pytest $(SHARED) -m "$(QUICK)" $(ROUTER)
 
+test-vllm: $(STAMPS)/helm
+	$(BIN)/pytest -p no:cacheprovider --durations=20 -m "$(QUICK)" $(VLLM)
+
+# The compiler takes minutes, and test-all has the compiled router before engines.
+test-promise: $(STAMPS)/helm
+	XPYD_TEST_ROUTER=plain $(BIN)/pytest $(REAL) $(PROMISE)
+
+.PHONY: test-connector test-router test-compile test-compiled test-chaos test-e2e test-models test-types
 test-connector: $(STAMPS)/helm
 	$(BIN)/pytest -p no:cacheprovider --durations=20 -m "$(ALONE) and not compiled" $(VLLM)
 
 test-router: $(STAMPS)/helm
-	$(BIN)/pytest $(SHARED) -m "$(ALONE) and not compiled" $(addprefix --ignore=,$(VLLM) tests/e2e tests/models)
+	$(BIN)/pytest $(SHARED) -m "$(ALONE) and not compiled" $(ROUTER)
 
 test-compile: $(STAMPS)/dev
 	-$(BIN)/python -P tests/support/compiled.py
@@ -133,10 +153,6 @@ test-thorough: $(STAMPS)/dev ## more of the same: every fault in every phase, in
 .PHONY: fuzz
 fuzz: $(STAMPS)/dev ## random bytes against the router's port and the side channel: SECONDS=60 SEED=17
 	XPYD_FUZZ_SECONDS=$(SECONDS) XPYD_FUZZ_SEED=$(SEED) $(BIN)/pytest -s tests/fuzz
-
-.PHONY: test-fast
-test-fast: lint $(STAMPS)/helm ## what needs neither engines nor NIXL, without what is slow; WORKERS=3
-	$(BIN)/pytest $(SHARED) -m "$(FAST)"
 
 .PHONY: coverage
 coverage: $(STAMPS)/helm ## which lines and branches the tests without engines run; 20 minutes

@@ -30,7 +30,9 @@ def pytest_collection_modifyitems(items):
         if judge is not None and hasattr(item, "callspec") and judge(item.originalname, item.callspec.params):
             item.add_marker(pytest.mark.thorough)
         if item.get_closest_marker("vllm") and not any(map(item.path.is_relative_to, WITH_ENGINES)):
-            raise pytest.UsageError(f"{item.nodeid} is marked vllm, and make test would not run it: see WITH_ENGINES")
+            raise pytest.UsageError(
+                f"{item.nodeid} is marked vllm, and make test-all would not run it: see WITH_ENGINES"
+            )
 
 
 def pytest_collection_finish():

@@ -19,7 +19,7 @@ from xpyd_proxy.options import OPTIONS
 
 FOREIGN = {  # flags of kubectl, helm and other programs, and words of other projects, that stand alone in backquotes
     "--previous", "--force", "--exclusive", "--grace-period", "device_ownership_from_security_context", "ibv_devices",
-    "container_cpu_cfs_throttled_periods_total", "max_new_tokens", "--key",
+    "container_cpu_cfs_throttled_periods_total", "load_inplace", "max_new_tokens", "--key",
     "--atomic", "--rollback-on-failure", "--server-side",
 }  # fmt: skip
 
@@ -146,7 +146,7 @@ def test_what_a_page_names_exists(page, vllm):
             "--fast",
         ),
         ("with `--break-after 5` an engine", "--break-after"),
-        ("`make test-fats`", "make test-fats"),
+        ("`make test-al`", "make test-al"),
         ("```\nmake up ENGINES=sim\n```", "make ENGINES="),
         ("`probe_interval_s`", "probe_interval_s"),
         ("`min_prompt_chars: 100` in the settings", "min_prompt_chars"),

@@ -25,6 +25,9 @@ from xpyd_proxy.core.routing.policy_parts import PolicyParts
 from xpyd_proxy.options import serve_settings
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
+
 KEY = "of-a-client-0123456789"
 MODEL = "qwen3-8b"  # of docs/kubernetes.md
 TLS = {"--ca", "--pin"}

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
+
 ROOT = Path(__file__).parents[1]
 FILES = ("Makefile", "pyproject.toml", "helm", *(path.name for path in ROOT.glob("requirements-*.txt")))
 

@@ -29,7 +29,7 @@ from support.victims import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-# What does not happen in the middle of a transfer is the same in both modes: ``make test`` has it in one.
+# What does not happen in the middle of a transfer is the same in both modes: ``make test-all`` has it in one.
 THOROUGH = {
     ("test_an_overloaded_decode_engine_loses_no_lease", "push"),
     ("test_frozen_before_the_read", "pull"),

@@ -9,6 +9,8 @@ import pytest
 
 from support import netns
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _here():

@@ -14,6 +14,9 @@ from support.proc import states, wait_stopped
 from xpyd_proxy.local.errors import ChildFailed
 from xpyd_proxy.local.processes import Command, open_fleet
 
+pytestmark = pytest.mark.processes
+
+
 SERVER, STATEMENT = "http.server", "timeit"  # of the standard library: what serves, what runs a statement
 
 

@@ -165,7 +165,7 @@ def struck(four, victim, fault, phase, *, number=MIDDLE):
             engine.thaw()
 
 
-# Of the matrix, ``make test`` has every phase in both modes, and every fault of either victim.
+# Of the matrix, ``make test-all`` has every phase in both modes, and every fault of either victim.
 ORDINARY = {
     ("kill", "p1", "before", "pull"),
     ("kill", "d1", "decode", "pull"),

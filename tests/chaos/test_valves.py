@@ -10,6 +10,9 @@ import pytest
 from support.cluster import wait_until
 from support.valves import Passing, open_valves
 
+pytestmark = pytest.mark.edges
+
+
 REQUEST = b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}"
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 

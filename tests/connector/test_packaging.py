@@ -7,6 +7,8 @@ import pytest
 
 import xpyd_connector
 
+pytestmark = pytest.mark.processes
+
 
 def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50).stdout

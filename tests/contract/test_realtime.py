@@ -21,7 +21,7 @@ from websockets.exceptions import ConnectionClosed
 from support.router_process import RouterProcess
 from support.sim import until, until_async
 
-pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # importing vLLM takes half a minute on a busy machine
 AUDIO = base64.b64encode(b"\x01\x00" * 1600).decode()
 
 

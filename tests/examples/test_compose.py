@@ -13,7 +13,7 @@ from xpyd_proxy.local.processes import Command, open_fleet
 
 FILE = EXAMPLES / "07-compose" / "compose.yaml"
 ENGINES = ("prefill", "decode")
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 with_processes = pytest.mark.slow  # a router and engines start, each a Python of its own
 
 

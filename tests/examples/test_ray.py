@@ -21,7 +21,7 @@ from support.cluster import ROOT, free_ports, wait_until
 SCRIPT = EXAMPLES / "09-ray" / "ray_fleet.py"
 REAL = os.environ.get("XPYD_RAY_PYTHON")
 GOES_ON = "cannot be reached, the others go on"  # the driver says so; the router's log has the first half, at times
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
 with_processes = pytest.mark.slow  # a router and engines start, each a Python of its own
 
 

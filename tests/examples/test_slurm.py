@@ -15,7 +15,11 @@ from support.cluster import free_ports, wait_until
 
 FOLDER = EXAMPLES / "08-slurm"
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")  # each is a host: engines listen on their own address
-pytestmark = [pytest.mark.timeout(500), pytest.mark.skipif(sys.platform != "linux", reason="all of 127/8 is this host")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(sys.platform != "linux", reason="all of 127/8 is this host"),
+]
 with_processes = pytest.mark.slow  # a router and engines start, each a Python of its own
 
 

@@ -11,6 +11,9 @@ from support.cluster import free_ports
 from support.sim import cluster
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MISSING = ("numpy", "openai", "tokenizers", "torch", "nixl", "vllm")
 HIDES = """

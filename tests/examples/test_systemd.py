@@ -16,7 +16,7 @@ from xpyd_proxy.local.processes import Command, open_fleet
 
 FOLDER = EXAMPLES / "06-systemd"
 UNITS = sorted(FOLDER.glob("*.service"))
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 with_processes = pytest.mark.slow  # a router and engines start, each a Python of its own
 
 

@@ -30,7 +30,11 @@ HEALTH_MOST_S = 5.0  # this machine may have much else to do
 GROWTH_MOST = 16 * 1024 * 1024
 PATH = b"/v1/completions"
 TOKEN = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
-pytestmark = [pytest.mark.timeout(SECONDS + 180), pytest.mark.slow]  # it takes all the time that it is given
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(SECONDS + 180),
+    pytest.mark.slow,
+]  # it takes all the time that it is given
 
 
 # What may reach an engine, by RFC 9112 at its strictest: a parser that shares nothing with the router

@@ -43,7 +43,11 @@ SECONDS = float(os.environ.get("XPYD_FUZZ_SECONDS") or "5")
 SEED = os.environ.get("XPYD_FUZZ_SEED") or "17"
 SECRET = b"a secret of the fuzzer"
 GROWTH = 16 << 20  # bytes that the process may be larger at the end than after its first seconds
-pytestmark = [pytest.mark.timeout(SECONDS * 2 + 60), pytest.mark.slow]  # it takes all the time that it is given
+pytestmark = [
+    pytest.mark.edges,
+    pytest.mark.timeout(SECONDS * 2 + 60),
+    pytest.mark.slow,
+]  # it takes all the time that it is given
 
 
 class Engine:

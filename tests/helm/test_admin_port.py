@@ -12,6 +12,9 @@ from support.helm_objects import COMPONENT, PROBES, container, flag, kind, one, 
 from support.router_process import RouterProcess
 from support.sim import until
 
+pytestmark = pytest.mark.processes
+
+
 PEER = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "operators"}}}
 MTLS = {"tls": {"secretName": "t", "clientCaSecretName": "c"}}
 PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}

@@ -18,6 +18,9 @@ from xpyd_proxy.app import build
 from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.engine import Sim
 
+pytestmark = pytest.mark.processes
+
+
 LOADED = "vllm:xpyd_loads_total"
 FAILED = "vllm:xpyd_loads_failed_handshake_total"
 

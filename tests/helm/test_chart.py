@@ -17,6 +17,8 @@ from xpyd_proxy.core.http.address_allowlist import STANDARD, AllowList
 from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.options import serve_settings
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("helm", HELMS)
 @pytest.mark.parametrize("values", [None, *CI], ids=lambda path: path.stem if path else "default")

@@ -11,6 +11,9 @@ from support.helm_cluster import cluster
 from support.helm_objects import COMPONENT, WORKLOADS, as_controller, container, flag, kind, pods, router, templates
 from support.helm_schemas import wrong
 
+pytestmark = pytest.mark.processes
+
+
 SET = {"disaggregatedSet": {"enabled": True}}
 NAME = "n" * 30  # the longest
 ALONE = {role: {"autoscaling": {"type": "none"}} for role in ("prefill", "decode")}

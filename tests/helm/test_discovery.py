@@ -18,6 +18,9 @@ from xpyd_proxy.core.discovery.pods import Pod, engine_of
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.testing.engine import Sim
 
+pytestmark = pytest.mark.processes
+
+
 READY = {"phase": "Running", "podIP": "10.0.0.7", "conditions": [{"type": "Ready", "status": "True"}]}
 
 

@@ -12,6 +12,9 @@ from support.helm_chart import ROOT, Chart
 from support.helm_objects import kind
 from support.helm_schemas import CRDS
 
+pytestmark = pytest.mark.processes
+
+
 LIMITS = ["max_concurrency", "max_rate", "max_key_rate", "max_key_tokens_per_minute"]
 GATEWAY = {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}, "router": {"allowUnauthenticated": True}}
 

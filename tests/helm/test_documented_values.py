@@ -7,6 +7,9 @@ from support.documents import PAGES, ROOT, blocks
 from support.helm_chart import Chart
 from support.helm_schemas import wrong
 
+pytestmark = pytest.mark.processes
+
+
 SHOWN = [
     pytest.param(text, id=f"{page.relative_to(ROOT)} {n}")
     for page in PAGES

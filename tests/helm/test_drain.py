@@ -14,6 +14,8 @@ from support.helm_chart import CHART, Chart
 from support.helm_objects import container, pool, templates
 from support.helm_pods import drains
 
+pytestmark = pytest.mark.processes
+
 
 class Engine:
     """Serves /metrics; each answer is the next of a list, and the last one stays."""

@@ -24,6 +24,9 @@ from xpyd_proxy.cli import build_parser
 from xpyd_proxy.options import serve_settings
 from xpyd_proxy.testing.rules import expected_text
 
+pytestmark = pytest.mark.processes
+
+
 SECRET = "r-engines"  # with tls.crt, tls.key and ca.crt, as cert-manager fills it
 NAME = "r-xpyd-engines.ns.svc"
 PLAIN = {"engineTls": {"secretName": SECRET}}

@@ -6,6 +6,9 @@ import yaml
 from support.helm_chart import CHART, HELMS, Chart, Refused
 from support.helm_objects import container, flag, pool, router, templates
 
+pytestmark = pytest.mark.processes
+
+
 ROLES = ("prefill", "decode")
 
 

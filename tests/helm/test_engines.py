@@ -12,6 +12,9 @@ from support.documents import PAGES, blocks
 from support.helm_chart import CASES, Chart, default
 from support.helm_objects import WORKLOADS, container, env, kind, templates
 
+pytestmark = pytest.mark.processes
+
+
 READING = """
 import json, sys
 from pathlib import Path

@@ -8,6 +8,9 @@ from support.helm_chart import CHART, HELMS, Chart, least_values, run
 from support.helm_objects import container, env, flag, ident, kind, one, pool, router, templates
 from support.helm_schemas import wrong
 
+pytestmark = pytest.mark.processes
+
+
 COPY = {
     "name": "copy",
     "image": "registry.example.com/tools:1",

@@ -11,6 +11,8 @@ import yaml
 from support.helm_chart import CHART, HELMS, ROOT, Chart, Refused, least_values, notes, run
 from support.oci_registry import oci_registry
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def generate():

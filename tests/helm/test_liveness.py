@@ -14,7 +14,10 @@ from support.helm_objects import container, router, templates
 from support.raw_http import RawClient
 from support.router_process import RouterProcess
 
-pytestmark = pytest.mark.slow  # each test starts a router, has helm write the chart, and waits for a probe
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+]  # each test starts a router, has helm write the chart, and waits for a probe
 LIMIT = 16
 VALUES = {
     "plain": {},

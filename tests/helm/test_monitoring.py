@@ -16,6 +16,9 @@ from support.helm_objects import kind, matches, pods
 from support.helm_promql import Evaluation, Rule, firing, parsed, series
 from support.helm_schemas import wrong
 
+pytestmark = pytest.mark.processes
+
+
 SERIES = yaml.safe_load((Path(__file__).parent / "alerts.yaml").read_text())
 ROUTER = 'namespace="ns",job="r-xpyd-router"'
 ENGINE = 'namespace="ns",xpyd_io_release="r"'

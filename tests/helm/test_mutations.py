@@ -7,6 +7,9 @@ import pytest
 from support.helm_care import ALL, all_complaints
 from support.helm_chart import CHART, Chart
 
+pytestmark = pytest.mark.processes
+
+
 MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that must notice)
     "a service selects nothing": (
         "router.yaml",

@@ -7,6 +7,9 @@ from support.helm_chart import CHART, HELMS, Chart, least_values, run
 from support.helm_cluster import ROOT_CA, cluster
 from support.helm_objects import pool, router
 
+pytestmark = pytest.mark.processes
+
+
 API = {"LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1"}
 HPA = {"type": "hpa", "min": 6, "max": 12}
 KEDA = {"type": "keda", "min": 6, "max": 12}

@@ -9,6 +9,9 @@ from support.helm_chart import Chart, default
 from support.helm_checks import complaints
 from support.helm_objects import container, engine_pods, env, flag, one, pool, router, templates
 
+pytestmark = pytest.mark.processes
+
+
 ON = {"returnKv": {"enabled": True}}
 ROLES = ("prefill", "decode")
 LOCKED = {"networkPolicy": {"egress": {"enabled": True, "engineTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}}}

@@ -5,6 +5,9 @@ import pytest
 from support.helm_chart import HELMS, Chart
 from support.helm_objects import kind
 
+pytestmark = pytest.mark.processes
+
+
 AUTO = {
     "connector": {"kvBoth": True},
     "router": {"settings": {"roles": "auto", "target_ttft_s": 2, "target_itl_s": 0.05}},

@@ -5,6 +5,9 @@ import pytest
 from support.helm_chart import DRAWN, Chart, Refused, default
 from support.helm_objects import COMPONENT, container, env, flag, kind, one, router, templates
 
+pytestmark = pytest.mark.processes
+
+
 SEVERAL = [{}, {"replicas": 1, "autoscaling": {"type": "hpa", "max": 5}}]
 NONE = [{"replicas": 1}, {"workers": 2}, {"peers": {"enabled": False}}]
 

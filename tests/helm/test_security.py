@@ -18,6 +18,9 @@ from support.helm_cluster import KUBE_SYSTEM, ROOT_CA, cluster
 from support.helm_objects import COMPONENT, container, env, kind, one, pool, router, templates
 from support.helm_schemas import wrong
 
+pytestmark = pytest.mark.processes
+
+
 ROLES = ("prefill", "decode")
 OURS = {  # helm takes nothing that another release has made
     "name": "r-xpyd-connector",

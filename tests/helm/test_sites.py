@@ -10,6 +10,9 @@ from support.helm_chart import Chart
 from support.helm_objects import as_controller, ident, kind
 from support.helm_schemas import VERSIONS, wrong
 
+pytestmark = pytest.mark.processes
+
+
 SITES = yaml.safe_load((Path(__file__).parent / "sites.yaml").read_text())
 
 

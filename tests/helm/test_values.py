@@ -17,6 +17,9 @@ from support.helm_checks import complaints
 from support.helm_objects import container, engine_pods, flag, ident, kind, matches, pods, pool, router, templates
 from support.helm_pods import drains
 
+pytestmark = pytest.mark.processes
+
+
 BAD = [
     ("replicas", 3),  # not at the top
     ("model.nmae", "m"),

@@ -9,6 +9,9 @@ from support.helm_chart import HELMS, Chart, default
 from support.helm_objects import PROBES, WORKER_INDEX, container, env, flag, matches, one, pods, pool, templates
 from xpyd_proxy.core.discovery.pods import Pod, engine_of
 
+pytestmark = pytest.mark.processes
+
+
 WIDE = {"kind": "LeaderWorkerSet", "nodes": 2, "dataParallel": 4, "expertParallel": True}
 ROLES = ("prefill", "decode")
 READY = {"podIP": "10.0.0.7", "phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}

@@ -22,6 +22,9 @@ from support.cluster import free_ports
 from support.dockerfiles import ROOT, copied, faults, let_through, stages
 from xpyd_proxy.cli import build_parser
 
+pytestmark = pytest.mark.processes
+
+
 IMAGES = ROOT / "helm/images"
 DOCKERFILES = sorted(IMAGES.glob("*.Dockerfile"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

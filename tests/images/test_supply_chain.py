@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.processes
+
+
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "helm" / "images"
 LOCKED = sorted(

@@ -12,6 +12,9 @@ import pytest
 
 from support.compiled import ROOT, NoCompiler, compiled_wheel
 
+pytestmark = pytest.mark.processes
+
+
 IMAGES = ROOT / "helm" / "images"
 # What stands for python -m pip wheel: a file with the name that hatchling would give it.
 PYTHON = """#!/bin/sh

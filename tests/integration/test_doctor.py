@@ -14,7 +14,8 @@ from support.doctor_process import examined, listening
 from support.netns import DATA, lab_available, lab_or_none
 from support.slow_memory import COMPILER, NEEDED, slow
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
+# Each test has two ends of its own, which measure for seconds.
+pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(240)]
 TCP = {"UCX_TLS": "tcp"}
 RATES = {"read-slower", "write-slower", "asymmetric-link"}  # a busy machine may show any of them, of itself
 SLOW_MB_PER_S = 5.0

@@ -31,7 +31,8 @@ PAIRS = [  # devices of P and D
     pytest.param(("cpu", "cuda:0"), id="cpu-gpu", marks=GPU),
     pytest.param(("cuda:0", "cuda:1"), id="gpu-other_gpu", marks=GPU),
 ]
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]  # torch is imported by each process, seconds of CPU
+# Torch is imported by each process: seconds of CPU.
+pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(300)]
 INTO = ALL[::-1]
 
 

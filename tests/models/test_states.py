@@ -17,8 +17,8 @@ from xpyd_proxy.core.protocol.push import TransferMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-# What make test runs: one architecture without prefix caching and one with it, each in one mode. What a state is, the
-# layout of the cache says, which has no mode.
+# What make test-all runs: one architecture without prefix caching and one with it, each in one mode. What a state is,
+# the layout of the cache says, which has no mode.
 QUICK, QUICK_CACHING = "granitemoehybrid", "lfm2"
 QUICK_MODES = {"trio": TransferMode.PUSH, "caching": TransferMode.PULL}
 LENGTHS = (1, 2, 3, 31, 32, 33, 64, 65, 96, 97, 128, 129, 255, 256, 257, 258, 300, 400, 512, 513, 700, 1023, 1500, 1900)

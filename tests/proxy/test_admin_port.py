@@ -18,6 +18,9 @@ from support.raw_http import Over, RawClient
 from support.router_process import KEY, RouterProcess
 from support.sim import fleet, until
 
+pytestmark = pytest.mark.processes
+
+
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3}
 BOTH = {"/health", "/ready"}

@@ -17,6 +17,9 @@ from xpyd_proxy.local.model import ensure_model
 from xpyd_proxy.testing.prefix_cache import PrefixCache
 from xpyd_proxy.testing.rules import expected_text, prompt_tokens
 
+pytestmark = pytest.mark.edges
+
+
 CHATS, TURNS = 3, 3
 
 

@@ -6,6 +6,7 @@ A benchmark that does not notice them praises the split that loses the most.
 from pathlib import Path
 
 import httpx
+import pytest
 from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
@@ -13,6 +14,9 @@ from starlette.routing import Route
 from benchmarks.roles import bench, report
 from benchmarks.roles.trace import HALVES, trace_of
 from support.greedy_streams import Stream, follow
+
+pytestmark = pytest.mark.edges
+
 
 SECONDS = 20
 COUNTED = {'xpyd_turns_total{outcome="turned",to="prefill"}': 2.0, 'xpyd_turns_total{outcome="late",to="decode"}': 1.0}

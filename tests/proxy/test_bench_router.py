@@ -12,6 +12,8 @@ import pytest
 from benchmarks.router import engines, load, report, trial, words
 from benchmarks.router.contestants import CONTESTANTS
 
+pytestmark = pytest.mark.edges
+
 
 @asynccontextmanager
 async def pair(**options):

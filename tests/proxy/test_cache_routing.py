@@ -11,6 +11,9 @@ from xpyd_proxy.app import build
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.edges
+
+
 IDS = list(range(100, 500))
 
 

@@ -14,6 +14,8 @@ from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.options import check_engines, serve_settings, warn_without_engines
 from xpyd_proxy.settings import ClientKvParams, KvTransferMode, Settings
 
+pytestmark = pytest.mark.processes
+
 
 def settings_of(*argv):
     return serve_settings(build_parser(["serve"]).parse_args(["serve", *argv]))

@@ -21,6 +21,9 @@ from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
 from xpyd_proxy.app import build
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
+
 RESUMING = pytest.mark.parametrize("options", [{}, {"resume_streams": True}], ids=["as it is", "resuming"])
 ONE_EACH = {"prefill": (True,), "decode": (True,)}
 JSON = b"Content-Type: application/json"

@@ -15,6 +15,9 @@ from xpyd_proxy.app import build
 from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.rules import expected_text
 
+pytestmark = pytest.mark.processes
+
+
 BODY = {"prompt": "once upon a time", "max_tokens": 4}
 OPEN = Settings(admin_key=KEY["X-Api-Key"], health_check_interval_s=0.2, kubernetes_selector="app=xpyd")
 

@@ -9,6 +9,9 @@ from tests.proxy.test_front_door import JSON, Front, request
 from support.router_process import RouterProcess
 from support.sim import serving, sims, until
 
+pytestmark = pytest.mark.processes
+
+
 FLAGS = ("--health-check-interval", "0.05", "--health-check-failures", "1", "--engine-keepalive", "0.001")
 BIND = 'for file in hosts resolv.conf nsswitch.conf; do mount --bind "$0/$file" /etc/$file || exit 1; done; exec "$@"'
 

@@ -8,6 +8,9 @@ from tests.proxy.test_front_door import JSON, front, request
 
 from support.sim import until
 
+pytestmark = pytest.mark.processes
+
+
 BODY = b'{"prompt": "once upon a time", "max_tokens": 6}'
 
 

@@ -13,6 +13,9 @@ from xpyd_proxy.settings import PolicyName, Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
+pytestmark = pytest.mark.edges
+
+
 KEY = {"X-Api-Key": "sesame"}
 # Engines are judged by what they answer, and not by how busy this machine is.
 OPEN = Settings(admin_key="sesame", health_check_interval_s=0.5, health_check_timeout_s=20.0, ejection_time_s=60.0)

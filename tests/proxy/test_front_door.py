@@ -26,6 +26,9 @@ from support.raw_http import Over, RawClient
 from support.router_process import RouterProcess
 from support.sim import fleet, until
 
+pytestmark = pytest.mark.processes
+
+
 PATH = "/v1/completions"
 BODY = b'{"prompt": "once upon", "max_tokens": 3}'
 KIB64 = 64 * 1024

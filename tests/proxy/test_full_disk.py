@@ -14,7 +14,7 @@ from support.router_process import KEY
 from support.sim import fleet, until
 from support.small_disk import HOW, WORDS, small_disk
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it mounts a tmpfs")
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="it mounts a tmpfs")]
 
 
 def add(door, engine):

@@ -11,6 +11,9 @@ from support.raw_engine import Hung, raw_engine
 from support.router_process import router_processes
 from support.sim import serving, sims
 
+pytestmark = pytest.mark.processes
+
+
 PARAMS = {"remote_host": "10.0.0.1", "remote_port": 5600, "remote_block_ids": [[1, 2]]}
 PATHS = {
     "/v1/completions": {"prompt": "a", "max_tokens": 4},

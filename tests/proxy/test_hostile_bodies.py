@@ -11,6 +11,9 @@ from support.proc import waited_s
 from support.router_process import router_processes
 from support.sim import fleet
 
+pytestmark = pytest.mark.processes
+
+
 SIZE = 16 * 1024 * 1024 - 1024
 PATIENCE_S = 30.0  # for a body that was looked at for hours
 MOMENT_S = 1.0  # for /health; the body alone takes less

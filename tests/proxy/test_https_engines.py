@@ -14,6 +14,9 @@ from support.sim import serving, sims, until
 from xpyd_proxy.options import OPTIONS, read
 from xpyd_proxy.testing.rules import expected_text
 
+pytestmark = pytest.mark.processes
+
+
 NAME = "engines.llm.svc"
 BODY = {"prompt": "once upon a time", "max_tokens": 3}
 

@@ -7,6 +7,9 @@ import pytest
 from support import large_fleet
 from support.measuring import said_by
 
+pytestmark = pytest.mark.processes
+
+
 MOST_S = 0.01
 LISTS = {"list", "relist", "store", "entry", "status", "metrics"}
 MOST_OF_LISTS_S = 0.005

@@ -13,6 +13,9 @@ from support.cluster import free_ports
 from support.router_process import KEY
 from support.sim import fleet, until
 
+pytestmark = pytest.mark.processes
+
+
 PROMPT = {"prompt": "hello " * 30, "max_tokens": 2}
 LONG_ID = "x" * 128  # the client's own id, which its line repeats
 ENOUGH = 300  # requests whose lines are more than the 64 KiB of a pipe

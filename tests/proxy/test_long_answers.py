@@ -12,6 +12,9 @@ from support.raw_http import RawClient
 from support.router_process import RouterProcess
 from support.sim import until
 
+pytestmark = pytest.mark.processes
+
+
 SIZE = 20_000_000
 MOST = 64_000_000
 # glibc learns from large blocks to keep freed ones: 65 to 125 MB of 60 in use, another value in each run. With fixed

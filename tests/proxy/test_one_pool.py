@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import ExitStack, asynccontextmanager
 
 import httpx
+import pytest
 
 from support.kube_api import KubeApi, pod
 from support.router_process import router_processes, rows_of
@@ -12,6 +13,9 @@ from support.service_account import ServiceAccount
 from support.sim import serving
 from xpyd_proxy.testing.engine import Sim
 from xpyd_proxy.testing.rules import expected_text
+
+pytestmark = pytest.mark.processes
+
 
 ARGS = (
     *("--kubernetes-selector", "app=xpyd", "--health-check-interval", "0.5", "--drain-idle-time", "0.1"),

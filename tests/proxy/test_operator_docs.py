@@ -11,6 +11,9 @@ from support.documents import PAGES, ROOT
 from xpyd_connector.core.counters import COUNTERS, GAUGES
 from xpyd_connector.shell import kv_event_metrics
 
+pytestmark = pytest.mark.processes
+
+
 CHART = ROOT / "helm/xpyd"
 ALERTS = re.findall(r"(?m)^- alert: (\w+)", (CHART / "files/alerts.yaml").read_text())
 PARTS = ["Symptom", "Means", "Look", "Do", "Sure"]

@@ -17,6 +17,9 @@ from support.router_process import KEY, RouterProcess, router_processes
 from support.sim import fleet, serving, sims
 from xpyd_proxy.testing.engine import Sim
 
+pytestmark = pytest.mark.processes
+
+
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3}
 

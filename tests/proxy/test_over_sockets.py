@@ -13,6 +13,9 @@ from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
+pytestmark = pytest.mark.edges
+
+
 BODY = {"prompt": "once upon a time", "max_tokens": 5}
 LONG = {"prompt": "once upon a time", "max_tokens": 100_000, "stream": True}
 

@@ -29,6 +29,9 @@ from xpyd_proxy.io.logs import FACTS
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.requests.response import HttpResponse
 
+pytestmark = pytest.mark.processes
+
+
 RESUMING = pytest.mark.parametrize("options", [{}, {"resume_streams": True}], ids=["as it is", "resuming"])
 ONE_EACH = {"prefill": (True,), "decode": (True,)}
 JSON = b"Content-Type: application/json"

@@ -125,7 +125,7 @@ async def stage(tmp_path_factory):
         yield made
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")

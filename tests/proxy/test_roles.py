@@ -24,6 +24,9 @@ from xpyd_proxy.settings import RolesMode, Settings
 from xpyd_proxy.testing.engine import Sim
 from xpyd_proxy.testing.rules import expected_text
 
+pytestmark = pytest.mark.edges
+
+
 DRY_RUN = Settings(
     roles=RolesMode.DRY_RUN, target_ttft_s=2.0, target_itl_s=0.05, roles_interval_s=0.01, health_check_interval_s=0.0
 )

@@ -15,7 +15,7 @@ from support.sim import serving
 from xpyd_proxy.testing.engine import Sim
 from xpyd_proxy.testing.rules import expected_text
 
-pytestmark = pytest.mark.slow  # eight pods come and go one after the other
+pytestmark = [pytest.mark.processes, pytest.mark.slow]  # eight pods come and go one after the other
 ARGS = (
     *("--kubernetes-selector", "app=xpyd", "--health-check-interval", "0.5"),
     *("--drain-grace", "5", "--shutdown-timeout", "10"),  # the Service of a busy machine notices late

@@ -23,6 +23,9 @@ from xpyd_proxy.live import check
 from xpyd_proxy.settings import PolicyName, Settings
 from xpyd_proxy.testing.engine import Sim
 
+pytestmark = pytest.mark.edges
+
+
 SECRET = "the secret of these routers"
 BODY = {"prompt": "once upon a time", "max_tokens": 2}
 

@@ -20,6 +20,8 @@ from support.reciting import Act, End, prefilled, reciting, whole
 from support.scenes import Scene, Sent, answer, declared, post, routing, text, values_of
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 
+pytestmark = pytest.mark.edges
+
 
 @pytest.fixture(scope="module")
 def runner():

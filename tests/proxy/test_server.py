@@ -18,6 +18,9 @@ from xpyd_proxy.io.build import find_build
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
+pytestmark = pytest.mark.processes
+
+
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 5}
 

@@ -15,6 +15,9 @@ from support.sim import serving, serving_at
 from xpyd_proxy.testing.engine import Sim
 from xpyd_proxy.testing.rules import expected_text
 
+pytestmark = pytest.mark.processes
+
+
 BODY = {"prompt": "once upon a time", "max_tokens": 4}
 ENGINES = 60
 

@@ -4,7 +4,11 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from support.cluster import ROOT
+
+pytestmark = pytest.mark.processes
 
 
 def test_the_quick_simulation_writes_numbers_and_a_page(tmp_path):

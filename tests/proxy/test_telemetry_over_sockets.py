@@ -20,6 +20,9 @@ from xpyd_proxy.options import serve_settings
 from xpyd_proxy.settings import LogFormat, Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
+pytestmark = pytest.mark.edges
+
+
 TEXT = {"prompt": "once upon a time", "max_tokens": 5, "stream": True}
 SECRET = "Bearer sk-never-in-a-log"
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -13,6 +13,9 @@ from xpyd_proxy.core.model import Api
 from xpyd_proxy.settings import KvEvents, KvTransferMode
 from xpyd_proxy.testing.rules import expected_text, prompt_ids
 
+pytestmark = pytest.mark.edges
+
+
 LONG = "a long first question with a document in it, " * 20
 
 

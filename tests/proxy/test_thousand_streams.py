@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.router import soak
 
-pytestmark = pytest.mark.slow  # each of 3,000 streams takes five seconds
+pytestmark = [pytest.mark.processes, pytest.mark.slow]  # each of 3,000 streams takes five seconds
 
 STREAMS, SECONDS = 1000, 5.0
 GROWTH = 8 << 20  # bytes

@@ -12,6 +12,9 @@ import pytest
 from support.router_process import router_processes
 from support.sim import fleet
 
+pytestmark = pytest.mark.processes
+
+
 BODY = {"model": "sim", "prompt": "a", "max_tokens": 2}
 RAW = json.dumps(BODY).encode()
 JSON = {"content-type": "application/json"}

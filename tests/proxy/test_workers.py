@@ -23,7 +23,10 @@ from xpyd_proxy.testing.rules import expected_text
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3}
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not spread connections")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not spread connections"),
+]
 
 
 class Crew(RouterProcess):

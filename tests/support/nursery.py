@@ -97,12 +97,20 @@ def start_router(arguments, environment, log, *, descriptors=None):
 @functools.cache
 def _routers():
     folder = tempfile.TemporaryDirectory(prefix="nursery-")
-    atexit.register(folder.cleanup)
     log, place = Path(folder.name, "log"), str(Path(folder.name, "s"))
     command = _command("nursery", place, "xpyd_proxy.cli", dict(os.environ))
     with log.open("wb") as file:
         process = subprocess.Popen(command.argv, env=command.environment, stdout=file, stderr=file)
-    return Nursery(Child(command, process, log, Path(folder.name)), place)
+    found = Nursery(Child(command, process, log, Path(folder.name)), place)
+
+    @atexit.register
+    def end():
+        process.terminate()
+        found.close()
+        process.wait()
+        folder.cleanup()
+
+    return found
 
 
 class Nursery:
@@ -130,6 +138,10 @@ class Nursery:
             while (pid := self._read(wait=True)) is None:
                 assert not self._gone, f"the nursery has ended:\n{self.child.tail()}"
         return Borne(self, pid)
+
+    def close(self):
+        """Say that nobody wants anything more."""
+        self._socket.close()
 
     def code_of(self, pid):
         """Return the exit code of an engine; None while it runs."""
@@ -187,6 +199,11 @@ class Borne:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
             time.sleep(POLL_S)
         return code
+
+    @property
+    def returncode(self):
+        """Its exit code, None while it runs."""
+        return self.poll()
 
     def send_signal(self, number):
         """Send it a signal, if it still runs."""

@@ -1,6 +1,8 @@
-"""What each test touches, which is its tier, and the CPU time it takes, with that of all children that have ended.
+"""The tier of each test: what it may touch. One that touches more fails, as does one that takes too much CPU time.
 
-The summary has the sums by tier and the dearest files. CPU time is the same on a busy machine, the time of day is not.
+A module says its tier with a marker; without one it is of the lowest. CPU time, with that of all children that have
+ended, is much the same on a busy machine, which the time of day is not. The summary has the sums by tier and the
+dearest files.
 """
 
 import os
@@ -14,6 +16,10 @@ from support import nursery
 
 MOST_FILES = 15  # in the summary
 _PROPERTY = "tier_and_cpu"
+_MARKERS = ("rules", "edges", "processes")  # by tier; engines are marked nixl or vllm
+# CPU seconds that a test may take, by tier: several times what most take. One that needs more is marked slow, or leaves
+# fewer of its cases to make test.
+_MOST_CPU_S = (10.0, 15.0, 30.0, 150.0)
 _SOCKETS = frozenset({"socket.bind", "socket.connect"})
 _PROCESSES = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen", nursery.BORN})
 
@@ -28,17 +34,18 @@ class Tier(IntEnum):
 
 
 class _Touched:
-    """The highest tier of which something was touched since the last test began."""
+    """The highest tier of which something was touched since the last test began, and what that was."""
 
     def __init__(self) -> None:
         self.tier = Tier.RULES
+        self.what = ""
+        self._means = dict.fromkeys(_SOCKETS, Tier.EDGES) | dict.fromkeys(_PROCESSES, Tier.PROCESSES)
 
     def notice(self, event: str, _: tuple[object, ...]) -> None:
-        """Implements an audit hook, which cannot be taken away again."""
-        if event in _PROCESSES:
-            self.tier = max(self.tier, Tier.PROCESSES)
-        elif event in _SOCKETS:
-            self.tier = max(self.tier, Tier.EDGES)
+        """Implements an audit hook, which cannot be taken away again: it is called when modules are gone, too."""
+        tier = self._means.get(event, 0)
+        if tier > self.tier:
+            self.tier, self.what = tier, event
 
 
 _touched = _Touched()
@@ -54,14 +61,44 @@ def pytest_runtest_protocol(item, nextitem):
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    """What all modules share is touched by no test: any of them may be the first that wants it."""
+    before = _touched.tier, _touched.what
+    found = yield
+    if fixturedef.scope == "session":
+        _touched.tier, _touched.what = before
+    return found
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Note with the end of a test what it has cost; fixtures count for the first test that wants them."""
     report = yield
     if report.when == "teardown":
-        tier = Tier.ENGINES if _uses_engines(item) else _touched.tier
-        item.user_properties.append((_PROPERTY, (int(tier), round(_cpu_seconds() - item.cpu_before, 3))))
+        declared, cpu_s = _declared_tier(item), _cpu_seconds() - item.cpu_before
+        tier = declared if declared is Tier.ENGINES else _touched.tier
+        item.user_properties.append((_PROPERTY, (int(tier), round(cpu_s, 3))))
         report.user_properties = item.user_properties  # with pytest-xdist the summary is in another process
+        fault = _fault(item, declared, cpu_s)
+        if fault and report.passed:
+            report.outcome, report.longrepr = "failed", fault
     return report
+
+
+def _declared_tier(item):
+    if item.get_closest_marker("vllm") or item.get_closest_marker("nixl"):
+        return Tier.ENGINES
+    return max((Tier(number) for number, name in enumerate(_MARKERS) if item.get_closest_marker(name)), default=Tier(0))
+
+
+def _fault(item, declared, cpu_s):
+    if _touched.tier > declared:
+        marker = f"pytestmark = pytest.mark.{_MARKERS[_touched.tier]}"
+        return f"{item.nodeid} does {_touched.what}, and its tier is {declared.name.lower()}: {marker} allows it"
+    most = _MOST_CPU_S[declared]
+    if cpu_s > most and not any(item.get_closest_marker(name) for name in ("slow", "thorough", "compiled")):
+        return f"{item.nodeid} took {cpu_s:.1f} s of CPU, and one of its tier has {most:g}: mark it slow, and say why"
+    return None
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -87,10 +124,6 @@ def pytest_terminal_summary(terminalreporter):
             )
     for file, seconds in files.most_common(MOST_FILES):
         terminalreporter.write_line(f"{seconds:8.1f} s  {file}")
-
-
-def _uses_engines(item):
-    return item.get_closest_marker("vllm") is not None or item.get_closest_marker("nixl") is not None
 
 
 def _cpu_seconds():

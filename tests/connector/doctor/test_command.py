@@ -12,6 +12,9 @@ from xpyd_connector.core.ids import Address
 from xpyd_connector.doctor import command
 from xpyd_proxy.cli import main as xpyd
 
+pytestmark = pytest.mark.processes
+
+
 SECRET_FILE = "/nowhere/secret"
 
 

@@ -10,6 +10,9 @@ from xpyd_connector.core.ports import MessageReceived
 from xpyd_connector.doctor.engines import diagnose_engines, look_at
 from xpyd_connector.settings import Settings
 
+pytestmark = pytest.mark.edges
+
+
 SECRET = b"the secret of all engines"
 OURS = Settings(secrets=(SECRET,))
 OTHER = Settings(secrets=(b"another secret of engines",))

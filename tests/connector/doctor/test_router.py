@@ -8,6 +8,9 @@ from support.raw_engine import closing, endless, raw_engine
 from xpyd_connector.doctor.router import read_router, times_in
 from xpyd_connector.errors import Unreachable
 
+pytestmark = pytest.mark.edges
+
+
 TEXT = """
 # TYPE xpyd_handoff_gap_seconds histogram
 xpyd_handoff_gap_seconds_bucket{le="0.5"} 90

@@ -31,6 +31,8 @@ from xpyd_connector.io import client_connections, connection
 from xpyd_connector.io import link as link_module
 from xpyd_connector.io.framing import frame
 
+pytestmark = pytest.mark.edges
+
 
 @pytest.fixture
 def net():

@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
+
 LOOK = "import logging; logging.raiseExceptions = {}; import xpyd_connector.io.nixl; print(logging.raiseExceptions)"
 
 

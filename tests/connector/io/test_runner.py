@@ -16,6 +16,8 @@ from xpyd_connector.io.runner import LONGEST, Runner
 from xpyd_connector.io.tls import Tls
 from xpyd_connector.settings import Settings
 
+pytestmark = pytest.mark.edges
+
 
 class Log:
     """A core that notes what it is told, in order, and on which thread."""

@@ -39,6 +39,9 @@ from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.io.tls import Tls, digest_of
 from xpyd_connector.settings import Settings
 
+pytestmark = pytest.mark.processes
+
+
 OLD, NEW = b"the old secret of all", b"the new secret of all"
 
 

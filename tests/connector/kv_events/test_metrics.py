@@ -4,8 +4,12 @@ import os
 import subprocess
 import sys
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
+
+pytestmark = pytest.mark.processes
+
 
 SERVER = """
 from xpyd_connector.core.kv_events.event_hub import KVEventHub

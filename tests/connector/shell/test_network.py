@@ -15,6 +15,9 @@ from xpyd_connector.core.ids import Address
 from xpyd_connector.errors import SettingsError
 from xpyd_connector.settings import Settings
 
+pytestmark = pytest.mark.edges
+
+
 SECRET = b"a secret of these tests"
 
 

@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
+
 WAYS = (
     "import xpyd_connector; xpyd_connector.XpydConnector",  # kv_connector_module_path, without the entry point
     "from xpyd_connector.shell.plugin import register; register(); register()",  # the entry point
@@ -40,6 +43,7 @@ def known():
     return done.stdout.splitlines(), done.stderr
 
 
+@pytest.mark.slow  # a process imports vLLM in each way
 @pytest.mark.parametrize("way", range(len(WAYS)))
 def test_whichever_way_it_is_loaded_its_name_is_known(known, way):
     """MultiConnector looks its children up by name only, and registering a name twice is an error in vLLM."""

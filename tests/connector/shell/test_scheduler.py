@@ -42,7 +42,7 @@ from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLos
 from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.settings import Granularity, Mode, Settings
 
-pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+pytestmark = [pytest.mark.edges, pytest.mark.timeout(240)]  # importing vLLM takes half a minute on a busy machine
 SIZE, BLOCKS = 4, 20
 PROMPT = list(range(10))  # three blocks, the last one partial
 ONE = (CacheGroup(SIZE),)

@@ -10,6 +10,9 @@ from support.sim import router, sims
 from xpyd_proxy.app import build
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
+
 KEY = {"X-Api-Key": "sesame"}
 OPEN = Settings(admin_key="sesame")
 NEW = {"type": "decode", "instance": "d9:80"}

@@ -17,6 +17,9 @@ from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import abandoned
 
+pytestmark = pytest.mark.edges
+
+
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 5}
 

@@ -22,6 +22,8 @@ from xpyd_proxy.io.workers.group import SingleWorker
 from xpyd_proxy.io.workers.reports import WorkerReports
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.edges
+
 
 def report(admitted, waiting, most):
     return WorkerReport(0, 1, Counts(), EMPTY, {}, waiting, admitted, most, {}, {})

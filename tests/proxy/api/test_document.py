@@ -33,6 +33,9 @@ from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 from xpyd_proxy.core.schemas.pairs import PairRow
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
+
 ADMIN = "sesame"
 VERBS = ("add", "remove", "drain", "undrain", "turn", "explain")
 OPERATORS = {"/status", "/instances", "/pairs", "/requests/{name}", *(f"/instances/{verb}" for verb in VERBS)}

@@ -24,6 +24,9 @@ from xpyd_proxy.settings import OverloadStatus, Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import abandoned
 
+pytestmark = pytest.mark.processes
+
+
 PATH = "/v1/completions"
 WAYS = ["protocol", "asgi"]
 QUIET = Settings(health_check_interval_s=0.0, max_body_bytes=300_000)

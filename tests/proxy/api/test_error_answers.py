@@ -8,6 +8,8 @@ from xpyd_proxy.api.schemas import ErrorResponse, OperatorError, ServedModels
 from xpyd_proxy.app import build
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("admin_port", [None, 9])
 def test_no_route_has_a_model_made_for_its_errors(admin_port):

@@ -16,6 +16,9 @@ from xpyd_proxy.api.page import content_policy
 from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
+pytestmark = pytest.mark.edges
+
+
 HTML = Path(xpyd_proxy.api.page.__file__).with_name("status.html").read_text(encoding="utf-8")
 TEXT = ("/v1/completions", {"prompt": "once upon a time", "max_tokens": 5})
 

@@ -12,6 +12,9 @@ from support.browser import CHROMIUM, browser
 from support.sim import cluster
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
+pytestmark = pytest.mark.processes
+
+
 SCRIPT = Path(xpyd_proxy.api.page.__file__).with_name("status.html").read_text().partition("<script>")[2]
 TEXT = {"prompt": "once upon a time", "max_tokens": 5, "stream": True}
 ROWS = "[...document.querySelectorAll('#instances tr')].map((row) => row.innerText.split('\\t')[0])"

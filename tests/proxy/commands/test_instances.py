@@ -13,6 +13,8 @@ from xpyd_proxy.app import build
 from xpyd_proxy.cli import main
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def running(monkeypatch):

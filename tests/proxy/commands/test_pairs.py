@@ -9,6 +9,9 @@ import pytest
 from xpyd_proxy.cli import main
 from xpyd_proxy.commands.pairs import text
 
+pytestmark = pytest.mark.edges
+
+
 ROW = {
     "prefill": "prefill-0", "decode": "decode-1", "handovers": 2, "failed": 3, "failures": {"timeout": 3},
     "ttft_s": 0.01234, "bytes_per_s": 1.2345e10, "last_s": 4.2, "state": "resting", "reason": "handshake",

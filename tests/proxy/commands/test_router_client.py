@@ -10,6 +10,9 @@ import pytest
 from support.raw_engine import closing, endless, raw_engine
 from xpyd_proxy.cli import main
 
+pytestmark = pytest.mark.edges
+
+
 COMMANDS = (["why", "x"], ["pairs"], ["instances", "list"])
 SECONDS = "60"  # a server that answers may be kept from it; only one that never ends is waited for
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"

@@ -19,6 +19,9 @@ from xpyd_proxy.io.traces import Traces
 from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
+pytestmark = pytest.mark.edges
+
+
 ROW = {"what": "prefill leg", "where": "prefill-0", "leg": "", "begin_ms": 1.0, "duration_ms": 60.0, "note": ""}
 PART = {"what": "compute", "where": "prefill-0", "leg": "prefill-0", "begin_ms": 11.0, "duration_ms": 30.0,
         "note": "9 tokens"}  # fmt: skip

@@ -6,6 +6,8 @@ import pytest
 
 from xpyd_proxy.io.build import Build, find_commit
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def package(tmp_path):

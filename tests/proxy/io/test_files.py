@@ -11,6 +11,8 @@ from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, join_key, operator_key, server_tls
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory):

@@ -16,6 +16,9 @@ from xpyd_proxy.core.peer_introductions import PeerIntroductions
 from xpyd_proxy.io.peers import RouterPeers
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.edges
+
+
 SECRET, WALL = b"of this fleet", 1000.0
 
 

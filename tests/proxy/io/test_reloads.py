@@ -19,6 +19,8 @@ from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, join_key, 
 from xpyd_proxy.io.reloads import FileReloads
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
 
 class Router:
     """What a router has read from its files."""

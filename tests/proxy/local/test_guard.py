@@ -10,6 +10,9 @@ import pytest
 
 from xpyd_proxy.local.guard import end_groups, listen, runs, send
 
+pytestmark = pytest.mark.processes
+
+
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 
 

@@ -11,6 +11,9 @@ from xpyd_proxy.local.plan import EngineKind, LocalPlan
 from xpyd_proxy.local.preflight import GIB, Machine, check, free_memory, look, safe_dtype
 from xpyd_proxy.local.recipe import Connector
 
+pytestmark = pytest.mark.edges
+
+
 GOOD = Machine(
     taken_ports=frozenset(),
     missing_modules=frozenset(),

@@ -10,6 +10,8 @@ from xpyd_proxy.local.plan import LocalPlan
 from xpyd_proxy.local.processes import Command, make_directory, open_fleet
 from xpyd_proxy.local.up import make_home
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True)
 def _open_umask():

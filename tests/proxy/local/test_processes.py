@@ -15,6 +15,9 @@ from support.cluster import free_ports
 from xpyd_proxy.local.errors import ChildFailed
 from xpyd_proxy.local.processes import Command, Patience, open_fleet
 
+pytestmark = pytest.mark.processes
+
+
 SLEEPER = "import time; time.sleep(60)"
 SERVER = """
 import sys

@@ -20,6 +20,8 @@ from xpyd_proxy.local.errors import ChildFailed
 from xpyd_proxy.local.screen import Screen
 from xpyd_proxy.local.up import _explain
 
+pytestmark = pytest.mark.processes
+
 
 @contextmanager
 def up(directory, *options, port=None):

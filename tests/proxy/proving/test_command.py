@@ -17,6 +17,9 @@ from xpyd_proxy.cli import main
 from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.engine import FaultKind, LogEntry, SimulatedFault
 
+pytestmark = pytest.mark.processes
+
+
 EVIL = "<script>alert(1)</script>|`x`\x1b[2J"
 
 

@@ -9,6 +9,9 @@ import pytest
 from support.raw_engine import closing, pour, raw_engine
 from xpyd_proxy.cli import main
 
+pytestmark = pytest.mark.edges
+
+
 IDLE = b'vllm:kv_cache_usage_perc{engine="0"} 0.0\nvllm:num_requests_running{engine="0"} 0.0\n'
 MODELS = json.dumps({"data": [{"id": "sim"}]}).encode()
 PARAMS = json.dumps({"kv_transfer_params": {"remote_engine_id": "e"}, "choices": []}).encode()

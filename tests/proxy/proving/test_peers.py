@@ -9,6 +9,9 @@ import pytest
 from support.proc import wait_stopped
 from xpyd_proxy.proving.peers import Deed, DeedFailed, Peers
 
+pytestmark = pytest.mark.processes
+
+
 SLEEPS = "import subprocess, sys; subprocess.run(['sleep', '60'])"
 
 

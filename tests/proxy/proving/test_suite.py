@@ -10,6 +10,9 @@ from starlette.responses import Response
 from support.sim import serving
 from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
 
+pytestmark = pytest.mark.processes
+
+
 # For blocks that never come back: both are waited for.
 SHORT = ("--idle-seconds", "0.5", "--lease-seconds", "0.5")
 # For checks that wait for leases to end, of engines that free their blocks: a busy machine may see that late.

@@ -12,6 +12,8 @@ from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.messages import PROTOCOL
 from xpyd_connector.core.session.handshake import HandshakeServer
 
+pytestmark = pytest.mark.edges
+
 
 @pytest.fixture
 def net():

@@ -162,6 +162,7 @@ def test_each_probe_of_a_small_fleet_is_whole():
     assert fleet.whole == fleet.looks
 
 
+@pytest.mark.slow  # 2,000 engines are looked at for five minutes
 def test_whole_probes_of_a_large_fleet_have_a_bounded_rate():
     """Each engine is asked what it is within a minute, and not all of them in the same seconds."""
     fleet = Fleet(2000)

@@ -21,6 +21,9 @@ from xpyd_proxy.live import check
 from xpyd_proxy.options import OPTIONS, read
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.edges
+
+
 FAST = WatchTimes(relist_s=30, silence_s=20.0, pause_s=0.02, pause_most_s=0.1)
 
 

@@ -13,6 +13,9 @@ from support.service_account import ServiceAccount
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Expired, KubeError, Kubernetes
 
+pytestmark = pytest.mark.processes
+
+
 PODS = "/api/v1/namespaces/default/pods"
 MAP = "/api/v1/namespaces/default/configmaps/set"
 

@@ -20,6 +20,9 @@ from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
 
+pytestmark = pytest.mark.processes
+
+
 FAST = WatchTimes(relist_s=30, silence_s=20.0, pause_s=0.02, pause_most_s=0.1)
 PATH = "/api/v1/namespaces/default/pods"
 
@@ -327,6 +330,7 @@ def fat(number):
     return body
 
 
+@pytest.mark.slow  # a process imports the router and reads 400 large pods, up to three times
 async def test_a_relist_of_400_pods_does_not_block_the_router(capsys):
     """No request waits for as much as 50 ms: neither for the first LIST, which fills the registry, nor for the next.
 

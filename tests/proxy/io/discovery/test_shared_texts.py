@@ -16,6 +16,8 @@ from xpyd_proxy.io.discovery.shared_texts import FileText, LeaseText, MemoryText
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.discovery.stores.redis import RedisText
 
+pytestmark = pytest.mark.processes
+
 
 @asynccontextmanager
 async def file_texts(folder):

@@ -29,6 +29,9 @@ from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.io.discovery.stores.file import FileStore
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 
+pytestmark = pytest.mark.processes
+
+
 FAST = WatchTimes(relist_s=30, silence_s=20.0, pause_s=0.02, pause_most_s=0.1)
 
 

@@ -16,6 +16,9 @@ from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
 from xpyd_proxy.testing.engine import Sim
 
+pytestmark = pytest.mark.edges
+
+
 D = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "secret.example", 80))
 GOOD = {
     "/health": (200, ""),

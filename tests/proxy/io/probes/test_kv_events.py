@@ -18,6 +18,9 @@ from xpyd_proxy.io.probes.checks import HttpChecks
 from xpyd_proxy.io.probes.kv_events import KvEventFollower
 from xpyd_proxy.testing.engine import Sim
 
+pytestmark = pytest.mark.edges
+
+
 D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
 IDS = list(range(100))
 PROMPT = TokenPrompt(IDS)

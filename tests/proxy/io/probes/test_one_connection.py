@@ -13,6 +13,9 @@ from support.certificates import Authority
 from support.wiring import LOOPS, run
 from xpyd_proxy.io.probes.one_connection import OneConnection
 
+pytestmark = pytest.mark.processes
+
+
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 STAYS, CLOSES, RESETS = "stays", "closes", "resets"
 AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: what is not sent is dropped, and the peer gets a reset

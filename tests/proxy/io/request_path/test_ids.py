@@ -5,7 +5,11 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from xpyd_proxy.io.request_path.ids import new_id, new_transfer
+
+pytestmark = pytest.mark.processes
 
 
 def test_no_name_comes_twice():

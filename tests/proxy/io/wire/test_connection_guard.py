@@ -12,6 +12,8 @@ from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.edges
+
 
 class Names:
     """A name service that answers otherwise each time."""

@@ -16,6 +16,9 @@ from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.engine_tls import EngineTls
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
+
 NAME = "engines.llm.svc"
 OTHER_NAME = f"shows a certificate that is not for {NAME} (engine_server_name)"
 OTHER_ADDRESS = "shows a certificate that is not for its address (engine_server_name names another)"

@@ -30,6 +30,9 @@ from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.engine_tls import EngineTls
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
+
 AUTHORITIES = EngineTls(ssl.create_default_context())  # it takes longer to read them than to ask an engine
 
 

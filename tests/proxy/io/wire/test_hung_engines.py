@@ -13,6 +13,9 @@ from xpyd_proxy.errors import EngineTimeout
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.edges
+
+
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 OTHER = Instance(InstanceId("decode-9"), Role.DECODE, Address("http", "127.0.0.1", 9))
 

@@ -11,6 +11,9 @@ from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import RouterLacks
 from xpyd_proxy.io.wire.pool import Pool
 
+pytestmark = pytest.mark.edges
+
+
 LACKS = [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL]
 
 

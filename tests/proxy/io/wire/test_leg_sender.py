@@ -18,6 +18,8 @@ from xpyd_proxy.io.wire.pool import Pool
 from xpyd_proxy.io.wire.whole_response import WholeAnswer
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
 
 @telling
 @pytest.mark.parametrize("size", [10, 20_000, 3_000_000])

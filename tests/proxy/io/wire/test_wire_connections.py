@@ -18,6 +18,9 @@ from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.whole_response import WholeAnswer
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
+
 ROUNDS = 8  # of the event loop: a connection to this machine is open after fewer
 
 

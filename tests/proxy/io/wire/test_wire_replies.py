@@ -11,6 +11,8 @@ from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
 
 @telling
 @pytest.mark.parametrize("at", ["the last piece", "the end"])

@@ -4,6 +4,8 @@ import contextlib
 import socket
 import time
 
+import pytest
+
 from support.sim import until_async
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.health import HealthState
@@ -15,6 +17,9 @@ from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.health_gossip import HealthGossip
 from xpyd_proxy.settings import Settings
+
+pytestmark = pytest.mark.edges
+
 
 D0 = InstanceId("decode-0")
 

@@ -19,6 +19,9 @@ from xpyd_proxy.io.request_path.id_log import InstanceIdLog
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
+
 D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
 A, B = Address("http", "a", 1), Address("http", "b", 1)
 STORED = Origin(EngineSource.STORE, 1, Wanted(Role.DECODE, Target.parse("a:1")))

@@ -10,7 +10,7 @@ from xpyd_proxy.io.workers.listening import bound, reserved
 from xpyd_proxy.listeners import main_sockets
 from xpyd_proxy.settings import Settings
 
-pytestmark = pytest.mark.skipif("not hasattr(__import__('socket'), 'SO_REUSEPORT')")
+pytestmark = [pytest.mark.edges, pytest.mark.skipif("not hasattr(__import__('socket'), 'SO_REUSEPORT')")]
 
 
 def test_workers_share_the_port_that_is_kept_for_them():

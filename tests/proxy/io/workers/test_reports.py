@@ -17,6 +17,8 @@ from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.reports import WorkerReports
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.processes
+
 
 class Worker:
     """One of two."""

@@ -13,7 +13,11 @@ from support.cluster import free_ports
 SCRIPT = EXAMPLES / "05-gpu" / "gpu.sh"
 SECRETS = ("connector-secret", "engine-key", "admin-key", "client-key")
 BENCH = "Serving Benchmark Result"
-pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc"),
+]
 with_processes = [pytest.mark.slow, pytest.mark.nixl]  # a router and engines start; the doctor moves bytes
 
 

@@ -22,12 +22,14 @@ pytestmark = pytest.mark.processes
 
 @pytest.mark.parametrize("helm", HELMS)
 @pytest.mark.parametrize("values", [None, *CI], ids=lambda path: path.stem if path else "default")
+@pytest.mark.slow  # both helms read every example
 def test_both_helms_find_nothing_to_complain_about(helm, values):
     """Helm 4 rejects what helm 3 passes."""
     assert "1 chart(s) linted, 0 chart(s) failed" in Chart().lint(ci=values, helm=helm)
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow  # the same
 def test_both_helms_make_the_same_objects(case):
     """Otherwise an upgrade with the other one would restart engines."""
     assert default(case, "helm3") == default(case, "helm4")

@@ -7,7 +7,8 @@ import pytest
 from support.helm_care import ALL, all_complaints
 from support.helm_chart import CHART, Chart
 
-pytestmark = pytest.mark.processes
+# The chart is rendered for each fault that is put into it.
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that must notice)

@@ -80,6 +80,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("sick", "fault"), [(name, fault) for name, faults in FAULTS.items() for fault in faults])
+@pytest.mark.slow  # the same
 async def test_one_of_two_engines_fails_every_request_and_all_are_answered(sick, fault):
     """200 of 200; and it is left alone after a few, instead of costing every second request a retry."""
     with cluster(2, 2, OPEN) as running:
@@ -93,6 +94,7 @@ async def test_one_of_two_engines_fails_every_request_and_all_are_answered(sick,
 
 
 @pytest.mark.parametrize("settings", POLICIES, ids=lambda one: one.decode_policy.value)
+@pytest.mark.slow  # hundreds of requests for each way to fail
 async def test_an_engine_that_fails_at_once_is_ejected_before_the_budget_of_retries_is_spent(settings):
     """It has fewer requests than the others, so policies that look at the load send it more than its share."""
     with cluster(2, 2, settings) as running:

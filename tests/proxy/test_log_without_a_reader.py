@@ -44,6 +44,7 @@ def ended(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["nobody reads", "reader gone", "full disk", "closed"])
+@pytest.mark.slow  # megabytes of log lines for each case
 def test_a_log_that_goes_nowhere_stops_nobody(tmp_path, kind):
     """Requests, operators' actions and the end go on; lines that are lost are counted."""
     (port,) = free_ports(1)

@@ -462,6 +462,7 @@ async def test_times_of_a_session(tmp_path):
     assert b"realtime_max_sessions" in refused.body
 
 
+@pytest.mark.slow  # the grace lasts seconds
 async def test_a_client_that_ignores_the_end_is_cut_off(tmp_path):
     """It reads nothing, so no close frame arrives: the connection must not stay."""
     # Within this time the engine has to greet, and a busy machine may keep it from that.

@@ -11,6 +11,7 @@ from support.cluster import ROOT
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.slow  # it simulates a fleet
 def test_the_quick_simulation_writes_numbers_and_a_page(tmp_path):
     """So that `make sim-fleet` works when somebody needs it."""
     command = [sys.executable, ROOT / "tests/benchmarks/discovery/simulate.py", "--quick", "--out", tmp_path / "f.json"]

@@ -92,6 +92,7 @@ CASES += [("least_loaded", *ROLLOUTS[0]), ("session", *ROLLOUTS[0]), ("prefix", 
 
 
 @pytest.mark.parametrize(("policy", "sizes", "startups"), CASES, ids=str)
+@pytest.mark.slow  # twenty engines come and go under each policy
 async def test_no_request_fails_no_pair_is_mixed_and_no_engine_gets_far_more_than_its_share(policy, sizes, startups):
     """One pod after the other, with requests while it comes, while its predecessor goes, and in between."""
     timings, calms, windows, gone = [], [], [], 0

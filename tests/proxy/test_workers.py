@@ -356,6 +356,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_fail_nothing(tmp_pat
         assert metrics(new)["xpyd_worker_starts_total", "0"] == 2
 
 
+@pytest.mark.slow  # an engine turns, which takes seconds
 def test_all_workers_turn_an_engine_together(tmp_path):
     """While one of them has a request there all wait; a worker that is started later serves the new role at once."""
     with crew_of(tmp_path, "--health-check-interval", "0", kv_both=True) as (crew, engines, _):
@@ -502,6 +503,7 @@ def _cached(worker, path, body):
     return [*answer.json()["cached_tokens"].values()]
 
 
+@pytest.mark.slow  # four workers start, and each is asked
 def test_why_finds_a_request_of_any_worker(tmp_path, monkeypatch):
     """Each knows its own only, and nobody chooses whose connection it gets: the command asks again."""
     with crew_of(tmp_path, count=3) as (crew, *_):

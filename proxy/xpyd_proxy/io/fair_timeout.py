@@ -29,10 +29,10 @@ class FairTimeout:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        return await self._scope.__aexit__(kind, error, where)
+        await self._scope.__aexit__(kind, error, where)
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
         self._due = loop.time() + self._seconds

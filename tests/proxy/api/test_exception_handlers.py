@@ -36,6 +36,7 @@ RAISED = {
     errors.EngineFault("f"): (502, "EngineError"),
     errors.Moved("prefill-0 is another"): (502, "EngineError"),
     errors.NoKvParams("n"): (502, "EngineError"),
+    errors.NoModelName("m"): (502, "EngineError"),
     errors.KeyRefused("k"): (502, "EngineError"),
     errors.AnswerRefused("a"): (502, "EngineError"),
     errors.ConnectionStale("c"): (502, "EngineError"),

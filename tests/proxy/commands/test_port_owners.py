@@ -11,6 +11,7 @@ from xpyd_proxy.cli import main
 from xpyd_proxy.commands.port_owners import port_owners, why_not_of
 from xpyd_proxy.settings import Settings
 
+pytestmark = pytest.mark.edges
 OTHER = 65534  # a user that all systems have
 COMMANDS = (["why", "x"], ["pairs"], ["instances", "list"], ["instances", "drain", "decode-0", "--wait", "1"])
 

@@ -118,6 +118,7 @@ def test_it_says_who_moves_the_kv_cache_and_what_to_paste(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.slow  # three times `up` starts engines and a router
 def test_it_runs_until_it_is_told_to_stop(tmp_path, number):
     """Ctrl-C, a supervisor, or a terminal that is closed: no child is left, and that is a success."""
     with up(tmp_path, "--engine", "sim", "--prefill", "2") as process:
@@ -162,6 +163,7 @@ def test_a_failure_shows_the_end_of_the_log_and_one_sentence(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("how", HOW)
+@pytest.mark.slow  # twice
 def test_a_disk_that_takes_nothing_is_one_sentence(tmp_path, how):
     """It was a traceback; the same command works when there is room, and no empty key is left."""
     with small_disk(tmp_path) as disk:

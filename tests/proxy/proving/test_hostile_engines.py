@@ -66,6 +66,7 @@ def well(fleet):
     ],
     ids=["drip", "flood", "empty", "deep", "object", "choice", "bytes", "infinite", "nulls", "deep-params", "long"],
 )  # fmt: skip
+@pytest.mark.slow  # what drips takes a minute
 def test_answers_that_make_no_sense_are_findings(well, capsys, garbage):
     """Of the prefill engine, or of the decode engine behind a prefill engine that is well."""
     began = time.monotonic()

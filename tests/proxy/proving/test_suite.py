@@ -1,6 +1,5 @@
 """The suite against simulated engines: green for those that are well, and each fault has its name."""
 
-import asyncio
 import threading
 import time
 
@@ -8,7 +7,7 @@ import pytest
 from starlette.responses import Response
 
 from support.sim import serving
-from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 pytestmark = pytest.mark.processes
 
@@ -86,31 +85,6 @@ def test_blocks_that_stay_until_their_lease_ends_are_stranded(prove, fleet, leas
     (seen,) = (each["seen"] for each in found.page["checks"][0]["findings"])
     assert "after the last request was over" in seen
     assert ("until leases of 4 s had ended" in seen) == (name == "blocks-stranded")
-
-
-class Late(Sim):
-    """A decode engine that answers its first two requests late."""
-
-    SECONDS = 4.0
-
-    async def __call__(self, scope, receive, send):
-        if scope["type"] == "http" and scope["method"] == "POST" and len(self.log) < 2:
-            await asyncio.sleep(self.SECONDS)
-        await super().__call__(scope, receive, send)
-
-
-def test_an_answer_that_takes_as_long_as_a_lease_is_found(prove, fleet):
-    """It is right: the prefill engine stood still until the lease was over, or the prompt was computed again.
-
-    The single engine must answer one of the two in a tenth of that: test_bench.py needs no clock for the rest.
-    """
-    fleet.at["reference"] = fleet.at["d0"]
-    with serving(Late("decode")) as at:
-        fleet.at["d0"] = f"http://{at}"
-        found = prove("--only", "boundaries", "--idle-seconds", "30", "--lease-seconds", str(Late.SECONDS))
-
-    assert (found.code, found.findings) == (1, {"boundaries": ["slow-answer"]})
-    assert "a lease lasts 4 s" in found.page["checks"][0]["findings"][0]["seen"]
 
 
 def test_an_engine_that_hangs_is_found(prove, fleet):

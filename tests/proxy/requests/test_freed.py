@@ -29,6 +29,7 @@ def collector_at_rest():
 @pytest.mark.parametrize("failing", ["p0", "d0"])
 @pytest.mark.parametrize("kind", [None, *FaultKind])
 @pytest.mark.parametrize("mode", KvTransferMode)
+@pytest.mark.slow  # 300 routers are built
 async def test_a_request_is_freed_at_once(mode, kind, failing, after, streams):
     """Requests that all fail must not fill the memory."""
     engines = sims(mode=mode.value)
@@ -46,6 +47,7 @@ async def test_a_request_is_freed_at_once(mode, kind, failing, after, streams):
 @pytest.mark.parametrize("limit_s", [0.001, 0.002, 0.004, 0.006, 0.008, 0.01])
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("mode", KvTransferMode)
+@pytest.mark.slow  # 36 more
 async def test_a_leg_that_is_given_up_as_its_connection_opens_is_freed_at_once(mode, streams, limit_s):
     """The task that opens the connection keeps the CancelledError, whose traceback leads to the leg."""
     body = {"prompt": "once upon a time", "max_tokens": 4, "stream": streams}

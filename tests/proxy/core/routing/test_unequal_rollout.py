@@ -153,6 +153,7 @@ def named(value):
 @pytest.mark.parametrize("sizes", POOLS, ids=named)
 @pytest.mark.parametrize("startups", STARTUPS, ids=named)
 @pytest.mark.parametrize(("policy", "requests"), [("round_robin", 400), ("least_loaded", 1600)])
+@pytest.mark.slow  # thousands of choices for each policy
 def test_no_engine_gets_far_more_than_its_share(policy, requests, sizes, startups):
     """Without this, 12 of 16 old decode engines idle, and the 4 new ones get 4 times as much."""
     found, alone = run(Rollout(policy, sizes, startups), by_weight, requests)
@@ -181,6 +182,7 @@ def is_mixed(rollout):
 
 @pytest.mark.parametrize("sizes", POOLS, ids=named)
 @pytest.mark.parametrize("policy", LOYAL)
+@pytest.mark.slow  # the same
 def test_caches_and_sessions_do_not_overload_an_engine_at_any_step(policy, sizes):
     """Hashes are uneven and caches have slack: without a bound for each engine, one gets 1.8 to 2.7 times its share."""
     rollout = Rollout(policy, sizes, STARTUPS[0])
@@ -195,6 +197,7 @@ def test_caches_and_sessions_do_not_overload_an_engine_at_any_step(policy, sizes
 @pytest.mark.parametrize("sizes", POOLS, ids=named)
 @pytest.mark.parametrize("policy", LOYAL)
 @pytest.mark.parametrize("startups", [STARTUPS[0], pytest.param(STARTUPS[1], marks=pytest.mark.thorough)], ids=named)
+@pytest.mark.slow  # the same
 def test_an_engine_gets_at_most_one_and_a_half_times_its_share(policy, sizes, startups):
     """The same where a step takes long enough that the burst is little: 160 requests for each engine on the mean."""
     rollout = Rollout(policy, sizes, startups)

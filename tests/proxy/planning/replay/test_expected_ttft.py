@@ -47,6 +47,7 @@ def test_later_turns_wait_far_less_than_in_turn_and_streams_go_on_as_before():
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "power_of_two", "prefix", "session"])
+@pytest.mark.slow  # a trace is replayed under each policy
 def test_no_other_policy_is_better_by_more_than_chance(policy):
     """In the middle and in the tail, quiet and busy: 5 % are what another seed changes."""
     for load in (chats, busy):
@@ -85,6 +86,7 @@ def test_a_very_long_prompt_holds_up_few_others():
     assert ours.ttft_p99 < by_load.ttft_p99
 
 
+@pytest.mark.slow  # traces are replayed
 def test_decode_engines_serve_alone_only_with_a_bound_for_their_streams():
     """0 is never; the longer a pause may be, the more they serve."""
     alone = []

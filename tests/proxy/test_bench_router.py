@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from benchmarks.router import engines, load, report, trial, words
+from benchmarks.router import engines, load, trial, words
 from benchmarks.router.contestants import CONTESTANTS
 
 pytestmark = pytest.mark.edges
@@ -185,24 +185,6 @@ def test_a_router_that_leaves_out_a_leg_is_at_fault(legs):
     trial.check(found, CONTESTANTS["toy"])
 
     assert found["faults"]
-
-
-async def test_the_page_holds_what_was_measured(tmp_path):
-    async with pair() as (_, _, port):
-        seen = await measured(port)
-    seen["cpu"] |= {"router": 0.004, "engines": 0.001}
-    seen |= {"rss": 1 << 20, "peak": 2 << 20, "legs": {}}
-    lost = {"failed": "it did not start"}
-    facts = {"command": "bench.py", "date": "2026-01-01", "apart": True, "quick": ["short"], "rounds": 1, "missing": {}}
-    facts |= {"machine": {"cores": 2, "processor": "x86_64", "system": "Linux"}, "versions": {"xpyd": "0"}}
-    runs = {"short": {"direct": [seen], "xpyd": [seen], "vllm-router": [lost], "toy": [seen]}}
-
-    report.write({"runs": runs, "about": facts}, tmp_path / "router.json")
-
-    page = (tmp_path / "router.md").read_text()
-    assert "| `short` | 0.100 |  |  |  |  | 0.100 |  | 1.00 |" in page
-    assert "it did not start" in page
-    assert (tmp_path / "router.svg").read_text().startswith("<svg")
 
 
 def test_lateness_is_found_though_the_first_tokens_came_late():

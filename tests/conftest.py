@@ -1,6 +1,7 @@
 """Settings every test shares."""
 
 import gc
+import platform
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis.internal.conjecture import providers
 
 from support import router_kind
 from support.nursery_process import look_here
+from xpyd_proxy.io.build import find_build
 
 # A busy machine is not a failure; the health check, too, reads the clock: it gives ten examples half a minute.
 settings.register_profile("xpyd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,6 +39,8 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """What collecting has brought stays: tests that ask what can be freed need not look at all of PyTorch."""
+    platform.platform()  # these two start programs when they are asked first, which is no test's doing
+    find_build()
     if "vllm" in sys.modules:
         look_here()
     gc.collect()

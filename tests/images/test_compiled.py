@@ -20,6 +20,8 @@ from support.compiled import ROOT, NoCompiler, compiled, modules
 from support.sim import serving, sims
 from xpyd_proxy.local.processes import open_fleet
 
+pytestmark = pytest.mark.processes
+
 # What a request and its answer go through, and what several workers say to each other.
 SUITES = {
     "core": ("tests/proxy/core",),

@@ -87,7 +87,7 @@ SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reor
 
 # Two chains at once: many tests wait for half of their time.
 .PHONY: test test-quick
-test: ## what CI runs: format, lint, types, import rules, the quick tests and the promise on real engines; ten minutes
+test: ## what CI runs: format, lint, types, import rules, the quick tests and the promise on real engines; 15 minutes
 	@$(MAKE) test-quick CHAIN_OF_VLLM="test-types test-vllm test-promise"
 
 test-quick: lint $(STAMPS)/helm ## the same without engines; CHAIN_OF_VLLM=... chooses what runs beside the router's tests
@@ -97,7 +97,7 @@ CHAIN_OF_VLLM := test-types test-vllm
 
 # Three chains at once. The compiler comes before engines.
 .PHONY: test-all
-test-all: lint $(STAMPS)/helm ## everything but test-thorough: slow tests, all engines and models, faults, the compiled router; 45 minutes
+test-all: lint $(STAMPS)/helm ## everything but test-thorough: slow tests, all engines and models, faults, the compiled router; an hour
 	@$(MAKE) -k -j3 -Otarget chain-connector chain-compiler chain-router WORKERS=2
 
 quick-router: CHAIN := test-router-quick

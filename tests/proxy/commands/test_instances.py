@@ -169,8 +169,9 @@ def test_what_is_no_router_is_one_sentence_too(monkeypatch, capsys, answer):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_without_the_key_nothing_is_asked(monkeypatch, capsys):
+def test_without_the_key_nothing_is_asked(monkeypatch, capsys, tmp_path):
     """It comes from the environment alone: arguments are visible to everybody on the machine."""
+    monkeypatch.chdir(tmp_path)  # without the key of an `xpyd up`
     monkeypatch.delenv("ADMIN_API_KEY", raising=False)
 
     assert main(["instances", "list"]) == 2

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from xpyd_proxy.core.http.framing import RefusalReason
 from xpyd_proxy.errors import TooManyConnections
-from xpyd_proxy.io.fair_timeout import LATE_S
+from xpyd_proxy.io.fair_timeout import LateTimer
 from xpyd_proxy.settings import OverloadStatus
 
 _RETRY_AFTER_S: Final = 5
@@ -64,8 +64,7 @@ class Clients:
         self._by_address = Counter[str]()
         self._unfinished: dict[Timed, None] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._looks_at = 0.0
-        self._stood_still = False  # the last look was so late that nobody was given up
+        self._lateness = LateTimer()
         self._look_s = min(_LOOK_MOST_S, self.bounds.head_s / _LOOKS, self.bounds.body_s / _LOOKS)
 
     def enter(self, host: str | None) -> tuple[str | None, RefusalReason | None]:
@@ -122,20 +121,20 @@ class Clients:
         self._timer = None
         loop = asyncio.get_running_loop()
         now = loop.time()
-        # The process was stopped or starved. Clients may have sent it all in time, and nobody has read it yet.
-        self._stood_still = now - self._looks_at > LATE_S and not self._stood_still
+        is_late = self._lateness.is_late(now)
         for connection in tuple(self._unfinished):
             due = connection.due(elapsed=self._look_s)
             if due is None:
                 self._unfinished.pop(connection, None)
-            elif now >= due and not self._stood_still:
+            elif now >= due and not is_late:
                 connection.on_overdue()
         if self._unfinished and self._timer is None:
             self._arm(loop)
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._looks_at = loop.time() + self._look_s
-        self._timer = loop.call_at(self._looks_at, self._look)
+        due = loop.time() + self._look_s
+        self._lateness.expect(due)
+        self._timer = loop.call_at(due, self._look)
 
 
 def _is_far_over(count: int, limit: int | None) -> bool:

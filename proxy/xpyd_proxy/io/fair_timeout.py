@@ -4,23 +4,45 @@ import asyncio
 from types import TracebackType
 from typing import Final
 
-LATE_S: Final = 0.25  # a timer that runs so late says that the process was stopped, starved or busy
+_LATE_S: Final = 0.25  # a timer that runs so late says that the process was stopped, starved or busy
+
+
+class LateTimer:
+    """Tells of a timer whether it has come late: then what has arrived in time may not be read yet.
+
+    It says so once in a row, so that a router that is always late still gives up what takes too long. Times are seconds
+    of any one clock.
+    """
+
+    __slots__ = ("_due", "_was_late")
+
+    def __init__(self) -> None:
+        self._due = 0.0
+        self._was_late = False
+
+    def expect(self, due: float) -> None:
+        """Note when the timer is to come."""
+        self._due = due
+
+    def is_late(self, now: float) -> bool:
+        """Tell whether it has come late, and the time before not."""
+        self._was_late = not self._was_late and now - self._due > _LATE_S
+        return self._was_late
 
 
 class FairTimeout:
     """Ends what is inside with TimeoutError after so many seconds, as :func:`asyncio.timeout` does.
 
     Timers may run before what has arrived is read (libuv runs them first). So where the timer itself is late, nobody
-    knows what the engine has done in time: it gets the whole time again, once.
+    knows what the engine has done in time: it gets the whole time again, once (:class:`LateTimer`).
     """
 
-    __slots__ = ("_due", "_is_second", "_scope", "_seconds", "_timer")
+    __slots__ = ("_lateness", "_scope", "_seconds", "_timer")
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._scope = asyncio.timeout(None)
-        self._is_second = False
-        self._due = 0.0
+        self._lateness = LateTimer()
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> None:
@@ -35,13 +57,13 @@ class FairTimeout:
         await self._scope.__aexit__(kind, error, where)
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._due = loop.time() + self._seconds
-        self._timer = loop.call_at(self._due, self._look, loop)
+        due = loop.time() + self._seconds
+        self._lateness.expect(due)
+        self._timer = loop.call_at(due, self._look, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
-        if not self._is_second and now - self._due > LATE_S:
-            self._is_second = True
+        if self._lateness.is_late(now):
             self._arm(loop)
         else:
             self._timer = None

@@ -1,7 +1,6 @@
 """WebSockets to engines. The library ``websockets`` (the extra ``realtime``) stops at this file."""
 
 import logging
-import socket
 from typing import Any, Final
 
 from websockets.asyncio.client import ClientConnection, connect
@@ -11,7 +10,6 @@ from websockets.protocol import Event
 
 from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import Headers, Instance
-from xpyd_proxy.core.protocol.fault_table import unreached
 from xpyd_proxy.core.protocol.realtime import (
     ABNORMAL,
     FED_MOST,
@@ -25,6 +23,7 @@ from xpyd_proxy.core.protocol.realtime import (
 )
 from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, EngineTimeout, NotAllowed, NotServed
 from xpyd_proxy.io.fair_timeout import FairTimeout
+from xpyd_proxy.io.wire.connect_errors import not_opened
 from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.io.wire.engine_tls import EngineTls
 from xpyd_proxy.settings import Settings
@@ -138,9 +137,7 @@ class EngineSockets:
             )
             raise EngineFault(f"{instance.id} {why}") from exc
         except (OSError, EOFError, UnicodeError) as exc:  # ssl.SSLError is an OSError
-            number = exc.errno if isinstance(exc, OSError) else None
-            is_name = isinstance(exc, socket.gaierror)
-            raise unreached(instance.id, number, is_name=is_name, why=self._tls.failure(instance, exc)) from exc
+            raise not_opened(instance, exc, self._tls) from exc
 
     async def _connect(self, instance: Instance, host: str, shown: Headers) -> ClientConnection:
         address, tls, name, scheme = instance.address, None, None, "ws"

@@ -313,16 +313,19 @@ class Request:
         broken = self._life.broken
         if not broken:
             return
+        served_by: InstanceId | None = None
         decode = self._life.record.decode
-        is_served = status == _OK and self._client.failure is None and decode is not None
-        for each in held_to_account(broken, decode.instance if is_served and decode is not None else None):
+        if decode is not None and status == _OK and self._client.failure is None:
+            served_by = decode.instance
+        for each in held_to_account(broken, served_by):
             self._of.fleet.broke_off(each)
 
     def _comment_when_quiet(self, plan: RequestPlan) -> None:
         """Have comments in a stream, if the settings want them."""
         interval_s = self._of.settings.stream_comment_interval_s
         if plan.streams and interval_s:
-            client, now = self._client, self._of.clock()
+            client = self._client
+            now = self._of.clock()
             client.writer = self._comments = CommentedResponse(client.writer, interval_s, client.stream_lines, now=now)
 
     def _admit(self, plan: RequestPlan, ticket: Ticket) -> Dispatch:

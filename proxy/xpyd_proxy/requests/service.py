@@ -12,7 +12,7 @@ from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, Tran
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.request_record import ClientIds, RequestRecord
 from xpyd_proxy.core.routing.retries import RetryBudget
-from xpyd_proxy.io.fair_timeout import LATE_S
+from xpyd_proxy.io.fair_timeout import LateTimer
 from xpyd_proxy.io.request_path.good_legs import EngineLegs, GoodLegs
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -113,8 +113,7 @@ class Requests:
     worker: tuple[int, int] = (0, 1)  # the number of this worker of the router, and how many there are
     _under_way: "dict[Request, None]" = field(default_factory=lambda: dict["Request", None]())
     _timer: asyncio.TimerHandle | None = None
-    _looks_at: float = 0.0  # when the next look at their time is due
-    _stood_still: bool = False  # the last look came so late that it was left out
+    _lateness: LateTimer = field(default_factory=LateTimer)
     good_legs: GoodLegs = field(init=False)
     moves: StreamMoves = field(init=False)
 
@@ -158,12 +157,11 @@ class Requests:
     def _look_round(self) -> None:
         self._timer = None
         now = self.clock()
-        stood_still = now - self._looks_at > LATE_S and not self._stood_still
-        self._stood_still = stood_still
+        is_late = self._lateness.is_late(now)
         try:
             self.telemetry.count_gaps()
             self.gate.expire()
-            if not stood_still:  # else engines may have answered in time, and nobody has read it yet
+            if not is_late:
                 for request in self:
                     request.look(now)
             self.moves.look()
@@ -173,7 +171,7 @@ class Requests:
 
     def _arm_round(self) -> None:
         pause = self._tick_s()
-        self._looks_at = self.clock() + pause
+        self._lateness.expect(self.clock() + pause)
         self._timer = asyncio.get_running_loop().call_later(pause, self._look_round)
 
     def _tick_s(self) -> float:

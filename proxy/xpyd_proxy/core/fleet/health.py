@@ -401,11 +401,7 @@ class EngineHealth:
         if self.state is _STARTING:
             self._step(HealthEvent.PROVEN, "serves requests", now)
         elif self.state is _HALF_OPEN and self._is_trial(request):
-            broken, rest_s = self._broken_in_a_row, self._rest_s
-            self._forgive()
-            if broken:  # its trial has begun well, as those that broke off have
-                self._broken_in_a_row = broken
-                self._rest_s = rest_s
+            self._forgive(with_breaks=False)  # its trial has begun well, as those that broke off have
             self._step(HealthEvent.PROVEN, "has served its trial", now)
 
     def _is_trial(self, request: RequestId) -> bool:
@@ -433,10 +429,15 @@ class EngineHealth:
         self.since = now  # a broken engine rests from its latest break on
         self.verdict = HealthVerdict(now, is_broken=True, why=reason, rest_s=self._rest_s)
 
-    def _forgive(self) -> None:
+    def _forgive(self, *, with_breaks: bool = True) -> None:
         self.heard()
-        self._in_a_row = self._broken_in_a_row = self._missed = 0
-        self._rest_s, self._trial = 0.0, None
+        self._in_a_row = 0
+        self._missed = 0
+        self._trial = None
+        if with_breaks:
+            self._broken_in_a_row = 0
+        if not self._broken_in_a_row:
+            self._rest_s = 0.0
         self._window.clear()
 
     def _step(self, event: HealthEvent, why: str, now: float) -> None:

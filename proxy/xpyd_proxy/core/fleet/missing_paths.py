@@ -54,7 +54,8 @@ class MissingPaths:
             self._note(self._served, path, member, now)
 
     def _note(self, kept: dict[str, dict[InstanceId, _Evidence]], path: str, member: Member, now: float) -> None:
-        by_engine, name = kept.setdefault(path, {}), member.instance.id
+        name = member.instance.id
+        by_engine = kept.setdefault(path, {})
         if name not in by_engine:
             for gone in [each for each in by_engine if self._registry.get(each) is None]:
                 del by_engine[gone]

@@ -12,6 +12,7 @@ from xpyd_proxy.core.protocol.fault_table import is_lack, unreached
 from xpyd_proxy.errors import EngineError, EngineTimeout, NotAllowed
 from xpyd_proxy.io.descriptors import engine_connections
 from xpyd_proxy.io.fair_timeout import FairTimeout
+from xpyd_proxy.io.wire.connect_errors import not_opened
 from xpyd_proxy.io.wire.connect_limiter import ConnectLimiter
 from xpyd_proxy.io.wire.connection import Connection, Peer
 from xpyd_proxy.io.wire.connection_guard import Guard
@@ -107,9 +108,7 @@ class Pool:
                 raise unreached(instance.id, lacks[-1].errno) from lacks[-1]
             raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from late
         except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a name may not be one that DNS can have
-            why = None if self._tls is None else self._tls.failure(instance, exc)
-            number = exc.errno if isinstance(exc, OSError) else None
-            raise unreached(instance.id, number, is_name=isinstance(exc, socket.gaierror), why=why) from exc
+            raise not_opened(instance, exc, self._tls) from exc
 
     def put_back(self, connection: Connection) -> None:
         """Keep a connection for the next request, or close it at once: unless its answer is complete, say."""

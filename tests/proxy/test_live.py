@@ -170,7 +170,8 @@ def good(live, name):
 @pytest.mark.parametrize("name", FILES)
 def test_a_key_that_is_half_written_when_the_router_is_told_to_reload_counts_for_nothing(keyed, name, caplog):
     """The old one stays until the file's last line ends; the log shows none. Another file counts as it is."""
-    live, path = build(keyed).live, Path(getattr(keyed, name))
+    live = build(keyed).live
+    path = Path(getattr(keyed, name))
     second = path.read_text().replace("first", "second")
     found = []
     for text in (second[:-3], second):

@@ -97,7 +97,8 @@ def start_router(arguments, environment, log, *, descriptors=None):
 @functools.cache
 def _routers():
     folder = tempfile.TemporaryDirectory(prefix="nursery-")
-    log, place = Path(folder.name, "log"), str(Path(folder.name, "s"))
+    log = Path(folder.name, "log")
+    place = str(Path(folder.name, "s"))
     command = _command("nursery", place, "xpyd_proxy.cli", dict(os.environ))
     with log.open("wb") as file:
         process = subprocess.Popen(command.argv, env=command.environment, stdout=file, stderr=file)

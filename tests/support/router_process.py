@@ -38,7 +38,8 @@ class RouterProcess:
     ) -> None:
         self._log = log
         own = {"ADMIN_API_KEY": KEY["X-Api-Key"], **(env or {})}
-        environment, words = os.environ | own, ("serve", "--port", "0", *args)
+        environment = os.environ | own
+        words = ("serve", "--port", "0", *args)
         self.child: subprocess.Popen[bytes] | nursery.Borne
         if not within and not any(name.startswith(OF_LIBRARIES) for name in own):
             self.child = nursery.start_router(words, environment, log, descriptors=descriptors)

@@ -16,7 +16,6 @@ from support import nursery
 
 MOST_FILES = 15  # in the summary
 _PROPERTY = "tier_and_cpu"
-_MARKERS = ("rules", "edges", "processes")  # by tier; engines are marked nixl or vllm
 # CPU seconds that a test may take, by tier: several times what most take. One that needs more is marked slow, or leaves
 # fewer of its cases to make test. Engines serve many tests: what they use is no test's own.
 _MOST_CPU_S = (10.0, 15.0, 30.0, float("inf"))
@@ -45,7 +44,8 @@ class _Touched:
         """Implements an audit hook, which cannot be taken away again: it is called when modules are gone, too."""
         tier = self._means.get(event, 0)
         if tier > self.tier:
-            self.tier, self.what = tier, event
+            self.tier = tier
+            self.what = event
 
 
 _touched = _Touched()
@@ -75,25 +75,28 @@ def pytest_runtest_makereport(item, call):
     """Note with the end of a test what it has cost; fixtures count for the first test that wants them."""
     report = yield
     if report.when == "teardown":
-        declared, cpu_s = _declared_tier(item), _cpu_seconds() - item.cpu_before
+        declared = _declared_tier(item)
+        cpu_s = _cpu_seconds() - item.cpu_before
         tier = declared if declared is Tier.ENGINES else _touched.tier
         item.user_properties.append((_PROPERTY, (int(tier), round(cpu_s, 3))))
         report.user_properties = item.user_properties  # with pytest-xdist the summary is in another process
         fault = _fault(item, declared, cpu_s)
         if fault and report.passed:
-            report.outcome, report.longrepr = "failed", fault
+            report.outcome = "failed"
+            report.longrepr = fault
     return report
 
 
 def _declared_tier(item):
     if item.get_closest_marker("vllm") or item.get_closest_marker("nixl"):
         return Tier.ENGINES
-    return max((Tier(number) for number, name in enumerate(_MARKERS) if item.get_closest_marker(name)), default=Tier(0))
+    allowed = [tier for tier in (Tier.EDGES, Tier.PROCESSES) if item.get_closest_marker(tier.name.lower())]
+    return max(allowed, default=Tier.RULES)
 
 
 def _fault(item, declared, cpu_s):
     if _touched.tier > declared:
-        marker = f"pytestmark = pytest.mark.{_MARKERS[_touched.tier]}"
+        marker = f"pytestmark = pytest.mark.{Tier(_touched.tier).name.lower()}"
         return f"{item.nodeid} does {_touched.what}, and its tier is {declared.name.lower()}: {marker} allows it"
     most = _MOST_CPU_S[declared]
     if cpu_s > most and not any(item.get_closest_marker(name) for name in ("slow", "thorough", "compiled")):

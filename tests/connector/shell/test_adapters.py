@@ -74,7 +74,8 @@ def test_a_second_identity_of_one_name_and_path_is_shared_with_nobody(tmp_path, 
 
 def test_weights_that_are_put_back_do_not_mend_it(tmp_path):
     """Blocks of both are in the cache."""
-    folder, adapters = write_adapter(tmp_path / "a", seed=1), AdapterIdentities()
+    folder = write_adapter(tmp_path / "a", seed=1)
+    adapters = AdapterIdentities()
     old = adapters.of(request(folder))
     replace_weights(folder, write_adapter(tmp_path / "b", seed=2))
     mixed = adapters.of(request(folder, load_inplace=True))
@@ -86,7 +87,8 @@ def test_weights_that_are_put_back_do_not_mend_it(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"number": 2}, {"load_inplace": True}], ids=str)
 def test_the_same_files_written_again_are_the_same_adapter(tmp_path, options):
     """A volume that is mounted anew, or a copy that is made again."""
-    folder, adapters = write_adapter(tmp_path / "a", seed=1), AdapterIdentities()
+    folder = write_adapter(tmp_path / "a", seed=1)
+    adapters = AdapterIdentities()
     old = adapters.of(request(folder))
     replace_weights(folder, write_adapter(tmp_path / "b", seed=1))
 
@@ -106,7 +108,8 @@ def test_another_path_is_another_adapter(tmp_path):
 
 def test_files_that_vanish_change_an_adapter(tmp_path):
     """The engine has them in memory still, or not any more."""
-    folder, adapters = write_adapter(tmp_path / "a", seed=1), AdapterIdentities()
+    folder = write_adapter(tmp_path / "a", seed=1)
+    adapters = AdapterIdentities()
     adapters.of(request(folder))
     folder.rename(tmp_path / "b")
 

@@ -84,7 +84,8 @@ def test_the_configuration_may_lie_elsewhere(folder, tmp_path):
 
 def test_a_model_of_the_hub_is_read_from_its_cache_alone(folder, tmp_path, monkeypatch):
     """An engine without the hub starts as fast as another one."""
-    commit, cached = "a" * 40, tmp_path / "cache/models--org--m"
+    commit = "a" * 40
+    cached = tmp_path / "cache/models--org--m"
     shutil.copytree(folder, cached / "snapshots" / commit)
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text(commit)
@@ -134,7 +135,8 @@ def test_code_of_a_model_that_fails_is_said_and_the_live_one_is_taken(folder, ca
 def test_what_llama_4_takes_from_flags_is_part_of_it(folder, changes, is_seen):
     """``attn_temperature_tuning`` is on from 32 K tokens on, and alters the KV of long prompts."""
     change(folder, max_position_embeddings=100000)
-    short, other = config(folder), config(folder)
+    short = config(folder)
+    other = config(folder)
     for model in (short, other):
         model.hf_config.architectures = ["Llama4ForCausalLM"]
     other.max_model_len = changes["max_model_len"]

@@ -1155,11 +1155,13 @@ def test_a_request_to_be_pushed_that_cannot_is_not_offered_to_be_read(either):
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_kv_of_an_adapter_that_has_changed_is_not_handed_over(either, mode, changes, tmp_path):
     """Blocks of the old weights are found by the adapter's name and path, whichever weights are there now."""
-    folder, other = write_adapter(tmp_path / "a", seed=1), write_adapter(tmp_path / "b", seed=2)
+    folder = write_adapter(tmp_path / "a", seed=1)
+    other = write_adapter(tmp_path / "b", seed=2)
 
     def prefill(name, changed=""):
         request = either.request({"do_remote_decode": True, "transfer_id": name, "transfer_mode": mode}, name=name)
-        request.lora_request, request.num_preemptions = lora(folder), 0
+        request.lora_request = lora(folder)
+        request.num_preemptions = 0
         if changed == "before it":
             (other / "adapter_model.safetensors").replace(folder / "adapter_model.safetensors")
         either.side.on_new_request(request)

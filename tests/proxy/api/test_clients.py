@@ -1,10 +1,8 @@
 """What counts as one client."""
 
-import asyncio
-
 import pytest
 
-from support.simulated_loop import in_simulated_time, simulated
+from support.simulated_loop import advance, in_simulated_time, simulated
 from xpyd_proxy.api.clients import Bounds, Clients, network_of
 
 
@@ -45,10 +43,11 @@ def test_a_client_is_heard_after_the_router_has_stood_still(stopped_s, gave_up_a
     """What it has sent meanwhile is read before it is given up."""
 
     async def main():
-        loop, one = simulated(), Sending()
+        loop = simulated()
+        one = Sending()
         Clients(Bounds(head_s=1.0)).watch(one)
         loop.call_at(0.2, loop.stand_still, stopped_s)
-        await asyncio.sleep(20)
+        await advance(20)
         return one.gave_up_at
 
     assert in_simulated_time(main())[1] == pytest.approx(gave_up_at, abs=0.25)

@@ -138,7 +138,8 @@ def test_tables_of_a_system_are_read(tmp_path):
     """Only what listens counts, in either table; a system without IPv6 has one."""
     head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
     row = "   0: {}:1F40 {}:{} {} 00000000:00000000 00:00000000 00000000 {:>5}        0 1766423 1 0000 100 0 0 10 0\n"
-    v4, v6 = "0100007F", "00000000000000000000000001000000"
+    v4 = "0100007F"
+    v6 = "00000000000000000000000001000000"
     assert port_owners(8000, tables=tmp_path) is None
     rows = (row.format(v4, "00000000", "0000", "0A", 1000), row.format(v4, v4, "AB99", "01", 7))
     (tmp_path / "tcp").write_text(head + "".join(rows))

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from support.simulated_loop import in_simulated_time, simulated
+from support.simulated_loop import advance, in_simulated_time, simulated
 from xpyd_proxy.io.fair_timeout import FairTimeout
 
 
@@ -41,10 +41,10 @@ def test_only_what_the_engine_takes_counts(case, took_s, is_answered):
 def test_a_cancelled_wait_leaves_no_timer():
     async def cancel():
         waiting = asyncio.ensure_future(wait(5))
-        await asyncio.sleep(1)
+        await advance(1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await asyncio.sleep(60)
+        await advance(60)
 
     assert in_simulated_time(cancel())[0] == 61

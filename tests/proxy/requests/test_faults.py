@@ -273,8 +273,10 @@ def breaking_engine(answer, name="decode-0"):
 @pytest.mark.parametrize("end", ENDS)
 async def test_an_engine_whose_answers_all_break_off_is_ejected_although_it_answers_its_probes(end, ask, retries):
     """Each began well, which says nothing of how it goes on."""
-    router, name = fleet(decode=breaking_engine(ENDS[end]), retries=retries), "decode-0"
-    broken, numbers = 0, itertools.count()
+    router = fleet(decode=breaking_engine(ENDS[end]), retries=retries)
+    name = "decode-0"
+    broken = 0
+    numbers = itertools.count()
     while router.registry.get(name).life.state is HealthState.HEALTHY:
         client = await router.serve(ASKS[ask], f"r{next(numbers)}")
         broken += client.request.failure is not None or bool(client.record.retries)
@@ -365,7 +367,8 @@ async def test_what_an_engine_says_in_its_stream_is_no_break():
 
 async def test_clients_that_leave_in_the_middle_of_streams_say_nothing_of_the_engine():
     """Neither that its streams end well nor that they break off."""
-    router, left = fleet(decode=breaking_engine(ENDS["stream breaks off"]), y=2), []
+    router = fleet(decode=breaking_engine(ENDS["stream breaks off"]), y=2)
+    left = []
 
     async def side(leg):
         if leg.instance.id == "decode-0" and "leaves" in str(prompt_of(leg)):

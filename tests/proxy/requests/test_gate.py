@@ -141,7 +141,8 @@ async def test_a_stream_that_waits_in_the_queue_gets_comments():
     """A proxy would close its connection: it does not know for what nothing comes. A whole answer gets none."""
     router = crowded(Scripted(pulled_prefill, good_decode), max_queue_wait_s=60.0)
     place = router.gate.arrive("-", 0, 0)
-    stream, whole = router.start(call(stream=True), name="a"), router.start(call(), name="b")
+    stream = router.start(call(stream=True), name="a")
+    whole = router.start(call(), name="b")
     await advance(25)
     waiting = (stream.status, stream.body, whole.status)
     router.gate.leave(place)

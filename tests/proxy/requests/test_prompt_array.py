@@ -458,7 +458,8 @@ async def _other(_):
 
 async def test_the_time_to_the_first_token_is_known_although_a_comment_has_begun_the_stream():
     """Comments come while long prompts are computed: the very streams whose time matters."""
-    now, is_ready = [0.0], asyncio.Event()
+    now = [0.0]
+    is_ready = asyncio.Event()
 
     async def late(leg):
         await is_ready.wait()

@@ -206,7 +206,8 @@ def test_another_protocol_is_refused_naming_both():
 
 def test_the_protocol_before_is_told_apart_by_its_bytes():
     """With the right secret, and in both directions: its proof covers other words than ours."""
-    challenge, hello = decode(CHALLENGE_OF_PROTOCOL_9), decode(HELLO_OF_PROTOCOL_9)
+    challenge = decode(CHALLENGE_OF_PROTOCOL_9)
+    hello = decode(HELLO_OF_PROTOCOL_9)
 
     assert isinstance(answer := host(b"one").answer(hello, ARRIVAL), Refusal)
     assert (answer.cause, answer.is_another) == ("version", False)

@@ -37,7 +37,8 @@ class Gatekeeper:
         return EngineOutlook(self.queues, self.steps)
 
     def come(self, name, own_s=0.1, *, key="a", priority=0, tokens=100, measured=True, share=1.0):
-        own, service_class = OwnTimes(own_s, own_s) if measured else None, self.admission.levels.classes.by_name[name]
+        own = OwnTimes(own_s, own_s) if measured else None
+        service_class = self.admission.levels.classes.by_name[name]
         entry = ClassEntry(service_class, own, self.outlook() if measured else None, share)
         return self.admission.arrive(key, priority, 1, self.now, tokens, entry=entry)
 

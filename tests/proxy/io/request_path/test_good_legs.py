@@ -42,7 +42,8 @@ async def test_what_comes_after_they_were_counted_is_counted_next():
 
 async def test_a_leg_that_was_dropped_does_not_show_that_answers_come_to_their_end():
     """Its client has left."""
-    later, ends = DeferredCalls(), []
+    later = DeferredCalls()
+    ends = []
     legs = GoodLegs(later, lambda legs: ends.append(legs.is_complete))
     for is_complete in (False, True):
         legs.ended(D, 6.0, 13.0, False)

@@ -34,7 +34,10 @@ from xpyd_proxy.requests.response import ResponseWriter
 from xpyd_proxy.requests.stream_moves import StuckPrompts
 
 _PART_SIZE: Final = 16 * 1024  # bytes of a part that is served, but for its prompt and the fields that all share
-AT_ONCE: Final = 64  # parts of one array that are under way: it shall not fill the queues of all engines
+# parts of one array that are under way: other clients' requests shall not wait behind them
+AT_ONCE_AT_LEAST: Final = 16
+AT_ONCE_AT_MOST: Final = 64
+AT_ONCE_EACH_ENGINE: Final = 8
 _OK: Final = 200
 _CLIENTS_FAULT: Final = range(400, 500)
 
@@ -94,7 +97,7 @@ def size_of_array(plan: RequestPlan, size: int, most: int) -> int:
     Raises:
         BodyTooLarge: it would be more than the router may hold.
     """
-    at_once = min(len(plan.prompts), AT_ONCE)
+    at_once = min(len(plan.prompts), AT_ONCE_AT_MOST)
     beside = max(0, size - bytes_of(plan.prompts))
     charged = size + at_once * (beside + _PART_SIZE)
     if charged > most and beside > _PART_SIZE:
@@ -124,10 +127,20 @@ def may_divide(fleet: LiveFleet, call: GenerationRequest, plan: RequestPlan) -> 
         return False
 
 
+def parts_at_once(fleet: LiveFleet) -> int:
+    """Return how many parts of one array may be under way: by the role that has fewer engines."""
+    try:
+        engines = min(len(fleet.usable(Role.PREFILL)), len(fleet.usable(Role.DECODE)))
+    except NoInstance:
+        engines = 0
+    return min(max(AT_ONCE_AT_LEAST, engines * AT_ONCE_EACH_ENGINE), AT_ONCE_AT_MOST)
+
+
 class PromptArray:
     """The parts of one request, and what has come of them."""
 
     __slots__ = (
+        "_at_once",
         "_begun",
         "_bytes",
         "_call",
@@ -163,6 +176,7 @@ class PromptArray:
         name, n = f"cmpl-{life.record.request_id}", choices_of(call.fields)  # the answer's id; choices of each prompt
         life.record.push = LegOrder.EACH_PROMPT
         self._life = life  # woken when there is news
+        self._at_once = parts_at_once(life.of.fleet)
         self._client = client
         self._plan = plan
         self._call = call
@@ -239,7 +253,7 @@ class PromptArray:
 
     def _has_place(self) -> bool:
         """Take a place for one more part, if there may be one: the first one under way has that of the whole."""
-        if len(self._parts) >= AT_ONCE:
+        if len(self._parts) >= self._at_once:
             return False
         if not self._parts:
             return True
@@ -290,7 +304,7 @@ class PromptArray:
         """See whether some leg has taken too long."""
         for part in tuple(self._parts.values()):
             part.look(now)
-        if self._begun < len(self._prompts) and len(self._parts) < AT_ONCE:
+        if self._begun < len(self._prompts) and len(self._parts) < self._at_once:
             self._life.wake()  # other requests may have left places
 
     def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:

@@ -74,8 +74,9 @@ class Replies(_Answered):
             yield event(self._head(self._chunk_kind()) | {"choices": [], "usage": self._usage()})
 
     def _texts(self) -> list[list[str]]:
-        prompts = [prompt for prompt in prompts_of(self.body) for _ in range(self.body.get("n") or 1)]
-        return [tokens(prompt, self.made + token_limit(self.body))[self.made :] for prompt in prompts]
+        most = self.made + token_limit(self.body)
+        texts = [tokens(prompt, most)[self.made :] for prompt in prompts_of(self.body)]
+        return [words for words in texts for _ in range(self.body.get("n") or 1)]
 
     @property
     def _shows_ids(self) -> bool:
@@ -99,7 +100,8 @@ class Replies(_Answered):
         return {"id": f"{prefix}-{self.request_id}", "object": kind, "created": self.created, "model": self.model}
 
     def _usage(self) -> Json:
-        asked, made = prompt_tokens(self.body) + self.made, sum(map(len, self._texts()))
+        asked = prompt_tokens(self.body) + self.made
+        made = len(prompts_of(self.body)) * (self.body.get("n") or 1) * token_limit(self.body)
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
 

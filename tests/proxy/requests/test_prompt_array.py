@@ -19,7 +19,6 @@ from support.scripted import (
 )
 from xpyd_proxy.core.model import EngineResponse, Role
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.requests.prompt_array import AT_ONCE
 from xpyd_proxy.settings import Settings
 
 PROMPTS = ["zero", "one", "two"]
@@ -95,27 +94,29 @@ async def test_each_goes_over_two_legs(prefill, stream):
     assert sum(counters.routed.values()) == 3
 
 
-async def test_some_at_a_time():
-    """The rest follow as parts end."""
-    gate, most = asyncio.Event(), 0
+@pytest.mark.parametrize(("count", "most"), [(1, 16), (3, 24), (20, 64)])
+async def test_some_at_a_time(count, most):
+    """The more, the more engines there are; the rest follow as parts end."""
+    gate = asyncio.Event()
+    seen = 0
 
     async def slow(leg):
-        nonlocal most
-        most = max(most, len({request_id(leg) for leg in engines.open}))
+        nonlocal seen
+        seen = max(seen, len({request_id(leg) for leg in engines.open}))
         await gate.wait()
         return answer(leg)
 
     engines = Scripted(pulled_prefill, slow)
-    router = router_of(engines)
-    client = router.start(call(prompt=[f"p{place}" for place in range(AT_ONCE + 20)]))
-    await until(lambda: len(engines.of(Role.DECODE)) == AT_ONCE)
-    assert len(engines.of(Role.PREFILL)) == AT_ONCE
+    router = router_of(engines, count, count)
+    client = router.start(call(prompt=[f"p{place}" for place in range(most + 20)]))
+    await until(lambda: len(engines.of(Role.DECODE)) == most)
+    assert len(engines.of(Role.PREFILL)) == most
     gate.set()
     await client.end()
 
     texts = [choice["text"] for choice in json.loads(client.body)["choices"]]
-    assert texts == [f"<p{place}>" for place in range(AT_ONCE + 20)]
-    assert most == AT_ONCE
+    assert texts == [f"<p{place}>" for place in range(most + 20)]
+    assert seen == most
     assert router.is_idle()
 
 

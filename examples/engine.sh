@@ -7,12 +7,12 @@
 # ADDRESS          of this machine in the engines' network, a name or an IP
 # MODEL            what `vllm serve` is given
 # SECRETS          directory with the files connector-secret, engine-key and join-key (systemd's CREDENTIALS_DIRECTORY)
-# XPYD_ROUTER      URL of the router, for join and leave; XPYD_ROUTER_PIN is its certificate, if it is https. The router has
+# PDRELAY_ROUTER      URL of the router, for join and leave; PDRELAY_ROUTER_PIN is its certificate, if it is https. The router has
 #                  to see them come from ADDRESS: no proxy or NAT stands between, and both are in one network
 # MAINPID          process id of the engine, for join, which gives up when it has ended (systemd sets it)
 # MODE             pull (the default), push or auto, the same on all engines
 # KEY_FILE         the key of join and leave (SECRETS/join-key); only with the admin key they may run on another host
-# optional:        PORT SIDE_PORT SERVED_NAME TENSOR_PARALLEL ENGINE_ARGS JOIN_S DRAIN_S VLLM XPYD
+# optional:        PORT SIDE_PORT SERVED_NAME TENSOR_PARALLEL ENGINE_ARGS JOIN_S DRAIN_S VLLM PDRELAY
 set -eu
 if [ $# -ne 1 ]; then
     echo "engine.sh: say run, join or leave" >&2
@@ -38,7 +38,7 @@ push | auto) extra=", \"kv_connector_extra_config\": {\"mode\": \"$MODE\"}" ;;
     ;;
 esac
 
-instances() { "${XPYD:-xpyd}" instances --key-file "${KEY_FILE:-$secrets/join-key}" "$@"; }
+instances() { "${PDRELAY:-pdrelay}" instances --key-file "${KEY_FILE:-$secrets/join-key}" "$@"; }
 
 run() {
     : "${MODEL:?engine.sh: MODEL is what vllm serve is given}"
@@ -46,13 +46,13 @@ run() {
     VLLM_API_KEY=$(cat "$secrets/engine-key")
     # vLLM takes an empty key for none, and serves everybody.
     [ -n "$VLLM_API_KEY" ] || { echo "engine.sh: $secrets/engine-key is empty" >&2 && return 1; }
-    XPYD_CONNECTOR_SECRET_FILE=$secrets/connector-secret
+    PDRELAY_CONNECTOR_SECRET_FILE=$secrets/connector-secret
     VLLM_NIXL_SIDE_CHANNEL_HOST=$ADDRESS VLLM_NIXL_SIDE_CHANNEL_PORT=$side_port
-    export VLLM_API_KEY XPYD_CONNECTOR_SECRET_FILE VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT
+    export VLLM_API_KEY PDRELAY_CONNECTOR_SECRET_FILE VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT
     # shellcheck disable=SC2086 # ENGINE_ARGS is several words
     exec "${VLLM:-vllm}" serve "$MODEL" --served-model-name "${SERVED_NAME:-$MODEL}" --host "$ADDRESS" --port "$port" \
         --tensor-parallel-size "${TENSOR_PARALLEL:-1}" --enable-prompt-tokens-details --shutdown-timeout 20 \
-        --kv-transfer-config "{\"kv_connector\": \"XpydConnector\", \"kv_connector_module_path\": \"xpyd_connector\", \"kv_role\": \"$kv_role\", \"kv_load_failure_policy\": \"recompute\"$extra}" \
+        --kv-transfer-config "{\"kv_connector\": \"PDRelayConnector\", \"kv_connector_module_path\": \"pdrelay_connector\", \"kv_role\": \"$kv_role\", \"kv_load_failure_policy\": \"recompute\"$extra}" \
         ${ENGINE_ARGS:-}
 }
 

@@ -1,4 +1,4 @@
-"""Writes what follows from other files: the tables in xpyd/README.md and docs/options.md, and xpyd/values.schema.json.
+"""Writes what follows from other files: tables in pdrelay/README.md and docs/options.md, pdrelay/values.schema.json.
 
 The chart's table comes from the comments "# --" of values.yaml; options and the settings in the schema come from the
 declarations of the router and of the connector, so the chart refuses what they would refuse. After a change of either:
@@ -21,11 +21,11 @@ import yaml
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "proxy"), str(HERE.parent / "connector")]
 
-from xpyd_connector.settings import AT_LEAST, BOUNDS, CHOICES, FROM_ENVIRONMENT, Settings  # noqa: E402 (found only now)
-from xpyd_proxy.options import DECLARED, OPTIONS, Setting  # noqa: E402
-from xpyd_proxy.settings import ENDLESS, Kind  # noqa: E402
+from pdrelay_connector.settings import AT_LEAST, BOUNDS, CHOICES, FROM_ENVIRONMENT, Settings  # noqa: E402 (found only now)
+from pdrelay_proxy.options import DECLARED, OPTIONS, Setting  # noqa: E402
+from pdrelay_proxy.settings import ENDLESS, Kind  # noqa: E402
 
-CHART = HERE / "xpyd"
+CHART = HERE / "pdrelay"
 OPTIONS_PAGE = HERE.parent / "docs/options.md"
 VALUES_TABLE = "<!-- values: made by helm/generate.py -->", "<!-- end of values -->"
 OPTIONS_TABLES = "<!-- options: made by helm/generate.py -->", "<!-- end of options -->"

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from pdrelay_proxy.io.build import find_build
 from support import router_kind
 from support.nursery_process import look_here
-from xpyd_proxy.io.build import find_build
 
 # A busy machine is not a failure; the health check, too, reads the clock: it gives ten examples half a minute.
-settings.register_profile("xpyd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("xpyd")
+settings.register_profile("pdrelay", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pdrelay")
 # Hypothesis draws constants of the modules that are loaded, too, which no setting turns off: a test would try other
 # orders of events beside other tests, and others again after a change that does not touch it.
 providers._get_local_constants = lambda: providers._local_constants  # empty: only what it replaces fills it

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pdrelay_connector.settings import Settings as ConnectorSettings
+from pdrelay_proxy.core.admission.service_classes import CLASS_KEYS
+from pdrelay_proxy.core.fleet.pair_health import PairFailure
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.protocol.realtime import SessionOutcome
+from pdrelay_proxy.core.request_record import RequestOutcome
+from pdrelay_proxy.options import OPTIONS
 from support.documents import OURS, PAGES, ROOT, block_lines, blocks, commands, flags_of, spans, words
-from xpyd_connector.settings import Settings as ConnectorSettings
-from xpyd_proxy.core.admission.service_classes import CLASS_KEYS
-from xpyd_proxy.core.fleet.pair_health import PairFailure
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.protocol.realtime import SessionOutcome
-from xpyd_proxy.core.request_record import RequestOutcome
-from xpyd_proxy.options import OPTIONS
 
 FOREIGN = {  # flags of kubectl, helm and other programs, and words of other projects, that stand alone in backquotes
     "--previous", "--force", "--exclusive", "--grace-period", "device_ownership_from_security_context", "ibv_devices",
@@ -29,13 +29,13 @@ TARGETS = set(re.findall(r"(?m)^([a-z][\w-]*):", MAKEFILE)) | set(
     " ".join(re.findall(r"\.PHONY: (.*)", MAKEFILE)).split()
 )
 VARIABLES = set(re.findall(r"\$\(([A-Z]+)\)", MAKEFILE))
-VALUES = yaml.safe_load((ROOT / "helm/xpyd/values.yaml").read_text())
+VALUES = yaml.safe_load((ROOT / "helm/pdrelay/values.yaml").read_text())
 POOLS = ("prefill", "decode")  # each may have every value of `engine`, besides its own
 SOURCES = [
     path
     for folder in ("proxy", "connector", "helm")
     for path in (ROOT / folder).rglob("*")
-    if path.suffix in (".py", ".yaml", ".tpl", ".json", ".sh") and path != ROOT / "helm/xpyd/values.schema.json"
+    if path.suffix in (".py", ".yaml", ".tpl", ".json", ".sh") and path != ROOT / "helm/pdrelay/values.schema.json"
 ]
 WORDS = set(re.findall(r"\w+", " ".join(path.read_text() for path in SOURCES)))
 WORDS |= {
@@ -79,7 +79,7 @@ def mistakes(text, page, vllm):
                 variables = [re.match(r"([A-Z]+)=", word) for word in arguments]
                 found += [f"make {m[0]}" for m in variables if m and m[1] not in VARIABLES]
                 continue
-            takes = {"xpyd": OURS, "vllm": vllm}[kind][name] if kind != "script" else _in_script(name)
+            takes = {"pdrelay": OURS, "vllm": vllm}[kind][name] if kind != "script" else _in_script(name)
             found += [f"{name} {flag}" for flag in sorted(flags_of(arguments) - takes - {"--help"})]
             if name == "instances":
                 verb = next((w for w in arguments if re.fullmatch(r"[a-z|]+", w)), "list")
@@ -87,7 +87,7 @@ def mistakes(text, page, vllm):
         if not judged and line.startswith("--"):
             found += sorted(flags_of(words(line)) - anything)
         if word := re.fullmatch(r"([a-z][a-z0-9]*(?:_[a-z0-9]+)+)(?:: .*|=.*)?", line):
-            own = word[1].startswith(("xpyd_", "test_"))  # metrics: test_operator_docs.py; tests: test_documents.py
+            own = word[1].startswith(("pdrelay_", "test_"))  # metrics: test_operator_docs.py; tests: test_documents.py
             found += [word[1]] if word[1] not in WORDS | FOREIGN and not own else []
         if key := re.fullmatch(r"([a-z][a-z0-9_]*) = (?:[\d\[\"'].*|true|false)", line):
             is_known = key[1] in {*OPTIONS, *ConnectorSettings.__dataclass_fields__, *CLASS_KEYS}
@@ -135,11 +135,11 @@ def test_what_a_page_names_exists(page, vllm):
 @pytest.mark.parametrize(
     ("text", "mistake"),
     [
-        ("`xpyd serve --retry-share 1`", "serve --retry-share"),
-        ("```\nxpyd serve --decode d:1 \\\n  --resume true   # a comment\n```", "serve --resume"),
-        ("```sh\nkubectl exec pod -- xpyd instances stop decode-0\n```", "instances stop"),
-        ("`xpyd up --mode push`", "up --mode"),
-        ("`xpyd plan --requests 3`", "plan --requests"),
+        ("`pdrelay serve --retry-share 1`", "serve --retry-share"),
+        ("```\npdrelay serve --decode d:1 \\\n  --resume true   # a comment\n```", "serve --resume"),
+        ("```sh\nkubectl exec pod -- pdrelay instances stop decode-0\n```", "instances stop"),
+        ("`pdrelay up --mode push`", "up --mode"),
+        ("`pdrelay plan --requests 3`", "plan --requests"),
         ("```\nvllm serve M --tensor-parallelism 2 | tee log\n```", "serve --tensor-parallelism"),
         (
             "`.venv/bin/python examples/01-quickstart/quickstart.py`, `examples/01-quickstart/quickstart.py --fast`",

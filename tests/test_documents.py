@@ -34,10 +34,10 @@ def test_the_engines_of_the_readme_have_a_secret_and_a_key():
     assert first.startswith("**The engines' network must be closed.**")
     assert "SECURITY.md" in first
     for name in (
-        "XPYD_CONNECTOR_SECRET=",
+        "PDRELAY_CONNECTOR_SECRET=",
         "VLLM_API_KEY=",
-        "XPYD_PREFILL_API_KEY=",
-        "XPYD_DECODE_API_KEY=",
+        "PDRELAY_PREFILL_API_KEY=",
+        "PDRELAY_DECODE_API_KEY=",
         "--api-keys-file",
     ):
         assert name in rest

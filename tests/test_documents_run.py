@@ -14,16 +14,16 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pdrelay_connector.settings import read_settings, remarks
+from pdrelay_proxy.api.schemas import CapacityReport
+from pdrelay_proxy.app import build
+from pdrelay_proxy.cli import build_parser, main
+from pdrelay_proxy.core.routing.policy_parts import PolicyParts
+from pdrelay_proxy.options import serve_settings
+from pdrelay_proxy.settings import Settings
 from support.certificates import Authority
 from support.documents import OURS, PAGES, ROOT, block_lines, blocks, commands, flags_of, spans, words
 from support.sim import Sim, cluster, serving
-from xpyd_connector.settings import read_settings, remarks
-from xpyd_proxy.api.schemas import CapacityReport
-from xpyd_proxy.app import build
-from xpyd_proxy.cli import build_parser, main
-from xpyd_proxy.core.routing.policy_parts import PolicyParts
-from xpyd_proxy.options import serve_settings
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 
@@ -43,12 +43,12 @@ def _written():
     seen = set()
     for page in PAGES:
         text = page.read_text()
-        typed = [line for line in block_lines(text) if re.match(r"\$? ?xpyd |.* (exec|run) ", line)]
+        typed = [line for line in block_lines(text) if re.match(r"\$? ?pdrelay |.* (exec|run) ", line)]
         typed = [(line, True) for line in typed] + [(line, False) for line in spans(text)]
         for line, pasted in typed:
-            for kind, name, arguments in commands(re.sub(r"^every ", "xpyd instances ", line)):
+            for kind, name, arguments in commands(re.sub(r"^every ", "pdrelay instances ", line)):
                 found = (name, *_without_dots(arguments))
-                if kind == "xpyd" and "|" not in "".join(arguments) and found not in seen:
+                if kind == "pdrelay" and "|" not in "".join(arguments) and found not in seen:
                     seen.add(found)
                     yield found, pasted
 
@@ -114,9 +114,9 @@ def test_a_flag_takes_the_value_that_is_written(found, names):
 def test_a_router_is_built_of_what_is_written(found, tmp_path, monkeypatch):
     """With the files that the pages show: clients' keys, an authority of engines, and the settings of docs/slo.md."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XPYD_PREFILL_API_KEY", "secret-of-the-engines")
+    monkeypatch.setenv("PDRELAY_PREFILL_API_KEY", "secret-of-the-engines")
     (tmp_path / "keys.txt").write_text(f"somebody:{KEY}\n")
-    (tmp_path / "xpyd.toml").write_text(blocks((ROOT / "docs/slo.md").read_text(), "toml")[0])
+    (tmp_path / "pdrelay.toml").write_text(blocks((ROOT / "docs/slo.md").read_text(), "toml")[0])
     if "ca.crt" in found:
         Path(Authority(tmp_path, "engines").own.cert).rename("ca.crt")
 
@@ -155,7 +155,7 @@ def fleet(tmp_path, monkeypatch):
 def test_a_command_that_asks_a_router_is_done(found, fleet, capsys):
     """Against simulated engines. Those that trust a certificate are only parsed here: test_instances.py runs them."""
     name, *arguments = (fleet.get(word, PLACES.get(word, word)) for word in found)
-    arguments = [re.sub("^xpyd-[0-9a-f]{32}$", fleet["NAME"], word) for word in arguments]
+    arguments = [re.sub("^pdrelay-[0-9a-f]{32}$", fleet["NAME"], word) for word in arguments]
 
     code = main([name, "--router", fleet["router"], *arguments])
 
@@ -180,7 +180,7 @@ def _requests():
 
 @pytest.mark.parametrize("line", [*_requests()])
 def test_a_request_is_answered(line, fleet):
-    """With 200, by a router whose clients need a key, or by an engine, whose route /v1/xpyd/kv_events is."""
+    """With 200, by a router whose clients need a key, or by an engine, whose route /v1/pdrelay/kv_events is."""
     line = line.replace("$KEY", KEY).replace("$ADMIN_API_KEY", "sesame").partition(" | ")[0]
     for written, here in fleet.items():
         line = line.replace(written, here)
@@ -189,7 +189,7 @@ def test_a_request_is_answered(line, fleet):
     headers = dict(header.split(": ") for header in args.headers)
     if not headers:  # the page says where it needs a key
         headers["X-Api-Key"] = KEY
-    at = fleet["HOST:PORT"] if path == "/v1/xpyd/kv_events" else fleet["router"]
+    at = fleet["HOST:PORT"] if path == "/v1/pdrelay/kv_events" else fleet["router"]
 
     with httpx.stream("POST" if args.data else "GET", f"http://{at}{path}", headers=headers, content=args.data) as got:
         assert got.status_code == 200

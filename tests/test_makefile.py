@@ -34,7 +34,7 @@ def test_simulated_engines_need_no_vllm(checkout):
     found = steps(checkout, "up", "ENGINE=sim")
 
     assert "PyTorch" not in found
-    assert ".venv-sim/bin/xpyd up" in found
+    assert ".venv-sim/bin/pdrelay up" in found
     assert ".venv/" not in found
 
 
@@ -43,7 +43,7 @@ def test_simulated_engines_use_what_is_installed(checkout):
     (checkout / ".venv/.stamps").mkdir(parents=True)
     (checkout / ".venv/.stamps/package").touch()
 
-    assert "\n.venv/bin/xpyd up" in steps(checkout, "up", "ENGINE=sim")
+    assert "\n.venv/bin/pdrelay up" in steps(checkout, "up", "ENGINE=sim")
 
 
 @pytest.mark.parametrize("words", [["up"], ["up", "ENGINE=vllm"], ["install", "ENGINE=sim"]])
@@ -63,7 +63,7 @@ def test_everything_else_installs_all_of_it(checkout, words):
         ("ENGINE=smi", "ENGINE=smi is not a kind of engines: write vllm or sim"),
         ("ENGINE=", "ENGINE= is not a kind of engines: write vllm or sim"),
         ("MODE=pul", "MODE=pul is not a way to move KV: write pull, push or auto"),
-        ("CONNECTOR=nixll", "CONNECTOR=nixll is not a connector: write xpyd or nixl"),
+        ("CONNECTOR=nixll", "CONNECTOR=nixll is not a connector: write pdrelay or nixl"),
         ("DECODE=two", "DECODE=two is not a number of engines: write one from 1 to 32"),
         ("PREFILL=33", "PREFILL=33 is not a number of engines: write one from 1 to 32"),
         ("PREFILL=1 2", "PREFILL=1 2 is not a number of engines: write one from 1 to 32"),
@@ -99,7 +99,7 @@ def test_every_variable_reaches_the_command(checkout):
     found = " ".join(steps(checkout, "up", *words).replace("\\\n", " ").split())
 
     assert (
-        "xpyd up --prefill 2 --decode 3 --engine vllm --connector xpyd --kv-transfer-mode pull --port 1 "
+        "pdrelay up --prefill 2 --decode 3 --engine vllm --connector pdrelay --kv-transfer-mode pull --port 1 "
         "--prefill-port 2 --decode-port 3 --side-channel-port 4 --admin-port 5 --model 'my/model' --ready-timeout 60 "
         "--once -- --tool-call-parser hermes"
     ) in found

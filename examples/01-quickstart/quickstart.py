@@ -1,18 +1,18 @@
-"""A prefill engine, a decode engine and the router on this machine, step by step: what `xpyd up` does."""
+"""A prefill engine, a decode engine and the router on this machine, step by step: what `pdrelay up` does."""
 
 import argparse
 import os
 import sys
 from pathlib import Path
 
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local import first_request, preflight
-from xpyd_proxy.local.errors import LocalError
-from xpyd_proxy.local.model_folder import check_model, prepare_model
-from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command, router_command
-from xpyd_proxy.local.preflight import safe_dtype
-from xpyd_proxy.local.processes import open_fleet
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local import first_request, preflight
+from pdrelay_proxy.local.errors import LocalError
+from pdrelay_proxy.local.model_folder import check_model, prepare_model
+from pdrelay_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command, router_command
+from pdrelay_proxy.local.preflight import safe_dtype
+from pdrelay_proxy.local.processes import open_fleet
 
 
 def main():

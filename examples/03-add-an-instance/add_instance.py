@@ -9,14 +9,14 @@ from pathlib import Path
 
 import httpx
 
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.local.errors import LocalError
-from xpyd_proxy.local.first_request import parse_server_timing, request_body
-from xpyd_proxy.local.model_folder import prepare_model
-from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command
-from xpyd_proxy.local.preflight import check_packages, safe_dtype
-from xpyd_proxy.local.processes import open_fleet
-from xpyd_proxy.local.recipe import Connector, EngineSpec
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.local.errors import LocalError
+from pdrelay_proxy.local.first_request import parse_server_timing, request_body
+from pdrelay_proxy.local.model_folder import prepare_model
+from pdrelay_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command
+from pdrelay_proxy.local.preflight import check_packages, safe_dtype
+from pdrelay_proxy.local.processes import open_fleet
+from pdrelay_proxy.local.recipe import Connector, EngineSpec
 
 REQUESTS = 6
 
@@ -112,7 +112,7 @@ def read_arguments():
     parser.add_argument("--router", default="http://127.0.0.1:8000", help="its URL (%(default)s)")
     parser.add_argument("--instance", metavar="HOST:PORT", help="add this running engine instead of starting one")
     parser.add_argument("--engine", choices=[kind.value for kind in EngineKind], default="vllm")
-    parser.add_argument("--connector", choices=[kind.value for kind in Connector], default="xpyd")
+    parser.add_argument("--connector", choices=[kind.value for kind in Connector], default="pdrelay")
     parser.add_argument("--port", type=int, default=8299)
     parser.add_argument("--side-channel-port", type=int, default=5699)
     parser.add_argument("--model", type=Path, default=LocalPlan().model)

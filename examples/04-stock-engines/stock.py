@@ -1,4 +1,4 @@
-"""The router in front of engines that know nothing of xpyd: vLLM's own connectors move the KV cache."""
+"""The router in front of engines that know nothing of pdrelay: vLLM's own connectors move the KV cache."""
 
 import argparse
 import os
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import httpx
 
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local import first_request
-from xpyd_proxy.local.errors import LocalError
-from xpyd_proxy.local.model_folder import prepare_model
-from xpyd_proxy.local.plan import MODEL_NAME, LocalPlan
-from xpyd_proxy.local.preflight import check_packages
-from xpyd_proxy.local.processes import Command, open_fleet
-from xpyd_proxy.local.recipe import PYTHON_MODULE, Connector, EngineSpec, engine, shell_line
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local import first_request
+from pdrelay_proxy.local.errors import LocalError
+from pdrelay_proxy.local.model_folder import prepare_model
+from pdrelay_proxy.local.plan import MODEL_NAME, LocalPlan
+from pdrelay_proxy.local.preflight import check_packages
+from pdrelay_proxy.local.processes import Command, open_fleet
+from pdrelay_proxy.local.recipe import PYTHON_MODULE, Connector, EngineSpec, engine, shell_line
 
 # In float32 an engine that decodes after a transfer and one that does everything agree to the last bit.
 EXACT = ("--dtype", "float32")
@@ -78,10 +78,10 @@ def start_engines(fleet, args):
 
 def start_router(fleet, port, prefill, decode):
     arguments = ["serve", "--port", str(port), "--prefill", prefill, "--decode", decode]
-    print(f"starting the router:\n  xpyd {' '.join(arguments)}")
+    print(f"starting the router:\n  pdrelay {' '.join(arguments)}")
     url = f"http://127.0.0.1:{port}"
     router = fleet.start(
-        Command("stock-router", [*PYTHON_MODULE, "xpyd_proxy.cli", *arguments], os.environ, f"{url}/health")
+        Command("stock-router", [*PYTHON_MODULE, "pdrelay_proxy.cli", *arguments], os.environ, f"{url}/health")
     )
     fleet.wait_ready([router])
     return url

@@ -2,8 +2,8 @@
 # gpu.sh COMMAND: a prefill and a decode engine on one or two GPUs of this machine, examined and measured.
 #
 # start      two engines and the router; returns when both engines have answered a request
-# prove      xpyd prove, where this version has it; otherwise a request over both engines beside one of an engine alone
-# doctor     xpyd doctor between the GPUs' memory, and of the running engines
+# prove      pdrelay prove, where this version has it; otherwise a request over both engines beside one of an engine alone
+# doctor     pdrelay doctor between the GPUs' memory, and of the running engines
 # benchmark  vllm bench serve: through the router, and the decode engine alone
 # check      the connector's core over GPU memory, without vLLM (tests/integration/test_gpu.py): 8 minutes at most
 # collect    one archive: logs, metrics, versions, topology, results; it has no secret, or is not made
@@ -19,13 +19,13 @@
 # READY_S       seconds for the engines to start (900: the first start downloads the model)
 # BENCH_ARGS    instead of the options of vllm bench serve that say what is asked
 # CHECK_ARGS    more options of test_gpu.py
-# optional:     ROUTER_PORT PREFILL_PORT DECODE_PORT SIDE_PORT DOCTOR_PORT ENGINE_ARGS VLLM XPYD PYTHON
+# optional:     ROUTER_PORT PREFILL_PORT DECODE_PORT SIDE_PORT DOCTOR_PORT ENGINE_ARGS VLLM PDRELAY PYTHON
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$(dirname "$here")")
 out=${OUT:-gpu-run}
 model=${MODEL:-Qwen/Qwen3-0.6B} served=${SERVED_NAME:-small}
-vllm=${VLLM:-vllm} xpyd=${XPYD:-xpyd} python=${PYTHON:-python3}
+vllm=${VLLM:-vllm} pdrelay=${PDRELAY:-pdrelay} python=${PYTHON:-python3}
 address=127.0.0.1
 router_port=${ROUTER_PORT:-8000} prefill_port=${PREFILL_PORT:-8100} decode_port=${DECODE_PORT:-8200}
 side_port=${SIDE_PORT:-5600} doctor_port=${DOCTOR_PORT:-5690}
@@ -88,7 +88,7 @@ begin() { # NAME COMMAND...: in a session of its own, so that it outlives this s
 
 engine() { # ROLE GPU PORT SIDE_PORT
     begin "$1" env ROLE="$1" CUDA_VISIBLE_DEVICES="$2" PORT="$3" SIDE_PORT="$4" ADDRESS=$address MODEL="$model" \
-        SERVED_NAME="$served" SECRETS="$out/secrets" VLLM="$vllm" XPYD="$xpyd" VLLM_PLUGINS=xpyd,xpyd_timelines \
+        SERVED_NAME="$served" SECRETS="$out/secrets" VLLM="$vllm" PDRELAY="$pdrelay" VLLM_PLUGINS=pdrelay,pdrelay_timelines \
         ENGINE_ARGS="--gpu-memory-utilization $memory ${ENGINE_ARGS:-}" "$here/../engine.sh" run
 }
 
@@ -126,7 +126,7 @@ start() {
     say "prefill on GPU $prefill_gpu, decode on GPU $decode_gpu, $memory of its memory each, ${MODE:-pull}; logs: $out/logs"
     engine prefill "$prefill_gpu" "$prefill_port" "$side_port"
     engine decode "$decode_gpu" "$decode_port" $((side_port + 100))
-    begin router "$xpyd" serve --host $address --port "$router_port" --prefill "$address:$prefill_port" \
+    begin router "$pdrelay" serve --host $address --port "$router_port" --prefill "$address:$prefill_port" \
         --decode "$address:$decode_port" --api-keys-file "$out/secrets/client-keys" --admin-key-file "$out/secrets/admin-key" \
         --prefill-api-key-file "$out/secrets/engine-key" --decode-api-key-file "$out/secrets/engine-key"
     wait_for prefill "http://$address:$prefill_port/health"
@@ -138,15 +138,15 @@ start() {
 
 prove() {
     prepare
-    if "$xpyd" prove --help >/dev/null 2>&1; then
+    if "$pdrelay" prove --help >/dev/null 2>&1; then
         local code=0
-        "$xpyd" prove --prefill "http://$address:$prefill_port" --prefill-key-file "$out/secrets/engine-key" \
+        "$pdrelay" prove --prefill "http://$address:$prefill_port" --prefill-key-file "$out/secrets/engine-key" \
             --decode "http://$address:$decode_port" --decode-key-file "$out/secrets/engine-key" \
             --report "$out/results/prove.html" --report "$out/results/prove.json" >"$out/results/prove.txt" 2>&1 || code=$?
         tail -n 40 "$out/results/prove.txt"
-        [ "$code" -eq 0 ] || fail "xpyd prove ends with exit code $code: $out/results/prove.txt" || return 1
+        [ "$code" -eq 0 ] || fail "pdrelay prove ends with exit code $code: $out/results/prove.txt" || return 1
     else
-        say "this version has no xpyd prove: one request over both engines, and one of the decode engine alone"
+        say "this version has no pdrelay prove: one request over both engines, and one of the decode engine alone"
         local both alone
         both=$(ask "$router" client-key "both-$$" | text)
         alone=$(ask "http://$address:$decode_port" engine-key "alone-$$" | text)
@@ -160,21 +160,21 @@ prove() {
 doctor() {
     choose_gpus
     prepare
-    export XPYD_CONNECTOR_SECRET_FILE=$out/secrets/connector-secret
-    CUDA_VISIBLE_DEVICES=$prefill_gpu begin doctor "$xpyd" doctor listen --host $address --port "$doctor_port" --device cuda:0 --once
+    export PDRELAY_CONNECTOR_SECRET_FILE=$out/secrets/connector-secret
+    CUDA_VISIBLE_DEVICES=$prefill_gpu begin doctor "$pdrelay" doctor listen --host $address --port "$doctor_port" --device cuda:0 --once
     local end=$((SECONDS + 60)) code=0
     until grep -q "^listening on" "$out/logs/doctor.log"; do
         running doctor && [ "$SECONDS" -lt "$end" ] || fail "the doctor does not listen: $(tail -n 3 "$out/logs/doctor.log")" || return 1
         sleep 0.2
     done
-    CUDA_VISIBLE_DEVICES=$decode_gpu "$xpyd" doctor "$address:$doctor_port" --device cuda:0 --json \
+    CUDA_VISIBLE_DEVICES=$decode_gpu "$pdrelay" doctor "$address:$doctor_port" --device cuda:0 --json \
         >"$out/results/doctor.json" 2>"$out/logs/doctor-examines.log" || code=$?
     end_of doctor
     if running prefill; then
-        "$xpyd" doctor --engine "$address:$side_port" --json >"$out/results/doctor-engine.json" 2>>"$out/logs/doctor-examines.log" || code=$?
+        "$pdrelay" doctor --engine "$address:$side_port" --json >"$out/results/doctor-engine.json" 2>>"$out/logs/doctor-examines.log" || code=$?
     fi
     # 1: there are findings, which is a result.
-    [ "$code" -le 1 ] || fail "xpyd doctor could not run: $(tail -n 3 "$out/logs/doctor-examines.log")" || return 1
+    [ "$code" -le 1 ] || fail "pdrelay doctor could not run: $(tail -n 3 "$out/logs/doctor-examines.log")" || return 1
     "$python" - "$out"/results/doctor*.json <<'END'
 import json, sys
 for path in sys.argv[1:]:

@@ -104,7 +104,7 @@ def start_router(args):
     router = ray.remote(Process).options(num_cpus=1, scheduling_strategy=here()).remote()
     tls = (secrets / "tls.crt").exists()
     url = f"{'https' if tls else 'http'}://{ray.get(router.address.remote())}:{args.port}"
-    argv = [args.xpyd, "serve", "--host", args.host, "--port", str(args.port), "--shutdown-timeout", "600"]
+    argv = [args.pdrelay, "serve", "--host", args.host, "--port", str(args.port), "--shutdown-timeout", "600"]
     argv += ["--api-keys-file", f"{secrets}/client-keys", "--admin-key-file", f"{secrets}/admin-key"]
     argv += ["--join-key-file", f"{secrets}/join-key"]
     argv += ["--prefill-api-key-file", f"{secrets}/engine-key", "--decode-api-key-file", f"{secrets}/engine-key"]
@@ -116,9 +116,9 @@ def start_router(args):
 def start_engines(args, url, engines):
     """Start them and wait until all serve. Each is put into the list first: it has to be ended even if others fail."""
     env = {"MODEL": args.model, "SERVED_NAME": args.served_name or args.model, "SECRETS": str(args.secrets)}
-    env |= {"XPYD_ROUTER": url, "TENSOR_PARALLEL": str(max(1, args.gpus)), "ENGINE_ARGS": args.engine_args}
-    env |= {"XPYD": args.xpyd, "VLLM": args.vllm}
-    env |= {"XPYD_ROUTER_PIN": f"{args.secrets}/tls.crt"} if url.startswith("https:") else {}
+    env |= {"PDRELAY_ROUTER": url, "TENSOR_PARALLEL": str(max(1, args.gpus)), "ENGINE_ARGS": args.engine_args}
+    env |= {"PDRELAY": args.pdrelay, "VLLM": args.vllm}
+    env |= {"PDRELAY_ROUTER_PIN": f"{args.secrets}/tls.crt"} if url.startswith("https:") else {}
     kind = ray.remote(Engine).options(num_gpus=args.gpus, num_cpus=args.cpus, max_concurrency=2)
     roles = ["prefill"] * args.prefill + ["decode"] * args.decode
     served = []
@@ -194,13 +194,13 @@ def read_arguments():
     parser.add_argument("--gpus", type=int, default=1, help="of one engine (--tensor-parallel-size)")
     parser.add_argument("--cpus", type=float, default=4, help="of one engine")
     parser.add_argument("--engine-args", default="", help="more arguments of vllm serve")
-    parser.add_argument("--secrets", type=Path, default=Path.home() / ".config/xpyd", help="directory, on all nodes")
+    parser.add_argument("--secrets", type=Path, default=Path.home() / ".config/pdrelay", help="directory, on all nodes")
     parser.add_argument("--host", default="0.0.0.0", help="where the router listens")
     parser.add_argument("--port", type=int, default=8000, help="of the router")
     parser.add_argument("--first-port", type=int, default=8100, help="of the engines; those of two drivers lie apart")
-    parser.add_argument("--xpyd", default="xpyd", help="the program, on all nodes")
+    parser.add_argument("--pdrelay", default="pdrelay", help="the program, on all nodes")
     parser.add_argument("--vllm", default="vllm", help="the program, on all nodes")
-    parser.add_argument("--router-args", default="", help="more arguments of xpyd serve")
+    parser.add_argument("--router-args", default="", help="more arguments of pdrelay serve")
     parser.add_argument("--router", metavar="URL", help="add engines to this router instead of starting one")
     parser.add_argument("--address", default="auto", help="of the Ray cluster; local starts one here")
     parser.add_argument("--once", action="store_true", help="end when all engines have joined")

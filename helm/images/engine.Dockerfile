@@ -21,17 +21,17 @@ ARG REVISION=unknown
 RUN PYTHON=python REVISION="${REVISION}" helm/images/build-wheel.sh . /wheels
 
 FROM ${VLLM_IMAGE}
-LABEL org.opencontainers.image.title="vLLM with the xpyd connector" \
+LABEL org.opencontainers.image.title="vLLM with the pdrelay connector" \
       org.opencontainers.image.licenses="Apache-2.0"
 # vLLM's entrypoint stays; its user, root, is there only to install.
 USER 0:0
-COPY helm/images/install-engine.sh helm/images/requirements-nixl.txt /opt/xpyd-install/
-COPY --from=build /wheels /opt/xpyd-install/wheels
-RUN /opt/xpyd-install/install-engine.sh /opt/xpyd-install/wheels/xpyd-*.whl
+COPY helm/images/install-engine.sh helm/images/requirements-nixl.txt /opt/pdrelay-install/
+COPY --from=build /wheels /opt/pdrelay-install/wheels
+RUN /opt/pdrelay-install/install-engine.sh /opt/pdrelay-install/wheels/pdrelay-*.whl
 # A number: Kubernetes cannot tell from a name whether it is root (runAsNonRoot). RDMA wants root where memory is pinned by
 # the capability IPC_LOCK, which reaches no other user's processes: the pod says so then (runAsUser: 0, or --user 0).
 # The user has no entry in /etc/passwd, and Python asks for its name and its home.
-ENV HOME=/tmp USER=xpyd
+ENV HOME=/tmp USER=pdrelay
 USER 65532:65532
 # An engine says that it is well at /health, and Kubernetes asks there.
 HEALTHCHECK NONE

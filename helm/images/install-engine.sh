@@ -30,4 +30,4 @@ none | 0.* | 1.[0-4] | 1.[0-4].*)
 *) echo "install-engine.sh: NIXL $nixl stays" >&2 ;;
 esac
 add --no-index "$1"
-"$python" -c 'import numpy, xpyd_connector.core.control, xpyd_connector.settings'
+"$python" -c 'import numpy, pdrelay_connector.core.control, pdrelay_connector.settings'

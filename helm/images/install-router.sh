@@ -26,4 +26,4 @@ pip() { "$python" -m pip --disable-pip-version-check --python "$folder/bin/pytho
 pip install --quiet --no-deps --only-binary :all: --require-hashes -r "$requirements"
 pip install --quiet --no-deps --no-index "$wheel"
 pip check
-"$folder/bin/xpyd" serve --help >/dev/null
+"$folder/bin/pdrelay" serve --help >/dev/null

@@ -24,16 +24,16 @@ COPY connector connector
 # The commit: there is no git here.
 ARG REVISION=unknown
 RUN PYTHON=python REVISION="${REVISION}" HATCH_BUILD_HOOK_ENABLE_CUSTOM=true helm/images/build-wheel.sh . /wheels \
-    && PYTHON=python helm/images/install-router.sh /opt/xpyd /wheels/xpyd-*.whl "helm/images/${REQUIREMENTS}"
+    && PYTHON=python helm/images/install-router.sh /opt/pdrelay /wheels/pdrelay-*.whl "helm/images/${REQUIREMENTS}"
 
 FROM ${PYTHON_IMAGE}
-LABEL org.opencontainers.image.title="xpyd router" \
+LABEL org.opencontainers.image.title="pdrelay router" \
       org.opencontainers.image.licenses="Apache-2.0"
 # Everything is installed: whoever gets in shall not install more.
 RUN python -m pip uninstall --yes --quiet pip
-COPY --from=build /opt/xpyd /opt/xpyd
+COPY --from=build /opt/pdrelay /opt/pdrelay
 # No .pyc files: the root may be read-only. Python's output goes to the log at once.
-ENV PATH=/opt/xpyd/bin:/usr/local/bin:/usr/bin:/bin \
+ENV PATH=/opt/pdrelay/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 # A number: Kubernetes cannot tell from a name whether it is root (runAsNonRoot).
@@ -44,5 +44,5 @@ EXPOSE 8000
 HEALTHCHECK NONE
 # SIGTERM drains: docs/router.md, "Ending".
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["xpyd", "serve"]
+ENTRYPOINT ["pdrelay", "serve"]
 CMD ["--host", "0.0.0.0"]

@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[2]
 def parser_of(doc, quick):
     """Return a parser with the flags that all benchmarks have; ``quick`` is what a quick run is."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{quick}: does it work? Writes to .xpyd/bench")
+    parser.add_argument("--quick", action="store_true", help=f"{quick}: does it work? Writes to .pdrelay/bench")
     parser.add_argument("--out", type=Path, help="the JSON file; the page is written beside it")
     return parser
 
 
 def out_of(args, name):
     """Return where the raw numbers go."""
-    return args.out or ROOT / (".xpyd/bench" if args.quick else "docs/benchmarks") / f"{name}.json"
+    return args.out or ROOT / (".pdrelay/bench" if args.quick else "docs/benchmarks") / f"{name}.json"
 
 
 def write(seen, out, parts):

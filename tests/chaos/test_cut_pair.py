@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import Connector
 from support.cluster import base_url, engine_spec, nothing_held, router_command, start_engine, wait_until
 from support.legs import plain, prompt_of
 from support.netns import DATA, NOBODY, lab_available
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [
     pytest.mark.vllm,
@@ -47,7 +47,7 @@ def four(request, fleet, model, lab):
 
     def engine(name, role, host, **more):
         spec = engine_spec(
-            f"{name}-pairs-{mode}", model, role=role, connector=Connector.XPYD, mode=mode,
+            f"{name}-pairs-{mode}", model, role=role, connector=Connector.PDRELAY, mode=mode,
             extra_connector_config={**config, "retry_after": 0.1}, **(host.options | more),
         )  # fmt: skip
         return spec, start_engine(fleet, spec)
@@ -109,7 +109,7 @@ class Four:
         return SimpleNamespace(pair=engines, seconds=seconds)
 
     def pairs(self):
-        """Return the rows of ``xpyd pairs``."""
+        """Return the rows of ``pdrelay pairs``."""
         found = httpx.get(f"{self.router}/pairs", headers=KEY, timeout=30, trust_env=False).json()["pairs"]
         return {(row["prefill"], row["decode"]): row for row in found}
 

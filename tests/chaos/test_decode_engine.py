@@ -163,7 +163,7 @@ def test_frozen_after_the_read(p, victims, reference):
 def test_a_killed_decode_engine_frees_everything_before_its_leases_end(p, d, victims, reference):
     """kill -9 of D with 20 leases: noticed when its connection closes; other decode engines are served meanwhile."""
     other, prompt = victims.patient["recompute"], prompt_of(650)
-    before = p.now("vllm:xpyd_leases_peer_lost_total")
+    before = p.now("vllm:pdrelay_leases_peer_lost_total")
     with queue_of(20, p, d, first=600) as (_, answers, _):
         wait_until(lambda: p.now(HELD) == 20, seconds=LONG, what="P holds all")
         d.kill()
@@ -172,7 +172,7 @@ def test_a_killed_decode_engine_frees_everything_before_its_leases_end(p, d, vic
 
     assert all(answer.exception() is not None for answer in answers)  # broken connections, no made-up answers
     assert text == plain(reference, prompt)
-    assert p.now("vllm:xpyd_leases_peer_lost_total") == before + 20
+    assert p.now("vllm:pdrelay_leases_peer_lost_total") == before + 20
 
 
 def test_a_request_that_never_reaches_decode_is_freed_at_lease_end(p):

@@ -6,18 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import Connector
 from support.cluster import OVER_TCP, Watch, engine_spec, nothing_held, wait_until
 from support.hand_chats import Chat, alone, engine_id
 from support.legs import STALL_SECONDS, STALL_TOKENS, plain, prompt_of
 from support.victims import HELD, LINGERING, Victim, stalling
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 LEASE, TIMEOUT, STALL = 8.0, 3.0, 3.0  # s; a step of STALL ends before the lease does
-FOUND = "vllm:xpyd_prefixes_found_total"
-FAILED = tuple(f"vllm:xpyd_loads_failed_{why}_total" for why in ("timeout", "peer", "transfer", "handshake"))
+FOUND = "vllm:pdrelay_prefixes_found_total"
+FAILED = tuple(f"vllm:pdrelay_loads_failed_{why}_total" for why in ("timeout", "peer", "transfer", "handshake"))
 ATTEMPTS = 3  # to find D in the middle of a read: on a busy machine it may answer too late
 
 
@@ -34,7 +34,7 @@ def trio(fleet, model, mode, reference):
             f"back-{mode}-{name}",
             model,
             role=None,
-            connector=Connector.XPYD,
+            connector=Connector.PDRELAY,
             mode=TransferMode(mode),
             extra_connector_config=config,
             extra_env={**OVER_TCP, STALL_SECONDS: str(STALL)},

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
+from pdrelay_proxy.local.errors import ChildFailed
+from pdrelay_proxy.local.processes import Command, open_fleet
 from support import netns, nursery
 from support.cluster import free_ports, wait_until
 from support.proc import states, wait_stopped
-from xpyd_proxy.local.errors import ChildFailed
-from xpyd_proxy.local.processes import Command, open_fleet
 
 pytestmark = pytest.mark.processes
 

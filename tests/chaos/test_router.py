@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import httpx
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import Connector, Role
 from support.cluster import OVER_TCP, base_url, engine_spec, router_command, wait_until
 from support.storm import fates, judge, salt, storm, texts
 from support.valves import Passing, Valve, open_valves
 from support.victims import LONG, Victim, reuse_blocks
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector, Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -92,7 +92,7 @@ def four_engines(request, fleet, model):
     # A valve cannot tell an engine that closes what was idle for five seconds from one that breaks off, and both meet
     # requests and answers that are held there for as long as a busy machine takes.
     env = {**OVER_TCP, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120"}
-    common = {"connector": Connector.XPYD, "mode": TransferMode(request.param), "extra_connector_config": config}
+    common = {"connector": Connector.PDRELAY, "mode": TransferMode(request.param), "extra_connector_config": config}
     common |= {"extra_env": env}
     roles = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
     engines = {

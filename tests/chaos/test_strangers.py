@@ -12,7 +12,7 @@ from support.legs import decode, plain, prefill, prompt_of, text_of
 from support.victims import HELD, LOADS, LONG
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-REFUSED = "vllm:xpyd_connections_refused_total"
+REFUSED = "vllm:pdrelay_connections_refused_total"
 
 
 def is_thorough(test, params):
@@ -35,8 +35,8 @@ def test_a_stranger_gets_no_welcome_and_no_lease_and_ends_none(network, p, victi
     assert stranger.returncode == 0, errors
     got = json.loads(said)
 
-    assert "XPYD_CONNECTOR_SECRET" in got.pop("no secret")
-    assert "XPYD_CONNECTOR_SECRET" in got.pop("a guess")
+    assert "PDRELAY_CONNECTOR_SECRET" in got.pop("no secret")
+    assert "PDRELAY_CONNECTOR_SECRET" in got.pop("a guess")
     assert got.pop("in the clear") == ""
     assert set(got.values()) == {"Challenge, Refusal"}
     assert p.now(HELD) == before + 1

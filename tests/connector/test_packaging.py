@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-import xpyd_connector
+import pdrelay_connector
 
 pytestmark = pytest.mark.processes
 
@@ -17,15 +17,14 @@ def run(code):
 def test_importing_the_package_loads_neither_vllm_nor_torch_nor_nixl():
     """So that everything below the shell is testable anywhere, and a router's image needs none of them."""
     heavy = "sorted({name.split('.')[0] for name in sys.modules} & {'vllm', 'torch', 'nixl', 'zmq'})"
-    everything = (
-        "xpyd_connector.io.runner, xpyd_connector.io.in_memory, xpyd_connector.core.control, xpyd_connector.settings"
-    )
+    modules = "io.runner", "io.in_memory", "core.control", "settings"
+    everything = ", ".join(f"pdrelay_connector.{module}" for module in modules)
 
     assert run(f"import sys, {everything}; print({heavy})") == "[]\n"
 
 
 def test_other_names_are_not_there():
     """The lazy lookup does not swallow typing errors."""
-    assert xpyd_connector.__all__ == ["XpydConnector"]
-    with pytest.raises(AttributeError, match="has no attribute 'XpydConector'"):
-        _ = xpyd_connector.XpydConector
+    assert pdrelay_connector.__all__ == ["PDRelayConnector"]
+    with pytest.raises(AttributeError, match="has no attribute 'PDRelayConector'"):
+        _ = pdrelay_connector.PDRelayConector

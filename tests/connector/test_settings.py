@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_connector.errors import SettingsError
-from xpyd_connector.settings import (
+from pdrelay_connector.errors import SettingsError
+from pdrelay_connector.settings import (
     ALWAYS,
     AT_LEAST,
     AT_MOST,

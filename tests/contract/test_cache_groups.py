@@ -22,9 +22,9 @@ with warnings.catch_warnings():
     )
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    from xpyd_connector.shell import engine_config as engine_config
+    from pdrelay_connector.shell import engine_config as engine_config
 
-from xpyd_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}

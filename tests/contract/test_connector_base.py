@@ -21,13 +21,13 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-    from xpyd_connector.shell.connector import XpydConnector
-    from xpyd_connector.shell.engine_waker import EngineWaker, find_engine_waker
+    from pdrelay_connector.shell.connector import PDRelayConnector
+    from pdrelay_connector.shell.engine_waker import EngineWaker, find_engine_waker
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 LONG = 20.0  # s: more than anything here takes
 OURS = sorted(
-    name for name, member in vars(XpydConnector).items() if inspect.isroutine(member) and not name.startswith("__")
+    name for name, member in vars(PDRelayConnector).items() if inspect.isroutine(member) and not name.startswith("__")
 )
 
 NEWER = {"supports_sleep_mode"}  # vLLM 0.33 asks
@@ -42,14 +42,16 @@ def test_every_method_overrides_one_of_vllms_with_the_same_parameters(name):
     """A method that vLLM renamed would never be called again, in silence."""
     cls = next(cls for cls in (KVConnectorBase_V1, base.SupportsHMA) if hasattr(cls, name))
 
-    assert parameters(XpydConnector, name) == parameters(cls, name)
+    assert parameters(PDRelayConnector, name) == parameters(cls, name)
 
 
 def test_sleep_mode_is_refused_as_vllm_0_33_asks():
     """On the class, with the connector's configuration; its own answer would be yes, and peers would write anywhere."""
-    assert XpydConnector.supports_sleep_mode(KVTransferConfig()) is False
+    assert PDRelayConnector.supports_sleep_mode(KVTransferConfig()) is False
     if hasattr(KVConnectorBase_V1, "supports_sleep_mode"):
-        assert parameters(XpydConnector, "supports_sleep_mode") == parameters(KVConnectorBase_V1, "supports_sleep_mode")
+        assert parameters(PDRelayConnector, "supports_sleep_mode") == parameters(
+            KVConnectorBase_V1, "supports_sleep_mode"
+        )
 
 
 def test_what_decides_the_kv_is_called_so():
@@ -64,8 +66,8 @@ def test_what_decides_the_kv_is_called_so():
 
 def test_everything_abstract_is_implemented():
     """Otherwise the engine does not start."""
-    assert XpydConnector.__abstractmethods__ == frozenset()
-    assert supports_hma(XpydConnector)
+    assert PDRelayConnector.__abstractmethods__ == frozenset()
+    assert supports_hma(PDRelayConnector)
 
 
 def test_a_worker_reports_ends_in_these_fields():

@@ -13,13 +13,13 @@ with warnings.catch_warnings():
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends import cpu_attn
 
-    from xpyd_connector.shell import kernel_layout as interiors
-    from xpyd_connector.shell import vllm_versions
-    from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches
-    from xpyd_connector.shell.engine_config import EngineConfig
+    from pdrelay_connector.shell import kernel_layout as interiors
+    from pdrelay_connector.shell import vllm_versions
+    from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches
+    from pdrelay_connector.shell.engine_config import EngineConfig
 
-from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.ids import Address, EngineId
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 ROWS, HEADS = 3, 2

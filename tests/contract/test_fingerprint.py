@@ -10,10 +10,10 @@ with warnings.catch_warnings():
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from xpyd_connector.shell.connector import XpydConnector
-    from xpyd_connector.shell.fingerprint import info_labels
+    from pdrelay_connector.shell.connector import PDRelayConnector
+    from pdrelay_connector.shell.fingerprint import info_labels
 
-from xpyd_proxy.local.model import TinyModel, ensure_model
+from pdrelay_proxy.local.model import TinyModel, ensure_model
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 
@@ -43,7 +43,7 @@ def make(model):
 
     def make(mode="pull", role="kv_both", model=model, max_model_len=128, **choices):
         transfer = KVTransferConfig(
-            kv_connector="XpydConnector", kv_connector_module_path="xpyd_connector", kv_role=role,
+            kv_connector="PDRelayConnector", kv_connector_module_path="pdrelay_connector", kv_role=role,
             kv_connector_extra_config={"mode": mode},
         )  # fmt: skip
         return EngineArgs(
@@ -87,12 +87,12 @@ def test_the_labels_are_in_the_metrics_before_anything_has_happened(make):
     """An API server registers them while it starts."""
     before, config = set(REGISTRY._collector_to_names), make(mode="push")
     types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
-    XpydConnector.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+    PDRelayConnector.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
     labels = {"model_name": "m", "engine": "0", "engine_id": config.kv_transfer_config.engine_id, **info_labels(config)}
     labels["kv_role"] = "kv_both"
     try:
         assert labels["mode"] == "push"
-        assert REGISTRY.get_sample_value("vllm:xpyd_connector_info", labels) == 1
+        assert REGISTRY.get_sample_value("vllm:pdrelay_connector_info", labels) == 1
     finally:
         for collector in set(REGISTRY._collector_to_names) - before:
             REGISTRY.unregister(collector)

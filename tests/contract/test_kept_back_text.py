@@ -12,8 +12,8 @@ with warnings.catch_warnings():
     from vllm.parser.engine.parser_engine import ParserEngine
     from vllm.parser.parser_manager import ParserManager
 
-from xpyd_proxy.core.protocol.replay import may_be_kept
-from xpyd_proxy.local.model import ensure_model
+from pdrelay_proxy.core.protocol.replay import may_be_kept
+from pdrelay_proxy.local.model import ensure_model
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SPECIAL = [

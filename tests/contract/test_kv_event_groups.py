@@ -24,9 +24,9 @@ with warnings.catch_warnings():
     )
     from vllm.v1.request import Request
 
+from pdrelay_connector.core.kv_events.event_hub import KVEventHub
+from pdrelay_connector.core.kv_events.group_announcements import read_group_metadata
 from support.kv_events import decoded, follow_frames
-from xpyd_connector.core.kv_events.event_hub import KVEventHub
-from xpyd_connector.core.kv_events.group_announcements import read_group_metadata
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE = 4

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_connector.core.lease.kv_params import PullParams, parse_pull_params
-from xpyd_connector.core.lease.signatures import Signatures
-from xpyd_connector.core.lease.transfer_names import abandoned_transfer, transfer_of
-from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_PROMPT
-from xpyd_proxy.core.model import Api, InstanceId
-from xpyd_proxy.core.protocol.request_bodies import abandon_body, decode_body, kv_params, parse, prefill_body
-from xpyd_proxy.io.request_path.ids import new_transfer
+from pdrelay_connector.core.lease.kv_params import PullParams, parse_pull_params
+from pdrelay_connector.core.lease.signatures import Signatures
+from pdrelay_connector.core.lease.transfer_names import abandoned_transfer, transfer_of
+from pdrelay_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_PROMPT
+from pdrelay_proxy.core.model import Api, InstanceId
+from pdrelay_proxy.core.protocol.request_bodies import abandon_body, decode_body, kv_params, parse, prefill_body
+from pdrelay_proxy.io.request_path.ids import new_transfer
 
 SIGNATURES = Signatures(lambda: (b"secret",))
 BLOCKS = st.integers(0, MAX_BLOCKS - 1)
@@ -27,8 +27,8 @@ OFFERS = st.builds(
     remote_num_tokens=st.integers(0, MAX_PROMPT),
     tp_size=st.integers(1, 64),
     remote_blocks_expiry_time=st.none() | st.floats(0, 1e12),
-    xpyd_prompt=st.none() | st.text("0123456789abcdef", max_size=32),
-    xpyd_expires_at=st.integers(0, 2**33),
+    pdrelay_prompt=st.none() | st.text("0123456789abcdef", max_size=32),
+    pdrelay_expires_at=st.integers(0, 2**33),
 ).map(SIGNATURES.sign)
 
 

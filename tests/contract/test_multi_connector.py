@@ -20,20 +20,20 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
     from vllm.engine.arg_utils import EngineArgs
 
-    from xpyd_connector.shell import plugin
-    from xpyd_connector.shell.connector import XpydConnector
-    from xpyd_connector.shell.fingerprint import with_model
-    from xpyd_connector.shell.metadata import RankHandshake
-    from xpyd_connector.shell.vllm_stats import XpydStats
+    from pdrelay_connector.shell import plugin
+    from pdrelay_connector.shell.connector import PDRelayConnector
+    from pdrelay_connector.shell.fingerprint import with_model
+    from pdrelay_connector.shell.metadata import RankHandshake
+    from pdrelay_connector.shell.vllm_stats import PDRelayStats
 
-from xpyd_connector.core.counters import StatsReport
-from xpyd_connector.errors import UnsupportedCache
-from xpyd_proxy.local.model import ensure_model
+from pdrelay_connector.core.counters import StatsReport
+from pdrelay_connector.errors import UnsupportedCache
+from pdrelay_proxy.local.model import ensure_model
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-OURS = {"kv_connector": "XpydConnector", "kv_role": "kv_both"}
+OURS = {"kv_connector": "PDRelayConnector", "kv_role": "kv_both"}
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-BY_PATH = {**OURS, "kv_connector_module_path": "xpyd_connector"}
+BY_PATH = {**OURS, "kv_connector_module_path": "pdrelay_connector"}
 STATS = StatsReport(counters={"loads": 3})
 
 
@@ -54,27 +54,27 @@ def transfer(*connectors):
 
 def test_the_name_is_enough():
     """The entry point is installed; vLLM may call it more than once in a process."""
-    (entry,) = entry_points(group="vllm.general_plugins", name="xpyd")
+    (entry,) = entry_points(group="vllm.general_plugins", name="pdrelay")
     register = entry.load()
     register()
     register()
 
     assert register is plugin.register
-    assert KVConnectorFactory.get_connector_class(KVTransferConfig(**OURS)) is XpydConnector
+    assert KVConnectorFactory.get_connector_class(KVTransferConfig(**OURS)) is PDRelayConnector
 
 
 def test_with_a_module_path_the_name_is_known_too():
     """An API server rebuilds a child's stats by its class's name alone; without it, it died at the first request."""
-    assert KVConnectorFactory.get_connector_class(KVTransferConfig(**BY_PATH)) is XpydConnector
-    assert KVConnectorFactory.get_connector_class_by_name(XpydConnector.__name__) is XpydConnector
+    assert KVConnectorFactory.get_connector_class(KVTransferConfig(**BY_PATH)) is PDRelayConnector
+    assert KVConnectorFactory.get_connector_class_by_name(PDRelayConnector.__name__) is PDRelayConnector
 
 
 def test_our_numbers_pass_through_it():
     """From one process to another as plain data, under the class's name."""
-    there = MultiConnector.build_kv_connector_stats({"XpydConnector": XpydStats.of(STATS).to_dict()})
-    both = there.aggregate(MultiConnector.build_kv_connector_stats({"XpydConnector": XpydStats.of(STATS)}))
+    there = MultiConnector.build_kv_connector_stats({"PDRelayConnector": PDRelayStats.of(STATS).to_dict()})
+    both = there.aggregate(MultiConnector.build_kv_connector_stats({"PDRelayConnector": PDRelayStats.of(STATS)}))
 
-    assert both.reduce() == {"XpydConnector": {"loads": 6}}
+    assert both.reduce() == {"PDRelayConnector": {"loads": 6}}
 
 
 @pytest.mark.parametrize("connectors", [(OURS, EXAMPLE), (EXAMPLE, BY_PATH)])
@@ -87,9 +87,9 @@ def test_our_metrics_and_our_layout_in_any_order(model, connectors):
     types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     try:
         metrics = MultiConnector.build_prom_metrics(config, types, ["model_name"], {0: ["m"]})
-        metrics.observe({"XpydConnector": XpydStats.of(STATS).to_dict()})
+        metrics.observe({"PDRelayConnector": PDRelayStats.of(STATS).to_dict()})
 
-        assert REGISTRY.get_sample_value("vllm:xpyd_loads_total", {"model_name": "m"}) == 3
+        assert REGISTRY.get_sample_value("vllm:pdrelay_loads_total", {"model_name": "m"}) == 3
         assert MultiConnector.get_required_kvcache_layout(config) == "LBHNC"
     finally:
         for collector in set(REGISTRY._collector_to_names) - before:
@@ -107,7 +107,7 @@ def test_everything_that_it_asks_of_a_connector_is_there():
     } - {"__class__", "__name__"}
 
     assert {"bind_connector_metadata", "get_handshake_metadata", "build_kv_connector_stats"} <= asked
-    assert [name for name in sorted(asked) if not hasattr(XpydConnector, name)] == []
+    assert [name for name in sorted(asked) if not hasattr(PDRelayConnector, name)] == []
 
 
 class Child:
@@ -149,15 +149,15 @@ def test_one_connector_describes_this_engine_to_others():
     class Theirs(KVConnectorHandshakeMetadata):
         pass
 
-    ours = XpydConnector.__new__(XpydConnector)
-    with pytest.raises(UnsupportedCache, match="only one of NixlConnector, XpydConnector"):
+    ours = PDRelayConnector.__new__(PDRelayConnector)
+    with pytest.raises(UnsupportedCache, match="only one of NixlConnector, PDRelayConnector"):
         multi(ours).set_xfer_handshake_metadata_pp_aware({(0, 0): Theirs()})
 
 
 def test_workers_of_all_pipeline_stages_are_known(model):
     """VLLM names them by stage and tensor-parallel rank; peers compare what the model is, too."""
     started = []
-    ours = XpydConnector.__new__(XpydConnector)
+    ours = PDRelayConnector.__new__(PDRelayConnector)
     ours._scheduler = SimpleNamespace(start=lambda ranks, fingerprint: started.append((ranks, fingerprint)))
     ours._vllm_config = EngineArgs(model=str(model), enforce_eager=True, max_model_len=128).create_engine_config()
     places = [(stage, rank) for stage in range(2) for rank in range(2)]

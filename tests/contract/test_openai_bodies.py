@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from pdrelay_proxy.core.protocol.disaggregation import solo_reason
+from pdrelay_proxy.core.protocol.request_bodies import decode_body, kv_params, named, parse, prefill_body
+from pdrelay_proxy.core.raw_json import Fields, decode
+from pdrelay_proxy.errors import BadRequest
 from support.vllm_signatures import ROOT
-from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
-from xpyd_proxy.core.protocol.disaggregation import solo_reason
-from xpyd_proxy.core.protocol.request_bodies import decode_body, kv_params, named, parse, prefill_body
-from xpyd_proxy.core.raw_json import Fields, decode
-from xpyd_proxy.errors import BadRequest
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 TRANSFER = TransferId("xfer-1")

@@ -12,12 +12,12 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from xpyd_proxy.core.http.multipart import check_form
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
-from xpyd_proxy.core.protocol.request_bodies import parse
-from xpyd_proxy.core.raw_json import encode
-from xpyd_proxy.errors import BadRequest
+from pdrelay_proxy.core.http.multipart import check_form
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
+from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.raw_json import encode
+from pdrelay_proxy.errors import BadRequest
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 

@@ -22,12 +22,12 @@ with warnings.catch_warnings():
     from vllm.renderers import renderer_from_config
     from vllm.renderers.online_renderer import OnlineRenderer
 
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.prompt_ids import found_ids, may_pass_ids, read_with_ids
-from xpyd_proxy.core.protocol.request_bodies import decode_pieces_with_ids, parse
-from xpyd_proxy.core.raw_json import NULL, encode
-from xpyd_proxy.core.schemas import PromptIdsAnswer
-from xpyd_proxy.local.model import ensure_model
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.prompt_ids import found_ids, may_pass_ids, read_with_ids
+from pdrelay_proxy.core.protocol.request_bodies import decode_pieces_with_ids, parse
+from pdrelay_proxy.core.raw_json import NULL, encode
+from pdrelay_proxy.core.schemas import PromptIdsAnswer
+from pdrelay_proxy.local.model import ensure_model
 
 pytestmark = [
     pytest.mark.timeout(240),  # importing vLLM takes half a minute on a busy machine

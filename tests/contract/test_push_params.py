@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from xpyd_connector.core.lease.kv_params import parse_push_params, parse_transfer_id
-from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
-from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES, decode_params, handover, known_as
-from xpyd_proxy.core.protocol.request_bodies import prefill_body
-from xpyd_proxy.core.raw_json import encode
-from xpyd_proxy.settings import KvTransferMode
+from pdrelay_connector.core.lease.kv_params import parse_push_params, parse_transfer_id
+from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES, decode_params, handover, known_as
+from pdrelay_proxy.core.protocol.request_bodies import prefill_body
+from pdrelay_proxy.core.raw_json import encode
+from pdrelay_proxy.settings import KvTransferMode
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-P, XID = InstanceId("prefill-0"), RequestId("xpyd-0123456789abcdef0123456789abcdef-r1")
+P, XID = InstanceId("prefill-0"), RequestId("pdrelay-0123456789abcdef0123456789abcdef-r1")
 TRANSFER = TransferId("xfer-fedcba9876543210fedcba9876543210")
 P_SUFFIX, D_SUFFIX = "-0123abcd", "-89abcdef"  # vLLM adds another one to the id on each engine
 

@@ -6,7 +6,7 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
-    from xpyd_connector.shell import vllm_versions
+    from pdrelay_connector.shell import vllm_versions
 
     if not vllm_versions.ASKS_WHAT_IS_LOADED:
         pytest.skip("models with a state are refused in this version", allow_module_level=True)
@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
     from vllm.v1.request import Request
 
-    from xpyd_connector.shell.engine_config import _group
+    from pdrelay_connector.shell.engine_config import _group
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, CONTEXT = 16, 512

@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     from vllm.v1.core.single_type_kv_cache_manager import MambaManager
     from vllm.v1.kv_cache_interface import MambaSpec, compute_layer_kv_cache_shape_bytes
 
-    from xpyd_connector.shell.engine_config import _group
+    from pdrelay_connector.shell.engine_config import _group
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, CONTEXT = 16, 512

@@ -27,7 +27,7 @@ def functions_of(file, name):
     return {each.name: [arg.arg for arg in each.args.args] for each in found.body if isinstance(each, ast.FunctionDef)}
 
 
-OURS = functions_of(SHELL / "connector.py", "XpydConnector")
+OURS = functions_of(SHELL / "connector.py", "PDRelayConnector")
 LATER = functions_of(VERSIONS_FILE, "LaterHooks")
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
-from xpyd_proxy.core.protocol.realtime import REALTIME_PATH
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
+from pdrelay_proxy.core.protocol.realtime import REALTIME_PATH
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pdrelay_proxy.local.processes import Command
+from pdrelay_proxy.local.recipe import Connector, Role, argv
 from support.cluster import MODEL_NAME, ROOT, engine_spec
 from support.helm_chart import TOOLS, Chart
 from support.helm_objects import env, pool, templates
-from xpyd_proxy.local.processes import Command
-from xpyd_proxy.local.recipe import Connector, Role, argv
 
 # An engine more, that no other test can use: a minute. It takes root, to become that user.
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(600)]
@@ -56,7 +56,7 @@ def test_an_engine_starts_and_answers_as_a_user_without_a_home(fleet, volumes):
     (template,) = templates(pool(Chart().objects(ci="openshift"), "decode"))
     places = {
         "/cache": str(volumes / "cache"), "/tmp": str(volumes / "tmp"), "$(POD_IP)": "127.0.0.1",
-        "/etc/xpyd/connector": str(volumes),
+        "/etc/pdrelay/connector": str(volumes),
     }  # fmt: skip
     given = {"POD_IP": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
     for name, one in env(template).items():
@@ -64,7 +64,7 @@ def test_an_engine_starts_and_answers_as_a_user_without_a_home(fleet, volumes):
         found = next((old for old in places if text.startswith(old)), None)
         given |= {name: text if found is None else places[found] + text.removeprefix(found)} if text else {}
     spec = engine_spec(
-        "any-user", volumes / "model", role=Role.DECODE, connector=Connector.XPYD, served_name=MODEL_NAME
+        "any-user", volumes / "model", role=Role.DECODE, connector=Connector.PDRELAY, served_name=MODEL_NAME
     )
     given |= ON_A_CPU | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(spec.side_channel_port), "PATH": "/usr/bin:/bin"}
     packages = [ROOT / "proxy", ROOT / "connector", *filter(lambda path: path.endswith("-packages"), sys.path)]

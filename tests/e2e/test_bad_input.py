@@ -6,9 +6,9 @@ import httpx
 import openai
 import pytest
 
+from pdrelay_proxy.proving.checks.handovers import MALFORMED
 from support.cluster import SOON, Watch, nothing_held, wait_until
 from support.questions import TOKENS, Question, Shape, ask, client, differences, ids
-from xpyd_proxy.proving.checks.handovers import MALFORMED
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -101,7 +101,7 @@ def test_an_error_keeps_its_shape_in_the_official_client(official_client):
 
 
 def test_the_official_client_reads_what_the_suite_reads(official_client, reference_answer):
-    """All other tests read answers as ``xpyd prove`` does."""
+    """All other tests read answers as ``pdrelay prove`` does."""
     words, common = "copper garden seven letter " * 9, {"model": "tiny", "temperature": 0, "max_tokens": TOKENS}
     messages = [{"role": "user", "content": words}]
     stream = official_client.chat.completions.create(messages=messages, stream=True, **common)
@@ -151,7 +151,7 @@ def test_a_mixed_up_offer_never_becomes_a_wrong_answer(engines, reference_answer
             assert text == reference_answer(ids(prompt)).text
 
     assert decode.delta(LOADED) == len(mine) - 1
-    assert prefill.delta("vllm:xpyd_leases_done_total") == 1
+    assert prefill.delta("vllm:pdrelay_leases_done_total") == 1
 
 
 @pytest.mark.parametrize("params", MALFORMED)

@@ -33,7 +33,7 @@ def held(phase, policy, fleet, model, words, chats):
     roomy = 2 * working_set(chats, [policy])
     blocks = small_cache(chats, [policy]) if phase == EVICTIONS else roomy
     with (
-        tempfile.TemporaryDirectory(prefix="xpyd-") as folder,
+        tempfile.TemporaryDirectory(prefix="pdrelay-") as folder,
         engines_of(fleet, model, folder, prefill=2, decode=2, blocks=blocks) as engines,
     ):
         seen = in_phase(phase, fleet, engines, words, chats, [policy])

@@ -22,5 +22,5 @@ def test_a_wrong_block_is_caught(corrupting, engines, start_router, reference_an
     with Watch(corrupting) as decode, client(url) as api:
         found = [differences(ask(api, question), reference_answer(question)) for question in asked]
 
-    assert len(asked) == decode.delta("vllm:xpyd_loads_total") == 10
+    assert len(asked) == decode.delta("vllm:pdrelay_loads_total") == 10
     assert all(found)

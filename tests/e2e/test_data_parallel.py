@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from pdrelay_proxy.local.recipe import Connector, Role
 from support.cluster import MODEL_NAME, engine_spec, start_engine, wait_until
 from support.legs import OPEN, plain, prompt_of
 from support.questions import compare, questions
-from xpyd_proxy.local.recipe import Connector, Role
 
 # Two engines of two ranks each: 40 s, and a rank is to the connector an engine like any other.
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(600)]
@@ -22,7 +22,7 @@ RANKS = 2
 @pytest.fixture(scope="module")
 def pair(fleet, model):
     options = {
-        "connector": Connector.XPYD,
+        "connector": Connector.PDRELAY,
         "extra_args": ("--data-parallel-size", str(RANKS)),
         "extra_env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},  # each rank is a process
     }
@@ -36,7 +36,7 @@ def pair(fleet, model):
 def by_rank(spec, name):
     """Return a counter or a gauge of each rank of an engine."""
     text = httpx.get(f"{spec.base_url}/metrics", timeout=10).text
-    found = re.findall(rf'^vllm:xpyd_{name}(?:_total)?{{[^}}]*engine="(\d)"[^}}]*}} ([\d.e+]+)$', text, re.MULTILINE)
+    found = re.findall(rf'^vllm:pdrelay_{name}(?:_total)?{{[^}}]*engine="(\d)"[^}}]*}} ([\d.e+]+)$', text, re.MULTILINE)
     return Counter({int(rank): float(value) for rank, value in found})
 
 

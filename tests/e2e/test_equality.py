@@ -25,8 +25,8 @@ def test_one_pair(one_pair, engines, reference_answer):
     assert decode.delta(COMPUTED) == len(asked)  # the last token of each prompt: vLLM needs its logits
     assert decode.delta(LOADED) + decode.delta(CACHED) == sum(answer.prompt_tokens - 1 for answer in answers)
     assert decode.delta(LOADED) == decode.delta("vllm:external_prefix_cache_hits_total") > 0
-    assert decode.delta("vllm:xpyd_loads_total") == prefill.delta("vllm:xpyd_leases_done_total") == len(asked)
-    assert decode.delta("vllm:xpyd_bytes_transferred_total") > 0
+    assert decode.delta("vllm:pdrelay_loads_total") == prefill.delta("vllm:pdrelay_leases_done_total") == len(asked)
+    assert decode.delta("vllm:pdrelay_bytes_transferred_total") > 0
 
 
 def test_two_pairs(two_pairs, engines, reference_answer):
@@ -38,9 +38,9 @@ def test_two_pairs(two_pairs, engines, reference_answer):
         answers, wrong = compare(two_pairs, asked, reference_answer)
 
     assert wrong == {}
-    assert d0.delta("vllm:xpyd_loads_total") + d1.delta("vllm:xpyd_loads_total") == len(asked)
-    assert abs(d0.delta("vllm:xpyd_loads_total") - d1.delta("vllm:xpyd_loads_total")) <= 2
-    assert abs(p0.delta("vllm:xpyd_leases_done_total") - p1.delta("vllm:xpyd_leases_done_total")) <= 2
+    assert d0.delta("vllm:pdrelay_loads_total") + d1.delta("vllm:pdrelay_loads_total") == len(asked)
+    assert abs(d0.delta("vllm:pdrelay_loads_total") - d1.delta("vllm:pdrelay_loads_total")) <= 2
+    assert abs(p0.delta("vllm:pdrelay_leases_done_total") - p1.delta("vllm:pdrelay_leases_done_total")) <= 2
     assert d0.delta(COMPUTED) + d1.delta(COMPUTED) == len(asked)
     cached = d0.delta(CACHED) + d1.delta(CACHED)
     assert d0.delta(LOADED) + d1.delta(LOADED) + cached == sum(answer.prompt_tokens - 1 for answer in answers)
@@ -80,8 +80,8 @@ def test_a_full_hit_on_the_decode_engine_moves_nothing(one_pair, engines, refere
         _, wrong = compare(one_pair, [question], reference_answer)
 
     assert wrong == {}
-    assert decode.delta("vllm:xpyd_bytes_transferred_total") == 0
-    assert prefill.delta("vllm:xpyd_leases_dropped_total") == 1
+    assert decode.delta("vllm:pdrelay_bytes_transferred_total") == 0
+    assert prefill.delta("vllm:pdrelay_leases_dropped_total") == 1
 
 
 def test_nothing_is_held_afterwards(one_pair, two_pairs, engines, reference_answer):
@@ -91,6 +91,6 @@ def test_nothing_is_held_afterwards(one_pair, two_pairs, engines, reference_answ
         compare(two_pairs, questions(4, seed=3), reference_answer)
 
     granted, done, expired = (
-        sum(p.delta(f"vllm:xpyd_leases_{what}_total") for p in (p0, p1)) for what in ("granted", "done", "expired")
+        sum(p.delta(f"vllm:pdrelay_leases_{what}_total") for p in (p0, p1)) for what in ("granted", "done", "expired")
     )
     assert (granted, done, expired) == (4, 4, 0)

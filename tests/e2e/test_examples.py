@@ -10,7 +10,7 @@ from support.fixtures import ADMIN_KEY
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
-# It is the steps of ``xpyd up``, each of which ``test_up.py`` takes with real engines: two more take 40 s to start.
+# It is the steps of ``pdrelay up``, each of which ``test_up.py`` takes with real engines: two more take 40 s to start.
 @pytest.mark.parametrize("engine", ["sim", pytest.param("vllm", marks=pytest.mark.thorough)])
 def test_quickstart(model, engine):
     """Engines come up, answer over two legs, and are gone afterwards; here the prefill engine pushes."""

@@ -16,7 +16,7 @@ from support.first_tokens import USAGE, added_ms, asked, bodies, read, told
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 STREAMS = 200
-LOADS = "vllm:xpyd_loads_total"
+LOADS = "vllm:pdrelay_loads_total"
 
 
 @pytest.fixture(scope="module")

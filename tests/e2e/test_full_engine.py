@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
 from support.both_roles import BOTH, MOVES
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run
 from support.router_orders import all_at, moved_streams, states
-from xpyd_proxy.core.protocol.push import TransferMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

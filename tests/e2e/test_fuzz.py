@@ -81,7 +81,7 @@ def test_hundreds_of_bodies(router, engines, reference_answer, rounds):
 
     @settings(
         max_examples=rounds,
-        derandomize="XPYD_FUZZ_SEED" not in os.environ,
+        derandomize="PDRELAY_FUZZ_SEED" not in os.environ,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
         database=None,

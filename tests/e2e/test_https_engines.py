@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from pdrelay_proxy.local.recipe import Connector, Role
 from support.certificates import Authority
 from support.cluster import MODEL_NAME, engine_spec, start_engine, values, wait_until
 from support.hand_chats import LOADED
-from xpyd_proxy.local.recipe import Connector, Role
 
 pytestmark = [
     pytest.mark.vllm,
@@ -37,7 +37,9 @@ def pair(fleet, model, tmp_path_factory):
     wanting = ("--ssl-ca-certs", authority.own.cert, "--ssl-cert-reqs", str(int(ssl.CERT_REQUIRED)))
     roles = {"p": Role.PREFILL, "d": Role.DECODE}
     specs = {
-        name: engine_spec(f"https-{name}", model, role=role, connector=Connector.XPYD, extra_args=(*serving, *wanting))
+        name: engine_spec(
+            f"https-{name}", model, role=role, connector=Connector.PDRELAY, extra_args=(*serving, *wanting)
+        )
         for name, role in roles.items()
     }
     children = [start_engine(fleet, spec) for spec in specs.values()]

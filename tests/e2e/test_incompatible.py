@@ -5,16 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import Connector, Role
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.legs import decode, plain, prefill, prompt_of, text_of
 from support.questions import ask, client, compare, ids, questions
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector, Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
-LOADS, SKIPPED = "vllm:xpyd_loads_total", "vllm:xpyd_loads_skipped_incompatible_total"
+LOADS, SKIPPED = "vllm:pdrelay_loads_total", "vllm:pdrelay_loads_skipped_incompatible_total"
 DRAFT_TOKENS = 2
 
 
@@ -24,7 +24,7 @@ def drafting(fleet, model):
     draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": DRAFT_TOKENS}
     specs = {
         role: engine_spec(
-            f"draft-{role.value}", model, role=role, connector=Connector.XPYD, failure_policy="fail",
+            f"draft-{role.value}", model, role=role, connector=Connector.PDRELAY, failure_policy="fail",
             extra_args=("--speculative-config", json.dumps(draft)),
         )
         for role in (Role.PREFILL, Role.DECODE)
@@ -76,7 +76,7 @@ def test_a_draft_model_that_both_engines_have(drafting, start_router, reference_
 @pytest.mark.thorough  # two more engines, 25 s; `has_draft` above takes the same way
 def test_blocks_of_sizes_that_do_not_divide_in_push(fleet, model, reference, start_router):
     """In push P's workers found that out, and stopped each push: an error under the policy "fail"."""
-    common = {"connector": Connector.XPYD, "mode": TransferMode.PUSH, "failure_policy": "fail"}
+    common = {"connector": Connector.PDRELAY, "mode": TransferMode.PUSH, "failure_policy": "fail"}
     p = engine_spec("push-64", model, role=Role.PREFILL, block_size=64, **common)
     d = engine_spec("push-96", model, role=Role.DECODE, block_size=96, **common)
     children = [start_engine(fleet, spec) for spec in (p, d)]

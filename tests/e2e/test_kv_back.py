@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import Connector
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.hand_chats import ANSWER, COMPUTED, FIRST, LATER, LOADED, TURNS, Chat, alone, engine_id, generate
 from support.shapes import TWO_RANKS
 from support.words import one_token_words
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -21,7 +21,7 @@ PATIENCE = 20  # s that P waits for D to say what it has: one that is well may g
 GENERATED = "vllm:generation_tokens_total"
 BOTH = {
     "role": None,
-    "connector": Connector.XPYD,
+    "connector": Connector.PDRELAY,
     "extra_connector_config": {"return_kv": True, "return_timeout": PATIENCE},
     "max_model_len": 4096,
 }
@@ -115,7 +115,7 @@ def test_nothing_is_read_that_is_not_the_prompts(both, change):
     prompt = chat.tokens[: -len(answer)]
     assert answer == generate(both.reference, {"prompt": prompt, "cache_salt": f"alone {change}"})
     assert p.loaded == 0
-    assert d.delta("vllm:xpyd_prefixes_leased_total") == 0
+    assert d.delta("vllm:pdrelay_prefixes_leased_total") == 0
     has_nothing_held(both.p0, both.d0)
 
 
@@ -144,7 +144,7 @@ def says(url, words, seed, *, stream, first=FIRST, later=LATER, answer=ANSWER, c
             body["stream_options"] = {"include_usage": True}
         response = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=60)
         assert response.status_code == 200, response.text
-        assert "xpyd_cached" not in response.text + str(response.headers)
+        assert "pdrelay_cached" not in response.text + str(response.headers)
         answers.append(text_of(response, stream=stream))
         messages.append({"role": "assistant", "content": answers[-1]})
         if counted is not None:
@@ -179,9 +179,9 @@ def test_chats_over_the_router(both, routers, words, pairs, stream):
         f"{pairs}, stream={stream}: P computed {p0.delta(COMPUTED) + p1.delta(COMPUTED):.0f}, loaded "
         f"{p0.delta(LOADED) + p1.delta(LOADED):.0f}"
     )
-    assert p0.delta("vllm:xpyd_prefixes_found_total") + p1.delta("vllm:xpyd_prefixes_found_total") > 0
+    assert p0.delta("vllm:pdrelay_prefixes_found_total") + p1.delta("vllm:pdrelay_prefixes_found_total") > 0
     assert p0.delta(LOADED) + p1.delta(LOADED) > 0
-    assert p0.delta("vllm:xpyd_prefixes_unanswered_total") + p1.delta("vllm:xpyd_prefixes_unanswered_total") == 0
+    assert p0.delta("vllm:pdrelay_prefixes_unanswered_total") + p1.delta("vllm:pdrelay_prefixes_unanswered_total") == 0
     has_nothing_held(both.p0, both.p1, both.d0, both.d1)
 
 
@@ -242,9 +242,9 @@ def test_through_host_memory(fleet, model, engines):
 
     assert [text for text, _ in answers] == alone(engines.reference, 5)
     assert all(turn.loaded > 0 for _, turn in answers[1:])
-    assert decode.delta("vllm:xpyd_prefixes_leased_total") == TURNS - 1
-    assert decode.delta("vllm:xpyd_bytes_staged_out_total") > 0
-    assert prefill.delta("vllm:xpyd_bytes_staged_in_total") > 0
+    assert decode.delta("vllm:pdrelay_prefixes_leased_total") == TURNS - 1
+    assert decode.delta("vllm:pdrelay_bytes_staged_out_total") > 0
+    assert prefill.delta("vllm:pdrelay_bytes_staged_in_total") > 0
 
 
 def test_a_decode_engine_that_dies_between_two_turns(both, fleet, model):

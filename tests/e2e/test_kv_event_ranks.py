@@ -13,17 +13,17 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from pdrelay_proxy.local.processes import Command
+from pdrelay_proxy.local.recipe import environment, kv_events_config, options
 from support.cluster import MODEL_NAME, engine_spec, wait_until
 from support.kv_event_follower import Follower
 from support.shapes import random_questions
-from xpyd_proxy.local.processes import Command
-from xpyd_proxy.local.recipe import environment, kv_events_config, options
 
 # Two ranks and two API servers: five processes that import vLLM, a minute on two cores.
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 RANKS = SERVERS = 2
-PATH = "/v1/xpyd/kv_events"
+PATH = "/v1/pdrelay/kv_events"
 KEY = "only-for-this-test"
 HEADERS = {"authorization": f"Bearer {KEY}"}
 BLOCKS, SIZE = 40, 32
@@ -39,7 +39,7 @@ _markers = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def engine(fleet, model):
-    with tempfile.TemporaryDirectory(prefix="xpyd-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pdrelay-") as folder:
         spec = engine_spec(
             "event-ranks", model, block_size=SIZE, max_model_len=1024,
             extra_args=(
@@ -48,7 +48,7 @@ def engine(fleet, model):
                 "--kv-events-config", json.dumps(kv_events_config(Path(folder), "events")),
             ),
             extra_env={
-                "VLLM_API_KEY": KEY, "VLLM_PLUGINS": "xpyd,xpyd_kv_events", "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                "VLLM_API_KEY": KEY, "VLLM_PLUGINS": "pdrelay,pdrelay_kv_events", "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             },
         )  # fmt: skip
         argv = [sys.executable, "-P", "-c", SERVE, "--model", str(spec.model), *options(spec)]
@@ -88,7 +88,7 @@ def prompts_of(seed):
 def metric(spec, name):
     """Return an engine's metric by its label ``engine``, or by "" if it has none."""
     text = httpx.get(f"{spec.base_url}/metrics", headers=HEADERS, timeout=10).text
-    found = re.findall(rf"^vllm:xpyd_kv_events_{name}(?:{{([^}}]*)}})? ([\d.e+]+)$", text, re.MULTILINE)
+    found = re.findall(rf"^vllm:pdrelay_kv_events_{name}(?:{{([^}}]*)}})? ([\d.e+]+)$", text, re.MULTILINE)
     return {"".join(re.findall(r'engine="(\d+)"', labels)): float(value) for labels, value in found}
 
 
@@ -124,7 +124,7 @@ def test_each_rank_has_what_its_events_say(engine):
 
 def test_the_router_knows_what_each_rank_has(engine, start_router):
     """By rank: the ranks are engines of their own to it."""
-    keys = {"ADMIN_API_KEY": KEY, "XPYD_PREFILL_API_KEY": KEY, "XPYD_DECODE_API_KEY": KEY}
+    keys = {"ADMIN_API_KEY": KEY, "PDRELAY_PREFILL_API_KEY": KEY, "PDRELAY_DECODE_API_KEY": KEY}
     args = ("--kv-events", "auto", "--prefill-policy", "prefix")
     ranks = [SimpleNamespace(address=f"{engine.address}#dp={RANKS}")]
     url = start_router("router-event-ranks", ranks, ranks, args=args, env=keys)

@@ -9,15 +9,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pdrelay_proxy.local.recipe import kv_events_config
 from support.cluster import MODEL_NAME, engine_spec, start_engine, wait_until
 from support.kv_event_follower import Follower
 from support.kv_events import decoded
 from support.shapes import random_questions
-from xpyd_proxy.local.recipe import kv_events_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-PATH = "/v1/xpyd/kv_events"
+PATH = "/v1/pdrelay/kv_events"
 KEY = "only-for-this-test"
 BLOCKS, SIZE = 40, 32
 _markers = itertools.count(1)
@@ -27,13 +27,13 @@ HEADERS = {"authorization": f"Bearer {KEY}"}
 @pytest.fixture(scope="module")
 def engine(fleet, model):
     """One engine with a small cache, whose events only this user can follow; it has no connector."""
-    with tempfile.TemporaryDirectory(prefix="xpyd-") as folder:  # only this user may enter it
+    with tempfile.TemporaryDirectory(prefix="pdrelay-") as folder:  # only this user may enter it
         events = kv_events_config(Path(folder), "events")
         small = ("--enable-prefix-caching", "--num-gpu-blocks-override", str(BLOCKS), "--enable-prompt-tokens-details")
         spec = engine_spec(
             "events", model, block_size=SIZE, max_model_len=1024,
             extra_args=(*small, "--kv-events-config", json.dumps(events)),
-            extra_env={"VLLM_API_KEY": KEY, "VLLM_PLUGINS": "xpyd,xpyd_kv_events"},
+            extra_env={"VLLM_API_KEY": KEY, "VLLM_PLUGINS": "pdrelay,pdrelay_kv_events"},
         )  # fmt: skip
         child = start_engine(fleet, spec)
         fleet.wait_ready([child], timeout_s=300)
@@ -123,7 +123,7 @@ def test_what_the_router_knows_is_what_is_cached(engine, start_router, mark):
 
     It is the last test here: the router goes on reading.
     """
-    keys = {"ADMIN_API_KEY": KEY, "XPYD_PREFILL_API_KEY": KEY, "XPYD_DECODE_API_KEY": KEY}
+    keys = {"ADMIN_API_KEY": KEY, "PDRELAY_PREFILL_API_KEY": KEY, "PDRELAY_DECODE_API_KEY": KEY}
     args = ("--kv-events", "auto", "--prefill-policy", "prefix")
     url = start_router("router-events", [engine], [engine], args=args, env=keys)
 

@@ -8,9 +8,9 @@ import tempfile
 import httpx
 import pytest
 
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.local.recipe import Connector
 from support.cluster import MODEL_NAME, engine_spec, start_engine, wait_until
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -29,7 +29,7 @@ WORDS = ("lighthouse", "ship", "storm", "harbour", "lamp", "sea", "night", "keep
 @pytest.fixture(scope="module")
 def pair(fleet, model):
     """A prefill and a decode engine whose events are followed."""
-    with tempfile.TemporaryDirectory(prefix="xpyd-") as folder:  # only this user may enter it
+    with tempfile.TemporaryDirectory(prefix="pdrelay-") as folder:  # only this user may enter it
         specs = {}
         for role in Role:
             events = {
@@ -45,9 +45,10 @@ def pair(fleet, model):
                 "--enable-prompt-tokens-details",
             )
             specs[role] = engine_spec(
-                f"events-{role.value}", model, role=role, connector=Connector.XPYD, block_size=SIZE, max_model_len=1024,
+                f"events-{role.value}", model, role=role, connector=Connector.PDRELAY, block_size=SIZE,
+                max_model_len=1024,
                 extra_args=(*small, "--kv-events-config", json.dumps(events)),
-                extra_env={"VLLM_API_KEY": KEY, "VLLM_PLUGINS": "xpyd,xpyd_kv_events"},
+                extra_env={"VLLM_API_KEY": KEY, "VLLM_PLUGINS": "pdrelay,pdrelay_kv_events"},
             )  # fmt: skip
         children = [start_engine(fleet, spec) for spec in specs.values()]
         fleet.wait_ready(children, timeout_s=300)
@@ -100,7 +101,7 @@ def test_what_the_router_knows_of_chats_is_what_is_cached(pair, start_router):
 
     What events say of a prompt is what is hit. Of one that goes on behind what is known, at least that much is.
     """
-    keys = {"ADMIN_API_KEY": KEY, "XPYD_PREFILL_API_KEY": KEY, "XPYD_DECODE_API_KEY": KEY}
+    keys = {"ADMIN_API_KEY": KEY, "PDRELAY_PREFILL_API_KEY": KEY, "PDRELAY_DECODE_API_KEY": KEY}
     asked = Asked(start_router("router-chats", [pair[Role.PREFILL]], [pair[Role.DECODE]], args=ARGS, env=keys), pair)
     dice, chats, split, alone = random.Random("chats"), [[] for _ in range(4)], [], []
     hits = {"events": [], "events_and_sent": []}  # by how it is known: tokens by the router, and by vLLM

@@ -2,12 +2,12 @@
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
 from support.both_roles import MOVES, both_engines
 from support.cluster import wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run
 from support.router_orders import all_at, moved_streams, order, rows, states
-from xpyd_proxy.core.protocol.push import TransferMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(500)]  # three engines, for one rare setting
 

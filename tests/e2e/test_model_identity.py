@@ -9,18 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdrelay_proxy.local.model import TinyModel, ensure_model
+from pdrelay_proxy.local.recipe import Connector, Role
 from support.adapters import MAX_RANK, write_adapter
 from support.cluster import MODEL_NAME, Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.legs import OPEN, decode, plain, prefill, prompt_of, text_of
 from support.legs import _post as post
 from support.questions import ask, client, ids
-from xpyd_proxy.local.model import TinyModel, ensure_model
-from xpyd_proxy.local.recipe import Connector, Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-LOADS, SKIPPED = "vllm:xpyd_loads_total", "vllm:xpyd_loads_skipped_incompatible_total"
-OTHER_ADAPTER, OBJECTIONS = "vllm:xpyd_kv_params_other_adapter_total", "vllm:xpyd_objections_total"
+LOADS, SKIPPED = "vllm:pdrelay_loads_total", "vllm:pdrelay_loads_skipped_incompatible_total"
+OTHER_ADAPTER, OBJECTIONS = "vllm:pdrelay_kv_params_other_adapter_total", "vllm:pdrelay_objections_total"
 CHANGED, KEPT = "changed", "kept"  # adapters by their names at both engines
 
 
@@ -38,7 +38,7 @@ def alike(fleet, model, tmp_path_factory):
     old, new = write_adapter(folder / "old", seed=1), write_adapter(folder / "new", seed=2)
     shutil.copytree(old, folder / "old-copy")
     lora = ("--enable-lora", "--max-lora-rank", MAX_RANK, "--max-loras", "2", "--no-enable-prefix-caching")
-    options = {"connector": Connector.XPYD, "failure_policy": "fail"}
+    options = {"connector": Connector.PDRELAY, "failure_policy": "fail"}
     d = engine_spec(
         "alike-d", served, role=Role.DECODE, **options,
         extra_args=(*lora, "--lora-modules", f"{CHANGED}={old}", f"{KEPT}={old}"),

@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
 from support.both_roles import MOVES, both_engines
 from support.cluster import Watch, base_url, nothing_held, router_command, wait_until
 from support.fixtures import ADMIN_KEY
@@ -18,7 +19,6 @@ from support.greedy_streams import bodies, run, run_at
 from support.hand_chats import COMPUTED, LOADED
 from support.proc import pids_of, wait_stopped
 from support.router_orders import all_at, moved_streams, order, rows, wait_known
-from xpyd_proxy.core.protocol.push import TransferMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
 
@@ -150,8 +150,8 @@ def test_engines_are_both_at_the_same_time(fleet_of, start_router):
     wrong = [verdict for at, one in enumerate(found) if (verdict := one.verdict(expected[at % 24])) != "right"]
     assert wrong == []
     for watch in (d0, d1):
-        assert watch.delta("vllm:xpyd_leases_granted_total") >= 24
-        assert watch.delta("vllm:xpyd_loads_total") >= 24
+        assert watch.delta("vllm:pdrelay_leases_granted_total") >= 24
+        assert watch.delta("vllm:pdrelay_loads_total") >= 24
 
 
 def test_the_router_dies_in_the_middle(fleet_of, start_router):

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
 from support.both_roles import BOTH, MOVES
 from support.cluster import base_url, engine_spec, router_command, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run
 from support.router_orders import all_at, moved_streams, order, rows, wait_known
 from support.victims import HELD, Victim
-from xpyd_proxy.core.protocol.push import TransferMode
 
 # Each test takes 80,000 tokens of two cores, and most an engine's start.
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(900)]

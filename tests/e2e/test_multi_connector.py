@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import Connector, Role, transfer_config
 from support.cluster import Watch, engine_spec, start_engine
 from support.questions import compare, questions
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector, Role, transfer_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -45,7 +45,7 @@ def pair(request, fleet, model, reference, tmp_path_factory):
     for role, ours_first in ((Role.PREFILL, mode is TransferMode.PULL), (Role.DECODE, mode is TransferMode.PUSH)):
         by_path = (role, mode) == (Role.PREFILL, TransferMode.PULL)
         spec = engine_spec(
-            f"multi-{mode.value}-{role.value}", model, role=role, connector=Connector.XPYD, mode=mode,
+            f"multi-{mode.value}-{role.value}", model, role=role, connector=Connector.PDRELAY, mode=mode,
             extra_args=("--no-enable-prefix-caching",),  # so that what one connector has is not in the cache as well
             extra_env={"VLLM_PLUGINS": ""} if by_path else {},
         )  # fmt: skip
@@ -68,10 +68,10 @@ def test_equal_and_each_connector_loads_in_its_turn(pair, start_router, referenc
             _, wrong_again = compare(url, asked, reference_answer)
 
     assert (wrong, wrong_again) == ({}, {})
-    loads, skipped = "vllm:xpyd_loads_total", "vllm:xpyd_loads_skipped_local_total"
+    loads, skipped = "vllm:pdrelay_loads_total", "vllm:pdrelay_loads_skipped_local_total"
     if pair.mode is TransferMode.PUSH:
         assert first.delta(loads) == second.delta(loads) == len(asked)
     else:
         assert first.delta(loads) == second.delta(loads) + second.delta(skipped) == len(asked)
         assert second.delta(skipped) > len(asked) / 2  # the others are shorter than a block
-    assert prefill.delta("vllm:xpyd_leases_expired_total") == 0
+    assert prefill.delta("vllm:pdrelay_leases_expired_total") == 0

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from pdrelay_proxy.local.recipe import Connector, Role, engine
 from support.cluster import SOON, Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.questions import ask, client, differences, ids
 from support.slow_memory import COMPILER, NEEDED, slow
-from xpyd_proxy.local.recipe import Connector, Role, engine
 
 pytestmark = [
     pytest.mark.vllm,
@@ -38,7 +38,7 @@ def autos(fleet, model):
             f"auto-{name}",
             model,
             role=Role.PREFILL if name[0] == "p" else Role.DECODE,
-            connector=Connector.XPYD,
+            connector=Connector.PDRELAY,
             extra_connector_config={"mode": "auto"},
             extra_env=slow(**{way: SLOW_MB_PER_S}) if way else {},
         )
@@ -88,7 +88,7 @@ def test_each_pair_gets_the_faster_way(autos, start_router, reference_answer):
     assert wrong == {}
     assert rows["prefill-0", "decode-0"]["mode"] == "push"
     assert rows["prefill-1", "decode-1"]["mode"] == "pull"
-    assert d0.delta("vllm:xpyd_loads_total") + d1.delta("vllm:xpyd_loads_total") == asked
+    assert d0.delta("vllm:pdrelay_loads_total") + d1.delta("vllm:pdrelay_loads_total") == asked
     for spec in (*prefill, *decode):
         wait_until(lambda spec=spec: nothing_held(spec), seconds=SOON, what=f"{spec.name} holds nothing")
 

@@ -1,4 +1,4 @@
-"""``xpyd prove`` on real engines: green for ours, and a connector with a fault is found."""
+"""``pdrelay prove`` on real engines: green for ours, and a connector with a fault is found."""
 
 import json
 import shlex
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from pdrelay_proxy.cli import main
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import Connector, Role
 from support.adapters import MAX_RANK, write_adapter
 from support.cluster import OVER_TCP, engine_spec, faulty_decode, free_ports, start_engine
 from support.images import make_blip2
 from support.restarting import restartable
-from xpyd_proxy.cli import main
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector, Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -95,7 +95,7 @@ def trio(fleet, model, name, *args):
     """Yield a prefill engine, a decode engine and a single one, with the same arguments."""
     common = {"extra_args": args}
     specs = [engine_spec(f"{name}-alone", model, **common)]
-    specs += [engine_spec(f"{name}-{role}", model, role=role, connector=Connector.XPYD, **common) for role in Role]
+    specs += [engine_spec(f"{name}-{role}", model, role=role, connector=Connector.PDRELAY, **common) for role in Role]
     children = [start_engine(fleet, spec) for spec in specs]
     fleet.wait_ready(children, timeout_s=READY_S)
     yield specs[1:2], specs[2:], specs[0]
@@ -160,11 +160,11 @@ def runs(process):
 
 @pytest.mark.thorough  # a minute: two engines and a router start as users start them
 def test_engines_that_it_starts_are_waited_for_and_are_gone_behind_it(model, tmp_path):
-    """``--start "xpyd up"``, as the documentation has it; up asks a first request when its engines serve."""
+    """``--start "pdrelay up"``, as the documentation has it; up asks a first request when its engines serve."""
     flags = ("--port", "--prefill-port", "--decode-port", "--side-channel-port")
     ports = dict(zip(flags, free_ports(4), strict=True))
     chosen = [f"{flag}={port}" for flag, port in ports.items()]
-    command = shlex.join([sys.executable, "-m", "xpyd_proxy.cli", "up", *chosen, f"--model={model}"])
+    command = shlex.join([sys.executable, "-m", "pdrelay_proxy.cli", "up", *chosen, f"--model={model}"])
     urls = [f"{name}=http://127.0.0.1:{ports[f'{name}-port']}" for name in ("--prefill", "--decode")]
     page = tmp_path / "page.json"
     router = f"--router=http://127.0.0.1:{ports['--port']}"
@@ -211,7 +211,7 @@ FAULTS = ("--only=clients", "--only=features", "--only=handovers", "--only=fault
 @pytest.mark.parametrize("mode", list(TransferMode))
 def test_faults_leave_ours_right(prove, tmp_path, model, reference, mode):
     """Frozen and killed engines, params of other requests and of earlier times: no wrong text, no block that stays."""
-    with pair(tmp_path, model, Connector.XPYD, mode) as (specs, flags):
+    with pair(tmp_path, model, Connector.PDRELAY, mode) as (specs, flags):
         code, page = prove(specs[:1], specs[1:], reference, *FAULTS, *flags)
 
     assert findings(page) == {}

@@ -22,7 +22,7 @@ COMPUTED, CACHED, LOADED = (
     for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
 )
 GRANULARITIES = ["chunk", "request"]
-BORROWING = "vllm:xpyd_requests_waiting_for_remote_kv"
+BORROWING = "vllm:pdrelay_requests_waiting_for_remote_kv"
 fresh = itertools.count(1000)  # numbers of prompts that no engine has in its cache
 
 
@@ -54,8 +54,8 @@ def test_fifty_prompts_through_the_router(pushing, start_router, reference_answe
     assert wrong == {}
     assert decode.delta(COMPUTED) == len(asked)  # the last token of each prompt: vLLM needs its logits
     assert decode.delta(LOADED) + decode.delta(CACHED) == sum(answer.prompt_tokens - 1 for answer in answers)
-    assert decode.delta("vllm:xpyd_loads_total") == prefill.delta("vllm:xpyd_registrations_total") > 0
-    assert prefill.delta("vllm:xpyd_leases_expired_total") == 0
+    assert decode.delta("vllm:pdrelay_loads_total") == prefill.delta("vllm:pdrelay_registrations_total") > 0
+    assert prefill.delta("vllm:pdrelay_leases_expired_total") == 0
 
 
 def test_two_pairs_through_the_router(pushing, start_router, reference_answer):
@@ -72,8 +72,8 @@ def test_two_pairs_through_the_router(pushing, start_router, reference_answer):
     assert d0.delta(COMPUTED) + d1.delta(COMPUTED) == len(asked)
     loaded = sum(d.delta(LOADED) + d.delta(CACHED) for d in (d0, d1))
     assert loaded == sum(answer.prompt_tokens - 1 for answer in answers)
-    assert all(watch.delta("vllm:xpyd_loads_total") > 10 for watch in (d0, d1))
-    assert all(metrics(spec)["vllm:xpyd_handshakes_total"] == 2 for spec in specs[2:])
+    assert all(watch.delta("vllm:pdrelay_loads_total") > 10 for watch in (d0, d1))
+    assert all(metrics(spec)["vllm:pdrelay_handshakes_total"] == 2 for spec in specs[2:])
 
 
 def test_prompts_that_share_a_beginning_and_come_at_the_same_time(pair, reference_answer):
@@ -111,7 +111,7 @@ def test_equal_whichever_leg_comes_first(pair, reference_answer, length, delays)
     assert differences(answer, reference_answer(question)) == []
     assert decode.delta(LOADED) == length - 1
     assert decode.delta(COMPUTED) == 1
-    assert prefill.delta("vllm:xpyd_leases_expired_total") == 0
+    assert prefill.delta("vllm:pdrelay_leases_expired_total") == 0
 
 
 @pytest.mark.parametrize("on_prefill", [0, 96, 300])
@@ -132,7 +132,7 @@ def test_prefix_cache_hits_on_either_engine(pair, reference_answer, on_prefill, 
     assert decode.delta(CACHED) == cached
     assert decode.delta(LOADED) == 649 - cached
     blocks = -(-649 // BLOCK) - cached // BLOCK
-    assert writes.delta("vllm:xpyd_bytes_transferred_total") == blocks * BLOCK_BYTES
+    assert writes.delta("vllm:pdrelay_bytes_transferred_total") == blocks * BLOCK_BYTES
 
 
 def test_chunks_travel_while_the_next_is_computed(pushing):
@@ -147,7 +147,7 @@ def test_chunks_travel_while_the_next_is_computed(pushing):
             wait_until(lambda: metrics(pushing.d0)[BORROWING] == 1, seconds=30, what="D has lent its blocks")
             d_waits.set()
             answer.result()
-        pieces[name] = writes.delta("vllm:xpyd_transfer_seconds_count")
+        pieces[name] = writes.delta("vllm:pdrelay_transfer_seconds_count")
 
     assert pieces["request"] == 1
     assert pieces["chunk"] >= 5
@@ -167,7 +167,7 @@ def test_a_prefill_that_is_preempted(pair, reference_answer):
             other.result()
 
     assert watch.delta("vllm:num_preemptions_total") > 0
-    assert watch.delta("vllm:xpyd_leases_expired_total") == 0
+    assert watch.delta("vllm:pdrelay_leases_expired_total") == 0
     assert [differences(answer, reference_answer(q)) for q, answer in zip(questions, found, strict=True)] == [[]] * 3
 
 

@@ -4,14 +4,14 @@ import time
 
 import pytest
 
+from pdrelay_proxy.local.recipe import Connector, Role
 from support.cluster import engine_spec, metrics, start_engine, wait_until
 from support.legs import decode, plain, prefill, prompt_of, text_of
-from xpyd_proxy.local.recipe import Connector, Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 LEASE, PATIENCE = 120.0, 1.0  # s; without revoking the next prefill would wait for the first
-REVOKED, LOADS = "vllm:xpyd_leases_revoked_total", "vllm:xpyd_loads_total"
+REVOKED, LOADS = "vllm:pdrelay_leases_revoked_total", "vllm:pdrelay_loads_total"
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def crowded(fleet, model):
         "p-crowded",
         model,
         role=Role.PREFILL,
-        connector=Connector.XPYD,
+        connector=Connector.PDRELAY,
         kv_cache_mib=10,  # float32: 4 KiB a token
         extra_connector_config=config,
         extra_args=("--no-enable-prefix-caching",),
@@ -48,4 +48,4 @@ def test_a_prefill_that_lacks_blocks_gets_those_that_nobody_reads(crowded, engin
     assert metrics(crowded)[REVOKED] == 1
     assert texts == [plain(reference, prompt) for prompt in prompts]
     wait_until(lambda: metrics(d)[LOADS] == loads + 3, seconds=30, what="D loads what was not revoked")
-    wait_until(lambda: metrics(crowded)["vllm:xpyd_leases_held"] == 0, seconds=30, what="P holds nothing")
+    wait_until(lambda: metrics(crowded)["vllm:pdrelay_leases_held"] == 0, seconds=30, what="P holds nothing")

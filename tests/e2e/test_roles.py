@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from pdrelay_proxy.local.recipe import Connector
 from support.cluster import engine_spec, nothing_held, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import Stream, follow, run
 from support.pacing import paced
 from support.router_orders import rows
-from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -33,7 +33,7 @@ MOST_S = 120.0  # until the turn; 50 on an idle machine
 @pytest.fixture
 def engines(fleet, model):
     """Engines that can be P and D, each in its own time."""
-    options = {"role": None, "connector": Connector.XPYD}
+    options = {"role": None, "connector": Connector.PDRELAY}
     args = ("--max-num-batched-tokens", "512", "--max-num-seqs", "32")
     specs = [paced(engine_spec(f"roles-{name}", model, extra_args=args, **options), *PACE) for name in "abc"]
     children = [start_engine(fleet, spec) for spec in specs]

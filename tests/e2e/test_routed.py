@@ -20,8 +20,8 @@ from support.victims import hang_up
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 WORDS = "copper garden seven letter " * 20
-LOADS = "vllm:xpyd_loads_total"
-GRANTED = "vllm:xpyd_leases_granted_total"
+LOADS = "vllm:pdrelay_loads_total"
+GRANTED = "vllm:pdrelay_leases_granted_total"
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -112,7 +112,7 @@ def test_several_answers_cost_one_prefill_and_one_load(mode, one_pair, engines, 
 
     assert ours == [answers(engines.reference.base_url, body, stream=False) for body in asked[1:]]
     assert all(len(set(texts)) > 1 for texts in ours)  # they are different answers
-    assert (decode.delta(LOADS), decode.delta("vllm:xpyd_loads_shared_total")) == (5, 15)
+    assert (decode.delta(LOADS), decode.delta("vllm:pdrelay_loads_shared_total")) == (5, 15)
     assert prefill.delta("vllm:generation_tokens_total") == 5
     computed = decode.delta("vllm:prompt_tokens_by_source_total|local_compute")
     assert computed <= 5 * (1 + 3 * 32)  # the last token, and for the others what is no whole block
@@ -237,7 +237,7 @@ def test_a_client_that_leaves_between_the_legs_leaves_no_block_behind(start_rout
         def are_between():
             seen = metrics(engines.p0)
             granted = seen[GRANTED] - prefill.before.get(GRANTED, 0.0)
-            return granted == 4 and seen["vllm:xpyd_leases_held"] > 0
+            return granted == 4 and seen["vllm:pdrelay_leases_held"] > 0
 
         leaving = [
             threading.Thread(
@@ -252,8 +252,8 @@ def test_a_client_that_leaves_between_the_legs_leaves_no_block_behind(start_rout
         for client in leaving:
             client.join()
 
-    assert prefill.delta("vllm:xpyd_leases_expired_total") == 0
-    freed = 'xpyd_kv_releases_total{instance="prefill-0",result="freed"}'
+    assert prefill.delta("vllm:pdrelay_leases_expired_total") == 0
+    freed = 'pdrelay_kv_releases_total{instance="prefill-0",result="freed"}'
     wait_until(lambda: sum(counted(url, freed).values()) >= 1, seconds=20, what="the router knows what was freed")
 
 
@@ -267,4 +267,4 @@ def test_a_client_that_leaves_during_the_prefill_stops_it(one_pair, engines):
         for patience in (0.0, 0.01, 0.03, 0.1, 0.3, *(ms / 1000 for ms in range(30))):
             hang_up(place(one_pair), {"prompt": [7 + i % 400 for i in range(1800)], "max_tokens": 30}, patience)
 
-    assert prefill.delta("vllm:xpyd_leases_expired_total") == 0
+    assert prefill.delta("vllm:pdrelay_leases_expired_total") == 0

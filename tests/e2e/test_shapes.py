@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import Connector
 from support.cluster import engine_spec, start_engine
 from support.legs import decode, prefill, text_of
 from support.models import one_head_model
@@ -27,8 +29,6 @@ from support.shapes import (
     watched,
     wrong_answers,
 )
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -144,7 +144,7 @@ def test_an_engine_of_another_dtype_is_refused_in_one_sentence(gang, fleet, mode
     """D computes the prompt itself, and says why."""
     _, name = ROWS["staged-on-both"]
     d = gang.pair("staged-on-both").d
-    p = engine_spec("other-dtype", model, connector=Connector.XPYD, extra_args=("--dtype", "bfloat16"))
+    p = engine_spec("other-dtype", model, connector=Connector.PDRELAY, extra_args=("--dtype", "bfloat16"))
     child = start_engine(fleet, p)
     fleet.wait_ready([child], timeout_s=300)
     (question,) = random_questions([200], seed="other dtype")

@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
+from pdrelay_proxy.local.processes import Command
+from pdrelay_proxy.local.recipe import Connector, Role
 from support import plain_router
 from support.cluster import Watch, base_url, engine_spec, free_ports, port_flags, run_example, start_engine
 from support.questions import compare, questions
-from xpyd_proxy.local.processes import Command
-from xpyd_proxy.local.recipe import Connector, Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -24,7 +24,7 @@ def test_our_connector_behind_a_router_that_knows_only_the_wire(fleet, engines, 
         _, wrong = compare(base_url(command), asked, reference_answer)
 
     assert wrong == {}
-    assert decode.delta("vllm:xpyd_loads_total") == len(asked)
+    assert decode.delta("vllm:pdrelay_loads_total") == len(asked)
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 import httpx
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import Connector, Role
 from support.cluster import Watch, engine_spec, start_engine
 from support.questions import compare, questions
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector, Role
 
 # On a busy machine the first contact of two such engines was seen to take longer than the lease of 30 s. P has then
 # forgotten the request, nobody tells D, and the request hangs (for 120 s, when its client gave up).

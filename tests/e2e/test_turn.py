@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
 from support.both_roles import TURNS, both_engines
 from support.cluster import Watch, nothing_held, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run
 from support.router_orders import Wave, counted, rows, turn, wait_known
-from xpyd_proxy.core.protocol.push import TransferMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
 
@@ -68,7 +68,7 @@ def test_engines_turn_while_they_serve(fleet_of, router):
     print(
         f"\n{fleet_of.mode}: {STREAMS} streams of {TOKENS} tokens in each of 5 waves: {dict(Counter(found))}; "
         f"D to P after {took[0]:.2f} s, P to D {took[1]:.2f} s, D to both {took[2]:.2f} s; "
-        f"{counted(router, 'xpyd_turns')}"
+        f"{counted(router, 'pdrelay_turns')}"
     )
 
     assert Counter(found) == {"right": 5 * STREAMS}
@@ -77,9 +77,9 @@ def test_engines_turn_while_they_serve(fleet_of, router):
         "decode-0": "prefill",
         "decode-1": "both",
     }
-    granted, loads = "vllm:xpyd_leases_granted_total", "vllm:xpyd_loads_total"
+    granted, loads = "vllm:pdrelay_leases_granted_total", "vllm:pdrelay_loads_total"
     if fleet_of.mode is TransferMode.PULL:
         assert (a.delta(granted), b.delta(loads)) == (0, 0)
         assert b.delta(granted) + c.delta(granted) >= STREAMS
         assert a.delta(loads) + c.delta(loads) >= STREAMS
-    assert sum(counted(router, "xpyd_turns").values()) == 3
+    assert sum(counted(router, "pdrelay_turns").values()) == 3

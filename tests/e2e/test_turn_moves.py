@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
 from support.both_roles import TURNS, both_engines
 from support.cluster import base_url, nothing_held, router_command, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import bodies, run
 from support.router_orders import Wave, moved_streams, order, rows, serves, turn, wait_known
-from xpyd_proxy.core.protocol.push import TransferMode
 
 # Each test takes streams of a thousand tokens, and most an engine's start: minutes of two cores.
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(500)]

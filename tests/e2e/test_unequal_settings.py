@@ -6,16 +6,16 @@ import httpx
 import numpy as np
 import pytest
 
+from pdrelay_proxy.local.recipe import Connector, Role
 from support.adapters import MAX_RANK, write_adapter
 from support.cluster import MODEL_NAME, Watch, engine_spec, start_engine, wait_until
 from support.legs import OPEN, prefill, prompt_of, text_of
 from support.questions import compare, questions
-from xpyd_proxy.local.recipe import Connector, Role
 
 # Two more engines each, 20 s. What differs is no part of the KV, which the ordinary tests move.
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(600)]
 
-LOADS = "vllm:xpyd_loads_total"
+LOADS = "vllm:pdrelay_loads_total"
 ADAPTER = "adapter"
 
 
@@ -24,7 +24,7 @@ def test_ngram_drafts_on_one_side_only(fleet, model, engines, start_router, refe
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     args = ("--speculative-config", json.dumps(config))
     p, d = (
-        engine_spec(f"ngram-{role.value}", model, role=role, connector=Connector.XPYD, extra_args=args)
+        engine_spec(f"ngram-{role.value}", model, role=role, connector=Connector.PDRELAY, extra_args=args)
         for role in (Role.PREFILL, Role.DECODE)
     )
     children = [start_engine(fleet, spec) for spec in (p, d)]
@@ -48,7 +48,7 @@ def test_an_adapter_loaded_while_serving_on_one_side_only(fleet, model, start_ro
     """D's adapter: D serves alone. P's: the client is told that there is no such model. Both: KV is loaded."""
     folder = write_adapter(tmp_path / "adapter")
     options = {
-        "connector": Connector.XPYD,
+        "connector": Connector.PDRELAY,
         # Without a prefix cache, so that the last answers are of prompts that D computes itself.
         "extra_args": ("--enable-lora", "--max-lora-rank", MAX_RANK, "--no-enable-prefix-caching"),
         "extra_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},

@@ -1,4 +1,4 @@
-"""``xpyd up``, as ``make up`` runs it: an answer that was prefilled on one real engine and decoded on another."""
+"""``pdrelay up``, as ``make up`` runs it: an answer that was prefilled on one real engine and decoded on another."""
 
 import contextlib
 import ipaddress
@@ -26,7 +26,7 @@ def test_up_answers_a_request_over_real_engines(model, tmp_path):
     """
     flags = ("--port", "--prefill-port", "--decode-port", "--side-channel-port")
     chosen = [text for flag, port in zip(flags, free_ports(4), strict=True) for text in (flag, str(port))]
-    argv = [sys.executable, "-m", "xpyd_proxy.cli", "up", "--once", *chosen, "--model", str(model)]
+    argv = [sys.executable, "-m", "pdrelay_proxy.cli", "up", "--once", *chosen, "--model", str(model)]
     heard = set()
     with (tmp_path / "output").open("w+") as output:
         process = subprocess.Popen(argv, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -51,7 +51,7 @@ def test_up_answers_a_request_over_real_engines(model, tmp_path):
 
 
 class Up:
-    """``xpyd up --kv-events`` with its default of one engine of each role, and what it and its router say."""
+    """``pdrelay up --kv-events`` with its default of one engine of each role, and what it and its router say."""
 
     def __init__(self, model, folder):
         self.ports = free_ports(4)
@@ -59,7 +59,7 @@ class Up:
         chosen = [text for flag, port in zip(flags, self.ports, strict=True) for text in (flag, str(port))]
         self.url, self._output = f"http://127.0.0.1:{self.ports[0]}", folder / "output"
         self._environment = {**os.environ, "ADMIN_API_KEY": "only-for-this-test", "PYTHONUNBUFFERED": "1"}
-        argv = [sys.executable, "-m", "xpyd_proxy.cli", "up", "--kv-events", *chosen, "--model", str(model)]
+        argv = [sys.executable, "-m", "pdrelay_proxy.cli", "up", "--kv-events", *chosen, "--model", str(model)]
         with self._output.open("w") as output:
             self._process = subprocess.Popen(
                 argv, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=self._environment
@@ -79,7 +79,7 @@ class Up:
         return httpx.get(f"{self.url}/metrics", timeout=10).text
 
     def explain(self, body):
-        argv = [sys.executable, "-m", "xpyd_proxy.cli", "instances", "--router", self.url, "explain", "-"]
+        argv = [sys.executable, "-m", "pdrelay_proxy.cli", "instances", "--router", self.url, "explain", "-"]
         done = subprocess.run(
             argv, input=json.dumps(body), env=self._environment, capture_output=True, text=True, check=True
         )

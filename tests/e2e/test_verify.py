@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import Connector, Role, transfer_config
+from pdrelay_proxy.proving.core.finding import FindingName
 from support.cluster import ROOT, Watch, engine_spec, faulty_decode, start_engine, wait_until
 from support.questions import compare, questions
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector, Role, transfer_config
-from xpyd_proxy.proving.core.finding import FindingName
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -22,7 +22,7 @@ STUBBORN = ("--pair-failures", "0")
 
 def spoiling(name, model, **options):
     """Return an engine whose connector spoils one block in twenty."""
-    plain = engine_spec(name, model, connector=Connector.XPYD, **options)
+    plain = engine_spec(name, model, connector=Connector.PDRELAY, **options)
     config = transfer_config(plain) | {
         "kv_connector": "SpoilingConnector",
         "kv_connector_module_path": "support.corrupting",
@@ -30,7 +30,7 @@ def spoiling(name, model, **options):
     return engine_spec(
         name,
         model,
-        connector=Connector.XPYD,
+        connector=Connector.PDRELAY,
         **options,
         extra_args=("--kv-transfer-config", json.dumps(config)),
         extra_env={"PYTHONPATH": str(ROOT / "tests"), "SPOILT_SHARE": "0.05"},
@@ -66,7 +66,11 @@ def test_without_checksums_texts_are_wrong(spoilt, start_router, reference_answe
         _, wrong = compare(url, questions(ASKED, seed=41), reference_answer)
 
     assert wrong
-    assert decode.delta("vllm:xpyd_loads_failed_wrong_kv_total") == decode.delta("vllm:xpyd_blocks_checked_total") == 0
+    assert (
+        decode.delta("vllm:pdrelay_loads_failed_wrong_kv_total")
+        == decode.delta("vllm:pdrelay_blocks_checked_total")
+        == 0
+    )
 
 
 def test_with_checksums_no_text_is_wrong(spoilt, start_router, reference_answer):
@@ -76,17 +80,17 @@ def test_with_checksums_no_text_is_wrong(spoilt, start_router, reference_answer)
         _, wrong = compare(url, questions(ASKED, seed=42), reference_answer)
 
     assert wrong == {}
-    failed, found = (decode.delta(f"vllm:xpyd_{name}_total") for name in ("loads_failed_wrong_kv", "blocks_wrong"))
-    assert 0 < failed <= found < decode.delta("vllm:xpyd_blocks_checked_total")
-    assert decode.delta("vllm:xpyd_loads_total") > 0
-    assert decode.delta("vllm:xpyd_loads_unchecked_total") == 0
-    ended = sum(decode.delta(f"vllm:xpyd_{name}_total") for name in ("loads", "loads_skipped_local"))
-    assert prefill.delta("vllm:xpyd_prefills_sampled_total") == failed + ended
+    failed, found = (decode.delta(f"vllm:pdrelay_{name}_total") for name in ("loads_failed_wrong_kv", "blocks_wrong"))
+    assert 0 < failed <= found < decode.delta("vllm:pdrelay_blocks_checked_total")
+    assert decode.delta("vllm:pdrelay_loads_total") > 0
+    assert decode.delta("vllm:pdrelay_loads_unchecked_total") == 0
+    ended = sum(decode.delta(f"vllm:pdrelay_{name}_total") for name in ("loads", "loads_skipped_local"))
+    assert prefill.delta("vllm:pdrelay_prefills_sampled_total") == failed + ended
 
 
 def canaries(url):
     """Return how many requests the router has repeated, by how the texts compare."""
-    name = "xpyd_canaries_total"
+    name = "pdrelay_canaries_total"
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     return {line.split('"')[1]: float(line.split(" ")[1]) for line in lines if line.startswith(f"{name}{{")}
 
@@ -108,12 +112,12 @@ def test_a_canary_finds_wrong_texts_and_the_pair_rests(spoilt, start_router, ref
     counted, wrong = ask_with_canaries(url, questions(ASKED, seed=43), reference_answer)
 
     assert 2 <= counted["different"] <= len(wrong)
-    assert 'xpyd_pair_failures_total{reason="wrong_kv"}' in httpx.get(f"{url}/metrics").text
+    assert 'pdrelay_pair_failures_total{reason="wrong_kv"}' in httpx.get(f"{url}/metrics").text
 
 
 @pytest.mark.thorough  # a fifth of the spoilt blocks of the one above takes five times as long
 def test_a_canary_finds_one_wrong_block_in_a_hundred(fleet, model, engines, start_router, reference_answer):
-    """The share at which ``xpyd prove`` finds wrong texts, too."""
+    """The share at which ``pdrelay prove`` finds wrong texts, too."""
     with faulty_decode(fleet, model, "one-percent-canary", "SpoilingConnector", SPOILT_SHARE="0.01") as spec:
         url = start_router("router-canary-rare", [engines.p0], [spec], args=("--canary-every", "1", *STUBBORN))
         counted, wrong = ask_with_canaries(url, questions(200, seed=45), reference_answer)

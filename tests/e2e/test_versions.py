@@ -7,11 +7,11 @@ import re
 import httpx
 import pytest
 
+from pdrelay_proxy.local.recipe import Connector, Role, engine
 from support.cluster import Watch, engine_spec, start_engine
 from support.legs import decode, prefill, prompt_of, text_of
 from support.questions import ids
 from support.try_versions import KEPT, earlier
-from xpyd_proxy.local.recipe import Connector, Role, engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -22,8 +22,8 @@ def test_a_prefill_engine_of_another_version_is_refused(fleet, model, engines, r
     python = KEPT / version / "bin/python"
     if not python.exists():
         pytest.skip(f"there is no environment of vLLM {version}: make test-versions")
-    p = engine_spec(f"p-{version}", model, role=Role.PREFILL, connector=Connector.XPYD)
-    d = engine_spec(f"d-beside-{version}", model, role=Role.DECODE, connector=Connector.XPYD, failure_policy="fail")
+    p = engine_spec(f"p-{version}", model, role=Role.PREFILL, connector=Connector.PDRELAY)
+    d = engine_spec(f"d-beside-{version}", model, role=Role.DECODE, connector=Connector.PDRELAY, failure_policy="fail")
     command = engine(p, os.environ)
     other = fleet.start(dataclasses.replace(command, argv=[str(python), *command.argv[1:]]))
     ours = start_engine(fleet, d)
@@ -35,7 +35,7 @@ def test_a_prefill_engine_of_another_version_is_refused(fleet, model, engines, r
     fleet.stop(other, ours)
 
     assert texts == [reference_answer(ids(prompt)).text for prompt in prompts]
-    assert watch.delta("vllm:xpyd_loads_skipped_incompatible_total") == 2
+    assert watch.delta("vllm:pdrelay_loads_skipped_incompatible_total") == 2
     assert watch.delta("vllm:external_prefix_cache_hits_total") == 0
     assert re.search(rf"WARNING.*its vllm is '{version}\.\d+', ours is '[\d.]+'; they must be equal", log)
     assert labels[0] != labels[1]
@@ -44,4 +44,4 @@ def test_a_prefill_engine_of_another_version_is_refused(fleet, model, engines, r
 def engine_label(spec):
     """Return the fingerprint that a router compares."""
     page = httpx.get(f"{spec.base_url}/metrics", trust_env=False).text
-    return re.search(r'vllm:xpyd_connector_info\{.*fingerprint="(\w+)"', page)[1]
+    return re.search(r'vllm:pdrelay_connector_info\{.*fingerprint="(\w+)"', page)[1]

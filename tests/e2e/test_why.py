@@ -1,4 +1,4 @@
-"""``xpyd why`` on real engines: each part of a request is in a row of its own, in pull and in push.
+"""``pdrelay why`` on real engines: each part of a request is in a row of its own, in pull and in push.
 
 docs/why.md lists which test puts time into which row.
 """
@@ -16,6 +16,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import Connector
 from support.cluster import (
     MODEL_NAME,
     OVER_TCP,
@@ -29,9 +32,6 @@ from support.cluster import (
 from support.pacing import SLOW_S, paced, slow_prompt
 from support.proc import pids_of, wait_stopped
 from support.valves import Passing, open_valves
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 KEY = {"X-Api-Key": "sesame"}
@@ -41,7 +41,7 @@ ATTEMPTS = 5  # a busy machine takes 0.1 s of its own in some of them; time in a
 STEP = 512  # tokens that an engine computes at once, at most
 TOKEN_S = 0.001  # that P takes for each token of a prompt
 SLOW_MS = SLOW_S * 1e3
-WAITING = "vllm:xpyd_requests_waiting_for_remote_kv"
+WAITING = "vllm:pdrelay_requests_waiting_for_remote_kv"
 RUNNING = "vllm:num_requests_running"
 TOKENS = "vllm:generation_tokens_total"
 LOADING = ("allocate blocks", "order to the worker", "handshake", "read KV", "fence")
@@ -60,7 +60,7 @@ def pair(request, fleet, model):
 
     def engine(name, role, **more):
         spec = engine_spec(
-            f"why-{name}-{mode}", model, role=role, connector=Connector.XPYD, mode=mode, timelines=True,
+            f"why-{name}-{mode}", model, role=role, connector=Connector.PDRELAY, mode=mode, timelines=True,
             extra_args=("--max-num-batched-tokens", str(STEP)), **more,
         )  # fmt: skip
         spec = paced(spec, 0, TOKEN_S if role is Role.PREFILL else 0, 0)
@@ -106,7 +106,7 @@ def ask(router, prompt, tokens=8, *, stream=True):
         response = client.post("/v1/completions", json=body, headers={"x-request-id": CLIENT_ID})
         waited = (time.monotonic() - began) * 1e3
     assert response.text.endswith("data: [DONE]\n\n") if stream else response.json()["choices"], response.text
-    return response.headers["x-xpyd-request-id"], waited
+    return response.headers["x-pdrelay-request-id"], waited
 
 
 def timeline(router, name, *, of):

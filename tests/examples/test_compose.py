@@ -6,10 +6,10 @@ import sys
 import pytest
 import yaml
 
+from pdrelay_proxy.local.processes import Command, open_fleet
 from support.bare_metal import EXAMPLES, command_lines, new_site, program, run, secrets_in
 from support.dockerfiles import stages
 from support.helm_chart import ROOT
-from xpyd_proxy.local.processes import Command, open_fleet
 
 FILE = EXAMPLES / "07-compose" / "compose.yaml"
 ENGINES = ("prefill", "decode")
@@ -86,8 +86,8 @@ def test_the_services_serve_together_and_their_health_checks_pass(site, placed, 
     assert answer.status_code == 200, answer.text
     assert {name: run(check, site.environment).returncode for name, check in checks.items()} == dict.fromkeys(checks, 0)
     assert [secrets_in(command_lines(child.pid)) for child in children.values()] == [[], [], []]
-    assert site.given(site.ports[1])["env"]["XPYD_CONNECTOR_SECRET_FILE"] == str(site.secrets / "connector-secret")
-    done = run([site.programs / "xpyd", "instances", *key, "drain", "--wait", "20", f"127.0.0.1:{site.ports[2]}"],
+    assert site.given(site.ports[1])["env"]["PDRELAY_CONNECTOR_SECRET_FILE"] == str(site.secrets / "connector-secret")
+    done = run([site.programs / "pdrelay", "instances", *key, "drain", "--wait", "20", f"127.0.0.1:{site.ports[2]}"],
                site.environment)  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -132,10 +132,10 @@ def test_what_is_named_is_there():
 
 def test_the_images_are_those_of_the_chart():
     """They are built once, under the names that helm/images/build.sh gives them; the chart has no default."""
-    version = yaml.safe_load((ROOT / "helm/xpyd/Chart.yaml").read_text())["appVersion"]
+    version = yaml.safe_load((ROOT / "helm/pdrelay/Chart.yaml").read_text())["appVersion"]
 
     for name, image in (("router", "router"), ("prefill", "engine"), ("decode", "engine"), ("cache", "engine")):
-        assert SERVICES[name]["image"] == f"localhost/xpyd/{image}:{version}"
+        assert SERVICES[name]["image"] == f"localhost/pdrelay/{image}:{version}"
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -36,15 +36,15 @@ class Machine:
         vllm = f"{sys.executable} -P {ROOT}/tests/support/pretended_vllm.py"
         bench = f'echo "{BENCH}"; echo "$OPENAI_API_KEY|$*" >>{folder}/bench'
         program(self.site, "vllm", f'case $1 in bench) {bench} ;; --version) echo 0 ;; *) exec {vllm} "$@" ;; esac')
-        # No GPU is here: the doctor's ends move memory of the host. Without a pretended one there is no xpyd prove.
-        cli = f'exec {sys.executable} -P -m xpyd_proxy.cli "$@"'
+        # No GPU is here: the doctor's ends move memory of the host. Without a pretended one there is no pdrelay prove.
+        cli = f'exec {sys.executable} -P -m pdrelay_proxy.cli "$@"'
         cpu = 'doctor*) set -- $(echo "$*" | sed s/cuda:0/cpu/) ;;'
         proves = (
             f'prove*) echo "$*" >>{folder}/proved; [ $2 = --help ] || exit ${{PROVE_FAILS:-0}}; exit 0 ;;'
             if has_prove
             else "prove*) exit 2 ;;"
         )
-        program(self.site, "xpyd", f'case "$*" in {cpu} {proves} esac\n{cli}')
+        program(self.site, "pdrelay", f'case "$*" in {cpu} {proves} esac\n{cli}')
         names = ("ROUTER_PORT", "PREFILL_PORT", "DECODE_PORT", "DOCTOR_PORT", "SIDE_PORT")
         self.ports = dict(zip(names, map(str, free_ports(len(names))), strict=True))
 
@@ -98,7 +98,7 @@ class TestEverything:
             "about/topology.txt", "about/metrics-router.txt", "about/metrics-decode.txt",
             "about/packages.txt", "logs/prefill.log", "logs/router.log", "logs/bench-decode.log",
         } <= set(files)  # fmt: skip
-        assert b"xpyd_requests_total" in files["about/metrics-router.txt"]
+        assert b"pdrelay_requests_total" in files["about/metrics-router.txt"]
         assert [name for name, content in files.items() for secret in secrets if secret.encode() in content] == []
         asked = (tmp_path / "bench").read_text().splitlines()
         assert [line.partition("|")[0] for line in asked] == [secrets[3], secrets[1]]
@@ -139,7 +139,7 @@ def test_what_cannot_be_is_said_in_one_sentence(tmp_path, gpus, command, more, s
     assert said in done.stderr
 
 
-def test_xpyd_prove_gets_the_engines_and_their_keys_as_files(tmp_path):
+def test_pdrelay_prove_gets_the_engines_and_their_keys_as_files(tmp_path):
     """Where this version has it. Its findings fail the step, and the report is in the archive."""
     machine = Machine(tmp_path, 2, has_prove=True)
     assert machine.run("prove").returncode == 0

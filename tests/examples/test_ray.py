@@ -1,6 +1,6 @@
 """examples/09-ray: the driver runs here with simulated engines, on a Ray of one process, or on a real one.
 
-XPYD_RAY_PYTHON names a Python that has Ray; this project's own environment has none.
+PDRELAY_RAY_PYTHON names a Python that has Ray; this project's own environment has none.
 """
 
 import json
@@ -19,13 +19,13 @@ from support.certificates import Authority
 from support.cluster import ROOT, free_ports, wait_until
 
 SCRIPT = EXAMPLES / "09-ray" / "ray_fleet.py"
-REAL = os.environ.get("XPYD_RAY_PYTHON")
+REAL = os.environ.get("PDRELAY_RAY_PYTHON")
 GOES_ON = "cannot be reached, the others go on"  # the driver says so; the router's log has the first half, at times
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
 with_processes = pytest.mark.slow  # a router and engines start, each a Python of its own
 
 
-without_ray = pytest.mark.skipif(not REAL, reason="XPYD_RAY_PYTHON names no Python with Ray")
+without_ray = pytest.mark.skipif(not REAL, reason="PDRELAY_RAY_PYTHON names no Python with Ray")
 
 
 @pytest.fixture(params=["pretended", pytest.param("real", marks=without_ray)])
@@ -51,8 +51,8 @@ def driver(site, python, *arguments):
         "0.0.0.0" if program == REAL else "127.0.0.1",
         "--address",
         "local",
-        "--xpyd",
-        f"{site.programs}/xpyd",
+        "--pdrelay",
+        f"{site.programs}/pdrelay",
     ]
     argv += ["--router-args", "--allowed-instances 0.0.0.0/0"]  # whatever address Ray finds this machine by
     argv += ["--vllm", f"{site.programs}/vllm", "--first-port", str(free_ports(1)[0]), *arguments]

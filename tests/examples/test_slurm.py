@@ -91,7 +91,7 @@ def test_an_engine_of_another_job_joins_and_leaves(site, fleet):
     (own := site.folder / "own").mkdir()  # what the page says that such a job needs, and no admin key
     for name in ("connector-secret", "engine-key", "join-key"):
         shutil.copy(site.secrets / name, own / name)
-    more = {"ROLE": "decode", "XPYD_ROUTER": site.router, "PORT": str(port), "SECRETS": str(own)}
+    more = {"ROLE": "decode", "PDRELAY_ROUTER": site.router, "PORT": str(port), "SECRETS": str(own)}
     with job(site, "add-engine.sbatch", ["127.0.0.4"], **more) as process:
         wait_until(lambda: f"127.0.0.4:{port}" in site.instances(), seconds=150, what="the engine has joined")
         assert site.given(port)["env"]["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.4"
@@ -144,7 +144,7 @@ def test_a_job_whose_engines_cannot_start_ends(site, script, nodes, said):
     """At once, and not when a join gives up after half an hour; nothing of it stays on the node."""
     program(site, "vllm", "exit 3")
     router, prefill, _ = site.ports
-    more = {"ROUTER_PORT": str(router), "PORT": str(prefill), "XPYD_ROUTER": site.router}
+    more = {"ROUTER_PORT": str(router), "PORT": str(prefill), "PDRELAY_ROUTER": site.router}
     with job(site, script, nodes, **more) as process:
         assert process.wait(120) == 1
 
@@ -174,7 +174,7 @@ def test_a_router_with_a_certificate_is_joined_over_https(site):
         ("fleet.sbatch", NODES[:1], {}, "none is left to decode"),
         ("fleet.sbatch", NODES, {"PREFILL_NODES": "3"}, "none is left to decode"),
         ("fleet.sbatch", NODES, {"MODEL": ""}, "MODEL is what vllm serve is given"),
-        ("add-engine.sbatch", NODES[:1], {}, "XPYD_ROUTER is the router"),
+        ("add-engine.sbatch", NODES[:1], {}, "PDRELAY_ROUTER is the router"),
     ],
 )
 def test_a_job_that_cannot_serve_ends_at_once(site, script, nodes, more, said):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pdrelay_proxy.settings import Settings
 from support.cluster import free_ports
 from support.sim import cluster
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 
@@ -48,8 +48,8 @@ def test_the_quickstart_runs_with_simulated_engines(tmp_path):
 
 def test_an_instance_is_added_with_the_key_that_up_has_drawn(tmp_path):
     """In the folder where `make up` runs; nothing has to be exported first."""
-    (tmp_path / ".xpyd").mkdir()
-    (tmp_path / ".xpyd/admin-key").write_text("sesame\n")
+    (tmp_path / ".pdrelay").mkdir()
+    (tmp_path / ".pdrelay/admin-key").write_text("sesame\n")
     (port,) = free_ports(1)
     with cluster(1, 1, Settings(admin_key="sesame"), model="tiny") as running:
         words = ("--router", f"http://{running.router}", "--engine", "sim", "--port", str(port), "--once")
@@ -80,7 +80,7 @@ def test_what_is_missing_is_named_in_a_sentence(tmp_path, script, says):
 
 
 def test_no_example_makes_a_model_in_a_folder_of_another_name(tmp_path):
-    """As little as xpyd up does."""
+    """As little as pdrelay up does."""
     done = example(tmp_path, "01-quickstart/quickstart.py", "--engine", "sim", "--model", "Qwen/Qwen3-0.6B")
 
     assert done.returncode == 1

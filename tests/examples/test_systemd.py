@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from pdrelay_proxy.local.processes import Command, open_fleet
 from support.bare_metal import EXAMPLES, command_lines, new_site, run, secrets_in
 from support.cluster import free_ports
-from xpyd_proxy.local.processes import Command, open_fleet
 
 FOLDER = EXAMPLES / "06-systemd"
 UNITS = sorted(FOLDER.glob("*.service"))
@@ -42,8 +42,10 @@ class Unit:
 
     def __init__(self, site, name, instance="", **more):
         self._site, self.settings = site, directives(name)
-        places = {"%i": instance, "%C": str(site.folder / "cache"), "/opt/xpyd/libexec": str(EXAMPLES)}
-        places |= dict.fromkeys(("/opt/xpyd/bin", "/opt/vllm/bin"), str(site.programs)) | {"/etc/xpyd": str(FOLDER)}
+        places = {"%i": instance, "%C": str(site.folder / "cache"), "/opt/pdrelay/libexec": str(EXAMPLES)}
+        places |= dict.fromkeys(("/opt/pdrelay/bin", "/opt/vllm/bin"), str(site.programs)) | {
+            "/etc/pdrelay": str(FOLDER)
+        }
         self._places = places
         self.environment = dict(site.environment)
         self.environment["CREDENTIALS_DIRECTORY"] = self._credentials()
@@ -89,10 +91,16 @@ def fleet(tmp_path):
 def units(site):
     """The router, and an engine of each role."""
     _, prefill, decode = site.ports
-    here = {"ADDRESS": "127.0.0.1", "XPYD_ROUTER": site.operators, "MODEL": "m", "SERVED_NAME": "m", "DRAIN_S": "120"}
-    engine = "xpyd-engine@.service"
+    here = {
+        "ADDRESS": "127.0.0.1",
+        "PDRELAY_ROUTER": site.operators,
+        "MODEL": "m",
+        "SERVED_NAME": "m",
+        "DRAIN_S": "120",
+    }
+    engine = "pdrelay-engine@.service"
     return {
-        "router": Unit(site, "xpyd-router.service"),
+        "router": Unit(site, "pdrelay-router.service"),
         "prefill": Unit(site, engine, "prefill-0", **here, PORT=str(prefill)),
         "decode": Unit(site, engine, "decode-0", **here, PORT=str(decode), PRETENDED_TOKEN_S="0.02"),
     }
@@ -162,7 +170,7 @@ def test_secrets_are_in_files_and_never_in_arguments(fleet, site, units):
 
     assert [secrets_in(command_lines(child.pid)) for child in children.values()] == [[], [], []]
     assert secrets_in(given["argv"]) == []
-    assert given["env"]["XPYD_CONNECTOR_SECRET_FILE"].endswith("/connector-secret")
+    assert given["env"]["PDRELAY_CONNECTOR_SECRET_FILE"].endswith("/connector-secret")
     assert loaded["router"] == {"client-keys", "engine-key", "admin-key", "join-key"}
     assert loaded["prefill"] == loaded["decode"] == {"connector-secret", "engine-key", "join-key"}
     for path in FOLDER.glob("*.env"):
@@ -176,8 +184,8 @@ def seconds(pattern, text):
 
 def test_a_router_has_time_to_drain_and_an_engine_too():
     """systemd kills what takes longer."""
-    router, engine = directives("xpyd-router.service"), directives("xpyd-engine@.service")
-    settings, script = (FOLDER / "xpyd-router.toml").read_text(), (EXAMPLES / "engine.sh").read_text()
+    router, engine = directives("pdrelay-router.service"), directives("pdrelay-engine@.service")
+    settings, script = (FOLDER / "pdrelay-router.toml").read_text(), (EXAMPLES / "engine.sh").read_text()
     ending = seconds(r"drain_grace_s = (\d+)", settings) + seconds(r"shutdown_timeout_s = (\d+)", settings)
     leaving = seconds(r"DRAIN_S:-(\d+)", script) + seconds(r"--shutdown-timeout (\d+)", script)
 
@@ -204,7 +212,9 @@ def test_systemd_understands_every_line(analyzed):
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(("unit", "most"), [("xpyd-router.service", "15"), ("xpyd-engine@decode-0.service", "40")])
+@pytest.mark.parametrize(
+    ("unit", "most"), [("pdrelay-router.service", "15"), ("pdrelay-engine@decode-0.service", "40")]
+)
 def test_systemd_finds_little_exposed(analyzed, unit, most):
     """Its own measure, in tenths: 100 is a unit without any hardening. Engines see devices and may make code."""
     (path,) = [one for one in analyzed if one.name == unit]
@@ -231,7 +241,7 @@ def test_systemd_finds_little_exposed(analyzed, unit, most):
 def test_the_script_says_what_it_lacks(site, argument, given, said):
     """In a sentence, and with an exit code that a service manager sees."""
     environment = {**site.environment, "ADDRESS": "127.0.0.1", "PORT": "9", "SECRETS": str(site.secrets), "MODEL": "m"}
-    environment |= {"XPYD_ROUTER": "http://127.0.0.1:9", **given}
+    environment |= {"PDRELAY_ROUTER": "http://127.0.0.1:9", **given}
     done = run([str(EXAMPLES / "engine.sh"), *([argument] if argument else [])], environment)
 
     assert done.returncode != 0
@@ -251,8 +261,8 @@ def test_an_engine_without_a_key_does_not_start(site):
 
 def test_operators_have_a_port_of_their_own_in_the_engines_network():
     """The join key is in every request of `join` and `leave`: it stays out of the clients' network."""
-    settings = tomllib.loads((FOLDER / "xpyd-router.toml").read_text())
-    routers = {re.search(r"(?m)^XPYD_ROUTER=(.*)$", path.read_text())[1] for path in FOLDER.glob("*.env")}
+    settings = tomllib.loads((FOLDER / "pdrelay-router.toml").read_text())
+    routers = {re.search(r"(?m)^PDRELAY_ROUTER=(.*)$", path.read_text())[1] for path in FOLDER.glob("*.env")}
 
     assert routers == {f"http://{settings['admin_host']}:{settings['admin_port']}"}
     assert settings["admin_host"] not in ("0.0.0.0", "::")

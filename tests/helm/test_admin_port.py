@@ -22,7 +22,7 @@ PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name
 
 def rules(objects):
     """Return the peers that may reach each port of the routers; None: everybody."""
-    policy = one(objects, "NetworkPolicy", "r-xpyd-router")
+    policy = one(objects, "NetworkPolicy", "r-pdrelay-router")
     found = {rule["ports"][0]["port"]: rule.get("from") for rule in policy["spec"]["ingress"]}
     return {port: peers for port, peers in found.items() if port != "peers"}  # that is where routers hear each other
 
@@ -46,7 +46,7 @@ def test_clients_reach_one_port_and_prometheus_the_other(helm):
 def test_a_load_balancer_has_the_clients_port_alone(helm, kind_):
     """Whatever type the routers' service has, the other one is inside the cluster."""
     objects = Chart().objects({"router": {"allowUnauthenticated": True, "service": {"type": kind_}}}, helm=helm)
-    main, admin = (one(objects, "Service", name)["spec"] for name in ("r-xpyd-router", "r-xpyd-router-admin"))
+    main, admin = (one(objects, "Service", name)["spec"] for name in ("r-pdrelay-router", "r-pdrelay-router-admin"))
 
     assert (main["type"], [port["targetPort"] for port in main["ports"]]) == (kind_, ["http"])
     assert (admin["type"], [port["targetPort"] for port in admin["ports"]]) == ("ClusterIP", ["admin"])
@@ -74,11 +74,11 @@ def test_prometheus_scrapes_the_admin_port_under_the_same_job(helm):
     values = {"router": MTLS, "monitoring": {"serviceMonitor": {"enabled": True}}}
     objects = Chart().objects(values, helm=helm)
     (monitor,) = kind(objects, "ServiceMonitor")
-    service = one(objects, "Service", "r-xpyd-router-admin")
+    service = one(objects, "Service", "r-pdrelay-router-admin")
     (end,) = monitor["spec"]["endpoints"]
 
     assert (end["port"], end["scheme"], end["tlsConfig"]) == ("admin", "https", {"insecureSkipVerify": True})
-    assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "r-xpyd-router"
+    assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "r-pdrelay-router"
     assert complaints(objects) == []
 
 
@@ -128,8 +128,8 @@ def test_what_the_chart_probes_is_what_a_router_answers(tmp_path, values):
     c = container(templates(router(Chart().objects({"router": values | alone})))[0])
     authority = Authority(tmp_path, "ca")
     pair = authority.sign("router")
-    files = {"/etc/xpyd/tls/tls.crt": pair.cert, "/etc/xpyd/tls/tls.key": pair.key}
-    files["/etc/xpyd/client-ca/ca.crt"] = authority.own.cert
+    files = {"/etc/pdrelay/tls/tls.crt": pair.cert, "/etc/pdrelay/tls/tls.key": pair.key}
+    files["/etc/pdrelay/client-ca/ca.crt"] = authority.own.cert
     away = (
         "--host",
         "--port",
@@ -163,7 +163,7 @@ def test_what_the_chart_probes_is_what_a_router_answers(tmp_path, values):
 
 def test_notes_say_where_the_status_page_is():
     """The service of clients has it no more."""
-    assert "port-forward service/r-xpyd-router-admin 8081:8081" in notes()
+    assert "port-forward service/r-pdrelay-router-admin 8081:8081" in notes()
 
 
 def test_the_default_has_the_port():

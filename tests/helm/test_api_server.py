@@ -1,7 +1,7 @@
 """The chart in a real Kubernetes API: field ownership, defaults, validation, RBAC and Pod Security are the API's own.
 
-``XPYD_TEST_KUBECONFIG`` names the cluster; without nodes and controllers it is enough. Kinds that it lacks (KEDA's, for
-example) are skipped.
+``PDRELAY_TEST_KUBECONFIG`` names the cluster; without nodes and controllers it is enough. Kinds that it lacks (KEDA's,
+for example) are skipped.
 """
 
 import asyncio
@@ -13,14 +13,14 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from pdrelay_proxy.io.discovery.stores.configmap import ConfigMapStore
+from pdrelay_proxy.testing.engine import Sim
 from support.api_server import AUTOSCALER, BY_HAND, KUBECONFIG, STRICT, WHY_NOT, ApiServer, Release, warnings
 from support.chart_router import serving_chart
 from support.helm_chart import CI, HELMS, Chart, Refused, names_of_ci
 from support.helm_objects import WORKLOADS, kind, pods, templates
 from support.store_ear import Ear
-from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
-from xpyd_proxy.testing.engine import Sim
 
 pytestmark = [
     pytest.mark.thorough,  # needs a cluster, which CI has not
@@ -51,7 +51,7 @@ def api():
 @pytest.fixture
 def namespace(api):
     """A new one, which has what a controller puts into every namespace (there may be no controller here)."""
-    name = f"xpyd-test-{secrets.token_hex(4)}"
+    name = f"pdrelay-test-{secrets.token_hex(4)}"
     api.made("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
     api.call("POST", api.path("v1", "ConfigMap", name), {"metadata": {"name": "kube-root-ca.crt"}})
     yield name
@@ -198,8 +198,8 @@ def test_a_tool_that_renders_without_a_cluster_leaves_one_engine_unless_others_o
     release = Release(api, namespace)
     for autoscaling in (OFF, HPA):
         objects = Chart().objects(pools("Deployment", autoscaling), namespace=namespace)
-        (workload,) = (o for o in kind(objects, "Deployment") if o["metadata"]["name"] == "r-xpyd-decode")
-        path = api.path("apps/v1", "Deployment", namespace, "r-xpyd-decode")
+        (workload,) = (o for o in kind(objects, "Deployment") if o["metadata"]["name"] == "r-pdrelay-decode")
+        path = api.path("apps/v1", "Deployment", namespace, "r-pdrelay-decode")
         owner = {"fieldManager": "a-gitops-tool", "force": "true"}
         api.made("PATCH", path, workload, query=owner, kind="application/apply-patch+yaml")
         if scaled and autoscaling is OFF:
@@ -219,7 +219,7 @@ def test_the_set_of_both_pools_takes_an_autoscaler_and_leaves_it(api, release, c
     seen = []
     for autoscaling in (HPA, OFF):
         release.upgrade(then, pools("LeaderWorkerSet", autoscaling) | of_set, *flags)
-        path = api.path("disaggregatedset.x-k8s.io/v1", "DisaggregatedSet", release.namespace, "r-xpyd")
+        path = api.path("disaggregatedset.x-k8s.io/v1", "DisaggregatedSet", release.namespace, "r-pdrelay")
         roles = api.made("GET", path)["spec"]["roles"]
         seen.append([(role.get("scaling", {}).get("mode"), role["spec"].get("replicas")) for role in roles])
 
@@ -301,7 +301,7 @@ def rules(api, namespace, account):
         ({"store": {"type": "memory"}, "replicas": 1}, None),
         (
             {"settings": {"roles": "auto"}},
-            {("coordination.k8s.io", "leases", "r-xpyd-instances", v) for v in ("get", "patch")},
+            {("coordination.k8s.io", "leases", "r-pdrelay-instances", v) for v in ("get", "patch")},
         ),
     ],
     ids=["default", "memory", "roles"],
@@ -313,18 +313,18 @@ def test_a_router_may_do_what_it_does_and_nothing_more(api, release, values, mor
     api.made("POST", path, {"metadata": {"name": "anyone"}})
     anyone = rules(api, release.namespace, "anyone")
 
-    store = {("", "configmaps", "r-xpyd-instances", verb) for verb in ("list", "watch", "patch")}
+    store = {("", "configmaps", "r-pdrelay-instances", verb) for verb in ("list", "watch", "patch")}
     pods = {("", "pods", "", verb) for verb in ("list", "watch")}
     wanted = pods if more is None else pods | store | more
-    assert rules(api, release.namespace, "r-xpyd-router") - anyone == wanted
-    assert rules(api, release.namespace, "r-xpyd-engine") == anyone
+    assert rules(api, release.namespace, "r-pdrelay-router") - anyone == wanted
+    assert rules(api, release.namespace, "r-pdrelay-engine") == anyone
 
 
-@pytest.mark.parametrize("path", ["secrets", "configmaps", "pods/x", "secrets/r-xpyd-connector", "services"])
+@pytest.mark.parametrize("path", ["secrets", "configmaps", "pods/x", "secrets/r-pdrelay-connector", "services"])
 def test_the_api_refuses_a_router_everything_else(api, release, path):
     """By its own token, as a router that was broken into would try."""
     release.install("helm4")
-    account = api.path("v1", "ServiceAccount", release.namespace, "r-xpyd-router")
+    account = api.path("v1", "ServiceAccount", release.namespace, "r-pdrelay-router")
     token = api.made("POST", f"{account}/token", {"spec": {}})["status"]["token"]
 
     assert api.call("GET", f"/api/v1/namespaces/{release.namespace}/{path}", token=token).status_code == 403
@@ -387,12 +387,12 @@ ALONE = {"router": {"peers": {"enabled": False}}}  # the peers' port may be take
 def account(api, release, tmp_path, monkeypatch):
     """What the router's pod of an installed release has of its service account."""
     release.install("helm4", ALONE)
-    asked = f"{api.path('v1', 'ServiceAccount', release.namespace, 'r-xpyd-router')}/token"
+    asked = f"{api.path('v1', 'ServiceAccount', release.namespace, 'r-pdrelay-router')}/token"
     token = api.made("POST", asked, {"spec": {}})["status"]["token"]
     for name, text in {"token": token, "ca.crt": api.authority, "namespace": release.namespace}.items():
         (tmp_path / name).write_text(text)
     where = urlsplit(api.url)
-    monkeypatch.setenv("XPYD_SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setenv("PDRELAY_SERVICE_ACCOUNT", str(tmp_path))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", str(where.hostname))
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(where.port or 443))
     monkeypatch.setenv("ADMIN_API_KEY", "sesame")
@@ -429,7 +429,7 @@ async def test_a_router_follows_the_pods_and_the_store_of_the_api(api, release):
     ns = release.namespace
     objects = Chart().objects(ALONE, namespace=ns)
     engines = {"10.0.9.9": Sim("decode")}
-    found = {m["labels"]["xpyd.io/role"]: (m, spec) for _, m, spec in pods(objects) if "xpyd.io/role" in m["labels"]}
+    found = {m["labels"]["pdrelay/role"]: (m, spec) for _, m, spec in pods(objects) if "pdrelay/role" in m["labels"]}
     at = {"prefill": "10.0.0.1", "decode": "10.0.0.2"}
     for role, (meta, spec) in found.items():
         engines[at[role]] = Sim(role)
@@ -451,7 +451,7 @@ async def test_a_router_follows_the_pods_and_the_store_of_the_api(api, release):
         added = await client.post("/instances/add", json={"type": "decode", "instance": "10.0.9.9:80"})
         assert added.status_code == 200, added.text
         await asyncio.to_thread(release.upgrade, "helm4", ALONE | {"model": {"maxLength": 4096}})
-        store = api.made("GET", api.path("v1", "ConfigMap", ns, "r-xpyd-instances"))
+        store = api.made("GET", api.path("v1", "ConfigMap", ns, "r-pdrelay-instances"))
 
     assert len(store["data"]) == 1
 
@@ -462,7 +462,8 @@ async def test_an_entry_of_the_store_is_replaced_only_while_it_is_as_it_was():
     async with AsyncExitStack() as stack:
         heard = [Ear(), Ear()]
         stores = [
-            ConfigMapStore(Kubernetes(Cluster.around()), "r-xpyd-instances", ear, clock=time.monotonic) for ear in heard
+            ConfigMapStore(Kubernetes(Cluster.around()), "r-pdrelay-instances", ear, clock=time.monotonic)
+            for ear in heard
         ]
         for store in stores:
             await stack.enter_async_context(store.running())

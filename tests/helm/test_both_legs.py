@@ -10,19 +10,19 @@ from dataclasses import replace
 import pytest
 from starlette.responses import PlainTextResponse
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.testing.engine import Sim
 from support.certificates import Authority
 from support.helm_chart import CHART, Chart, default
 from support.helm_objects import COMPONENT, container, kind
 from support.sim import serving, until
-from xpyd_proxy.app import build
-from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import Sim
 
 pytestmark = pytest.mark.processes
 
 
-LOADED = "vllm:xpyd_loads_total"
-FAILED = "vllm:xpyd_loads_failed_handshake_total"
+LOADED = "vllm:pdrelay_loads_total"
+FAILED = "vllm:pdrelay_loads_failed_handshake_total"
 
 
 class Decode(Sim):
@@ -91,7 +91,7 @@ def tested(script, capsys):
         code = script.main([*flags, "--settle=0.2"])
         out, err = capsys.readouterr()
         assert (err, out.count("\n")) == ("", 1)
-        return code, out.removeprefix("xpyd test: ").strip()
+        return code, out.removeprefix("pdrelay test: ").strip()
 
     return run
 
@@ -103,7 +103,7 @@ def test_both_legs_and_their_kv_are_shown(release):
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
 
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("xpyd test: a request went through prefill-0 (")
+    assert done.stdout.startswith("pdrelay test: a request went through prefill-0 (")
     assert " ms) and decode-0 (" in done.stdout
     assert done.stdout.endswith(" ms), and its KV from one to the other\n")
 
@@ -130,8 +130,8 @@ def test_an_engine_of_each_role_is_waited_for(engines, tested):
     ("counts", "reason"),
     [
         (FAILED, f"{FAILED} rose"),
-        ("vllm:xpyd_something_else_total", f"{LOADED} stands still, and so does every reason"),
-        ("", "the decode engines have no xpyd connector, or none that counts"),
+        ("vllm:pdrelay_something_else_total", f"{LOADED} stands still, and so does every reason"),
+        ("", "the decode engines have no pdrelay connector, or none that counts"),
     ],
 )
 def test_two_legs_without_kv_are_not_enough(release, engines, tested, counts, reason):
@@ -198,9 +198,9 @@ def test_it_shows_a_key_of_the_clients(engines, tested, monkeypatch, tmp_path):
     with routed(engines, Settings(api_keys_file=str(keys))) as addresses:
         first = tested(addresses, values, keys=keys)
         none = tested(addresses, values, keys=digests)
-        monkeypatch.setenv("XPYD_TEST_KEY", KEY)
+        monkeypatch.setenv("PDRELAY_TEST_KEY", KEY)
         given = tested(addresses, own)
-        monkeypatch.setenv("XPYD_TEST_KEY", KEY + "x")
+        monkeypatch.setenv("PDRELAY_TEST_KEY", KEY + "x")
         wrong = tested(addresses, own)
 
     assert (first[0], given[0]) == (0, 0)
@@ -244,12 +244,12 @@ def test_its_prompt_is_one_that_the_router_splits(engines, tested):
 def test_decode_engines_behind_https_are_asked_by_the_name_of_all(tested, tmp_path):
     """By their IPs, which no certificate has; a stranger's numbers count for nothing, and it says why."""
     authority, decode = Authority(tmp_path, "authority"), Decode()
-    ours, client = authority.sign("ours", "DNS:r-xpyd-engines.ns.svc"), authority.sign("client")
+    ours, client = authority.sign("ours", "DNS:r-pdrelay-engines.ns.svc"), authority.sign("client")
     asks = {"ssl_certfile": ours.cert, "ssl_keyfile": ours.key, "ssl_ca_certs": authority.own.cert, "ssl_cert_reqs": 2}
     values = {"engineTls": {"secretName": "e", "clientSecretName": "c", "requireClientCertificates": True}}
     shown = {"engine_cert": client.cert, "engine_cert_key": client.key}
     trust = {"engine_ca": authority.own.cert, "engine_cert": client.cert, "engine_key": client.key}
-    settings = Settings(engine_server_name="r-xpyd-engines.ns.svc", **trust, health_check_interval_s=0.0)
+    settings = Settings(engine_server_name="r-pdrelay-engines.ns.svc", **trust, health_check_interval_s=0.0)
     with serving(Sim("prefill")) as prefill, serving(decode, **asks) as at:
         known = replace(settings, prefill=(prefill,), decode=(f"https://{at}",))
         with serving(build(known).app) as router:

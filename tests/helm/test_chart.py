@@ -6,16 +6,16 @@ import tomllib
 import pytest
 import yaml
 
+from pdrelay_proxy.cli import build_parser
+from pdrelay_proxy.core.admission.service_classes import ServiceClasses
+from pdrelay_proxy.core.http.address_allowlist import STANDARD, AllowList
+from pdrelay_proxy.core.http.origins import check_open
+from pdrelay_proxy.options import serve_settings
 from support.helm_care import ALL
 from support.helm_chart import CASES, CI, HELMS, ROOT, Chart, Refused, default
 from support.helm_checks import CHECKS
 from support.helm_objects import COMPONENT, container, env, flag, ident, kind, pods, pool, router, templates
 from support.helm_schemas import VERSIONS, wrong
-from xpyd_proxy.cli import build_parser
-from xpyd_proxy.core.admission.service_classes import ServiceClasses
-from xpyd_proxy.core.http.address_allowlist import STANDARD, AllowList
-from xpyd_proxy.core.http.origins import check_open
-from xpyd_proxy.options import serve_settings
 
 pytestmark = pytest.mark.processes
 
@@ -83,7 +83,7 @@ def test_a_router_survives_another_and_an_engine_needs_no_permission():
 
     assert router(objects)["spec"]["replicas"] == 2
     assert {ident(o) for o, _, spec in pods(objects) if spec.get("automountServiceAccountToken")} == {
-        "Deployment r-xpyd-router"
+        "Deployment r-pdrelay-router"
     }
 
 
@@ -99,7 +99,7 @@ def test_who_is_autoscaled_has_no_number_of_replicas():
 
 def test_a_new_chart_of_the_same_engines_restarts_no_engine(tmp_path):
     """Loading a model takes minutes: pods carry nothing that changes with the chart alone."""
-    copied = tmp_path / "xpyd"
+    copied = tmp_path / "pdrelay"
     shutil.copytree(Chart().folder, copied)
     text = (copied / "Chart.yaml").read_text()
     (copied / "Chart.yaml").write_text(text.replace("\nversion: 0.1.0", "\nversion: 0.9.9"))
@@ -128,7 +128,7 @@ def test_a_pool_may_be_elsewhere():
     objects = Chart().objects(values)
 
     assert [problem for o in objects for problem in wrong(o, "1.29.0")] == []
-    assert {o["metadata"]["name"] for o in kind(objects, "Deployment")} == {"r-xpyd-router", "r-xpyd-decode"}
+    assert {o["metadata"]["name"] for o in kind(objects, "Deployment")} == {"r-pdrelay-router", "r-pdrelay-decode"}
     assert CHECKS["router_args"](objects) == CHECKS["rbac"](objects) == CHECKS["names"](objects) == []
 
 
@@ -150,14 +150,14 @@ def test_a_router_without_kubernetes_rights_has_none():
 
 
 OPEN = {"router": {"allowUnauthenticated": True}}
-OWN_HOSTS = ["r-xpyd-router.ns", "r-xpyd-router-admin.ns"]
+OWN_HOSTS = ["r-pdrelay-router.ns", "r-pdrelay-router-admin.ns"]
 
 
 @pytest.mark.parametrize(
     ("values", "is_open", "hosts"),
     [
         ({}, True, OWN_HOSTS),
-        ({"router": {"adminPort": 0}}, True, ["r-xpyd-router.ns"]),
+        ({"router": {"adminPort": 0}}, True, ["r-pdrelay-router.ns"]),
         ({"router": {"apiKeys": {"secretName": "k"}}}, False, None),
         ({"router": {"tls": {"secretName": "t", "clientCaSecretName": "c"}}}, False, None),
         ({"router": {"tls": {"secretName": "t"}}}, True, None),
@@ -216,7 +216,7 @@ def test_classes_of_requests_reach_the_router():
 
 def test_the_chart_allows_what_a_router_allows_by_itself():
     """The names are more, and nothing is less."""
-    values = yaml.safe_load((ROOT / "helm/xpyd/values.yaml").read_text())
+    values = yaml.safe_load((ROOT / "helm/pdrelay/values.yaml").read_text())
 
     assert values["router"]["allowedInstances"] == [*STANDARD, "*.svc", "*.svc.cluster.local"]
 
@@ -226,7 +226,7 @@ def test_the_chart_allows_what_a_router_allows_by_itself():
 )
 @pytest.mark.parametrize("tls", ["", "tls"])
 def test_a_pod_knows_where_its_own_router_is(ports, port, tls, monkeypatch):
-    """`kubectl exec POD -- xpyd instances list` finds it, whatever its port, and trusts the certificate it serves."""
+    """`kubectl exec POD -- pdrelay instances list` finds it at any port, and trusts the certificate it serves."""
     objects = Chart().objects({"router": {**ports, "tls": {"secretName": tls}}})
     template = templates(router(objects))[0]
     for name, one in env(template).items():
@@ -234,7 +234,7 @@ def test_a_pod_knows_where_its_own_router_is(ports, port, tls, monkeypatch):
     asked = build_parser(argv := ["instances", "list"]).parse_args(argv)
 
     assert asked.router == f"http{'s' if tls else ''}://localhost:{port}"
-    assert env(template).get("XPYD_ROUTER_PIN", {}).get("value") == flag(container(template)["args"], "--tls-cert")
+    assert env(template).get("PDRELAY_ROUTER_PIN", {}).get("value") == flag(container(template)["args"], "--tls-cert")
 
 
 @pytest.mark.parametrize(

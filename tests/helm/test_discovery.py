@@ -8,15 +8,15 @@ import msgspec
 import pytest
 import yaml
 
+from pdrelay_proxy.core.discovery.pods import Pod, engine_of
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.testing.engine import Sim
 from support.certificates import Authority
 from support.chart_router import serving_chart
 from support.documents import blocks
 from support.helm_chart import CASES, ROOT, Chart, default
 from support.helm_objects import COMPONENT, WORKER_INDEX, kind, pods
 from support.kube_api import KubeApi, pod, pool
-from xpyd_proxy.core.discovery.pods import Pod, engine_of
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.testing.engine import Sim
 
 pytestmark = pytest.mark.processes
 
@@ -47,7 +47,7 @@ def test_the_router_understands_the_pods_of_the_chart(case):
             continue
         found[component] = wanted
         assert wanted.role is Role(component)
-        assert wanted.serves == meta["labels"]["xpyd.io/role"]
+        assert wanted.serves == meta["labels"]["pdrelay/role"]
         assert wanted.target.address.host == "10.0.0.7"
         assert wanted.target.address.port == ports["http"]
     assert found["decode"].target.revision is not None
@@ -57,7 +57,7 @@ def test_the_router_understands_the_pods_of_the_chart(case):
 def test_ranks_and_mode_reach_the_router():
     """Two ranks in a pod are two instances; engines that push say so before their first answer."""
     (two,) = [seen(m, s) for _, m, s in pods(default("2p4d")) if m["labels"][COMPONENT] == "decode"]
-    modes = {seen(m, s).target.mode for _, m, s in pods(default("tp8-multinode")) if "xpyd.io/role" in m["labels"]}
+    modes = {seen(m, s).target.mode for _, m, s in pods(default("tp8-multinode")) if "pdrelay/role" in m["labels"]}
 
     assert two.target.ranks == (0, 1)
     assert [str(mode) for mode in modes] == ["push"]
@@ -71,7 +71,7 @@ def account(tmp_path, monkeypatch):
     shutil.copy(authority.own.cert, tmp_path / "ca.crt")
     (tmp_path / "token").write_text("first\n")
     (tmp_path / "namespace").write_text("ns")
-    monkeypatch.setenv("XPYD_SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setenv("PDRELAY_SERVICE_ACCOUNT", str(tmp_path))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("ADMIN_API_KEY", "sesame")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -83,13 +83,13 @@ async def test_a_router_of_the_chart_finds_the_engines_of_the_chart_with_the_cal
     """With the arguments of its pod, against an API that has the release's pods and the chart's empty ConfigMap."""
     objects = Chart().objects({"router": {"peers": {"enabled": False}}})  # its port may be taken here
     (role,) = kind(objects, "Role")
-    (store,) = [o for o in kind(objects, "ConfigMap") if o["metadata"]["name"] == "r-xpyd-instances"]
+    (store,) = [o for o in kind(objects, "ConfigMap") if o["metadata"]["name"] == "r-pdrelay-instances"]
     async with KubeApi(token="first", tls=account) as api:
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
         api.put("configmaps", store["metadata"]["name"], {"metadata": dict(store["metadata"])}, "ns")
         engines = {"new": Sim("decode")}
         for number, (_, meta, spec) in enumerate(pods(objects)):
-            engines[ip := f"10.0.0.{number + 1}"] = Sim(meta["labels"].get("xpyd.io/role", "decode"))
+            engines[ip := f"10.0.0.{number + 1}"] = Sim(meta["labels"].get("pdrelay/role", "decode"))
             api.put(
                 "pods", f"pod-{number}", {"metadata": dict(meta), "spec": spec, "status": READY | {"podIP": ip}}, "ns"
             )
@@ -98,14 +98,14 @@ async def test_a_router_of_the_chart_finds_the_engines_of_the_chart_with_the_cal
             added = await client.post("/instances/add", json={"type": "decode", "instance": "new:80"})
 
     assert sorted(row["role"] for row in rows) == ["decode", "prefill"]
-    assert (added.status_code, len(api.objects["configmaps", "ns", "r-xpyd-instances"]["data"])) == (200, 1)
+    assert (added.status_code, len(api.objects["configmaps", "ns", "r-pdrelay-instances"]["data"])) == (200, 1)
     rules = [(g, r, rule) for rule in role["rules"] for g in rule["apiGroups"] for r in rule["resources"]]
     assert {("", call.resource, call.verb) for call in api.calls} == {
         (g, r, v) for g, r, o in rules for v in o["verbs"]
     }
     assert {(call.resource, call.namespace, call.name, call.selector) for call in api.calls} == {
-        ("pods", "ns", "", "xpyd.io/release=r"),
-        ("configmaps", "ns", "r-xpyd-instances", ""),
+        ("pods", "ns", "", "pdrelay/release=r"),
+        ("configmaps", "ns", "r-pdrelay-instances", ""),
     }
 
 

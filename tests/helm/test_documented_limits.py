@@ -21,7 +21,7 @@ GATEWAY = {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}, "route
 
 def comment_of(key):
     """Return what values.yaml says above a key of the router."""
-    lines = (ROOT / "helm/xpyd/values.yaml").read_text().splitlines()
+    lines = (ROOT / "helm/pdrelay/values.yaml").read_text().splitlines()
     at = next(n for n in range(lines.index("router:"), len(lines)) if lines[n].startswith(f"  {key}:"))
     said = []
     while lines[at - 1].strip().startswith("#"):
@@ -59,8 +59,8 @@ def test_a_route_without_a_timeout_of_its_own_is_one_for_older_gateways_too(helm
 
 def test_who_sets_that_timeout_reads_which_gateways_take_it():
     """Beside the value, in the chart's table and in the guide."""
-    said = yaml.safe_load((ROOT / "helm/xpyd/values.yaml").read_text())["httpRoute"]
-    pages = [row_of("helm/xpyd/README.md", "httpRoute.requestTimeout"), (ROOT / "docs/kubernetes.md").read_text()]
+    said = yaml.safe_load((ROOT / "helm/pdrelay/values.yaml").read_text())["httpRoute"]
+    pages = [row_of("helm/pdrelay/README.md", "httpRoute.requestTimeout"), (ROOT / "docs/kubernetes.md").read_text()]
 
     assert said["requestTimeout"] == ""
     for page in pages:
@@ -70,7 +70,7 @@ def test_who_sets_that_timeout_reads_which_gateways_take_it():
 @pytest.mark.parametrize("limit", LIMITS)
 def test_who_sets_a_limit_reads_that_each_router_counts_by_itself(limit):
     """An HPA of the routers multiplies a customer's quota, and no object of the chart shows it."""
-    for said in (comment_of("settings"), row_of("helm/xpyd/README.md", "router.settings")):
+    for said in (comment_of("settings"), row_of("helm/pdrelay/README.md", "router.settings")):
         assert f"`{limit}`" in said
         assert "in each router by itself" in said
     operations = (ROOT / "docs/kubernetes-operations.md").read_text().split("\n## Limits\n")[1].split("\n## ")[0]

@@ -41,10 +41,10 @@ class Stalling(Engine):
         return text
 
 
-IDLE = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "xpyd_leases_held": 0.0}
+IDLE = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "pdrelay_leases_held": 0.0}
 BUSY = IDLE | {"num_requests_running": 2.0}
 QUEUED = IDLE | {"num_requests_waiting": 1.0}
-LENDING = IDLE | {"xpyd_leases_held": 3.0}
+LENDING = IDLE | {"pdrelay_leases_held": 3.0}
 SILENT = {"num_requests_running": 0.0, "num_requests_waiting": 0.0}
 
 
@@ -84,7 +84,7 @@ def hook(role, port, *more, settle=0, lease=30, seconds=20):
 @pytest.fixture(autouse=True)
 def own_output(monkeypatch):
     """In a container the hook writes to the engine's log; here that would be the log of whoever runs the tests."""
-    monkeypatch.setenv("XPYD_DRAIN_LOG", "/dev/stdout")
+    monkeypatch.setenv("PDRELAY_DRAIN_LOG", "/dev/stdout")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_it_ends_with_its_time_and_says_what_is_left(answers, left):
     with serving(Engine(*answers)) as port:
         said, took = hook("prefill", port, seconds=3)
 
-    assert said == f"xpyd drain: not drained in 3 s: {left}\n"
+    assert said == f"pdrelay drain: not drained in 3 s: {left}\n"
     assert took >= 3
 
 
@@ -131,7 +131,7 @@ def test_a_look_that_the_end_cuts_short_does_not_hide_what_is_left():
     with serving(Stalling(LENDING)) as port:
         said, _ = hook("prefill", port, seconds=3)
 
-    assert said == "xpyd drain: not drained in 3 s: 3 leases\n"
+    assert said == "pdrelay drain: not drained in 3 s: 3 leases\n"
 
 
 def test_leases_that_are_not_shown_are_waited_for_by_the_clock():
@@ -167,7 +167,7 @@ def test_an_engine_that_does_not_answer_is_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         said, _ = hook("decode", silent.getsockname()[1], seconds=1)
 
-    assert said == "xpyd drain: not drained in 1 s: an answer to /metrics\n"
+    assert said == "pdrelay drain: not drained in 1 s: an answer to /metrics\n"
 
 
 def test_a_pod_of_an_engine_of_several_waits_for_its_leader(monkeypatch):
@@ -204,7 +204,7 @@ def test_pods_that_may_turn_have_the_time_of_both_roles():
 def test_the_chart_calls_it_with_arguments_that_it_takes(role):
     """The very command of the pod, with the port of this engine and less time."""
     command = container(templates(pool(Chart().objects(), role))[0])["lifecycle"]["preStop"]["exec"]["command"]
-    assert command[:2] == ["python3", "/opt/xpyd/drain.py"]
+    assert command[:2] == ["python3", "/opt/pdrelay/drain.py"]
     with serving(Engine(IDLE)) as port:
         args = [
             f"--port={port}" if a.startswith("--port=") else "--settle=0" if a.startswith("--settle=") else a

@@ -12,6 +12,10 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.cli import build_parser
+from pdrelay_proxy.options import serve_settings
+from pdrelay_proxy.testing.rules import expected_text
 from support.certificates import Authority
 from support.helm_chart import CHART, HELMS, Chart, Refused
 from support.helm_checks import complaints
@@ -19,16 +23,12 @@ from support.helm_objects import container, engine_pods, env, flag, kind, pods, 
 from support.kube_api import KubeApi
 from support.service_account import ServiceAccount
 from support.sim import serving, sims
-from xpyd_proxy.app import build
-from xpyd_proxy.cli import build_parser
-from xpyd_proxy.options import serve_settings
-from xpyd_proxy.testing.rules import expected_text
 
 pytestmark = pytest.mark.processes
 
 
 SECRET = "r-engines"  # with tls.crt, tls.key and ca.crt, as cert-manager fills it
-NAME = "r-xpyd-engines.ns.svc"
+NAME = "r-pdrelay-engines.ns.svc"
 PLAIN = {"engineTls": {"secretName": SECRET}}
 MUTUAL = {"engineTls": {**PLAIN["engineTls"], "clientSecretName": "r-client", "requireClientCertificates": True}}
 BODY = {"model": "sim", "prompt": "once upon a time", "max_tokens": 3}
@@ -55,7 +55,8 @@ class Mounted:
     def of(self, words):
         """Return a container's words with the files of this machine in them."""
         return [
-            word.replace("/etc/xpyd/", f"{self.folder}/").replace("/opt/xpyd/", f"{CHART}/files/") for word in words
+            word.replace("/etc/pdrelay/", f"{self.folder}/").replace("/opt/pdrelay/", f"{CHART}/files/")
+            for word in words
         ]
 
 
@@ -98,7 +99,7 @@ def test_one_secret_has_engines_serve_https_and_all_others_know_it(helm):
 
     assert complaints(objects) == []
     assert flag(args, "--engine-server-name") == NAME
-    assert flag(args, "--engine-ca") == "/etc/xpyd/engine-ca/ca.crt"
+    assert flag(args, "--engine-ca") == "/etc/pdrelay/engine-ca/ca.crt"
     assert monitor["spec"]["podMetricsEndpoints"][0]["tlsConfig"] == {
         "serverName": NAME,
         "ca": {"secret": {"name": SECRET, "key": "ca.crt"}},
@@ -120,11 +121,11 @@ def test_engines_serve_http_unless_a_secret_is_named():
             own["lifecycle"]["preStop"]["exec"]["command"],
             [mount["name"] for mount in own["volumeMounts"]],
         ]
-        assert "xpyd.io/scheme" not in template["metadata"]["annotations"]
+        assert "pdrelay/scheme" not in template["metadata"]["annotations"]
         assert own["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
 
     assert [word for words in told for word in words if "ssl" in word or "tls" in word or "engine" in word] == []
-    assert [list(o["data"]) for o in kind(objects, "ConfigMap") if o["metadata"]["name"] == "r-xpyd-scripts"] == [
+    assert [list(o["data"]) for o in kind(objects, "ConfigMap") if o["metadata"]["name"] == "r-pdrelay-scripts"] == [
         ["drain.py"]
     ]
 
@@ -186,7 +187,7 @@ async def test_a_router_of_the_chart_serves_with_https_engines_of_the_chart(tmp_
 @pytest.mark.parametrize("values", [PLAIN, MUTUAL], ids=["plain", "mutual"])
 def test_the_drain_hook_asks_by_the_name(tmp_path, mounted, monkeypatch, values):
     """One that got no answer would wait for all its time, and cut nothing short; it believes no stranger."""
-    monkeypatch.setenv("XPYD_DRAIN_LOG", "/dev/stdout")
+    monkeypatch.setenv("PDRELAY_DRAIN_LOG", "/dev/stdout")
     (tmp_path / "theirs").mkdir()
     (tmp_path / "stranger").mkdir()
     stranger = Mounted(tmp_path / "stranger", authority=Authority(tmp_path / "theirs", "other"))
@@ -197,8 +198,8 @@ def test_the_drain_hook_asks_by_the_name(tmp_path, mounted, monkeypatch, values)
     with serving_as_told(sims()["d0"], stranger, args) as port:
         bad = ran(mounted, command(values, port, "preStop"), "--seconds=2")
 
-    assert "xpyd drain: drained after" in good[1]
-    assert bad[1] == "xpyd drain: not drained in 2 s: an answer to /metrics\n"
+    assert "pdrelay drain: drained after" in good[1]
+    assert bad[1] == "pdrelay drain: not drained in 2 s: an answer to /metrics\n"
 
 
 def test_probes_show_the_engines_own_certificate_where_engines_want_one(mounted, tmp_path):

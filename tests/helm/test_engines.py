@@ -71,8 +71,8 @@ def started():
     for case in CASES:
         for o in kind(default(case), *WORKLOADS):
             for number, template in enumerate(templates(o)):
-                if "xpyd.io/role" in template["metadata"]["labels"]:
-                    yield f"{case}-{template['metadata']['labels']['xpyd.io/role']}-{number}", container(template)
+                if "pdrelay/role" in template["metadata"]["labels"]:
+                    yield f"{case}-{template['metadata']['labels']['pdrelay/role']}-{number}", container(template)
 
 
 def documented():
@@ -112,14 +112,14 @@ def test_vllm_reads_the_arguments_of_every_pod_as_they_are_meant(tmp_path):
         assert c["args"][0] == "serve"
         role = name.split("-")[-2]
         assert one["role"] == {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[role]
-        assert (one["module"], one["pp"], one["host"]) == ("xpyd_connector", 1, "0.0.0.0")
+        assert (one["module"], one["pp"], one["host"]) == ("pdrelay_connector", 1, "0.0.0.0")
         assert one["headless"] == ("http" not in {port["name"] for port in c.get("ports", ())})
         assert one["shutdown"] == 10
     two = found[list(pods).index("2p4d-decode-0")]
     assert (two["served"], two["tp"], two["dp"]) == (["qwen"], 2, 2)
     assert found[list(pods).index("2p4d-prefill-0")]["events"] == "tcp://*:5557"
     private = found[list(pods).index("hostnetwork-rdma-decode-0")]
-    assert private["events"] == "ipc:///run/xpyd/kv-events/inproc.ipc"
+    assert private["events"] == "ipc:///run/pdrelay/kv-events/inproc.ipc"
     worker = found[list(pods).index("tp8-multinode-decode-1")]
     assert (worker["tp"], worker["nodes"], worker["rank"], worker["leader"]) == (8, 2, 1, "leader.ns")
     assert worker["extra"] == {"kv_lease_duration": 30, "mode": "push"}

@@ -98,7 +98,7 @@ def test_the_other_models_of_a_site_are_installed_by_the_command_beside_the_exam
         other = [o for o in yaml.safe_load_all(run(helm, *argv, *least)) if o]
     first = Chart().objects(ci="several-models", helm=helm)
 
-    assert command.startswith("helm -n llm upgrade --install OTHER helm/xpyd -f these.yaml")
+    assert command.startswith("helm -n llm upgrade --install OTHER helm/pdrelay -f these.yaml")
     assert not {ident(o) for o in first} & {ident(o) for o in other}
     hosts = [kind(objects, "HTTPRoute")[0]["spec"]["hostnames"] for objects in (first, other)]
     assert hosts == [["qwen.llm.example.com"], ["other.llm.example.com"]]

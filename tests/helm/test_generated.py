@@ -76,9 +76,9 @@ def test_notes_tell_how_to_go_on():
     """And what is open: no keys, no secret."""
     usual, quiet = notes(), notes("-f", str(CHART / "ci" / "2p4d-values.yaml"))
 
-    assert "kubectl -n ns rollout status deployment/r-xpyd-router" in usual
+    assert "kubectl -n ns rollout status deployment/r-pdrelay-router" in usual
     assert "router.apiKeys.secretName is empty" in usual
-    assert "The engines' secret is r-xpyd-connector, made by this chart." in usual
+    assert "The engines' secret is r-pdrelay-connector, made by this chart." in usual
     assert "data plane is not closed" not in usual + quiet
     assert "is empty" not in quiet
     assert "https://localhost:8000" in quiet
@@ -126,7 +126,7 @@ def keyrings(tmp_path_factory):
         whole = ["gpg", "--homedir", str(home), "--batch", "--pinentry-mode", "loopback", "--passphrase", "", *argv]
         return subprocess.run(whole, capture_output=True, check=True, timeout=60).stdout
 
-    gpg("--quick-generate-key", "xpyd test", "rsa2048", "sign", "1d")
+    gpg("--quick-generate-key", "pdrelay test", "rsa2048", "sign", "1d")
     (secret := folder / "secret.gpg").write_bytes(gpg("--export-secret-keys"))
     (public := folder / "public.gpg").write_bytes(gpg("--export"))
     subprocess.run(["gpgconf", "--homedir", str(home), "--kill", "all"], check=True, capture_output=True, timeout=60)
@@ -135,7 +135,9 @@ def keyrings(tmp_path_factory):
 
 def signed(helm, folder, keyrings):
     """Pack the chart and sign it."""
-    run(helm, "package", str(CHART), "-d", str(folder), "--sign", "--key", "xpyd test", "--keyring", str(keyrings[0]))
+    run(
+        helm, "package", str(CHART), "-d", str(folder), "--sign", "--key", "pdrelay test", "--keyring", str(keyrings[0])
+    )
     (package,) = folder.glob("*.tgz")
     return package
 
@@ -145,7 +147,7 @@ def test_a_package_can_be_signed_and_a_changed_one_is_not_taken_for_it(helm, tmp
     """With a key of this test alone."""
     package = signed(helm, tmp_path, keyrings)
 
-    assert "xpyd test" in run(helm, "verify", str(package), "--keyring", str(keyrings[1]))
+    assert "pdrelay test" in run(helm, "verify", str(package), "--keyring", str(keyrings[1]))
     package.write_bytes(package.read_bytes() + b"\0")
     with pytest.raises(Refused, match="sha256 sum does not match"):
         run(helm, "verify", str(package), "--keyring", str(keyrings[1]))
@@ -160,7 +162,7 @@ def test_a_package_comes_out_of_an_oci_registry_as_it_went_in(helm, tmp_path, ke
     pull = ["--plain-http", "--version", "0.1.0", "-d", str(tmp_path / "out")]
     pull += ["--verify", "--keyring", str(keyrings[1])]
     with oci_registry() as (host, registry):
-        chart = f"oci://{host}/charts/xpyd"
+        chart = f"oci://{host}/charts/pdrelay"
         run(helm, "push", str(package), f"oci://{host}/charts", "--plain-http")
         run(helm, "pull", chart, *pull)
         named = ["--set", "connector.secret.name=s", "--set", "router.peers.secret.name=s"]
@@ -180,4 +182,4 @@ def test_a_package_comes_out_of_an_oci_registry_as_it_went_in(helm, tmp_path, ke
             {"connector": {"secret": {"name": "s"}}, "router": {"peers": {"secret": {"name": "s"}}}}, helm=helm
         )
     )  # helm 4 first says what it has pulled
-    assert ("charts/xpyd", "0.1.0") in registry.manifests
+    assert ("charts/pdrelay", "0.1.0") in registry.manifests

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.processes
 
 
 SERIES = yaml.safe_load((Path(__file__).parent / "alerts.yaml").read_text())
-ROUTER = 'namespace="ns",job="r-xpyd-router"'
-ENGINE = 'namespace="ns",xpyd_io_release="r"'
+ROUTER = 'namespace="ns",job="r-pdrelay-router"'
+ENGINE = 'namespace="ns",pdrelay_release="r"'
 PLACE = 'cluster=~"$cluster",namespace="$namespace"'  # of a dashboard, by its variables
-BOARD_ROUTER, BOARD_ENGINE = f'{PLACE},job="$release-router"', f'{PLACE},xpyd_io_release="$release"'
+BOARD_ROUTER, BOARD_ENGINE = f'{PLACE},job="$release-router"', f'{PLACE},pdrelay_release="$release"'
 SCRAPED = {"monitoring": {"podMonitor": {"enabled": True}}}
 
 
@@ -66,8 +66,16 @@ def real():
 
 def test_the_tables_of_real_metrics_are_not_empty():
     """Or nothing below would be looked at."""
-    assert {"xpyd_requests_total", "xpyd_requests_refused_total", "xpyd_discovery_age_seconds"} <= real().keys()
-    assert {"vllm:num_requests_waiting", "vllm:xpyd_leases_held", "vllm:xpyd_leases_expired_total"} <= real().keys()
+    assert {
+        "pdrelay_requests_total",
+        "pdrelay_requests_refused_total",
+        "pdrelay_discovery_age_seconds",
+    } <= real().keys()
+    assert {
+        "vllm:num_requests_waiting",
+        "vllm:pdrelay_leases_held",
+        "vllm:pdrelay_leases_expired_total",
+    } <= real().keys()
     assert real()["vllm:num_requests_waiting"] >= {"model_name", "engine"}
     assert len(queries()) > 40
 
@@ -93,7 +101,7 @@ def test_a_metric_that_is_not_there_would_be_noticed():
         [("vllm:x_total", ["model", "a"])],
         ["model"],
     )
-    assert loose('sum(rate(xpyd_requests[5m])) / sun(up{a="b"})') == {"xpyd_requests", "sun"}
+    assert loose('sum(rate(pdrelay_requests[5m])) / sun(up{a="b"})') == {"pdrelay_requests", "sun"}
 
 
 def test_autoscalers_look_at_metrics_that_engines_have():
@@ -101,35 +109,35 @@ def test_autoscalers_look_at_metrics_that_engines_have():
     for case in ("2p4d", "tp8-multinode", "wanted-engines", "one-pool"):
         for o in kind(default(case), "HorizontalPodAutoscaler"):
             assert all(m["pods"]["metric"]["name"] in real() for m in o["spec"]["metrics"] if m["type"] == "Pods")
-    query = queries()["2p4d r-xpyd-prefill/0"]
+    query = queries()["2p4d r-pdrelay-prefill/0"]
     assert 'model_name="qwen"' in query
-    assert 'xpyd_io_role="prefill"' in query
+    assert 'pdrelay_role="prefill"' in query
 
 
 def test_the_ratio_of_the_pools_is_kept_by_counting_the_other():
     """Half a prefill engine for each decode engine that answers Prometheus; the autoscaler rounds up."""
-    query = queries()["tp8-multinode r-xpyd-prefill/2"]
-    role = f'up{{{ENGINE},xpyd_io_role="%s",pod="%s"}}'
+    query = queries()["tp8-multinode r-pdrelay-prefill/2"]
+    role = f'up{{{ENGINE},pdrelay_role="%s",pod="%s"}}'
     given = {role % ("decode", name): value for name, value in {"a": "1", "b": "1", "c": "1", "d": "0"}.items()}
-    given |= {role % ("prefill", "p"): "1", 'up{namespace="ns",xpyd_io_release="other",xpyd_io_role="decode"}': "1"}
+    given |= {role % ("prefill", "p"): "1", 'up{namespace="ns",pdrelay_release="other",pdrelay_role="decode"}': "1"}
 
     assert Evaluation(series(given), 0.0).of(parsed(query)) == {frozenset(): 1.5}
 
 
 def test_a_pool_may_be_as_large_as_the_routers_say():
     """Each of several routers says it; they look at the same engines, and one that has just started says less."""
-    query = queries()["wanted-engines r-xpyd-decode/0"]
-    wanted = f'xpyd_wanted_engines{{{ROUTER},pod="%s",role="%s"}}'
+    query = queries()["wanted-engines r-pdrelay-decode/0"]
+    wanted = f'pdrelay_wanted_engines{{{ROUTER},pod="%s",role="%s"}}'
     given = {wanted % ("a", "decode"): "5", wanted % ("b", "decode"): "4", wanted % ("a", "prefill"): "9"}
-    given |= {'xpyd_wanted_engines{namespace="ns",job="other-router",role="decode"}': "7"}
+    given |= {'pdrelay_wanted_engines{namespace="ns",job="other-router",role="decode"}': "7"}
 
     assert Evaluation(series(given), 0.0).of(parsed(query)) == {frozenset(): 5}
 
 
 def test_one_pool_is_as_large_as_both_roles_need():
     """Of the same router: the largest number of one and the largest of the other may be of different moments."""
-    query = queries()["one-pool r-xpyd-decode/0"]
-    wanted = f'xpyd_wanted_engines{{{ROUTER},pod="%s",role="%s"}}'
+    query = queries()["one-pool r-pdrelay-decode/0"]
+    wanted = f'pdrelay_wanted_engines{{{ROUTER},pod="%s",role="%s"}}'
     given = {wanted % ("a", "decode"): "5", wanted % ("a", "prefill"): "3"}
     given |= {wanted % ("b", "decode"): "2", wanted % ("b", "prefill"): "7"}
 
@@ -169,7 +177,7 @@ def test_keda_may_ask_a_managed_prometheus(helm):
     reference = {"name": "amp", "kind": "ClusterTriggerAuthentication"}
     keda = {"authenticationRef": reference, "metadata": {"authModes": "bearer", "customHeaders": "X-Scope-OrgID=team"}}
     scaled = {"autoscaling": {"type": "keda", "perOther": 0.5, "more": [{"metric": "a", "target": "1"}]}}
-    more = {"autoscaling": {"type": "keda", "more": [{"metric": "xpyd_requests_running", "target": "9"}]}}
+    more = {"autoscaling": {"type": "keda", "more": [{"metric": "pdrelay_requests_running", "target": "9"}]}}
     watched = {"monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}}
     objects = Chart().objects({"keda": keda, "prefill": scaled, "router": more, **watched}, helm=helm)
     triggers = [t for o in kind(objects, "ScaledObject") for t in o["spec"]["triggers"] if t["type"] == "prometheus"]
@@ -190,7 +198,7 @@ def test_an_older_keda_gets_no_fallback_that_it_does_not_know():
 
 
 @pytest.mark.parametrize(
-    ("more", "types"), [([], ["cpu"]), ([("xpyd_requests_running", "600")], ["cpu", "prometheus"])]
+    ("more", "types"), [([], ["cpu"]), ([("pdrelay_requests_running", "600")], ["cpu", "prometheus"])]
 )
 def test_routers_are_scaled_by_keda_as_engines_are(more, types):
     """By CPU, as the HPA does, and by metrics of their own. Without one of these KEDA takes no fallback."""
@@ -199,16 +207,16 @@ def test_routers_are_scaled_by_keda_as_engines_are(more, types):
     (o,) = kind(Chart().objects(values), "ScaledObject")
     spec, triggers = o["spec"], o["spec"]["triggers"]
 
-    assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "r-xpyd-router"}
+    assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "r-pdrelay-router"}
     assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (3, 9)
     assert [one["type"] for one in triggers] == types
     assert triggers[0] == {"type": "cpu", "metricType": "Utilization", "metadata": {"value": "70"}}
     assert spec.get("fallback", {}).get("replicas") == (4 if more else None)
     for one in triggers[1:]:
-        assert one["metadata"]["query"] == f"sum(xpyd_requests_running{{{ROUTER}}})"
+        assert one["metadata"]["query"] == f"sum(pdrelay_requests_running{{{ROUTER}}})"
         assert (one["metadata"]["threshold"], one["metadata"]["ignoreNullValues"]) == ("600", "false")
         assert loose(one["metadata"]["query"]) == set()
-        assert "xpyd_requests_running" in real()
+        assert "pdrelay_requests_running" in real()
     assert wrong(o, "1.33.0") == []
 
 
@@ -218,7 +226,7 @@ def test_a_target_in_thousandths_is_a_number_for_keda(target, number, helm):
     """An HPA takes 500m; KEDA reads thresholds as plain numbers, and would scale nothing."""
     other = [{"metric": "vllm:num_requests_running", "target": target}]
     scaled = {"type": "keda", "target": target, "more": other}
-    more = [{"metric": "xpyd_requests_running", "target": target}]
+    more = [{"metric": "pdrelay_requests_running", "target": target}]
     values = SCRAPED | {"decode": {"autoscaling": scaled}, "router": {"autoscaling": {"type": "keda", "more": more}}}
     values |= {"monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}}
     objects = Chart().objects(values, helm=helm)
@@ -254,7 +262,7 @@ def test_while_routers_do_not_know_what_is_wanted_the_number_stays():
 def test_autoscalers_aim_at_what_the_guide_says():
     """docs/scaling.md says why; the numbers are those of values.yaml."""
     page = " ".join((ROOT / "docs/scaling.md").read_text().split())
-    values = yaml.safe_load((ROOT / "helm/xpyd/values.yaml").read_text())
+    values = yaml.safe_load((ROOT / "helm/pdrelay/values.yaml").read_text())
     prefill, decode = (values[role]["autoscaling"] for role in ("prefill", "decode"))
 
     assert f"`{prefill['metric']}` per engine, target {prefill['target']}" in page
@@ -282,17 +290,17 @@ def test_what_is_scraped_has_the_labels_that_queries_ask_for():
     (service,) = kind(default("2p4d"), "ServiceMonitor")
     (engines,) = kind(default("tp8-multinode"), "PodMonitor")
     selected = [
-        meta["labels"]["xpyd.io/role"]
+        meta["labels"]["pdrelay/role"]
         for _, meta, _ in pods(default("tp8-multinode"))
         if matches(engines["spec"]["selector"], meta["labels"])
     ]
 
     assert service["spec"]["endpoints"][0]["honorLabels"] is True
-    assert {"xpyd.io/release", "xpyd.io/role"} <= set(engines["spec"]["podTargetLabels"])
+    assert {"pdrelay/release", "pdrelay/role"} <= set(engines["spec"]["podTargetLabels"])
     assert set(selected) == {"prefill", "decode"}
     assert not matches(
         engines["spec"]["selector"],
-        {"xpyd.io/release": "r", "xpyd.io/role": "decode", "leaderworkerset.sigs.k8s.io/worker-index": "1"},
+        {"pdrelay/release": "r", "pdrelay/role": "decode", "leaderworkerset.sigs.k8s.io/worker-index": "1"},
     )
 
 
@@ -305,7 +313,10 @@ def test_an_engine_that_nobody_probes_is_not_missed():
         (rule,) = kind(Chart().objects(values), "PrometheusRule")
         by_name = {one["alert"]: one["expr"] for one in rule["spec"]["groups"][0]["rules"]}
         states.append(
-            [re.search('state=~"(.*?)"', by_name[f"Xpyd{name}"])[1] for name in ("NoDecodeEngine", "InstanceEjected")]
+            [
+                re.search('state=~"(.*?)"', by_name[f"PDRelay{name}"])[1]
+                for name in ("NoDecodeEngine", "InstanceEjected")
+            ]
         )
 
     assert states == [["healthy|half_open", "ejected|starting"], ["starting|healthy|half_open", "ejected"]]
@@ -315,14 +326,14 @@ def test_a_worker_is_missed_where_there_are_fewer_than_are_wanted():
     """Whatever that number is."""
     values = {"router": {"workers": 3}, "monitoring": {"prometheusRule": {"enabled": True}}}
     (rule,) = kind(Chart().objects(values), "PrometheusRule")
-    (missing,) = [one for one in rule["spec"]["groups"][0]["rules"] if one["alert"] == "XpydWorkerMissing"]
+    (missing,) = [one for one in rule["spec"]["groups"][0]["rules"] if one["alert"] == "PDRelayWorkerMissing"]
 
     assert missing["expr"].endswith(" < 3")
     assert "of 3 workers" in missing["annotations"]["summary"]
 
 
 def test_a_router_that_wants_certificates_is_scraped_with_one():
-    """Where there is no admin port, which wants none: else every scrape fails, and XpydRouterDown fires for ever."""
+    """Where there is no admin port, which wants none: else every scrape fails, and PDRelayRouterDown fires for ever."""
     values = {
         "router": {"adminPort": 0, "tls": {"secretName": "t", "clientCaSecretName": "c"}},
         "monitoring": {"serviceMonitor": {"enabled": True}},
@@ -347,12 +358,12 @@ def test_every_alert_says_how_bad_it_is_and_where_to_read_on():
 
     for rule in rules():
         url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        assert url == "https://runbooks.example.com/xpyd.md"
+        assert url == "https://runbooks.example.com/pdrelay.md"
         assert anchor in anchors
         assert rule["labels"]["severity"] in ("warning", "critical")
     values = {"monitoring": {"prometheusRule": {"enabled": True}}}
     (rule,) = kind(Chart().objects(values), "PrometheusRule")
-    assert rule["spec"]["groups"][0]["rules"][0]["annotations"]["runbook"] == "docs/runbook.md#xpydrouterdown"
+    assert rule["spec"]["groups"][0]["rules"][0]["annotations"]["runbook"] == "docs/runbook.md#pdrelayrouterdown"
 
 
 def test_dashboards_do_not_collide():
@@ -368,7 +379,7 @@ def test_dashboards_do_not_collide():
 
 def test_a_dashboard_asks_where_to_look_and_begins_with_its_release():
     """One board serves every cluster, namespace and release; a Prometheus without the label cluster is one cluster."""
-    for board, release in zip(sorted(dashboards(), key=lambda one: one["title"]), ("r", "r-xpyd"), strict=True):
+    for board, release in zip(sorted(dashboards(), key=lambda one: one["title"]), ("r", "r-pdrelay"), strict=True):
         variables = {one["name"]: one for one in board["templating"]["list"]}
 
         assert list(variables) == ["datasource", "cluster", "namespace", "release"]
@@ -378,7 +389,7 @@ def test_a_dashboard_asks_where_to_look_and_begins_with_its_release():
         assert {one["datasource"]["uid"] for one in board["templating"]["list"][1:]} == {"${datasource}"}
 
 
-@pytest.mark.parametrize("alert", [rule for rule in SERIES if rule != "XpydRouterDown"])
+@pytest.mark.parametrize("alert", [rule for rule in SERIES if rule != "PDRelayRouterDown"])
 def test_an_alert_is_of_one_cluster_and_names_it(alert):
     """Otherwise a ruler over several adds up their numbers, and healthy engines of one hide that another has none."""
     (rule,) = [one for one in rules() if one["alert"] == alert]
@@ -426,8 +437,8 @@ def test_a_query_that_prometheus_refuses_would_be_noticed(wrong):
 
 def test_an_alert_that_never_fires_or_too_soon_would_be_noticed():
     """The check of the check: another threshold, another label, a longer wait."""
-    (rule,) = [one for one in rules() if one["alert"] == "XpydRequestsFail"]
-    case = _case(rule, SERIES["XpydRequestsFail"], fires=True)
+    (rule,) = [one for one in rules() if one["alert"] == "PDRelayRequestsFail"]
+    case = _case(rule, SERIES["PDRelayRequestsFail"], fires=True)
     given = series({one["series"]: one["values"] for one in case["input_series"]})
 
     def fires(text, instead, **other):
@@ -449,7 +460,7 @@ def test_promtool_comes_to_the_same(tool, tmp_path):
     """Where there is one (Debian: apt-get install prometheus): the rules of the chart, and the same series."""
     bare = [{key: value for key, value in rule.items() if key != "annotations"} for rule in rules()]
     for name, group in (("rules.yaml", bare), ("whole.yaml", rules())):
-        (tmp_path / name).write_text(yaml.safe_dump({"groups": [{"name": "xpyd", "rules": group}]}))
+        (tmp_path / name).write_text(yaml.safe_dump({"groups": [{"name": "pdrelay", "rules": group}]}))
     cases = [_case(rule, SERIES[rule["alert"]], fires=fires) for rule in rules() for fires in (True, False)]
     whole = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": cases}
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(whole))

@@ -20,7 +20,8 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
     ),
     "a budget protects other pods": (
         "pools.yaml",
-        'matchLabels:\n      {{- include "xpyd.selector" (dict "root" $ "component" $role) | nindent 6 }}\n{{- end }}',
+        "matchLabels:\n"
+        '      {{- include "pdrelay.selector" (dict "root" $ "component" $role) | nindent 6 }}\n{{- end }}',
         "matchLabels:\n      app.kubernetes.io/instance: {{ $.Release.Name }}\n{{- end }}",
         "selectors",
     ),
@@ -44,7 +45,7 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
     "a flag that the router does not know": ("_router.tpl", "- --drain-grace\n", "- --drain-grace-s\n", "router_args"),
     "a value that the router refuses": (
         "_router.tpl",
-        '- {{ include "xpyd.argument" $v.drain.shutdownSeconds | quote }}',
+        '- {{ include "pdrelay.argument" $v.drain.shutdownSeconds | quote }}',
         '- "0"',
         "router_args",
     ),
@@ -75,7 +76,7 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
     "probes ask at the clients' port": ("router.yaml", '(ternary "admin" "http"', '(ternary "http" "http"', "probes"),
     "the admin port is another one": (
         "_router.tpl",
-        '- {{ include "xpyd.argument" $v.adminPort | quote }}',
+        '- {{ include "pdrelay.argument" $v.adminPort | quote }}',
         '- "8082"',
         "router_args",
     ),
@@ -87,18 +88,18 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
     ),
     "the router trusts everybody's authorities": (
         "_router.tpl",
-        "- --engine-ca\n- /etc/xpyd/engine-ca/ca.crt\n",
+        "- --engine-ca\n- /etc/pdrelay/engine-ca/ca.crt\n",
         "",
         "engine_tls",
     ),
-    "pods do not say that they serve https": ("_pool.tpl", "xpyd.io/scheme: https\n", "", "engine_tls"),
+    "pods do not say that they serve https": ("_pool.tpl", "pdrelay/scheme: https\n", "", "engine_tls"),
     "the kubelet has no certificate": (
         "_pool.tpl",
         "{{- if $t.requireClientCertificates -}}\nexec:",
         "{{- if false -}}\nexec:",
         "engine_tls",
     ),
-    "the hook asks by http": ("_helpers.tpl", "- --ca=/etc/xpyd/engine-tls/ca.crt\n", "", "engine_tls"),
+    "the hook asks by http": ("_helpers.tpl", "- --ca=/etc/pdrelay/engine-tls/ca.crt\n", "", "engine_tls"),
     "no readiness probe": ("router.yaml", "readinessProbe:", "x-readinessProbe:", "probes"),
     "an engine without a startup probe": ("_pool.tpl", "startupProbe:", "x-startupProbe:", "probes"),
     "a router is restarted for lack of engines": (
@@ -113,7 +114,7 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
         "add $d.preStopSeconds $d.marginSeconds",
         "drains",
     ),
-    "grace is shorter than the lease": ("_pool.tpl", '{{ include "xpyd.pool.grace" . }}', "30", "drains"),
+    "grace is shorter than the lease": ("_pool.tpl", '{{ include "pdrelay.pool.grace" . }}', "30", "drains"),
     "a prefill engine does not wait for its leases": (
         "_helpers.tpl",
         "$v.prefill.drain.requestSeconds $lease",
@@ -136,7 +137,7 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
     ),
     "workers with ranks of their own look for them at the leader": (
         "_pool.tpl",
-        'and .worker (not (include "xpyd.pool.wide" $p))',
+        'and .worker (not (include "pdrelay.pool.wide" $p))',
         "and .worker true",
         "side_channel",
     ),
@@ -162,7 +163,7 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
     ),
     "the engines' secret is no file": (
         "_pool.tpl",
-        "        - {name: connector, mountPath: /etc/xpyd/connector, readOnly: true}\n",
+        "        - {name: connector, mountPath: /etc/pdrelay/connector, readOnly: true}\n",
         "",
         "connector_secret",
     ),
@@ -186,12 +187,12 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
         "value: {{ .secretName }}",
         "secrets",
     ),
-    "a pod of no revision": ("_pool.tpl", '"xpyd.io/revision" (include "xpyd.revision" .root)', "", "discovery"),
-    "each role has a revision of its own": ("_pool.tpl", '(include "xpyd.revision" .root)', ".role", "discovery"),
-    "routers look for another label": ("_router.tpl", "xpyd.io/release={{", "xpyd.io/app={{", "discovery"),
+    "a pod of no revision": ("_pool.tpl", '"pdrelay/revision" (include "pdrelay.revision" .root)', "", "discovery"),
+    "each role has a revision of its own": ("_pool.tpl", '(include "pdrelay.revision" .root)', ".role", "discovery"),
+    "routers look for another label": ("_router.tpl", "pdrelay/release={{", "pdrelay/app={{", "discovery"),
     "side channels are open to everybody": (
         "networkpolicy.yaml",
-        '    - from:\n        {{- include "xpyd.engines" $ | nindent 8 }}\n    - ports:',
+        '    - from:\n        {{- include "pdrelay.engines" $ | nindent 8 }}\n    - ports:',
         "    - ports: [{port: side-0}]\n    - ports:",
         "isolation",
     ),
@@ -208,7 +209,7 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
     "the test does not get to the engines": ("networkpolicy.yaml", '(eq $role "decode")', "false", "tested"),
     "the test has no certificate to compare with": (
         "tests/both-legs.yaml",
-        "        - {name: tls, mountPath: /etc/xpyd/tls, readOnly: true}\n",
+        "        - {name: tls, mountPath: /etc/pdrelay/tls, readOnly: true}\n",
         "",
         "tested",
     ),
@@ -230,7 +231,7 @@ def rendered(chart):
 def test_a_broken_chart_is_noticed(mutation, tmp_path):
     """The chart as it is has no complaint: below."""
     file, text, instead, check = MUTATIONS[mutation]
-    folder = shutil.copytree(CHART, tmp_path / "xpyd")
+    folder = shutil.copytree(CHART, tmp_path / "pdrelay")
     path = folder / (file if file == "values.yaml" else f"templates/{file}")
     before = path.read_text()
     assert text in before, f"{file} has changed: the mutation means nothing any more"

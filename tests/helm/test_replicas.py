@@ -18,13 +18,13 @@ KEDA = {"type": "keda", "min": 6, "max": 12}
 def live(component, replicas, kind="Deployment", noted=None):
     """Return a workload of the release as the cluster has it, with the number that its last upgrade wrote down."""
     meta = {
-        "name": f"r-xpyd-{component}",
+        "name": f"r-pdrelay-{component}",
         "namespace": "ns",
         "labels": {"app.kubernetes.io/managed-by": "Helm"},
         "annotations": {"meta.helm.sh/release-name": "r", "meta.helm.sh/release-namespace": "ns"},
     }
     if noted is not None:
-        meta["annotations"]["xpyd.io/replicas"] = str(noted)
+        meta["annotations"]["pdrelay/replicas"] = str(noted)
     return {
         "apiVersion": API.get(kind, "apps/v1"),
         "kind": kind,
@@ -100,7 +100,7 @@ def test_who_was_scaled_by_hand_keeps_its_number_until_the_value_changes(noted, 
 
     workload = pool(objects, "decode")
     assert workload["spec"]["replicas"] == kept
-    assert workload["metadata"]["annotations"]["xpyd.io/replicas"] == str(says)
+    assert workload["metadata"]["annotations"]["pdrelay/replicas"] == str(says)
 
 
 @pytest.mark.parametrize("helm", HELMS)

@@ -75,7 +75,7 @@ def test_the_side_channels_of_both_roles_can_be_reached_by_the_other():
     objects = Chart().objects(ON | LOCKED)
 
     for role in ROLES:
-        policy = one(objects, "NetworkPolicy", f"r-xpyd-{role}")
+        policy = one(objects, "NetworkPolicy", f"r-pdrelay-{role}")
         assert engines_of(objects, policy) == [set(ROLES), set(ROLES)]  # in and out
         told = env(templates(pool(objects, role))[0])["VLLM_NIXL_SIDE_CHANNEL_HOST"]
         assert told["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}

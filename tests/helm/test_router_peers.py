@@ -21,10 +21,10 @@ def test_several_routers_share_their_load(values):
     """A name leads to all of them, ready or not; the port is open to each other alone."""
     objects = Chart().objects({"router": values})
     args, pod = arguments(objects), container(templates(router(objects))[0])
-    service = one(objects, "Service", "r-xpyd-router-peers")
-    policy = one(objects, "NetworkPolicy", "r-xpyd-router")
+    service = one(objects, "Service", "r-pdrelay-router-peers")
+    policy = one(objects, "NetworkPolicy", "r-pdrelay-router")
 
-    assert [flag(args, name) for name in ("--peers", "--peer-port")] == ["r-xpyd-router-peers.ns.svc:8001", "8001"]
+    assert [flag(args, name) for name in ("--peers", "--peer-port")] == ["r-pdrelay-router-peers.ns.svc:8001", "8001"]
     assert [flag(args, f"--{leg}-policy") for leg in ("prefill", "decode")] == ["least_loaded"] * 2
     assert {"name": "peers", "containerPort": 8001, "protocol": "UDP"} in pod["ports"]
     assert service["spec"]["clusterIP"] == "None"
@@ -37,11 +37,11 @@ def test_several_routers_share_their_load(values):
 def test_their_secret_is_made_and_may_be_ones_own():
     """As that of the engines."""
     mine = Chart().objects({"router": {"peers": {"secret": {"name": "mine", "key": "k"}}}})
-    made = one(default(), "Secret", "r-xpyd-router-peers")
-    name = "XPYD_PEER_SECRET"
+    made = one(default(), "Secret", "r-pdrelay-router-peers")
+    name = "PDRELAY_PEER_SECRET"
 
     assert made["data"] == {"secret": DRAWN}
-    wanted = {"secretKeyRef": {"name": "r-xpyd-router-peers", "key": "secret"}}
+    wanted = {"secretKeyRef": {"name": "r-pdrelay-router-peers", "key": "secret"}}
     assert env(templates(router(default()))[0])[name]["valueFrom"] == wanted
     assert env(templates(router(mine))[0])[name]["valueFrom"] == {"secretKeyRef": {"name": "mine", "key": "k"}}
     assert [o for o in kind(mine, "Secret") if o["metadata"]["labels"][COMPONENT] == "router-peers"] == []
@@ -57,7 +57,7 @@ def test_a_router_that_has_no_peers_has_nothing_of_it(values):
 
     assert not {"--peers", "--prefill-policy"} & set(args)
     assert [o["metadata"]["name"] for o in objects if "peers" in o["metadata"]["name"]] == []
-    assert "XPYD_PEER_SECRET" not in env(templates(router(objects))[0])
+    assert "PDRELAY_PEER_SECRET" not in env(templates(router(objects))[0])
 
 
 def test_policies_of_ones_own_stay():
@@ -72,7 +72,7 @@ def test_egress_leads_to_the_other_routers():
     objects = Chart().objects(
         {"networkPolicy": {"egress": {"enabled": True, "engineTo": [{"ipBlock": {"cidr": "9.9.9.9/32"}}]}}}
     )
-    policy = one(objects, "NetworkPolicy", "r-xpyd-router")
+    policy = one(objects, "NetworkPolicy", "r-pdrelay-router")
     (rule,) = [rule for rule in policy["spec"]["egress"] if {"port": 8001, "protocol": "UDP"} in rule.get("ports", ())]
 
     assert rule["to"] == [{"podSelector": policy["spec"]["podSelector"]}]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 
 ROLES = ("prefill", "decode")
 OURS = {  # helm takes nothing that another release has made
-    "name": "r-xpyd-connector",
+    "name": "r-pdrelay-connector",
     "namespace": "ns",
     "labels": {"app.kubernetes.io/managed-by": "Helm"},
     "annotations": {"meta.helm.sh/release-name": "r", "meta.helm.sh/release-namespace": "ns"},
@@ -79,8 +79,8 @@ def test_a_secret_is_there_without_being_asked_for():
 
     assert len(base64.b64decode(first["data"]["secret"])) == 48
     assert first["data"] != second["data"]
-    assert "XPYD_CONNECTOR_SECRET" not in env(template)
-    assert env(template)["XPYD_CONNECTOR_SECRET_FILE"]["value"] == "/etc/xpyd/connector/secret"
+    assert "PDRELAY_CONNECTOR_SECRET" not in env(template)
+    assert env(template)["PDRELAY_CONNECTOR_SECRET_FILE"]["value"] == "/etc/pdrelay/connector/secret"
 
 
 @pytest.mark.parametrize("helm", HELMS)
@@ -90,7 +90,7 @@ def test_an_upgrade_keeps_the_secret_of_the_cluster(helm, there):
     kept = {"secret": base64.b64encode(there).decode()}
     argv = ["template", "r", str(CHART), "-n", "ns", "--dry-run=server", "--disable-openapi-validation"]
     with least_values(IMAGES) as images:
-        with cluster({("ns", "r-xpyd-connector"): {"data": kept, "metadata": OURS}}, [ROOT_CA]) as address:
+        with cluster({("ns", "r-pdrelay-connector"): {"data": kept, "metadata": OURS}}, [ROOT_CA]) as address:
             found = secret_of(run(helm, *argv, *images, "--kube-apiserver", address))
         with cluster({}, [ROOT_CA]) as address:
             drawn = secret_of(run(helm, *argv, *images, "--kube-apiserver", address))
@@ -122,7 +122,7 @@ def test_engines_are_not_root():
         user = template["spec"]["securityContext"]
         assert (user["runAsNonRoot"], user["runAsUser"], user["fsGroup"]) == (True, 65532, 65532)
         assert env(template)["HOME"]["value"] == "/cache"
-        assert env(template)["USER"]["value"] == "xpyd"
+        assert env(template)["USER"]["value"] == "pdrelay"
     (template,) = templates(pool(Chart().objects({"cache": {"type": "none"}}), "decode"))
     assert env(template)["HOME"]["value"] == "/tmp"
 
@@ -229,7 +229,7 @@ def test_kv_events_are_for_those_who_are_named():
         one(
             Chart().objects({"decode": events | {"kvEvents": {"enabled": True, "from": names}}}),
             "NetworkPolicy",
-            "r-xpyd-decode",
+            "r-pdrelay-decode",
         )
         for names in ([], [peer])
     )
@@ -245,7 +245,7 @@ def test_kv_events_are_for_those_who_are_named():
 
 
 @pytest.mark.parametrize(
-    ("tells", "named"), [(False, "xpyd,xpyd_timelines"), (True, "xpyd,xpyd_kv_events,xpyd_timelines")]
+    ("tells", "named"), [(False, "pdrelay,pdrelay_timelines"), (True, "pdrelay,pdrelay_kv_events,pdrelay_timelines")]
 )
 def test_one_value_has_engines_keep_timelines(tells, named):
     """VLLM_PLUGINS names all plugins that are needed, and only where one is."""
@@ -272,7 +272,7 @@ def test_one_value_has_routers_follow_the_engines_behind_their_key():
         config = json.loads(engine["args"][engine["args"].index("--kv-events-config") + 1])
         folder = made["command"][-1]
 
-        assert env(template)["VLLM_PLUGINS"]["value"] == "xpyd,xpyd_kv_events"
+        assert env(template)["VLLM_PLUGINS"]["value"] == "pdrelay,pdrelay_kv_events"
         assert "VLLM_API_KEY" in env(template)
         assert made["command"][:-1] == ["mkdir", "-p", "-m", "0700"]
         assert {Path(config[name]).parent for name in ("endpoint", "replay_endpoint")} == {Path(f"ipc:/{folder}")}

@@ -73,7 +73,7 @@ BAD = [
     ("router.service.type", "ExternalName"),
     ("router.service.ipFamilyPolicy", "Dual"),
     ("router.service.ipFamilies", ["IPv5"]),
-    ("router.autoscaling.more", [{"metric": "xpyd_requests_running"}]),
+    ("router.autoscaling.more", [{"metric": "pdrelay_requests_running"}]),
     ("disaggregatedSet.slices", 0),
     ("disaggregatedSet.placementPolicy.type", "Spread"),
     ("router.securityContext.privileged", True),
@@ -108,7 +108,7 @@ BAD = [
     ("httpRoute.requestTimeout", "ever"),
     ("tests.seconds", -1),
     ("tests.apiKey", "hunter2"),  # a secret, not its name
-    ("fullnameOverride", "Xpyd"),
+    ("fullnameOverride", "PDRelay"),
     ("model.aliases", ["--api-key"]),
     ("prefill.minReadySeconds", -1),
     ("router.minReadySeconds", "10"),
@@ -228,8 +228,8 @@ CONTRADICTIONS = [
     (RETURNING | {"router": {"settings": {"return_kv": False}}}, "router.settings.return_kv is false"),
     (TELLING | {"prefill": {**KEYED, "kvEvents": {"enabled": True}}}, "are both true"),
     (
-        TELLING | {"decode": {**KEYED, "extraEnv": [{"name": "VLLM_PLUGINS", "value": "xpyd"}]}},
-        "name xpyd,xpyd_kv_events, too",
+        TELLING | {"decode": {**KEYED, "extraEnv": [{"name": "VLLM_PLUGINS", "value": "pdrelay"}]}},
+        "name pdrelay,pdrelay_kv_events, too",
     ),
     (
         TELLING | {"router": {"settings": {"prefill_policy": "session", "decode_policy": "power_of_two"}}},
@@ -348,13 +348,16 @@ CONTRADICTIONS = [
     ({"ingress": {"enabled": True}}, "ingress.enabled is true, and clients need no key"),
     ({"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}, "httpRoute.enabled is true, and clients need no"),
     ({"router": {"image": {"repository": ""}}}, "router.image.repository is empty: the project publishes no images"),
-    ({"router": {"image": {"repository": "localhost/xpyd/router"}}}, "localhost/xpyd/router, which no node can pull"),
+    (
+        {"router": {"image": {"repository": "localhost/pdrelay/router"}}},
+        "localhost/pdrelay/router, which no node can pull",
+    ),
     ({"engine": {"image": {"repository": ""}}}, "decode.image.repository is empty: the project publishes no images"),
     ({"prefill": {"image": {"repository": "localhost/e"}}}, "name that in engine.image (or prefill.image).repository"),
     ({"router": {"service": {"ipFamilies": ["IPv6"]}}}, "router.service wants IPv6, and listenAddress is 0.0.0.0"),
     ({"router": {"service": {"ipFamilyPolicy": "PreferDualStack"}}}, "wants IPv6, and listenAddress is 0.0.0.0"),
     (
-        {"router": {"autoscaling": {"type": "keda", "more": [{"metric": "xpyd_requests_running", "target": "9"}]}}},
+        {"router": {"autoscaling": {"type": "keda", "more": [{"metric": "pdrelay_requests_running", "target": "9"}]}}},
         "router.autoscaling.more asks Prometheus: write monitoring.serviceMonitor.enabled: true",
     ),
 ]
@@ -420,10 +423,10 @@ FEW = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthC
 
 
 @FEW
-@given(first=NAMES, second=NAMES | st.just("xpyd"), nested=st.booleans())
+@given(first=NAMES, second=NAMES | st.just("pdrelay"), nested=st.booleans())
 def test_two_releases_in_one_namespace_share_nothing(first, second, nested):
     """Neither a name nor a pod, also when one is called as the other's objects are."""
-    second = f"{first[:20]}-xpyd-router".replace("--", "-") if nested else second
+    second = f"{first[:20]}-pdrelay-router".replace("--", "-") if nested else second
     if first == second:
         return
     one, two = (Chart().objects(ci=None, release=release) for release in (first, second))
@@ -448,8 +451,8 @@ def test_a_name_that_looks_like_something_else_stays_a_name(word):
 
 def test_a_release_called_as_the_chart_keeps_a_short_name():
     """And it meets no other: every other name ends with the chart's."""
-    assert router(Chart().objects(release="xpyd"))["metadata"]["name"] == "xpyd-router"
-    assert router(Chart().objects(release="a-xpyd"))["metadata"]["name"] == "a-xpyd-xpyd-router"
+    assert router(Chart().objects(release="pdrelay"))["metadata"]["name"] == "pdrelay-router"
+    assert router(Chart().objects(release="a-pdrelay"))["metadata"]["name"] == "a-pdrelay-pdrelay-router"
 
 
 SECONDS = st.integers(0, 2000)
@@ -527,7 +530,7 @@ ALONE = [{"decode": {"replicas": 5}}, {"prefill": {"tensorParallel": 2}}, {"rout
 
 def revision(chart, values=None):
     """Return the one revision that the pods of both pools have."""
-    marked = re.findall(r"xpyd.io/revision: (\S+)", chart.text(values))
+    marked = re.findall(r"pdrelay/revision: (\S+)", chart.text(values))
     assert (len(marked), len(set(marked))) == (2, 1)
     return marked[0]
 
@@ -553,7 +556,7 @@ def test_what_must_fit_on_both_sides_makes_a_new_revision_of_both():
 )
 def test_a_revision_that_forgets_something_is_noticed(text, instead, values, tmp_path):
     """The test above fails for such a chart."""
-    chart = Chart(shutil.copytree(CHART, tmp_path / "xpyd"))
+    chart = Chart(shutil.copytree(CHART, tmp_path / "pdrelay"))
     path = chart.folder / "templates" / "_helpers.tpl"
     before = path.read_text()
     assert text in before
@@ -591,7 +594,7 @@ def test_a_model_that_is_downloaded_fits_where_it_goes(case):
 def test_nobody_replaces_what_the_chart_itself_goes_by():
     """Labels of one's own go on top of selectors, roles and ports, never in their place; and they do arrive."""
     own = {"app.kubernetes.io/component": "x", "app.kubernetes.io/instance": "y", "team": "a"}
-    pod = {"xpyd.io/role": "decode", "xpyd.io/revision": "z", "xpyd.io/release": "q", "tier": "gpu"}
+    pod = {"pdrelay/role": "decode", "pdrelay/revision": "z", "pdrelay/release": "q", "tier": "gpu"}
     values = {"commonLabels": own, "prefill": {"podLabels": pod}, "router": {"podLabels": own}}
     objects = Chart().objects(values)
 

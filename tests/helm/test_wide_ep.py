@@ -5,9 +5,9 @@ import json
 import msgspec
 import pytest
 
+from pdrelay_proxy.core.discovery.pods import Pod, engine_of
 from support.helm_chart import HELMS, Chart, default
 from support.helm_objects import PROBES, WORKER_INDEX, container, env, flag, matches, one, pods, pool, templates
-from xpyd_proxy.core.discovery.pods import Pod, engine_of
 
 pytestmark = pytest.mark.processes
 
@@ -111,12 +111,12 @@ def test_the_router_sees_the_leader_with_all_ranks():
     """`#dp=D` of one address: the pods of workers are no engines."""
     seen = {}
     for _, meta, spec in pods(default("wide-ep")):
-        for index in ("0", "1") if "xpyd.io/role" in meta["labels"] else ():
+        for index in ("0", "1") if "pdrelay/role" in meta["labels"] else ():
             body = {"metadata": {**meta, "name": "x", "uid": "u"}, "spec": spec, "status": READY}
             body["metadata"]["labels"] = {**meta["labels"], WORKER_INDEX: index}
             is_worker = "--headless" in spec["containers"][0]["args"]
             if is_worker is (index == "1"):
-                seen[meta["labels"]["xpyd.io/role"], index] = engine_of(msgspec.json.decode(json.dumps(body), type=Pod))
+                seen[meta["labels"]["pdrelay/role"], index] = engine_of(msgspec.json.decode(json.dumps(body), type=Pod))
 
     assert seen["prefill", "1"] is seen["decode", "1"] is None
     assert [seen[role, "0"].target.ranks for role in ROLES] == [tuple(range(16)), tuple(range(32))]
@@ -134,7 +134,7 @@ def test_engines_reach_every_pod_of_a_group_and_nobody_else_does(helm):
 
     assert len(every) == 4
     for role in ROLES:
-        spec = one(objects, "NetworkPolicy", f"r-xpyd-{role}")["spec"]
+        spec = one(objects, "NetworkPolicy", f"r-pdrelay-{role}")["spec"]
         assert all(matches(spec["podSelector"], t["metadata"]["labels"]) for t in templates(pool(objects, role)))
         everywhere = [rule["from"] for rule in spec["ingress"] if "ports" not in rule]
         (out,) = [rule["to"] for rule in spec["egress"] if "ports" not in rule and "podSelector" in rule["to"][0]]
@@ -142,7 +142,7 @@ def test_engines_reach_every_pod_of_a_group_and_nobody_else_does(helm):
             assert all(any(matches(peer["podSelector"], labels) for peer in peers) for labels in every)
             assert {frozenset(peer) for peer in peers} == {frozenset({"podSelector"})}
         assert len(everywhere) == 1
-    rules = one(objects, "NetworkPolicy", "r-xpyd-prefill")["spec"]["ingress"]
+    rules = one(objects, "NetworkPolicy", "r-pdrelay-prefill")["spec"]["ingress"]
     assert {"ports": [{"port": f"kv-events-{rank}"} for rank in range(4)], **_from("indexer")} in rules
 
 

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from pdrelay_proxy.local.processes import open_fleet
 from support import router_kind
 from support.cluster import base_url, router_command
 from support.compiled import ROOT, NoCompiler, compiled, modules
 from support.sim import serving, sims
-from xpyd_proxy.local.processes import open_fleet
 
 pytestmark = pytest.mark.processes
 
@@ -120,14 +120,14 @@ def folder():
 @pytest.mark.compiled
 @pytest.mark.timeout(900)
 def test_everything_that_is_to_be_compiled_is(folder):
-    made = {str(path.relative_to(folder)).partition(".")[0] for path in (folder / "xpyd_proxy").glob("**/*.so")}
+    made = {str(path.relative_to(folder)).partition(".")[0] for path in (folder / "pdrelay_proxy").glob("**/*.so")}
 
     assert made == {str(path.relative_to(ROOT / "proxy").with_suffix("")) for path in modules()}
 
 
 @pytest.mark.compiled
 def test_a_router_knows_whether_it_is_compiled(folder):
-    code = "from xpyd_proxy.io.build import find_build; print(find_build().is_compiled)"
+    code = "from pdrelay_proxy.io.build import find_build; print(find_build().is_compiled)"
     asked = [sys.executable, "-c", code]
 
     said = [

@@ -18,9 +18,9 @@ import httpx
 import pytest
 from packaging.requirements import Requirement
 
+from pdrelay_proxy.cli import build_parser
 from support.cluster import free_ports
 from support.dockerfiles import ROOT, copied, faults, let_through, stages
-from xpyd_proxy.cli import build_parser
 
 pytestmark = pytest.mark.processes
 
@@ -92,17 +92,19 @@ def _packages(folder):
 def test_the_wheel_has_both_packages_and_nothing_else(wheel):
     """No tests, no compiled leftovers, no files of a developer; the page and the markers are in it.
 
-    ``xpyd_proxy/testing`` is the simulated engine, which users run, too.
+    ``pdrelay_proxy/testing`` is the simulated engine, which users run, too.
     """
     names = zipfile.ZipFile(wheel).namelist()
 
     assert {name.split("/")[0] for name in names} == {
-        "xpyd_proxy",
-        "xpyd_connector",
-        f"xpyd-{PROJECT['version']}.dist-info",
+        "pdrelay_proxy",
+        "pdrelay_connector",
+        f"pdrelay-{PROJECT['version']}.dist-info",
     }
-    assert not [name for name in names if name.endswith(".pyc") or "test" in name.removeprefix("xpyd_proxy/testing/")]
-    assert {"xpyd_proxy/api/status.html", "xpyd_proxy/py.typed", "xpyd_connector/py.typed"} <= set(names)
+    assert not [
+        name for name in names if name.endswith(".pyc") or "test" in name.removeprefix("pdrelay_proxy/testing/")
+    ]
+    assert {"pdrelay_proxy/api/status.html", "pdrelay_proxy/py.typed", "pdrelay_connector/py.typed"} <= set(names)
 
 
 @with_pip
@@ -115,14 +117,16 @@ def test_one_source_makes_one_wheel(source, wheel, tmp_path):
 @with_pip
 def test_the_router_has_what_its_requirements_name_and_nothing_else(router):
     """No pip to install more with, no tools of developers, no engine."""
-    assert _packages(router) == {*_pins("helm/images/requirements-router.txt"), "xpyd"}
+    assert _packages(router) == {*_pins("helm/images/requirements-router.txt"), "pdrelay"}
     assert not list(router.glob("bin/pip*"))
 
 
 @with_pip
 def test_the_router_imports_without_an_engine(router):
     """And so does the connector's package, which comes in the same wheel."""
-    code = "import sys, xpyd_proxy.app, xpyd_connector.settings; print(sorted({'vllm', 'torch'} & set(sys.modules)))"
+    code = (
+        "import sys, pdrelay_proxy.app, pdrelay_connector.settings; print(sorted({'vllm', 'torch'} & set(sys.modules)))"
+    )
     done = subprocess.run([router / "bin/python", "-I", "-c", code], capture_output=True, text=True, check=False)
 
     assert (done.stdout, done.stderr) == ("[]\n", "")
@@ -134,7 +138,7 @@ def _confined(router, tmp_path, *arguments):
     nowhere = tmp_path / "nowhere"
     nowhere.mkdir(mode=0o555)
     environment = {"PATH": f"{router}/bin", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(nowhere)}
-    command = [str(router / "bin/xpyd"), *arguments]
+    command = [str(router / "bin/pdrelay"), *arguments]
     with subprocess.Popen(
         command, env=environment, cwd=nowhere, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -181,7 +185,7 @@ def test_every_command_of_the_image_helps(router, tmp_path, command):
     with _confined(router, tmp_path, *command) as process:
         out, _ = process.communicate(timeout=30)
 
-    assert (process.returncode, out.startswith(f"usage: xpyd {command[0]}")) == (0, True), out
+    assert (process.returncode, out.startswith(f"usage: pdrelay {command[0]}")) == (0, True), out
 
 
 @pytest.mark.parametrize(("file", "extras"), REQUIREMENTS.items(), ids=REQUIREMENTS)
@@ -223,7 +227,7 @@ def environment(tmp_path_factory):
 def engine(environment):
     """The same for one test, which may put a NIXL there."""
     yield environment
-    for left in [*environment[1].glob("nixl-*"), *environment[1].glob("xpyd*")]:
+    for left in [*environment[1].glob("nixl-*"), *environment[1].glob("pdrelay*")]:
         shutil.rmtree(left)
 
 
@@ -242,7 +246,7 @@ def test_the_connector_is_added_and_the_images_nixl_stays(engine, wheel):
     done = _run("install-engine.sh", wheel, env={"PYTHON": str(folder / "bin/python"), "PIP_NO_INDEX": "1"})
 
     assert (done.returncode, done.stderr) == (0, "install-engine.sh: NIXL 1.5.1 stays\n")
-    assert _packages(folder) == {*before, "xpyd"}
+    assert _packages(folder) == {*before, "pdrelay"}
 
 
 @with_pip
@@ -257,7 +261,7 @@ def test_an_engine_without_a_usable_nixl_wants_the_locked_one(engine, wheel, the
 
     assert done.returncode != 0
     assert f"NIXL here: {there}; installing that of requirements-nixl.txt" in done.stderr
-    assert "xpyd" not in _packages(folder)
+    assert "pdrelay" not in _packages(folder)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +271,7 @@ def test_an_engine_without_a_usable_nixl_wants_the_locked_one(engine, wheel, the
         ("build-wheel.sh", ["/nowhere", "/tmp"], "/nowhere is not a checkout: it has no pyproject.toml"),
         ("install-router.sh", ["/tmp"], "give the folder and the wheel"),
         ("install-router.sh", ["/tmp", "x.whl"], "/tmp is there already, and must be new"),
-        ("install-router.sh", ["/tmp/xpyd-that-is-not", "x.whl"], "there is no file x.whl"),
+        ("install-router.sh", ["/tmp/pdrelay-that-is-not", "x.whl"], "there is no file x.whl"),
         ("install-engine.sh", ["x.whl"], "there is no file x.whl"),
     ],
 )
@@ -303,7 +307,7 @@ ROUTER = (IMAGES / "router.Dockerfile").read_text()
     ("old", "new", "said"),
     [
         ("USER 65532:65532", "", "names no USER by number"),
-        ("USER 65532:65532", "USER xpyd", "names no USER by number"),
+        ("USER 65532:65532", "USER pdrelay", "names no USER by number"),
         ("USER 65532:65532", "USER 0", "runs as root"),
         ("HEALTHCHECK NONE", "ADD https://example.org/x /x", "COPY does not unpack"),
         ("HEALTHCHECK NONE", "RUN curl -O https://example.org/x", "nothing verifies"),

@@ -59,10 +59,10 @@ EXCEPTIONS = {
     ("tests/support/compiled.py", '"--no-deps", "--no-index"'): "this directory, as a wheel",
     ("examples/05-gpu/wheels.py", "--no-index --no-deps --no-compile"): "the folder of wheels that was made elsewhere",
     ("hatch_build.py", "pip wheel .``"): "a sentence",
-    ("proxy/xpyd_proxy/building/requests.py", "pip install 'xpyd[tracing]'"): "a sentence for the operator",
-    ("proxy/xpyd_proxy/building/discovery.py", "pip install 'xpyd[redis]'"): "a sentence for the operator",
-    ("proxy/xpyd_proxy/cli.py", "pip install 'xpyd[proxy]'"): "a sentence for the operator",
-    ("proxy/xpyd_proxy/building/routes.py", "pip install 'xpyd[realtime]'"): "a sentence for the operator",
+    ("proxy/pdrelay_proxy/building/requests.py", "pip install 'pdrelay[tracing]'"): "a sentence for the operator",
+    ("proxy/pdrelay_proxy/building/discovery.py", "pip install 'pdrelay[redis]'"): "a sentence for the operator",
+    ("proxy/pdrelay_proxy/cli.py", "pip install 'pdrelay[proxy]'"): "a sentence for the operator",
+    ("proxy/pdrelay_proxy/building/routes.py", "pip install 'pdrelay[realtime]'"): "a sentence for the operator",
 }
 
 
@@ -230,7 +230,7 @@ def test_bases_are_pinned_once_and_built_from(docker, tmp_path):
     built = script(
         "build.sh",
         "1.2.3",
-        env=env | {"BASES": str(tmp_path / "bases.lock"), "REPOSITORY": "r.example/xpyd", "REVISION": "0a1b2c"},
+        env=env | {"BASES": str(tmp_path / "bases.lock"), "REPOSITORY": "r.example/pdrelay", "REVISION": "0a1b2c"},
     )
 
     assert (pinned.returncode, built.returncode) == (0, 0), pinned.stderr + built.stderr
@@ -242,7 +242,7 @@ def test_bases_are_pinned_once_and_built_from(docker, tmp_path):
     for line, name in ((router, "router"), (engine, "engine")):
         assert all(f"--build-arg {one}" in line for one in lock.splitlines())
         assert f"/{name}.Dockerfile " in line
-        assert f"-t r.example/xpyd/{name}:1.2.3 " in line
+        assert f"-t r.example/pdrelay/{name}:1.2.3 " in line
         assert "--label org.opencontainers.image.version=1.2.3" in line
         assert "--label org.opencontainers.image.revision=0a1b2c" in line
 
@@ -283,7 +283,7 @@ def cosign(tmp_path):
 def test_an_image_is_signed_by_its_digest_with_its_bill_of_materials(cosign, tmp_path):
     """With the identity of who signs, or with a key."""
     env, asked = cosign
-    images = [f"r.example:5000/xpyd/router:1@{DIGEST}", f"r.example/xpyd/engine@{DIGEST}"]
+    images = [f"r.example:5000/pdrelay/router:1@{DIGEST}", f"r.example/pdrelay/engine@{DIGEST}"]
     done = [script("sign.sh", *images, env=env | more) for more in ({}, {"KEY": "release.key"})]
 
     assert [each.returncode for each in done] == [0, 0], done
@@ -297,8 +297,8 @@ def test_an_image_is_signed_by_its_digest_with_its_bill_of_materials(cosign, tmp
     ("images", "said"),
     [
         ([], "give the images, each with its digest"),
-        (["r.example/xpyd/router:1"], "r.example/xpyd/router:1 has no digest"),
-        ([f"r.example/xpyd/other@{DIGEST}"], "make sbom writes it"),
+        (["r.example/pdrelay/router:1"], "r.example/pdrelay/router:1 has no digest"),
+        ([f"r.example/pdrelay/other@{DIGEST}"], "make sbom writes it"),
     ],
 )
 def test_what_cannot_be_signed_is_refused_in_a_sentence(cosign, images, said):
@@ -350,7 +350,7 @@ def test_a_bill_names_every_package_with_version_and_hashes(bills, name):
     }
 
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
-    assert bill["metadata"]["component"]["name"] == "xpyd"
+    assert bill["metadata"]["component"]["name"] == "pdrelay"
     assert {(one["name"], one["version"]) for one in bill["components"]} == wanted
     for one in bill["components"]:
         hashes = [said for place in one["externalReferences"] for said in place.get("hashes", ())]

@@ -21,7 +21,7 @@ PYTHON = """#!/bin/sh
 while [ "$1" != --wheel-dir ]; do shift; done
 tag=py3-none-any
 [ "${HATCH_BUILD_HOOK_ENABLE_CUSTOM:-}" != true ] || tag=cp3TH-cp3TH-linux_x86_64
-echo "$tag" >"$2/xpyd-0.1.0-$tag.whl"
+echo "$tag" >"$2/pdrelay-0.1.0-$tag.whl"
 """
 AUDITWHEEL = '#!/bin/sh\nshift 2\nfor w in "$2"; do cp "$w" "$1/$(basename "$w" | sed s/linux/manylinux_2_17/)"; done\n'
 
@@ -51,7 +51,8 @@ def test_a_release_has_the_pure_wheel_and_one_for_each_python(pythons, tmp_path,
     assert done.returncode == 0, done.stderr
     found = {path.name for path in (tmp_path / "dist").iterdir()}
     assert found == {
-        "xpyd-0.1.0-py3-none-any.whl", f"xpyd-0.1.0-cp312-cp312-{tag}.whl", f"xpyd-0.1.0-cp313-cp313-{tag}.whl",
+        "pdrelay-0.1.0-py3-none-any.whl", f"pdrelay-0.1.0-cp312-cp312-{tag}.whl",
+        f"pdrelay-0.1.0-cp313-cp313-{tag}.whl",
         "SHA256SUMS",
     }  # fmt: skip
     check = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "dist", capture_output=True, check=False)
@@ -84,7 +85,7 @@ def index(tmp_path_factory):
 
 def pip(index, *arguments):
     argv = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    argv += ["--quiet", "--no-index", "--find-links", index, "--no-deps", "xpyd"]
+    argv += ["--quiet", "--no-index", "--find-links", index, "--no-deps", "pdrelay"]
     subprocess.run(argv, check=True, timeout=120)
 
 
@@ -92,7 +93,7 @@ def kind(python, *paths):
     """Ask an environment which router it has; what the router needs lies in this one."""
     needs = sysconfig.get_path("platlib")
     code = f"import sys; sys.path[:0] = {list(map(str, paths))!r}; sys.path.append({needs!r})\n"
-    code += "from xpyd_proxy.io import build; print(build.find_build().is_compiled, build.__file__)"
+    code += "from pdrelay_proxy.io import build; print(build.find_build().is_compiled, build.__file__)"
     done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
     compiled, file = done.stdout.split()
     return compiled == "True", Path(file)
@@ -110,4 +111,4 @@ def test_pip_installs_the_fast_router_where_it_can(index, tmp_path):
     is_compiled, file = kind(python)
     assert (is_compiled, file.is_relative_to(tmp_path / "fast")) == (True, True)
     assert not list((tmp_path / "pure").rglob("*.so"))
-    assert kind(python, tmp_path / "pure") == (False, tmp_path / "pure/xpyd_proxy/io/build.py")
+    assert kind(python, tmp_path / "pure") == (False, tmp_path / "pure/pdrelay_proxy/io/build.py")

@@ -1,4 +1,4 @@
-"""``xpyd doctor`` with real NIXL between processes: each fault is named with its mend.
+"""``pdrelay doctor`` with real NIXL between processes: each fault is named with its mend.
 
 The two ends are in network namespaces of their own, where the kernel lets us have them.
 """
@@ -90,7 +90,7 @@ def test_two_ends_of_one_machine_use_shared_memory_and_nothing_is_wrong(ends, se
     assert abs(pair["clock"]["seconds"]) <= pair["clock"]["error"] + 0.001
     assert pair["back_failure"] == ""
     for end in (pair["here"], pair["there"]):
-        assert min(end["nixl"], end["ucx"], end["xpyd"], end["interface"]) > ""
+        assert min(end["nixl"], end["ucx"], end["pdrelay"], end["interface"]) > ""
         assert end["mtu"] > 0
         assert end["registration_seconds"] > 0
     assert any("memory" in each for each in pair["transports_here"])
@@ -130,7 +130,7 @@ def test_a_wrong_secret_and_none(ends, secret, tmp_path):
     for found in (wrong, none):
         assert found.code == 1
         assert list(found.findings) == ["secret"]
-        assert "XPYD_CONNECTOR_SECRET_FILE" in found.findings["secret"].mend
+        assert "PDRELAY_CONNECTOR_SECRET_FILE" in found.findings["secret"].mend
         assert found.report["pair"]["there"] is None
 
 

@@ -176,7 +176,7 @@ class Outcomes:
 def versions():
     """What ran here, and on what."""
     found = {"python": platform.python_version(), "kernel": platform.release(), "cpus": os.cpu_count()}
-    for name in ("torch", "numpy", "xpyd", "nixl", "nixl-cu12", "nixl-cu13"):
+    for name in ("torch", "numpy", "pdrelay", "nixl", "nixl-cu12", "nixl-cu13"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

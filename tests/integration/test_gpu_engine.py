@@ -12,16 +12,16 @@ with warnings.catch_warnings():
     import torch
     from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 
-    from xpyd_connector.io.nixl import NixlTransferAgent, make_agent, register
-    from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches, place_of, spans_of
-    from xpyd_connector.shell.engine_config import EngineConfig
-    from xpyd_connector.shell.host_staging import StagingBuffer, ThreadCopier, stream_beside
+    from pdrelay_connector.io.nixl import NixlTransferAgent, make_agent, register
+    from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches, place_of, spans_of
+    from pdrelay_connector.shell.engine_config import EngineConfig
+    from pdrelay_connector.shell.host_staging import StagingBuffer, ThreadCopier, stream_beside
 
-from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.core.layout.transfer_plan import TokenRange, check_shapes, pull_route, push_route
-from xpyd_connector.core.messages import RankInfo
-from xpyd_connector.core.ports import XferOutcome
+from pdrelay_connector.core.ids import Address, EngineId
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.layout.transfer_plan import TokenRange, check_shapes, pull_route, push_route
+from pdrelay_connector.core.messages import RankInfo
+from pdrelay_connector.core.ports import XferOutcome
 
 HAS_CUDA = torch.cuda.is_available()
 pytestmark = [

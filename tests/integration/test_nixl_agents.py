@@ -7,10 +7,10 @@ import uuid
 import numpy as np
 import pytest
 
+from pdrelay_connector.core.ports import XferOutcome
+from pdrelay_connector.errors import TransferError
+from pdrelay_connector.io.nixl import NixlTransferAgent, RemoteAgents, make_agent, register
 from support.engines import changed, rank_info
-from xpyd_connector.core.ports import XferOutcome
-from xpyd_connector.errors import TransferError
-from xpyd_connector.io.nixl import NixlTransferAgent, RemoteAgents, make_agent, register
 
 pytestmark = pytest.mark.nixl
 BYTES = 4096

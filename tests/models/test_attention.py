@@ -1,19 +1,19 @@
 """Models without a state: through both modes, text and logprobs are those of a single engine, and their KV moved.
 
-``XPYD_WRITE_MODELS=1`` has the run write the table of docs/models.md, with vLLM's own connector beside ours.
+``PDRELAY_WRITE_MODELS=1`` has the run write the table of docs/models.md, with vLLM's own connector beside ours.
 """
 
 import os
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
 from support.architectures import make, size_of
 from support.attention import ATTENTION, WINDOW
 from support.questions import ids
 from support.shapes import random_questions
 from support.tables import write_cell
 from support.trios import TOLERANCE, Trio
-from xpyd_proxy.core.protocol.push import TransferMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -26,7 +26,7 @@ LENGTHS = (1, 2, 31, 32, 33, 64, 65, 97, 129, 256, 257, 300, 513, 700, 1023, 150
 # more. What one missing token changes may be little, so there are several.
 EDGES = tuple(WINDOW - 1 + 32 * blocks for blocks in (1, 2, 13, 29))
 NIXL = "vLLM's NixlConnector, pull"
-WRITING = os.environ.get("XPYD_WRITE_MODELS")
+WRITING = os.environ.get("PDRELAY_WRITE_MODELS")
 
 
 def is_thorough(test, params):

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import Connector
 from support.architectures import ARCHITECTURES, make
 from support.attention import ATTENTION
 from support.cluster import OVER_TCP, engine_spec, nothing_held, start_engine, wait_until
@@ -14,8 +16,6 @@ from support.netns import lab_available, lab_or_none
 from support.questions import ask, client, differences, ids
 from support.shapes import meet
 from support.victims import BORROWING, LATE, LEASE, LINGERING, LOADS, LONG, PATIENT, Victim, hang_up, lost
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.thorough]  # minutes
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -62,7 +62,7 @@ def pair(request, fleet, made, lab):
     p, d = (
         Victim(
             engine_spec(
-                f"{label}-{mode.value}-{side}", made[label], connector=Connector.XPYD, mode=mode,
+                f"{label}-{mode.value}-{side}", made[label], connector=Connector.PDRELAY, mode=mode,
                 extra_connector_config=config, extra_args=OPTIONS[label], **places[side],
             ),
             fleet,

@@ -5,11 +5,11 @@ from importlib.util import find_spec
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
 from support.images import LLAVA, make_llava, seen
 from support.questions import ask, client
 from support.shapes import Pair
 from support.trios import TOLERANCE, Trio, distance
-from xpyd_proxy.core.protocol.push import TransferMode
 
 # Six engines start. The ordinary tests have the digest of a prompt, which images are part of.
 # vLLM 0.32's module of LLaVA imports transformers' image processor of Pixtral, and that imports torchvision, whose

@@ -1,19 +1,19 @@
 """Models that keep a state: pulled and pushed, text and logprobs are those of a single engine, and the state moved.
 
-``XPYD_WRITE_MODELS=1`` has the run write the table of docs/models.md.
+``PDRELAY_WRITE_MODELS=1`` has the run write the table of docs/models.md.
 """
 
 import os
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
 from support.architectures import ARCHITECTURES, make, size_of
 from support.legs import plain
 from support.questions import ids
 from support.shapes import random_questions
 from support.tables import write_cell
 from support.trios import TOLERANCE, Trio
-from xpyd_proxy.core.protocol.push import TransferMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -81,7 +81,7 @@ def test_equal(trio, mode):
     assert moved.loads + moved.skipped == len(prompts)
     assert moved.loads >= len(set(prompts)) - 1  # all but the prompt of one token
     assert moved.bytes > 0
-    if os.environ.get("XPYD_WRITE_MODELS"):
+    if os.environ.get("PDRELAY_WRITE_MODELS"):
         write_table(trio.architecture, mode, moved, sum(len(prompt) - 1 for prompt in prompts))
 
 

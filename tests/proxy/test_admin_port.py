@@ -142,7 +142,9 @@ def test_the_admin_port_answers_for_all_workers(tmp_path):
         def requests():
             text = httpx.get(router.admin + "/metrics", timeout=20).text
             families = {one.name: one for one in text_string_to_metric_families(text)}
-            return sum(sample.value for sample in families["xpyd_requests"].samples if sample.name.endswith("_total"))
+            return sum(
+                sample.value for sample in families["pdrelay_requests"].samples if sample.name.endswith("_total")
+            )
 
         until(lambda: {requests() for _ in range(6)} == {12})
         answering = {httpx.get(router.admin + "/stats", timeout=20).json()["worker"] for _ in range(60)}
@@ -339,11 +341,11 @@ def test_the_document_of_the_admin_port_names_the_paths_of_both(tmp_path):
     with two_ports(tmp_path) as (router, _):
         found = httpx.get(router.admin + "/openapi.json", headers=KEY, timeout=20).json()["paths"]
 
-    assert {path for path in found if "x-xpyd-main-port" not in found[path]} >= BOTH | (
+    assert {path for path in found if "x-pdrelay-main-port" not in found[path]} >= BOTH | (
         ADMIN - {"/docs", "/openapi.json"}
     )
-    assert {PATH, "/v1/models"} <= {path for path in found if found[path].get("x-xpyd-main-port")}
-    assert not {path for path in found if found[path].get("x-xpyd-main-port")} & (ADMIN | BOTH)
+    assert {PATH, "/v1/models"} <= {path for path in found if found[path].get("x-pdrelay-main-port")}
+    assert not {path for path in found if found[path].get("x-pdrelay-main-port")} & (ADMIN | BOTH)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -385,5 +387,5 @@ def test_an_answer_of_the_admin_port_is_read_over_one_connection(tmp_path):
         first, second = client.answer(), client.answer()
 
     assert first.status == second.status == 200
-    assert b"xpyd_requests_total" in first.body
+    assert b"pdrelay_requests_total" in first.body
     assert json.loads(second.body) == {"status": "ok"}

@@ -7,12 +7,12 @@ import re
 import httpx
 import pytest
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.errors import AddressError, AlreadyKnown
+from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_proxy.testing.rules import expected_text
 from support.sim import router, sims
-from xpyd_proxy.app import build
-from xpyd_proxy.errors import AddressError, AlreadyKnown
-from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
-from xpyd_proxy.testing.rules import expected_text
 
 TEXT = ("/v1/completions", {"prompt": "once upon a time", "max_tokens": 5})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 5})
@@ -71,13 +71,13 @@ async def test_both_legs_have_one_fresh_id_which_the_client_learns():
     async with router(engines) as client:
         for _ in range(2):
             response = await client.post(TEXT[0], json=TEXT[1], headers={"X-Request-Id": "mine"})
-            ids.append(response.headers["x-xpyd-request-id"])
+            ids.append(response.headers["x-pdrelay-request-id"])
             assert response.headers["x-request-id"] == "mine"
 
     legs = [[entry.headers["x-request-id"] for entry in engines[name].log] for name in ("p0", "d0")]
     assert legs == [ids, ids]
     assert len(set(ids)) == 2
-    assert all(one.startswith("xpyd-") and len(one) == 37 for one in ids)
+    assert all(one.startswith("pdrelay-") and len(one) == 37 for one in ids)
 
 
 async def test_engines_see_only_what_they_should_of_a_clients_headers():
@@ -93,7 +93,7 @@ async def test_engines_see_only_what_they_should_of_a_clients_headers():
         headers = engines[name].log[0].headers
         assert passed.items() <= headers.items()
         assert not (kept.keys() - {"user-agent"}) & headers.keys()
-        assert headers["user-agent"] == "xpyd"
+        assert headers["user-agent"] == "pdrelay"
         assert headers["accept-encoding"] == "identity"
 
 
@@ -214,7 +214,7 @@ async def test_failures_of_an_engine_have_a_status_and_name_the_instance(stream)
 @pytest.mark.parametrize("mode", ["pull", "push"])
 async def test_one_bad_engine_among_good_ones_is_not_noticed(mode, caplog):
     """Its requests go to the others; header and log tell of it."""
-    caplog.set_level(logging.INFO, "xpyd.access")
+    caplog.set_level(logging.INFO, "pdrelay.access")
     for bad in ("p1", "d1"):
         engines = sims(2, 2, mode=mode)
         engines[bad].inject(SimulatedFault(FaultKind.STATUS, status=500))
@@ -333,8 +333,8 @@ async def test_without_engines_there_is_a_sentence_and_not_a_crash():
 
 async def test_every_request_leaves_one_line(caplog):
     """Ids, engines, reason, status and time; never a body or a key."""
-    caplog.set_level(logging.INFO, "xpyd_proxy")
-    caplog.set_level(logging.INFO, "xpyd.access")
+    caplog.set_level(logging.INFO, "pdrelay_proxy")
+    caplog.set_level(logging.INFO, "pdrelay.access")
     engines = sims()
     async with router(engines, Settings(health_check_interval_s=0.0)) as client:  # probes have lines of their own
         secret = {"headers": {"authorization": "Bearer secret"}}
@@ -344,9 +344,9 @@ async def test_every_request_leaves_one_line(caplog):
             (await client.post(TEXT[0], content=b"secret", headers=JSON | secret["headers"])).headers["x-request-id"],
         ]
 
-    lines = [record.getMessage() for record in caplog.records if record.name.startswith("xpyd")]
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("pdrelay")]
     assert lines[:2] == ["prefill-0 is at http://p0:80", "decode-0 is at http://d0:80"]
-    split, single, bad = [record.getMessage() for record in caplog.records if record.name == "xpyd.access"]
+    split, single, bad = [record.getMessage() for record in caplog.records if record.name == "pdrelay.access"]
     assert split.startswith(
         f"request_id={ids[0]} path=/v1/completions prefill=prefill-0 decode=decode-0 status=200 duration_ms="
     )

@@ -5,11 +5,11 @@ import contextlib
 import httpx
 import pytest
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.settings import Settings
 from support.cache_followers import FOLLOWING, explained
 from support.sim import cluster, fleet, serving, until
-from xpyd_proxy.app import build
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.edges
 
@@ -103,7 +103,7 @@ def test_an_engine_without_events_is_known_by_what_it_was_sent():
         knows(router, {"prefill-0": 0})
         timings = [ask(router), ask(router)]
         until(lambda: shown(router) >= SHOWN)
-        disconnects = 'xpyd_kv_event_disconnects_total{instance="decode-0",reason="refused"}'
+        disconnects = 'pdrelay_kv_event_disconnects_total{instance="decode-0",reason="refused"}'
         refused = [line for line in shown(router) if line.startswith(disconnects)]
 
     assert ['reason;desc="cached_prompt"' in timing for timing in timings] == [False, True]
@@ -112,10 +112,10 @@ def test_an_engine_without_events_is_known_by_what_it_was_sent():
 
 
 SHOWN = {
-    'xpyd_kv_event_connections{instance="decode-0",state="refused"} 1.0',
-    'xpyd_kv_event_connections{instance="prefill-0",state="following"} 1.0',
-    'xpyd_kv_index_blocks{instance="prefill-0"} 25.0',
-    'xpyd_kv_events_total{event="stored",instance="prefill-0"} 25.0',
+    'pdrelay_kv_event_connections{instance="decode-0",state="refused"} 1.0',
+    'pdrelay_kv_event_connections{instance="prefill-0",state="following"} 1.0',
+    'pdrelay_kv_index_blocks{instance="prefill-0"} 25.0',
+    'pdrelay_kv_events_total{event="stored",instance="prefill-0"} 25.0',
 }
 
 

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from pdrelay_proxy.settings import FirstTokenFrom, KvEvents, PolicyName
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from support.chat_scenes import CACHE_BLOCKS, DECODE, PREFILL, STICKY, Ask, Scene
-from xpyd_proxy.settings import FirstTokenFrom, KvEvents, PolicyName
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 CHATS = range(4)
 FAULTS = st.builds(

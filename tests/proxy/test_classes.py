@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.testing.engine import FaultKind, Sim, SimulatedFault
 from support.clock import Clock
 from support.sim import InMemory, router, sims, until_async
-from xpyd_proxy.app import build
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
 
 CLASSES = ("chat:ttft=0.5", "strict:ttft=0.5,on_miss=refuse,open=true", "batch:rank=9,open=true,max_wait=300")
 QUIET = Settings(classes=CLASSES, default_class="chat", health_check_interval_s=0.0)
 KEYS = (
     "alice:a-key-of-16-chars class=chat,batch\nbob:b-key-of-16-chars class=batch priority=-3\ncarol:c-key-of-16-chars\n"
 )
-COUNTED = re.compile(r'xpyd_slo_requests_total\{class="([a-z]+)",outcome="([a-z]+)"\} (\S+)')
-WAITING = re.compile(r'xpyd_slo_requests_waiting\{class="([a-z]+)"\} (\S+)')
+COUNTED = re.compile(r'pdrelay_slo_requests_total\{class="([a-z]+)",outcome="([a-z]+)"\} (\S+)')
+WAITING = re.compile(r'pdrelay_slo_requests_waiting\{class="([a-z]+)"\} (\S+)')
 MEASURED = 4  # requests after which an engine's times are known
 
 
@@ -233,7 +233,7 @@ async def test_the_status_page_has_the_share_within_targets():
 
 async def test_what_is_refused_is_in_the_log_and_in_the_metrics(caplog):
     """By the limit, as any other refusal, and with the class."""
-    caplog.set_level("INFO", logger="xpyd.access")
+    caplog.set_level("INFO", logger="pdrelay.access")
     clock = Clock()
     engines = {"p0": SerialSim("prefill", clock, 5.0), "d0": Sim("decode")}
     async with router(engines, QUIET, clock) as client:
@@ -247,7 +247,7 @@ async def test_what_is_refused_is_in_the_log_and_in_the_metrics(caplog):
         await _while_time_passes(clock, busy, step=clock_step)
 
     assert answer.status_code == 503
-    assert 'xpyd_requests_refused_total{reason="class_target"} 1.0' in metrics
+    assert 'pdrelay_requests_refused_total{reason="class_target"} 1.0' in metrics
     line = next(record.getMessage() for record in caplog.records if "class='strict" in record.getMessage())
     assert re.search(r"class='strict refused, first token expected in \d+ ms'", line)
 

@@ -8,11 +8,11 @@ import types
 
 import pytest
 
-from xpyd_proxy import server
-from xpyd_proxy.cli import build_parser, main
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.options import check_engines, serve_settings, warn_without_engines
-from xpyd_proxy.settings import ClientKvParams, KvTransferMode, Settings
+from pdrelay_proxy import server
+from pdrelay_proxy.cli import build_parser, main
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.options import check_engines, serve_settings, warn_without_engines
+from pdrelay_proxy.settings import ClientKvParams, KvTransferMode, Settings
 
 pytestmark = pytest.mark.processes
 
@@ -66,9 +66,9 @@ def test_every_flag_arrives(monkeypatch):
             "argument --client-kv-params: 'maybe' is not a choice: write refuse or strip",
         ),
         (["--retries", "-1"], "argument --retries: '-1' is not a number of retries: write one from 0 to 10"),
-        (["--prefil", "a:1"], "xpyd serve: unrecognized arguments: --prefil: did you mean --prefill?"),
+        (["--prefil", "a:1"], "pdrelay serve: unrecognized arguments: --prefil: did you mean --prefill?"),
         (["--connect_timeout_s=5"], "unrecognized arguments: --connect_timeout_s: did you mean --connect-timeout?"),
-        (["--zzzz"], "xpyd serve: unrecognized arguments: --zzzz\n"),
+        (["--zzzz"], "pdrelay serve: unrecognized arguments: --zzzz\n"),
         (["--prefill"], "argument --prefill: expected at least one argument"),
     ],
 )
@@ -86,20 +86,20 @@ def test_a_wrong_argument_is_one_sentence(argv, says, capsys):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["up", "--prefil", "2"], "xpyd up: unrecognized arguments: --prefil: did you mean --prefill?"),
+        (["up", "--prefil", "2"], "pdrelay up: unrecognized arguments: --prefil: did you mean --prefill?"),
         (
             ["instances", "--ruoter", "a:1", "list"],
-            "xpyd instances: unrecognized arguments: --ruoter: did you mean --router?",
+            "pdrelay instances: unrecognized arguments: --ruoter: did you mean --router?",
         ),
         (
             ["instances", "drain", "decode-0", "--moev"],
-            "xpyd instances drain: unrecognized arguments: --moev: did you mean --move?",
+            "pdrelay instances drain: unrecognized arguments: --moev: did you mean --move?",
         ),
         (["why", "--ruoter", "a:1", "x"], "did you mean --router?"),
-        (["pairs", "--jsno"], "xpyd pairs: unrecognized arguments: --jsno: did you mean --json?"),
+        (["pairs", "--jsno"], "pdrelay pairs: unrecognized arguments: --jsno: did you mean --json?"),
         (["plan", "--promt-lengths", "x"], "did you mean --prompt-lengths?"),
-        (["--verson", "serve"], "xpyd: unrecognized arguments: --verson: did you mean --version?\n"),
-        (["--zzzz", "serve"], "xpyd: unrecognized arguments: --zzzz\n"),
+        (["--verson", "serve"], "pdrelay: unrecognized arguments: --verson: did you mean --version?\n"),
+        (["--zzzz", "serve"], "pdrelay: unrecognized arguments: --zzzz\n"),
     ],
 )
 def test_a_flag_that_is_nearly_right_is_suggested(argv, says, capsys):
@@ -119,7 +119,7 @@ def test_a_command_is_needed(capsys):
         main([])
 
     assert caught.value.code == 2
-    assert capsys.readouterr().err == "xpyd: the following arguments are required: COMMAND\n"
+    assert capsys.readouterr().err == "pdrelay: the following arguments are required: COMMAND\n"
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])
@@ -129,7 +129,7 @@ def test_the_version_names_the_commit_and_the_kind(flag, capsys):
         main([flag])
 
     assert caught.value.code == 0
-    assert re.fullmatch(r"xpyd \S+ \(commit [\w-]+, (compiled|plain Python)\)\n", capsys.readouterr().out)
+    assert re.fullmatch(r"pdrelay \S+ \(commit [\w-]+, (compiled|plain Python)\)\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_the_version_names_the_commit_and_the_kind(flag, capsys):
         ("fastapi", ["serve", "--decode", "127.0.0.1:1"]),
         ("httptools", ["serve", "--decode", "127.0.0.1:1"]),
         ("httpx", ["instances", "list"]),
-        ("httpx", ["why", "xpyd-1"]),
+        ("httpx", ["why", "pdrelay-1"]),
         ("httpx", ["up", "--engine", "sim"]),
     ],
 )
@@ -148,12 +148,12 @@ def test_without_the_extra_of_the_router_a_sentence_says_which_it_is(package, ar
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"xpyd: {package} is not installed, which comes with the extra for the router: pip install 'xpyd[proxy]' or, "
-        "in a checkout, pip install '.[proxy]'\n"
+        f"pdrelay: {package} is not installed, which comes with the extra for the router: "
+        "pip install 'pdrelay[proxy]' or, in a checkout, pip install '.[proxy]'\n"
     )
 
 
-@pytest.mark.parametrize("module", ["fastapi", "xpyd_proxy.options", "xpyd_proxy.requests.request"])
+@pytest.mark.parametrize("module", ["fastapi", "pdrelay_proxy.options", "pdrelay_proxy.requests.request"])
 def test_ctrl_c_while_modules_are_loaded_is_silent(module):
     """Half a second on a fast machine, in which people notice that a flag is wrong."""
     press = f"""
@@ -172,7 +172,7 @@ sys.meta_path.insert(0, CtrlC())
 
 def run_with(before, *argv):
     """Run the command in a process in which something is done first."""
-    code = f"import os, signal, sys\n{before}\nfrom xpyd_proxy.cli import main; sys.exit(main())"
+    code = f"import os, signal, sys\n{before}\nfrom pdrelay_proxy.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, *argv]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
@@ -181,7 +181,7 @@ def test_serve_starts_the_server(monkeypatch):
     """With the router and the settings, and a way to read these again."""
     calls = []
     monkeypatch.setattr(server, "run", lambda *args, **options: calls.append((args, options)) or 7)
-    monkeypatch.setattr(sys, "argv", ["xpyd", "serve", "--prefill", "a:1", "--port", "9000"])
+    monkeypatch.setattr(sys, "argv", ["pdrelay", "serve", "--prefill", "a:1", "--port", "9000"])
 
     assert main() == 7
     (((router, settings), options),) = calls
@@ -198,15 +198,15 @@ def test_serve_starts_the_server(monkeypatch):
         Settings(admin_key="sesame"),
         Settings(admin_key_file="key"),
         Settings(store="file:/tmp/engines"),
-        Settings(kubernetes_selector="app=xpyd"),
+        Settings(kubernetes_selector="app=pdrelay"),
         Settings(kubernetes_inference_pool="pool"),
     ],
 )
 def test_a_router_that_engines_can_come_to_may_start_without(settings, caplog):
     """Later ones are added by hand, by another router, or are pods."""
     check_engines(settings, None)
-    check_engines(settings, "xpyd.toml")
-    warn_without_engines(settings, "xpyd.toml")
+    check_engines(settings, "pdrelay.toml")
+    warn_without_engines(settings, "pdrelay.toml")
 
     assert caplog.records == []
 
@@ -219,17 +219,17 @@ def test_a_router_that_no_engine_can_come_to_does_not_start():
 
 def test_a_router_that_only_its_file_can_give_engines_says_so(caplog):
     """The file may be written later: SIGHUP reads it."""
-    check_engines(Settings(), "xpyd.toml")
-    warn_without_engines(Settings(), "xpyd.toml")
+    check_engines(Settings(), "pdrelay.toml")
+    warn_without_engines(Settings(), "pdrelay.toml")
 
     assert [one.message for one in caplog.records] == [
-        "there are no engines, and requests get 503: write prefill and decode into xpyd.toml and send SIGHUP"
+        "there are no engines, and requests get 503: write prefill and decode into pdrelay.toml and send SIGHUP"
     ]
 
 
 def test_up_is_loaded_only_when_it_is_asked_for(monkeypatch):
     """It brings libraries that a router does not need."""
-    module = types.ModuleType("xpyd_proxy.local.up")
+    module = types.ModuleType("pdrelay_proxy.local.up")
 
     def add_arguments(parser):
         parser.add_argument("--engine")
@@ -243,12 +243,12 @@ def test_up_is_loaded_only_when_it_is_asked_for(monkeypatch):
 
 def main_with(monkeypatch, module, argv):
     """Run with this module in the place of ``up``; None makes importing it fail."""
-    import xpyd_proxy.local
+    import pdrelay_proxy.local
 
-    monkeypatch.setitem(sys.modules, "xpyd_proxy.local.up", module)
-    monkeypatch.setattr(xpyd_proxy.local, "up", module, raising=False)
+    monkeypatch.setitem(sys.modules, "pdrelay_proxy.local.up", module)
+    monkeypatch.setattr(pdrelay_proxy.local, "up", module, raising=False)
     if module is None:
-        monkeypatch.delattr(xpyd_proxy.local, "up")
+        monkeypatch.delattr(pdrelay_proxy.local, "up")
     try:
         return main(argv)
     except SystemExit as done:
@@ -279,10 +279,10 @@ def test_help_begins_with_what_most_routers_need(capsys):
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("xpyd se", {"serve"}),
-        ("xpyd serve --circuit-breaker-w", {"--circuit-breaker-window"}),
-        ("xpyd serve --decode-policy p", {"power_of_two", "prefix"}),
-        ("xpyd plan --prompt-len", {"--prompt-lengths"}),
+        ("pdrelay se", {"serve"}),
+        ("pdrelay serve --circuit-breaker-w", {"--circuit-breaker-window"}),
+        ("pdrelay serve --decode-policy p", {"power_of_two", "prefix"}),
+        ("pdrelay plan --prompt-len", {"--prompt-lengths"}),
     ],
 )
 def test_a_shell_completes_what_has_been_begun(line, offered, tmp_path):
@@ -290,6 +290,6 @@ def test_a_shell_completes_what_has_been_begun(line, offered, tmp_path):
     pytest.importorskip("argcomplete")
     place = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out")}
     shell = os.environ | place | {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n"}
-    subprocess.run([sys.executable, "-m", "xpyd_proxy.cli"], env=shell, check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "pdrelay_proxy.cli"], env=shell, check=True, timeout=60)
 
     assert {word.strip() for word in (tmp_path / "out").read_text().splitlines()} == offered

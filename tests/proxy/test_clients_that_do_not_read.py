@@ -11,15 +11,15 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from pdrelay_proxy import listeners
+from pdrelay_proxy.api.clients import Clients
+from pdrelay_proxy.api.endpoint_protocol import endpoint_protocol
+from pdrelay_proxy.app import build
+from pdrelay_proxy.settings import Settings
 from support.certificates import Authority
 from support.reciting import Act, reciting, whole
 from support.scenes import answer, metrics_of, post, routing, run, text
 from support.sim import until_async as until
-from xpyd_proxy import listeners
-from xpyd_proxy.api.clients import Clients
-from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
-from xpyd_proxy.app import build
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 
@@ -71,13 +71,13 @@ async def read_on(sock):
 @pytest.mark.parametrize(("act", "stream"), [(FLOOD, True), (LONG, False)], ids=["stream", "whole"])
 def test_a_client_that_reads_nothing_is_hung_up_on(options, act, stream, caplog):
     """Its engine, its place and its bytes are free again, and the log says why; nobody else is touched."""
-    caplog.set_level(logging.INFO, "xpyd_proxy")
-    caplog.set_level(logging.INFO, "xpyd.access")
+    caplog.set_level(logging.INFO, "pdrelay_proxy")
+    caplog.set_level(logging.INFO, "pdrelay.access")
 
     async def scene():
         start = time.monotonic()  # the kernel's time begins with the first byte that is not read
         async with asked(options, act, stream=stream) as (cast, port, settled, sock):
-            counted = (await metrics_of(port))["xpyd_client_write_timeouts_total"]
+            counted = (await metrics_of(port))["pdrelay_client_write_timeouts_total"]
             assert counted == "0.0" or time.monotonic() - start >= PATIENCE_S
             await until(lambda: "has read nothing" in caplog.text)
             waited = time.monotonic() - start
@@ -97,7 +97,7 @@ def test_a_client_that_reads_nothing_is_hung_up_on(options, act, stream, caplog)
     assert f"a client (127.0.0.1) has read nothing of its answer for {PATIENCE_S:g} s" in caplog.text
     assert waited >= PATIENCE_S
     assert other.status == 200
-    assert metrics["xpyd_client_write_timeouts_total"] == "1.0"
+    assert metrics["pdrelay_client_write_timeouts_total"] == "1.0"
     if stream:
         assert "status=499" in caplog.text
 

@@ -4,16 +4,16 @@ import dataclasses
 
 import pytest
 
-from xpyd_proxy.cli import build_parser, main
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.options import DECLARED, OPTIONS, SECRETS, needs_restart, read, read_file, serve_settings
-from xpyd_proxy.settings import KvTransferMode, LogLevel, Settings
+from pdrelay_proxy.cli import build_parser, main
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.options import DECLARED, OPTIONS, SECRETS, needs_restart, read, read_file, serve_settings
+from pdrelay_proxy.settings import KvTransferMode, LogLevel, Settings
 
 
 @pytest.fixture
 def config(tmp_path):
     """Writes the file and reads it, beside these flags."""
-    path = tmp_path / "xpyd.toml"
+    path = tmp_path / "pdrelay.toml"
 
     def settings_of(text, *argv):
         path.write_text(text)
@@ -124,7 +124,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(config):
 )
 def test_a_wrong_file_is_one_sentence(config, text, says):
     """It names the file, the key and the value, and says what would be right."""
-    with pytest.raises(ConfigError, match=f"xpyd.toml:? {says}") as caught:
+    with pytest.raises(ConfigError, match=f"pdrelay.toml:? {says}") as caught:
         config(text)
 
     assert "secret" not in str(caught.value)
@@ -136,9 +136,9 @@ def test_the_command_line_says_it_too(tmp_path, capsys):
     binary.write_bytes(b"\xff\xfe")
 
     assert main(["serve", "--config", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err == f"xpyd serve: {tmp_path}/none cannot be read: No such file or directory\n"
+    assert capsys.readouterr().err == f"pdrelay serve: {tmp_path}/none cannot be read: No such file or directory\n"
     assert main(["serve", "--config", str(binary)]) == 2
-    assert capsys.readouterr().err == f"xpyd serve: {binary} is not UTF-8 text\n"
+    assert capsys.readouterr().err == f"pdrelay serve: {binary} is not UTF-8 text\n"
 
 
 @pytest.mark.parametrize("setting", OPTIONS.values(), ids=lambda setting: setting.name)
@@ -174,7 +174,7 @@ def test_what_needs_a_restart_is_named():
 
 def test_an_empty_file_changes_nothing(tmp_path):
     """Comments are fine."""
-    path = tmp_path / "xpyd.toml"
+    path = tmp_path / "pdrelay.toml"
     path.write_text("# nothing yet\n")
 
     assert read_file(str(path)) == {}

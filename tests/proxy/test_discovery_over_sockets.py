@@ -7,25 +7,25 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.testing.rules import expected_text
 from support.kube_api import KubeApi, pod
 from support.router_process import KEY, rows_of
 from support.service_account import ServiceAccount
 from support.sim import serving, sims
-from xpyd_proxy.app import build
-from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.rules import expected_text
 
 pytestmark = pytest.mark.processes
 
 
 BODY = {"prompt": "once upon a time", "max_tokens": 4}
-OPEN = Settings(admin_key=KEY["X-Api-Key"], health_check_interval_s=0.2, kubernetes_selector="app=xpyd")
+OPEN = Settings(admin_key=KEY["X-Api-Key"], health_check_interval_s=0.2, kubernetes_selector="app=pdrelay")
 
 
 def engine_pod(address, role, **said):
     """A pod whose engine is a simulated one on this machine."""
     host, port = address.split(":")
-    return pod(host, role, annotations={"xpyd.io/port": port}, **said)
+    return pod(host, role, annotations={"pdrelay/port": port}, **said)
 
 
 @pytest.fixture
@@ -145,10 +145,10 @@ async def test_the_last_view_serves_while_the_api_is_away_and_its_age_is_shown(a
         await asyncio.sleep(1.2)
         await ask(client)
         numbers = (await client.get("/metrics")).text
-        assert 'xpyd_discovery_synced{source="pods"} 1.0' in numbers
-        assert _number(numbers, 'xpyd_discovery_age_seconds{source="pods"}') > 1
-        assert _number(numbers, 'xpyd_discovery_age_seconds{source="store"}') < 5
-        assert _number(numbers, 'xpyd_discovery_engines{source="pods"}') == 2
+        assert 'pdrelay_discovery_synced{source="pods"} 1.0' in numbers
+        assert _number(numbers, 'pdrelay_discovery_age_seconds{source="pods"}') > 1
+        assert _number(numbers, 'pdrelay_discovery_age_seconds{source="store"}') < 5
+        assert _number(numbers, 'pdrelay_discovery_engines{source="pods"}') == 2
 
         api.delete("pods", "d0")
         await api.start(port)
@@ -161,9 +161,9 @@ def _number(text, name):
 
 async def test_the_router_asks_the_api_for_nothing_but_what_its_role_grants(account, monkeypatch):
     """The closure of its RBAC: these calls and no others, in its own namespace."""
-    settings = replace(OPEN, store="kubernetes:xpyd-instances")
+    settings = replace(OPEN, store="kubernetes:pdrelay-instances")
     async with cluster(account, monkeypatch, settings) as (api, _, _, client):
-        api.put("configmaps", "xpyd-instances", {"metadata": {}})
+        api.put("configmaps", "pdrelay-instances", {"metadata": {}})
         await until_rows(client, lambda rows: len(rows) == 2)
         with serving(sims(0, 1)["d0"]) as address:
             wanted = {"type": "decode", "instance": address}
@@ -177,8 +177,8 @@ async def test_the_router_asks_the_api_for_nothing_but_what_its_role_grants(acco
         assert {(call.verb, call.resource, call.name) for call in api.calls} == {
             ("list", "pods", ""),
             ("watch", "pods", ""),
-            ("list", "configmaps", "xpyd-instances"),
-            ("watch", "configmaps", "xpyd-instances"),
-            ("patch", "configmaps", "xpyd-instances"),
+            ("list", "configmaps", "pdrelay-instances"),
+            ("watch", "configmaps", "pdrelay-instances"),
+            ("patch", "configmaps", "pdrelay-instances"),
         }
         assert {call.namespace for call in api.calls} == {"default"}

@@ -90,4 +90,4 @@ def test_engines_whose_names_do_not_resolve_serve_on_and_are_not_blamed(tmp_path
         assert [line.partition("(")[0].split(" ", 4)[4].strip() for line in said] == [
             "names of engines do not resolve"
         ], said
-        assert door.metric("xpyd_retries_total") == 0
+        assert door.metric("pdrelay_retries_total") == 0

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
+from pdrelay_proxy.settings import ClientKvParams, Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_proxy.testing.rules import expected_text, prompt_ids, token_ids
 from support.sim import router, sims
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
-from xpyd_proxy.settings import ClientKvParams, Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
-from xpyd_proxy.testing.rules import expected_text, prompt_ids, token_ids
 
 BODIES = {
     Api.COMPLETIONS: {"prompt": "once upon a time", "max_tokens": 5},
@@ -149,7 +149,7 @@ async def test_what_has_one_leg_goes_to_one_decode_engine_as_it_came(path):
     assert [response.status_code for response in responses] == [200, 200]
     single = 'mode;desc="single", reason;desc="one_leg", decode;desc="decode-0"'
     assert responses[0].headers["server-timing"].startswith(single)
-    assert responses[0].headers["x-request-id"].startswith("xpyd-")
+    assert responses[0].headers["x-request-id"].startswith("pdrelay-")
     assert [[entry.body for entry in sim.log] for sim in engines.values()] == [[], [raw.decode()], [raw.decode()]]
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.testing.engine import FaultKind, Sim, SimulatedFault
+from pdrelay_proxy.testing.rules import expected_text
 from support.clock import Clock
 from support.sim import InMemory, router, sims
-from xpyd_proxy.app import build
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
-from xpyd_proxy.testing.rules import expected_text
 
 WEIGHING = Settings(
     prefill_policy=PolicyName.EXPECTED_TTFT,
@@ -42,7 +42,9 @@ async def turn(client, messages, *, streams=True):
 async def metrics(client):
     text = (await client.get("/metrics")).text
     return {
-        line.split(" ")[0]: float(line.split(" ")[1]) for line in text.splitlines() if line.startswith("xpyd_instance_")
+        line.split(" ")[0]: float(line.split(" ")[1])
+        for line in text.splitlines()
+        if line.startswith("pdrelay_instance_")
     }
 
 
@@ -98,8 +100,8 @@ async def test_what_it_has_learned_is_in_the_metrics():
         await turn(client, [{"role": "user", "content": LONG}])
         none = await metrics(client)
 
-    assert found['xpyd_instance_prefill_tokens_per_second{instance="prefill-0"}'] > 0
-    assert found['xpyd_instance_inter_token_latency_seconds{instance="decode-0"}'] >= 0
+    assert found['pdrelay_instance_prefill_tokens_per_second{instance="prefill-0"}'] > 0
+    assert found['pdrelay_instance_inter_token_latency_seconds{instance="decode-0"}'] >= 0
     assert [name for name in none if "state" not in name] == []
 
 

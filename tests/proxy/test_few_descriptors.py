@@ -34,4 +34,4 @@ def test_idle_connections_leave_their_descriptors_to_others(tmp_path, descriptor
         until(lambda: not any(thread.is_alive() for thread in threads), seconds=120)
         assert found == [200] * 3 * clients
         assert "ejected" not in door.process.said
-        assert door.metric("xpyd_retries_total") == 0
+        assert door.metric("pdrelay_retries_total") == 0

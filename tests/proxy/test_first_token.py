@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.settings import FirstTokenFrom, Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_proxy.testing.rules import expected_text
 from support.sim import router, sims
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.settings import FirstTokenFrom, Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
-from xpyd_proxy.testing.rules import expected_text
 
 BASE = {"stream": True, "temperature": 0, "max_tokens": 6, "stream_options": {"include_usage": True}}
 BODIES = {

@@ -8,10 +8,10 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_proxy.testing.rules import expected_text
 from support.sim import cluster, serving, sims, until_async
-from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
-from xpyd_proxy.testing.rules import expected_text
 
 pytestmark = pytest.mark.edges
 

@@ -72,7 +72,7 @@ class Front:
         return 0.0
 
     def refused(self, reason):
-        return self.metric("xpyd_connections_refused_total", reason=reason)
+        return self.metric("pdrelay_connections_refused_total", reason=reason)
 
     @property
     def prompts(self):
@@ -663,7 +663,7 @@ def test_there_is_a_limit_of_connections(tmp_path, kind):
             client.sock.close()
         until(lambda: [one.status for one in door.ask(request(lines=(JSON, "Connection: close")))] == [200])
         kept[0].send(request("/metrics", method="GET"))
-        assert b'xpyd_connections_refused_total{reason="max_connections"}' in kept[0].answer().body
+        assert b'pdrelay_connections_refused_total{reason="max_connections"}' in kept[0].answer().body
 
 
 def test_there_is_a_limit_for_one_address(tmp_path):
@@ -739,7 +739,7 @@ def test_bodies_are_charged_while_they_come(tmp_path, shape):
             clients = [stack.enter_context(door.open()) for _ in range(30)]
             for client in clients:
                 client.send(UNFINISHED[shape](2_000_000))
-            until(lambda: door.metric("xpyd_requests_refused_total", reason="max_inflight_bytes") >= 20, seconds=40)
+            until(lambda: door.metric("pdrelay_requests_refused_total", reason="max_inflight_bytes") >= 20, seconds=40)
             assert rss(door) - before < 16_000_000 + 24_000_000  # each of 30 connections has a buffer or two
             found = [client.answer() for client in clients if readable(client)]
         assert len(found) >= 20

@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 
+from pdrelay_proxy.options import OPTIONS, read
+from pdrelay_proxy.testing.rules import expected_text
 from support.certificates import Authority
 from support.router_process import KEY, router_processes
 from support.sim import serving, sims, until
-from xpyd_proxy.options import OPTIONS, read
-from xpyd_proxy.testing.rules import expected_text
 
 pytestmark = pytest.mark.processes
 
@@ -47,7 +47,7 @@ class Fleet:
 
     def failures(self):
         text = self.get("/metrics").text
-        found = re.findall(r'^xpyd_engine_tls_failures_total\{instance="(\S+)",reason="(\w+)"\} (\S+)$', text, re.M)
+        found = re.findall(r'^pdrelay_engine_tls_failures_total\{instance="(\S+)",reason="(\w+)"\} (\S+)$', text, re.M)
         return {(name, reason): float(count) for name, reason, count in found}
 
 

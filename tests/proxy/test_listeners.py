@@ -5,10 +5,10 @@ import resource
 
 import pytest
 
-from xpyd_proxy.app import build
-from xpyd_proxy.core.workers.limit_shares import share_of
-from xpyd_proxy.listeners import main_protocol
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.workers.limit_shares import share_of
+from pdrelay_proxy.listeners import main_protocol
+from pdrelay_proxy.settings import Settings
 
 SAID = "max_connections is 1000, and 1064 descriptors are enough for 500: more are refused (raise ulimit -n)"
 

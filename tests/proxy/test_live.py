@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from xpyd_proxy.app import build
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission import admission
-from xpyd_proxy.core.model import EngineRole, InstanceId, RequestId, Role
-from xpyd_proxy.errors import AddressError, ConfigError
-from xpyd_proxy.io.workers.context import WorkerContext
-from xpyd_proxy.options import OPTIONS, SECRETS
-from xpyd_proxy.requests import attempt, client_response, dispatch, gate, request, service, stream_moves
-from xpyd_proxy.requests.realtime import sessions
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission import admission
+from pdrelay_proxy.core.model import EngineRole, InstanceId, RequestId, Role
+from pdrelay_proxy.errors import AddressError, ConfigError
+from pdrelay_proxy.io.workers.context import WorkerContext
+from pdrelay_proxy.options import OPTIONS, SECRETS
+from pdrelay_proxy.requests import attempt, client_response, dispatch, gate, request, service, stream_moves
+from pdrelay_proxy.requests.realtime import sessions
+from pdrelay_proxy.settings import Settings
 
 OLD = Settings(prefill=("p0:1", "p1:1"), decode=("d0:1",))
 

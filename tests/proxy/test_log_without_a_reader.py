@@ -50,7 +50,7 @@ def test_a_log_that_goes_nowhere_stops_nobody(tmp_path, kind):
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     with fleet() as (_, _, flags), ended(kind, tmp_path) as error:
-        argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", str(port), *flags]
+        argv = [sys.executable, "-m", "pdrelay_proxy.cli", "serve", "--port", str(port), *flags]
         if error is None:
             argv = ["sh", "-c", 'exec "$@" 2>&-', "sh", *argv]
         environment = {**os.environ, "ADMIN_API_KEY": KEY["X-Api-Key"]}
@@ -62,7 +62,7 @@ def test_a_log_that_goes_nowhere_stops_nobody(tmp_path, kind):
                         assert client.post("/v1/completions", json=PROMPT).status_code == 200
                     assert client.post("/instances/drain", headers=KEY, json={"instance": "p9"}).status_code == 404
                     metrics = client.get("/metrics").text
-                dropped = float(metrics.partition("\nxpyd_log_lines_dropped_total ")[2].partition("\n")[0])
+                dropped = float(metrics.partition("\npdrelay_log_lines_dropped_total ")[2].partition("\n")[0])
                 assert (dropped >= ENOUGH) is (kind != "nobody reads")
                 router.send_signal(signal.SIGTERM)
                 assert router.wait(30) == 0

@@ -82,7 +82,7 @@ def test_answers_that_nobody_reads_are_bounded_by_what_the_router_may_hold(tmp_p
 
 def refused(front):
     """How many requests the router had no room for."""
-    return front.metric("xpyd_requests_refused_total", reason="max_inflight_bytes")
+    return front.metric("pdrelay_requests_refused_total", reason="max_inflight_bytes")
 
 
 def serves(front, path):

@@ -7,13 +7,13 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_proxy.testing.rules import expected_text
 from support.clock import Clock
 from support.sim import InMemory, Sim, router, sims
-from xpyd_proxy.app import build
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
-from xpyd_proxy.testing.rules import expected_text
 
 STICKY = Settings(
     prefill_policy=PolicyName.PREFIX,
@@ -201,7 +201,7 @@ async def test_an_engine_that_has_evicted_a_conversation_says_so(cached, alone):
         metrics = (await client.get("/metrics")).text
 
     assert [is_alone(timing) for timing in timings[1:]] == alone
-    missed = 'xpyd_prompt_cache_misses_total{instance="decode-0"} 1.0' in metrics
+    missed = 'pdrelay_prompt_cache_misses_total{instance="decode-0"} 1.0' in metrics
     assert missed == (not all(alone))
 
 
@@ -272,7 +272,7 @@ async def test_a_decode_engine_computes_no_more_than_the_threshold_at_a_time(pol
         metrics = (await client.get("/metrics")).text
 
     assert sorted(map(is_alone, timings)) == [False, True]
-    assert 'xpyd_lone_prompts_bound_total{outcome="split"} 1.0' in metrics
+    assert 'pdrelay_lone_prompts_bound_total{outcome="split"} 1.0' in metrics
 
 
 async def test_one_after_the_other_is_no_more_than_the_threshold():

@@ -7,18 +7,18 @@ from contextlib import ExitStack, asynccontextmanager
 import httpx
 import pytest
 
+from pdrelay_proxy.testing.engine import Sim
+from pdrelay_proxy.testing.rules import expected_text
 from support.kube_api import KubeApi, pod
 from support.router_process import router_processes, rows_of
 from support.service_account import ServiceAccount
 from support.sim import serving
-from xpyd_proxy.testing.engine import Sim
-from xpyd_proxy.testing.rules import expected_text
 
 pytestmark = pytest.mark.processes
 
 
 ARGS = (
-    *("--kubernetes-selector", "app=xpyd", "--health-check-interval", "0.5", "--drain-idle-time", "0.1"),
+    *("--kubernetes-selector", "app=pdrelay", "--health-check-interval", "0.5", "--drain-idle-time", "0.1"),
     *("--roles", "auto", "--target-ttft", "2", "--target-itl", "0.05", "--roles-interval", "0.1"),
 )
 
@@ -32,7 +32,7 @@ class Pods:
     async def add(self, name):
         sim = self.sims[name] = Sim("both", prefill_s=0.005, token_s=0.002)
         host, port = (await asyncio.to_thread(self._stack.enter_context, serving(sim))).split(":")
-        self._api.put("pods", name, pod(host, "both", annotations={"xpyd.io/port": port}))
+        self._api.put("pods", name, pod(host, "both", annotations={"pdrelay/port": port}))
 
     def close(self):
         self._stack.close()

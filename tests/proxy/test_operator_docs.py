@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
+from pdrelay_connector.core.counters import COUNTERS, GAUGES
+from pdrelay_connector.shell import kv_event_metrics
 from support.documents import PAGES, ROOT
-from xpyd_connector.core.counters import COUNTERS, GAUGES
-from xpyd_connector.shell import kv_event_metrics
 
 pytestmark = pytest.mark.processes
 
 
-CHART = ROOT / "helm/xpyd"
+CHART = ROOT / "helm/pdrelay"
 ALERTS = re.findall(r"(?m)^- alert: (\w+)", (CHART / "files/alerts.yaml").read_text())
 PARTS = ["Symptom", "Means", "Look", "Do", "Sure"]
 OTHERS = {  # what is no metric: a package, a plugin, labels of Prometheus, members of kv_transfer_params
-    *("xpyd_connector", "xpyd_timelines", "xpyd_io_role", "xpyd_io_release"),
+    *("pdrelay_connector", "pdrelay_timelines", "pdrelay_role", "pdrelay_release"),
     *(
-        "xpyd_expires_at",
-        "xpyd_signature",
-        "xpyd_first_token",
-        "xpyd_cached_on",
-        "xpyd_cached_share",
-        "xpyd_looks_back",
+        "pdrelay_expires_at",
+        "pdrelay_signature",
+        "pdrelay_first_token",
+        "pdrelay_cached_on",
+        "pdrelay_cached_share",
+        "pdrelay_looks_back",
     ),
 }
 SUFFIXES = re.compile(r"_(total|bucket|sum|count)$")
@@ -37,17 +37,17 @@ def _sections(page):
 
 def _router_metrics():
     found = set()
-    for source in (ROOT / "proxy/xpyd_proxy/io").rglob("*.py"):
-        found |= set(re.findall(r'"(xpyd_\w+)"', source.read_text()))
+    for source in (ROOT / "proxy/pdrelay_proxy/io").rglob("*.py"):
+        found |= set(re.findall(r'"(pdrelay_\w+)"', source.read_text()))
     return found
 
 
 def _connector_metrics():
-    shell = "".join(path.read_text() for path in (ROOT / "connector/xpyd_connector/shell").glob("*.py"))
+    shell = "".join(path.read_text() for path in (ROOT / "connector/pdrelay_connector/shell").glob("*.py"))
     more = re.findall(r'"(bytes_transferred|descriptors|posting_seconds)":', shell)
     events = [f"kv_events_{name}" for name in (*kv_event_metrics.COUNTERS, "blocks", "readers")]
-    found = {f"xpyd_{name}" for name in (*COUNTERS, *GAUGES, *more, *events, "kv_events")}  # what those begin with
-    return found | set(re.findall(r'"vllm:(xpyd_\w+)"', shell))
+    found = {f"pdrelay_{name}" for name in (*COUNTERS, *GAUGES, *more, *events, "kv_events")}  # what those begin with
+    return found | set(re.findall(r'"vllm:(pdrelay_\w+)"', shell))
 
 
 def _vllm_metrics():
@@ -62,13 +62,13 @@ def _vllm_metrics():
 def test_every_metric_exists(page):
     """Operators paste them into Prometheus, and one that is gone is silent there."""
     text = page.read_text()
-    ours = {SUFFIXES.sub("", name) for name in re.findall(r"(?<![\w:./-])(xpyd_[a-z_]+[a-z])(?!\w|/)", text)}
+    ours = {SUFFIXES.sub("", name) for name in re.findall(r"(?<![\w:./-])(pdrelay_[a-z_]+[a-z])(?!\w|/)", text)}
     engines = {SUFFIXES.sub("", name) for name in re.findall(r"vllm:([a-z_]+[a-z])", text)}
 
     assert ours <= _router_metrics() | OTHERS
-    connectors = {name for name in engines if name.startswith("xpyd_")}
+    connectors = {name for name in engines if name.startswith("pdrelay_")}
     assert connectors <= _connector_metrics()
-    assert engines - connectors - {"xpyd"} <= {SUFFIXES.sub("", name) for name in _vllm_metrics()}
+    assert engines - connectors - {"pdrelay"} <= {SUFFIXES.sub("", name) for name in _vllm_metrics()}
 
 
 @pytest.mark.parametrize("alert", ALERTS)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
+from pdrelay_proxy.testing.engine import Sim
 from support.router_process import KEY, RouterProcess, router_processes
 from support.sim import fleet, serving, sims
-from xpyd_proxy.testing.engine import Sim
 
 pytestmark = pytest.mark.processes
 
@@ -68,7 +68,7 @@ def salts(fleet, paths=(PATH,)):
 
 def test_what_one_key_sends_is_not_found_in_the_cache_of_another(tmp_path, keys):
     """The time of the first token would tell whether somebody has sent this beginning before."""
-    env = {"XPYD_CACHE_SALT_SECRET": "of the fleet"}
+    env = {"PDRELAY_CACHE_SALT_SECRET": "of the fleet"}
     args = ("--api-keys-file", keys, "--cache-salt-per-key", "true")
     with running(tmp_path, *args, env=env) as fleet:
         for key, body in (
@@ -96,7 +96,7 @@ def test_what_one_key_sends_is_not_found_in_the_cache_of_another(tmp_path, keys)
 
 def serve(*args):
     """Start a router that ends by itself, and return what became of it."""
-    argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", *args]
+    argv = [sys.executable, "-m", "pdrelay_proxy.cli", "serve", "--port", "0", *args]
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -150,7 +150,7 @@ def test_what_shows_the_fleet_needs_a_key_where_clients_do(tmp_path, keys):
         probes = [fleet.get(path).status_code for path in ("/health", "/ready")]
 
     assert {answer.status_code for answer in bare + wrong} == {401}
-    assert [answer.headers["www-authenticate"] for answer in bare] == ['Basic realm="xpyd", Bearer'] * 2 + ["Bearer"]
+    assert [answer.headers["www-authenticate"] for answer in bare] == ['Basic realm="pdrelay", Bearer'] * 2 + ["Bearer"]
     assert {answer.status_code for answer in right} == {200}
     assert browser == [200, 200, 401]
     assert generating.status_code == 401  # a browser sends passwords with requests that other pages make
@@ -170,7 +170,7 @@ def add(fleet, instance, role="decode", **options):
 
 def audited(fleet):
     """The lines of the audit log, after the logger's name."""
-    return [line.split(" xpyd.audit ")[1] for line in fleet.router.said.splitlines() if " xpyd.audit " in line]
+    return [line.split(" pdrelay.audit ")[1] for line in fleet.router.said.splitlines() if " pdrelay.audit " in line]
 
 
 class Listener:
@@ -195,7 +195,7 @@ def test_nothing_is_sent_to_an_address_that_is_not_allowed(tmp_path):
     port = listener.at.rpartition(":")[2]
     spellings = ["127.0.0.2", "[::ffff:127.0.0.2]", "[::ffff:7f00:2]"]
     odd = ["0x7f000002", "2130706434", "127.2", "127.0.0.0x2"]
-    env = {"XPYD_DECODE_API_KEY": "engine-key"}
+    env = {"PDRELAY_DECODE_API_KEY": "engine-key"}
     args = ("--allowed-instances", "127.0.0.1/32", "10.0.0.0/8")
     with running(tmp_path, *args, env=env) as fleet, closing(listener.socket):
         refused = [add(fleet, f"{host}:{port}") for host in (*spellings, "169.254.169.254", "8.8.8.8")]
@@ -232,7 +232,7 @@ def test_an_engine_that_is_added_sees_a_key_only_if_it_wants_one_and_never_the_o
         )
         await send({"type": "http.response.body", "body": b'{"data": [{"id": "sim"}]}' if status == 200 else b"{}"})
 
-    env = {"XPYD_DECODE_API_KEY": "engine-key"}
+    env = {"PDRELAY_DECODE_API_KEY": "engine-key"}
     with running(tmp_path, env=env) as fleet, serving(app, lifespan="off") as engine:
         answer = add(fleet, engine, headers=KEY | bearer("operator's own"))
 
@@ -268,7 +268,7 @@ def test_each_action_of_an_operator_leaves_one_line_in_the_audit_log(tmp_path):
         f"action=add outcome=refused {who} target='decode two\\nlines:80' why='Invalid instance address.'",
         f"action=drain outcome=ok {who} target='decode-1'",
         f"action=drain outcome=refused {who} target='decode-9' "
-        + "why=\"there is no instance 'decode-9': `xpyd instances list` shows those there are\"",
+        + "why=\"there is no instance 'decode-9': `pdrelay instances list` shows those there are\"",
         f"action=remove outcome=ok {who} target='decode-1'",
         "action=remove outcome=unauthenticated key=- client=127.0.0.1 why='a wrong X-Api-Key'",
         "action=list outcome=unauthenticated key=- client=127.0.0.1 why='no X-Api-Key'",
@@ -276,8 +276,8 @@ def test_each_action_of_an_operator_leaves_one_line_in_the_audit_log(tmp_path):
     assert (wrong.status_code, missing.status_code) == (401, 401)
     assert wrong.headers["www-authenticate"] == "X-Api-Key"
     for action, outcome, count in (("add", "ok", 1), ("add", "refused", 3), ("list", "ok", 1), ("remove", "ok", 1)):
-        assert f'xpyd_admin_actions_total{{action="{action}",outcome="{outcome}"}} {count}.0' in numbers
-    assert 'xpyd_admin_actions_total{action="remove",outcome="unauthenticated"} 1.0' in numbers
+        assert f'pdrelay_admin_actions_total{{action="{action}",outcome="{outcome}"}} {count}.0' in numbers
+    assert 'pdrelay_admin_actions_total{action="remove",outcome="unauthenticated"} 1.0' in numbers
 
 
 def test_who_guesses_keys_is_counted_and_does_not_fill_the_log(tmp_path):
@@ -290,7 +290,7 @@ def test_who_guesses_keys_is_counted_and_does_not_fill_the_log(tmp_path):
 
     assert tries == {401}
     assert 10 <= len(lines) < 100
-    assert 'xpyd_admin_actions_total{action="list",outcome="unauthenticated"} 200.0' in numbers
+    assert 'pdrelay_admin_actions_total{action="list",outcome="unauthenticated"} 200.0' in numbers
 
 
 def test_an_engine_that_names_no_reachable_host_is_named_by_the_router(tmp_path):
@@ -309,7 +309,7 @@ def test_an_engine_that_names_no_reachable_host_is_named_by_the_router(tmp_path)
     assert {answer.status_code for answer in answers} <= {200, 400}  # the simulated engine sees that they were changed
     assert {params["remote_host"] for params in told} == {"127.0.0.1"}
     assert said.count("prefill-0 names '0.0.0.0' as the host of its KV cache") == 1
-    assert 'xpyd_prefill_hosts_replaced_total{instance="prefill-0"} 3.0' in numbers
+    assert 'pdrelay_prefill_hosts_replaced_total{instance="prefill-0"} 3.0' in numbers
 
 
 class Saying:

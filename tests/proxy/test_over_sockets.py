@@ -7,11 +7,11 @@ import httpx
 import openai
 import pytest
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_proxy.testing.rules import expected_text
 from support.sim import cluster, serving, until
-from xpyd_proxy.app import build
-from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
-from xpyd_proxy.testing.rules import expected_text
 
 pytestmark = pytest.mark.edges
 

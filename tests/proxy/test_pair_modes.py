@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from pdrelay_proxy.settings import KvTransferMode, Settings
+from pdrelay_proxy.testing.rules import expected_text
 from support.sim import router, sims
 from support.simulated_loop import in_simulated_time
-from xpyd_proxy.settings import KvTransferMode, Settings
-from xpyd_proxy.testing.rules import expected_text
 
 KEY = {"X-Api-Key": "sesame"}
 BODY = {"prompt": "once upon a time", "max_tokens": 4}

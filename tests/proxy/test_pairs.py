@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_proxy.testing.loads import SAID
+from pdrelay_proxy.testing.rules import expected_text
 from support.sim import router, sims
-from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
-from xpyd_proxy.testing.loads import SAID
-from xpyd_proxy.testing.rules import expected_text
 
 KEY = {"X-Api-Key": "sesame"}
 OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0, engine_metrics_interval_s=0.01)
@@ -39,7 +39,7 @@ class World:
         """Send requests until the router has seen enough; return the pairs that they went to."""
         used = []
         async with asyncio.timeout(PATIENCE_S):
-            while (await self.metric("xpyd_pairs_resting")) != count:
+            while (await self.metric("pdrelay_pairs_resting")) != count:
                 used.append(await self.ask())
                 await asyncio.sleep(0.02)
         return used
@@ -88,7 +88,7 @@ async def test_operators_see_the_pair_and_why():
     async with world() as running:
         await running.until_resting()
         found, rows = await running.pairs()
-        failures = await running.metric('xpyd_pair_failures_total{reason="handshake"}')
+        failures = await running.metric('pdrelay_pair_failures_total{reason="handshake"}')
         page = (await running.client.get("/stats")).json()["pairs"]
         question = {"path": "/v1/completions", "body": BODY}
         said = (await running.client.post("/instances/explain", json=question, headers=KEY)).json()
@@ -202,7 +202,7 @@ async def test_requests_that_fail_between_two_engines_are_served_by_others(strea
     """With kv_load_failure_policy fail the decode engine ends them with an error; so does it with vLLM's connector."""
     async with world(shows=False, recomputes=False) as running:
         async with asyncio.timeout(PATIENCE_S):
-            while (await running.metric("xpyd_pairs_resting")) != 1:
+            while (await running.metric("pdrelay_pairs_resting")) != 1:
                 running.now += 1.0
                 await running.ask(stream=stream)
         after = [await running.ask(stream=stream) for _ in range(8)]
@@ -223,7 +223,7 @@ async def test_an_engine_that_fails_everywhere_is_ejected_and_no_pair_is_blamed(
             running.now += 0.5
             await running.ask()
         page = (await running.client.get("/instances", headers=KEY)).json()["instances"]
-        resting = await running.metric("xpyd_pairs_resting")
+        resting = await running.metric("pdrelay_pairs_resting")
 
     assert {row["id"]: row["state"] for row in page}["decode-0"] == "ejected"
     assert resting == 0
@@ -237,7 +237,7 @@ async def test_a_prefill_engine_that_was_restarted_is_met_anew():
         running.engines["d0"].loads.unmet[running.engines["p0"].engine_id] = "refused"
         running.now += 31.0
         async with asyncio.timeout(PATIENCE_S):
-            while (await running.metric('xpyd_pair_failures_total{reason="refused"}')) is None:
+            while (await running.metric('pdrelay_pair_failures_total{reason="refused"}')) is None:
                 running.now += 100.0
                 await running.ask()
                 await asyncio.sleep(0.02)
@@ -257,7 +257,7 @@ async def test_no_pair_is_kept_and_none_rests_if_an_operator_says_so():
     )
     async with world(settings=settings) as running:
         async with asyncio.timeout(PATIENCE_S):
-            while (await running.metric('xpyd_pair_failures_total{reason="handshake"}') or 0) < 6:
+            while (await running.metric('pdrelay_pair_failures_total{reason="handshake"}') or 0) < 6:
                 await running.ask()
                 await asyncio.sleep(0.02)
         found, rows = await running.pairs()

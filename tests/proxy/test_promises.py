@@ -17,17 +17,17 @@ from pathlib import Path
 
 import pytest
 
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.model import GenerationRequest, Role
+from pdrelay_proxy.io.logs import FACTS
+from pdrelay_proxy.requests.request import Request
+from pdrelay_proxy.requests.response import HttpResponse
 from support.raw_engine import listening_in_vain
 from support.reciting import Act, End, good, reciting, whole
 from support.router_process import router_processes
 from support.scenes import answer, post, routing, run, text
 from support.sim import until_async as until
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.model import GenerationRequest, Role
-from xpyd_proxy.io.logs import FACTS
-from xpyd_proxy.requests.request import Request
-from xpyd_proxy.requests.response import HttpResponse
 
 pytestmark = pytest.mark.processes
 
@@ -124,8 +124,8 @@ def play(scene):
 @pytest.fixture
 def log(caplog):
     """What the router says."""
-    caplog.set_level(logging.INFO, "xpyd_proxy")
-    caplog.set_level(logging.INFO, "xpyd.access")
+    caplog.set_level(logging.INFO, "pdrelay_proxy")
+    caplog.set_level(logging.INFO, "pdrelay.access")
     return caplog
 
 
@@ -358,11 +358,11 @@ class Boom(Exception):
     """Something that never should be raised."""
 
 
-REQUEST, RESPONSE = "xpyd_proxy.requests.request", "xpyd_proxy.requests.response.HttpResponse"
-BREAKABLE = ["xpyd_proxy.requests.dispatch.decode_body"]
-BREAKABLE += [f"xpyd_proxy.requests.{name}" for name in ("attempt.prefill_body", "attempt.prompt_tokens")]
-BREAKABLE += ["xpyd_proxy.requests.legs.prompt_tokens_in"]
-BREAKABLE += ["xpyd_proxy.requests.leg_bodies.LegBodies.take", f"{RESPONSE}.begin", f"{RESPONSE}.write"]
+REQUEST, RESPONSE = "pdrelay_proxy.requests.request", "pdrelay_proxy.requests.response.HttpResponse"
+BREAKABLE = ["pdrelay_proxy.requests.dispatch.decode_body"]
+BREAKABLE += [f"pdrelay_proxy.requests.{name}" for name in ("attempt.prefill_body", "attempt.prompt_tokens")]
+BREAKABLE += ["pdrelay_proxy.requests.legs.prompt_tokens_in"]
+BREAKABLE += ["pdrelay_proxy.requests.leg_bodies.LegBodies.take", f"{RESPONSE}.begin", f"{RESPONSE}.write"]
 
 
 def boom(*_args, **_options):
@@ -429,7 +429,7 @@ def test_a_client_that_cannot_be_told_anything_is_hung_up_on(log, good):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(f"{RESPONSE}.begin", boom)
                 writer.write(asks() if good else post(text(), b"Content-Type: text/plain"))
-                patch.setattr("xpyd_proxy.api.guarded._LINGER_S", 0.2)  # it is told nothing, and could read why
+                patch.setattr("pdrelay_proxy.api.guarded._LINGER_S", 0.2)  # it is told nothing, and could read why
                 received = await asyncio.wait_for(reader.read(), PATIENCE_S)
             await until(lambda: not stage.state.connections)
             held = stage.held()
@@ -538,7 +538,7 @@ def test_each_handoff_counts_however_the_decode_engine_answers():
         async with staged({"decode": (REFUSED, REFUSED)}) as stage:
             statuses = [(await stage.ask(asks())).status for _ in range(3)]
             await stage.settled()
-            return statuses, await stage.metric("xpyd_handoff_gap_seconds_count")
+            return statuses, await stage.metric("pdrelay_handoff_gap_seconds_count")
 
     assert play(scene()) == ([400, 400, 200], 3)
 
@@ -551,7 +551,7 @@ def test_only_a_good_stream_has_a_first_token(act, stream, counted):
         async with staged({"decode": () if act is None else (act,)}) as stage:
             status = (await stage.ask(asks(stream=stream))).status
             await stage.settled()
-            return status, await stage.metric("xpyd_time_to_first_token_seconds_count")
+            return status, await stage.metric("pdrelay_time_to_first_token_seconds_count")
 
     assert play(scene()) == (200 if act is None else 400, counted)
 

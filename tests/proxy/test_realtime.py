@@ -17,14 +17,14 @@ import pytest_asyncio
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.settings import Settings
 from support.certificates import Authority
 from support.raw_http import Over, RawClient
 from support.realtime_engine import HELLO, RealtimeEngine, echo
 from support.router_process import KEY, RouterProcess
 from support.sim import until_async
-from xpyd_proxy.app import build
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.settings import Settings
 
 UPDATE = json.dumps({"type": "session.update", "model": "m"})
 OFFER = (
@@ -59,14 +59,14 @@ class Stage:
         return float(found[1]) if found else 0.0
 
     async def ended(self, outcome):
-        return await self.metric(f'xpyd_realtime_sessions_total{{outcome="{outcome}"}}')
+        return await self.metric(f'pdrelay_realtime_sessions_total{{outcome="{outcome}"}}')
 
     async def until_over(self):
         await self.until_open(0)
 
     async def until_open(self, count):
         deadline = time.monotonic() + 20
-        while (found := await self.metric("xpyd_realtime_sessions_open")) != count:
+        while (found := await self.metric("pdrelay_realtime_sessions_open")) != count:
             assert time.monotonic() < deadline, found
             await asyncio.sleep(0.02)
 
@@ -190,7 +190,7 @@ async def test_the_engine_sees_our_id_and_no_key(stage):
 
     (head,) = stage.engine.heads
     assert "secret" not in json.dumps(head)
-    assert head["x-request-id"] == answered["x-xpyd-request-id"] != "mine"
+    assert head["x-request-id"] == answered["x-pdrelay-request-id"] != "mine"
     assert answered["x-request-id"] == "mine"
     assert head["traceparent"] == "00-1-2-00"
     assert "sec-websocket-extensions" not in head
@@ -261,11 +261,11 @@ async def test_a_session_is_counted_while_it_is_open_and_has_one_line(stage):
     before = len(stage.lines)
     async with stage.connect("?model=m") as session:
         await session.recv()
-        assert await stage.metric("xpyd_realtime_sessions_open") == 1
-        assert await stage.metric('xpyd_legs_in_flight{instance="decode-0",role="decode"}') == 1
+        assert await stage.metric("pdrelay_realtime_sessions_open") == 1
+        assert await stage.metric('pdrelay_legs_in_flight{instance="decode-0",role="decode"}') == 1
     await stage.until_over()
 
-    assert await stage.metric('xpyd_legs_in_flight{instance="decode-0",role="decode"}') == 0
+    assert await stage.metric('pdrelay_legs_in_flight{instance="decode-0",role="decode"}') == 0
     (line,) = stage.lines[before:]
     assert "decode=decode-0 status=101" in line
     assert "model=m" not in stage.process.said
@@ -569,7 +569,7 @@ async def test_an_engine_without_sessions_is_not_blamed(tmp_path):
 
         assert refused.status_code == 501
         assert b"does not serve /v1/realtime" in refused.body
-        assert await stage.metric('xpyd_instance_state{instance="decode-0",role="decode",state="ejected"}') == 0
+        assert await stage.metric('pdrelay_instance_state{instance="decode-0",role="decode",state="ejected"}') == 0
 
 
 async def test_an_engine_that_cannot_be_reached_is_passed_over(tmp_path):
@@ -582,7 +582,7 @@ async def test_an_engine_that_cannot_be_reached_is_passed_over(tmp_path):
                     await session.recv()
             await stage.until_over()
 
-            assert await stage.metric('xpyd_retries_total{reason="unreachable",role="decode"}') >= 1
+            assert await stage.metric('pdrelay_retries_total{reason="unreachable",role="decode"}') >= 1
 
 
 async def test_sessions_go_over_tls_on_both_sides(tmp_path):
@@ -620,7 +620,7 @@ async def test_sessions_go_to_engines_by_the_name_of_all(tmp_path):
             refused = await stage.refusal()
             assert refused.status_code == 502
             assert b"decode-0 shows a certificate that is not for engines.llm.svc" in refused.body
-            assert await stage.metric('xpyd_engine_tls_failures_total{instance="decode-0",reason="wrong_name"}') >= 1
+            assert await stage.metric('pdrelay_engine_tls_failures_total{instance="decode-0",reason="wrong_name"}') >= 1
 
 
 async def test_workers_share_the_sessions(tmp_path):
@@ -722,7 +722,7 @@ async def test_an_offer_that_comes_in_two_pieces_becomes_a_session_that_lasts(tm
 
     async def in_two_pieces(client):
         client.send(GET.encode())
-        await stage.metric("xpyd_realtime_sessions_open")  # the router has read the first piece meanwhile
+        await stage.metric("pdrelay_realtime_sessions_open")  # the router has read the first piece meanwhile
         client.send((OFFER + "\r\n").encode())
         return await asyncio.to_thread(client.incoming.until, b"\r\n\r\n")
 
@@ -749,10 +749,10 @@ async def test_connections_are_counted_across_the_upgrade(tmp_path):
         for _ in range(5):
             async with stage.connect() as session:
                 await session.recv()
-                assert await stage.metric("xpyd_realtime_sessions_open") == 1
+                assert await stage.metric("pdrelay_realtime_sessions_open") == 1
         await stage.until_over()
 
-        assert await stage.metric("xpyd_realtime_sessions_open") == 0
+        assert await stage.metric("pdrelay_realtime_sessions_open") == 0
 
 
 async def test_without_the_setting_there_is_no_such_path(tmp_path):
@@ -766,11 +766,11 @@ async def test_without_the_setting_there_is_no_such_path(tmp_path):
 
 async def test_a_missing_library_is_named(monkeypatch):
     """It is an extra, and only who wants sessions needs it."""
-    for name in ("websockets.asyncio.client", "xpyd_proxy.io.websocket"):
+    for name in ("websockets.asyncio.client", "pdrelay_proxy.io.websocket"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "websockets.asyncio.client", None)
 
-    with pytest.raises(ConfigError, match=r"websockets is not installed: pip install 'xpyd\[realtime\]'"):
+    with pytest.raises(ConfigError, match=r"websockets is not installed: pip install 'pdrelay\[realtime\]'"):
         build(Settings(realtime=True))
     build(Settings())
 

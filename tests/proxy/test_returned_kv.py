@@ -2,14 +2,14 @@
 
 import httpx
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.model import Api, Role
+from pdrelay_proxy.settings import PolicyName, Settings
 from support.sim import InMemory, sims
-from xpyd_proxy.app import build
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.model import Api, Role
-from xpyd_proxy.settings import PolicyName, Settings
 
 LONG = "a long first question with a document in it, " * 20
-COUNTER = "xpyd_return_kv_legs_total"
+COUNTER = "pdrelay_return_kv_legs_total"
 
 
 async def counted(turns, *, knows_id=True, **settings):

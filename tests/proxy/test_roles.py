@@ -8,21 +8,21 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.io.status import Status
+from pdrelay_proxy.io.workers.context import WorkerContext
+from pdrelay_proxy.io.workers.reports import WorkerReports
+from pdrelay_proxy.live import check
+from pdrelay_proxy.settings import RolesMode, Settings
+from pdrelay_proxy.testing.engine import Sim
+from pdrelay_proxy.testing.rules import expected_text
 from support.fluid_fleet import FluidFleet
 from support.sim import router, until_async
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.status import Status
-from xpyd_proxy.io.workers.context import WorkerContext
-from xpyd_proxy.io.workers.reports import WorkerReports
-from xpyd_proxy.live import check
-from xpyd_proxy.settings import RolesMode, Settings
-from xpyd_proxy.testing.engine import Sim
-from xpyd_proxy.testing.rules import expected_text
 
 pytestmark = pytest.mark.edges
 
@@ -118,8 +118,8 @@ async def test_the_page_and_the_metrics_show_the_latest_decision():
 
     assert (found["mode"], found["prefill"], found["decode"]) == ("dry-run", 4, 4)
     assert found["last_turn"] == "decode-0 to prefill, in a dry run"
-    assert f'xpyd_wanted_engines{{role="prefill"}} {found["wanted_prefill"]}.0' in metrics
-    assert 'xpyd_role_decisions_total{lacks="prefill",verdict="turn"} 1.0' in metrics
+    assert f'pdrelay_wanted_engines{{role="prefill"}} {found["wanted_prefill"]}.0' in metrics
+    assert 'pdrelay_role_decisions_total{lacks="prefill",verdict="turn"} 1.0' in metrics
 
 
 async def test_engines_follow_the_traffic_and_no_request_is_lost():
@@ -140,7 +140,7 @@ async def test_engines_follow_the_traffic_and_no_request_is_lost():
     assert found["mode"] == "auto"
     under_way = found["verdict"] == "turning"  # it counts, and is no prefill or decode engine more yet
     assert found["turns"] == 2 + len(prompts) - len(answers) + under_way
-    assert 'xpyd_turns_total{outcome="turned",to="prefill"} 2.0' in metrics
+    assert 'pdrelay_turns_total{outcome="turned",to="prefill"} 2.0' in metrics
 
 
 async def test_of_two_routers_one_decides_and_the_other_goes_on_when_it_is_gone(tmp_path):
@@ -198,7 +198,7 @@ async def test_a_router_without_it_decides_nothing():
         stats, metrics = (await client.get("/stats")).json(), (await client.get("/metrics")).text
 
     assert stats["roles"] is None
-    assert "xpyd_wanted_engines{" not in metrics
+    assert "pdrelay_wanted_engines{" not in metrics
 
 
 @pytest.mark.parametrize("missing", ["target_ttft_s", "target_itl_s"])

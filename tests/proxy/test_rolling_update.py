@@ -8,16 +8,16 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
+from pdrelay_proxy.testing.engine import Sim
+from pdrelay_proxy.testing.rules import expected_text
 from support.kube_api import KubeApi, pod
 from support.router_process import router_processes, rows_of
 from support.service_account import ServiceAccount
 from support.sim import serving
-from xpyd_proxy.testing.engine import Sim
-from xpyd_proxy.testing.rules import expected_text
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]  # eight pods come and go one after the other
 ARGS = (
-    *("--kubernetes-selector", "app=xpyd", "--health-check-interval", "0.5"),
+    *("--kubernetes-selector", "app=pdrelay", "--health-check-interval", "0.5"),
     *("--drain-grace", "5", "--shutdown-timeout", "10"),  # the Service of a busy machine notices late
 )
 CLIENTS = 12
@@ -66,7 +66,7 @@ class Pool:
 
     def _put(self, name, address, role, revision, **said):
         host, port = address.split(":")
-        self._api.put("pods", name, pod(host, role, annotations={"xpyd.io/port": port}, revision=revision, **said))
+        self._api.put("pods", name, pod(host, role, annotations={"pdrelay/port": port}, revision=revision, **said))
 
 
 class Clients:

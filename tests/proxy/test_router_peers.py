@@ -9,19 +9,19 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
+from pdrelay_proxy.app import Router, build
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.load_exchange import LoadExchange
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import RequestId, Role
+from pdrelay_proxy.core.peer_introductions import PeerIntroductions
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.live import check
+from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.testing.engine import Sim
 from support.cluster import free_ports
 from support.sim import InMemory, sims, until_async
-from xpyd_proxy.app import Router, build
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.load_exchange import LoadExchange
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import RequestId, Role
-from xpyd_proxy.core.peer_introductions import PeerIntroductions
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.live import check
-from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.engine import Sim
 
 pytestmark = pytest.mark.edges
 
@@ -116,8 +116,8 @@ async def test_a_router_sends_nothing_to_an_engine_that_another_one_has_filled()
         assert {answer.status_code for answer in answers} == {200}
         await until_async(lambda: not any(sum(found.told(number)) for number in range(3)), seconds=30)
         metrics = (await found.clients[0].get("/metrics")).text
-        assert 'xpyd_peers{state="heard"} 2.0' in metrics
-        assert 'xpyd_peer_datagrams_total{result="tag"} 0.0' in metrics
+        assert 'pdrelay_peers{state="heard"} 2.0' in metrics
+        assert 'pdrelay_peer_datagrams_total{result="tag"} 0.0' in metrics
 
 
 def key(name):
@@ -192,9 +192,9 @@ async def test_a_quota_that_one_router_has_served_is_used_up_at_the_other(tmp_pa
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (Settings(peers=("router:8001",)), "XPYD_PEER_SECRET"),
+        (Settings(peers=("router:8001",)), "PDRELAY_PEER_SECRET"),
         (Settings(share_limits=True), "needs peers"),
-        (Settings(peers=("router:8001",), peer_secret="short"), "XPYD_PEER_SECRET"),
+        (Settings(peers=("router:8001",), peer_secret="short"), "PDRELAY_PEER_SECRET"),
         (Settings(peers=("router:8001",), peer_secret=SECRET, workers=2), "workers 1"),
     ],
 )

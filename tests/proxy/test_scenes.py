@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, Phase, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from support.reciting import Act, End, prefilled, reciting, whole
 from support.scenes import Scene, Sent, answer, declared, post, routing, text, values_of
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 
 pytestmark = pytest.mark.edges
 

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from pdrelay_proxy.io.build import find_build
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_proxy.testing.rules import expected_text
 from support.certificates import Authority
 from support.router_process import RouterProcess
 from support.sim import fleet, serving, sims, until
-from xpyd_proxy.io.build import find_build
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
-from xpyd_proxy.testing.rules import expected_text
 
 pytestmark = pytest.mark.processes
 
@@ -146,7 +146,7 @@ def test_what_does_not_finish_is_cut_off(start, how):
 
 def test_sighup_brings_engines_keys_and_limits_and_takes_them_away(start, tmp_path):
     """Without a restart, and without a failed request."""
-    config, keys = tmp_path / "xpyd.toml", tmp_path / "keys"
+    config, keys = tmp_path / "pdrelay.toml", tmp_path / "keys"
     with fleet() as (engines, _, (_, p0, _, d0)), serving(sims(0, 1)["d0"]) as d1:
 
         def write(*decode, more=""):
@@ -182,7 +182,7 @@ def test_sighup_brings_engines_keys_and_limits_and_takes_them_away(start, tmp_pa
 
 def test_a_bad_file_is_refused_as_a_whole_and_what_needs_a_restart_is_named(start, tmp_path):
     """One line in the log says why; the router goes on as before."""
-    config = tmp_path / "xpyd.toml"
+    config = tmp_path / "pdrelay.toml"
     with fleet() as (_, _, (_, p0, _, d0)):
         good = f'prefill = ["{p0}"]\ndecode = ["{d0}"]\n'
         config.write_text(good)
@@ -218,7 +218,7 @@ def test_tls_towards_clients_and_towards_engines(start, tmp_path):
     ):
         towards = ("--engine-ca", theirs.own.cert, "--engine-cert", router.cert, "--engine-key", router.key)
         own = ("--tls-cert", server.cert, "--tls-key", server.key, "--tls-client-ca", ours.own.cert)
-        config = tmp_path / "xpyd.toml"
+        config = tmp_path / "pdrelay.toml"
         config.write_text("")
         engines_at = ("--prefill", f"https://{p0}", "--decode", f"https://{d0}")
         process = start(*engines_at, *own, *towards, "--config", str(config))
@@ -273,7 +273,7 @@ def _serial(process, context):
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_router_without_engines_says_so_once_and_serves_those_of_its_file(tmp_path, workers):
     """With a file that names them after the start; without a file none could come, and it does not start."""
-    file = tmp_path / "xpyd.toml"
+    file = tmp_path / "pdrelay.toml"
     file.write_text("")
     more = ("--workers", workers)
     process = Process(tmp_path / "router.log", "--config", str(file), *more, env={"ADMIN_API_KEY": ""})
@@ -289,21 +289,21 @@ def test_a_router_without_engines_says_so_once_and_serves_those_of_its_file(tmp_
 
     assert process.said.count("there are no engines, and requests get 503") == 1
     assert lost.child.wait(timeout=60) == 2
-    assert lost.said.startswith("xpyd serve: there are no engines, and none can be added: write --prefill and")
+    assert lost.said.startswith("pdrelay serve: there are no engines, and none can be added: write --prefill and")
     assert lost.said.count("\n") == 1
 
 
 def test_the_log_begins_with_what_runs_and_every_line_is_the_routers_own(start):
-    """A report of a fault is a log; and its readers know xpyd, not the libraries that it is made of."""
+    """A report of a fault is a log; and its readers know pdrelay, not the libraries that it is made of."""
     with fleet() as (_, _, flags):
         process = start(*flags, "--drain-grace", "0")
         process.terminate()
         assert process.child.wait(timeout=20) == 0
 
     lines = process.said.splitlines()
-    assert lines[0].endswith(f" INFO xpyd_proxy.commands.serve xpyd {find_build()}")
+    assert lines[0].endswith(f" INFO pdrelay_proxy.commands.serve pdrelay {find_build()}")
     assert "uvicorn" not in process.said
-    assert re.search(r"INFO xpyd_proxy.server running on http://127\.0\.0\.1:\d+\n", process.said)
+    assert re.search(r"INFO pdrelay_proxy.server running on http://127\.0\.0\.1:\d+\n", process.said)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -315,6 +315,6 @@ def test_a_taken_port_is_one_sentence(tmp_path, workers):
         refused = RouterProcess(tmp_path / "router.log", *argv)
         code = refused.child.wait(timeout=60)
 
-    sentence = f"xpyd serve: the router cannot listen at 127.0.0.1 port {port}: Address already in use"
+    sentence = f"pdrelay serve: the router cannot listen at 127.0.0.1 port {port}: Address already in use"
     assert (code, refused.said.splitlines()[-1]) == (2, sentence)
     assert "Traceback" not in refused.said

@@ -7,13 +7,13 @@ from contextlib import ExitStack, asynccontextmanager
 import httpx
 import pytest
 
+from pdrelay_proxy.testing.engine import Sim
+from pdrelay_proxy.testing.rules import expected_text
 from support.kube_api import KubeApi
 from support.redis_server import RedisServer
 from support.router_process import KEY, router_processes, rows_of
 from support.service_account import ServiceAccount
 from support.sim import serving, serving_at
-from xpyd_proxy.testing.engine import Sim
-from xpyd_proxy.testing.rules import expected_text
 
 pytestmark = pytest.mark.processes
 
@@ -56,7 +56,7 @@ class Redis(File):
 class ConfigMap(File):
     """A ConfigMap in the fake API, which wants a token and shows a certificate."""
 
-    url = "kubernetes:xpyd-instances"
+    url = "kubernetes:pdrelay-instances"
 
     def __init__(self, folder):
         (folder / "account").mkdir()
@@ -68,7 +68,7 @@ class ConfigMap(File):
     async def start(self):
         await self.api.start(self._port)
         if not self._port:
-            self.api.put("configmaps", "xpyd-instances", {"metadata": {}})
+            self.api.put("configmaps", "pdrelay-instances", {"metadata": {}})
         self._port = self.api.port
 
     async def stop(self):

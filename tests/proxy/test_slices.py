@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import httpx
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.settings import Settings, SlicePairing
+from pdrelay_proxy.testing.engine import FaultKind, Sim, SimulatedFault
+from pdrelay_proxy.testing.rules import expected_text
 from support.sim import InMemory
-from xpyd_proxy.app import build
-from xpyd_proxy.settings import Settings, SlicePairing
-from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
-from xpyd_proxy.testing.rules import expected_text
 
 KEY = {"X-Api-Key": "sesame"}
 OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0)
@@ -63,17 +63,17 @@ async def test_an_engine_has_the_slice_that_an_operator_gives_it():
         said = (await client.post("/instances/explain", json=question, headers=KEY)).json()
         await client.post("/instances/drain", json={"id": "decode-0"}, headers=KEY)
         crossing = (await client.post("/instances/explain", json=question, headers=KEY)).json()
-        there = await metric(client, "xpyd_slice_instances")
+        there = await metric(client, "pdrelay_slice_instances")
 
     assert {name: row["slice"] for name, row in found.items()} == {"prefill-0": "a", "decode-0": "a", "decode-1": "b"}
     assert (said["prefill_slice"], said["decode_slice"], said["slice_crossing"]) == ("a", "a", None)
     assert (crossing["prefill_slice"], crossing["decode_slice"]) == ("a", "b")
     assert crossing["slice_crossing"] == "draining"
     assert there == {
-        'xpyd_slice_instances{role="prefill",slice="a"}': 1,
-        'xpyd_slice_instances{role="decode",slice="a"}': 0,
-        'xpyd_slice_instances{role="prefill",slice="b"}': 0,
-        'xpyd_slice_instances{role="decode",slice="b"}': 1,
+        'pdrelay_slice_instances{role="prefill",slice="a"}': 1,
+        'pdrelay_slice_instances{role="decode",slice="a"}': 0,
+        'pdrelay_slice_instances{role="prefill",slice="b"}': 0,
+        'pdrelay_slice_instances{role="decode",slice="b"}': 1,
     }
 
 
@@ -104,11 +104,11 @@ async def test_preferred_slices_give_their_blocks_away_when_no_decode_engine_the
     """To read them across slices is better than to compute the prompt again."""
     async with sliced(SlicePairing.PREFER, "a-p0", "a-d0", "b-d0", away=["a-d0"]) as (client, engines):
         timing = [await ask(client) for _ in range(3)]
-        crossings = await metric(client, "xpyd_slice_crossings_total")
+        crossings = await metric(client, "pdrelay_slice_crossings_total")
 
     assert served(engines) == [{"a"}, {"b"}]
     assert any("decode-0 unreachable" in one for one in timing)
-    assert crossings['xpyd_slice_crossings_total{reason="failed"}'] >= 1
+    assert crossings['pdrelay_slice_crossings_total{reason="failed"}'] >= 1
 
 
 async def test_blocks_go_to_another_decode_engine_of_the_same_slice_first():
@@ -117,7 +117,7 @@ async def test_blocks_go_to_another_decode_engine_of_the_same_slice_first():
     async with sliced(SlicePairing.PREFER, *names, away=["b-d0"]) as (client, engines):
         for _ in range(3):
             await ask(client)
-        failed = await metric(client, 'xpyd_slice_crossings_total{reason="failed"}')
+        failed = await metric(client, 'pdrelay_slice_crossings_total{reason="failed"}')
 
     assert failed == {}
     assert engines["b-d1"].log

@@ -4,9 +4,9 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from xpyd_proxy.cli import main
-from xpyd_proxy.core.discovery.store_url import split_prefix
-from xpyd_proxy.options import OPTIONS, read
+from pdrelay_proxy.cli import main
+from pdrelay_proxy.core.discovery.store_url import split_prefix
+from pdrelay_proxy.options import OPTIONS, read
 
 
 def store(text):
@@ -17,8 +17,8 @@ def store(text):
     "text",
     [
         "memory",
-        "file:/var/lib/xpyd/set.json",
-        "kubernetes:xpyd",
+        "file:/var/lib/pdrelay/set.json",
+        "kubernetes:pdrelay",
         "redis://h:6379/0",
         "rediss://user@h:1",
         "unix:/s",
@@ -60,7 +60,7 @@ def test_the_prefix_is_no_part_of_what_the_client_gets(url, bare):
 
 def test_a_password_in_an_argument_is_refused_and_not_repeated():
     """Everybody on the machine can see arguments."""
-    with pytest.raises(ArgumentTypeError, match="XPYD_REDIS_PASSWORD") as info:
+    with pytest.raises(ArgumentTypeError, match="PDRELAY_REDIS_PASSWORD") as info:
         store("redis://:hunter2@h:6379/0")
     assert "hunter2" not in str(info.value)
 
@@ -68,5 +68,5 @@ def test_a_password_in_an_argument_is_refused_and_not_repeated():
 def test_pods_without_a_cluster_are_refused_at_the_start(monkeypatch, capsys):
     """Not when the first request comes."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    assert main(["serve", "--kubernetes-selector", "app=xpyd"]) != 0
+    assert main(["serve", "--kubernetes-selector", "app=pdrelay"]) != 0
     assert "KUBERNETES_SERVICE_HOST" in capsys.readouterr().err

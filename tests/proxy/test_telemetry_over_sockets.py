@@ -11,14 +11,14 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.cli import build_parser
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.logs import JsonFormatter
+from pdrelay_proxy.options import serve_settings
+from pdrelay_proxy.settings import LogFormat, Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from support.sim import cluster
-from xpyd_proxy.app import build
-from xpyd_proxy.cli import build_parser
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.logs import JsonFormatter
-from xpyd_proxy.options import serve_settings
-from xpyd_proxy.settings import LogFormat, Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 pytestmark = pytest.mark.edges
 
@@ -43,10 +43,10 @@ class Collecting(logging.Handler):
 @pytest.fixture
 def log(caplog):
     handler = Collecting()
-    caplog.set_level(logging.INFO, "xpyd.access")
-    logging.getLogger("xpyd.access").addHandler(handler)
+    caplog.set_level(logging.INFO, "pdrelay.access")
+    logging.getLogger("pdrelay.access").addHandler(handler)
     yield handler.lines
-    logging.getLogger("xpyd.access").removeHandler(handler)
+    logging.getLogger("pdrelay.access").removeHandler(handler)
 
 
 def test_one_id_leads_through_the_log_of_the_router_and_of_both_engines(log):
@@ -118,9 +118,9 @@ def test_spans_reach_a_collector_and_engines_join_the_trace():
 def test_spans_without_their_library_are_refused_in_one_sentence(monkeypatch):
     """At the start, and not at the first request."""
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    monkeypatch.delitem(sys.modules, "xpyd_proxy.io.traces", raising=False)
+    monkeypatch.delitem(sys.modules, "pdrelay_proxy.io.traces", raising=False)
 
-    with pytest.raises(ConfigError, match=r"OpenTelemetry is not installed: pip install 'xpyd\[tracing\]'"):
+    with pytest.raises(ConfigError, match=r"OpenTelemetry is not installed: pip install 'pdrelay\[tracing\]'"):
         build(Settings(otlp_endpoint="http://collector:4318"))
 
 

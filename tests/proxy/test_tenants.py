@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.settings import PolicyName, Settings
 from support.clock import Clock
 from support.sim import router, sims
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.settings import PolicyName, Settings
 
 ALICE, BOB = ({"authorization": f"Bearer key-of-{name}-16-chars"} for name in ("alice", "bob"))
 SECRET = "the PIN of the safe is 4711, and nobody else may know it, " * 12

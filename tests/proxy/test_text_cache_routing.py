@@ -6,12 +6,12 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.settings import KvEvents, KvTransferMode
+from pdrelay_proxy.testing.rules import expected_text, prompt_ids
 from support.cache_followers import FOLLOWING
 from support.cache_followers import explained as explained_by
 from support.sim import cluster, until
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.settings import KvEvents, KvTransferMode
-from xpyd_proxy.testing.rules import expected_text, prompt_ids
 
 pytestmark = pytest.mark.edges
 
@@ -163,9 +163,9 @@ def test_what_becomes_of_ids_is_counted():
     with cluster(1, 1, FOLLOWING, cache_blocks=200) as found:
         followed(found)
         ask(found, chat(LONG))
-        shown = "xpyd_known_prompts_total"
+        shown = "pdrelay_known_prompts_total"
         until(lambda: f'{shown}{{event="learned"}} 1.0' in httpx.get(f"http://{found.router}/metrics").text)
         lines = httpx.get(f"http://{found.router}/metrics").text.splitlines()
 
-    (size,) = (float(line.split()[1]) for line in lines if line.startswith("xpyd_known_prompt_bytes "))
+    (size,) = (float(line.split()[1]) for line in lines if line.startswith("pdrelay_known_prompt_bytes "))
     assert 5_000 < size < 50_000

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.testing.engine import Sim
+from pdrelay_proxy.testing.rules import expected_text
 from support.sim import router, sims, until_async
-from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.engine import Sim
-from xpyd_proxy.testing.rules import expected_text
 
 KEY = {"X-Api-Key": "sesame"}
 OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0, circuit_breaker_failures=3)
@@ -203,7 +203,7 @@ async def test_time_ends_a_turn_and_what_is_left_is_served():
     assert found["decode-0"]["why"] == "serves prefill, beside 1 of before"
     assert seen["prefill"] >= 1
     assert {answer.json()["choices"][0]["text"] for answer in told} == {expected_text(STORY)}
-    assert counted['xpyd_turns_total{outcome="late",to="prefill"}'] == 1
+    assert counted['pdrelay_turns_total{outcome="late",to="prefill"}'] == 1
 
 
 @pytest.mark.parametrize("by", ["undrain", "turn"])
@@ -221,7 +221,7 @@ async def test_a_turn_is_cancelled(by):
 
     assert (row["role"], row["turns_to"], row["state"]) == ("decode", None, "starting")
     assert row["why"] == "has not turned to prefill"
-    assert counted['xpyd_turns_total{outcome="cancelled",to="prefill"}'] == 1
+    assert counted['pdrelay_turns_total{outcome="cancelled",to="prefill"}'] == 1
 
 
 async def test_what_cannot_be_done_is_one_sentence():
@@ -239,7 +239,7 @@ async def test_what_cannot_be_done_is_one_sentence():
     assert "there is no instance 'decode-9'" in gone["detail"]
     (row,) = forced["instances"]
     assert "prefill" in (row["turns_to"], row["role"])  # nothing is left at it: it may have turned before the answer
-    assert counted['xpyd_turns_total{outcome="refused",to="prefill"}'] == 1
+    assert counted['pdrelay_turns_total{outcome="refused",to="prefill"}'] == 1
 
 
 async def test_list_metrics_page_and_explain_agree():
@@ -261,8 +261,8 @@ async def test_list_metrics_page_and_explain_agree():
         "decode-0": ("both", "decode"),
         "decode-1": ("prefill", "decode"),
     }
-    assert counted['xpyd_turns_total{outcome="turned",to="both"}'] == 1
-    states = {name for name, value in counted.items() if name.startswith("xpyd_instance_state") and value}
+    assert counted['pdrelay_turns_total{outcome="turned",to="both"}'] == 1
+    states = {name for name, value in counted.items() if name.startswith("pdrelay_instance_state") and value}
     assert {name.partition("state=")[0].partition("role=")[2] for name in states if "decode-0" in name} == {
         '"prefill",',
         '"decode",',

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.testing.rules import expected_text
 from support.sim import router, sims
-from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.rules import expected_text
 
 OPEN = Settings(admin_key="secret", health_check_interval_s=0.0)
 BURST = 16  # requests at the same time: while a pod comes or goes, and of what comes in between
@@ -159,5 +159,5 @@ async def test_a_fleet_of_mixed_revisions_shows_on_the_page():
         ("no prefill engine fits", 0, 2),
         ("no decode engine fits", 2, 0),
     ]
-    assert 'xpyd_unpaired_instances{role="prefill"} 2.0' in metrics
-    assert 'xpyd_unpaired_instances{role="decode"} 2.0' in metrics
+    assert 'pdrelay_unpaired_instances{role="prefill"} 2.0' in metrics
+    assert 'pdrelay_unpaired_instances{role="decode"} 2.0' in metrics

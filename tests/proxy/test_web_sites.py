@@ -22,7 +22,7 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
-    """One router as `xpyd serve` starts it without further ado, one that wants keys, and an engine."""
+    """One router as `pdrelay serve` starts it without further ado, one that wants keys, and an engine."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("a:key-of-17-letters\n")
     with fleet() as (engines, _, flags), ExitStack() as stack:
@@ -88,10 +88,10 @@ def test_openais_client_works_unchanged(stage):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_router_for_others_without_keys_does_not_start(more, host):
     """One sentence, and what would be right."""
-    argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", "--host", host, *more]
+    argv = [sys.executable, "-m", "pdrelay_proxy.cli", "serve", "--port", "0", "--host", host, *more]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
 
     assert done.returncode == 2
-    assert done.stderr.startswith(f"xpyd serve: host is {host}, so others could use the engines without a key")
+    assert done.stderr.startswith(f"pdrelay serve: host is {host}, so others could use the engines without a key")
     assert "allow_unauthenticated" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -15,11 +15,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdrelay_proxy.cli import main
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_proxy.testing.rules import expected_text
 from support.router_process import KEY, RouterProcess
 from support.sim import fleet, serving, sims, until
-from xpyd_proxy.cli import main
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
-from xpyd_proxy.testing.rules import expected_text
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3}
@@ -89,7 +89,7 @@ def is_alive(pid):
 def shared(tmp_path_factory):
     """One crew for the tests that leave it as they found it: p0, d0 and d1 are in its settings."""
     folder = tmp_path_factory.mktemp("crew")
-    config = folder / "xpyd.toml"
+    config = folder / "pdrelay.toml"
     config.write_text("")
     flags = "--health-check-interval 0 --circuit-breaker-failures 3 --ejection-time 0.5"
     with crew_of(folder, "--config", str(config), *flags.split()) as (crew, engines, at):
@@ -128,7 +128,7 @@ def metrics(client):
     """Return what a worker shows of both, once both are in it: it waits half a second for the other one's numbers."""
     for _ in range(100):
         found = shown_metrics(client)
-        if found["xpyd_workers",] == 2:
+        if found["pdrelay_workers",] == 2:
             break
         time.sleep(0.05)
     return found
@@ -143,7 +143,7 @@ def shown_metrics(client):
 
 
 def requests_of(found):
-    return sum(value for key, value in found.items() if key[0] == "xpyd_requests_total")
+    return sum(value for key, value in found.items() if key[0] == "pdrelay_requests_total")
 
 
 class Delays:
@@ -269,13 +269,13 @@ def test_metrics_and_status_are_those_of_all_workers_whoever_is_asked(shared):
 
     for found in after.values():
         assert requests_of(found) == requests_of(before) + 8
-        legs = ("xpyd_legs_total", "ok", "prefill", "prefill-0")
+        legs = ("pdrelay_legs_total", "ok", "prefill", "prefill-0")
         assert found[legs] == before[legs] + 8
-        count = ("xpyd_handoff_gap_seconds_count",)
+        count = ("pdrelay_handoff_gap_seconds_count",)
         assert found[count] == before[count] + 8
-        assert found["xpyd_workers",] == 2
-        assert found["xpyd_instance_state", "decode", "decode-0", "healthy"] == 1
-        assert found["xpyd_legs_in_flight", "prefill", "prefill-0"] == 0
+        assert found["pdrelay_workers",] == 2
+        assert found["pdrelay_instance_state", "decode", "decode-0", "healthy"] == 1
+        assert found["pdrelay_legs_in_flight", "prefill", "prefill-0"] == 0
     assert after[zero]["process_resident_memory_bytes",] > 1.5 * _resident(crew.pids[0])
     assert {client.get("/capacity").json()["max_concurrency"] for client in (zero, one)} == {4096}
 
@@ -321,9 +321,9 @@ def test_load_and_limits_are_those_of_the_router_and_not_of_each_worker(tmp_path
         stack.enter_context(crew.worker(1).stream("POST", PATH, json=body))
         assert [client.post(PATH, json=BODY).status_code for client in (zero, one)] == [503, 503]
         shown = metrics(zero)
-        assert shown["xpyd_legs_in_flight", "decode", busy] == 1
-        assert shown["xpyd_requests_running",] == 2
-        assert shown["xpyd_requests_refused_total", "max_queue"] == 2
+        assert shown["pdrelay_legs_in_flight", "decode", busy] == 1
+        assert shown["pdrelay_requests_running",] == 2
+        assert shown["pdrelay_requests_refused_total", "max_queue"] == 2
         until(lambda: [client.get("/stats").json()["queue"]["refused"] for client in (zero, one)] == [2, 2])
         response.close()
         delays.wait(lambda: rows(one)[busy]["in_flight"] == 0)
@@ -343,7 +343,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_fail_nothing(tmp_pat
         time.sleep(1.2)  # what the last second has counted may be lost
         os.kill(crew.pids[0], signal.SIGKILL)
         until(lambda: post(one) and len(crew.pids) == 3, seconds=30)
-        until(lambda: metrics(one)["xpyd_workers",] == 2)
+        until(lambda: metrics(one)["pdrelay_workers",] == 2)
         served = requests_of(metrics(one))
         new = crew.worker(0)
         until(lambda: set(rows(new)) == set(rows(one)))
@@ -353,7 +353,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_fail_nothing(tmp_pat
         assert rows(new)["decode-1"]["state"] in ("draining", "drained")
         assert {row["address"] for row in rows(new).values()} == {row["address"] for row in rows(one).values()}
         assert served == requests_of(metrics(new)) > 3
-        assert metrics(new)["xpyd_worker_starts_total", "0"] == 2
+        assert metrics(new)["pdrelay_worker_starts_total", "0"] == 2
 
 
 @pytest.mark.slow  # an engine turns, which takes seconds
@@ -377,15 +377,15 @@ def test_all_workers_turn_an_engine_together(tmp_path):
         engines["d0"].inject(None)
         response.close()
         until(lambda: {rows(client)["decode-0"]["role"] for client in (zero, other)} == {"prefill"})
-        counted = {key: value for key, value in metrics(zero).items() if key[0] == "xpyd_turns_total"}
+        counted = {key: value for key, value in metrics(zero).items() if key[0] == "pdrelay_turns_total"}
         os.kill(crew.pids[0], signal.SIGKILL)
         until(lambda: post(other) and len(crew.pids) == 3, seconds=30)
-        until(lambda: metrics(other)["xpyd_workers",] == 2)
+        until(lambda: metrics(other)["pdrelay_workers",] == 2)
         new = crew.worker(0)
         until(lambda: set(rows(new)) == set(rows(other)))
 
         assert {(row["role"], row["turns_to"]) for row in waiting} == {("decode", "prefill")}
-        assert counted == {("xpyd_turns_total", "prefill", "turned"): 1}
+        assert counted == {("pdrelay_turns_total", "prefill", "turned"): 1}
         assert {name: row["role"] for name, row in rows(new).items()} == {
             "prefill-0": "prefill",
             "decode-0": "prefill",
@@ -489,8 +489,8 @@ def test_each_worker_follows_the_caches_of_engines_and_learns_the_tokens_of_its_
         engines["d0"].cache.clear()
         for worker in (zero, one):
             until(lambda worker=worker: min(_cached(worker, CHAT, chat)) == 0)
-        until(lambda: metrics(zero).get(("xpyd_known_prompts_total", "learned")) == 2)
-        until(lambda: metrics(zero).get(("xpyd_kv_event_connections", "decode-0", "following")) == 2)
+        until(lambda: metrics(zero).get(("pdrelay_known_prompts_total", "learned")) == 2)
+        until(lambda: metrics(zero).get(("pdrelay_kv_event_connections", "decode-0", "following")) == 2)
 
 
 CHAT = "/v1/chat/completions"

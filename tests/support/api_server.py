@@ -12,8 +12,8 @@ import yaml
 
 from support.helm_chart import CHART, LEAST, least_values, run
 
-KUBECONFIG = os.environ.get("XPYD_TEST_KUBECONFIG", "")
-WHY_NOT = "XPYD_TEST_KUBECONFIG names no kubeconfig of a cluster in which tests may make namespaces"
+KUBECONFIG = os.environ.get("PDRELAY_TEST_KUBECONFIG", "")
+WHY_NOT = "PDRELAY_TEST_KUBECONFIG names no kubeconfig of a cluster in which tests may make namespaces"
 STRICT = {"dryRun": "All", "fieldValidation": "Strict"}
 AUTOSCALER = "kube-controller-manager"  # who writes for the HPA controller, and so for KEDA
 BY_HAND = "kubectl"
@@ -144,7 +144,7 @@ class Release:
 
     def _path(self, component, kind):
         version = {"LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1"}.get(kind, "apps/v1")
-        return self.api.path(version, kind, self.namespace, f"{self.name}-xpyd-{component}")
+        return self.api.path(version, kind, self.namespace, f"{self.name}-pdrelay-{component}")
 
 
 def warnings(answer):

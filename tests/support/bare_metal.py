@@ -108,7 +108,7 @@ def new_site(folder):
     for name, text in SECRETS.items():
         (site.secrets / name).write_text(text)
         (site.secrets / name).chmod(0o400)
-    program(site, "xpyd", f'exec {sys.executable} -P -m xpyd_proxy.cli "$@"')
+    program(site, "pdrelay", f'exec {sys.executable} -P -m pdrelay_proxy.cli "$@"')
     program(site, "vllm", f'exec {sys.executable} -P {ROOT}/tests/support/pretended_vllm.py "$@"')
     return site
 

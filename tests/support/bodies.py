@@ -5,7 +5,7 @@ import warnings
 
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.model import Api
+from pdrelay_proxy.core.model import Api
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 USER = [{"role": "user", "content": "a quiet river"}]

@@ -3,12 +3,12 @@
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+from pdrelay_proxy.local.recipe import Connector
 from support.cluster import engine_spec, start_engine
-from xpyd_proxy.local.recipe import Connector
 
 BOTH = {
     "role": None,
-    "connector": Connector.XPYD,
+    "connector": Connector.PDRELAY,
     "extra_connector_config": {"transfer_timeout": 10.0},
     "max_model_len": 4096,
     "kv_cache_mib": 512,

@@ -13,7 +13,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-KEPT = ROOT / ".xpyd/bounds"
+KEPT = ROOT / ".pdrelay/bounds"
 RESULT = ROOT / "docs/versions.md"
 SHOWN = ("uvicorn", "httptools", "fastapi", "starlette", "pydantic", "httpx")
 TESTS = ("tests/proxy/api", "tests/proxy/test_endpoints.py", "tests/proxy/test_clients_that_do_not_read.py")

@@ -2,7 +2,7 @@
 
 import httpx
 
-from xpyd_proxy.settings import KvEvents, PolicyName, Settings
+from pdrelay_proxy.settings import KvEvents, PolicyName, Settings
 
 FOLLOWING = Settings(
     prefill_policy=PolicyName.PREFIX,

@@ -5,11 +5,11 @@ from contextlib import asynccontextmanager
 
 import httpx
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.cli import build_parser
+from pdrelay_proxy.options import serve_settings
 from support.helm_objects import container, router, templates
 from support.sim import InMemory
-from xpyd_proxy.app import build
-from xpyd_proxy.cli import build_parser
-from xpyd_proxy.options import serve_settings
 
 KEY = {"X-Api-Key": "sesame"}  # its environment must have this ADMIN_API_KEY
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.model import Api, Role
+from pdrelay_proxy.core.protocol.kv_event_stream import PATH
+from pdrelay_proxy.settings import KvEvents, PolicyName, Settings
+from pdrelay_proxy.testing.rules import expected_text, prompts_of, word_id
 from support.sim import InMemory, sims, until_async
-from xpyd_proxy.app import build
-from xpyd_proxy.core.model import Api, Role
-from xpyd_proxy.core.protocol.kv_event_stream import PATH
-from xpyd_proxy.settings import KvEvents, PolicyName, Settings
-from xpyd_proxy.testing.rules import expected_text, prompts_of, word_id
 
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
 CACHE_BLOCKS = 24  # of 16 tokens: two or three conversations
@@ -290,7 +290,7 @@ class Scene:
         async with httpx.AsyncClient(transport=transport, base_url="http://router", headers=KEY) as client:
             await self._until_known(client)
             metrics = (await client.get("/metrics")).text
-        sizes = [float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if "xpyd_kv_index_blocks{" in line]
+        sizes = [float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if "pdrelay_kv_index_blocks{" in line]
         assert len(sizes) == len(self.engines)
         assert max(sizes) <= CACHE_BLOCKS
 

@@ -6,25 +6,25 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.cache_index import CacheIndex
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.known_prompts import KnownPrompts
-from xpyd_proxy.core.model import Api, GenerationRequest, Role
-from xpyd_proxy.core.protocol.kv_event_stream import read_batch
-from xpyd_proxy.core.raw_json import Fields, decode, maybe
-from xpyd_proxy.core.routing.alone_bound import AloneBound
-from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
-from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
-from xpyd_proxy.core.routing.policies.prefix import Prefix
-from xpyd_proxy.core.routing.routing_hints import ask_of_call
-from xpyd_proxy.core.schemas import TokensAnswer
-from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
-from xpyd_proxy.io.request_path.policies import fleet_of
-from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.prefix_cache import PrefixCache
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.cache_index import CacheIndex
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.known_prompts import KnownPrompts
+from pdrelay_proxy.core.model import Api, GenerationRequest, Role
+from pdrelay_proxy.core.protocol.kv_event_stream import read_batch
+from pdrelay_proxy.core.raw_json import Fields, decode, maybe
+from pdrelay_proxy.core.routing.alone_bound import AloneBound
+from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
+from pdrelay_proxy.core.routing.policies.prefix import Prefix
+from pdrelay_proxy.core.routing.routing_hints import ask_of_call
+from pdrelay_proxy.core.schemas import TokensAnswer
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
+from pdrelay_proxy.io.request_path.policies import fleet_of
+from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.testing.prefix_cache import PrefixCache
 
 MODEL = "sim"
 WORDS = [f"{'abcdefghijklm'[n % 13] * (1 + n % 7)}{n}" for n in range(400)] + ["ä" * (1 + n % 5) for n in range(40)]

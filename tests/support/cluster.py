@@ -17,10 +17,10 @@ from pathlib import Path
 
 import httpx
 
+from pdrelay_proxy.local.processes import Command
+from pdrelay_proxy.local.recipe import Connector, EngineSpec, Role, engine
+from pdrelay_proxy.proving.core.holdings import read_holdings
 from support import nursery, router_kind
-from xpyd_proxy.local.processes import Command
-from xpyd_proxy.local.recipe import Connector, EngineSpec, Role, engine
-from xpyd_proxy.proving.core.holdings import read_holdings
 
 ROOT = Path(__file__).parents[2]
 MODEL_NAME = "tiny"
@@ -68,7 +68,7 @@ def _is_free(port):
 def _own_ports():
     """Return the ports of this process, in an order of its own: its lock keeps those of others from choosing them."""
     for first in PORTS[::LANE]:
-        lane = os.open(f"{tempfile.gettempdir()}/xpyd-ports-{os.getuid()}-{first}", os.O_RDWR | os.O_CREAT)
+        lane = os.open(f"{tempfile.gettempdir()}/pdrelay-ports-{os.getuid()}-{first}", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(lane, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
         except BlockingIOError:
@@ -82,9 +82,9 @@ def engine_spec(name, model, **options):
     """Return an engine on free ports."""
     port, side_port = free_ports(2)
     spec = EngineSpec(
-        name, port, model, served_name=MODEL_NAME, side_channel_port=side_port, cache_dir=ROOT / ".xpyd/cache"
+        name, port, model, served_name=MODEL_NAME, side_channel_port=side_port, cache_dir=ROOT / ".pdrelay/cache"
     )
-    options["extra_env"] = {"XPYD_CONNECTOR_SECRET": SECRET, **FOR_TESTS, **options.get("extra_env", {})}
+    options["extra_env"] = {"PDRELAY_CONNECTOR_SECRET": SECRET, **FOR_TESTS, **options.get("extra_env", {})}
     options["extra_args"] = (*EXACT, "--enable-scale-out", *options.get("extra_args", ()))
     return dataclasses.replace(spec, **options)
 
@@ -106,7 +106,7 @@ def faulty_decode(fleet, model, name, connector, **env):
         name,
         model,
         role=Role.DECODE,
-        connector=Connector.XPYD,
+        connector=Connector.PDRELAY,
         extra_args=("--kv-transfer-config", json.dumps(config)),
         extra_env={"PYTHONPATH": str(ROOT / "tests"), **env},
     )
@@ -119,7 +119,7 @@ def faulty_decode(fleet, model, name, connector, **env):
 def router_command(name, prefill, decode, *, port=None, env=None, args=()):
     """Return how to start our router in front of engine specs; ``support.router_kind`` says which one."""
     port = port or free_ports(1)[0]
-    argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", str(port), "--log-level", "info"]
+    argv = [sys.executable, "-m", "pdrelay_proxy.cli", "serve", "--port", str(port), "--log-level", "info"]
     argv += ["--prefill", *(spec.address for spec in prefill), "--decode", *(spec.address for spec in decode), *args]
     environment = {**os.environ, **router_kind.environment(), **(env or {})}
     return Command(name, argv, environment, f"http://127.0.0.1:{port}/health")
@@ -208,7 +208,7 @@ def wait_until(condition, *, seconds, what):
 
 
 def nothing_held(spec):
-    """Whether an engine holds no KV block and no request, as ``xpyd prove`` sees it."""
+    """Whether an engine holds no KV block and no request, as ``pdrelay prove`` sees it."""
     return _is_idle(_exposition(spec))
 
 

@@ -1,4 +1,4 @@
-"""The package with its compiled modules, as the router's image has it: made once for its sources, in .xpyd/compiled."""
+"""The package with compiled modules, as the router's image has it: made once for its sources, in .pdrelay/compiled."""
 
 import fcntl
 import hashlib
@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-KEPT = ROOT / ".xpyd/compiled"
+KEPT = ROOT / ".pdrelay/compiled"
 _ENABLED = "HATCH_BUILD_HOOK_ENABLE_CUSTOM"
 _KEPT_MOST = 2  # older ones: somebody may still use them
 _TOOLS = ("mypy", "setuptools", "msgspec", "uvicorn", "starlette", "httptools")  # what is made depends on them
@@ -27,7 +27,7 @@ def modules():
     """Return the files that are compiled."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     hook = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]
-    folders = [ROOT / "proxy/xpyd_proxy" / name for name in hook["folders"]]
+    folders = [ROOT / "proxy/pdrelay_proxy" / name for name in hook["folders"]]
     return [path for folder in folders for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
 
 
@@ -69,7 +69,7 @@ def main():
 
 def _fingerprint():
     found = hashlib.sha256(f"{sys.version} {[version(name) for name in _TOOLS]} with its wheel".encode())
-    for path in (ROOT / "pyproject.toml", ROOT / "hatch_build.py", *sorted(ROOT.glob("proxy/xpyd_proxy/**/*.py"))):
+    for path in (ROOT / "pyproject.toml", ROOT / "hatch_build.py", *sorted(ROOT.glob("proxy/pdrelay_proxy/**/*.py"))):
         found.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return found.hexdigest()[:16]
 

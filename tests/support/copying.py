@@ -2,13 +2,13 @@
 
 import itertools
 
-from xpyd_connector.core.ids import CopyId
-from xpyd_connector.core.ports import CopyResult
-from xpyd_connector.io.in_memory import BLOCK_BYTES
+from pdrelay_connector.core.ids import CopyId
+from pdrelay_connector.core.ports import CopyResult
+from pdrelay_connector.io.in_memory import BLOCK_BYTES
 
 
 class MemoryCopier:
-    """Implements :class:`~xpyd_connector.core.ports.Copier` on one memory that holds the cache and the host buffer.
+    """Implements :class:`~pdrelay_connector.core.ports.Copier` on one memory that holds the cache and the host buffer.
 
     ``cache`` and ``buffer`` are regions of that memory, one of each for every layer, in the same order. Bytes are
     copied by ``poll``, one copy after the other; ``turns`` is how many polls each takes.

@@ -4,14 +4,14 @@ import dataclasses
 import os
 import random
 
-from xpyd_connector.core.push.prefill_worker import PushWriter
-from xpyd_connector.shell import worker as worker_module
-from xpyd_connector.shell.connector import XpydConnector
+from pdrelay_connector.core.push.prefill_worker import PushWriter
+from pdrelay_connector.shell import worker as worker_module
+from pdrelay_connector.shell.connector import PDRelayConnector
 
 SHARE_VARIABLE = "SPOILT_SHARE"  # of blocks that the spoiling connector exchanges, 0 to 1
 
 
-class CorruptingConnector(XpydConnector):
+class CorruptingConnector(PDRelayConnector):
     """Swaps P's blocks: the first block of every load is read from where the last one is, of each KV cache group."""
 
     def build_connector_meta(self, scheduler_output):
@@ -26,7 +26,7 @@ def _spoilt(token_range):
     return token_range._replace(remote=[token_range.remote[-1], *token_range.remote[1:]])
 
 
-class SpoilingConnector(XpydConnector):
+class SpoilingConnector(PDRelayConnector):
     """Moves the KV of another block of the prompt now and then: D reads it, in pull, or P writes it, in push."""
 
     def __init__(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""``xpyd doctor`` in a process of its own, with a clock that may be wrong.
+"""``pdrelay doctor`` in a process of its own, with a clock that may be wrong.
 
 ``python -m support.doctor_process AHEAD ARGUMENT...``: the clock of that end is ``AHEAD`` seconds ahead.
 """
@@ -19,7 +19,7 @@ QUICK = ("--seconds", "0.1", "--memory-mib", "8", "--timeout", "15")  # the last
 def _start(arguments, *, prefix=(), ahead=0.0, env=None):
     tests = Path(__file__).parents[1]
     path = os.pathsep.join(filter(None, [str(tests), os.environ.get("PYTHONPATH")]))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "XPYD_", "VLLM_"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "PDRELAY_", "VLLM_"))}
     command = [*prefix, sys.executable, "-m", "support.doctor_process", str(ahead), *map(str, arguments)]
     return subprocess.Popen(
         command,
@@ -57,7 +57,7 @@ def examined(*arguments, **options):
 
 def main(ahead, *arguments):
     sys.modules["torch"] = None  # nixl asks it for its CUDA version, 5 s of CPU later
-    from xpyd_connector.doctor.command import main as doctor
+    from pdrelay_connector.doctor.command import main as doctor
 
     return doctor(arguments, wall=lambda: time.time() + float(ahead))  # noqa: TID251
 

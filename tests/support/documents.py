@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-from xpyd_proxy.cli import build_parser
+from pdrelay_proxy.cli import build_parser
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "examples", "helm")
@@ -53,8 +53,8 @@ def commands(line):
         rest = [*itertools.takewhile(lambda word: word not in END, found[i + 1 :])]
         if word.endswith(".py") and (ROOT / word).is_file():
             yield "script", word, rest
-        elif rest and word == "xpyd" and rest[0] in COMMANDS:
-            yield "xpyd", rest[0], rest[1:]
+        elif rest and word == "pdrelay" and rest[0] in COMMANDS:
+            yield "pdrelay", rest[0], rest[1:]
         elif rest and word == "vllm" and rest[0] in ("serve", "bench"):
             yield "vllm", rest[0], rest[1:]
         elif rest and word == "make" and (i == 0 or line.startswith("$")):
@@ -75,7 +75,7 @@ def known(parser):
 
 
 def command(name):
-    """The parser of ``xpyd NAME``."""
+    """The parser of ``pdrelay NAME``."""
     commands = next(a for a in build_parser([name])._actions if isinstance(a, argparse._SubParsersAction))
     return commands.choices[name]
 

@@ -7,23 +7,23 @@ the two questions that matter: did a request get the right bytes, and did every 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdrelay_connector.core.control import ControlPlane
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, BlockId, EngineId, RequestId
+from pdrelay_connector.core.layout.transfer_plan import TokenRange, heads_of
+from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
+from pdrelay_connector.core.lease.kv_params import PullParams
+from pdrelay_connector.core.lease.lease_table import LeaseEnded, LeaseTable
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
+from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, Hello, LentBlocks, RankInfo, Region, Welcome
+from pdrelay_connector.core.pull.decode_worker import PullReader
+from pdrelay_connector.core.pull.load import LoadOrder
+from pdrelay_connector.core.results import BlocksReleased, LeaseLost, LoadResult
+from pdrelay_connector.core.session.peers import PeerTable
+from pdrelay_connector.core.verify.comparison import sums_of
+from pdrelay_connector.core.verify.sampling import Sampling
+from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 from support.memory_reader import MemoryReader
-from xpyd_connector.core.control import ControlPlane
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
-from xpyd_connector.core.layout.transfer_plan import TokenRange, heads_of
-from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
-from xpyd_connector.core.lease.kv_params import PullParams
-from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseTable
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
-from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Hello, LentBlocks, RankInfo, Region, Welcome
-from xpyd_connector.core.pull.decode_worker import PullReader
-from xpyd_connector.core.pull.load import LoadOrder
-from xpyd_connector.core.results import BlocksReleased, LeaseLost, LoadResult
-from xpyd_connector.core.session.peers import PeerTable
-from xpyd_connector.core.verify.comparison import sums_of
-from xpyd_connector.core.verify.sampling import Sampling
-from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 
 FINGERPRINT = Fingerprint(
     vllm="0.32.0", dtype="bf16", cache_dtype="auto", layers=1, kv_heads=1, head_size=8, groups="full",

@@ -1,16 +1,16 @@
 """A decode engine that waits for pushes, on a link that goes nowhere."""
 
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, EngineId, RequestId
+from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
+from pdrelay_connector.core.lease.kv_params import PushParams
+from pdrelay_connector.core.messages import PROTOCOL, Welcome
+from pdrelay_connector.core.ports import PeerConnected
+from pdrelay_connector.core.push.decode_scheduler import PushOrder, PushReceiver
+from pdrelay_connector.core.session.peers import PeerTable
 from support.engines import FINGERPRINT, LEASE, lent, rank_info
 from support.push_engines import PATIENCE, WAIT
 from support.recording_link import ConnectingLink
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
-from xpyd_connector.core.lease.kv_params import PushParams
-from xpyd_connector.core.messages import PROTOCOL, Welcome
-from xpyd_connector.core.ports import PeerConnected
-from xpyd_connector.core.push.decode_scheduler import PushOrder, PushReceiver
-from xpyd_connector.core.session.peers import PeerTable
 
 P, ADDRESS = EngineId("p0"), Address("10.0.0.1", 5600)
 A, B, T = RequestId("d-a"), RequestId("d-b"), RequestId("t")

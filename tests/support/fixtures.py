@@ -4,19 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.model import ensure_model
+from pdrelay_proxy.local.processes import open_fleet
+from pdrelay_proxy.local.recipe import Connector, Role
 from support.cluster import ROOT, base_url, engine_spec, router_command, start_engine
 from support.questions import ask, client
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.model import ensure_model
-from xpyd_proxy.local.processes import open_fleet
-from xpyd_proxy.local.recipe import Connector, Role
 
 ADMIN_KEY = "an admin key of the tests"
 
 
 @pytest.fixture(scope="session")
 def model():
-    directory = ROOT / ".xpyd/models/tiny"
+    directory = ROOT / ".pdrelay/models/tiny"
     ensure_model(directory)
     return directory
 
@@ -40,8 +40,8 @@ def reference(fleet, model):
 def engines(fleet, model, reference):
     """Two prefill and two decode engines with our connector, and the reference."""
     specs = {
-        **{f"p{i}": engine_spec(f"p{i}", model, role=Role.PREFILL, connector=Connector.XPYD) for i in (0, 1)},
-        **{f"d{i}": engine_spec(f"d{i}", model, role=Role.DECODE, connector=Connector.XPYD) for i in (0, 1)},
+        **{f"p{i}": engine_spec(f"p{i}", model, role=Role.PREFILL, connector=Connector.PDRELAY) for i in (0, 1)},
+        **{f"d{i}": engine_spec(f"d{i}", model, role=Role.DECODE, connector=Connector.PDRELAY) for i in (0, 1)},
     }
     children = {name: start_engine(fleet, spec) for name, spec in specs.items()}
     fleet.wait_ready(children.values(), timeout_s=300)
@@ -54,7 +54,7 @@ def pushing(fleet, model):
 
     The prefill engines compute 256 tokens a step, and 64 of a prompt where others wait; their cache is small.
     """
-    common = {"connector": Connector.XPYD, "mode": TransferMode.PUSH}
+    common = {"connector": Connector.PDRELAY, "mode": TransferMode.PUSH}
     args = ("--max-num-batched-tokens", "256", "--long-prefill-token-threshold", "64")
     prefill = {"role": Role.PREFILL, "kv_cache_mib": 16, "extra_args": args, **common}
     specs = {

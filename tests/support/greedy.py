@@ -5,7 +5,7 @@ So a stream that another engine goes on with is right only if that engine was gi
 
 import json
 
-from xpyd_proxy.core.model import Api
+from pdrelay_proxy.core.model import Api
 
 VOCABULARY = 40
 HALF = 7  # every token that is a multiple of it has no text of its own: the next one shows both

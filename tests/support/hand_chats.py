@@ -17,7 +17,7 @@ LENDS = {"do_remote_decode": True, "do_remote_prefill": False}
 def engine_id(spec):
     """Return the id by which other engines know one, as its metrics say."""
     text = httpx.get(f"{spec.base_url}/metrics", trust_env=False, timeout=10).text
-    (line,) = (line for line in text.splitlines() if line.startswith("vllm:xpyd_connector_info{"))
+    (line,) = (line for line in text.splitlines() if line.startswith("vllm:pdrelay_connector_info{"))
     return line.split('engine_id="')[1].split('"')[0]
 
 
@@ -50,7 +50,7 @@ class Chat:
 
     def prefill(self, cached_on=None):
         """Have P compute the prompt, which may ask an engine for what is cached there; return the params for D."""
-        lent = LENDS if cached_on is None else {**LENDS, "xpyd_cached_on": cached_on}
+        lent = LENDS if cached_on is None else {**LENDS, "pdrelay_cached_on": cached_on}
         asked = {"prompt": self.tokens, "cache_salt": self.salt, "max_tokens": 1, "min_tokens": 1}
         return post(self.p, {**asked, "kv_transfer_params": lent}).json()["kv_transfer_params"]
 

@@ -59,9 +59,9 @@ def discovery(objects):
         labels = template["metadata"]["labels"]
         if key and labels.get(key) != value:
             problems.append(f"{role} pods are not found by {key}={value}")
-        if labels.get("xpyd.io/role") not in ({role} if len(pools(objects)) > 1 else {"both"}):
-            problems.append(f"{role} pods say they are {labels.get('xpyd.io/role')}")
-        revisions.add(labels.get("xpyd.io/revision"))
+        if labels.get("pdrelay/role") not in ({role} if len(pools(objects)) > 1 else {"both"}):
+            problems.append(f"{role} pods say they are {labels.get('pdrelay/role')}")
+        revisions.add(labels.get("pdrelay/revision"))
         if WORKER_INDEX in labels:
             problems.append(f"{role} pods claim a worker index")
     if len(revisions) != 1 or None in revisions:

@@ -17,14 +17,14 @@ import yaml
 from support.helm_objects import kind, of_controller
 
 ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "helm" / "xpyd"
-TOOLS = ROOT / ".xpyd" / "tools"
+CHART = ROOT / "helm" / "pdrelay"
+TOOLS = ROOT / ".pdrelay" / "tools"
 CI = sorted((CHART / "ci").glob("*.yaml"))
 HELMS = ("helm3", "helm4")
 LEAST = {  # what a rendering needs that no site is in
     "acceptDrawnSecrets": True,
-    "router": {"image": {"repository": "registry.example.com/xpyd/router"}},
-    "engine": {"image": {"repository": "registry.example.com/xpyd/engine"}},
+    "router": {"image": {"repository": "registry.example.com/pdrelay/router"}},
+    "engine": {"image": {"repository": "registry.example.com/pdrelay/engine"}},
 }
 
 

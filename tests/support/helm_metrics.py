@@ -6,25 +6,25 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdrelay_connector.core.counters import COUNTERS, GAUGES
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.discovery.reconcile import Freshness
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import EngineSource
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.workers.reports import Whole
+from pdrelay_proxy.io.metrics import Metrics
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.io.workers.reports import report_of
+from pdrelay_proxy.settings import Settings, SlicePairing
 from support.helm_chart import ROOT
-from xpyd_connector.core.counters import COUNTERS, GAUGES
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.discovery.reconcile import Freshness
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import EngineSource
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.workers.reports import Whole
-from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.workers.reports import report_of
-from xpyd_proxy.settings import Settings, SlicePairing
 
 # What Prometheus and its operator add: targets, and (podTargetLabels) the pod's own labels; a site: clusters.
 TARGET = {"cluster", "namespace", "pod", "job", "instance", "container", "endpoint", "service", "le"}
-ENGINE_TARGET = TARGET | {"xpyd_io_release", "xpyd_io_role", "xpyd_io_revision"}
+ENGINE_TARGET = TARGET | {"pdrelay_release", "pdrelay_role", "pdrelay_revision"}
 WORDS = {
     "absent", "and", "by", "count", "histogram_quantile", "increase", "max", "max_over_time", "min", "min_over_time",
     "offset", "on", "or", "rate", "sum", "unless", "m", "s", "h", "e", "bool",
@@ -92,13 +92,13 @@ def engine_metrics():
         more = set(re.findall(r'"(\w+)"', made[4]))
         for suffix in SUFFIXES[made[1]]:
             found[made[2] + suffix] = {"model_name", "engine"} | more
-    stats = (ROOT / "connector" / "xpyd_connector" / "shell" / "vllm_stats.py").read_text()
+    stats = (ROOT / "connector" / "pdrelay_connector" / "shell" / "vllm_stats.py").read_text()
     own = dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(GAUGES, "gauge")
     own |= {name: "counter" for name in ("bytes_transferred", "descriptors", "posting_seconds") if f'"{name}"' in stats}
-    own |= {"transfer_seconds": "histogram"} if '"vllm:xpyd_transfer_seconds"' in stats else {}
+    own |= {"transfer_seconds": "histogram"} if '"vllm:pdrelay_transfer_seconds"' in stats else {}
     for name, kind in own.items():
         for suffix in SUFFIXES[kind]:
-            found[f"vllm:xpyd_{name}{suffix}"] = {"model_name", "engine"}
+            found[f"vllm:pdrelay_{name}{suffix}"] = {"model_name", "engine"}
     return found
 
 

@@ -45,7 +45,7 @@ def pods(objects):
 def pools(objects):
     """Return the names of the pools: those of one role each, or the only one, whose pods serve both."""
     labels = [template["metadata"]["labels"] for o in kind(objects, *WORKLOADS) for template in templates(o)]
-    is_one = any(one.get("xpyd.io/role") == "both" for one in labels)
+    is_one = any(one.get("pdrelay/role") == "both" for one in labels)
     return ["decode"] if is_one else ["prefill", "decode"]
 
 

@@ -4,6 +4,11 @@ import json
 import math
 import re
 
+from pdrelay_connector.settings import read_settings
+from pdrelay_proxy.cli import build_parser
+from pdrelay_proxy.core.http.origins import check_open
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.options import serve_settings
 from support.helm_chart import DRAWN
 from support.helm_objects import (
     COMPONENT,
@@ -20,11 +25,6 @@ from support.helm_objects import (
     router,
     templates,
 )  # fmt: skip
-from xpyd_connector.settings import read_settings
-from xpyd_proxy.cli import build_parser
-from xpyd_proxy.core.http.origins import check_open
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.options import serve_settings
 
 MARGIN_S = 10  # seconds that must be left when everything took as long as it may
 
@@ -48,7 +48,7 @@ def probes(objects):
         if name == "router" and paths["readinessProbe"] not in ("/ready", None):
             problems.append(f"router is ready by {paths['readinessProbe']}")
         asks = {
-            probe: c[probe].get("exec", {}).get("command", ["", ""])[1] == "/opt/xpyd/health.py" for probe in PROBES
+            probe: c[probe].get("exec", {}).get("command", ["", ""])[1] == "/opt/pdrelay/health.py" for probe in PROBES
         }
         if name != "router" and any(paths[probe] != "/health" and not asks[probe] for probe in PROBES):
             problems.append(f"{name} is probed at {sorted(map(str, paths.values()))}")
@@ -105,7 +105,7 @@ def secrets(objects):
     for o, _, spec in pods(objects):
         for c in spec["containers"]:
             for entry in c.get("env", ()):
-                is_path = entry["name"].endswith("_FILE") and entry.get("value", "").startswith("/etc/xpyd/")
+                is_path = entry["name"].endswith("_FILE") and entry.get("value", "").startswith("/etc/pdrelay/")
                 if (
                     re.search(r"KEY|TOKEN|SECRET|PASSWORD", entry["name"])
                     and not is_path
@@ -123,7 +123,7 @@ def connector_secret(objects):
     problems, mounted = [], set()
     for role in pools(objects):
         for template in templates(pool(objects, role)):
-            path = env(template).get("XPYD_CONNECTOR_SECRET_FILE", {}).get("value", "")
+            path = env(template).get("PDRELAY_CONNECTOR_SECRET_FILE", {}).get("value", "")
             mounts = {m["mountPath"]: m["name"] for m in container(template)["volumeMounts"]}
             volumes = {v["name"]: v for v in template["spec"]["volumes"]}
             secret = volumes.get(mounts.get(path.rpartition("/")[0]), {}).get("secret")
@@ -165,19 +165,19 @@ def engine_args(objects):
         config = json.loads(flag(args, "--kv-transfer-config") or "{}")
         extra = config.get("kv_connector_extra_config", {})
         own = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
-        own = own[template["metadata"]["labels"]["xpyd.io/role"]]
+        own = own[template["metadata"]["labels"]["pdrelay/role"]]
         if config.get("kv_role") not in ({"kv_both"} if extra.get("return_kv") else {own, "kv_both"}):
             problems.append(f"{role} has kv_role {config.get('kv_role')}")
-        if config.get("kv_connector") != "XpydConnector":
+        if config.get("kv_connector") != "PDRelayConnector":
             problems.append(f"{role} has the connector {config.get('kv_connector')}")
         try:
             read_settings(config["kv_connector_extra_config"], {})
         except Exception as exc:
             problems.append(f"{role}: {exc}")
-        if flag(args, "--port") != str(ports["http"]) or template["metadata"]["annotations"]["xpyd.io/port"] != str(
+        if flag(args, "--port") != str(ports["http"]) or template["metadata"]["annotations"]["pdrelay/port"] != str(
             ports["http"]
         ):
-            problems.append(f"{role}: --port, port http and xpyd.io/port differ")
+            problems.append(f"{role}: --port, port http and pdrelay/port differ")
     return problems
 
 
@@ -189,9 +189,9 @@ def engine_tls(objects):
     trusted = _secret_of(templates(router(objects))[0], flag(args, "--engine-ca"))
     secure = {role: "--ssl-certfile" in container(one)["args"] for role, one in engine_pods(objects)}
     for role, template in engine_pods(objects):
-        own, said = container(template), template["metadata"]["annotations"].get("xpyd.io/scheme", "http")
+        own, said = container(template), template["metadata"]["annotations"].get("pdrelay/scheme", "http")
         if said != ("https" if secure[role] else "http"):
-            problems.append(f"{role}: xpyd.io/scheme is {said}, which it does not serve")
+            problems.append(f"{role}: pdrelay/scheme is {said}, which it does not serve")
         hook = own["lifecycle"]["preStop"]["exec"]["command"] if "lifecycle" in own else []
         asked = [own[probe] for probe in PROBES if probe in own]
         if not secure[role]:
@@ -251,9 +251,9 @@ def side_channel(objects):
         for number, pod in enumerate(templates(pool(objects, role))):
             here = range(own, ranks) if number else range(own)
             problems += [f"{role}-{number}: {said}" for said in _side_ports(pod, here)]
-        said = template["metadata"]["annotations"].get("xpyd.io/ranks", "1")
+        said = template["metadata"]["annotations"].get("pdrelay/ranks", "1")
         if int(said) != ranks:
-            problems.append(f"{role}: xpyd.io/ranks is {said}, but there are {ranks}")
+            problems.append(f"{role}: pdrelay/ranks is {said}, but there are {ranks}")
     shared = [role for role, template in engine_pods(objects) if template["spec"].get("hostNetwork")]
     if len(shared) == 2:
         sets = [{p["containerPort"] for p in container(template)["ports"]} for _, template in engine_pods(objects)]

@@ -432,10 +432,14 @@ def pod(
     ready: bool = True,
     **more: object,
 ) -> Object:
-    """Describe a pod. ``more``: labels (without xpyd.io/), and ``annotations``, ``deleted``, ``phase``, ``worker``."""
+    """Describe a pod. ``more``: labels (without pdrelay/), and ``annotations``, ``deleted``, ``phase``, ``worker``."""
     deleted, phase, worker = more.pop("deleted", None), more.pop("phase", "Running"), more.pop("worker", None)
     meta: Object = {"annotations": more.pop("annotations", {})}
-    labels = {"app": "xpyd", **({"xpyd.io/role": role} if role else {}), **{f"xpyd.io/{k}": v for k, v in more.items()}}
+    labels = {
+        "app": "pdrelay",
+        **({"pdrelay/role": role} if role else {}),
+        **{f"pdrelay/{k}": v for k, v in more.items()},
+    }
     if worker is not None:
         labels["leaderworkerset.sigs.k8s.io/worker-index"] = str(worker)
     if deleted:

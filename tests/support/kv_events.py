@@ -87,7 +87,7 @@ def blocks_of(payloads, rank=0):
 
 
 class StreamReader:
-    """A reader of ``GET /v1/xpyd/kv_events``, as docs/kv-events.md describes the bytes."""
+    """A reader of ``GET /v1/pdrelay/kv_events``, as docs/kv-events.md describes the bytes."""
 
     def __init__(self):
         self.blocks = {}  # rank -> {(hash, place)}

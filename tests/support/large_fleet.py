@@ -17,30 +17,30 @@ import time
 from collections import defaultdict
 from contextlib import AsyncExitStack
 
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.discovery.reconcile import entry_of
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.engine_metrics import Numbers
-from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import EngineSource, Target, Wanted
-from xpyd_proxy.core.model import RequestId, Role, RoutingHints
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.protocol.push import EngineMode
-from xpyd_proxy.core.routing.pairing import PairSelector
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.core.routing.share_bound import ShareBounds
-from xpyd_proxy.core.workers.reports import Whole
-from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
-from xpyd_proxy.io.discovery.stores.memory import MemoryStore
-from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.probes.prober import Prober
-from xpyd_proxy.io.request_path.live_fleet import LiveFleet
-from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.status import Status
-from xpyd_proxy.io.workers.reports import report_of
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.discovery.reconcile import entry_of
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.engine_metrics import Numbers
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import EngineSource, Target, Wanted
+from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.core.routing.pairing import PairSelector
+from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.core.routing.share_bound import ShareBounds
+from pdrelay_proxy.core.workers.reports import Whole
+from pdrelay_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
+from pdrelay_proxy.io.discovery.stores.memory import MemoryStore
+from pdrelay_proxy.io.metrics import Metrics
+from pdrelay_proxy.io.probes.prober import Prober
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.io.status import Status
+from pdrelay_proxy.io.workers.reports import report_of
+from pdrelay_proxy.settings import Settings
 
 ENGINES, REVISIONS, NAMES = 2000, 12, 100
 LEAST_LOOK_S = 1e-4  # a shorter step of that task is its begin
@@ -66,7 +66,7 @@ class Checks:
 
     async def numbers(self, _instance):
         """Return what one with our connector shows."""
-        return Numbers("xpyd", leases=0, protocol="4", fingerprint="0123456789abcdef", mode="push")
+        return Numbers("pdrelay", leases=0, protocol="4", fingerprint="0123456789abcdef", mode="push")
 
 
 def wanted(number, generation=0):
@@ -105,7 +105,7 @@ class Fleet:
         """Have all engines be there, and be known."""
         self.pods.view(self.engines)
         self.stored.view(dict(self.entries))
-        shown = {"connector": "xpyd", "protocol": "4", "fingerprint": "0123456789abcdef", "mode": EngineMode.PUSH}
+        shown = {"connector": "pdrelay", "protocol": "4", "fingerprint": "0123456789abcdef", "mode": EngineMode.PUSH}
         for member in self.registry.members():
             name = member.instance.id
             self.registry.learn(name, EngineCapabilities(frozenset(set(MODELS)), "0.32", engine_id=name, **shown))
@@ -221,7 +221,7 @@ class Fleet:
 def main():
     """Print the longest steps by task."""
     logging.disable(logging.INFO)
-    logging.getLogger("xpyd_proxy").addHandler(logging.NullHandler())
+    logging.getLogger("pdrelay_proxy").addHandler(logging.NullHandler())
     print(json.dumps(asyncio.run(Fleet().run())))
 
 

@@ -13,7 +13,7 @@ from support.questions import ask, client
 
 TOKENS = 16
 STALL_TOKENS = 77  # a prompt of exactly so many tokens keeps an engine of support.stalling in one step
-STALL_SECONDS = "XPYD_TEST_STALL_SECONDS"  # for so long
+STALL_SECONDS = "PDRELAY_TEST_STALL_SECONDS"  # for so long
 SLOW_TOKENS, SLOW_SECONDS = 9, 0.05  # and one of so many, or of hundreds more, keeps each of its steps for so long
 OPEN = {"do_remote_decode": True, "do_remote_prefill": False}
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from xpyd_connector.errors import IllegalTransition
+from pdrelay_connector.errors import IllegalTransition
 
 NOTICED = (AssertionError, IllegalTransition, KeyError, ExceptionGroup)
 

@@ -25,7 +25,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
-PREFIX = "xpyd-lab-"  # of namespaces: xpyd-lab-<pid>-<slot>-<p or d>
+PREFIX = "pdrelay-lab-"  # of namespaces: pdrelay-lab-<pid>-<slot>-<p or d>
 LINK = "xl"  # of the management devices in the root namespace: xl<pid>-<slot><p or d>, 15 characters at most
 DATA, MANAGEMENT = "data", "mgmt"  # devices inside the namespaces
 SUBNET = "10.231"  # a lab has 10.231.<slot>.0/24: two networks of four addresses to its hosts, one between them

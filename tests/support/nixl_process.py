@@ -154,25 +154,25 @@ class Engine:
     """
 
     def __init__(self, name, port, block_bytes, mode, stages, ranks, device, timeout):
+        from pdrelay_connector.core.control import ControlPlane
+        from pdrelay_connector.core.counters import Counters
+        from pdrelay_connector.core.ids import Address, EngineEndpoint, EngineId
+        from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
+        from pdrelay_connector.core.lease.lease_table import LeaseTable
+        from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
+        from pdrelay_connector.core.messages import PROTOCOL, RankInfo, Welcome
+        from pdrelay_connector.core.pull.decode_worker import PullReader
+        from pdrelay_connector.core.push.decode_scheduler import PushReceiver
+        from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
+        from pdrelay_connector.core.push.prefill_worker import PushWriter
+        from pdrelay_connector.core.session.handshake import HandshakeClient, HandshakeServer
+        from pdrelay_connector.core.session.peers import PeerTable
+        from pdrelay_connector.io.link import SocketLink
+        from pdrelay_connector.io.nixl import NixlTransferAgent, make_agent, register
+        from pdrelay_connector.io.runner import Runner
+        from pdrelay_connector.io.tls import Tls
+        from pdrelay_connector.settings import Settings
         from support.engines import FINGERPRINT
-        from xpyd_connector.core.control import ControlPlane
-        from xpyd_connector.core.counters import Counters
-        from xpyd_connector.core.ids import Address, EngineEndpoint, EngineId
-        from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
-        from xpyd_connector.core.lease.lease_table import LeaseTable
-        from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
-        from xpyd_connector.core.messages import PROTOCOL, RankInfo, Welcome
-        from xpyd_connector.core.pull.decode_worker import PullReader
-        from xpyd_connector.core.push.decode_scheduler import PushReceiver
-        from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
-        from xpyd_connector.core.push.prefill_worker import PushWriter
-        from xpyd_connector.core.session.handshake import HandshakeClient, HandshakeServer
-        from xpyd_connector.core.session.peers import PeerTable
-        from xpyd_connector.io.link import SocketLink
-        from xpyd_connector.io.nixl import NixlTransferAgent, make_agent, register
-        from xpyd_connector.io.runner import Runner
-        from xpyd_connector.io.tls import Tls
-        from xpyd_connector.settings import Settings
 
         def secrets():
             return (b"secret",)
@@ -237,7 +237,7 @@ class Engine:
 
     def tell_results(self, reader):
         """On the thread of a worker: tell what has ended on all of them, as vLLM does."""
-        from xpyd_connector.core.results import LoadResult
+        from pdrelay_connector.core.results import LoadResult
 
         for ended in reader.take_results():
             if isinstance(ended, LoadResult):
@@ -255,7 +255,7 @@ class Engine:
         self.tell(control.take_results(now=time.monotonic()))
 
     def tell(self, news):
-        from xpyd_connector.core.results import BlocksReleased, LoadResult
+        from pdrelay_connector.core.results import BlocksReleased, LoadResult
 
         for ended in news:
             match ended:
@@ -271,9 +271,9 @@ class Engine:
         return {}
 
     def load(self, request, engine, port, blocks, into):
-        from xpyd_connector.core.ids import Address
-        from xpyd_connector.core.layout.transfer_plan import TokenRange
-        from xpyd_connector.core.pull.load import LoadOrder
+        from pdrelay_connector.core.ids import Address
+        from pdrelay_connector.core.layout.transfer_plan import TokenRange
+        from pdrelay_connector.core.pull.load import LoadOrder
 
         self.started[request] = time.monotonic()
         whole = TokenRange(0, 0, len(blocks) * TOKENS, blocks, into)
@@ -283,10 +283,10 @@ class Engine:
         return {}
 
     def expect(self, request, engine, port, first, into):
-        from xpyd_connector.core.ids import Address
-        from xpyd_connector.core.lease.kv_params import PushParams
-        from xpyd_connector.core.messages import LentBlocks
-        from xpyd_connector.core.push.decode_scheduler import PushOrder
+        from pdrelay_connector.core.ids import Address
+        from pdrelay_connector.core.lease.kv_params import PushParams
+        from pdrelay_connector.core.messages import LentBlocks
+        from pdrelay_connector.core.push.decode_scheduler import PushOrder
 
         self.started[request] = time.monotonic()
         lent = LentBlocks(first * TOKENS, (first + len(into)) * TOKENS, tuple(into))
@@ -301,7 +301,7 @@ class Engine:
         return {}
 
     def push(self, request, blocks, last, attempt):
-        from xpyd_connector.core.push.push_job import ComputedBlocks
+        from pdrelay_connector.core.push.push_job import ComputedBlocks
 
         if last:
             self.control.post(lambda control, now: control.grant(request, now=now))
@@ -337,7 +337,7 @@ class Engine:
 
 def region_of(memory, layer, number, ranks):
     """Head after head; of each, K and V of a token side by side."""
-    from xpyd_connector.core.messages import Region
+    from pdrelay_connector.core.messages import Region
 
     (_, count, size), heads = memory.shape, HEADS // ranks
     head = size // heads

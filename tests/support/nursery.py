@@ -2,7 +2,7 @@
 
 Importing takes an engine 12 CPU seconds, and a router 1.4. There is one such process for each environment that an
 import may see. That of engines ends with the fleet whose engines it bears, on this host or in a lab; that of routers
-with the tests. ``xpyd up`` and the examples start engines as vLLM does.
+with the tests. ``pdrelay up`` and the examples start engines as vLLM does.
 """
 
 import atexit
@@ -21,9 +21,9 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdrelay_proxy.local import guard
+from pdrelay_proxy.local.processes import Child, Command
 from support import nursery_process
-from xpyd_proxy.local import guard
-from xpyd_proxy.local.processes import Child, Command
 
 IMPORT_S, POLL_S = 120, 0.02
 # What a module may read when it is imported; of those, what is an engine's own is read when it starts. What vLLM sets
@@ -99,7 +99,7 @@ def _routers():
     folder = tempfile.TemporaryDirectory(prefix="nursery-")
     log = Path(folder.name, "log")
     place = str(Path(folder.name, "s"))
-    command = _command("nursery", place, "xpyd_proxy.cli", dict(os.environ))
+    command = _command("nursery", place, "pdrelay_proxy.cli", dict(os.environ))
     with log.open("wb") as file:
         process = subprocess.Popen(command.argv, env=command.environment, stdout=file, stderr=file)
     found = Nursery(Child(command, process, log, Path(folder.name)), place)

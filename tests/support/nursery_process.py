@@ -27,10 +27,10 @@ OF_ROUTERS = (
     "uvicorn.protocols.http.httptools_impl",
     "uvicorn.protocols.websockets.websockets_impl",
     "uvloop",
-    "xpyd_proxy.app",
-    "xpyd_proxy.commands.serve",
-    "xpyd_proxy.server",
-    "xpyd_proxy.supervisor",
+    "pdrelay_proxy.app",
+    "pdrelay_proxy.commands.serve",
+    "pdrelay_proxy.server",
+    "pdrelay_proxy.supervisor",
 )
 # What an engine on CPUs imports while it starts, and our connector: 1.5 CPU seconds of each.
 OF_ENGINES = (
@@ -45,7 +45,7 @@ OF_ENGINES = (
     "vllm.distributed.elastic_ep.elastic_execute",
     "model_hosting_container_standards.sagemaker",
     "uvicorn.protocols.http.httptools_impl",
-    "xpyd_connector.shell.connector",
+    "pdrelay_connector.shell.connector",
 )
 
 
@@ -97,7 +97,7 @@ def _import(program):
 
 
 def _further(program):
-    if program == "xpyd_proxy.cli":
+    if program == "pdrelay_proxy.cli":
         return OF_ROUTERS
     return OF_ENGINES if program.startswith("vllm.") and fork_on_cpus() else ()
 

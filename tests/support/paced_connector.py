@@ -4,15 +4,15 @@ import os
 import time
 from typing import ClassVar
 
+from pdrelay_connector.core.lease.kv_params import parse_transfer_id
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
+from pdrelay_connector.core.messages import ReadDone
+from pdrelay_connector.core.ports import MessageReceived
+from pdrelay_connector.io.nixl import NixlTransferAgent
+from pdrelay_connector.shell import control_thread, worker
+from pdrelay_connector.shell.connector import PDRelayConnector
+from pdrelay_proxy.core.model import Role
 from support.pacing import PACE, SLOW_S, slow_row
-from xpyd_connector.core.lease.kv_params import parse_transfer_id
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
-from xpyd_connector.core.messages import ReadDone
-from xpyd_connector.core.ports import MessageReceived
-from xpyd_connector.io.nixl import NixlTransferAgent
-from xpyd_connector.shell import control_thread, worker
-from xpyd_connector.shell.connector import XpydConnector
-from xpyd_proxy.core.model import Role
 
 LATER = 3  # steps of a stream before one that is slow: with asynchronous scheduling its first token is known by then
 
@@ -81,7 +81,7 @@ class LateTransferAgent(NixlTransferAgent):
         return kept
 
 
-class PacedConnector(XpydConnector):
+class PacedConnector(PDRelayConnector):
     """Sleeps behind the forward pass, before its tokens are shown, and in the hooks of some prompts."""
 
     def __init__(self, vllm_config, *args, **kwargs):

@@ -11,13 +11,13 @@ import dataclasses
 import json
 import os
 
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.local.recipe import transfer_config
 from support.cluster import ROOT
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.local.recipe import transfer_config
 
-PACE = "XPYD_TEST_PACE"  # seconds: of any step, of each prompt token in it, of each stream in it
+PACE = "PDRELAY_TEST_PACE"  # seconds: of any step, of each prompt token in it, of each stream in it
 SLOW_S = 0.2
-SLOW_ROWS = (  # of ``xpyd why``
+SLOW_ROWS = (  # of ``pdrelay why``
     "API server",
     "wait in the queue",
     "allocate blocks",

@@ -7,10 +7,10 @@ an answer is made from the right bytes, and every block comes back exactly once.
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pdrelay_connector.core.ids import ConnId
+from pdrelay_connector.core.messages import DropLeases, ReadDone, ReadsStarted, RenewLeases
+from pdrelay_connector.core.session.peers import MAX_BACKOFF, PeerState
 from support.engines import BLOCKS, LEASE, TIMEOUT, World, right
-from xpyd_connector.core.ids import ConnId
-from xpyd_connector.core.messages import DropLeases, ReadDone, ReadsStarted, RenewLeases
-from xpyd_connector.core.session.peers import MAX_BACKOFF, PeerState
 
 MOST_TROUBLES = 2  # at a time: with more, nothing happens any more that could go wrong
 PICK = st.integers(0, 1000)

@@ -1,4 +1,4 @@
-"""A router that knows nothing of xpyd: the pull rules of vLLM's wire and no more.
+"""A router that knows nothing of pdrelay: the pull rules of vLLM's wire and no more.
 
 One prefill and one decode engine; ``python plain_router.py PORT PREFILL_URL DECODE_URL``.
 """

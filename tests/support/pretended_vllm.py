@@ -12,11 +12,11 @@ from pathlib import Path
 import uvicorn
 from starlette.responses import JSONResponse
 
-from xpyd_proxy.testing.engine import Sim
+from pdrelay_proxy.testing.engine import Sim
 
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 OPEN = ("/health", "/metrics", "/version")
-NAMED = ("VLLM_", "XPYD_", "CUDA_", "ROCR_")
+NAMED = ("VLLM_", "PDRELAY_", "CUDA_", "ROCR_")
 
 
 def main(argv):

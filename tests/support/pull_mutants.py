@@ -5,15 +5,15 @@ A property that nothing can violate proves nothing; ``pull/test_pull_pair.py`` s
 
 import pytest
 
-from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
-from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent, LeaseTable
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
-from xpyd_connector.core.ports import ConnectionLost
-from xpyd_connector.core.pull.decode_worker import PullReader
-from xpyd_connector.core.results import LoadResult
-from xpyd_connector.core.session.peers import PeerState, PeerTable
-from xpyd_connector.core.transfer.remote_memory import RemoteEngine
-from xpyd_connector.core.transfer.transfers import Transfers
+from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
+from pdrelay_connector.core.lease.lease_table import LeaseEnded, LeaseEvent, LeaseTable
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
+from pdrelay_connector.core.ports import ConnectionLost
+from pdrelay_connector.core.pull.decode_worker import PullReader
+from pdrelay_connector.core.results import LoadResult
+from pdrelay_connector.core.session.peers import PeerState, PeerTable
+from pdrelay_connector.core.transfer.remote_memory import RemoteEngine
+from pdrelay_connector.core.transfer.transfers import Transfers
 
 
 def drop_the_heartbeat(patch):

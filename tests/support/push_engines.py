@@ -7,26 +7,26 @@ a write into any other fails at the very copy.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdrelay_connector.core.control import ControlPlane
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, BlockId, EngineEndpoint, EngineId, RequestId
+from pdrelay_connector.core.layout.transfer_plan import heads_of
+from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
+from pdrelay_connector.core.lease.kv_params import PushParams
+from pdrelay_connector.core.lease.lease_table import LeaseEnded, LeaseTable
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
+from pdrelay_connector.core.messages import PROTOCOL, Welcome
+from pdrelay_connector.core.push.decode_scheduler import PushOrder, PushReceiver
+from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
+from pdrelay_connector.core.push.prefill_worker import PushWriter
+from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
+from pdrelay_connector.core.results import BlocksReleased, LeaseLost, LoadResult
+from pdrelay_connector.core.session.peers import PeerTable
+from pdrelay_connector.core.verify.comparison import compare, count
+from pdrelay_connector.core.verify.sampling import Sampling
+from pdrelay_connector.io.in_memory import InMemoryLink, InMemoryNetwork, InMemoryTransferAgent, pieces_of
 from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, LEASE, NOTHING, Blocks, Turns, lent, rank_info
 from support.memory_reader import MemoryReader
-from xpyd_connector.core.control import ControlPlane
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, BlockId, EngineEndpoint, EngineId, RequestId
-from xpyd_connector.core.layout.transfer_plan import heads_of
-from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
-from xpyd_connector.core.lease.kv_params import PushParams
-from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseTable
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
-from xpyd_connector.core.messages import PROTOCOL, Welcome
-from xpyd_connector.core.push.decode_scheduler import PushOrder, PushReceiver
-from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
-from xpyd_connector.core.push.prefill_worker import PushWriter
-from xpyd_connector.core.push.push_job import ComputedBlocks, TransferOver
-from xpyd_connector.core.results import BlocksReleased, LeaseLost, LoadResult
-from xpyd_connector.core.session.peers import PeerTable
-from xpyd_connector.core.verify.comparison import compare, count
-from xpyd_connector.core.verify.sampling import Sampling
-from xpyd_connector.io.in_memory import InMemoryLink, InMemoryNetwork, InMemoryTransferAgent, pieces_of
 
 WAIT, WRITE, PATIENCE = 100.0, 20.0, 15.0  # s: registration_timeout, transfer_timeout, patience with a heartbeat
 TCP = 900.0  # s that a cut network may last with its bytes still arriving afterwards

@@ -8,10 +8,7 @@ every block comes back exactly once.
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from support.engines import BLOCK_SIZE, BLOCKS, LEASE, lent
-from support.pair_machine import MOST_TROUBLES, PICK, STRANGER, EngineMachine
-from support.push_engines import WAIT, PushWorld
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.messages import (
     CancelPushes,
     DropLeases,
     HeartbeatReply,
@@ -22,7 +19,10 @@ from xpyd_connector.core.messages import (
     RegisterPush,
     RenewLeases,
 )
-from xpyd_connector.core.session.peers import MAX_BACKOFF, PeerState
+from pdrelay_connector.core.session.peers import MAX_BACKOFF, PeerState
+from support.engines import BLOCK_SIZE, BLOCKS, LEASE, lent
+from support.pair_machine import MOST_TROUBLES, PICK, STRANGER, EngineMachine
+from support.push_engines import WAIT, PushWorld
 
 # What TCP does not do to a connection that lives is done here all the same, where the protocol can bear it. It cannot:
 # - losing a RegisterPush, Memory, CancelPushes, PushStopped or PushDone: each is said once, and somebody waits for it;

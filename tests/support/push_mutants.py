@@ -3,15 +3,15 @@
 As in ``support.pull_mutants``; ``push/test_push_pair.py`` shows that each of these is noticed.
 """
 
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
-from xpyd_connector.core.messages import PushStopped, StartPush
-from xpyd_connector.core.push import decode_scheduler as push_receiver
-from xpyd_connector.core.push.decode_scheduler import PushReceiver
-from xpyd_connector.core.push.part_writer import PartWriter
-from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
-from xpyd_connector.core.push.prefill_worker import PushWriter
-from xpyd_connector.core.results import LoadResult
-from xpyd_connector.core.session.peers import Peer
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
+from pdrelay_connector.core.messages import PushStopped, StartPush
+from pdrelay_connector.core.push import decode_scheduler as push_receiver
+from pdrelay_connector.core.push.decode_scheduler import PushReceiver
+from pdrelay_connector.core.push.part_writer import PartWriter
+from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
+from pdrelay_connector.core.push.prefill_worker import PushWriter
+from pdrelay_connector.core.results import LoadResult
+from pdrelay_connector.core.session.peers import Peer
 
 
 def complete_before_the_source_is(patch):

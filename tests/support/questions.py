@@ -1,13 +1,13 @@
-"""The questions of ``xpyd prove`` and its comparison, for tests that ask engines and routers of their own."""
+"""The questions of ``pdrelay prove`` and its comparison, for tests that ask engines and routers of their own."""
 
 import random
 
 import httpx
 
-from xpyd_proxy.proving.core.answer import SMALLEST_TOLERANCE
-from xpyd_proxy.proving.core.answer import differences as found_by_prove
-from xpyd_proxy.proving.core.question import TOKENS, WORDS, Prompts, Question, Shape
-from xpyd_proxy.proving.core.reply import Reply, read_reply
+from pdrelay_proxy.proving.core.answer import SMALLEST_TOLERANCE
+from pdrelay_proxy.proving.core.answer import differences as found_by_prove
+from pdrelay_proxy.proving.core.question import TOKENS, WORDS, Prompts, Question, Shape
+from pdrelay_proxy.proving.core.reply import Reply, read_reply
 
 __all__ = ["TOKENS", "WORDS", "Question", "Shape", "ask", "client", "compare", "differences", "ids", "questions"]
 

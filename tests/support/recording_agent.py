@@ -1,8 +1,8 @@
 """What moves bytes and copies blocks, with nothing behind it: a test sees what is asked of it, and ends it."""
 
-from xpyd_connector.core.ids import CopyId, XferId
-from xpyd_connector.core.ports import CopyResult, XferEnded, XferOutcome
-from xpyd_connector.errors import TransferError
+from pdrelay_connector.core.ids import CopyId, XferId
+from pdrelay_connector.core.ports import CopyResult, XferEnded, XferOutcome
+from pdrelay_connector.errors import TransferError
 
 
 class RecordingAgent:

@@ -2,7 +2,7 @@
 
 import itertools
 
-from xpyd_connector.core.ids import ConnId, EngineEndpoint
+from pdrelay_connector.core.ids import ConnId, EngineEndpoint
 
 
 class RecordingLink:

@@ -8,12 +8,12 @@ import random
 import sys
 import time
 
-from xpyd_proxy.core.discovery.pods import read_pod
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import EngineSource
-from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
-from xpyd_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
+from pdrelay_proxy.core.discovery.pods import read_pod
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import EngineSource
+from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
+from pdrelay_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
 
 VIEWS, RELIST_S, PATIENCE_S = 3, 0.5, 150
 SHOWN = 5
@@ -35,7 +35,7 @@ async def gaps_of(url):
     """Fill a registry from the pods of an API; return it, and what the loop's thread computed between two ticks."""
     registry, gaps = Registry(), []
     told = Counting(Reconciler(registry, [EngineSource.PODS], time.monotonic))
-    what = Collection("/api/v1/namespaces/default/pods", {"labelSelector": "app=xpyd"})
+    what = Collection("/api/v1/namespaces/default/pods", {"labelSelector": "app=pdrelay"})
     options = {"clock": time.monotonic, "chance": random.random, "rhythm": WatchTimes(relist_s=RELIST_S)}
     async with (
         asyncio.timeout(PATIENCE_S),

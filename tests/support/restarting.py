@@ -1,4 +1,4 @@
-"""Engines that shell commands kill, freeze and start again, each with all it has started: as ``xpyd prove`` has it."""
+"""Engines that shell commands kill, freeze and start again, each with all it has started, for ``pdrelay prove``."""
 
 import os
 import shlex
@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 
+from pdrelay_proxy.local.recipe import engine
+from pdrelay_proxy.proving.peers import Deed
 from support.cluster import wait_until
-from xpyd_proxy.local.recipe import engine
-from xpyd_proxy.proving.peers import Deed
 
 
 class Restartable:

@@ -3,10 +3,10 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pdrelay_connector.core.ids import EngineId, RequestId
+from pdrelay_connector.core.messages import FindPrefix
 from support.engines import BLOCK_SIZE, BLOCKS, LEASE
 from support.returning import ReturningWorld, chain, pack
-from xpyd_connector.core.ids import EngineId, RequestId
-from xpyd_connector.core.messages import FindPrefix
 
 # A block of each of these letters: prompts that share beginnings, and differ anywhere.
 PROMPTS = st.text("ab", min_size=1, max_size=3).map(

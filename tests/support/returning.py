@@ -5,15 +5,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLender, PrefixWanted, Question
+from pdrelay_connector.core.cached_prefix.prefill_scheduler import PrefixFinder, SearchEnded
+from pdrelay_connector.core.control import ControlPlane
+from pdrelay_connector.core.ids import BlockId, EngineId, RequestId
+from pdrelay_connector.core.lease.lease_table import LeaseEnded
+from pdrelay_connector.core.messages import FindPrefix, Reachable
+from pdrelay_connector.core.push.decode_scheduler import PushReceiver
+from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
 from support.engines import BLOCK_SIZE, LEASE, Engine, World, rank_info
-from xpyd_connector.core.cached_prefix.decode_scheduler import PrefixLender, PrefixWanted, Question
-from xpyd_connector.core.cached_prefix.prefill_scheduler import PrefixFinder, SearchEnded
-from xpyd_connector.core.control import ControlPlane
-from xpyd_connector.core.ids import BlockId, EngineId, RequestId
-from xpyd_connector.core.lease.lease_table import LeaseEnded
-from xpyd_connector.core.messages import FindPrefix, Reachable
-from xpyd_connector.core.push.decode_scheduler import PushReceiver
-from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
 
 SEARCH = 1.0  # s that a search may take
 

@@ -1,6 +1,6 @@
 """Which router stands before real engines: the compiled one, as the router's image has it, or the plain one.
 
-``XPYD_TEST_ROUTER=plain`` or ``compiled`` chooses. If it is not set, it is the compiled one wherever there is a C
+``PDRELAY_TEST_ROUTER=plain`` or ``compiled`` chooses. If it is not set, it is the compiled one wherever there is a C
 compiler.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from support.compiled import NoCompiler, compiled
 
-CHOICE = "XPYD_TEST_ROUTER"
+CHOICE = "PDRELAY_TEST_ROUTER"
 KINDS = ("plain", "compiled")
 
 

@@ -57,7 +57,7 @@ def counted(url, name):
 def moved_streams(url):
     """Return what has become of the streams that were to move, whatever for."""
     found = Counter()
-    for name, value in counted(url, "xpyd_streams_moved_total{").items():
+    for name, value in counted(url, "pdrelay_streams_moved_total{").items():
         found[name.split('outcome="')[1].split('"')[0]] += int(value)
     return found
 

@@ -46,7 +46,7 @@ class RouterProcess:
             return
         assert descriptors is None
         with log.open("w") as file:
-            argv = [*within, sys.executable, "-m", "xpyd_proxy.cli", *words]
+            argv = [*within, sys.executable, "-m", "pdrelay_proxy.cli", *words]
             self.child = subprocess.Popen(argv, stderr=file, stdout=file, env=environment)
 
     def started(self) -> Self:

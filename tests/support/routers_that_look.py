@@ -10,14 +10,14 @@ import sys
 from collections import deque
 from statistics import mean
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.look_exchange import LookExchange
+from pdrelay_proxy.core.fleet.probe_schedule import ProbeSchedule
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.settings import Settings
 from support.several_routers import Everybody
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.look_exchange import LookExchange
-from xpyd_proxy.core.fleet.probe_schedule import ProbeSchedule
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.settings import Settings
 
 TICK_S, TIMEOUT_S, INTERVAL_S, ANSWER_S, WALL, SECRET = 0.25, 5.0, 5.0, 0.05, 1000.0, b"of this fleet"
 

@@ -14,12 +14,12 @@ from typing import Any, Self
 import uvloop
 from uvicorn.server import ServerState
 
+from pdrelay_proxy import listeners
+from pdrelay_proxy.app import Router, build
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.io.logs import FACTS
+from pdrelay_proxy.settings import Settings
 from support.reciting import Act, Cast, Heard, reciting
-from xpyd_proxy import listeners
-from xpyd_proxy.app import Router, build
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.io.logs import FACTS
-from xpyd_proxy.settings import Settings
 
 _JSON = json.JSONDecoder(strict=False)
 _SPACE = " \t\r\n"
@@ -154,13 +154,15 @@ class _Listening(logging.Handler):
         super().__init__(logging.INFO)
         self.facts: list[dict[str, object]] = []
         self.bugs: list[str] = []
-        self._loggers = [logging.getLogger(name) for name in ("xpyd_proxy", "xpyd.access", "uvicorn.error", "asyncio")]
+        self._loggers = [
+            logging.getLogger(name) for name in ("pdrelay_proxy", "pdrelay.access", "uvicorn.error", "asyncio")
+        ]
 
     async def __aenter__(self) -> Self:
         self._levels = [logger.level for logger in self._loggers]
         for logger in self._loggers:
             logger.addHandler(self)
-            logger.setLevel(logging.INFO if logger.name.startswith("xpyd") else logging.WARNING)
+            logger.setLevel(logging.INFO if logger.name.startswith("pdrelay") else logging.WARNING)
         return self
 
     async def __aexit__(self, *_: object) -> None:

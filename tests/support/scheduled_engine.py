@@ -15,17 +15,17 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import EngineEndpoint, EngineId
+from pdrelay_connector.core.messages import PROTOCOL, Welcome
+from pdrelay_connector.core.pull.decode_worker import PullReader
+from pdrelay_connector.core.push.prefill_worker import PushWriter
+from pdrelay_connector.core.returning_writer import ReturningWriter
+from pdrelay_connector.core.session.peers import PeerTable
+from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryTransferAgent, pieces_of
+from pdrelay_proxy.local.model import ensure_model
 from support.engines import BLOCK_SIZE, FINGERPRINT, rank_info
 from support.push_engines import WatchedMover
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import EngineEndpoint, EngineId
-from xpyd_connector.core.messages import PROTOCOL, Welcome
-from xpyd_connector.core.pull.decode_worker import PullReader
-from xpyd_connector.core.push.prefill_worker import PushWriter
-from xpyd_connector.core.returning_writer import ReturningWriter
-from xpyd_connector.core.session.peers import PeerTable
-from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryTransferAgent, pieces_of
-from xpyd_proxy.local.model import ensure_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
@@ -46,13 +46,13 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from xpyd_connector.shell.connector import XpydConnector
-    from xpyd_connector.shell.control_thread import _build_control_plane
-    from xpyd_connector.shell.engine_config import WorkerRank, read_engine_config
-    from xpyd_connector.shell.engine_waker import EngineWaker
-    from xpyd_connector.shell.metadata import RankHandshake
-    from xpyd_connector.shell.scheduler import XpydConnectorScheduler
-    from xpyd_connector.shell.worker import XpydConnectorWorker
+    from pdrelay_connector.shell.connector import PDRelayConnector
+    from pdrelay_connector.shell.control_thread import _build_control_plane
+    from pdrelay_connector.shell.engine_config import WorkerRank, read_engine_config
+    from pdrelay_connector.shell.engine_waker import EngineWaker
+    from pdrelay_connector.shell.metadata import RankHandshake
+    from pdrelay_connector.shell.scheduler import PDRelayConnectorScheduler
+    from pdrelay_connector.shell.worker import PDRelayConnectorWorker
 
 BLOCKS = 24  # with block 0, which nothing uses
 VOCABULARY = 3  # so that prompts have common beginnings
@@ -115,7 +115,7 @@ class InMemoryRunner:
         self._after_turn(self.core)
 
 
-class TimedConnector(XpydConnector):
+class TimedConnector(PDRelayConnector):
     """The connector of a scheduler process whose clock is the test's."""
 
     worlds: ClassVar = {}  # by the engine's id
@@ -129,7 +129,9 @@ class TimedConnector(XpydConnector):
         self._engine_config = dataclasses.replace(
             self._engine_config, address=world.addresses[self._engine_config.engine]
         )
-        self._scheduler = XpydConnectorScheduler(self._engine_config, self._settings, EngineWaker(None), clock, clock)
+        self._scheduler = PDRelayConnectorScheduler(
+            self._engine_config, self._settings, EngineWaker(None), clock, clock
+        )
         self._sides = [self._scheduler]
         self.gauges, self.seen = {}, Counter()  # what vLLM's metrics have shown of us
 
@@ -241,7 +243,7 @@ class ScheduledEngine:
         self.reader = PullReader(
             self.links[1], self.movers[1], self.worker_peers, self.worker_counters, info, timeout=TRANSFER
         )
-        self.worker = XpydConnectorWorker(engine_config, settings, WorkerRank(0))
+        self.worker = PDRelayConnectorWorker(engine_config, settings, WorkerRank(0))
         self.worker_runner = InMemoryRunner(
             ReturningWriter(self.writer, self.reader), self.links[1], self.worker._after_turn
         )

@@ -11,31 +11,31 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.keys import Keyring
-from xpyd_proxy.core.admission.lifetime import Lifetime
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.http.origins import Sites
-from xpyd_proxy.core.model import Api, EngineResponse, LegRequest, RequestId, Role
-from xpyd_proxy.core.protocol.fault_table import failure_of
-from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
-from xpyd_proxy.core.routing.pairing import PairSelector
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.core.routing.retries import RetryBudget
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.request_path.ids import new_transfer
-from xpyd_proxy.io.request_path.live_fleet import LiveFleet
-from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.requests.body_reader import BodyReader
-from xpyd_proxy.requests.gate import Gate
-from xpyd_proxy.requests.intake import Intake
-from xpyd_proxy.requests.leg_bodies import LegBodies
-from xpyd_proxy.requests.release import Releaser
-from xpyd_proxy.requests.request import Request
-from xpyd_proxy.requests.service import Requests
-from xpyd_proxy.settings import KvTransferMode, Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.keys import Keyring
+from pdrelay_proxy.core.admission.lifetime import Lifetime
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.http.origins import Sites
+from pdrelay_proxy.core.model import Api, EngineResponse, LegRequest, RequestId, Role
+from pdrelay_proxy.core.protocol.fault_table import failure_of
+from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
+from pdrelay_proxy.core.routing.pairing import PairSelector
+from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.core.routing.retries import RetryBudget
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.io.request_path.ids import new_transfer
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.requests.body_reader import BodyReader
+from pdrelay_proxy.requests.gate import Gate
+from pdrelay_proxy.requests.intake import Intake
+from pdrelay_proxy.requests.leg_bodies import LegBodies
+from pdrelay_proxy.requests.release import Releaser
+from pdrelay_proxy.requests.request import Request
+from pdrelay_proxy.requests.service import Requests
+from pdrelay_proxy.settings import KvTransferMode, Settings
 
 EVENT, DONE = b'data: {"id":"x"}\n\n', b"data: [DONE]\n\n"
 EVENTS, JSON = "text/event-stream", "application/json"

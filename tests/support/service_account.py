@@ -29,5 +29,5 @@ class ServiceAccount:
         return {
             "KUBERNETES_SERVICE_HOST": "127.0.0.1",
             "KUBERNETES_SERVICE_PORT": str(api.port),
-            "XPYD_SERVICE_ACCOUNT": str(self.folder),
+            "PDRELAY_SERVICE_ACCOUNT": str(self.folder),
         }

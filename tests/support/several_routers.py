@@ -10,15 +10,15 @@ import random
 import sys
 from itertools import count
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.load_exchange import LoadExchange, SendPace
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import RequestId, Role
-from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
-from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
-from xpyd_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
-from xpyd_proxy.core.schemas import NamedMetrics
-from xpyd_proxy.io.request_path.live_fleet import Loads
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.load_exchange import LoadExchange, SendPace
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import RequestId, Role
+from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
+from pdrelay_proxy.core.routing.policies.power_of_two import PowerOfTwo
+from pdrelay_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
+from pdrelay_proxy.core.schemas import NamedMetrics
+from pdrelay_proxy.io.request_path.live_fleet import Loads
 
 SERVICE_S = 0.1
 POLICIES = {

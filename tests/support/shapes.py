@@ -6,11 +6,11 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import Connector
 from support.cluster import SOON, Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import coordinates, plain, prefill, push
 from support.questions import ask, client, differences, ids
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import Connector
 
 TWO_RANKS = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
 # Steps of 256 tokens: a prompt is computed, and pushed, in several.
@@ -21,9 +21,9 @@ COMPUTED, CACHED, LOADED = (
     f"vllm:prompt_tokens_by_source_total|{source}"
     for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
 )
-BYTES = "vllm:xpyd_bytes_transferred_total"
-PUSHES = "vllm:xpyd_pushes_total"  # on each rank
-STAGED_OUT, STAGED_IN = "vllm:xpyd_bytes_staged_out_total", "vllm:xpyd_bytes_staged_in_total"
+BYTES = "vllm:pdrelay_bytes_transferred_total"
+PUSHES = "vllm:pdrelay_pushes_total"  # on each rank
+STAGED_OUT, STAGED_IN = "vllm:pdrelay_bytes_staged_out_total", "vllm:pdrelay_bytes_staged_in_total"
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Gang:
         return engine_spec(
             f"{self.mode.value}-{name}",
             self.models[shape.model],
-            connector=Connector.XPYD,
+            connector=Connector.PDRELAY,
             mode=self.mode,
             block_size=shape.block_size,
             extra_connector_config=STAGED if shape.staged else {},

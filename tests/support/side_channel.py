@@ -7,16 +7,16 @@ import socket
 import ssl
 import time
 
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, EngineId, RequestId
+from pdrelay_connector.core.messages import PROTOCOL, ServerProof, Welcome, decode, encode
+from pdrelay_connector.core.ports import PeerConnected
+from pdrelay_connector.core.session.handshake import NONCE_BYTES, ClientConnection, HandshakeClient, HandshakeServer
+from pdrelay_connector.io.framing import Deframer, frame
+from pdrelay_connector.io.link import SocketLink
+from pdrelay_connector.io.tls import Tls, digest_of
+from pdrelay_connector.settings import Settings
 from support.engines import FINGERPRINT, rank_info
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.messages import PROTOCOL, ServerProof, Welcome, decode, encode
-from xpyd_connector.core.ports import PeerConnected
-from xpyd_connector.core.session.handshake import NONCE_BYTES, ClientConnection, HandshakeClient, HandshakeServer
-from xpyd_connector.io.framing import Deframer, frame
-from xpyd_connector.io.link import SocketLink
-from xpyd_connector.io.tls import Tls, digest_of
-from xpyd_connector.settings import Settings
 
 WELCOME = Welcome(PROTOCOL, EngineId("p0"), FINGERPRINT, (rank_info("p0"),))
 A = RequestId("a")

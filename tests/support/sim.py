@@ -17,13 +17,13 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from xpyd_proxy.app import Fabric, build
-from xpyd_proxy.io.workers.context import WorkerContext
-from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import Sim
+from pdrelay_proxy.app import Fabric, build
+from pdrelay_proxy.io.workers.context import WorkerContext
+from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.testing.engine import Sim
 
 if TYPE_CHECKING:
-    from xpyd_proxy.io.traces import Traces  # what it imports is an extra
+    from pdrelay_proxy.io.traces import Traces  # what it imports is an extra
 
 Answering = Callable[[httpx.Request], Awaitable[httpx.Response]]
 

@@ -29,5 +29,5 @@ static void take(ssize_t moved, const char *variable)
         return moved;                                                                                               \
     }
 
-SLOWED(process_vm_readv, "XPYD_TEST_READ_MB_PER_S")
-SLOWED(process_vm_writev, "XPYD_TEST_WRITE_MB_PER_S")
+SLOWED(process_vm_readv, "PDRELAY_TEST_READ_MB_PER_S")
+SLOWED(process_vm_writev, "PDRELAY_TEST_WRITE_MB_PER_S")

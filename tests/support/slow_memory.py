@@ -20,13 +20,13 @@ NEEDED = "a C compiler for a slow link"
 
 def slow(**megabytes_per_second):
     """Return the variables of a process with these rates, ``READ=40`` say; an operation that is not named is fast."""
-    rates = {f"XPYD_TEST_{operation}_MB_PER_S": f"{rate:g}" for operation, rate in megabytes_per_second.items()}
+    rates = {f"PDRELAY_TEST_{operation}_MB_PER_S": f"{rate:g}" for operation, rate in megabytes_per_second.items()}
     return {"UCX_TLS": "cma,tcp", "LD_PRELOAD": str(_library()), **rates}
 
 
 @functools.cache
 def _library():
-    folder = tempfile.mkdtemp(prefix="xpyd-slow-memory-")
+    folder = tempfile.mkdtemp(prefix="pdrelay-slow-memory-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     made = Path(folder, "slow_memory.so")
     source = Path(__file__).with_suffix(".c")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SHELL, CORE = "connector/xpyd_connector/shell", "connector/xpyd_connector/core"
+SHELL, CORE = "connector/pdrelay_connector/shell", "connector/pdrelay_connector/core"
 UNIT = "tests/connector/shell"
 REWRITE = "ignore::pytest.PytestAssertRewriteWarning"  # of what vLLM has imported
 NOTICED = 1  # pytest's exit code if tests have failed; others say that none was found, or that it was interrupted

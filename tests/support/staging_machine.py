@@ -7,10 +7,10 @@ copies take as long as they like.
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pdrelay_connector.core.lease.prefill_scheduler import RevocableLease
+from pdrelay_connector.core.messages import MAX_RANKS, DropLeases, ReadDone, RenewLeases
+from pdrelay_connector.core.staging.staged_read import PartState
 from support.staging_world import BLOCKS, LEASE, PATIENCE, SLOTS, StagingWorld
-from xpyd_connector.core.lease.prefill_scheduler import RevocableLease
-from xpyd_connector.core.messages import MAX_RANKS, DropLeases, ReadDone, RenewLeases
-from xpyd_connector.core.staging.staged_read import PartState
 
 PICK = st.integers(0, 1000)
 

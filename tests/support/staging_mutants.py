@@ -1,8 +1,8 @@
 """Rules of staging, each turned off, as in ``support.pull_mutants``; see ``staging/test_prefill_scheduler.py``."""
 
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
-from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator
-from xpyd_connector.core.staging.slots import Slots
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
+from pdrelay_connector.core.staging.prefill_scheduler import StagingCoordinator
+from pdrelay_connector.core.staging.slots import Slots
 
 
 def free_while_copies_run(patch):

@@ -6,13 +6,11 @@ at the slots at every moment at which a read could be under way, and asks the fe
 
 from dataclasses import dataclass
 
-from support.copying import MemoryCopier
-from support.engines import FINGERPRINT, Turns
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, BlockId, EngineEndpoint, EngineId, RequestId
-from xpyd_connector.core.lease.lease_table import LeaseTable
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, BlockId, EngineEndpoint, EngineId, RequestId
+from pdrelay_connector.core.lease.lease_table import LeaseTable
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
+from pdrelay_connector.core.messages import (
     PROTOCOL,
     DropLeases,
     FenceResult,
@@ -26,12 +24,14 @@ from xpyd_connector.core.messages import (
     Welcome,
     WorkerHello,
 )
-from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
-from xpyd_connector.core.session.worker_links import WorkerLinks
-from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator
-from xpyd_connector.core.staging.slots import Slots
-from xpyd_connector.core.staging.worker import StagingWorker
-from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork
+from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from pdrelay_connector.core.session.worker_links import WorkerLinks
+from pdrelay_connector.core.staging.prefill_scheduler import StagingCoordinator
+from pdrelay_connector.core.staging.slots import Slots
+from pdrelay_connector.core.staging.worker import StagingWorker
+from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork
+from support.copying import MemoryCopier
+from support.engines import FINGERPRINT, Turns
 
 LEASE, PATIENCE = 30.0, 60.0
 BLOCKS, SLOTS = 24, 4  # of each KV cache group: blocks, and slots without slot 0

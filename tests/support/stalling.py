@@ -7,11 +7,11 @@ of hundreds more, keeps every step a little, so that an answer takes its time wi
 import os
 import time
 
+from pdrelay_connector.shell.connector import PDRelayConnector
 from support.legs import SLOW_SECONDS, SLOW_TOKENS, STALL_SECONDS, STALL_TOKENS
-from xpyd_connector.shell.connector import XpydConnector
 
 
-class StallingConnector(XpydConnector):
+class StallingConnector(PDRelayConnector):
     """Sleeps on the engine thread, as a forward pass of that length would keep it."""
 
     _slow = frozenset()

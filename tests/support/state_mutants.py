@@ -6,12 +6,12 @@ Modules that import vLLM are named, so that tests of the core need no vLLM.
 
 import importlib
 
-from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.core.layout.transfer_plan import TokenRange
-from xpyd_connector.core.push import prefill_worker
-from xpyd_connector.core.push.prefill_worker import PushWriter
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
+from pdrelay_connector.core.push import prefill_worker
+from pdrelay_connector.core.push.prefill_worker import PushWriter
 
-SHELL = "xpyd_connector.shell"
+SHELL = "pdrelay_connector.shell"
 
 
 def compute_the_last_token_on_p(patch):
@@ -62,7 +62,7 @@ def hit_kv_before_a_window(patch):
 
 
 def let_vllm_zero_what_is_loaded(patch):
-    patch.setattr(f"{SHELL}.connector.XpydConnector.get_loaded_kv_cache_group_ids", lambda self, request: ())
+    patch.setattr(f"{SHELL}.connector.PDRelayConnector.get_loaded_kv_cache_group_ids", lambda self, request: ())
 
 
 def let_unlike_states_meet(patch):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 
+from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from support.browser import browser
 from support.sim import cluster
-from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 _RATE = 5  # requests a second
 _LOOKS = {"": {"width": 1280}, "-phone": {"width": 390, "scale": 2}, "-dark": {"width": 1280, "dark": True}}

@@ -10,8 +10,8 @@ import socket
 import ssl
 import sys
 
-from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.ids import Address, BlockId, EngineId, RequestId
+from pdrelay_connector.core.messages import (
     CancelPushes,
     DropLeases,
     LentBlocks,
@@ -22,12 +22,12 @@ from xpyd_connector.core.messages import (
     decode,
     encode,
 )
-from xpyd_connector.core.session.handshake import HandshakeClient
-from xpyd_connector.errors import PeerError
-from xpyd_connector.io.connect import open_connection
-from xpyd_connector.io.framing import Deframer, frame
-from xpyd_connector.io.tls import Tls
-from xpyd_connector.settings import Settings
+from pdrelay_connector.core.session.handshake import HandshakeClient
+from pdrelay_connector.errors import PeerError
+from pdrelay_connector.io.connect import open_connection
+from pdrelay_connector.io.framing import Deframer, frame
+from pdrelay_connector.io.tls import Tls
+from pdrelay_connector.settings import Settings
 
 TIMEOUT = 5.0  # s
 

@@ -42,8 +42,8 @@ def measured(device, peer, *, seconds, mib, ucx, timeout):
 
 def info_of(agent, memory, device):
     """What the other end must know of this memory, which is one region."""
-    from xpyd_connector.core.messages import RankInfo, Region
-    from xpyd_connector.io.nixl import register
+    from pdrelay_connector.core.messages import RankInfo, Region
+    from pdrelay_connector.io.nixl import register
 
     size, place = memory.nbytes, place_of(device)
     metadata = register(agent, *place, [(memory.address, size)])
@@ -51,7 +51,7 @@ def info_of(agent, memory, device):
 
 
 def new_agent():
-    from xpyd_connector.io.nixl import make_agent
+    from pdrelay_connector.io.nixl import make_agent
 
     return make_agent(str(uuid.uuid4()), progress_delay_us=1000)
 
@@ -74,8 +74,8 @@ class Mover:
     def __init__(self, device, peer, mib):
         import msgspec
 
-        from xpyd_connector.core.messages import RankInfo
-        from xpyd_connector.io.nixl import NixlTransferAgent
+        from pdrelay_connector.core.messages import RankInfo
+        from pdrelay_connector.io.nixl import NixlTransferAgent
 
         argv = [sys.executable, "-m", "support.transfer_rates", "hold", peer, str(mib)]
         self.holder = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -114,7 +114,7 @@ class Mover:
 
     def move(self, operation, spans):
         """Move it; return the seconds that it took, and those of them until it was posted."""
-        from xpyd_connector.core.ports import XferOutcome
+        from pdrelay_connector.core.ports import XferOutcome
 
         began = time.monotonic()
         (self.agent.read if operation == "READ" else self.agent.write)(self.handle, spans)

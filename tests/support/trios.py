@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 import httpx
 
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.errors import LocalError
+from pdrelay_proxy.local.recipe import Connector
+from pdrelay_proxy.proving.core.answer import Malformed
 from support.cluster import SOON, Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import plain
 from support.questions import TOKENS, ask, client, ids
 from support.shapes import BYTES, CACHED, Pair, meet
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.errors import LocalError
-from xpyd_proxy.local.recipe import Connector
-from xpyd_proxy.proving.core.answer import Malformed
 
 TOLERANCE = 1e-3  # of a logprob
 DIFFERENT = 10.0  # stands for another text: no logprob is so far from another
 SMALL_STEPS = 256  # tokens: longer prompts are computed, and pushed, in several steps
 PREEMPTIONS, HITS = "vllm:num_preemptions_total", "vllm:prefix_cache_hits_total"
 IDS = {"return_tokens_as_token_ids": True, "ignore_eos": True}  # two tokens may have the same text
-LOADS, SKIPPED = "vllm:xpyd_loads_total", "vllm:xpyd_loads_skipped_local_total"
+LOADS, SKIPPED = "vllm:pdrelay_loads_total", "vllm:pdrelay_loads_skipped_local_total"
 
 
 def distance(ours, theirs):
@@ -74,9 +74,9 @@ class Trio:
         self._children += children
         self._fleet.wait_ready(children, timeout_s=300)
 
-    def _spec(self, mode, side, connector=Connector.XPYD):
+    def _spec(self, mode, side, connector=Connector.PDRELAY):
         name = f"{self.architecture.label}-{connector.value}-{mode.value}-{side}"
-        config = self._config if connector is Connector.XPYD else {}
+        config = self._config if connector is Connector.PDRELAY else {}
         common = {"connector": connector, "mode": mode, "extra_connector_config": config}
         spec = engine_spec(name, self._model, **common, **self._options)
         few = ("--num-gpu-blocks-override", str(self._blocks)) if self._blocks and side == "d" else ()
@@ -150,4 +150,4 @@ class Trio:
 
 
 def _is_failure(name):
-    return name.startswith(("vllm:xpyd_loads_failed", "vllm:xpyd_kv_params", "vllm:xpyd_loads_skipped_lease"))
+    return name.startswith(("vllm:pdrelay_loads_failed", "vllm:pdrelay_kv_params", "vllm:pdrelay_loads_skipped_lease"))

@@ -22,7 +22,7 @@ from support.vllm_signatures import recorded
 
 ROOT = Path(__file__).parents[2]
 LOCKS = ROOT / "tests/versions"  # 0.31.txt: what differs from requirements-engine.txt
-KEPT = ROOT / ".xpyd/venvs"
+KEPT = ROOT / ".pdrelay/venvs"
 BASE = Path(sys.prefix)
 PACKAGES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 STAMP = "locked.txt"  # in an environment: the requirements that it has

@@ -8,11 +8,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pdrelay_connector.core.ids import Address
+from pdrelay_connector.io.in_memory import InMemoryNetwork
 from support.engines import BLOCK_SIZE, Turns
 from support.push_engines import Stray
 from support.scheduled_engine import ScheduledEngine, next_token
-from xpyd_connector.core.ids import Address
-from xpyd_connector.io.in_memory import InMemoryNetwork
 
 STRAYS = 10  # turns a living engine needs to take in what a dead one had sent
 MOVE_TIMEOUT = 10.0  # s that the engine which a stream leaves has for its part

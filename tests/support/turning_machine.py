@@ -6,12 +6,12 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pdrelay_connector.core.messages import FenceResult, ReadDone, ReadsStarted
+from pdrelay_connector.core.session.peers import MAX_BACKOFF
 from support.engines import BLOCK_SIZE
 from support.push_machine import TAMPER
 from support.scheduled_engine import LEASE, REGISTRATION, TRANSFER
 from support.turning_fleet import MODES, Role, TurningFleet
-from xpyd_connector.core.messages import FenceResult, ReadDone, ReadsStarted
-from xpyd_connector.core.session.peers import MAX_BACKOFF
 
 # s within which a drained engine is empty, if nothing is wrong: what is lent, loaded or tried again has ended.
 BOUND = REGISTRATION + TRANSFER + 2 * LEASE + MAX_BACKOFF

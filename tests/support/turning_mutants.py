@@ -5,14 +5,14 @@ As in ``support.pull_mutants``; ``shell/test_turning_engines.py`` shows that eac
 
 import warnings
 
+from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
 from support.pull_mutants import accept_unfenced_reads, never_expire, read_from_whoever_answers, release_twice
 from support.push_mutants import free_without_waiting_for_stopped
-from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
-    from xpyd_connector.shell.decode_requests import DecodeRequests
-    from xpyd_connector.shell.prefill_requests import PrefillRequests
+    from pdrelay_connector.shell.decode_requests import DecodeRequests
+    from pdrelay_connector.shell.prefill_requests import PrefillRequests
 
 __all__ = (
     "accept_unfenced_reads",

@@ -6,25 +6,25 @@ in a decode engine's memory says where it is from.
 
 from typing import NamedTuple
 
+from pdrelay_connector.core.control import ControlPlane
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, BlockId, EngineEndpoint, EngineId, RequestId
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.layout.transfer_plan import TokenRange, heads_of
+from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
+from pdrelay_connector.core.lease.kv_params import PushParams
+from pdrelay_connector.core.lease.lease_table import LeaseTable
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
+from pdrelay_connector.core.messages import PROTOCOL, LentBlocks, RankInfo, Region, Welcome
+from pdrelay_connector.core.pull.decode_worker import PullReader
+from pdrelay_connector.core.pull.load import LoadOrder
+from pdrelay_connector.core.push.decode_scheduler import PushOrder, PushReceiver
+from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
+from pdrelay_connector.core.push.prefill_worker import PushWriter
+from pdrelay_connector.core.push.push_job import ComputedBlocks
+from pdrelay_connector.core.session.peers import PeerTable
+from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 from support.engines import FINGERPRINT, LEASE, TIMEOUT, Turns
-from xpyd_connector.core.control import ControlPlane
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, BlockId, EngineEndpoint, EngineId, RequestId
-from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.core.layout.transfer_plan import TokenRange, heads_of
-from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
-from xpyd_connector.core.lease.kv_params import PushParams
-from xpyd_connector.core.lease.lease_table import LeaseTable
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
-from xpyd_connector.core.messages import PROTOCOL, LentBlocks, RankInfo, Region, Welcome
-from xpyd_connector.core.pull.decode_worker import PullReader
-from xpyd_connector.core.pull.load import LoadOrder
-from xpyd_connector.core.push.decode_scheduler import PushOrder, PushReceiver
-from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
-from xpyd_connector.core.push.prefill_worker import PushWriter
-from xpyd_connector.core.push.push_job import ComputedBlocks
-from xpyd_connector.core.session.peers import PeerTable
-from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 
 UNIT = 4  # tokens of one head in a piece
 P, D = EngineId("p0"), EngineId("d0")

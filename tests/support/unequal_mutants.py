@@ -1,11 +1,11 @@
 """Rules for engines of unequal stages and shapes, each turned off; ``transfer/test_unequal_pair.py`` notices each."""
 
-from xpyd_connector.core.layout import parts, transfer_plan
-from xpyd_connector.core.lease import decode_scheduler
-from xpyd_connector.core.messages import RankInfo
-from xpyd_connector.core.push import prefill_worker
-from xpyd_connector.core.session.peers import PeerState, PeerTable
-from xpyd_connector.core.transfer import remote_memory
+from pdrelay_connector.core.layout import parts, transfer_plan
+from pdrelay_connector.core.lease import decode_scheduler
+from pdrelay_connector.core.messages import RankInfo
+from pdrelay_connector.core.push import prefill_worker
+from pdrelay_connector.core.session.peers import PeerState, PeerTable
+from pdrelay_connector.core.transfer import remote_memory
 
 
 def read_from_one_stage(patch):

@@ -1,10 +1,10 @@
 """Rules of checksums, each turned off; ``verify/test_verified_loads.py`` shows that each of these is noticed."""
 
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
-from xpyd_connector.core.pull.decode_worker import PullReader
-from xpyd_connector.core.push.decode_scheduler import PushReceiver
-from xpyd_connector.core.push.prefill_worker import PushWriter
-from xpyd_connector.core.verify.sampling import Sampling
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
+from pdrelay_connector.core.pull.decode_worker import PullReader
+from pdrelay_connector.core.push.decode_scheduler import PushReceiver
+from pdrelay_connector.core.push.prefill_worker import PushWriter
+from pdrelay_connector.core.verify.sampling import Sampling
 
 
 def confirm_before_the_sums_are_there(patch):

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 
+from pdrelay_connector.core.push.decode_scheduler import QUARANTINE
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.processes import Child, ProcessGroup
+from pdrelay_proxy.local.recipe import Connector, EngineSpec, Role, transfer_config
 from support.cluster import OVER_TCP, ROOT, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import SLOW_TOKENS, STALL_SECONDS, decode, plain, prefill, prompt_of, text_of
 from support.proc import idle_cores, pids_of, wait_stopped
-from xpyd_connector.core.push.decode_scheduler import QUARANTINE
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.processes import Child, ProcessGroup
-from xpyd_proxy.local.recipe import Connector, EngineSpec, Role, transfer_config
 
 # A busy machine keeps processes that are well from their core for seconds. Three of them end nothing here: D renews
 # leases for 4.7 s every 1.2 s, and bears 3.8 s of P's silence (lease_extension and peer_timeout of the connector).
@@ -30,16 +30,16 @@ LONG = 30.0  # s for what does not depend on any of these, and is never so when 
 STALL = 20.0  # s
 POLICIES = ("recompute", "fail")
 
-HELD, BLOCKS_HELD = "vllm:xpyd_leases_held", "vllm:xpyd_blocks_held"
-BORROWING, LINGERING = "vllm:xpyd_requests_waiting_for_remote_kv", "vllm:xpyd_blocks_quarantined"
-EXPIRED, LOADS = "vllm:xpyd_leases_expired_total", "vllm:xpyd_loads_total"
+HELD, BLOCKS_HELD = "vllm:pdrelay_leases_held", "vllm:pdrelay_blocks_held"
+BORROWING, LINGERING = "vllm:pdrelay_requests_waiting_for_remote_kv", "vllm:pdrelay_blocks_quarantined"
+EXPIRED, LOADS = "vllm:pdrelay_leases_expired_total", "vllm:pdrelay_loads_total"
 RUNNING, WAITING, USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 _fresh = itertools.count(10_000)  # numbers of prompts that no engine has in its cache
 
 
 def lost(why):
     """The counter of loads that failed for one reason: lease, timeout, peer, transfer or handshake."""
-    return f"vllm:xpyd_loads_failed_{why}_total"
+    return f"vllm:pdrelay_loads_failed_{why}_total"
 
 
 @dataclass
@@ -147,7 +147,7 @@ def make_victims(fleet, model, mode, lab):
             name,
             model,
             role=role,
-            connector=Connector.XPYD,
+            connector=Connector.PDRELAY,
             mode=TransferMode(mode),
             extra_connector_config=config,
             **place,

@@ -8,7 +8,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SHELL = ROOT / "connector/xpyd_connector/shell"
+SHELL = ROOT / "connector/pdrelay_connector/shell"
 HOOKS = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 BASES = ("KVConnectorBase_V1", "SupportsHMA")
 MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import uvloop
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.model import Instance, InstanceId, LegRequest, Role
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.io.wire import WireEngines, response_handler
+from pdrelay_proxy.io.wire.response_handler import ResponseHandler
 from support.raw_engine import RawEngine
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Instance, InstanceId, LegRequest, Role
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.wire import WireEngines, response_handler
-from xpyd_proxy.io.wire.response_handler import ResponseHandler
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,

@@ -22,11 +22,11 @@ from benchmarks.chats import report
 from benchmarks.chats.fleet import BLOCK, IDS, KEY, MODEL_LENGTH, ROUTERS, USUAL, engines_of, routers_of
 from benchmarks.chats.oracle import Oracle
 from benchmarks.chats.talk import Batch, Words, answer_alone
+from pdrelay_proxy.local.model import ensure_model
+from pdrelay_proxy.local.processes import open_fleet
 from support.cluster import ROOT, engine_spec, start_engine
-from xpyd_proxy.local.model import ensure_model
-from xpyd_proxy.local.processes import open_fleet
 
-LOGS = ROOT / ".xpyd/logs/bench"
+LOGS = ROOT / ".pdrelay/logs/bench"
 NORMAL, RESTART, EVICTIONS = "normal", "restart", "evictions"
 ENGINE_S, PHASE_S = 300, 300  # the most that starting engines, and a phase, may take
 AT_ONCE = 4  # requests
@@ -76,13 +76,13 @@ def settings_of(args):
 
 def measured(args):
     """Return what each phase has shown."""
-    model = ROOT / ".xpyd/models/tiny"
+    model = ROOT / ".pdrelay/models/tiny"
     ensure_model(model)
     words, seen = Words(model), {}
     chats = {
         phase: words.chats(max(4, round(args.chats * SHARE[phase])), args.turns, seed=phase) for phase in args.phases
     }
-    with tempfile.TemporaryDirectory(prefix="xpyd-") as folder, open_fleet(LOGS) as fleet:
+    with tempfile.TemporaryDirectory(prefix="pdrelay-") as folder, open_fleet(LOGS) as fleet:
         reference = engine_spec("reference", model)
         child = start_engine(fleet, reference)
         fleet.wait_ready([child], timeout_s=ENGINE_S)

@@ -4,21 +4,21 @@ import json
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from pdrelay_proxy.local.recipe import Connector, Role
 from support.cluster import base_url, engine_spec, metrics, router_command, start_engine
-from xpyd_proxy.local.recipe import Connector, Role
 
 KEY = "only-for-this-benchmark"
 BLOCK, MODEL_LENGTH = 32, 2048  # tokens
 KV_BYTES = 2048  # of a token of the tiny model
 COMPUTED, HIT = "vllm:prompt_tokens_by_source_total|local_compute", "vllm:prompt_tokens_by_source_total|local_cache_hit"
-KEYS = {"ADMIN_API_KEY": KEY, "XPYD_PREFILL_API_KEY": KEY, "XPYD_DECODE_API_KEY": KEY}
+KEYS = {"ADMIN_API_KEY": KEY, "PDRELAY_PREFILL_API_KEY": KEY, "PDRELAY_DECODE_API_KEY": KEY}
 
 PREFIX = ("--prefill-policy", "prefix", "--decode-policy", "prefix", "--kv-events", "auto")
 EXPECTED = ("--prefill-policy", "expected_ttft", "--decode-policy", "expected_ttft", "--kv-events", "auto")
 ALONE = ("--min-split-new-bytes", "800")
 ROUND_ROBIN = "round_robin"  # what the others are compared with
-# Arguments of ``xpyd serve`` by the name of the configuration. A name that ends in IDS has prompts of token ids, which
-# the router finds among the blocks that engines tell of.
+# Arguments of ``pdrelay serve`` by the name of the configuration. A name that ends in IDS has prompts of token ids,
+# which the router finds among the blocks that engines tell of.
 IDS = ", ids"
 ROUTERS = {
     ROUND_ROBIN: (),
@@ -75,10 +75,10 @@ def spec_of(name, model, folder, *, blocks, role=None):
         "replay_endpoint": f"ipc://{folder}/{name}-inproc-replay.ipc",
     }
     return engine_spec(
-        name, model, block_size=BLOCK, max_model_len=MODEL_LENGTH, role=role, connector=Connector.XPYD,
+        name, model, block_size=BLOCK, max_model_len=MODEL_LENGTH, role=role, connector=Connector.PDRELAY,
         kv_cache_mib=-(-blocks * BLOCK * KV_BYTES // 2**20),
         extra_args=("--num-gpu-blocks-override", str(blocks), "--kv-events-config", json.dumps(events)),
-        extra_env={"VLLM_API_KEY": KEY, "VLLM_PLUGINS": "xpyd,xpyd_kv_events"},
+        extra_env={"VLLM_API_KEY": KEY, "VLLM_PLUGINS": "pdrelay,pdrelay_kv_events"},
     )  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def _head(seen):
     machine, settings = seen["machine"], seen["settings"]
     about = paragraph("""
 `make bench-chats` measures everything and writes this page; with `QUICK=1` a few chats, to see whether all of it works,
-and it writes to `.xpyd/bench`. The numbers are in `chats.json`.""")
+and it writes to `.pdrelay/bench`. The numbers are in `chats.json`.""")
     setting = paragraph(f"""
 {machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; {settings["prefill"]} prefill and
 {settings["decode"]} decode CPU engines of vLLM 0.32 with the tiny model, blocks of 32 tokens. A first question has 260

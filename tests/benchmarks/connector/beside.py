@@ -1,6 +1,6 @@
 """The connector of this checkout beside that of another: time to first token of the decode leg, requests in turn.
 
-``beside.py OTHER [--requests N] [--tokens N] [--mode pull|push]``; OTHER is a checkout of xpyd. Four CPU engines run
+``beside.py OTHER [--requests N] [--tokens N] [--mode pull|push]``; OTHER is a checkout of pdrelay. Four CPU engines run
 at the same time, a pair for each checkout. Each prompt goes to one pair and then to the other, so that whatever the
 machine does meanwhile meets both. Engines share a secret. Prints a table of Markdown, with the CPU of engines at rest.
 """
@@ -17,21 +17,21 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "tests")]
 
 from benchmarks.connector.client import Client, prompts  # noqa: E402
+from pdrelay_proxy.core.protocol.push import TransferMode  # noqa: E402
+from pdrelay_proxy.local.model import ensure_model  # noqa: E402
+from pdrelay_proxy.local.processes import open_fleet  # noqa: E402
+from pdrelay_proxy.local.recipe import Connector, Role, engine  # noqa: E402
 from support.cluster import engine_spec  # noqa: E402
 from support.proc import cpu_seconds  # noqa: E402
-from xpyd_proxy.core.protocol.push import TransferMode  # noqa: E402
-from xpyd_proxy.local.model import ensure_model  # noqa: E402
-from xpyd_proxy.local.processes import open_fleet  # noqa: E402
-from xpyd_proxy.local.recipe import Connector, Role, engine  # noqa: E402
 
-LOGS = ROOT / ".xpyd/logs/beside"
+LOGS = ROOT / ".pdrelay/logs/beside"
 SECRET = "a secret of the benchmark"
 
 
 def main():
     options = arguments()
     LOGS.mkdir(parents=True, exist_ok=True)
-    model = ROOT / ".xpyd/models/tiny"
+    model = ROOT / ".pdrelay/models/tiny"
     ensure_model(model)
     with open_fleet(LOGS) as fleet, Client() as client:
         pairs = {name: start(fleet, model, name, path, options.mode) for name, path in checkouts(options.other).items()}
@@ -65,10 +65,15 @@ def checkouts(other):
 
 def start(fleet, model, name, checkout, mode):
     """Start a prefill and a decode engine with the connector of a checkout."""
-    env = {"PYTHONPATH": str(checkout / "connector"), "XPYD_CONNECTOR_SECRET": SECRET}
+    env = {"PYTHONPATH": str(checkout / "connector"), "PDRELAY_CONNECTOR_SECRET": SECRET}
     specs = [
         engine_spec(
-            f"{name}-{role.value}", model, role=role, connector=Connector.XPYD, mode=TransferMode(mode), extra_env=env
+            f"{name}-{role.value}",
+            model,
+            role=role,
+            connector=Connector.PDRELAY,
+            mode=TransferMode(mode),
+            extra_env=env,
         )
         for role in Role
     ]

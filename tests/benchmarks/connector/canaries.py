@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "tests")]
 
 from benchmarks.connector.models import tiny_model, wide_model  # noqa: E402
+from pdrelay_proxy.local.processes import open_fleet  # noqa: E402
+from pdrelay_proxy.local.recipe import Connector, Role  # noqa: E402
 from support.cluster import base_url, engine_spec, router_command, start_engine, wait_until  # noqa: E402
 from support.proc import cpu_seconds  # noqa: E402
-from xpyd_proxy.local.processes import open_fleet  # noqa: E402
-from xpyd_proxy.local.recipe import Connector, Role  # noqa: E402
 
-LOGS = ROOT / ".xpyd/logs/canaries"
+LOGS = ROOT / ".pdrelay/logs/canaries"
 NAMES = ("prefill engine", "decode engine", "both")
 EVERY = 1000  # the setting that docs/verify.md advises
 
@@ -35,7 +35,7 @@ def main():
     model, args = (tiny_model(), ()) if options.model == "tiny" else (wide_model(), ("--load-format", "dummy"))
     with open_fleet(LOGS) as fleet:
         specs = [
-            engine_spec(f"canary-{role.value}", model, role=role, connector=Connector.XPYD, extra_args=args)
+            engine_spec(f"canary-{role.value}", model, role=role, connector=Connector.PDRELAY, extra_args=args)
             for role in Role
         ]
         engines = [start_engine(fleet, spec) for spec in specs]
@@ -92,7 +92,9 @@ def ask(client, url, options, *, repeats=False):
 def canaries(client, url):
     """Return how many requests a router has repeated, by how the texts compare."""
     lines = client.get(f"{url}/metrics").text.splitlines()
-    return {line.split('"')[1]: float(line.split(" ")[1]) for line in lines if line.startswith("xpyd_canaries_total{")}
+    return {
+        line.split('"')[1]: float(line.split(" ")[1]) for line in lines if line.startswith("pdrelay_canaries_total{")
+    }
 
 
 def idle(children, seconds=5.0):

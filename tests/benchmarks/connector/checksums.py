@@ -18,14 +18,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     import torch
 
-    from xpyd_connector.shell.cache_reader import TensorReader
-    from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches
-    from xpyd_connector.shell.engine_config import EngineConfig
+    from pdrelay_connector.shell.cache_reader import TensorReader
+    from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches
+    from pdrelay_connector.shell.engine_config import EngineConfig
 
-from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId  # noqa: E402
-from xpyd_connector.core.layout.cache_groups import CacheGroup  # noqa: E402
-from xpyd_connector.core.verify.comparison import sums_of  # noqa: E402
-from xpyd_connector.core.verify.sampling import Sampling  # noqa: E402
+from pdrelay_connector.core.ids import Address, BlockId, EngineId, RequestId  # noqa: E402
+from pdrelay_connector.core.layout.cache_groups import CacheGroup  # noqa: E402
+from pdrelay_connector.core.verify.comparison import sums_of  # noqa: E402
+from pdrelay_connector.core.verify.sampling import Sampling  # noqa: E402
 
 LAYERS, HEADS, DIMENSIONS, TOKENS, BLOCKS, RUNS = 32, 8, 128, 16, 256, 5
 PROMPT = 128  # blocks

@@ -23,17 +23,17 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "tests")]
 
+from pdrelay_connector.core.kv_events.event_hub import KVEventHub  # noqa: E402
+from pdrelay_proxy.local.model import ensure_model  # noqa: E402
+from pdrelay_proxy.local.processes import open_fleet  # noqa: E402
+from pdrelay_proxy.local.recipe import engine  # noqa: E402
 from support.cluster import engine_spec  # noqa: E402
 from support.proc import cpu_by_thread  # noqa: E402
-from xpyd_connector.core.kv_events.event_hub import KVEventHub  # noqa: E402
-from xpyd_proxy.local.model import ensure_model  # noqa: E402
-from xpyd_proxy.local.processes import open_fleet  # noqa: E402
-from xpyd_proxy.local.recipe import engine  # noqa: E402
 
 SIZE, PROMPTS, ROUNDS = 16, 200, 5
 CHUNKS = {"a prompt (128 blocks in one event)": 128, "answers (one block in one event)": 1}
 WARM_UP = 20
-LOGS = ROOT / ".xpyd/logs/kv-events"
+LOGS = ROOT / ".pdrelay/logs/kv-events"
 
 
 def main():
@@ -120,9 +120,9 @@ def batches(chunk):
 
 def engines(options):
     LOGS.mkdir(parents=True, exist_ok=True)
-    model = ROOT / ".xpyd/models/tiny"
+    model = ROOT / ".pdrelay/models/tiny"
     ensure_model(model)
-    with tempfile.TemporaryDirectory(prefix="xpyd-") as folder, open_fleet(LOGS) as fleet, httpx.Client() as http:
+    with tempfile.TemporaryDirectory(prefix="pdrelay-") as folder, open_fleet(LOGS) as fleet, httpx.Client() as http:
         both = {"without": engine_spec("without", model), "with": engine_spec("with", model, kv_events=Path(folder))}
         children = {name: fleet.start(engine(spec, os.environ)) for name, spec in both.items()}
         fleet.wait_ready(list(children.values()), timeout_s=300)
@@ -149,7 +149,7 @@ def cpu(child):
 
 
 def read(url):
-    with httpx.stream("GET", f"{url}/v1/xpyd/kv_events", timeout=None) as answer:
+    with httpx.stream("GET", f"{url}/v1/pdrelay/kv_events", timeout=None) as answer:
         answer.raise_for_status()
         for _ in answer.iter_raw():
             pass

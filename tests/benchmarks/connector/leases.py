@@ -13,21 +13,29 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT / "connector"), str(ROOT / "tests")]
 
+from pdrelay_connector.core.counters import Counters  # noqa: E402
+from pdrelay_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId  # noqa: E402
+from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer  # noqa: E402
+from pdrelay_connector.core.lease.kv_params import PullParams  # noqa: E402
+from pdrelay_connector.core.lease.lease_table import LeaseTable  # noqa: E402
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager  # noqa: E402
+from pdrelay_connector.core.messages import (  # noqa: E402
+    PROTOCOL,
+    RankMemory,
+    ReadDone,
+    RegisterPush,
+    RenewLeases,
+    StagePart,
+    Welcome,
+)
+from pdrelay_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected  # noqa: E402
+from pdrelay_connector.core.push.decode_scheduler import PushOrder, PushReceiver  # noqa: E402
+from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator  # noqa: E402
+from pdrelay_connector.core.session.peers import PeerTable  # noqa: E402
+from pdrelay_connector.core.session.worker_links import WorkerLinks  # noqa: E402
+from pdrelay_connector.core.staging.prefill_scheduler import StagingCoordinator  # noqa: E402
+from pdrelay_connector.core.staging.slots import Slots  # noqa: E402
 from support.engines import FINGERPRINT, lent, rank_info  # noqa: E402 (found only now)
-from xpyd_connector.core.counters import Counters  # noqa: E402
-from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId  # noqa: E402
-from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer  # noqa: E402
-from xpyd_connector.core.lease.kv_params import PullParams  # noqa: E402
-from xpyd_connector.core.lease.lease_table import LeaseTable  # noqa: E402
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager  # noqa: E402
-from xpyd_connector.core.messages import PROTOCOL, RankMemory, ReadDone, RegisterPush, RenewLeases, StagePart, Welcome  # noqa: E402
-from xpyd_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected  # noqa: E402
-from xpyd_connector.core.push.decode_scheduler import PushOrder, PushReceiver  # noqa: E402
-from xpyd_connector.core.push.prefill_scheduler import PushCoordinator  # noqa: E402
-from xpyd_connector.core.session.peers import PeerTable  # noqa: E402
-from xpyd_connector.core.session.worker_links import WorkerLinks  # noqa: E402
-from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator  # noqa: E402
-from xpyd_connector.core.staging.slots import Slots  # noqa: E402
 
 SIZES, RUNS, MESSAGES, ABORTS = (1000, 5000, 20000), 3, 100, 8000
 D, ELSE, P = ConnId(1), ConnId(2), EngineId("p0")

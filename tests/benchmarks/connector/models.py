@@ -3,8 +3,8 @@
 import json
 import shutil
 
+from pdrelay_proxy.local.model import TinyModel, ensure_model
 from support.cluster import ROOT
-from xpyd_proxy.local.model import TinyModel, ensure_model
 
 POSITIONS = 4608  # the longest prompt and some tokens more
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, FEED_FORWARD = 512, 4, 8, 4, 64, 6144
@@ -14,14 +14,14 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json"
 
 def tiny_model():
     """Return the directory of the tests' model, made for prompts of 4,096 tokens."""
-    directory = ROOT / ".xpyd/models/tiny-long"
+    directory = ROOT / ".pdrelay/models/tiny-long"
     ensure_model(directory, TinyModel(max_positions=POSITIONS))
     return directory
 
 
 def wide_model():
     """Return the directory of a model with much KV. It has no weights: start engines with ``--load-format dummy``."""
-    tiny, directory = tiny_model(), ROOT / ".xpyd/models/wide"
+    tiny, directory = tiny_model(), ROOT / ".pdrelay/models/wide"
     directory.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER:
         shutil.copy(tiny / name, directory / name)

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.connector.models import POSITIONS
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.processes import open_fleet
+from pdrelay_proxy.local.recipe import Connector, EngineSpec, Role, transfer_config
 from support.cluster import ROOT, engine_spec, metrics, start_engine, wait_until
 from support.netns import DATA
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.processes import open_fleet
-from xpyd_proxy.local.recipe import Connector, EngineSpec, Role, transfer_config
 
 LENGTHS = (256, 1024, 4096)  # tokens of a prompt
 LEG_LENGTHS = (32, 256, 1500)  # the same, where only D's leg is measured
 CHUNK = 512  # tokens of a prompt that one step computes
 KV_CACHE_MIB = 256
-LOGS = ROOT / ".xpyd/logs/bench"
+LOGS = ROOT / ".pdrelay/logs/bench"
 HITS = "vllm:external_prefix_cache_hits_total"  # tokens that D has not computed itself
 
 
@@ -39,9 +39,9 @@ class Kind:
         return self.name.replace(",", "").replace(" ", "-").lower()
 
 
-PULL = Kind("xpyd pull", Connector.XPYD)
-PUSH_REQUEST = Kind("xpyd push, request", Connector.XPYD, TransferMode.PUSH, (("push_granularity", "request"),))
-PUSH_CHUNK = Kind("xpyd push, chunk", Connector.XPYD, TransferMode.PUSH, (("push_granularity", "chunk"),))
+PULL = Kind("pdrelay pull", Connector.PDRELAY)
+PUSH_REQUEST = Kind("pdrelay push, request", Connector.PDRELAY, TransferMode.PUSH, (("push_granularity", "request"),))
+PUSH_CHUNK = Kind("pdrelay push, chunk", Connector.PDRELAY, TransferMode.PUSH, (("push_granularity", "chunk"),))
 NIXL_PULL = Kind("NixlConnector", Connector.NIXL)
 NIXL_PUSH = Kind("NixlPushConnector", Connector.NIXL, TransferMode.PUSH)
 KINDS = (PULL, NIXL_PULL, NIXL_PUSH, PUSH_REQUEST, PUSH_CHUNK)
@@ -106,7 +106,7 @@ def _spec(kind, role, model, host, stamps, args):
     elsewhere = dict(host.options) if host else {}
     if host:
         elsewhere["extra_env"] = {"UCX_NET_DEVICES": DATA, **elsewhere["extra_env"]}  # vLLM's own takes all
-    env = {"PYTHONPATH": str(ROOT / "tests"), "XPYD_BENCH_STAMPS": str(stamps), **elsewhere.pop("extra_env", {})}
+    env = {"PYTHONPATH": str(ROOT / "tests"), "PDRELAY_BENCH_STAMPS": str(stamps), **elsewhere.pop("extra_env", {})}
     spec = engine_spec(
         f"{kind.slug}-{role.value}",
         model,

@@ -20,14 +20,14 @@ WAYS = ("list", "prepared", "strided")
 
 
 def new_agent():
-    from xpyd_connector.io.nixl import make_agent
+    from pdrelay_connector.io.nixl import make_agent
 
     return make_agent(str(uuid.uuid4()), progress_delay_us=1000)
 
 
 def hold(size):
     """Own the memory that is read."""
-    from xpyd_connector.io.nixl import register
+    from pdrelay_connector.io.nixl import register
 
     memory, agent = np.ones(size, dtype=np.uint8), new_agent()
     metadata = register(agent, "DRAM", 0, [(memory.ctypes.data, size)])
@@ -39,7 +39,7 @@ class Reader:
     """Reads blocks of the other process's memory, in random order, in one of the three ways."""
 
     def __init__(self, blocks, size):
-        from xpyd_connector.io.nixl import register
+        from pdrelay_connector.io.nixl import register
 
         self.blocks, self.size = blocks, size
         self.holder = subprocess.Popen(

@@ -27,7 +27,7 @@ def _head(seen):
     about = paragraph("""
 `make bench-connector` measures everything and writes this page; with `ONLY=C` it measures one section and leaves
 the others as they are; with `QUICK=1` it sends few requests, to see whether all of it works, and writes to
-`.xpyd/bench`. The raw numbers are in `connector.json`.""")
+`.pdrelay/bench`. The raw numbers are in `connector.json`.""")
     setting = paragraph(f"""
 {machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; vLLM 0.32 CPU engines in float32 that compute
 with one thread each and `--max-num-batched-tokens {CHUNK}`; NIXL 1.5.1. The pairs of engines run one at

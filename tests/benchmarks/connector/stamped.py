@@ -1,8 +1,8 @@
 """The connectors under test, in engines that say when a prompt was prefilled and when its KV had arrived.
 
 The engines load them from here under their own names, so that vLLM treats them as what they are. Every line of the file
-``XPYD_BENCH_STAMPS`` is one event: its name, its time on the monotonic clock (one clock for all processes of a machine,
-network namespaces included) and vLLM's id of the request.
+``PDRELAY_BENCH_STAMPS`` is one event: its name, its time on the monotonic clock (one clock for all processes of a
+machine, network namespaces included) and vLLM's id of the request.
 """
 
 import json
@@ -11,9 +11,9 @@ import time
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as nixl
 
-from xpyd_connector.shell import connector as xpyd
+from pdrelay_connector.shell import connector as pdrelay
 
-FILE = os.open(os.environ["XPYD_BENCH_STAMPS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+FILE = os.open(os.environ["PDRELAY_BENCH_STAMPS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 PREFILLED, RUNNABLE = "prefilled", "runnable"
 
 
@@ -38,7 +38,7 @@ class _Stamped:
             _stamp(PREFILLED, request.request_id)
 
 
-class XpydConnector(_Stamped, xpyd.XpydConnector):
+class PDRelayConnector(_Stamped, pdrelay.PDRelayConnector):
     """Ours."""
 
 

@@ -10,12 +10,12 @@ import random
 import sys
 import time
 
-from xpyd_proxy.core.discovery.pods import read_pod
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import EngineSource
-from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
-from xpyd_proxy.io.discovery.reflector import Collection, Reflector
+from pdrelay_proxy.core.discovery.pods import read_pod
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import EngineSource
+from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
+from pdrelay_proxy.io.discovery.reflector import Collection, Reflector
 
 
 def say(what, *values):

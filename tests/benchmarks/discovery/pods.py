@@ -12,15 +12,15 @@ serve Qwen/Qwen3-8B --served-model-name qwen3-8b --host 0.0.0.0 --port 8100 --te
 
 def pod(number, *, role="prefill", revision="3f1c9a0b77de", phase="ready", version=1):
     """Describe a pod of the chart. ``phase``: created, placed, started, ready, leaving."""
-    name = f"xpyd-{role}-7d9c6b5f4-{number:05d}"
+    name = f"pdrelay-{role}-7d9c6b5f4-{number:05d}"
     labels = {
         "app.kubernetes.io/component": role,
-        "app.kubernetes.io/instance": "xpyd",
-        "app.kubernetes.io/name": "xpyd",
+        "app.kubernetes.io/instance": "pdrelay",
+        "app.kubernetes.io/name": "pdrelay",
         "pod-template-hash": "7d9c6b5f4",
-        "xpyd.io/release": "xpyd",
-        "xpyd.io/revision": revision,
-        "xpyd.io/role": role,
+        "pdrelay/release": "pdrelay",
+        "pdrelay/revision": revision,
+        "pdrelay/role": role,
     }
     meta = {
         "name": name,
@@ -30,12 +30,12 @@ def pod(number, *, role="prefill", revision="3f1c9a0b77de", phase="ready", versi
         "resourceVersion": str(version),
         "creationTimestamp": "2026-01-01T00:00:00Z",
         "labels": labels,
-        "annotations": {"xpyd.io/port": "8100"},
+        "annotations": {"pdrelay/port": "8100"},
         "ownerReferences": [
             {
                 "apiVersion": "apps/v1",
                 "kind": "ReplicaSet",
-                "name": f"xpyd-{role}-7d9c6b5f4",
+                "name": f"pdrelay-{role}-7d9c6b5f4",
                 "uid": "5c1f1d52-8f0e-4f0b-93c5-1b7c8a4e9d11",
                 "controller": True,
                 "blockOwnerDeletion": True,
@@ -98,8 +98,8 @@ def _spec(role):
         "failureThreshold": 12,
     }
     transfer = {
-        "kv_connector": "XpydConnector",
-        "kv_connector_module_path": "xpyd_connector",
+        "kv_connector": "PDRelayConnector",
+        "kv_connector_module_path": "pdrelay_connector",
         "kv_role": "kv_producer",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"kv_lease_duration": 30},
@@ -107,7 +107,7 @@ def _spec(role):
     from_pod = {"valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}}
     engine = {
         "name": "engine",
-        "image": "registry.example.com/xpyd/engine:0.1.0",
+        "image": "registry.example.com/pdrelay/engine:0.1.0",
         "command": ["vllm"],
         "args": [*ARGUMENTS.split(), json.dumps(transfer)],
         "env": [
@@ -125,7 +125,7 @@ def _spec(role):
         "readinessProbe": probe,
         "livenessProbe": probe,
         "lifecycle": {
-            "preStop": {"exec": {"command": ["python3", "/opt/xpyd/drain.py", "--port=8100", f"--role={role}"]}}
+            "preStop": {"exec": {"command": ["python3", "/opt/pdrelay/drain.py", "--port=8100", f"--role={role}"]}}
         },
         "resources": {
             "requests": {"cpu": "4", "memory": "32Gi", "nvidia.com/gpu": "1"},
@@ -134,7 +134,7 @@ def _spec(role):
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [
             {"name": name, "mountPath": path}
-            for name, path in (("shm", "/dev/shm"), ("tmp", "/tmp"), ("scripts", "/opt/xpyd"), ("cache", "/cache"))
+            for name, path in (("shm", "/dev/shm"), ("tmp", "/tmp"), ("scripts", "/opt/pdrelay"), ("cache", "/cache"))
         ],
         "terminationMessagePath": "/dev/termination-log",
         "terminationMessagePolicy": "File",
@@ -145,13 +145,13 @@ def _spec(role):
         "volumes": [
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}},
             {"name": "tmp", "emptyDir": {}},
-            {"name": "scripts", "configMap": {"name": f"xpyd-{role}-scripts", "defaultMode": 420}},
+            {"name": "scripts", "configMap": {"name": f"pdrelay-{role}-scripts", "defaultMode": 420}},
             {"name": "cache", "emptyDir": {"sizeLimit": "100Gi"}},
         ],
         "restartPolicy": "Always",
         "terminationGracePeriodSeconds": 360,
         "dnsPolicy": "ClusterFirst",
-        "serviceAccountName": "xpyd-engine",
+        "serviceAccountName": "pdrelay-engine",
         "automountServiceAccountToken": False,
         "nodeName": "gpu-node-0001.example.internal",
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
@@ -198,8 +198,8 @@ def _status(number, phase):
                     "lastState": {},
                     "ready": ready,
                     "restartCount": 0,
-                    "image": "registry.example.com/xpyd/engine:0.1.0",
-                    "imageID": f"registry.example.com/xpyd/engine@sha256:{'0' * 64}",
+                    "image": "registry.example.com/pdrelay/engine:0.1.0",
+                    "imageID": f"registry.example.com/pdrelay/engine@sha256:{'0' * 64}",
                     "containerID": f"containerd://{'0' * 64}",
                     "started": ready,
                 }

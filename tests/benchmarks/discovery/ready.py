@@ -32,7 +32,7 @@ def measure(count, *, lost, requests_s, lasts_s):
     """Return the milliseconds that answers to /ready took, by port: without lost engines, and with them."""
     cores = Cores()
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="xpyd-ready-")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdrelay-ready-")))
         _, ports = stack.enter_context(engines(cores, {"prefill": (count - lost) // 2, "decode": (count - lost) // 2}))
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(lost)]
         mute = [listener.getsockname()[1] for listener in silent]
@@ -47,7 +47,7 @@ def measure(count, *, lost, requests_s, lasts_s):
 
 def _beside(folder, stack, cores, ports, plan):
     """Run one router, and look at it while clients send requests."""
-    config = folder / "xpyd.toml"
+    config = folder / "pdrelay.toml"
     listed = {role: json.dumps([f"127.0.0.1:{port}" for port in found]) for role, found in ports.items()}
     config.write_text(f"prefill = {listed['prefill']}\ndecode = {listed['decode']}\nlog_level = 'warning'\n")
     log = folder / f"router-{time.monotonic_ns()}.log"

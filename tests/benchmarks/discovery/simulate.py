@@ -23,34 +23,34 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import page
 from benchmarks.discovery import ready, report, shared_api
 from benchmarks.discovery.pods import LIFE, line, pages_of, pod, role_of
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.discovery.pods import read_pod
-from xpyd_proxy.core.discovery.reconcile import entry_name, entry_of
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import EngineSource, Key, Target, Wanted
-from xpyd_proxy.core.model import RequestId, Role, RoutingHints
-from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
-from xpyd_proxy.core.request_record import LegRecord, RequestRecord
-from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
-from xpyd_proxy.core.routing.policies.expected_ttft import ExpectedTtft
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.core.routing.policy_parts import PolicyParts
-from xpyd_proxy.core.routing.prompt_memory import PromptMemory
-from xpyd_proxy.core.schemas import NamedMetrics
-from xpyd_proxy.core.workers.reports import Whole
-from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
-from xpyd_proxy.io.discovery.reflector import Collection, Reflector
-from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.request_path.caches import Caches
-from xpyd_proxy.io.request_path.engine_costs import EngineCosts
-from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
-from xpyd_proxy.io.request_path.policies import ITL_WEIGHT, policy_of
-from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.workers.reports import report_of
-from xpyd_proxy.settings import KvTransferMode, PolicyName, Settings, SlicePairing
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.discovery.pods import read_pod
+from pdrelay_proxy.core.discovery.reconcile import entry_name, entry_of
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import EngineSource, Key, Target, Wanted
+from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
+from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
+from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
+from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.policies.expected_ttft import ExpectedTtft
+from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.core.routing.policy_parts import PolicyParts
+from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
+from pdrelay_proxy.core.schemas import NamedMetrics
+from pdrelay_proxy.core.workers.reports import Whole
+from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
+from pdrelay_proxy.io.discovery.reflector import Collection, Reflector
+from pdrelay_proxy.io.metrics import Metrics
+from pdrelay_proxy.io.request_path.caches import Caches
+from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
+from pdrelay_proxy.io.request_path.policies import ITL_WEIGHT, policy_of
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.io.workers.reports import report_of
+from pdrelay_proxy.settings import KvTransferMode, PolicyName, Settings, SlicePairing
 
 SIZES = (10, 100, 1000)  # engines, half of them of each role
 ROUTERS, ENGINES, RATE = 100, 1000, 10_000.0
@@ -116,7 +116,7 @@ def registry_of(count, case="one revision"):
         role = Role.PREFILL if number % 2 == 0 else Role.DECODE
         revision = "r2" if case == "two revisions" and number % 4 >= 2 else "r1"
         (instance,) = registry.add_target(role, target(number, role, revision), now=now)
-        registry.learn(instance.id, EngineCapabilities(frozenset({"m"}), "0.32.0", "xpyd"))
+        registry.learn(instance.id, EngineCapabilities(frozenset({"m"}), "0.32.0", "pdrelay"))
         member = registry.member(instance.id)
         member.life.seen(now=now)
         for request in range(dice.randrange(8, 13)):
@@ -133,7 +133,7 @@ def sliced(count, slices, pairing):
         role = Role.PREFILL if number % 2 == 0 else Role.DECODE
         one = replace(target(number, role, "r1"), slice=f"s{number // 2 % slices}")
         (instance,) = registry.add_target(role, one, now=0.0)
-        registry.learn(instance.id, EngineCapabilities(frozenset({"m"}), "0.32.0", "xpyd"))
+        registry.learn(instance.id, EngineCapabilities(frozenset({"m"}), "0.32.0", "pdrelay"))
     return registry
 
 
@@ -189,7 +189,7 @@ def request_cost(count, spent_s):
     prefill, decode = registry.known(Role.PREFILL)[0], registry.known(Role.DECODE)[0]
 
     def serve():
-        request = RequestId(f"xpyd-{next(turn):032x}")
+        request = RequestId(f"pdrelay-{next(turn):032x}")
         record = RequestRecord(request, PATH, prefill=LegRecord(prefill.id, 1.0), decode=LegRecord(decode.id, 1.0))
         fleet.enter(decode, request)
         for instance in (prefill, decode):

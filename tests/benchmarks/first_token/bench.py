@@ -18,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import page
 from benchmarks.page import paragraph, table
+from pdrelay_proxy.local.model import ensure_model
+from pdrelay_proxy.local.processes import open_fleet
+from pdrelay_proxy.local.recipe import Connector, Role
 from support.cluster import ROOT, base_url, engine_spec, router_command, start_engine
 from support.first_tokens import added_ms, bodies, read
-from xpyd_proxy.local.model import ensure_model
-from xpyd_proxy.local.processes import open_fleet
-from xpyd_proxy.local.recipe import Connector, Role
 
-LOGS = ROOT / ".xpyd/logs/bench"
+LOGS = ROOT / ".pdrelay/logs/bench"
 GOAL_MS = 5.0
 PROMPTS, QUICK_PROMPTS, WARM = 201, 21, 6  # of each way
 OWN, SHOWN, DECODE = "P itself", "P's token", "D's token"
@@ -74,11 +74,11 @@ def reordered(body, rnd):
 @contextmanager
 def engines_of():
     """Start the engines and both routers; yields P, and where the routers are."""
-    model = ROOT / ".xpyd/models/tiny"
+    model = ROOT / ".pdrelay/models/tiny"
     ensure_model(model)
     with open_fleet(LOGS) as fleet:
         specs = [
-            engine_spec(name, model, role=role, connector=Connector.XPYD)
+            engine_spec(name, model, role=role, connector=Connector.PDRELAY)
             for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE))
         ]
         fleet.wait_ready([start_engine(fleet, spec) for spec in specs], timeout_s=300)
@@ -119,7 +119,7 @@ def page_of(seen):
     verdict = "met" if median <= GOAL_MS else "missed"
     about = paragraph(f"""
 `make bench-first-token` measures everything and writes this page; with `QUICK=1` {QUICK_PROMPTS} prompts, and it writes
-to `.xpyd/bench`. The raw numbers are in `first-token.json`. {machine["cores"]} cores, {machine["processor"]},
+to `.pdrelay/bench`. The raw numbers are in `first-token.json`. {machine["cores"]} cores, {machine["processor"]},
 {machine["system"]}; one P and one D of vLLM 0.32 with the tiny model, one request at a time; {len(firsts[OWN])} prompts
 each way, a third each of texts, token ids and chats, none of which was asked before.""")
     result = paragraph(f"""

@@ -6,10 +6,10 @@
 import random
 import sys
 
-from xpyd_proxy.planning.replay.simulation import SimulatedFleet, replay
-from xpyd_proxy.planning.replay.summary import Targets, summarise
-from xpyd_proxy.planning.replay.traces import BlockNames, Trace, Turn
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.planning.replay.simulation import SimulatedFleet, replay
+from pdrelay_proxy.planning.replay.summary import Targets, summarise
+from pdrelay_proxy.planning.replay.traces import BlockNames, Trace, Turn
+from pdrelay_proxy.settings import Settings
 
 POLICIES = ("round_robin", "expected_ttft")
 SECONDS = 60

@@ -1,13 +1,13 @@
-"""Fits the engine of ``xpyd replay`` to a real one, and says how well it foretells loads that it was not fitted to.
+"""Fits the engine of ``pdrelay replay`` to a real one, and says how well it foretells loads that it was not fitted to.
 
-One CPU engine with the tiny model of ``xpyd up``. First guess: prefill time by length and by what is cached before it,
-ITL by batch and context, each by itself, least squares. What shows under load alone (the API server's work, what a step
-costs for each prompt, how much steps of a size differ) is found by simulating loads that were measured, with other
+One CPU engine with the tiny model of ``pdrelay up``. First guess: prefill time by length and by what is cached before
+it, ITL by batch and context, each by itself, least squares. What shows under load alone (the API server's work, what a
+step costs for each prompt, how much steps of a size differ) is found by simulating loads that were measured, with other
 seeds and sizes than those that judge the fit. Below four minutes on an idle machine:
 
     python tests/benchmarks/replay/fit.py
 
-writes .xpyd/bench/engine.json, for ``xpyd replay --engine``, and .xpyd/bench/fit.md, which is a part of docs/replay.md.
+writes .pdrelay/bench/engine.json, for ``pdrelay replay --engine``, and .pdrelay/bench/fit.md, a part of docs/replay.md.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from pdrelay_proxy.local.model import ensure_model
+from pdrelay_proxy.local.processes import open_fleet
+from pdrelay_proxy.planning.replay.engine import EngineModel, EventLoop, VirtualEngine, VirtualLeg
 from support.cluster import ROOT, engine_spec, start_engine
-from xpyd_proxy.local.model import ensure_model
-from xpyd_proxy.local.processes import open_fleet
-from xpyd_proxy.planning.replay.engine import EngineModel, EventLoop, VirtualEngine, VirtualLeg
 
 PROMPTS = ((32, 0), (128, 0), (256, 0), (512, 0), (1024, 0), (1536, 0), (1950, 0))  # tokens: new, and cached before
 HITS = ((32, 512), (256, 512), (32, 1536), (256, 1536))
@@ -37,7 +37,7 @@ BATCHES, CONTEXTS = (1, 4, 8, 16, 32), (64, 512, 1500)
 BLOCK, BATCHED_TOKENS, KV_TOKENS = 32, 2048, 65_536
 WORDS = (260, 512)  # tokens of the tiny model that are pieces of words
 MIXED = 120  # requests of the load that nothing is fitted to
-OUT, PAGE = ROOT / ".xpyd/bench/engine.json", ROOT / ".xpyd/bench/fit.md"
+OUT, PAGE = ROOT / ".pdrelay/bench/engine.json", ROOT / ".pdrelay/bench/fit.md"
 SEARCHED = (
     *("step_s", "prefill_token_s", "prefill_request_s", "decode_request_s", "decode_context_s", "leg_s"),
     *("api_request_s", "api_prompt_token_s", "api_token_s", "jitter"),
@@ -262,13 +262,13 @@ def simulated(model, load):
 
 
 def main():
-    model_dir = ROOT / ".xpyd/models/tiny"
+    model_dir = ROOT / ".pdrelay/models/tiny"
     ensure_model(model_dir)
     spec = engine_spec(
         "replay-fit", model_dir, max_model_len=2048, block_size=BLOCK,
         extra_args=("--max-num-batched-tokens", str(BATCHED_TOKENS), "--max-num-seqs", "256"),
     )  # fmt: skip
-    with open_fleet(ROOT / ".xpyd/logs/bench") as fleet:
+    with open_fleet(ROOT / ".pdrelay/logs/bench") as fleet:
         fleet.wait_ready([start_engine(fleet, spec)], timeout_s=300)
         asyncio.run(_fit(spec.base_url))
 

@@ -10,12 +10,12 @@ import argparse
 import sys
 import time
 
-from xpyd_proxy.core.roles.work_meter import RoleTargets
-from xpyd_proxy.planning.replay.engine import EngineModel
-from xpyd_proxy.planning.replay.roles import RolesPlan
-from xpyd_proxy.planning.replay.simulation import SimulatedFleet, replay
-from xpyd_proxy.planning.replay.summary import Targets
-from xpyd_proxy.planning.replay.traces import Phase, phases
+from pdrelay_proxy.core.roles.work_meter import RoleTargets
+from pdrelay_proxy.planning.replay.engine import EngineModel
+from pdrelay_proxy.planning.replay.roles import RolesPlan
+from pdrelay_proxy.planning.replay.simulation import SimulatedFleet, replay
+from pdrelay_proxy.planning.replay.summary import Targets
+from pdrelay_proxy.planning.replay.traces import Phase, phases
 
 # A slow engine: a request takes as long as many do on a fast one, so an hour has few enough of them to simulate.
 ENGINE = EngineModel(

@@ -27,14 +27,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import page
 from benchmarks.roles import report
 from benchmarks.roles.trace import HALVES, play, play_alone, trace_of
+from pdrelay_proxy.local.model import ensure_model
+from pdrelay_proxy.local.processes import open_fleet
+from pdrelay_proxy.local.recipe import Connector
 from support.cluster import ROOT, base_url, engine_spec, nothing_held, router_command, start_engine
 from support.greedy_streams import Stream
 from support.pacing import paced
-from xpyd_proxy.local.model import ensure_model
-from xpyd_proxy.local.processes import open_fleet
-from xpyd_proxy.local.recipe import Connector
 
-LOGS = ROOT / ".xpyd/logs/bench-roles"
+LOGS = ROOT / ".pdrelay/logs/bench-roles"
 SPLITS = {"1 + 2": 1, "2 + 1": 2}  # prefill engines
 CONTROLLED = {"auto": 1, "wrong": 1, "killed": 2, "doubled": 2}  # routers
 ROWS = (*SPLITS, *CONTROLLED)
@@ -91,9 +91,9 @@ def settings_of(args):
 
 def measured(args):
     """Return what each row has shown."""
-    model, seen, trace = ROOT / ".xpyd/models/tiny", {}, trace_of(args.seconds)
+    model, seen, trace = ROOT / ".pdrelay/models/tiny", {}, trace_of(args.seconds)
     ensure_model(model)
-    with open_fleet(LOGS) as fleet, tempfile.TemporaryDirectory(prefix="xpyd-") as folder:
+    with open_fleet(LOGS) as fleet, tempfile.TemporaryDirectory(prefix="pdrelay-") as folder:
         expected = right_answers(fleet, model, trace)
         for at in range(0, len(args.rows), args.at_once):
             rows = [Row(name, fleet, model, Path(folder)) for name in args.rows[at : at + args.at_once]]
@@ -116,7 +116,7 @@ def measured(args):
 def right_answers(fleet, model, trace):
     """Return what a single engine says; kept for the next run of the same requests."""
     digest = hashlib.sha256(json.dumps([asked.body for asked in trace]).encode()).hexdigest()[:16]
-    kept = ROOT / f".xpyd/bench/roles-answers-{digest}.json"
+    kept = ROOT / f".pdrelay/bench/roles-answers-{digest}.json"
     if kept.exists():
         known = json.loads(kept.read_text())
         return [Stream(asked.body, **each) for asked, each in zip(trace, known, strict=True)]
@@ -144,7 +144,7 @@ class Row:
         self.children, self._routers, self._roles = [], [], []
 
     def _engine(self, number, model):
-        options = {"role": None, "connector": Connector.XPYD, "kv_cache_mib": CACHE_MIB}
+        options = {"role": None, "connector": Connector.PDRELAY, "kv_cache_mib": CACHE_MIB}
         args = ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", str(SLOTS))
         name = f"{self._label}-{number}"
         return paced(engine_spec(name, model, extra_args=args, **options), *PACE)
@@ -242,7 +242,7 @@ class Row:
         """What the last router has counted: it has lived throughout."""
         found = {}
         for line in httpx.get(f"{self._routers[-1][1]}/metrics", trust_env=False, timeout=30).text.splitlines():
-            if line.startswith(("xpyd_turns_total", "xpyd_role_decisions_total", "xpyd_streams_moved_total")):
+            if line.startswith(("pdrelay_turns_total", "pdrelay_role_decisions_total", "pdrelay_streams_moved_total")):
                 name, _, value = line.rpartition(" ")
                 found[name] = float(value)
         return found

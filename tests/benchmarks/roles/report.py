@@ -36,7 +36,7 @@ def _head(seen):
     step, token, stream = (value * 1e3 for value in settings["pace"])
     about = paragraph("""
 `make bench-roles` measures everything and writes this page; with `QUICK=1` halves of 20 seconds, to see whether all of
-it works, and it writes to `.xpyd/bench`. The numbers are in `roles.json`.""")
+it works, and it writes to `.pdrelay/bench`. The numbers are in `roles.json`.""")
     setting = paragraph(f"""
 {machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; {settings["engines"]} CPU engines of vLLM
 with the tiny model and our connector (`kv_both`, pull) for each row, all settings of roles at their defaults.
@@ -116,7 +116,7 @@ def _turns(seen):
 def _turned(row):
     """Return how many engines have turned."""
     found = [
-        value for name, value in row["counted"].items() if name.startswith("xpyd_turns_total") and '"turned"' in name
+        value for name, value in row["counted"].items() if name.startswith("pdrelay_turns_total") and '"turned"' in name
     ]
     return round(sum(found))
 

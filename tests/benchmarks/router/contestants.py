@@ -11,7 +11,7 @@ from typing import NamedTuple
 from support.compiled import NoCompiler, compiled
 
 ROOT = Path(__file__).parents[3]
-PEERS = ROOT / ".xpyd/bench-peers"  # a virtual environment
+PEERS = ROOT / ".pdrelay/bench-peers"  # a virtual environment
 RUST_ROUTER = "vllm-router==0.1.17"  # as in the file
 PEERS_LOCKED = Path(__file__).with_name("requirements-peer.txt")
 
@@ -32,9 +32,9 @@ def _urls(ports):
     return [f"http://127.0.0.1:{port}" for port in ports]
 
 
-def _xpyd(prefill, decode, ports):
-    xpyd = Path(sys.executable).with_name("xpyd")
-    return [xpyd, "serve", "--prefill", *_urls(prefill), "--decode", *_urls(decode), "--port", ports[0]]
+def _pdrelay(prefill, decode, ports):
+    pdrelay = Path(sys.executable).with_name("pdrelay")
+    return [pdrelay, "serve", "--prefill", *_urls(prefill), "--decode", *_urls(decode), "--port", ports[0]]
 
 
 def _found_compiled(*places):
@@ -49,15 +49,15 @@ def _queued(prefill, decode, ports):
 
 
 def _compiled(prefill, decode, ports):
-    return ["env", _found_compiled(), *_xpyd(prefill, decode, ports)]
+    return ["env", _found_compiled(), *_pdrelay(prefill, decode, ports)]
 
 
 SYSTEM = Path(f"/usr/bin/python3.{sys.version_info.minor}")  # whose compiled modules are those of this Python
 
 
 def _system(prefill, decode, ports):
-    _, *serve = _xpyd(prefill, decode, ports)
-    return ["env", _found_compiled(sysconfig.get_path("purelib")), SYSTEM, "-m", "xpyd_proxy.cli", *serve]
+    _, *serve = _pdrelay(prefill, decode, ports)
+    return ["env", _found_compiled(sysconfig.get_path("purelib")), SYSTEM, "-m", "pdrelay_proxy.cli", *serve]
 
 
 def _rust(prefill, decode, ports):
@@ -74,12 +74,12 @@ def _toy(prefill, decode, ports):
 
 
 CONTESTANTS = {
-    "xpyd": Contestant(
-        "xpyd", "`xpyd serve` with its defaults: everything on, a log line for every request; compiled", _compiled
+    "pdrelay": Contestant(
+        "pdrelay", "`pdrelay serve` with its defaults: everything on, a log line for every request; compiled", _compiled
     ),
-    "system": Contestant("system", f"xpyd under {SYSTEM}, as the distribution has built it", _system),
-    "plain": Contestant("plain", "xpyd as Python, as it is in a checkout", _xpyd),
-    "queued": Contestant("queued", f"xpyd with `--max-concurrency {_PLACES}`: most requests wait", _queued),
+    "system": Contestant("system", f"pdrelay under {SYSTEM}, as the distribution has built it", _system),
+    "plain": Contestant("plain", "pdrelay as Python, as it is in a checkout", _pdrelay),
+    "queued": Contestant("queued", f"pdrelay with `--max-concurrency {_PLACES}`: most requests wait", _queued),
     "vllm-router": Contestant(
         "vllm-router", f"`{RUST_ROUTER}` (Rust), `--vllm-pd-disaggregation --policy round_robin`", _rust
     ),
@@ -95,11 +95,11 @@ def prepare(name):
     """
     if name == "system" and (not SYSTEM.exists() or SYSTEM.samefile(sys.executable)):
         raise Missing(f"system: there is no {SYSTEM} beside the Python of this environment")
-    if name in ("xpyd", "system", "queued"):
+    if name in ("pdrelay", "system", "queued"):
         try:
             compiled()
         except NoCompiler as exc:
-            raise Missing(f"xpyd cannot be compiled here: {exc}") from exc
+            raise Missing(f"pdrelay cannot be compiled here: {exc}") from exc
     if name != "vllm-router" or _is_installed():
         return
     steps = (
@@ -122,7 +122,7 @@ def _is_installed():
 
 def versions():
     """Return the versions of what takes part, as far as it has one."""
-    names = ("xpyd", "fastapi", "httpx", "uvicorn", "uvloop", "httptools", "msgspec")
+    names = ("pdrelay", "fastapi", "httpx", "uvicorn", "uvloop", "httptools", "msgspec")
     said = {name: version(name) for name in names}
     return {"python": ".".join(map(str, sys.version_info[:3])), **said, "vllm-router": RUST_ROUTER.partition("==")[2]}
 
@@ -130,5 +130,5 @@ def versions():
 def environment():
     """Return the environment of routers and helpers. They start from bytecode, as what is installed does."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    compiled = str(ROOT / ".xpyd/bench/bytecode")
+    compiled = str(ROOT / ".pdrelay/bench/bytecode")
     return {**kept, "PYTHONPATH": str(ROOT / "tests"), "PYTHONUNBUFFERED": "1", "PYTHONPYCACHEPREFIX": compiled}

@@ -1,6 +1,6 @@
 """What a request costs the router in memory, in instructions: no socket, no clock, engines that answer at once.
 
-    python -P tests/benchmarks/router/feature_instructions.py  # every case, of the xpyd_proxy on PYTHONPATH
+    python -P tests/benchmarks/router/feature_instructions.py  # every case, of the pdrelay_proxy on PYTHONPATH
     python -P tests/benchmarks/router/feature_instructions.py "all, ids" "defaults, ids"
 
 Needs valgrind, its header files and a C compiler; half a minute for each case. Imports and the first requests are not
@@ -23,11 +23,11 @@ from pathlib import Path
 import httpx
 from uvicorn.server import ServerState
 
-import xpyd_proxy
-from xpyd_proxy import listeners
-from xpyd_proxy.app import Fabric, build
-from xpyd_proxy.settings import FirstTokenFrom, KvEvents, PolicyName, Settings
-from xpyd_proxy.testing.prefix_cache import PrefixCache
+import pdrelay_proxy
+from pdrelay_proxy import listeners
+from pdrelay_proxy.app import Fabric, build
+from pdrelay_proxy.settings import FirstTokenFrom, KvEvents, PolicyName, Settings
+from pdrelay_proxy.testing.prefix_cache import PrefixCache
 
 WARM, MEASURED = 50, 150  # requests
 EVERY_S = 0.001  # seconds from one request to the next
@@ -86,7 +86,7 @@ PARAMS = (
     b'{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[1,2,3,4,5,6,7,8]],'
     b'"remote_engine_id":"e1","remote_request_id":"cmpl-x-0","remote_host":"10.0.0.1","remote_port":5600,"tp_size":1,'
     b'"dcp_size":1,"pp_size":1,"remote_num_tokens":120,"transfer_mode":"pull","remote_prefill_cached_tokens":64,'
-    b'"xpyd_first_token":{"apis":["completions","chat"],"max_model_len":4096}}'
+    b'"pdrelay_first_token":{"apis":["completions","chat"],"max_model_len":4096}}'
 )
 IDS = b'"prompt_token_ids":[%b]' % b",".join(b"%d" % token for token in SHARED + OWN)
 
@@ -173,7 +173,7 @@ class Probes(httpx.AsyncBaseTransport):
                 return httpx.Response(200, json={"data": [{"id": "m", "max_model_len": 4096}]})
             case "/version":
                 return httpx.Response(200, json={"version": "0.32.0"})
-            case "/v1/xpyd/kv_events":
+            case "/v1/pdrelay/kv_events":
                 return httpx.Response(200, stream=Events())
         return httpx.Response(200)
 
@@ -275,8 +275,8 @@ def main(argv):
         with asyncio.Runner(loop_factory=VirtualTime) as runner:
             runner.run(play(argv[1], Switch(*argv[2:])))
         return
-    print(f"{xpyd_proxy.__path__[0]}: instructions of a request", flush=True)
-    with tempfile.TemporaryDirectory(prefix="xpyd-") as folder:
+    print(f"{pdrelay_proxy.__path__[0]}: instructions of a request", flush=True)
+    with tempfile.TemporaryDirectory(prefix="pdrelay-") as folder:
         switch = Path(folder) / "switch.so"
         compiler = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(switch)]
         subprocess.run(compiler, input=SWITCH, text=True, check=True)

@@ -4,7 +4,7 @@ import statistics
 
 from benchmarks.router.contestants import CONTESTANTS
 
-OURS, RUST, TOY, DIRECT = "xpyd", "vllm-router", "toy", "direct"
+OURS, RUST, TOY, DIRECT = "pdrelay", "vllm-router", "toy", "direct"
 
 
 def request_ms(run):

@@ -26,7 +26,7 @@ from benchmarks.router import words
 _WARM, _COUNTED, _BATCH = 200, 200, 50  # requests; of a batch the deferred work is done together
 _TURNS = 100  # of the event loop, in which a connection is open
 _ID = re.compile(rb"x-request-id: ([!-~]+)")
-_PLACE = b"#" * len("xpyd-f0a85788dfc24912f1860abd708ead6f")  # of the router's id in an engine's answer
+_PLACE = b"#" * len("pdrelay-f0a85788dfc24912f1860abd708ead6f")  # of the router's id in an engine's answer
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: application/json\r\n\r\n%b"
 _SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 _KINDS = {
@@ -69,10 +69,10 @@ class Rig:
     """A router between clients and engines that are not there."""
 
     def __init__(self, *, stream=True, chat=False, size=512, push=False, reuses=True):
-        from xpyd_proxy import listeners
-        from xpyd_proxy.app import Fabric, build
-        from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-        from xpyd_proxy.settings import Settings
+        from pdrelay_proxy import listeners
+        from pdrelay_proxy.app import Fabric, build
+        from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+        from pdrelay_proxy.settings import Settings
 
         self.stream, self.chat, self.size, self.push = stream, chat, size, push
         self.tells_ids = reuses and not push
@@ -202,14 +202,14 @@ def _inner(names, *, calls):
 
     import uvloop
 
-    from xpyd_proxy.io import logs
-    from xpyd_proxy.requests import request
-    from xpyd_proxy.settings import LogFormat
+    from pdrelay_proxy.io import logs
+    from pdrelay_proxy.requests import request
+    from pdrelay_proxy.settings import LogFormat
 
     logs.configure("info", LogFormat.TEXT)
     gc.freeze()
     gc.set_threshold(5_000, 10, 10)
-    marks = None if calls else ctypes.CDLL(os.environ["XPYD_BENCH_MARKS"])
+    marks = None if calls else ctypes.CDLL(os.environ["PDRELAY_BENCH_MARKS"])
     for name in names:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             found = runner.run(_count(name, marks, calls=calls))
@@ -241,7 +241,7 @@ def main():
         source, library = Path(folder, "marks.c"), Path(folder, "marks.so")
         source.write_text(_MARKS)
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
-        env["XPYD_BENCH_MARKS"] = str(library)
+        env["PDRELAY_BENCH_MARKS"] = str(library)
         out = given.keep or str(Path(folder, "profile"))
         argv = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
         argv += [sys.executable, "-m", "benchmarks.router.instructions", "--inner", *given.names]

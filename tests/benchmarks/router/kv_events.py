@@ -12,15 +12,15 @@ import tracemalloc
 
 import msgspec
 
-from xpyd_proxy.core.fleet import cache_index
-from xpyd_proxy.core.fleet.cache_index import CacheIndex
-from xpyd_proxy.core.known_prompts import KnownPrompts
-from xpyd_proxy.core.model import InstanceId, RoutingHints
-from xpyd_proxy.core.protocol.kv_event_stream import KvEventStream, read_batch
-from xpyd_proxy.core.raw_json import maybe
-from xpyd_proxy.core.schemas import TokensAnswer
-from xpyd_proxy.core.token_blocks import TokenPrompt, token_prompt
-from xpyd_proxy.io.request_path.prompt_learner import PromptLearner
+from pdrelay_proxy.core.fleet import cache_index
+from pdrelay_proxy.core.fleet.cache_index import CacheIndex
+from pdrelay_proxy.core.known_prompts import KnownPrompts
+from pdrelay_proxy.core.model import InstanceId, RoutingHints
+from pdrelay_proxy.core.protocol.kv_event_stream import KvEventStream, read_batch
+from pdrelay_proxy.core.raw_json import maybe
+from pdrelay_proxy.core.schemas import TokensAnswer
+from pdrelay_proxy.core.token_blocks import TokenPrompt, token_prompt
+from pdrelay_proxy.io.request_path.prompt_learner import PromptLearner
 
 D0, SIZE, TOKENS, PROMPTS, ROUNDS = InstanceId("decode-0"), 16, 8192, 100, 5
 

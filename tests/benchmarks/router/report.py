@@ -54,7 +54,7 @@ def _head(seen):
         paragraph("""
 `make bench-router` measures everything and writes this page, on an idle machine; `ONLY=short,stream200` measures some
 scenarios and leaves the others as they are, `QUICK=1` makes short runs to see whether all of it works and writes to
-`.xpyd/bench`. The raw numbers are in `router.json`."""),
+`.pdrelay/bench`. The raw numbers are in `router.json`."""),
         paragraph(f"""
 {machine["cores"]} cores, {machine["processor"].replace("_", "-")}, {machine["system"]}; {facts["date"]}; {versions}.
 `{facts["command"]}`: {rounds}, in each of which every router has its turn in every scenario; numbers are medians,

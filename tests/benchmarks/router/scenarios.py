@@ -10,7 +10,7 @@ class Scenario(NamedTuple):
     load: dict
     quick: dict  # what is different in a quick run
     engines: dict = {}  # noqa: RUF012 (never changed)
-    routers: tuple = ("xpyd", "vllm-router", "toy")
+    routers: tuple = ("pdrelay", "vllm-router", "toy")
     seconds: float = 4.0  # a run that is not over by a number of requests
 
 
@@ -18,7 +18,7 @@ def _paced(connections, tokens, step_s, waves, **more):
     return {"connections": connections, "tokens": tokens, "step_s": step_s, "most": connections * waves, **more}
 
 
-ALL = ("xpyd", "system", "plain", "vllm-router", "toy")
+ALL = ("pdrelay", "system", "plain", "vllm-router", "toy")
 SCENARIOS = {
     "short": Scenario(
         "512 B prompts, 2 tokens, streamed, 32 connections", {}, {"seconds": 1.2}, routers=(*ALL, "queued")
@@ -91,7 +91,7 @@ SCENARIOS = {
         {},
         {"seconds": 1.2},
         {"push": True},
-        ("xpyd",),
+        ("pdrelay",),
     ),
 }
 IDLE = "idle"

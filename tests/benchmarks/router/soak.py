@@ -49,7 +49,7 @@ class Runner:
         base = {"port": self.port, "router": self.router.pid, "engines": self.engines.pid, "step_s": STEP_S, "warm": 0}
         found = trial.carry_out(self.cores, base | {"patience": PATIENCE_S} | plan)
         found["legs"] = trial.legs(self.ports["decode"][0], before)
-        trial.check(found, CONTESTANTS["xpyd"])
+        trial.check(found, CONTESTANTS["pdrelay"])
         for kind, number in found["faults"].items():
             self.faults[kind] = self.faults.get(kind, 0) + number
         self.requests += found["requests"]
@@ -67,7 +67,7 @@ def running(name, router="plain"):
     with contextlib.ExitStack() as stack:
         process, ports = stack.enter_context(trial.engines(cores, {"step_s": STEP_S}))
         child, port, _ = stack.enter_context(trial.router(cores, CONTESTANTS[router], ports, name))
-        trial.serves(port, "xpyd")
+        trial.serves(port, "pdrelay")
         yield Runner(cores, process, child, ports, port)
 
 
@@ -130,7 +130,7 @@ def main():
     args = parser.parse_args()
     found = {"date": str(datetime.datetime.now(tz=datetime.UTC).date()), "python": f"Python {sys.version.split()[0]}"}
     found |= {"streams": args.streams, "seconds": args.seconds, "minutes": args.minutes}
-    with running("soak", "xpyd") as runner:
+    with running("soak", "pdrelay") as runner:
         found["rounds"] = rounds(runner, streams=args.streams, seconds=args.seconds, count=3)
         print(found["rounds"], flush=True)
         found["mixed"] = mixed(runner, args.minutes)

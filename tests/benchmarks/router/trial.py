@@ -18,7 +18,7 @@ from support.cluster import free_ports
 
 # Long prompts without a system call and fresh pages for each; for what measures, not for what is measured.
 FRUGAL = {"MALLOC_MMAP_THRESHOLD_": "67108864", "MALLOC_TRIM_THRESHOLD_": "268435456"}
-LOGS = ROOT / ".xpyd/bench/router"
+LOGS = ROOT / ".pdrelay/bench/router"
 _START_S = 60.0  # seconds a router may take to start
 _END_S = 10.0  # seconds it may take to end
 

@@ -1,9 +1,9 @@
 """How much more two workers serve than one, on two cores.
 
 ``python tests/benchmarks/router/workers.py`` writes docs/benchmarks/workers.md and .json; ``--quick`` makes short runs
-and writes to .xpyd/bench. Nothing else may run meanwhile. The engines compute nothing and the load generator compares
-every answer; but they take processor time of the same two cores, so three things are measured: how far the whole comes
-from one core to two, what the router alone costs a request, and how both go with one worker on two cores.
+and writes to .pdrelay/bench. Nothing else may run meanwhile. The engines compute nothing and the load generator
+compares every answer; but they take processor time of the same two cores, so three things are measured: how far the
+whole comes from one core to two, what the router alone costs a request, and how both go with one worker on two cores.
 """
 
 import argparse
@@ -61,9 +61,11 @@ class Shared:
 
 def measured(workers, cores, seconds):
     """Return what one run has seen."""
-    xpyd = CONTESTANTS["xpyd"]
+    pdrelay = CONTESTANTS["pdrelay"]
     contestant = Contestant(
-        f"xpyd-{workers}", "", lambda *ports: [*xpyd.command(*ports), "--workers", workers, "--log-level", "warning"]
+        f"pdrelay-{workers}",
+        "",
+        lambda *ports: [*pdrelay.command(*ports), "--workers", workers, "--log-level", "warning"],
     )
     shared = Shared(cores)
     with (
@@ -132,7 +134,7 @@ def main():
             said = ", ".join(f"{one:.3f}" for one in numbers(seen[name][-1:]))
             print(f"{round_ + 1}/{rounds} {name}: {said}", file=sys.stderr)
     about = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {os.cpu_count()} cores, {rounds} rounds of {seconds:g} s"
-    out = ROOT / (".xpyd/bench/workers.md" if args.quick else "docs/benchmarks/workers.md")
+    out = ROOT / (".pdrelay/bench/workers.md" if args.quick else "docs/benchmarks/workers.md")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(seen, about))
     out.with_suffix(".json").write_text(json.dumps(seen, indent=1) + "\n")

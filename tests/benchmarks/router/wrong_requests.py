@@ -32,9 +32,9 @@ import psutil  # noqa: E402 (the path is made above)
 import uvicorn  # noqa: E402 (the path is made above)
 from starlette.responses import JSONResponse  # noqa: E402 (the path is made above)
 
+from pdrelay_proxy.testing.engine import Sim  # noqa: E402
 from support.router_process import KEY, RouterProcess  # noqa: E402
 from support.sim import until  # noqa: E402
-from xpyd_proxy.testing.engine import Sim  # noqa: E402
 
 MODEL = "sim"
 BODY_MOST = 16 << 20

@@ -3,8 +3,8 @@
 import random
 from typing import NamedTuple
 
-from xpyd_connector.core.layout.transfer_plan import TokenRange
-from xpyd_connector.core.messages import RankInfo, Region
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
+from pdrelay_connector.core.messages import RankInfo, Region
 
 LAYERS, HEADS, WIDTH = 28, 8, 2 * 128 * 2  # bytes: K and V of one token and head of 128, in bfloat16
 TOKEN = LAYERS * HEADS * WIDTH  # bytes

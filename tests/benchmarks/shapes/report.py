@@ -31,7 +31,7 @@ def _head(seen):
     )
     about = paragraph("""
 `make bench-shapes` measures everything in a few minutes and writes this page; with `QUICK=1` it moves less and less
-often, to see whether all of it works, and writes to `.xpyd/bench`. The raw numbers are in `shapes.json`.""")
+often, to see whether all of it works, and writes to `.pdrelay/bench`. The raw numbers are in `shapes.json`.""")
     setting = paragraph(f"""
 {machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; NIXL 1.5.1; two processes on this machine, one
 with the memory that is read and one that reads, planned with `core/layout/transfer_plan.py` and posted with

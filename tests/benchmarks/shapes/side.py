@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from benchmarks.shapes.cases import CASES, MEMORY, TOKEN
-from xpyd_connector.core.layout.transfer_plan import TokenRange, check_shapes, needed_ranks, pull_route
-from xpyd_connector.core.messages import RankInfo
-from xpyd_connector.core.ports import XferOutcome
-from xpyd_connector.io.nixl import NixlTransferAgent, make_agent, register
+from pdrelay_connector.core.layout.transfer_plan import TokenRange, check_shapes, needed_ranks, pull_route
+from pdrelay_connector.core.messages import RankInfo
+from pdrelay_connector.core.ports import XferOutcome
+from pdrelay_connector.io.nixl import NixlTransferAgent, make_agent, register
 
 RANKS = 2  # agents of a process: it plays all ranks of its engine
 PAUSE = 0.0002  # s between two looks at what is in flight

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from xpyd_connector.core.checkpoint import (
+from pdrelay_connector.core.checkpoint import (
     LENGTH_BYTES,
     MOST_SLICES,
     SLICE,
@@ -15,7 +15,7 @@ from xpyd_connector.core.checkpoint import (
     read_header,
     spread_slices,
 )
-from xpyd_connector.errors import UnreadableCheckpoint
+from pdrelay_connector.errors import UnreadableCheckpoint
 
 GIB = 1 << 30
 

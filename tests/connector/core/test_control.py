@@ -2,15 +2,15 @@
 
 import pytest
 
+from pdrelay_connector.core.control import PUBLISH_AFTER, ControlPlane
+from pdrelay_connector.core.ids import ConnId, RequestId
+from pdrelay_connector.core.lease.lease_table import LeaseEnded, LeaseEvent
+from pdrelay_connector.core.messages import Objection, RenewLeases
+from pdrelay_connector.core.ports import MessageReceived
+from pdrelay_connector.core.results import NumbersDue, PeerObjects
 from support.engines import FINGERPRINT, LEASE, World, changed
 from support.push_engines import PushWorld, right_bytes
 from support.staging_world import StagingWorld
-from xpyd_connector.core.control import PUBLISH_AFTER, ControlPlane
-from xpyd_connector.core.ids import ConnId, RequestId
-from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent
-from xpyd_connector.core.messages import Objection, RenewLeases
-from xpyd_connector.core.ports import MessageReceived
-from xpyd_connector.core.results import NumbersDue, PeerObjects
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks.connector.leases import ABORTS, CASES, Harness, all_aborts_of_8000_requests, lender_of, name
-from xpyd_connector.core.ids import EngineId
+from pdrelay_connector.core.ids import EngineId
 
 FEW, MANY = 300, 3000
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import xpyd_connector
-from xpyd_connector.core.counters import (
+import pdrelay_connector
+from pdrelay_connector.core.counters import (
     CAUSES,
     COUNTERS,
     EVENTS_DROPPED,
@@ -20,8 +20,8 @@ from xpyd_connector.core.counters import (
     TransferSample,
     merge,
 )
-from xpyd_connector.core.lease.kv_params import REFUSALS
-from xpyd_connector.core.lease.prefill_scheduler import _COUNTER
+from pdrelay_connector.core.lease.kv_params import REFUSALS
+from pdrelay_connector.core.lease.prefill_scheduler import _COUNTER
 
 SAMPLE = TransferSample(0.1, 64, 1)
 
@@ -34,7 +34,7 @@ def choices(argument):
 def counted():
     """Every name that the package's source counts or fails a load with."""
     names = {*_COUNTER.values(), *REFUSALS.values(), EVENTS_DROPPED}
-    for source in Path(xpyd_connector.__file__).parent.rglob("*.py"):
+    for source in Path(pdrelay_connector.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
                 "count",

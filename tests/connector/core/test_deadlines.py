@@ -5,7 +5,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_connector.core.deadlines import FEW, Deadlines
+from pdrelay_connector.core.deadlines import FEW, Deadlines
 
 STEPS = st.lists(
     st.one_of(

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.engines import FINGERPRINT, HELLO, changed, rank_info
-from xpyd_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
+from pdrelay_connector.core.messages import (
     HASH_BYTES,
     MAX_BLOCKS,
     MAX_DIGEST,
@@ -65,7 +64,8 @@ from xpyd_connector.core.messages import (
     decode,
     encode,
 )
-from xpyd_connector.errors import ProtocolViolation
+from pdrelay_connector.errors import ProtocolViolation
+from support.engines import FINGERPRINT, HELLO, changed, rank_info
 
 ID = RequestId("cmpl-5f0c-0-1a2b3c4d")
 WELCOME = Welcome(PROTOCOL, EngineId("p0"), FINGERPRINT, (rank_info("p0"), rank_info("p0", rank=1)))

@@ -2,13 +2,10 @@
 
 import pytest
 
-from support.engines import BLOCK_SIZE, FINGERPRINT, lent, rank_info
-from support.recording_agent import RecordingAgent
-from support.recording_link import ConnectingLink
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineEndpoint, EngineId, RequestId
-from xpyd_connector.core.layout.transfer_plan import TokenRange
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, BlockId, ConnId, EngineEndpoint, EngineId, RequestId
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
+from pdrelay_connector.core.messages import (
     PROTOCOL,
     FenceResult,
     PeerMemory,
@@ -18,14 +15,17 @@ from xpyd_connector.core.messages import (
     StartPush,
     Welcome,
 )
-from xpyd_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
-from xpyd_connector.core.pull.decode_worker import PullReader
-from xpyd_connector.core.pull.load import LoadOrder
-from xpyd_connector.core.push.prefill_worker import PushWriter
-from xpyd_connector.core.push.push_job import ComputedBlocks
-from xpyd_connector.core.results import LoadResult
-from xpyd_connector.core.returning_writer import ReturningWriter
-from xpyd_connector.core.session.peers import PeerTable
+from pdrelay_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
+from pdrelay_connector.core.pull.decode_worker import PullReader
+from pdrelay_connector.core.pull.load import LoadOrder
+from pdrelay_connector.core.push.prefill_worker import PushWriter
+from pdrelay_connector.core.push.push_job import ComputedBlocks
+from pdrelay_connector.core.results import LoadResult
+from pdrelay_connector.core.returning_writer import ReturningWriter
+from pdrelay_connector.core.session.peers import PeerTable
+from support.engines import BLOCK_SIZE, FINGERPRINT, lent, rank_info
+from support.recording_agent import RecordingAgent
+from support.recording_link import ConnectingLink
 
 SCHEDULER, D = ConnId(1), ConnId(2)  # in the order in which they are opened
 GUEST = ConnId(7)  # D's connection, as our scheduler calls it

@@ -2,15 +2,15 @@
 
 import pytest
 
+from pdrelay_connector.core.ids import Address, ConnId, EngineId, RequestId
+from pdrelay_connector.core.lease import lease_table
+from pdrelay_connector.core.messages import RegisterPush, StagePart
+from pdrelay_connector.core.pull import load
+from pdrelay_connector.core.push import decode_scheduler, part_writer, prefill_scheduler, push_job
+from pdrelay_connector.core.session import peers
+from pdrelay_connector.core.staging import staged_read
+from pdrelay_connector.errors import IllegalTransition
 from support.engines import lent
-from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
-from xpyd_connector.core.lease import lease_table
-from xpyd_connector.core.messages import RegisterPush, StagePart
-from xpyd_connector.core.pull import load
-from xpyd_connector.core.push import decode_scheduler, part_writer, prefill_scheduler, push_job
-from xpyd_connector.core.session import peers
-from xpyd_connector.core.staging import staged_read
-from xpyd_connector.errors import IllegalTransition
 
 D, P, ADDRESS, T, A = ConnId(7), EngineId("p0"), Address("10.0.0.1", 5600), RequestId("t"), RequestId("d-a")
 REGISTER = RegisterPush(A, T, None, lent(0, (1,)))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from xpyd_connector.core.counters import EVENTS_DROPPED, Counters, StatsReport, merge
-from xpyd_connector.core.timeline import MAX_EVENTS, TimelineEvent, TimelineStep, TimelineStore, shifted
+from pdrelay_connector.core.counters import EVENTS_DROPPED, Counters, StatsReport, merge
+from pdrelay_connector.core.timeline import MAX_EVENTS, TimelineEvent, TimelineStep, TimelineStore, shifted
 
 
 def event(request, at=0.0, step=TimelineStep.QUEUED):
@@ -52,14 +52,14 @@ def test_events_are_dated():
 @pytest.mark.parametrize(
     ("key", "is_meant"),
     [
-        ("cmpl-xpyd-0123-0-89abcdef", True),
-        ("chatcmpl-xpyd-0123-89abcdef", True),
-        ("chatcmpl-xpyd-0123", True),
-        ("xpyd-0123", True),
-        ("cmpl-xpyd-0123-r1-0-89abcdef", False),  # another try
-        ("cmpl-xpyd-0123-p1-0-89abcdef", False),  # another prompt
-        ("cmpl-xpyd-01234-0-89abcdef", False),
-        ("cmpl-axpyd-0123-0-89abcdef", False),
+        ("cmpl-pdrelay-0123-0-89abcdef", True),
+        ("chatcmpl-pdrelay-0123-89abcdef", True),
+        ("chatcmpl-pdrelay-0123", True),
+        ("pdrelay-0123", True),
+        ("cmpl-pdrelay-0123-r1-0-89abcdef", False),  # another try
+        ("cmpl-pdrelay-0123-p1-0-89abcdef", False),  # another prompt
+        ("cmpl-pdrelay-01234-0-89abcdef", False),
+        ("cmpl-apdrelay-0123-0-89abcdef", False),
     ],
 )
 def test_a_request_is_found_by_the_name_that_the_router_gave_it(key, is_meant):
@@ -67,25 +67,33 @@ def test_a_request_is_found_by_the_name_that_the_router_gave_it(key, is_meant):
     store = TimelineStore()
     store.add(0, [event(key)])
 
-    assert bool(store.find("xpyd-0123")) is is_meant
+    assert bool(store.find("pdrelay-0123")) is is_meant
 
 
 def test_events_of_one_request_are_in_the_order_of_time():
     """Those of a worker come after those of the scheduler, with the same step."""
     store = TimelineStore()
-    store.add(1, [event("xpyd-a", 2.0, TimelineStep.FIRST_TOKEN)])
-    store.add(1, [event("xpyd-a", 1.0, TimelineStep.READ)])
+    store.add(1, [event("pdrelay-a", 2.0, TimelineStep.FIRST_TOKEN)])
+    store.add(1, [event("pdrelay-a", 1.0, TimelineStep.READ)])
 
-    assert store.find("xpyd-a") == {
-        "xpyd-a": [(1, event("xpyd-a", 1.0, TimelineStep.READ)), (1, event("xpyd-a", 2.0, TimelineStep.FIRST_TOKEN))]
+    assert store.find("pdrelay-a") == {
+        "pdrelay-a": [
+            (1, event("pdrelay-a", 1.0, TimelineStep.READ)),
+            (1, event("pdrelay-a", 2.0, TimelineStep.FIRST_TOKEN)),
+        ]
     }
 
 
 def test_the_store_is_bounded():
     """In requests, of which the oldest go, and in events of one."""
     store = TimelineStore(requests=2, events=4)
-    store.add(0, [event(f"xpyd-{name}") for name in "abc"])
-    store.add(0, [event("xpyd-c", float(at)) for at in range(1, 9)])
+    store.add(0, [event(f"pdrelay-{name}") for name in "abc"])
+    store.add(0, [event("pdrelay-c", float(at)) for at in range(1, 9)])
 
-    assert (len(store), store.find("xpyd-a")) == (2, {})
-    assert [each.at for _, each in store.find("xpyd-c")["xpyd-c"]] == [0.0, 1.0, 7.0, 8.0]  # how it began and ended
+    assert (len(store), store.find("pdrelay-a")) == (2, {})
+    assert [each.at for _, each in store.find("pdrelay-c")["pdrelay-c"]] == [
+        0.0,
+        1.0,
+        7.0,
+        8.0,
+    ]  # how it began and ended

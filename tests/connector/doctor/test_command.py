@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from pdrelay_connector.core.ids import Address
+from pdrelay_connector.doctor import command
+from pdrelay_proxy.cli import main as pdrelay
 from support.raw_engine import closing, raw_engine
-from xpyd_connector.core.ids import Address
-from xpyd_connector.doctor import command
-from xpyd_proxy.cli import main as xpyd
 
 pytestmark = pytest.mark.processes
 
@@ -36,25 +36,27 @@ SECRET_FILE = "/nowhere/secret"
         (["listen", "--port", "65536"], "--port must be"),
     ],
 )
-@pytest.mark.parametrize("program", [command.main, lambda arguments: xpyd(["doctor", *arguments])], ids=["own", "xpyd"])
+@pytest.mark.parametrize(
+    "program", [command.main, lambda arguments: pdrelay(["doctor", *arguments])], ids=["own", "pdrelay"]
+)
 def test_what_cannot_run_is_said_in_one_sentence(program, arguments, words, capsys, monkeypatch):
     """With code 2, which no finding has."""
-    for name in ("XPYD_CONNECTOR_SECRET", "XPYD_CONNECTOR_SECRET_FILE", "VLLM_NIXL_SIDE_CHANNEL_HOST"):
+    for name in ("PDRELAY_CONNECTOR_SECRET", "PDRELAY_CONNECTOR_SECRET_FILE", "VLLM_NIXL_SIDE_CHANNEL_HOST"):
         monkeypatch.delenv(name, raising=False)
 
     assert program(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert words in err
-    assert err.startswith("xpyd doctor: ")
+    assert err.startswith("pdrelay doctor: ")
     assert err.count("\n") == 1
 
 
 def test_an_end_that_other_machines_reach_needs_a_secret(monkeypatch, capsys):
     """As an engine does: a stranger would have it move memory."""
-    for name in ("XPYD_CONNECTOR_SECRET", "XPYD_CONNECTOR_SECRET_FILE"):
+    for name in ("PDRELAY_CONNECTOR_SECRET", "PDRELAY_CONNECTOR_SECRET_FILE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("xpyd_connector.doctor.pair.own_address", lambda host, port: host)
+    monkeypatch.setattr("pdrelay_connector.doctor.pair.own_address", lambda host, port: host)
 
     assert command.main(["listen", "--host", "10.0.0.1"]) == 2
     assert "there is no secret" in capsys.readouterr().err
@@ -91,15 +93,15 @@ def test_words_of_a_server_do_not_reach_the_terminal(capsys):
     assert "\x1b" not in err
 
 
-@pytest.mark.parametrize("missing", ["numpy", "xpyd_connector"])
+@pytest.mark.parametrize("missing", ["numpy", "pdrelay_connector"])
 def test_a_router_without_the_connector_says_what_to_install(missing):
     """The image of the router has neither NIXL nor numpy."""
-    code = f"import sys; sys.modules[{missing!r}] = None; from xpyd_proxy.cli import main; sys.exit(main())"
+    code = f"import sys; sys.modules[{missing!r}] = None; from pdrelay_proxy.cli import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor", "p0", "--json"],
         env=os.environ, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
     assert done.returncode == 2
-    assert done.stderr.startswith(f"xpyd doctor: {missing}")
-    assert done.stderr.endswith(" is not installed; install xpyd[connector] on this machine\n")
+    assert done.stderr.startswith(f"pdrelay doctor: {missing}")
+    assert done.stderr.endswith(" is not installed; install pdrelay[connector] on this machine\n")

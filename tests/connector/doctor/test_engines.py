@@ -4,11 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pdrelay_connector.core.ports import MessageReceived
+from pdrelay_connector.doctor.engines import diagnose_engines, look_at
+from pdrelay_connector.settings import Settings
 from support.engines import FINGERPRINT, changed
 from support.side_channel import WELCOME, Net
-from xpyd_connector.core.ports import MessageReceived
-from xpyd_connector.doctor.engines import diagnose_engines, look_at
-from xpyd_connector.settings import Settings
 
 pytestmark = pytest.mark.edges
 

@@ -4,19 +4,19 @@ import time
 
 import pytest
 
+from pdrelay_connector.doctor.router import read_router, times_in
+from pdrelay_connector.errors import Unreachable
 from support.raw_engine import closing, endless, raw_engine
-from xpyd_connector.doctor.router import read_router, times_in
-from xpyd_connector.errors import Unreachable
 
 pytestmark = pytest.mark.edges
 
 
 TEXT = """
-# TYPE xpyd_handoff_gap_seconds histogram
-xpyd_handoff_gap_seconds_bucket{le="0.5"} 90
-xpyd_handoff_gap_seconds_bucket{le="20.0"} 97
-xpyd_handoff_gap_seconds_bucket{le="30.0"} 99
-xpyd_handoff_gap_seconds_bucket{le="+Inf"} 100
+# TYPE pdrelay_handoff_gap_seconds histogram
+pdrelay_handoff_gap_seconds_bucket{le="0.5"} 90
+pdrelay_handoff_gap_seconds_bucket{le="20.0"} 97
+pdrelay_handoff_gap_seconds_bucket{le="30.0"} 99
+pdrelay_handoff_gap_seconds_bucket{le="+Inf"} 100
 """
 
 
@@ -40,7 +40,10 @@ def test_what_is_no_router_is_said(url):
 @pytest.mark.parametrize(
     ("text", "handoffs"),
     [
-        (TEXT + 'xpyd_handoff_gap_seconds_bucket{le="x"} 1\nxpyd_handoff_gap_seconds_bucket{le="1"} 1.2.3\n', 100),
+        (
+            TEXT + 'pdrelay_handoff_gap_seconds_bucket{le="x"} 1\npdrelay_handoff_gap_seconds_bucket{le="1"} 1.2.3\n',
+            100,
+        ),
         (TEXT.replace("100", "1e999").replace("99", "NaN"), 97),
         (TEXT.replace('{le="', '{worker="0",role="le=",le="'), 100),
     ],
@@ -50,7 +53,7 @@ def test_lines_that_make_no_sense_are_left_out(text, handoffs):
     assert times_in(text, lease=30.0, handoff_timeout=20.0).handoffs == handoffs
 
 
-@pytest.mark.parametrize("text", ["xpyd_handoff_gap_seconds_bucket{\n", 'xpyd_handoff_gap_seconds_bucket{le="1,'])
+@pytest.mark.parametrize("text", ["pdrelay_handoff_gap_seconds_bucket{\n", 'pdrelay_handoff_gap_seconds_bucket{le="1,'])
 def test_many_lines_are_read_in_time(text):
     """A pattern that looks for the end of each in all that follows would take days."""
     began = time.monotonic()

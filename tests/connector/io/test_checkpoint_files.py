@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from xpyd_connector.errors import UnreadableCheckpoint
-from xpyd_connector.io.checkpoint_files import (
+from pdrelay_connector.errors import UnreadableCheckpoint
+from pdrelay_connector.io.checkpoint_files import (
     WEIGHT_PATTERNS,
     digest_weights,
     digest_whole,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_connector.errors import ProtocolViolation
-from xpyd_connector.io.framing import Deframer, frame
+from pdrelay_connector.errors import ProtocolViolation
+from pdrelay_connector.io.framing import Deframer, frame
 
 
 @given(st.lists(st.binary(max_size=50), max_size=10), st.lists(st.integers(1, 30), max_size=50))

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from pdrelay_connector.core.ids import Address, EngineId, RequestId
+from pdrelay_connector.core.messages import PROTOCOL, RenewLeases, Welcome
+from pdrelay_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
+from pdrelay_connector.errors import TransferError
+from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 from support.engines import FINGERPRINT, rank_info
-from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.messages import PROTOCOL, RenewLeases, Welcome
-from xpyd_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
-from xpyd_connector.errors import TransferError
-from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 
 ADDRESS = Address("10.0.0.1", 5600)
 WELCOME = Welcome(PROTOCOL, EngineId("p"), FINGERPRINT, (rank_info("p"),))

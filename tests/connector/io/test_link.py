@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support.engines import changed, rank_info
-from support.side_channel import LONG, NO_NONCE, WELCOME, A, Net, P, SlowServer, dialled, in_force, serve_tls
-from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.ids import Address, EngineId, RequestId
+from pdrelay_connector.core.messages import (
     MAX_FRAME,
     MAX_UNAUTHENTICATED_FRAME,
     PROTOCOL,
@@ -24,12 +22,14 @@ from xpyd_connector.core.messages import (
     RenewLeases,
     encode,
 )
-from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
-from xpyd_connector.core.session.handshake import HandshakeServer
-from xpyd_connector.errors import SettingsError
-from xpyd_connector.io import client_connections, connection
-from xpyd_connector.io import link as link_module
-from xpyd_connector.io.framing import frame
+from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from pdrelay_connector.core.session.handshake import HandshakeServer
+from pdrelay_connector.errors import SettingsError
+from pdrelay_connector.io import client_connections, connection
+from pdrelay_connector.io import link as link_module
+from pdrelay_connector.io.framing import frame
+from support.engines import changed, rank_info
+from support.side_channel import LONG, NO_NONCE, WELCOME, A, Net, P, SlowServer, dialled, in_force, serve_tls
 
 pytestmark = pytest.mark.edges
 
@@ -118,7 +118,7 @@ def test_another_secret_is_refused_with_the_reason(net, ours, theirs):
     (failed,) = net.events(d)
 
     assert failed.conn == conn
-    assert "XPYD_CONNECTOR_SECRET" in failed.reason
+    assert "PDRELAY_CONNECTOR_SECRET" in failed.reason
     assert (failed.is_incompatible, failed.cause) == (True, "secret")
     assert net.idle(p) == []
 
@@ -633,4 +633,4 @@ def open_files():
 
 
 def _handshake_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("xpyd-handshake")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("pdrelay-handshake")]

@@ -8,7 +8,7 @@ import pytest
 pytestmark = pytest.mark.processes
 
 
-LOOK = "import logging; logging.raiseExceptions = {}; import xpyd_connector.io.nixl; print(logging.raiseExceptions)"
+LOOK = "import logging; logging.raiseExceptions = {}; import pdrelay_connector.io.nixl; print(logging.raiseExceptions)"
 
 
 @pytest.mark.parametrize("before", ["True", "False"])

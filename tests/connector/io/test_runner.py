@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import pytest
 
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.ports import ConnectFailed
-from xpyd_connector.core.session.handshake import HandshakeClient
-from xpyd_connector.errors import ConnectorError
-from xpyd_connector.io.link import SocketLink
-from xpyd_connector.io.runner import LONGEST, Runner
-from xpyd_connector.io.tls import Tls
-from xpyd_connector.settings import Settings
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, EngineId
+from pdrelay_connector.core.ports import ConnectFailed
+from pdrelay_connector.core.session.handshake import HandshakeClient
+from pdrelay_connector.errors import ConnectorError
+from pdrelay_connector.io.link import SocketLink
+from pdrelay_connector.io.runner import LONGEST, Runner
+from pdrelay_connector.io.tls import Tls
+from pdrelay_connector.settings import Settings
 
 pytestmark = pytest.mark.edges
 

@@ -11,15 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from support.certificates import Authority
-from support.key_updates import ASKING, QUIET, key_updates, traffic_secret
-from support.side_channel import LONG, TLS, WELCOME, A, Net, P, dialled, in_force, serve_tls
-from xpyd_connector.core.addresses import is_elsewhere
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, RequestId
-from xpyd_connector.core.lease.lease_table import LeaseEvent, LeaseTable
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.addresses import is_elsewhere
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, RequestId
+from pdrelay_connector.core.lease.lease_table import LeaseEvent, LeaseTable
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
+from pdrelay_connector.core.messages import (
     PROTOCOL,
     Challenge,
     ReadDone,
@@ -29,15 +26,18 @@ from xpyd_connector.core.messages import (
     decode,
     encode,
 )
-from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived
-from xpyd_connector.core.session.handshake import HandshakeServer, ProcessRole, ServerConnection, badge_of, hash_of
-from xpyd_connector.errors import SettingsError
-from xpyd_connector.io import client_connections, reloaded
-from xpyd_connector.io import link as link_module
-from xpyd_connector.io.framing import Deframer, frame
-from xpyd_connector.io.secrets import secrets_in_force
-from xpyd_connector.io.tls import Tls, digest_of
-from xpyd_connector.settings import Settings
+from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived
+from pdrelay_connector.core.session.handshake import HandshakeServer, ProcessRole, ServerConnection, badge_of, hash_of
+from pdrelay_connector.errors import SettingsError
+from pdrelay_connector.io import client_connections, reloaded
+from pdrelay_connector.io import link as link_module
+from pdrelay_connector.io.framing import Deframer, frame
+from pdrelay_connector.io.secrets import secrets_in_force
+from pdrelay_connector.io.tls import Tls, digest_of
+from pdrelay_connector.settings import Settings
+from support.certificates import Authority
+from support.key_updates import ASKING, QUIET, key_updates, traffic_secret
+from support.side_channel import LONG, TLS, WELCOME, A, Net, P, dialled, in_force, serve_tls
 
 pytestmark = pytest.mark.processes
 
@@ -145,7 +145,7 @@ def test_a_client_without_tls_receives_nothing(net):
     client.raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
     net.idle(None, 0.1)
     with contextlib.suppress(ConnectionError):
-        assert b"xpyd" not in client.raw.recv(1 << 16)
+        assert b"pdrelay" not in client.raw.recv(1 << 16)
 
     assert p.counters.take().counters == {"connections_without_tls": 1}
 
@@ -161,7 +161,7 @@ def test_a_host_without_the_secret_is_refused_before_it_is_listened_to(net):
         conn.sendall(frame(encode(ServerProof(b"a guess"))) + frame(encode(WELCOME)))
         (failed,) = net.events(d)
 
-    assert "does not prove the shared secret (XPYD_CONNECTOR_SECRET)" in failed.reason
+    assert "does not prove the shared secret (PDRELAY_CONNECTOR_SECRET)" in failed.reason
 
 
 def test_a_relay_cannot_reuse_a_clients_proof(net):
@@ -173,7 +173,7 @@ def test_a_relay_cannot_reuse_a_clients_proof(net):
     assert certificate != digest_of(rogue.sock.getpeercert(binary_form=True))
     rogue.send(rogue.hello(net, challenge=challenge, certificate=certificate))
 
-    assert "XPYD_CONNECTOR_SECRET" in rogue.receive(net).reason
+    assert "PDRELAY_CONNECTOR_SECRET" in rogue.receive(net).reason
     assert p.counters.take().counters == {"connections_refused": 1}
 
 

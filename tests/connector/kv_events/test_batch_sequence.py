@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_connector.core.kv_events.batch_sequence import GAP, BatchSequence
+from pdrelay_connector.core.kv_events.batch_sequence import GAP, BatchSequence
 
 
 def payload(number):

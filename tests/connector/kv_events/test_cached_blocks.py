@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrelay_connector.core.kv_events.cached_blocks import MAX_BATCH_BYTES, CachedBlocks
+from pdrelay_connector.core.kv_events.event_batch import decode_batch
+from pdrelay_connector.errors import ProtocolViolation
 from support.kv_events import EVENTS, GPU, batch, blocks_of, cleared, decoded, follow_frames, removed, stored
-from xpyd_connector.core.kv_events.cached_blocks import MAX_BATCH_BYTES, CachedBlocks
-from xpyd_connector.core.kv_events.event_batch import decode_batch
-from xpyd_connector.errors import ProtocolViolation
 
 
 def after(*events, limit=1000):

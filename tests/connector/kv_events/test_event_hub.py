@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrelay_connector.core.kv_events.event_hub import MAX_READERS, KVEventHub
+from pdrelay_connector.core.kv_events.group_announcements import read_group_metadata
+from pdrelay_connector.core.kv_events.reader_queue import MAX_BATCH, MAX_BEHIND_BATCHES, SIGN_OF_LIFE
+from pdrelay_connector.errors import ProtocolViolation
 from support.kv_events import EVENTS, StreamReader, batch, blocks_of, cleared, decoded, removed, stored
-from xpyd_connector.core.kv_events.event_hub import MAX_READERS, KVEventHub
-from xpyd_connector.core.kv_events.group_announcements import read_group_metadata
-from xpyd_connector.core.kv_events.reader_queue import MAX_BATCH, MAX_BEHIND_BATCHES, SIGN_OF_LIFE
-from xpyd_connector.errors import ProtocolViolation
 
 
 class Joined:

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.processes
 
 
 SERVER = """
-from xpyd_connector.core.kv_events.event_hub import KVEventHub
-from xpyd_connector.shell.kv_event_metrics import KVEventMetrics
+from pdrelay_connector.core.kv_events.event_hub import KVEventHub
+from pdrelay_connector.shell.kv_event_metrics import KVEventMetrics
 
 hub = KVEventHub()
 metrics = KVEventMetrics(hub)
@@ -39,10 +39,10 @@ def test_several_api_servers_add_their_numbers_up(tmp_path):
     lines = generate_latest(registry).decode().splitlines()
     found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
 
-    assert found["vllm:xpyd_kv_events_batches_total"] == "2.0"
-    assert found["vllm:xpyd_kv_events_refused_batches_total"] == "2.0"
-    assert found["vllm:xpyd_kv_events_forgotten_total"] == "4.0"
-    assert found["vllm:xpyd_kv_events_slow_readers_total"] == "0.0"
-    assert found["vllm:xpyd_kv_events_readers"] == "2.0"
-    assert found['vllm:xpyd_kv_events_blocks{engine="0"}'] == "0.0"
-    assert found['vllm:xpyd_kv_events_blocks{engine="1"}'] == "0.0"
+    assert found["vllm:pdrelay_kv_events_batches_total"] == "2.0"
+    assert found["vllm:pdrelay_kv_events_refused_batches_total"] == "2.0"
+    assert found["vllm:pdrelay_kv_events_forgotten_total"] == "4.0"
+    assert found["vllm:pdrelay_kv_events_slow_readers_total"] == "0.0"
+    assert found["vllm:pdrelay_kv_events_readers"] == "2.0"
+    assert found['vllm:pdrelay_kv_events_blocks{engine="0"}'] == "0.0"
+    assert found['vllm:pdrelay_kv_events_blocks{engine="1"}'] == "0.0"

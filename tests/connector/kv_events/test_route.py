@@ -23,18 +23,18 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-    from xpyd_connector.shell.kv_event_service import ask_for_groups
-    from xpyd_connector.shell.kv_events import KVEventsPlugin, _is_closed
+    from pdrelay_connector.shell.kv_event_service import ask_for_groups
+    from pdrelay_connector.shell.kv_events import KVEventsPlugin, _is_closed
 
 from prometheus_client import generate_latest
 
+from pdrelay_connector.core.kv_events.event_hub import MAX_READERS
+from pdrelay_connector.errors import SettingsError
+from pdrelay_connector.io.kv_event_source import KVEventSource
 from support.kv_events import StreamReader, batch, decoded, follow_frames, stored
-from xpyd_connector.core.kv_events.event_hub import MAX_READERS
-from xpyd_connector.errors import SettingsError
-from xpyd_connector.io.kv_event_source import KVEventSource
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-PATH = "/v1/xpyd/kv_events"
+PATH = "/v1/pdrelay/kv_events"
 BEHIND_A_KEY = {"api_key": ["k"], "host": None}
 SPEC = SlidingWindowSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=48)
 OPEN = {"api_key": None, "host": None}
@@ -43,7 +43,7 @@ OPEN = {"api_key": None, "host": None}
 @pytest.fixture
 def folder():
     """Return a directory that others may enter: those of pytest are all in a private one."""
-    with tempfile.TemporaryDirectory(prefix="xpyd-", dir="/tmp") as name:
+    with tempfile.TemporaryDirectory(prefix="pdrelay-", dir="/tmp") as name:
         Path(name).chmod(0o755)
         yield Path(name)
 
@@ -64,7 +64,7 @@ async def serving(sources, args, ask=None):
     core = SimpleNamespace(call_utility_async=ask)
     client = SimpleNamespace(get_kv_event_sources=lambda: sources, engine_core=core)
     await plugin.init_state(client, app.state, Namespace(**args))
-    return app, app.state.xpyd_kv_events
+    return app, app.state.pdrelay_kv_events
 
 
 async def asked(sources, args):
@@ -253,6 +253,6 @@ async def test_what_happens_is_counted_in_the_engine_s_metrics(publisher):
         "unknown_total": 0, "slow_readers_total": 0, "refused_readers_total": 2, "readers": 2,
         'blocks{engine="0"}': 1,
     }  # fmt: skip
-    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vllm:xpyd_kv_events_"))
-    assert {name: float(found[f"vllm:xpyd_kv_events_{name}"]) for name in expected} == expected
-    assert "vllm:xpyd_kv_events_" not in generate_latest().decode()
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vllm:pdrelay_kv_events_"))
+    assert {name: float(found[f"vllm:pdrelay_kv_events_{name}"]) for name in expected} == expected
+    assert "vllm:pdrelay_kv_events_" not in generate_latest().decode()

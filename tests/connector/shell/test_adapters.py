@@ -8,7 +8,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     from vllm.lora.request import LoRARequest
 
-    from xpyd_connector.shell.adapters import AdapterIdentities
+    from pdrelay_connector.shell.adapters import AdapterIdentities
 
 from support.adapters import write_adapter
 

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from xpyd_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from xpyd_connector.shell.block_shortage import BlockShortage
+    from pdrelay_connector.shell.block_shortage import BlockShortage
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, BLOCKS, CACHED, WAIT = 4, 12, 4, 10.0

@@ -10,13 +10,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's and vLLM's own, at their import
     import torch
 
-    from xpyd_connector.shell.cache_reader import TensorReader, reader_of
-    from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches
-    from xpyd_connector.shell.engine_config import EngineConfig
+    from pdrelay_connector.shell.cache_reader import TensorReader, reader_of
+    from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches
+    from pdrelay_connector.shell.engine_config import EngineConfig
 
-from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.errors import UnsupportedCache
+from pdrelay_connector.core.ids import Address, EngineId
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.errors import UnsupportedCache
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 HEADS, TOKENS, CONTENT = 2, 4, 8
@@ -27,7 +27,7 @@ KERNELS = [KernelLayout.ENTRIES, KernelLayout.TRANSPOSED]
 @pytest.fixture
 def said():
     """Return the warnings of the connector."""
-    lines, log = [], logging.getLogger("vllm.xpyd")
+    lines, log = [], logging.getLogger("vllm.pdrelay")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     log.addHandler(handler)

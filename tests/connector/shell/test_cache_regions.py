@@ -9,13 +9,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's and vLLM's own, at their import
     import torch
 
-    from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches, own_caches, place_of, spans_of
-    from xpyd_connector.shell.engine_config import EngineConfig
+    from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches, own_caches, place_of, spans_of
+    from pdrelay_connector.shell.engine_config import EngineConfig
 
-from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.core.messages import Region
-from xpyd_connector.errors import UnsupportedCache
+from pdrelay_connector.core.ids import Address, EngineId
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.messages import Region
+from pdrelay_connector.errors import UnsupportedCache
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 BLOCKS, HEADS, TOKENS, CONTENT = 4, 2, 3, 5

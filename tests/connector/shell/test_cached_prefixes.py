@@ -13,24 +13,24 @@ with warnings.catch_warnings():
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from xpyd_connector.shell.cached_prefixes import LEAST_IMPORTANT, CachedPrefixes
-    from xpyd_connector.shell.decode_requests import DecodeRequests
-    from xpyd_connector.shell.engine_config import EngineConfig
-    from xpyd_connector.shell.metadata import QuarantineMetadata
-    from xpyd_connector.shell.prefill_requests import PrefillRequests
-    from xpyd_connector.shell.prefix_hashes import PIECE, pack_tokens, prefix_hasher
-    from xpyd_connector.shell.returned_prefixes import CACHED_ON, ReturnedPrefixes
+    from pdrelay_connector.shell.cached_prefixes import LEAST_IMPORTANT, CachedPrefixes
+    from pdrelay_connector.shell.decode_requests import DecodeRequests
+    from pdrelay_connector.shell.engine_config import EngineConfig
+    from pdrelay_connector.shell.metadata import QuarantineMetadata
+    from pdrelay_connector.shell.prefill_requests import PrefillRequests
+    from pdrelay_connector.shell.prefix_hashes import PIECE, pack_tokens, prefix_hasher
+    from pdrelay_connector.shell.returned_prefixes import CACHED_ON, ReturnedPrefixes
 
-from xpyd_connector.core.cached_prefix.decode_scheduler import PrefixWanted, Question
-from xpyd_connector.core.cached_prefix.prefill_scheduler import SearchEnded
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
-from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.core.lease.kv_params import PullParams
-from xpyd_connector.core.lease.lease_table import LeaseEvent
-from xpyd_connector.core.lease.signatures import Signatures
-from xpyd_connector.core.messages import MAX_SALT, FindPrefix
-from xpyd_connector.settings import Mode, Settings
+from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixWanted, Question
+from pdrelay_connector.core.cached_prefix.prefill_scheduler import SearchEnded
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.lease.kv_params import PullParams
+from pdrelay_connector.core.lease.lease_table import LeaseEvent
+from pdrelay_connector.core.lease.signatures import Signatures
+from pdrelay_connector.core.messages import MAX_SALT, FindPrefix
+from pdrelay_connector.settings import Mode, Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, BLOCKS = 4, 20
@@ -265,7 +265,9 @@ def test_a_request_that_has_got_its_blocks_revokes_nothing(side):
 
 def found(tokens=12, size=SIZE):
     blocks = tuple(BlockId(number) for number in range(1, tokens // size + 1))
-    return PullParams(EngineId("d"), RequestId("cached-1"), "127.0.0.1", 1, (blocks,), tokens, xpyd_block_sizes=(size,))
+    return PullParams(
+        EngineId("d"), RequestId("cached-1"), "127.0.0.1", 1, (blocks,), tokens, pdrelay_block_sizes=(size,)
+    )
 
 
 def asking(side, *, computed=0, **options):

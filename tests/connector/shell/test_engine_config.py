@@ -11,8 +11,8 @@ with warnings.catch_warnings():
     import torch
     from vllm.platforms import current_platform
 
-    from xpyd_connector.shell.devices import check_copies, check_events, computed
-    from xpyd_connector.shell.engine_config import (
+    from pdrelay_connector.shell.devices import check_copies, check_events, computed
+    from pdrelay_connector.shell.engine_config import (
         EngineConfig,
         _check_stages,
         _check_supported,
@@ -20,10 +20,10 @@ with warnings.catch_warnings():
         read_engine_config,
     )
 
-from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.errors import SettingsError, UnsupportedCache
-from xpyd_connector.settings import Mode, Settings
+from pdrelay_connector.core.ids import Address, EngineId
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.errors import SettingsError, UnsupportedCache
+from pdrelay_connector.settings import Mode, Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 COPIES = SimpleNamespace(insert_blocks_to_device=print, swap_out_blocks_to_host=print)

@@ -7,14 +7,14 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
-    from xpyd_connector.shell.fingerprint import _from_config, fingerprint, info_labels, with_model
-    from xpyd_connector.shell.vllm_versions import VLLM_VERSION
+    from pdrelay_connector.shell.fingerprint import _from_config, fingerprint, info_labels, with_model
+    from pdrelay_connector.shell.vllm_versions import VLLM_VERSION
 
-from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.core.messages import PROTOCOL
-from xpyd_connector.core.session.peers import mismatch
-from xpyd_connector.settings import Mode, Settings
-from xpyd_proxy.local.model import TinyModel, ensure_model
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.messages import PROTOCOL
+from pdrelay_connector.core.session.peers import mismatch
+from pdrelay_connector.settings import Mode, Settings
+from pdrelay_proxy.local.model import TinyModel, ensure_model
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 
@@ -242,7 +242,7 @@ def test_two_versions_of_vllm_differ(monkeypatch):
     """What is a block to one may be something else to the other."""
     ours = compared(config())
     labels = info_labels(config())
-    monkeypatch.setattr("xpyd_connector.shell.fingerprint.VLLM_VERSION", "0.0.1")
+    monkeypatch.setattr("pdrelay_connector.shell.fingerprint.VLLM_VERSION", "0.0.1")
     theirs = compared(config())
 
     assert labels != info_labels(config())
@@ -254,7 +254,7 @@ def test_two_versions_of_vllm_differ(monkeypatch):
 )
 def test_groups_of_another_kind_differ(monkeypatch, other):
     """Blocks of another size may meet, layers that keep something else may not."""
-    monkeypatch.setattr("xpyd_connector.shell.fingerprint.get_current_attn_backends", lambda _: [])
+    monkeypatch.setattr("pdrelay_connector.shell.fingerprint.get_current_attn_backends", lambda _: [])
 
     def of(group):
         return fingerprint(config(), Settings(), SimpleNamespace(groups=(group,)))

@@ -10,9 +10,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's and vLLM's own, at their import
     from vllm.config import ModelConfig, StructuredOutputsConfig
 
-    from xpyd_connector.shell.first_token import first_token, looks_back
+    from pdrelay_connector.shell.first_token import first_token, looks_back
 
-from xpyd_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 PLAIN = (CacheGroup(4), CacheGroup(4, window=8))
@@ -40,7 +40,7 @@ def said(*, groups=PLAIN, reasoning="", kind="llama", processors=None, **default
 
 def test_the_token_of_a_plain_model_may_be_shown():
     """With the length that its continuation must fit into."""
-    says = {"xpyd_first_token": {"apis": ["completions", "chat"], "max_model_len": 2048}}
+    says = {"pdrelay_first_token": {"apis": ["completions", "chat"], "max_model_len": 2048}}
     assert said() == says
     assert said(temperature=0.7, top_p=0.9, repetition_penalty=1.1) == says  # these look at all tokens alike
 
@@ -48,7 +48,7 @@ def test_the_token_of_a_plain_model_may_be_shown():
 @pytest.mark.parametrize("parser", [{"reasoning": "qwen3"}, {"kind": "gpt_oss"}])
 def test_the_token_of_a_chat_that_may_reason_is_not_shown(parser):
     """That of a completion is: nobody parses it."""
-    assert said(**parser)["xpyd_first_token"]["apis"] == ["completions"]
+    assert said(**parser)["pdrelay_first_token"]["apis"] == ["completions"]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_what_would_begin_anew_behind_the_token_is_not_continued(engine):
     [
         ({}, None, {}),
         ({"temperature": 0.7, "repetition_penalty": 1.1}, None, {}),  # the penalty counts the prompt's tokens, too
-        ({"max_new_tokens": 50}, None, {"xpyd_looks_back": True}),
-        ({}, ["my.Processor"], {"xpyd_looks_back": True}),
+        ({"max_new_tokens": 50}, None, {"pdrelay_looks_back": True}),
+        ({}, ["my.Processor"], {"pdrelay_looks_back": True}),
     ],
 )
 def test_an_engine_says_that_its_own_defaults_look_back(defaults, processors, says):

@@ -12,8 +12,8 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from xpyd_connector.errors import UnsupportedCache
-from xpyd_connector.shell.host_staging import StagingBuffer, ThreadCopier, copy_on_host, stream_beside
+from pdrelay_connector.errors import UnsupportedCache
+from pdrelay_connector.shell.host_staging import StagingBuffer, ThreadCopier, copy_on_host, stream_beside
 
 BLOCKS, HEADS, TOKENS, CONTENT, SLOTS = 9, 2, 4, 6, 5
 LAYERS = ("l.0", "l.1", "l.2")
@@ -178,7 +178,7 @@ def test_copies_are_made_on_their_own_thread_in_the_order_asked_for(copiers):
     may_start.set()
 
     assert [each.copy for each in wait(copier, woken, 3)] == numbers
-    assert threads == ["xpyd-staging"] * 3
+    assert threads == ["pdrelay-staging"] * 3
 
 
 def test_copies_of_nothing_end_as_well(copiers):

@@ -12,9 +12,9 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends import cpu_attn
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from xpyd_connector.core.layout.cache_groups import CacheGroup
-    from xpyd_connector.shell.cache_regions import KernelLayout
-    from xpyd_connector.shell.kernel_layout import ENTRIES, kernel_layout_of
+    from pdrelay_connector.core.layout.cache_groups import CacheGroup
+    from pdrelay_connector.shell.cache_regions import KernelLayout
+    from pdrelay_connector.shell.kernel_layout import ENTRIES, kernel_layout_of
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 
@@ -121,7 +121,7 @@ def test_groups_whose_kernels_differ_are_not_cut(monkeypatch):
 
 def test_a_worker_without_attention_layers_is_not_cut(monkeypatch):
     """Nothing is known of what keeps its cache."""
-    monkeypatch.setattr("xpyd_connector.shell.kernel_layout.get_current_attn_backends", lambda _: [])
+    monkeypatch.setattr("pdrelay_connector.shell.kernel_layout.get_current_attn_backends", lambda _: [])
 
     assert interior() is KernelLayout.OPAQUE
 

@@ -11,9 +11,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     from vllm.config import LoadConfig, ModelConfig
 
-    from xpyd_connector.shell.model_config import digest_model_config
+    from pdrelay_connector.shell.model_config import digest_model_config
 
-from xpyd_proxy.local.model import ensure_model
+from pdrelay_proxy.local.model import ensure_model
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 

@@ -9,11 +9,11 @@ import pytest
 
 with warnings.catch_warnings():  # vLLM's own
     warnings.simplefilter("ignore")
-    from xpyd_connector.shell.network import bind_data_plane, check_side_channel, reach_remarks
+    from pdrelay_connector.shell.network import bind_data_plane, check_side_channel, reach_remarks
 
-from xpyd_connector.core.ids import Address
-from xpyd_connector.errors import SettingsError
-from xpyd_connector.settings import Settings
+from pdrelay_connector.core.ids import Address
+from pdrelay_connector.errors import SettingsError
+from pdrelay_connector.settings import Settings
 
 pytestmark = pytest.mark.edges
 
@@ -49,7 +49,7 @@ def test_where_others_can_come_a_secret_is_needed(host):
     """Any client of an open side channel learns the addresses of all KV, and may read and write it."""
     host = other_address()[1] if host == "other" else host
 
-    with pytest.raises(SettingsError, match="there is no secret; set XPYD_CONNECTOR_SECRET"):
+    with pytest.raises(SettingsError, match="there is no secret; set PDRELAY_CONNECTOR_SECRET"):
         check_side_channel(Settings(host=host))
 
 

@@ -3,8 +3,8 @@
 import threading
 import time
 
-from xpyd_connector.core.counters import StatsReport, TransferSample
-from xpyd_connector.shell.outbox import Outbox
+from pdrelay_connector.core.counters import StatsReport, TransferSample
+from pdrelay_connector.shell.outbox import Outbox
 
 ONE = StatsReport({"loads": 1}, {}, [TransferSample(0.1, 64, 1)])
 

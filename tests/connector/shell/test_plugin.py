@@ -10,19 +10,19 @@ pytestmark = pytest.mark.processes
 
 
 WAYS = (
-    "import xpyd_connector; xpyd_connector.XpydConnector",  # kv_connector_module_path, without the entry point
-    "from xpyd_connector.shell.plugin import register; register(); register()",  # the entry point
-    "from xpyd_connector.shell.plugin import register; register(); import xpyd_connector.shell.connector",
+    "import pdrelay_connector; pdrelay_connector.PDRelayConnector",  # kv_connector_module_path, without the entry point
+    "from pdrelay_connector.shell.plugin import register; register(); register()",  # the entry point
+    "from pdrelay_connector.shell.plugin import register; register(); import pdrelay_connector.shell.connector",
 )
 # Importing vLLM takes ten seconds of CPU: each way is gone in a fork of one process that has done so.
 EACH_WAY = """
 import os, sys
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-assert "XpydConnector" not in KVConnectorFactory._registry
+assert "PDRelayConnector" not in KVConnectorFactory._registry
 for number, loads in enumerate(sys.argv[1:]):
     if os.fork() == 0:
         exec(loads)
-        print(number, KVConnectorFactory._registry["XpydConnector"]().__module__, flush=True)
+        print(number, KVConnectorFactory._registry["PDRelayConnector"]().__module__, flush=True)
         os._exit(0)
     os.wait()
 """
@@ -49,4 +49,4 @@ def test_whichever_way_it_is_loaded_its_name_is_known(known, way):
     """MultiConnector looks its children up by name only, and registering a name twice is an error in vLLM."""
     lines, errors = known
 
-    assert f"{way} xpyd_connector.shell.connector" in lines, errors
+    assert f"{way} pdrelay_connector.shell.connector" in lines, errors

@@ -7,11 +7,11 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
-    from xpyd_connector.shell.push_progress import PushProgress
+    from pdrelay_connector.shell.push_progress import PushProgress
 
-from xpyd_connector.core.ids import RequestId
-from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.core.push.push_job import TransferOver
+from pdrelay_connector.core.ids import RequestId
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.push.push_job import TransferOver
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE = 4

@@ -21,26 +21,26 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import RequestStatus
 
-    from xpyd_connector.shell.control_thread import common_fingerprint
-    from xpyd_connector.shell.decode_modes import digest
-    from xpyd_connector.shell.engine_config import EngineConfig
-    from xpyd_connector.shell.engine_waker import EngineWaker
-    from xpyd_connector.shell.held_blocks import HeldBlocks
-    from xpyd_connector.shell.metadata import QuarantineMetadata, RankHandshake
-    from xpyd_connector.shell.scheduler import MAX_IDLE_WAIT, WALL_CLOCK, XpydConnectorScheduler
+    from pdrelay_connector.shell.control_thread import common_fingerprint
+    from pdrelay_connector.shell.decode_modes import digest
+    from pdrelay_connector.shell.engine_config import EngineConfig
+    from pdrelay_connector.shell.engine_waker import EngineWaker
+    from pdrelay_connector.shell.held_blocks import HeldBlocks
+    from pdrelay_connector.shell.metadata import QuarantineMetadata, RankHandshake
+    from pdrelay_connector.shell.scheduler import MAX_IDLE_WAIT, WALL_CLOCK, PDRelayConnectorScheduler
 
-from xpyd_connector.core.cached_prefix.decode_scheduler import PrefixWanted, Question
-from xpyd_connector.core.counters import StatsReport
-from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
-from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.core.layout.transfer_plan import TokenRange
-from xpyd_connector.core.lease.kv_params import PullParams, digest_prompt, parse_pull_params
-from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent
-from xpyd_connector.core.lease.signatures import Signatures
-from xpyd_connector.core.messages import MAX_ID, LentBlocks, RankSums
-from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadChecks, LoadResult, PeerLost
-from xpyd_connector.errors import UnsupportedCache
-from xpyd_connector.settings import Granularity, Mode, Settings
+from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixWanted, Question
+from pdrelay_connector.core.counters import StatsReport
+from pdrelay_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
+from pdrelay_connector.core.lease.kv_params import PullParams, digest_prompt, parse_pull_params
+from pdrelay_connector.core.lease.lease_table import LeaseEnded, LeaseEvent
+from pdrelay_connector.core.lease.signatures import Signatures
+from pdrelay_connector.core.messages import MAX_ID, LentBlocks, RankSums
+from pdrelay_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadChecks, LoadResult, PeerLost
+from pdrelay_connector.errors import UnsupportedCache
+from pdrelay_connector.settings import Granularity, Mode, Settings
 
 pytestmark = [pytest.mark.edges, pytest.mark.timeout(240)]  # importing vLLM takes half a minute on a busy machine
 SIZE, BLOCKS = 4, 20
@@ -75,7 +75,9 @@ class Engine:
         self.now = 1000.0
         # Nobody is there to be met: only a test that waits for the end of a handshake has it end.
         settings = Settings(**{"handshake_timeout": 600.0} | choices)
-        self.side = XpydConnectorScheduler(engine_config, settings, EngineWaker(input_queue), clock, lambda: self.now)
+        self.side = PDRelayConnectorScheduler(
+            engine_config, settings, EngineWaker(input_queue), clock, lambda: self.now
+        )
         self.side.bind_block_pool(self.pool)
         self.port, memory = engine_config.address.port, rank_info(name, width=width)
         self.side.start({0: RankHandshake(memory, memory, FINGERPRINT, b"token")}, FINGERPRINT)
@@ -119,7 +121,7 @@ def offer(**changes):
     fields = {
         "remote_engine_id": EngineId("p0"), "remote_request_id": RequestId("p-a"), "remote_host": "127.0.0.1",
         "remote_port": 1, "remote_block_ids": ((BlockId(7), BlockId(8), BlockId(9)),), "remote_num_tokens": 10,
-        "xpyd_prompt": digest_prompt(PROMPT, [], None),
+        "pdrelay_prompt": digest_prompt(PROMPT, [], None),
     }  # fmt: skip
     return PullParams(**{**fields, **changes})
 
@@ -134,7 +136,7 @@ def engine():
 @pytest.mark.parametrize(("borrows", "times"), [(True, 1), (False, 0)])
 def test_an_engine_that_can_only_take_kv_from_this_machine_says_so_at_start(borrows, times):
     """Once, and only one that takes KV over: who lends is met by others or is not."""
-    lines, log = [], logging.getLogger("vllm.xpyd")
+    lines, log = [], logging.getLogger("vllm.pdrelay")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
     log.addHandler(handler)
@@ -423,7 +425,7 @@ def test_a_prompt_with_the_token_that_p_has_made_is_loaded_up_to_it(group, lent)
     params = offer(
         remote_block_ids=(tuple(range(7, 7 + held)),),
         remote_num_tokens=lent,
-        xpyd_prompt=digest_prompt(prompt[:lent], [], None),
+        pdrelay_prompt=digest_prompt(prompt[:lent], [], None),
     ).to_params()
     request = engine.request(params, prompt=prompt)
     engine.side.on_new_request(request)
@@ -452,7 +454,7 @@ BAD = [
     {"remote_block_ids": [[1], [2]]},
     {"remote_block_ids": [[1, 2]]},
     {"remote_num_tokens": 8},
-    {"xpyd_prompt": "another"},
+    {"pdrelay_prompt": "another"},
 ]
 
 
@@ -545,7 +547,7 @@ def test_a_finished_prefill_is_lent(engine):
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED])
 def test_routers_are_told_of_the_token_beside_the_offer(status):
     """It is for routers: no decode engine acts on it, and no signature covers it."""
-    says = {"xpyd_first_token": {"apis": ["completions"], "max_model_len": 64}}
+    says = {"pdrelay_first_token": {"apis": ["completions"], "max_model_len": 64}}
     engine = Engine(first_token=says)
     request = engine.request({"do_remote_decode": True}, name="p-a", status=status)
     blocks = engine.pool.get_new_blocks(3)
@@ -578,7 +580,7 @@ def proving():
 
 
 def signed(*, secret=SECRET, **changes):
-    offer_ = offer(**{"remote_host": "10.0.0.1", "xpyd_expires_at": int(NOW) + 30, **changes})
+    offer_ = offer(**{"remote_host": "10.0.0.1", "pdrelay_expires_at": int(NOW) + 30, **changes})
     return Signatures(lambda: (secret,)).sign(offer_).to_params()
 
 
@@ -596,7 +598,7 @@ def test_a_finished_prefill_is_lent_with_a_proof(proving):
     request = proving.request({"do_remote_decode": True}, name="p-a")
     params = proving.side.finished(request, ([block.block_id for block in proving.pool.get_new_blocks(3)],))
 
-    assert params["xpyd_expires_at"] == NOW + Settings().kv_lease_duration
+    assert params["pdrelay_expires_at"] == NOW + Settings().kv_lease_duration
     assert Signatures(lambda: (SECRET,)).check(parse_pull_params(params), now=NOW)
 
 
@@ -613,12 +615,12 @@ def test_an_offer_with_a_proof_is_loaded(proving):
     [
         (offer().to_params(), "kv_params_unsigned"),
         (signed() | {"remote_block_ids": [[3, 4, 5]]}, "kv_params_forged"),
-        (signed() | {"xpyd_prompt": None}, "kv_params_forged"),
+        (signed() | {"pdrelay_prompt": None}, "kv_params_forged"),
         (signed() | {"remote_host": "10.6.6.6"}, "kv_params_forged"),
         (signed(secret=b"another"), "kv_params_forged"),
-        (signed(xpyd_expires_at=int(NOW) - 301), "kv_params_expired"),
-        (signed(xpyd_prompt=None), "kv_params_other_prompt"),
-        (signed(xpyd_prompt="another"), "kv_params_other_prompt"),
+        (signed(pdrelay_expires_at=int(NOW) - 301), "kv_params_expired"),
+        (signed(pdrelay_prompt=None), "kv_params_other_prompt"),
+        (signed(pdrelay_prompt="another"), "kv_params_other_prompt"),
     ],
     ids=["unsigned", "blocks", "digest", "host", "secret", "old", "no digest", "another prompt"],
 )
@@ -639,14 +641,14 @@ def test_an_offer_that_is_not_proven_does_not_end_a_lease(proving):
 
 def test_without_a_secret_an_offer_needs_neither_proof_nor_digest(engine):
     """vLLM's own connector, as a prefill engine, sends neither."""
-    request = engine.arrive(xpyd_prompt=None)
+    request = engine.arrive(pdrelay_prompt=None)
 
     assert engine.side.matched_tokens(request, 0) == (9, True)
 
 
 def test_prompts_without_token_ids_have_nothing_to_compare(proving):
     """Embeddings, on both sides; but the proof is asked for."""
-    request = proving.request(signed(xpyd_prompt=None))
+    request = proving.request(signed(pdrelay_prompt=None))
     request.prompt_token_ids = None
     proving.side.on_new_request(request)
 
@@ -910,8 +912,8 @@ def test_of_a_sliding_window_only_what_the_last_token_sees_is_loaded(windowed):
         {"remote_block_ids": [[0, 8, 9], [0, 11, 12]]},
         {"remote_block_ids": [[7, 8, 9], [0, 11]]},
         {"remote_block_ids": [[7, 8, 9]]},
-        {"remote_block_ids": [[7, 8, 9], [0, 11, 12]], "xpyd_block_sizes": [4]},
-        {"remote_block_ids": [[7, 8], [11, 12]], "xpyd_block_sizes": [8, 2]},
+        {"remote_block_ids": [[7, 8, 9], [0, 11, 12]], "pdrelay_block_sizes": [4]},
+        {"remote_block_ids": [[7, 8], [11, 12]], "pdrelay_block_sizes": [8, 2]},
     ],
     ids=repr,
 )
@@ -925,7 +927,7 @@ def test_an_offer_that_lacks_a_block_of_one_group_costs_a_local_prefill(windowed
 
 def test_blocks_of_another_size_are_read_into_ours(engine):
     """The params hold P's block sizes."""
-    request = engine.arrive(remote_block_ids=[[7, 8]], xpyd_block_sizes=[8])
+    request = engine.arrive(remote_block_ids=[[7, 8]], pdrelay_block_sizes=[8])
     blocks = engine.allocate(request, 5)  # the first block was in the local prefix cache
     (order,) = engine.orders()
 
@@ -956,7 +958,7 @@ def test_of_each_group_the_prompts_blocks_are_lent_that_are_held(windowed):
     windowed.pool.free_blocks(blocks)
 
     assert offer.remote_block_ids == (tuple(full[:3]), tuple(window[:3]))
-    assert offer.xpyd_block_sizes == (SIZE, SIZE)
+    assert offer.pdrelay_block_sizes == (SIZE, SIZE)
     assert windowed.free() == BLOCKS - 1 - 5
 
 
@@ -1114,7 +1116,7 @@ def test_an_engine_that_can_do_either_loads_as_each_request_says(either):
 
 def test_routers_are_told_where_no_other_engine_may_go_on():
     """Both ways: streams move and are resumed in push as well."""
-    engine = PushEngine(mode=Mode.AUTO, looks_back={"xpyd_looks_back": True})
+    engine = PushEngine(mode=Mode.AUTO, looks_back={"pdrelay_looks_back": True})
     asked = engine.request({"do_remote_decode": True, "transfer_id": "t-b", "transfer_mode": "push"}, name="p-b")
     asked.num_preemptions = 0
     engine.side.on_new_request(asked)
@@ -1125,7 +1127,7 @@ def test_routers_are_told_where_no_other_engine_may_go_on():
     engine.side.stop()
 
     assert [params["transfer_mode"] for params in said] == ["pull", "push"]
-    assert all(params["xpyd_looks_back"] is True for params in said)
+    assert all(params["pdrelay_looks_back"] is True for params in said)
 
 
 def test_an_engine_that_can_do_either_lends_as_each_request_says(either):
@@ -1429,7 +1431,7 @@ def computing(name, tokens):
 @pytest.fixture
 def noting(monkeypatch):
     """An engine whose API server shows timelines."""
-    monkeypatch.setenv("VLLM_PLUGINS", "xpyd,xpyd_timelines")
+    monkeypatch.setenv("VLLM_PLUGINS", "pdrelay,pdrelay_timelines")
     engine = Engine()
     yield engine
     engine.side.stop()
@@ -1466,7 +1468,7 @@ def test_the_first_handshake_with_an_engine_has_an_end_in_the_timeline(noting):
 
 def test_the_events_of_a_timeline_are_dated(monkeypatch):
     """By the wall clock, whatever the other one shows."""
-    monkeypatch.setenv("VLLM_PLUGINS", "xpyd,xpyd_timelines")
+    monkeypatch.setenv("VLLM_PLUGINS", "pdrelay,pdrelay_timelines")
     engine = Engine(clock=lambda: 5000.0)
     engine.arrive()
     report = engine.side.stats()
@@ -1515,7 +1517,7 @@ def test_a_prefill_engine_that_cannot_be_reached_or_refuses_is_named(engine):
 
 def test_an_engine_with_another_secret_is_named_by_its_offers(monkeypatch):
     """They are refused before it is met: nothing but D's log said why not one byte moved."""
-    monkeypatch.setenv("VLLM_PLUGINS", "xpyd,xpyd_timelines")
+    monkeypatch.setenv("VLLM_PLUGINS", "pdrelay,pdrelay_timelines")
     engine = Engine(secrets=(SECRET,))
     engine.side.on_new_request(engine.request(offer().to_params() | {"do_remote_prefill": True}))
     report = engine.side.stats().data
@@ -1586,7 +1588,7 @@ def test_a_compared_push_counts_once_when_all_ranks_have_compared_it(pushing):
 
 def test_the_timeline_of_a_push_that_arrived_wrong_says_so(monkeypatch):
     """It ends when the workers have compared it, and not as loaded."""
-    monkeypatch.setenv("VLLM_PLUGINS", "xpyd,xpyd_timelines")
+    monkeypatch.setenv("VLLM_PLUGINS", "pdrelay,pdrelay_timelines")
     engine = PushEngine()
     try:
         compare_two_pushes(engine)

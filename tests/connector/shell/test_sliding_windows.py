@@ -9,9 +9,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     from vllm.v1.core.block_pool import BlockPool
 
-    from xpyd_connector.shell.sliding_windows import NULL, SlidingWindowPins
+    from pdrelay_connector.shell.sliding_windows import NULL, SlidingWindowPins
 
-from xpyd_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, BLOCKS = 4, 40

@@ -14,26 +14,26 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import MambaSpec
     from vllm.v1.request import Request, RequestStatus
 
-    from xpyd_connector.shell import engine_config as config_module
-    from xpyd_connector.shell import vllm_versions
-    from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches
-    from xpyd_connector.shell.connector import XpydConnector
-    from xpyd_connector.shell.decode_modes import PullDecode, PushDecode
-    from xpyd_connector.shell.engine_config import EngineConfig
-    from xpyd_connector.shell.fingerprint import _kind
-    from xpyd_connector.shell.prefill_requests import PrefillRequests
-    from xpyd_connector.shell.push_progress import PushProgress
+    from pdrelay_connector.shell import engine_config as config_module
+    from pdrelay_connector.shell import vllm_versions
+    from pdrelay_connector.shell.cache_regions import KernelLayout, describe_caches
+    from pdrelay_connector.shell.connector import PDRelayConnector
+    from pdrelay_connector.shell.decode_modes import PullDecode, PushDecode
+    from pdrelay_connector.shell.engine_config import EngineConfig
+    from pdrelay_connector.shell.fingerprint import _kind
+    from pdrelay_connector.shell.prefill_requests import PrefillRequests
+    from pdrelay_connector.shell.push_progress import PushProgress
 
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, EngineId
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
+from pdrelay_connector.core.lease.signatures import Signatures
+from pdrelay_connector.core.messages import LentBlocks
+from pdrelay_connector.errors import InvalidKvParams, PromptMismatch, UnsupportedCache
+from pdrelay_connector.settings import Granularity, Mode, Settings
 from support import state_mutants as mutants
 from support.mutation import NOTICED
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.core.layout.transfer_plan import TokenRange
-from xpyd_connector.core.lease.signatures import Signatures
-from xpyd_connector.core.messages import LentBlocks
-from xpyd_connector.errors import InvalidKvParams, PromptMismatch, UnsupportedCache
-from xpyd_connector.settings import Granularity, Mode, Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, BLOCKS = 4, 30
@@ -145,7 +145,7 @@ def test_p_lends_the_block_of_the_last_state(groups, table):
     params = p.finish(asked, [1, 2, 3], table)
 
     assert params["remote_block_ids"] == ((1, 2, 3), (6,))
-    assert params["xpyd_block_sizes"] == (SIZE, 1)
+    assert params["pdrelay_block_sizes"] == (SIZE, 1)
     assert params["remote_num_tokens"] == 9
     assert {block for block in range(BLOCKS) if p.pool.blocks[block].ref_cnt > 1} >= {1, 2, 3, 6}
     assert all(p.pool.blocks[block].ref_cnt == 1 for block in (4, 5, 7))
@@ -202,7 +202,7 @@ def test_the_state_of_a_whole_prompt_belongs_to_another_prompt():
     whole = p.finish(asked, [1, 2, 3])
 
     with pytest.raises(PromptMismatch):
-        loads(offered() | {"xpyd_prompt": whole["xpyd_prompt"]})
+        loads(offered() | {"pdrelay_prompt": whole["pdrelay_prompt"]})
 
 
 def test_a_prompt_of_one_token_needs_no_state():
@@ -227,7 +227,7 @@ def test_in_push_d_lends_one_block_for_the_state():
     posted[0](SimpleNamespace(push_receiver=receiver), 0.0)
 
     assert orders[0].groups == (LentBlocks(0, 9, (21, 22, 23)), LentBlocks(8, 9, (13,)))
-    assert orders[0].prompt == offered()["xpyd_prompt"]
+    assert orders[0].prompt == offered()["pdrelay_prompt"]
     assert blocks == [21, 22, 23, 13]
 
 
@@ -323,7 +323,7 @@ def test_a_state_that_cannot_be_moved_is_refused_at_start(monkeypatch, spares_lo
 
 def test_vllm_zeroes_no_block_that_is_loaded():
     """It zeroes new blocks of models with a state, in the step in which the load begins."""
-    connector = object.__new__(XpydConnector)
+    connector = object.__new__(PDRelayConnector)
     connector._kv_cache_config = SimpleNamespace(kv_cache_groups=["attention", "state"])
 
     assert connector.get_loaded_kv_cache_group_ids(request()) == (0, 1)
@@ -332,7 +332,7 @@ def test_vllm_zeroes_no_block_that_is_loaded():
 @pytest.mark.parametrize(("more", "expected"), [((), True), ((CacheGroup(SIZE, window=8),), False)])
 def test_d_may_hit_kv_without_its_state(more, expected):
     """Each load brings a state. What a window lacks before the hit, no load would bring."""
-    connector = object.__new__(XpydConnector)
+    connector = object.__new__(PDRelayConnector)
     connector._engine_config = engine((*ALIGNED, *more))
 
     assert connector.supports_divergent_local_hybrid_hits is expected

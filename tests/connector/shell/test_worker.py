@@ -9,21 +9,21 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     import torch
 
-    from xpyd_connector.shell.engine_config import EngineConfig, WorkerRank
-    from xpyd_connector.shell.metadata import QuarantineMetadata, StepMetadata
-    from xpyd_connector.shell.worker import XpydConnectorWorker
+    from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank
+    from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
+    from pdrelay_connector.shell.worker import PDRelayConnectorWorker
 
-from xpyd_connector.core.counters import StatsReport
-from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.core.layout.transfer_plan import TokenRange
-from xpyd_connector.core.messages import BlockSum, RankSums
-from xpyd_connector.core.pull.load import LoadOrder
-from xpyd_connector.core.push.push_job import ComputedBlocks
-from xpyd_connector.core.results import BlocksReleased, LoadChecks, LoadResult
-from xpyd_connector.core.verify.sampling import SampledBlock
-from xpyd_connector.errors import ConnectorError
-from xpyd_connector.settings import Settings
+from pdrelay_connector.core.counters import StatsReport
+from pdrelay_connector.core.ids import Address, EngineId, RequestId
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
+from pdrelay_connector.core.messages import BlockSum, RankSums
+from pdrelay_connector.core.pull.load import LoadOrder
+from pdrelay_connector.core.push.push_job import ComputedBlocks
+from pdrelay_connector.core.results import BlocksReleased, LoadChecks, LoadResult
+from pdrelay_connector.core.verify.sampling import SampledBlock
+from pdrelay_connector.errors import ConnectorError
+from pdrelay_connector.settings import Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 ADDRESS = Address("127.0.0.1", 1)
@@ -40,7 +40,7 @@ class Thread:
 
     def check(self):
         if self.dead:
-            raise ConnectorError("thread xpyd-transfer died")
+            raise ConnectorError("thread pdrelay-transfer died")
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def worker():
     engine_config = EngineConfig(
         EngineId("d"), ADDRESS, groups, {"l.0": 0}, 10, all_heads=1, ranks=1, is_producer=True, is_consumer=True
     )
-    worker = XpydConnectorWorker(engine_config, Settings(), WorkerRank(0))
+    worker = PDRelayConnectorWorker(engine_config, Settings(), WorkerRank(0))
     worker._runner = Thread()  # registering a cache would start the real one, and NIXL
     return worker
 

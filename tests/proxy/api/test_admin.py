@@ -6,9 +6,9 @@ import socket
 import httpx
 import pytest
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.settings import Settings
 from support.sim import router, sims
-from xpyd_proxy.app import build
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 
@@ -135,12 +135,12 @@ async def test_why_an_engine_is_not_added_is_in_the_log(caplog):
 
 
 async def test_why_an_engine_is_not_added_is_in_a_header():
-    """For xpyd instances add: the operator need not look for the log of the router that was asked."""
+    """For pdrelay instances add: the operator need not look for the log of the router that was asked."""
     async with router(sims(), OPEN) as client:
         body = {"type": "decode", "instance": "silent:80"}
         refused = await client.post("/instances/add", json=body, headers=KEY)
 
-    assert refused.headers["x-xpyd-reason"].startswith("candidate cannot be reached")
+    assert refused.headers["x-pdrelay-reason"].startswith("candidate cannot be reached")
     assert refused.json() == {"detail": "Instance validation failed."}
 
 
@@ -150,7 +150,7 @@ async def test_a_name_that_leads_nowhere_is_in_the_log_too(caplog, monkeypatch):
     async def nowhere(_host, _port):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr("xpyd_proxy.building.engines.resolved", nowhere)
+    monkeypatch.setattr("pdrelay_proxy.building.engines.resolved", nowhere)
     app = build(Settings(admin_key="sesame", allowed_instances=("*.example",))).app
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         refused = await add(client, {"type": "decode", "instance": "d9.example:80"})

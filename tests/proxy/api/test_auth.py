@@ -7,15 +7,15 @@ import httpx
 import openai
 import pytest
 
+from pdrelay_proxy.api.auth import AuthMiddleware, is_open
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.admission.keys import Keyring
+from pdrelay_proxy.core.admission.lifetime import Lifetime, Step
+from pdrelay_proxy.core.http.origins import Sites
+from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_proxy.testing.rules import abandoned
 from support.sim import InMemory, cluster, router, sims, until, until_async
-from xpyd_proxy.api.auth import AuthMiddleware, is_open
-from xpyd_proxy.app import build
-from xpyd_proxy.core.admission.keys import Keyring
-from xpyd_proxy.core.admission.lifetime import Lifetime, Step
-from xpyd_proxy.core.http.origins import Sites
-from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
-from xpyd_proxy.testing.rules import abandoned
 
 pytestmark = pytest.mark.edges
 
@@ -157,7 +157,7 @@ async def test_a_full_router_says_503_and_a_waiting_request_gets_its_turn():
 
         async def until_waiting(count):
             async with asyncio.timeout(30):
-                while f"xpyd_requests_waiting {count}.0" not in (await client.get("/metrics")).text:
+                while f"pdrelay_requests_waiting {count}.0" not in (await client.get("/metrics")).text:
                     await asyncio.sleep(0.005)
 
         first = post("first")
@@ -208,7 +208,7 @@ def test_a_client_that_hangs_up_while_it_waits_frees_its_place_at_once():
         running.engines["p0"].inject(SimulatedFault(FaultKind.STALL))
 
         def waiting():
-            return "xpyd_requests_waiting 1.0" in httpx.get(f"http://{running.router}/metrics").text
+            return "pdrelay_requests_waiting 1.0" in httpx.get(f"http://{running.router}/metrics").text
 
         with running.open(PATH, BODY):
             until(lambda: len(running.engines["p0"].log) == 1)

@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from pdrelay_proxy.api.capacity import CapacityMeter
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.admission.lifetime import Lifetime, Step
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import Target
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.workers.limit_shares import share_of
+from pdrelay_proxy.core.workers.reports import EMPTY, Counts, Whole, WorkerReport
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.io.workers.context import WorkerContext
+from pdrelay_proxy.io.workers.group import SingleWorker
+from pdrelay_proxy.io.workers.reports import WorkerReports
+from pdrelay_proxy.settings import Settings
 from support.sim import router, sims
-from xpyd_proxy.api.capacity import CapacityMeter
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.lifetime import Lifetime, Step
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.workers.limit_shares import share_of
-from xpyd_proxy.core.workers.reports import EMPTY, Counts, Whole, WorkerReport
-from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.workers.context import WorkerContext
-from xpyd_proxy.io.workers.group import SingleWorker
-from xpyd_proxy.io.workers.reports import WorkerReports
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.edges
 

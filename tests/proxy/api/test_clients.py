@@ -2,8 +2,8 @@
 
 import pytest
 
+from pdrelay_proxy.api.clients import Bounds, Clients, network_of
 from support.simulated_loop import advance, in_simulated_time, simulated
-from xpyd_proxy.api.clients import Bounds, Clients, network_of
 
 
 @pytest.mark.parametrize(

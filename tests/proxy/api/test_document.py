@@ -9,9 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-import xpyd_proxy.api.document
-from support.sim import router, sims
-from xpyd_proxy.api.schemas import (
+import pdrelay_proxy.api.document
+from pdrelay_proxy.api.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     ErrorResponse,
@@ -26,12 +25,13 @@ from xpyd_proxy.api.schemas import (
     ServedModels,
     TokensRequest,
 )
-from xpyd_proxy.app import build
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.disaggregation import _LOOKED_AT
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
-from xpyd_proxy.core.schemas.pairs import PairRow
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.disaggregation import _LOOKED_AT
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
+from pdrelay_proxy.core.schemas.pairs import PairRow
+from pdrelay_proxy.settings import Settings
+from support.sim import router, sims
 
 pytestmark = pytest.mark.processes
 
@@ -41,7 +41,7 @@ VERBS = ("add", "remove", "drain", "undrain", "turn", "explain")
 OPERATORS = {"/status", "/instances", "/pairs", "/requests/{name}", *(f"/instances/{verb}" for verb in VERBS)}
 ERRORS = {"400", "401", "404", "413", "415", "429", "500", "502", "503", "504", "4XX"}
 KEY = {"X-Api-Key": ADMIN}
-HTML = Path(xpyd_proxy.api.document.__file__).with_name("docs.html").read_text(encoding="utf-8")
+HTML = Path(pdrelay_proxy.api.document.__file__).with_name("docs.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from contextlib import suppress
 
 import pytest
 
+from pdrelay_proxy.api.endpoint_asgi import Endpoints
+from pdrelay_proxy.core.admission.lifetime import Step
+from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from support.scripted import Scripted, call, good_decode, never, pulled_prefill, router_of, until
-from xpyd_proxy.api.endpoint_asgi import Endpoints
-from xpyd_proxy.core.admission.lifetime import Step
-from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 
 SCOPE = {"path": "/v1/completions", "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")]}
 

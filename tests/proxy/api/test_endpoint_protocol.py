@@ -14,15 +14,15 @@ from dataclasses import replace
 import pytest
 import uvicorn
 
+from pdrelay_proxy import listeners
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.admission.lifetime import Step
+from pdrelay_proxy.settings import OverloadStatus, Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_proxy.testing.rules import abandoned
 from support.certificates import Authority
 from support.raw_http import Answer, RawClient
 from support.sim import serving, sims, until
-from xpyd_proxy import listeners
-from xpyd_proxy.app import build
-from xpyd_proxy.core.admission.lifetime import Step
-from xpyd_proxy.settings import OverloadStatus, Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
-from xpyd_proxy.testing.rules import abandoned
 
 pytestmark = pytest.mark.processes
 
@@ -64,7 +64,7 @@ class Client(RawClient):
 
 
 def _same(text):
-    text = re.sub(r"xpyd-[0-9a-z-]+?(?=[^0-9a-z-]|$)", "ID", text)
+    text = re.sub(r"pdrelay-[0-9a-z-]+?(?=[^0-9a-z-]|$)", "ID", text)
     return re.sub(r'dur=[0-9.]+|"created(?:_at)?": ?[0-9]+', "", text)
 
 

@@ -3,10 +3,10 @@
 import pytest
 from fastapi.routing import APIRoute
 
-from xpyd_proxy.api.error_answers import add_schemas, error_answers
-from xpyd_proxy.api.schemas import ErrorResponse, OperatorError, ServedModels
-from xpyd_proxy.app import build
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.api.error_answers import add_schemas, error_answers
+from pdrelay_proxy.api.schemas import ErrorResponse, OperatorError, ServedModels
+from pdrelay_proxy.app import build
+from pdrelay_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 

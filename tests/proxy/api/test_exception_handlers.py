@@ -7,11 +7,11 @@ import httpx
 import pytest
 from fastapi import FastAPI, HTTPException
 
-from xpyd_proxy import errors
-from xpyd_proxy.api import exception_handlers
-from xpyd_proxy.api.request_context import RequestContextMiddleware
-from xpyd_proxy.core.model import RequestId
-from xpyd_proxy.requests.error_body import error_body
+from pdrelay_proxy import errors
+from pdrelay_proxy.api import exception_handlers
+from pdrelay_proxy.api.request_context import RequestContextMiddleware
+from pdrelay_proxy.core.model import RequestId
+from pdrelay_proxy.requests.error_body import error_body
 
 RAISED = {
     errors.BadRequest("b", param="n"): (400, "BadRequestError"),
@@ -94,7 +94,7 @@ def test_errors_that_clients_never_see_are_accounted_for():
 def app_that_raises(error):
     app = FastAPI(redirect_slashes=False)  # as the router's
     exception_handlers.install(app)
-    named = {"new_id": lambda: RequestId("xpyd-1"), "clock": lambda: 0.0, "request_over": lambda _: None}
+    named = {"new_id": lambda: RequestId("pdrelay-1"), "clock": lambda: 0.0, "request_over": lambda _: None}
     app.add_middleware(RequestContextMiddleware, **named)
 
     async def fail():
@@ -125,7 +125,7 @@ async def test_a_bug_is_a_500_that_can_be_found_again():
     response = await get(KeyError("x"), "/v1/x")
 
     assert response.status_code == 500
-    assert response.headers["x-request-id"] == "xpyd-1"
+    assert response.headers["x-request-id"] == "pdrelay-1"
     assert response.json()["error"]["type"] == "InternalServerError"
     assert "x-request-id" not in (await get(KeyError("x"), "/elsewhere")).headers
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from pdrelay_proxy.api.instances import InstanceAdmin
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from support.clock import Clock
 from support.sim import InMemory, router, sims
 from support.steps import work_of_steps
-from xpyd_proxy.api.instances import InstanceAdmin
-from xpyd_proxy.app import build
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 KEY = {"X-Api-Key": "sesame"}
 OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0)

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from xpyd_proxy.api.model_list import ModelCatalog
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.keys import Outbound
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import EngineResponse, Instance, InstanceId, Role
-from xpyd_proxy.errors import EngineError, NoInstance, NotAccepted
+from pdrelay_proxy.api.model_list import ModelCatalog
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.keys import Outbound
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import EngineResponse, Instance, InstanceId, Role
+from pdrelay_proxy.errors import EngineError, NoInstance, NotAccepted
 
 HEADERS = ((b"authorization", b"k"),)
 OTHERS = ((b"authorization", b"other"),)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from pdrelay_proxy.api.operator_route import OPERATORS, SMALL_BODY
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.admission.admin_key import fingerprint
+from pdrelay_proxy.options import needs_restart
+from pdrelay_proxy.settings import Settings
 from support.sim import InMemory, router, sims, until_async
-from xpyd_proxy.api.operator_route import OPERATORS, SMALL_BODY
-from xpyd_proxy.app import build
-from xpyd_proxy.core.admission.admin_key import fingerprint
-from xpyd_proxy.options import needs_restart
-from xpyd_proxy.settings import Settings
 
 KEY = {"X-Api-Key": "sesame", "content-type": "application/json"}
 OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0)
@@ -69,7 +69,7 @@ def settings_of(folder, admin="admin"):
 async def test_a_key_that_was_rotated_opens_nothing_and_the_new_one_everything(key_files, monkeypatch, caplog):
     """Seconds after its file has changed; the audit log shows who acts by the new one."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("xpyd_proxy.io.reloads._EVERY_S", 0.01)
+    monkeypatch.setattr("pdrelay_proxy.io.reloads._EVERY_S", 0.01)
     async with router(sims(), settings_of(key_files)) as client:
         before = [await opened_by(client, key) for key in ("sesame-1", "sesame-22")]
         (key_files / "admin").write_text("sesame-22")
@@ -182,11 +182,11 @@ async def test_a_body_of_another_type_is_refused_but_where_the_demo_takes_it():
 
 async def test_a_body_that_is_refused_stands_in_the_audit_log(caplog):
     """Who has the key tried something."""
-    with caplog.at_level(logging.INFO, "xpyd.audit"):
+    with caplog.at_level(logging.INFO, "pdrelay.audit"):
         async with router(sims(), OPEN) as client:
             await client.post("/instances/drain", content=b'{"id":7}', headers=KEY)
 
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "xpyd.audit"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "pdrelay.audit"]
     assert "action=drain outcome=refused" in line
     assert "id: Input should be a valid string" in line
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from pdrelay_proxy.api.own_engines import OwnEngines
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.admin_key import fingerprint
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.settings import Settings
 from support.sim import InMemory, sims
-from xpyd_proxy.api.own_engines import OwnEngines
-from xpyd_proxy.app import build
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.admin_key import fingerprint
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.settings import Settings
 
 ADMIN, JOIN = {"X-Api-Key": "sesame"}, {"X-Api-Key": "join-me"}
 OWN, OTHER = "10.0.0.7", "10.0.0.8"
@@ -192,14 +192,14 @@ async def test_rows_say_nothing_of_other_engines(settings):
 
 async def test_the_audit_log_tells_it_from_the_admin_key(settings, caplog):
     """By name, with the address of the caller; also what was refused."""
-    caplog.set_level(logging.INFO, "xpyd.audit")
+    caplog.set_level(logging.INFO, "pdrelay.audit")
     async with asked_from(settings, OWN) as (client,):
         await order(client, "add", ENGINE)
         await order(client, "remove", OTHERS)
         await order(client, "turn", {**ENGINE, "to": "prefill"})
         await order(client, "drain", ENGINE, **ADMIN)
 
-    lines = [record.getMessage() for record in caplog.records if record.name == "xpyd.audit"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "pdrelay.audit"]
     join = f"key=join:{fingerprint(b'join-me')} client={OWN}"
     assert lines[0] == f"action=add outcome=ok {join} target='decode {OWN}:80'"
     assert lines[1].startswith(f"action=remove outcome=refused {join} target='decode {OTHER}:80'")

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import xpyd_proxy.api.page
+import pdrelay_proxy.api.page
+from pdrelay_proxy.api.page import content_policy
+from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from support.sim import router, sims
-from xpyd_proxy.api.page import content_policy
-from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 pytestmark = pytest.mark.edges
 
 
-HTML = Path(xpyd_proxy.api.page.__file__).with_name("status.html").read_text(encoding="utf-8")
+HTML = Path(pdrelay_proxy.api.page.__file__).with_name("status.html").read_text(encoding="utf-8")
 TEXT = ("/v1/completions", {"prompt": "once upon a time", "max_tokens": 5})
 
 
@@ -140,21 +140,21 @@ async def test_the_metrics_tell_what_became_of_requests(mode):
         for sample in family.samples
     }
     assert response.headers["content-type"].startswith("text/plain")
-    assert seen["xpyd_requests_total", "/v1/completions", "ok"] == 3
-    assert seen["xpyd_requests_total", "/v1/completions", "client_error"] == 1
-    assert seen["xpyd_requests_total", "client_error", "other"] == 1
-    assert seen["xpyd_requests_routed_total", "n", "single"] == 1
-    assert seen["xpyd_time_to_first_token_seconds_count", "/v1/completions"] == 2
-    assert seen["xpyd_request_duration_seconds_count", "/v1/completions", "ok"] == 3
-    assert seen["xpyd_request_queue_time_seconds_count", "/v1/completions"] == 4
-    assert seen["xpyd_inter_token_latency_seconds_count", "/v1/completions"] >= 2
-    assert seen["xpyd_prefill_seconds_count", "prefill-0"] == 2
-    assert seen["xpyd_decode_ttft_seconds_count", "decode-0"] == 3
-    assert seen["xpyd_legs_total", "decode", "decode-0", "ok"] >= 3
-    assert seen["xpyd_legs_total", "prefill", "prefill-0", "refused"] == 1
-    assert seen["xpyd_instance_state", "healthy", "prefill", "prefill-0"] == 1
-    assert seen["xpyd_handoff_gap_seconds_count",] >= {"pull": 2, "push": 1}[mode]
-    assert seen["xpyd_kv_transfers_total", "decode-0", "unknown"] == 2
+    assert seen["pdrelay_requests_total", "/v1/completions", "ok"] == 3
+    assert seen["pdrelay_requests_total", "/v1/completions", "client_error"] == 1
+    assert seen["pdrelay_requests_total", "client_error", "other"] == 1
+    assert seen["pdrelay_requests_routed_total", "n", "single"] == 1
+    assert seen["pdrelay_time_to_first_token_seconds_count", "/v1/completions"] == 2
+    assert seen["pdrelay_request_duration_seconds_count", "/v1/completions", "ok"] == 3
+    assert seen["pdrelay_request_queue_time_seconds_count", "/v1/completions"] == 4
+    assert seen["pdrelay_inter_token_latency_seconds_count", "/v1/completions"] >= 2
+    assert seen["pdrelay_prefill_seconds_count", "prefill-0"] == 2
+    assert seen["pdrelay_decode_ttft_seconds_count", "decode-0"] == 3
+    assert seen["pdrelay_legs_total", "decode", "decode-0", "ok"] >= 3
+    assert seen["pdrelay_legs_total", "prefill", "prefill-0", "refused"] == 1
+    assert seen["pdrelay_instance_state", "healthy", "prefill", "prefill-0"] == 1
+    assert seen["pdrelay_handoff_gap_seconds_count",] >= {"pull": 2, "push": 1}[mode]
+    assert seen["pdrelay_kv_transfers_total", "decode-0", "unknown"] == 2
 
 
 async def test_an_address_that_no_collector_has_does_not_stop_the_router(monkeypatch):

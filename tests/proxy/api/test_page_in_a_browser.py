@@ -7,15 +7,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-import xpyd_proxy.api.page
+import pdrelay_proxy.api.page
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from support.browser import CHROMIUM, browser
 from support.sim import cluster
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 pytestmark = pytest.mark.processes
 
 
-SCRIPT = Path(xpyd_proxy.api.page.__file__).with_name("status.html").read_text().partition("<script>")[2]
+SCRIPT = Path(pdrelay_proxy.api.page.__file__).with_name("status.html").read_text().partition("<script>")[2]
 TEXT = {"prompt": "once upon a time", "max_tokens": 5, "stream": True}
 ROWS = "[...document.querySelectorAll('#instances tr')].map((row) => row.innerText.split('\\t')[0])"
 
@@ -51,7 +51,7 @@ def test_a_person_sees_the_fleet_and_what_becomes_of_it(page):
         assert calm == "None since the router was started."
         assert page.run(ROWS) == ["prefill-0", "decode-0", "decode-1"]
         assert "a leg was answered with 5xx" in text
-        assert "xpyd-" in text
+        assert "pdrelay-" in text
         assert not any(address.rpartition(":")[2] in text for address in [fleet.router])
         assert page.run("document.querySelectorAll('svg path.mean').length") == 3
         assert page.run("document.querySelector('svg').getAttribute('aria-label')").startswith(

@@ -2,9 +2,9 @@
 
 import pytest
 
+from pdrelay_proxy.io.build import find_build
+from pdrelay_proxy.settings import Settings
 from support.sim import router, sims
-from xpyd_proxy.io.build import find_build
-from xpyd_proxy.settings import Settings
 
 
 @pytest.mark.parametrize(("x", "y", "alone", "served"), [(0, 1, True, 200), (0, 1, False, 503), (1, 0, True, 503)])
@@ -29,5 +29,5 @@ async def test_probes_say_what_runs_here_and_answers_to_clients_do_not(y, status
         answer = await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
         models = await client.get("/v1/models")
 
-    assert (health.status_code, health.headers["x-xpyd-version"]) == (status, str(find_build()))
-    assert "x-xpyd-version" not in {*answer.headers, *models.headers}
+    assert (health.status_code, health.headers["x-pdrelay-version"]) == (status, str(find_build()))
+    assert "x-pdrelay-version" not in {*answer.headers, *models.headers}

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from xpyd_proxy.api.operator_route import passed_on, read_body
-from xpyd_proxy.errors import BodyTooLarge
+from pdrelay_proxy.api.operator_route import passed_on, read_body
+from pdrelay_proxy.errors import BodyTooLarge
 
 
 def request(receive, **headers):

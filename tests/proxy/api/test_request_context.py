@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import ClientDisconnect
 
-from xpyd_proxy.api.request_context import RequestContextMiddleware, id_headers, note_fault, record_of
-from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.request_record import LegRecord
-from xpyd_proxy.io.request_path.access_log import log_requests
+from pdrelay_proxy.api.request_context import RequestContextMiddleware, id_headers, note_fault, record_of
+from pdrelay_proxy.core.model import InstanceId, LegOrder, RequestId, Role
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.request_record import LegRecord
+from pdrelay_proxy.io.request_path.access_log import log_requests
 
 
 class Client:
@@ -28,7 +28,7 @@ def tracking(app):
     times = iter([1.0, 1.5])
     return RequestContextMiddleware(
         app,
-        new_id=lambda: RequestId("xpyd-1"),
+        new_id=lambda: RequestId("pdrelay-1"),
         clock=lambda: next(times),
         request_over=lambda record: log_requests([record]),
     )
@@ -51,7 +51,7 @@ async def test_the_id_is_added_to_the_answer():
 
     assert client.messages[0]["headers"] == [
         (b"a", b"b"),
-        (b"x-request-id", b"xpyd-1"),
+        (b"x-request-id", b"pdrelay-1"),
         (b"x-content-type-options", b"nosniff"),
     ]
 
@@ -66,7 +66,7 @@ async def test_a_request_leaves_one_line(caplog):
     await tracking(answer)(scope(), None, Client().send)
 
     assert lines(caplog) == [
-        "request_id=xpyd-1 path=/v1/models prefill=- decode=decode-0 status=204 duration_ms=500.0 ttft_ms=- "
+        "request_id=pdrelay-1 path=/v1/models prefill=- decode=decode-0 status=204 duration_ms=500.0 ttft_ms=- "
         "prefill_ms=- queue_ms=-"
     ]
 
@@ -84,7 +84,7 @@ async def test_a_client_that_hung_up_is_not_an_error(caplog):
 
     assert not client.messages
     assert lines(caplog) == [
-        "request_id=xpyd-1 path=/v1/models prefill=- decode=- status=499 duration_ms=500.0 ttft_ms=- "
+        "request_id=pdrelay-1 path=/v1/models prefill=- decode=- status=499 duration_ms=500.0 ttft_ms=- "
         "prefill_ms=- queue_ms=- error='why'"
     ]
 
@@ -185,8 +185,8 @@ async def test_the_clients_own_id_is_given_back(theirs, caplog):
 
     headers = dict(client.messages[0]["headers"])
     assert headers[b"x-request-id"] == theirs
-    assert headers[b"x-xpyd-request-id"] == b"xpyd-1"
-    assert lines(caplog)[0].startswith("request_id=xpyd-1 ")
+    assert headers[b"x-pdrelay-request-id"] == b"pdrelay-1"
+    assert lines(caplog)[0].startswith("request_id=pdrelay-1 ")
     assert f" client_id={theirs.decode()!r}" in lines(caplog)[0]
 
 
@@ -198,6 +198,6 @@ async def test_an_odd_id_is_not_repeated(odd, caplog):
     await tracking(answer)(scope() | {"headers": [(b"x-request-id", odd)]}, None, client.send)
 
     headers = dict(client.messages[0]["headers"])
-    assert headers[b"x-request-id"] == b"xpyd-1"
-    assert b"x-xpyd-request-id" not in headers
+    assert headers[b"x-request-id"] == b"pdrelay-1"
+    assert b"x-pdrelay-request-id" not in headers
     assert "client_id" not in lines(caplog)[0]

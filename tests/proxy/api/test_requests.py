@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 import httpx
 import pytest
 
+from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from support.sim import router, sims, until_async
-from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 KEY = {"X-Api-Key": "sesame"}
 OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0)
@@ -49,14 +49,14 @@ async def test_the_beginning_of_an_id_is_enough_where_it_is_one_requests():
         shown = [await ask(client, beginning) for beginning in (first[:-1], f"{first[:25]}...")]
         await client.post("/v1/completions", json=PROMPT, headers={"x-request-id": "chat-17"})
         by_client = await ask(client, "chat-1")
-        ambiguous = await ask(client, "xpyd-")
+        ambiguous = await ask(client, "pdrelay-")
         unknown = await ask(client, "zpyd-")
 
     assert [(status, [each["request_id"] for each in found["requests"]]) for status, found in shown] == [
         (200, [first])
     ] * 2
     assert (by_client[0], by_client[1]["requests"][0]["client_id"]) == (200, "chat-17")
-    assert ambiguous == (400, {"detail": "3 requests have an id that begins with 'xpyd-': write more of it"})
+    assert ambiguous == (400, {"detail": "3 requests have an id that begins with 'pdrelay-': write more of it"})
     assert unknown[0] == 404
 
 
@@ -154,7 +154,7 @@ async def test_only_the_latest_requests_are_kept():
 async def test_only_operators_may_ask(headers, status):
     """A timeline names engines and clients' ids."""
     async with router(sims(), OPEN) as client:
-        assert (await client.get("/requests/xpyd-0", headers=headers)).status_code == status
+        assert (await client.get("/requests/pdrelay-0", headers=headers)).status_code == status
 
 
 async def test_operators_need_no_key_of_a_client(tmp_path):
@@ -177,7 +177,7 @@ async def test_an_engine_that_answers_nonsense_is_named(answer):
     sim = engines["p0"]
 
     async def odd(request):
-        if "/v1/xpyd/requests/" in str(request.url):
+        if "/v1/pdrelay/requests/" in str(request.url):
             return httpx.Response(200, content=answer)
         return await httpx.ASGITransport(sim).handle_async_request(request)
 

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from xpyd_proxy.api.stepped import in_steps, in_turns
+from pdrelay_proxy.api.stepped import in_steps, in_turns
 
 
 class Steps:

@@ -16,9 +16,9 @@ from uvicorn.protocols.http import flow_control, httptools_impl
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
-import xpyd_proxy.api.guarded
-from xpyd_proxy.api.guarded import ReadControl
-from xpyd_proxy.api.websocket_protocol import GuardedWebSocket
+import pdrelay_proxy.api.guarded
+from pdrelay_proxy.api.guarded import ReadControl
+from pdrelay_proxy.api.websocket_protocol import GuardedWebSocket
 
 PROTOCOL = {
     *("app_state", "client", "config", "connections", "cycle", "flow", "loop", "parser", "server_state", "transport"),
@@ -45,7 +45,7 @@ PARSER = {
     *("HttpRequestParser", "parse_url"),
 }
 
-EDGE = [Path(xpyd_proxy.api.guarded.__file__).with_name(f"{name}.py") for name in ("guarded", "endpoint_protocol")]
+EDGE = [Path(pdrelay_proxy.api.guarded.__file__).with_name(f"{name}.py") for name in ("guarded", "endpoint_protocol")]
 
 
 class Transport(asyncio.Transport):
@@ -89,7 +89,7 @@ def check(owner, thing, names):
     """Say which of the names are missing."""
     missing = sorted(name for name in names if not hasattr(thing, name))
     said = f"uvicorn {version('uvicorn')} with httptools {version('httptools')}"
-    assert not missing, f"{said} has no {owner}.{{{', '.join(missing)}}}, which proxy/xpyd_proxy/api uses"
+    assert not missing, f"{said} has no {owner}.{{{', '.join(missing)}}}, which proxy/pdrelay_proxy/api uses"
 
 
 async def test_what_the_edge_uses_is_there(protocol):
@@ -102,7 +102,7 @@ async def test_what_the_edge_uses_is_there(protocol):
     check("flow_control", flow_control, {"FlowControl", "HIGH_WATER_LIMIT"})
     check("httptools", httptools, PARSER)
     missing = CONFIG - inspect.signature(uvicorn.Config).parameters.keys()
-    assert not missing, f"uvicorn {version('uvicorn')} takes no {missing}, which proxy/xpyd_proxy/listeners.py gives"
+    assert not missing, f"uvicorn {version('uvicorn')} takes no {missing}, which proxy/pdrelay_proxy/listeners.py gives"
 
 
 async def test_what_sessions_use_is_there(protocol):

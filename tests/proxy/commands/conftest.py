@@ -2,9 +2,9 @@
 
 import pytest
 
+from pdrelay_proxy.cli import main
+from pdrelay_proxy.settings import Settings
 from support.sim import cluster
-from xpyd_proxy.cli import main
-from xpyd_proxy.settings import Settings
 
 
 @pytest.fixture

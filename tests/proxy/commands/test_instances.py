@@ -1,4 +1,4 @@
-"""``xpyd instances``, against a router on a real socket."""
+"""``pdrelay instances``, against a router on a real socket."""
 
 import io
 import json
@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 from starlette.responses import JSONResponse
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.cli import main
+from pdrelay_proxy.settings import Settings
 from support.certificates import Authority
 from support.sim import cluster, serving, sims
-from xpyd_proxy.app import build
-from xpyd_proxy.cli import main
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 
@@ -81,7 +81,7 @@ def test_an_engine_may_be_named_by_its_address(instances):
         assert (code, out.splitlines()[1].split()[:5]) == (0, ["decode-2", "decode", address, "-", "drained"])
         assert instances("undrain", address)[1].splitlines()[1].split()[4] == "starting"
         assert instances("remove", address)[0] == 0
-        assert instances("remove", address)[::2] == (1, f"xpyd instances: there is no instance at {address}\n")
+        assert instances("remove", address)[::2] == (1, f"pdrelay instances: there is no instance at {address}\n")
 
 
 def test_an_engine_turns_and_the_list_shows_it(instances):
@@ -90,7 +90,7 @@ def test_an_engine_turns_and_the_list_shows_it(instances):
     assert (code, out.splitlines()[1].split()[:2]) == (0, ["decode-0", "both"])
     address = out.splitlines()[1].split()[2]
     code, out, err = instances("turn", "--wait", "20", address, "decode-1", "prefill")
-    assert (code, err) == (1, "xpyd instances: decode-1 is the last decode engine that serves: turn another one to "
+    assert (code, err) == (1, "pdrelay instances: decode-1 is the last decode engine that serves: turn another one to "
             "decode first, or use force\n")  # fmt: skip
     lines = instances("list")[1].splitlines()
     turning = next(line for line in lines if line.startswith("decode-0 "))
@@ -111,7 +111,7 @@ def test_a_drain_that_takes_too_long_is_an_error(instances, running):
         code, _, err = instances("drain", "decode-0", "--wait", "0.1")
 
     assert code == 1
-    assert err == "xpyd instances: after 0.1 s decode-0 is draining with 1 in flight\n"
+    assert err == "pdrelay instances: after 0.1 s decode-0 is draining with 1 in flight\n"
 
 
 def test_streams_that_cannot_move_are_refused_in_a_sentence(instances):
@@ -154,7 +154,7 @@ def test_what_goes_wrong_is_one_sentence(instances, monkeypatch, arguments, said
     code, out, err = instances(*arguments)
 
     assert (code, out) == (1, "")
-    assert err.startswith(f"xpyd instances: {said}")
+    assert err.startswith(f"pdrelay instances: {said}")
     assert err.count("\n") == 1
 
 
@@ -171,7 +171,7 @@ def test_what_is_no_router_is_one_sentence_too(monkeypatch, capsys, answer):
 
 def test_without_the_key_nothing_is_asked(monkeypatch, capsys, tmp_path):
     """It comes from the environment alone: arguments are visible to everybody on the machine."""
-    monkeypatch.chdir(tmp_path)  # without the key of an `xpyd up`
+    monkeypatch.chdir(tmp_path)  # without the key of an `pdrelay up`
     monkeypatch.delenv("ADMIN_API_KEY", raising=False)
 
     assert main(["instances", "list"]) == 2
@@ -182,7 +182,7 @@ def test_a_wrong_key_and_a_router_that_is_not_there(running, monkeypatch, capsys
     """Two ways not to get in."""
     monkeypatch.setenv("ADMIN_API_KEY", "wrong")
     assert main(["instances", "--router", running.router, "list"]) == 1
-    assert capsys.readouterr().err == "xpyd instances: Forbidden: Invalid API Key.\n"
+    assert capsys.readouterr().err == "pdrelay instances: Forbidden: Invalid API Key.\n"
     assert main(["instances", "--router", "127.0.0.1:1", "list"]) == 1
     assert "the router at http://127.0.0.1:1 cannot be asked" in capsys.readouterr().err
 
@@ -232,7 +232,7 @@ def test_a_router_of_a_private_authority_is_trusted_when_it_is_named(listed, sec
     for flags in ([], ["--ca", pairs[1].cert], ["--pin", pairs[1].cert]):
         code, err = listed(secure, *flags)
         assert code == 1
-        assert err.startswith(f"xpyd instances: the certificate of {secure} is not trusted (")
+        assert err.startswith(f"pdrelay instances: the certificate of {secure} is not trusted (")
         assert err.endswith("): see --ca, --pin and --server-name\n")
 
 
@@ -259,10 +259,10 @@ def test_a_router_that_wants_a_certificate_gets_one(listed, authority, pairs):
 
 
 def test_a_pod_says_where_its_router_is(secure, pairs, monkeypatch, capsys):
-    """So that `kubectl exec POD -- xpyd instances list` needs no flag."""
+    """So that `kubectl exec POD -- pdrelay instances list` needs no flag."""
     monkeypatch.setenv("ADMIN_API_KEY", "sesame")
-    monkeypatch.setenv("XPYD_ROUTER", secure)
-    monkeypatch.setenv("XPYD_ROUTER_PIN", pairs[0].cert)
+    monkeypatch.setenv("PDRELAY_ROUTER", secure)
+    monkeypatch.setenv("PDRELAY_ROUTER_PIN", pairs[0].cert)
 
     assert main(["instances", "list"]) == 0
     assert "decode-0" in capsys.readouterr().out
@@ -305,12 +305,12 @@ def test_what_it_cannot_get_in_with_is_one_sentence(flags, said, monkeypatch, ca
     assert main(["instances", *(flag.format(folder=tmp_path) for flag in flags), "list"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"xpyd instances: {said.format(folder=tmp_path)}")
+    assert err.startswith(f"pdrelay instances: {said.format(folder=tmp_path)}")
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(5, "5s"), (65, "1m05s"), (7325, "2h02m")])
 def test_durations_are_short(seconds, said):
     """They stand in a table."""
-    from xpyd_proxy.commands.instances import _duration
+    from pdrelay_proxy.commands.instances import _duration
 
     assert _duration(seconds) == said

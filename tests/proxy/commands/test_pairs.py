@@ -1,4 +1,4 @@
-"""``xpyd pairs``, against a router on a real socket."""
+"""``pdrelay pairs``, against a router on a real socket."""
 
 import json
 from functools import partial
@@ -6,8 +6,8 @@ from functools import partial
 import httpx
 import pytest
 
-from xpyd_proxy.cli import main
-from xpyd_proxy.commands.pairs import text
+from pdrelay_proxy.cli import main
+from pdrelay_proxy.commands.pairs import text
 
 pytestmark = pytest.mark.edges
 
@@ -80,7 +80,7 @@ def test_a_router_that_is_not_there_is_an_error(capsys, monkeypatch):
     """In a sentence."""
     monkeypatch.setenv("ADMIN_API_KEY", "sesame")
     assert main(["pairs", "--router", "127.0.0.1:1"]) == 1
-    assert capsys.readouterr().err.startswith("xpyd pairs: ")
+    assert capsys.readouterr().err.startswith("pdrelay pairs: ")
 
 
 def test_people_see_what_a_pair_does_and_what_the_list_lacks():
@@ -98,7 +98,7 @@ def test_people_see_what_a_pair_does_and_what_the_list_lacks():
     ]
 
 
-FORGED = "0.32\n2026-11-28 12:00:00,000 WARNING xpyd_proxy decode-0 was removed\x1b[2J\u2028"
+FORGED = "0.32\n2026-11-28 12:00:00,000 WARNING pdrelay_proxy decode-0 was removed\x1b[2J\u2028"
 
 
 def test_a_cell_is_on_one_line_whatever_an_engine_says():

@@ -1,4 +1,4 @@
-"""The admin key that `xpyd up` has drawn is shown to processes of its owner alone: others may take a free port."""
+"""The admin key that `pdrelay up` has drawn is shown to processes of its owner alone: others may take a free port."""
 
 import os
 import socket
@@ -6,10 +6,10 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from pdrelay_proxy.cli import main
+from pdrelay_proxy.commands.port_owners import port_owners, why_not_of
+from pdrelay_proxy.settings import Settings
 from support.sim import cluster
-from xpyd_proxy.cli import main
-from xpyd_proxy.commands.port_owners import port_owners, why_not_of
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.edges
 OTHER = 65534  # a user that all systems have
@@ -33,11 +33,11 @@ def listening(user, host="127.0.0.1", port=0):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder in which `xpyd up` was started."""
+    """A folder in which `pdrelay up` was started."""
     monkeypatch.delenv("ADMIN_API_KEY", raising=False)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ".xpyd").mkdir()
-    (tmp_path / ".xpyd/admin-key").write_text("sesame\n")
+    (tmp_path / ".pdrelay").mkdir()
+    (tmp_path / ".pdrelay/admin-key").write_text("sesame\n")
 
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can listen as another user")
@@ -57,7 +57,7 @@ def test_a_process_of_another_user_is_not_connected_to(command, capsys):
 
     said = capsys.readouterr().err
     assert code == 1
-    assert f"the key in .xpyd/admin-key is not shown to http://localhost:{port}" in said
+    assert f"the key in .pdrelay/admin-key is not shown to http://localhost:{port}" in said
     assert f"another user (uid {OTHER}) listens on port {port}" in " ".join(said.split())
     assert "sesame" not in said
 
@@ -88,7 +88,7 @@ def test_the_router_of_the_same_user_gets_it(capsys):
 @as_root
 def test_whose_the_key_is_counts_and_not_who_asks(folder, tmp_path, capsys):
     """Root asks the router of a user in that user's folder."""
-    os.chown(tmp_path / ".xpyd/admin-key", OTHER, OTHER)
+    os.chown(tmp_path / ".pdrelay/admin-key", OTHER, OTHER)
     with listening(OTHER) as own, listening(0) as others:
         codes = [
             main(["pairs", "--timeout", "0.2", "--router", f"http://127.0.0.1:{sock.getsockname()[1]}"])
@@ -108,7 +108,7 @@ def test_a_key_of_the_environment_or_a_named_file_is_shown_to_what_was_named(fol
     with listening(OTHER) as sock:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         asking = ["pairs", "--router", url, "--timeout", "0.2"]
-        main([*asking, "--key-file", str(tmp_path / ".xpyd/admin-key")])
+        main([*asking, "--key-file", str(tmp_path / ".pdrelay/admin-key")])
         sock.accept()[0].close()
         monkeypatch.setenv("ADMIN_API_KEY", "sesame")
         main(asking)

@@ -7,8 +7,8 @@ import tracemalloc
 
 import pytest
 
+from pdrelay_proxy.cli import main
 from support.raw_engine import closing, endless, raw_engine
-from xpyd_proxy.cli import main
 
 pytestmark = pytest.mark.edges
 
@@ -45,8 +45,8 @@ def run(command, at, *flags):
         (answering(b"{}"), "answers something else than a router does"),
         (answering(b'{"requests": null, "pairs": null, "instances": 3, "dropped": 0}'), "something else than a router"),
         (answering(b'{"requests": [{}], "pairs": [1], "instances": [{}], "dropped": 0}'), "something else than"),
-        (answering(b"{}", status=b"404 No", head=b"x-xpyd-workers: \xb2\r\n"), "status 404"),
-        (answering(b"{}", status=b"404 No", head=b"x-xpyd-workers: %b\r\n" % (b"9" * 5000)), "status 404"),
+        (answering(b"{}", status=b"404 No", head=b"x-pdrelay-workers: \xb2\r\n"), "status 404"),
+        (answering(b"{}", status=b"404 No", head=b"x-pdrelay-workers: %b\r\n" % (b"9" * 5000)), "status 404"),
     ],
     ids=["drip", "drip-head", "deep", "empty", "nulls", "rows", "workers", "many-workers"],
 )  # fmt: skip
@@ -60,7 +60,7 @@ def test_a_server_that_is_no_router_is_said_in_one_sentence(capsys, command, scr
 
     assert (code, out) == (1, "")
     assert said in err
-    assert err.startswith(f"xpyd {command[0]}: ")
+    assert err.startswith(f"pdrelay {command[0]}: ")
     assert err.count("\n") == 1
     assert time.monotonic() - began < 8
 
@@ -139,7 +139,7 @@ def test_many_words_of_an_error_are_cut(capsys):
 
 def test_all_workers_together_have_the_time_of_one(capsys):
     """A server that takes a moment for each of 512 questions held a terminal for more than an hour."""
-    script = answering(b'{"detail": "not here"}', status=b"404 No", head=b"x-xpyd-workers: 64\r\n")
+    script = answering(b'{"detail": "not here"}', status=b"404 No", head=b"x-pdrelay-workers: 64\r\n")
 
     def slowly(engine, talk):
         time.sleep(0.4)
@@ -156,7 +156,9 @@ def test_all_workers_together_have_the_time_of_one(capsys):
 
 def test_workers_beyond_those_that_a_router_has_are_not_asked(capsys):
     """One that names a million would be asked for days."""
-    with raw_engine(answering(b'{"detail": "not here"}', status=b"404 No", head=b"x-xpyd-workers: 9999\r\n")) as engine:
+    with raw_engine(
+        answering(b'{"detail": "not here"}', status=b"404 No", head=b"x-pdrelay-workers: 9999\r\n")
+    ) as engine:
         code = run(["why", "x"], engine.at)
 
     assert code == 1

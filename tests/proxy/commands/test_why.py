@@ -1,4 +1,4 @@
-"""``xpyd why``, against a router on a real socket."""
+"""``pdrelay why``, against a router on a real socket."""
 
 import argparse
 import json
@@ -12,12 +12,12 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace import SpanProcessor
 
+from pdrelay_proxy.commands.router_client import run_command
+from pdrelay_proxy.commands.why import add_arguments, chrome_trace, text
+from pdrelay_proxy.io.traces import Traces
+from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from support.sim import cluster, until
-from xpyd_proxy.commands.router_client import run_command
-from xpyd_proxy.commands.why import add_arguments, chrome_trace, text
-from xpyd_proxy.io.traces import Traces
-from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 pytestmark = pytest.mark.edges
 
@@ -26,7 +26,7 @@ ROW = {"what": "prefill leg", "where": "prefill-0", "leg": "", "begin_ms": 1.0, 
 PART = {"what": "compute", "where": "prefill-0", "leg": "prefill-0", "begin_ms": 11.0, "duration_ms": 30.0,
         "note": "9 tokens"}  # fmt: skip
 REQUEST = {
-    "request_id": "xpyd-0", "client_id": "mine", "path": "/v1/completions", "state": "over", "status": 200,
+    "request_id": "pdrelay-0", "client_id": "mine", "path": "/v1/completions", "state": "over", "status": 200,
     "outcome": "ok", "mode": "pull", "single_reason": None, "began_at": 0.5, "duration_ms": 61.0,
     "retries": ["prefill-1 http_5xx"], "moves": ["decode-1 moved after 40.0 ms"], "error": None,
     "rows": [ROW, PART], "notes": ["decode-0: it is gone"],
@@ -66,11 +66,11 @@ def test_a_trace_is_written_for_perfetto(running, why, tmp_path):
 
 def test_an_unknown_request_is_an_error(why):
     """In a sentence."""
-    code, out, err = why("xpyd-nobody")
+    code, out, err = why("pdrelay-nobody")
 
     assert (code, out) == (1, "")
-    assert err.startswith("xpyd why: ")
-    assert "There is no request 'xpyd-nobody' among those under way and the last 0 that are over" in err
+    assert err.startswith("pdrelay why: ")
+    assert "There is no request 'pdrelay-nobody' among those under way and the last 0 that are over" in err
 
 
 def test_a_file_that_cannot_be_written_is_an_error(running, why, tmp_path):
@@ -85,7 +85,7 @@ def test_the_parts_of_a_leg_are_below_it_with_a_bar():
     """As long as its share of the whole."""
     lines = text({"requests": [REQUEST], "omitted": 2}).splitlines()
 
-    assert lines[0] == "xpyd-0 (client: mine)"
+    assert lines[0] == "pdrelay-0 (client: mine)"
     assert lines[1] == "/v1/completions  200 ok  pull  1970-01-01 00:00:00.500Z  61.0 ms"
     assert lines[2:4] == ["retried: prefill-1 http_5xx", "cut: decode-1 moved after 40.0 ms"]
     assert lines[5].split("#")[0].split() == ["1.0", "60.0", "prefill", "leg", "prefill-0"]
@@ -109,7 +109,7 @@ def access():
     """What the flags say when none is given."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return parser.parse_args(["xpyd-0"])
+    return parser.parse_args(["pdrelay-0"])
 
 
 def test_the_trace_has_a_thread_for_each_place():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.errors import AddressError, BadPort
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.errors import AddressError, BadPort
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from xpyd_proxy.core.capacity import FRESH_S, Admitted, RoleCapacity, capacity_of
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.engine_metrics import ShownLoad, shown_load
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import RequestId, Role
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.capacity import FRESH_S, Admitted, RoleCapacity, capacity_of
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.engine_metrics import ShownLoad, shown_load
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import Target
+from pdrelay_proxy.core.model import RequestId, Role
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.settings import Settings
 
 IDLE = Admitted(0, 0, 100)
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.counters import Counters, Histogram
-from xpyd_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.counters import Counters, Histogram
+from pdrelay_proxy.core.model import Instance, InstanceId, Role
 
 P = Instance(InstanceId("prefill-0"), Role.PREFILL, Address("http", "h", 1))
 D = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "h", 2))

@@ -1,6 +1,6 @@
 """What is kept of routers that are silent."""
 
-from xpyd_proxy.core.departed_routers import DepartedRouters
+from pdrelay_proxy.core.departed_routers import DepartedRouters
 
 
 def test_a_sequence_is_kept_for_as_long_as_datagrams_are_good_and_no_longer():

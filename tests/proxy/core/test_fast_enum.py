@@ -2,7 +2,7 @@
 
 from enum import auto
 
-from xpyd_proxy.core.fast_enum import FastStrEnum
+from pdrelay_proxy.core.fast_enum import FastStrEnum
 
 
 class Colour(FastStrEnum):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.one_line import one_line
+from pdrelay_proxy.core.one_line import one_line
 
 
 @pytest.mark.parametrize("text", ["", "0.32.0", "qwen/Qwen3-0.6B", "größer 模型", "a\\n"])

@@ -2,15 +2,15 @@
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.quota_exchange import QuotaExchange
-from xpyd_proxy.core.fleet.load_exchange import LoadExchange
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import RequestId, Role
-from xpyd_proxy.core.peer_datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
-from xpyd_proxy.core.peer_introductions import PeerIntroductions
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.admission.quota_exchange import QuotaExchange
+from pdrelay_proxy.core.fleet.load_exchange import LoadExchange
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import RequestId, Role
+from pdrelay_proxy.core.peer_datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
+from pdrelay_proxy.core.peer_introductions import PeerIntroductions
+from pdrelay_proxy.settings import Settings
 
 SECRET, WALL = b"of this fleet", 1000.0
 

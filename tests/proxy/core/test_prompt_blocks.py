@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.prompt_blocks import BLOCK, BLOCKS_MOST, BYTES_MOST, PromptBlocks
+from pdrelay_proxy.core.prompt_blocks import BLOCK, BLOCKS_MOST, BYTES_MOST, PromptBlocks
 
 COMPACT, SPACED = (",", ":"), (", ", ": ")
 ODD = 'a "quoted" }, {"role":"user"} and ][ \\" },{" é\n'

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.raw_json import Fields, NotJson, OtherJson, decode, encode, encode_in_pieces
+from pdrelay_proxy.core.raw_json import Fields, NotJson, OtherJson, decode, encode, encode_in_pieces
 
 
 def test_values_are_written_as_they_were_read():

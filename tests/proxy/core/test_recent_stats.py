@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.model import InstanceId, RequestId
-from xpyd_proxy.core.recent_stats import SPAN_S, RecentStats, RollingSeries
-from xpyd_proxy.core.schemas import Bin
+from pdrelay_proxy.core.model import InstanceId, RequestId
+from pdrelay_proxy.core.recent_stats import SPAN_S, RecentStats, RollingSeries
+from pdrelay_proxy.core.schemas import Bin
 
 QUIET = Bin(0, 0, None, None)
 

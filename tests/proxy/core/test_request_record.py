@@ -2,9 +2,9 @@
 
 import pytest
 
-from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role, SingleEngineReason
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, LegRecord, RequestRecord
+from pdrelay_proxy.core.model import InstanceId, LegOrder, RequestId, Role, SingleEngineReason
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST, LegRecord, RequestRecord
 
 P, D = InstanceId("prefill-0"), InstanceId("decode-1")
 

@@ -4,11 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.request_history import RequestHistory
-from xpyd_proxy.core.request_record import PARTS_KEPT, LegRecord, MoveRecord, PromptParts, PromptRecord, RequestRecord
-from xpyd_proxy.core.request_timeline import EngineEvent, engine_rows, legs_of, router_timeline
+from pdrelay_proxy.core.model import InstanceId, LegOrder, RequestId, Role
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.request_history import RequestHistory
+from pdrelay_proxy.core.request_record import (
+    PARTS_KEPT,
+    LegRecord,
+    MoveRecord,
+    PromptParts,
+    PromptRecord,
+    RequestRecord,
+)
+from pdrelay_proxy.core.request_timeline import EngineEvent, engine_rows, legs_of, router_timeline
 
 BEGAN = 1000.0
 
@@ -18,7 +25,7 @@ def leg(name, sent_ms, ms):
 
 
 def record(*, prefill=None, decode=None, **changes):
-    found = RequestRecord(RequestId("xpyd-a"), "/v1/completions", prefill=prefill, decode=decode)
+    found = RequestRecord(RequestId("pdrelay-a"), "/v1/completions", prefill=prefill, decode=decode)
     found.began_at = BEGAN
     for name, value in changes.items():
         setattr(found, name, value)
@@ -71,11 +78,11 @@ def test_legs_that_are_sent_at_once_follow_each_other_in_the_rows():
 def test_a_leg_that_failed_is_a_row_and_has_the_name_that_its_engine_knows():
     """Each try has one of its own."""
     found = record(prefill=leg("prefill-0", 1, 50.0))
-    found.prefill.name = "xpyd-a"
+    found.prefill.name = "pdrelay-a"
     found.set_aside(Role.PREFILL, Failure.HTTP_5XX)
     found.start_over()
     found.prefill, found.decode = leg("prefill-1", 60, 40.0), leg("decode-0", 100, 10.0)
-    found.prefill.name = found.decode.name = "xpyd-a-r1"
+    found.prefill.name = found.decode.name = "pdrelay-a-r1"
     timeline = router_timeline(found, 0.11)
 
     assert [(row.what, row.where, row.note) for row in timeline.rows] == [
@@ -85,7 +92,7 @@ def test_a_leg_that_failed_is_a_row_and_has_the_name_that_its_engine_knows():
         ("prefill leg", "prefill-1", ""),
         ("decode leg", "decode-0", ""),
     ]
-    assert [each.name for each in legs_of(found)] == ["xpyd-a", "xpyd-a-r1", "xpyd-a-r1"]
+    assert [each.name for each in legs_of(found)] == ["pdrelay-a", "pdrelay-a-r1", "pdrelay-a-r1"]
 
 
 def test_a_good_leg_of_a_try_that_failed_keeps_its_row():
@@ -338,27 +345,27 @@ def test_the_history_is_a_ring_that_is_asked_by_the_routers_name_or_the_clients(
     """A longer name is another one."""
     history = RequestHistory(3)
     made = [RequestRecord(RequestId(name), client_id=client) for name, client in
-            (("xpyd-0", None), ("xpyd-1", "mine"), ("xpyd-2", None), ("xpyd-12", "mine"))]  # fmt: skip
+            (("pdrelay-0", None), ("pdrelay-1", "mine"), ("pdrelay-2", None), ("pdrelay-12", "mine"))]  # fmt: skip
     for each in made:
         each.queue_s = 0.0
         each.wrote(b"an answer")
         history.add([each])
 
     assert len(history) == 3
-    assert history.find("xpyd-0") == []
-    assert history.find("xpyd-1") == [made[1]]
+    assert history.find("pdrelay-0") == []
+    assert history.find("pdrelay-1") == [made[1]]
     assert history.find("mine") == [made[3], made[1]]
     assert made[3].end == (b"", b"")  # what clients got is not kept
 
 
 def test_a_request_with_thousands_of_prompts_is_one_entry_of_the_history():
     """It pushes out one other request and keeps the prompts that failed, then those that took longest."""
-    history, whole = RequestHistory(2), RequestRecord(RequestId("xpyd-1"), client_id="mine")
-    before = RequestRecord(RequestId("xpyd-0"))
+    history, whole = RequestHistory(2), RequestRecord(RequestId("pdrelay-1"), client_id="mine")
+    before = RequestRecord(RequestId("pdrelay-0"))
     whole.parts, whole.queue_s, before.queue_s = PromptParts(), 0.0, 0.0
     history.add([before])
     for number in range(4096):
-        part = PromptRecord(RequestId(f"xpyd-1-p{number}"), client_id="mine")
+        part = PromptRecord(RequestId(f"pdrelay-1-p{number}"), client_id="mine")
         part.decode = LegRecord("decode-0")
         part.over(500 if number == 7 else 200, number / 4096)
         history.add([part])
@@ -366,19 +373,19 @@ def test_a_request_with_thousands_of_prompts_is_one_entry_of_the_history():
     history.add([whole])
 
     assert len(history) == 2
-    assert history.find("xpyd-0") == [before]
-    assert history.find("mine") == history.find("xpyd-1") == [whole]
+    assert history.find("pdrelay-0") == [before]
+    assert history.find("mine") == history.find("pdrelay-1") == [whole]
     assert (whole.parts.count, whole.parts.failed, len(whole.parts.notable)) == (4096, 1, PARTS_KEPT)
-    assert [part.request_id for part in history.find("xpyd-1-p7")] == ["xpyd-1-p7"]
-    assert len(history.find("xpyd-1-p4095")) == 1
-    assert history.find("xpyd-1-p8") == []
+    assert [part.request_id for part in history.find("pdrelay-1-p7")] == ["pdrelay-1-p7"]
+    assert len(history.find("pdrelay-1-p4095")) == 1
+    assert history.find("pdrelay-1-p8") == []
 
 
 def test_requests_that_were_not_admitted_push_nothing_out():
     """Strangers could send any number of them."""
     history = RequestHistory(1)
-    admitted, refused = RequestRecord(RequestId("xpyd-0")), RequestRecord(RequestId("xpyd-1"))
+    admitted, refused = RequestRecord(RequestId("pdrelay-0")), RequestRecord(RequestId("pdrelay-1"))
     admitted.queue_s = 0.0
     history.add([admitted, refused])
 
-    assert (history.find("xpyd-0"), history.find("xpyd-1")) == ([admitted], [])
+    assert (history.find("pdrelay-0"), history.find("pdrelay-1")) == ([admitted], [])

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.model import InstanceId, RequestId
-from xpyd_proxy.core.request_record import LegRecord, MoveRecord, RequestRecord
-from xpyd_proxy.core.served_tokens import served_tokens
+from pdrelay_proxy.core.model import InstanceId, RequestId
+from pdrelay_proxy.core.request_record import LegRecord, MoveRecord, RequestRecord
+from pdrelay_proxy.core.served_tokens import served_tokens
 
 CHUNK = b'data: {"choices":[{"delta":{"content":" a"}}]}\n\n'
 

@@ -7,14 +7,14 @@ import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.push_coordinates import CoordinatesState, PushCoordinates
-from xpyd_proxy.core.model import Api, InstanceId
-from xpyd_proxy.core.protocol import disaggregation
-from xpyd_proxy.core.protocol.disaggregation import solo_reason
-from xpyd_proxy.core.protocol.sse import Beginning, error_status
-from xpyd_proxy.core.protocol.usage import prompt_tokens, prompt_tokens_in
-from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.core.schemas import Coordinates
+from pdrelay_proxy.core.fleet.push_coordinates import CoordinatesState, PushCoordinates
+from pdrelay_proxy.core.model import Api, InstanceId
+from pdrelay_proxy.core.protocol import disaggregation
+from pdrelay_proxy.core.protocol.disaggregation import solo_reason
+from pdrelay_proxy.core.protocol.sse import Beginning, error_status
+from pdrelay_proxy.core.protocol.usage import prompt_tokens, prompt_tokens_in
+from pdrelay_proxy.core.raw_json import NotJson, decode
+from pdrelay_proxy.core.schemas import Coordinates
 
 # ---------------------------------------------------------------------------- events
 

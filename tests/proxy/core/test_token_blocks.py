@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from xpyd_proxy.core.token_blocks import (
+from pdrelay_proxy.core.token_blocks import (
     _PIECES,
     _PIECES_MOST,
     PROMPT_MOST,

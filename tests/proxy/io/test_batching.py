@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from xpyd_proxy.core.model import InstanceId, RequestId
-from xpyd_proxy.core.request_record import LegRecord, RequestRecord
-from xpyd_proxy.io.logs import FACTS, BatchingHandler, JsonFormatter, TextFormatter, lines_together, note
-from xpyd_proxy.io.request_path.access_log import LOG, log_requests
+from pdrelay_proxy.core.model import InstanceId, RequestId
+from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
+from pdrelay_proxy.io.logs import FACTS, BatchingHandler, JsonFormatter, TextFormatter, lines_together, note
+from pdrelay_proxy.io.request_path.access_log import LOG, log_requests
 
 
 class Written(io.StringIO):
@@ -195,7 +195,7 @@ def test_a_note_without_a_record_is_the_line_that_a_record_makes(formatter, monk
     lines.setFormatter(formatter())
     lines.setStream(io.StringIO())
     monkeypatch.setattr(logging.getLogger(), "handlers", [lines])
-    logger = logging.getLogger("xpyd_proxy.note")
+    logger = logging.getLogger("pdrelay_proxy.note")
     monkeypatch.setattr(logger, "level", logging.INFO)
     found = {"id": "a", "path": "/v1", "ms": 1.5, "note": 'a "b"\n'}
 
@@ -251,7 +251,7 @@ def test_the_line_of_a_request_is_the_same_in_a_batch_and_by_itself(logger, stre
         alone[24:],
         "INFO tests.lines after",
     ]
-    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO xpyd.access request_id=r-\d path=", alone)
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO pdrelay.access request_id=r-\d path=", alone)
     assert alone.isprintable()
 
 

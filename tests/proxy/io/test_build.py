@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from xpyd_proxy.io.build import Build, find_commit
+from pdrelay_proxy.io.build import Build, find_commit
 
 pytestmark = pytest.mark.processes
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.processes
 @pytest.fixture
 def package(tmp_path):
     """A package in the folder proxy of a project, as in our repository."""
-    folder = tmp_path / "proxy/xpyd_proxy"
+    folder = tmp_path / "proxy/pdrelay_proxy"
     folder.mkdir(parents=True)
     return folder
 

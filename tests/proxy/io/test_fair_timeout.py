@@ -5,8 +5,8 @@ from contextlib import suppress
 
 import pytest
 
+from pdrelay_proxy.io.fair_timeout import FairTimeout
 from support.simulated_loop import advance, in_simulated_time, simulated
-from xpyd_proxy.io.fair_timeout import FairTimeout
 
 
 async def wait(seconds, *, answers_at=None, stops=()):

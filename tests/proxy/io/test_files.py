@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.files import client_keys, engine_keys, engine_tls, join_key, operator_key, server_tls
+from pdrelay_proxy.settings import Settings
 from support.certificates import Authority
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, join_key, operator_key, server_tls
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 

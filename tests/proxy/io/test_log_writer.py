@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from xpyd_proxy.io.log_writer import LogWriter
+from pdrelay_proxy.io.log_writer import LogWriter
 
 PATIENCE_S = 30.0
 

@@ -8,13 +8,15 @@ import sys
 
 import pytest
 
-from xpyd_proxy.io import logs
-from xpyd_proxy.io.logs import FACTS, JsonFormatter, TextFormatter
-from xpyd_proxy.settings import LogFormat
+from pdrelay_proxy.io import logs
+from pdrelay_proxy.io.logs import FACTS, JsonFormatter, TextFormatter
+from pdrelay_proxy.settings import LogFormat
 
 
 def record(message="two\nlines", *args, **more):
-    return logging.makeLogRecord({"name": "xpyd_proxy.x", "msg": message, "args": args, "levelname": "WARNING"} | more)
+    return logging.makeLogRecord(
+        {"name": "pdrelay_proxy.x", "msg": message, "args": args, "levelname": "WARNING"} | more
+    )
 
 
 def test_an_event_is_one_object_on_one_line():
@@ -26,7 +28,7 @@ def test_an_event_is_one_object_on_one_line():
     assert json.loads(line) == {
         "time": "2001-09-09T01:46:40.000+00:00",
         "level": "warning",
-        "logger": "xpyd_proxy.x",
+        "logger": "pdrelay_proxy.x",
         "message": "a\r \u2028\n{",
     }
 
@@ -69,7 +71,7 @@ def test_the_log_of_a_process_has_one_of_two_forms(form, looks, monkeypatch):
     assert re.fullmatch(looks, sys.stderr.getvalue())
 
 
-FORGED = "0.32\n2026-11-28 12:00:00,000 INFO xpyd_proxy forged"
+FORGED = "0.32\n2026-11-28 12:00:00,000 INFO pdrelay_proxy forged"
 
 
 def test_a_line_for_people_cannot_be_forged():
@@ -77,7 +79,7 @@ def test_a_line_for_people_cannot_be_forged():
     line = TextFormatter().format(record("decode-0 has version %s", FORGED))
 
     assert line.splitlines() == [line]
-    assert line.endswith("WARNING xpyd_proxy.x decode-0 has version " + FORGED.replace("\n", "\\n"))
+    assert line.endswith("WARNING pdrelay_proxy.x decode-0 has version " + FORGED.replace("\n", "\\n"))
 
 
 def test_no_line_of_a_traceback_begins_as_a_record():
@@ -87,6 +89,6 @@ def test_no_line_of_a_traceback_begins_as_a_record():
     except ValueError:
         lines = TextFormatter().format(record(FORGED, exc_info=sys.exc_info())).splitlines()
 
-    assert lines[0].endswith("INFO xpyd_proxy forged")
+    assert lines[0].endswith("INFO pdrelay_proxy forged")
     assert lines[1] == "Traceback (most recent call last):"
     assert all(line.startswith("  ") for line in lines[2:])

@@ -10,24 +10,24 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.admission.limits import Limit
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.http.framing import RefusalReason
+from pdrelay_proxy.core.model import Api, InstanceId, LegOrder, RequestId, Role, SingleEngineReason
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.protocol.kv_transfer_check import Arrival
+from pdrelay_proxy.core.request_record import LegRecord, RequestOutcome, RequestRecord
+from pdrelay_proxy.core.workers.reports import Whole
+from pdrelay_proxy.io.metrics import Metrics, _Single, _written
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.io.workers.reports import report_of
+from pdrelay_proxy.settings import Settings
 from support.helm_metrics import router_exposition
 from support.steps import work_of_steps
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import Limit
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.http.framing import RefusalReason
-from xpyd_proxy.core.model import Api, InstanceId, LegOrder, RequestId, Role, SingleEngineReason
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.protocol.kv_transfer_check import Arrival
-from xpyd_proxy.core.request_record import LegRecord, RequestOutcome, RequestRecord
-from xpyd_proxy.core.workers.reports import Whole
-from xpyd_proxy.io.metrics import Metrics, _Single, _written
-from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.workers.reports import report_of
-from xpyd_proxy.settings import Settings
 
 
 class World:
@@ -50,7 +50,7 @@ class World:
             (sample.name, *sorted(sample.labels.values())): sample.value
             for family in text_string_to_metric_families(self.exposition()[0].decode())
             for sample in family.samples
-            if sample.name.startswith("xpyd_")
+            if sample.name.startswith("pdrelay_")
         }
 
 
@@ -67,16 +67,16 @@ def test_a_leg_shows_while_it_is_open_and_counts_when_it_is_over():
     world.telemetry.leg_ended(d, 0.0, Failure.BAD_RESPONSE, r, 0.203)
     over = world.scrape()
 
-    assert open_legs["xpyd_legs_in_flight", "prefill", "prefill-0"] == 1
-    assert over["xpyd_legs_in_flight", "prefill", "prefill-0"] == 0
-    assert over["xpyd_legs_total", "ok", "prefill", "prefill-0"] == 1
-    assert over["xpyd_legs_total", "bad_response", "decode", "decode-0"] == 1
-    assert over["xpyd_prefill_seconds_bucket", "0.1", "prefill-0"] == 0
-    assert over["xpyd_prefill_seconds_bucket", "0.25", "prefill-0"] == 1
-    assert over["xpyd_prefill_seconds_sum", "prefill-0"] == 0.2
-    assert over["xpyd_handoff_gap_seconds_bucket", "0.0025"] == 0
-    assert over["xpyd_handoff_gap_seconds_bucket", "0.005"] == 1
-    assert over["xpyd_handoff_gap_seconds_count",] == 1
+    assert open_legs["pdrelay_legs_in_flight", "prefill", "prefill-0"] == 1
+    assert over["pdrelay_legs_in_flight", "prefill", "prefill-0"] == 0
+    assert over["pdrelay_legs_total", "ok", "prefill", "prefill-0"] == 1
+    assert over["pdrelay_legs_total", "bad_response", "decode", "decode-0"] == 1
+    assert over["pdrelay_prefill_seconds_bucket", "0.1", "prefill-0"] == 0
+    assert over["pdrelay_prefill_seconds_bucket", "0.25", "prefill-0"] == 1
+    assert over["pdrelay_prefill_seconds_sum", "prefill-0"] == 0.2
+    assert over["pdrelay_handoff_gap_seconds_bucket", "0.0025"] == 0
+    assert over["pdrelay_handoff_gap_seconds_bucket", "0.005"] == 1
+    assert over["pdrelay_handoff_gap_seconds_count",] == 1
 
 
 def test_states_are_one_of_a_known_list():
@@ -88,9 +88,9 @@ def test_states_are_one_of_a_known_list():
         life.missed("does not answer", now=1.0)
     seen = world.scrape()
 
-    assert seen["xpyd_instance_state", "decode", "decode-0", "ejected"] == 1
-    assert seen["xpyd_instance_state", "decode", "decode-0", "starting"] == 0
-    assert seen["xpyd_instance_state", "ejected", "prefill", "prefill-0"] == 0
+    assert seen["pdrelay_instance_state", "decode", "decode-0", "ejected"] == 1
+    assert seen["pdrelay_instance_state", "decode", "decode-0", "starting"] == 0
+    assert seen["pdrelay_instance_state", "ejected", "prefill", "prefill-0"] == 0
 
 
 def test_releases_show():
@@ -100,8 +100,8 @@ def test_releases_show():
         world.telemetry.released(world.prefill[0], freed=freed)
     seen = world.scrape()
 
-    assert seen["xpyd_kv_releases_total", "freed", "prefill-0"] == 1
-    assert seen["xpyd_kv_releases_total", "failed", "prefill-0"] == 2
+    assert seen["pdrelay_kv_releases_total", "freed", "prefill-0"] == 1
+    assert seen["pdrelay_kv_releases_total", "failed", "prefill-0"] == 2
 
 
 def test_two_routers_in_one_process_do_not_share_a_number():
@@ -109,7 +109,7 @@ def test_two_routers_in_one_process_do_not_share_a_number():
     one, other = World(), World()
     one.telemetry.released(one.prefill[0], freed=True)
 
-    assert not any(name == "xpyd_kv_releases_total" for name, *_ in other.scrape())
+    assert not any(name == "pdrelay_kv_releases_total" for name, *_ in other.scrape())
 
 
 def test_the_numbers_of_all_workers_are_added_up_in_steps():
@@ -130,12 +130,12 @@ def test_the_numbers_of_all_workers_are_added_up_in_steps():
         for sample in family.samples
     }
 
-    assert found["xpyd_legs_total", "ok", "prefill", "prefill-0"] == 2
-    assert found["xpyd_prefill_seconds_bucket", "0.1", "prefill-0"] == 1
-    assert found["xpyd_prefill_seconds_bucket", "0.25", "prefill-0"] == 2
-    assert found["xpyd_prefill_seconds_sum", "prefill-0"] == pytest.approx(0.24)
-    assert found["xpyd_handoff_gap_seconds_count",] == 2
-    assert {key[2] for key in found if key[0] == "xpyd_legs_total" and "decode" in key} == {"decode-0"}
+    assert found["pdrelay_legs_total", "ok", "prefill", "prefill-0"] == 2
+    assert found["pdrelay_prefill_seconds_bucket", "0.1", "prefill-0"] == 1
+    assert found["pdrelay_prefill_seconds_bucket", "0.25", "prefill-0"] == 2
+    assert found["pdrelay_prefill_seconds_sum", "prefill-0"] == pytest.approx(0.24)
+    assert found["pdrelay_handoff_gap_seconds_count",] == 2
+    assert {key[2] for key in found if key[0] == "pdrelay_legs_total" and "decode" in key} == {"decode-0"}
     assert not [key for key in found if "decode-1" in key]
 
 
@@ -146,7 +146,7 @@ def test_an_instance_that_was_removed_is_not_in_the_next_scrape():
         world.telemetry.leg_ended(instance, 0.1, None, RequestId("r"), 1.0)
     world.registry.remove(world.decode[1].id, now=0.0)
 
-    assert {key[2] for key in world.scrape() if key[0] == "xpyd_legs_total"} == {"decode-0"}
+    assert {key[2] for key in world.scrape() if key[0] == "pdrelay_legs_total"} == {"decode-0"}
 
 
 def test_both_formats_of_prometheus_are_spoken():
@@ -167,7 +167,7 @@ def test_ten_thousand_odd_requests_do_not_add_a_single_label():
     sizes = []
     for turn in range(10_000):
         record = RequestRecord(
-            RequestId(f"xpyd-{turn}"),
+            RequestId(f"pdrelay-{turn}"),
             single_reason=dice.choice([None, *SingleEngineReason]),
             push=dice.choice([None, *LegOrder]),
         )
@@ -187,7 +187,7 @@ def test_ten_thousand_odd_requests_do_not_add_a_single_label():
 
     assert sizes[0] == sizes[1] < 2000
     names = Counter(key[0] for key in world.scrape())
-    assert names["xpyd_requests_total"] == (len(Api) + 1) * 5
+    assert names["pdrelay_requests_total"] == (len(Api) + 1) * 5
 
 
 def test_names_and_labels_follow_the_conventions_of_prometheus():
@@ -195,7 +195,7 @@ def test_names_and_labels_follow_the_conventions_of_prometheus():
     kinds = set()
     for family in text_string_to_metric_families(router_exposition()):
         kinds.add(family.type)
-        assert re.fullmatch(r"(xpyd|process)_[a-z_]+[a-z]", family.name)
+        assert re.fullmatch(r"(pdrelay|process)_[a-z_]+[a-z]", family.name)
         assert family.documentation.endswith(".")
         if family.type == "histogram":
             assert family.name.endswith(("_seconds", "_bytes"))
@@ -266,8 +266,8 @@ def test_a_scrape_of_many_engines_is_made_in_pieces(accept):
     assert len(headings) == len(set(headings))
     parse = openmetrics_families if "openmetrics" in accept else text_string_to_metric_families
     families = {family.name: family for family in parse(text)}
-    assert len([s for s in families["xpyd_instance_state"].samples if s.value]) == 300
-    assert {s.labels["instance"] for s in families["xpyd_prefill_seconds"].samples} == {p.id for p in world.prefill}
+    assert len([s for s in families["pdrelay_instance_state"].samples if s.value]) == 300
+    assert {s.labels["instance"] for s in families["pdrelay_prefill_seconds"].samples} == {p.id for p in world.prefill}
 
 
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
@@ -275,11 +275,11 @@ def test_samples_are_written_as_the_library_writes_them(accept):
     """Byte for byte: names that must be escaped, large and small numbers, infinity, none at all."""
     encode, _ = choose_encoder(accept)
     made = [
-        CounterMetricFamily("xpyd_a", 'with "quotes" and \\', labels=("model", "instance")),
-        GaugeMetricFamily("xpyd_b", "text", labels=("x",)),
-        GaugeMetricFamily("xpyd_c", "without labels", value=1.5),
-        HistogramMetricFamily("xpyd_d", "text", labels=("instance",)),
-        GaugeMetricFamily("xpyd_e", "empty", labels=("x",)),
+        CounterMetricFamily("pdrelay_a", 'with "quotes" and \\', labels=("model", "instance")),
+        GaugeMetricFamily("pdrelay_b", "text", labels=("x",)),
+        GaugeMetricFamily("pdrelay_c", "without labels", value=1.5),
+        HistogramMetricFamily("pdrelay_d", "text", labels=("instance",)),
+        GaugeMetricFamily("pdrelay_e", "empty", labels=("x",)),
     ]
     for number, name in enumerate(("plain", 'a "b"', "a\\b", "a\nb", "\u00e4\u4e2d", HealthState.HEALTHY)):
         made[0].add_metric((name, "z"), 10.0**number)

@@ -4,17 +4,17 @@ import socket
 
 import pytest
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.admission.quota_exchange import QuotaExchange
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.fleet.load_exchange import LoadExchange
+from pdrelay_proxy.core.fleet.look_exchange import LookExchange
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.peer_introductions import PeerIntroductions
+from pdrelay_proxy.io.peers import RouterPeers
+from pdrelay_proxy.settings import Settings
 from support.several_routers import Everybody
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.quota_exchange import QuotaExchange
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.load_exchange import LoadExchange
-from xpyd_proxy.core.fleet.look_exchange import LookExchange
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.peer_introductions import PeerIntroductions
-from xpyd_proxy.io.peers import RouterPeers
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.edges
 

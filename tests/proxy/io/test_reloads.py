@@ -9,15 +9,15 @@ import time
 
 import pytest
 
+from pdrelay_proxy.core.admission.admin_key import AdminKey
+from pdrelay_proxy.core.admission.keys import Keyring, Outbound
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.errors import Unauthorized
+from pdrelay_proxy.io.files import client_keys, engine_keys, engine_tls, join_key, operator_key, server_tls
+from pdrelay_proxy.io.reloads import FileReloads
+from pdrelay_proxy.settings import Settings
 from support.certificates import Authority
-from xpyd_proxy.core.admission.admin_key import AdminKey
-from xpyd_proxy.core.admission.keys import Keyring, Outbound
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.errors import Unauthorized
-from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, join_key, operator_key, server_tls
-from xpyd_proxy.io.reloads import FileReloads
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 

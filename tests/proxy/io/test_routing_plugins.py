@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from xpyd_proxy.app import build
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.routing_plugins import GROUP, installed_policies
-from xpyd_proxy.options import OPTIONS, read
-from xpyd_proxy.planning.replay.simulation import SimulatedFleet, replay
-from xpyd_proxy.planning.replay.traces import Conversations
-from xpyd_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.app import build
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.routing_plugins import GROUP, installed_policies
+from pdrelay_proxy.options import OPTIONS, read
+from pdrelay_proxy.planning.replay.simulation import SimulatedFleet, replay
+from pdrelay_proxy.planning.replay.traces import Conversations
+from pdrelay_proxy.settings import PolicyName, Settings
 
 SOURCE = '''
 class LastOne:

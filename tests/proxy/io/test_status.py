@@ -4,19 +4,19 @@ import json
 
 import msgspec
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import RequestId, Role
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.request_record import RequestRecord
+from pdrelay_proxy.core.workers.reports import Whole
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.io.status import Status
+from pdrelay_proxy.io.workers.reports import report_of
+from pdrelay_proxy.settings import Settings
 from support.steps import work_of_steps
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import RequestId, Role
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.request_record import RequestRecord
-from xpyd_proxy.core.workers.reports import Whole
-from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.status import Status
-from xpyd_proxy.io.workers.reports import report_of
-from xpyd_proxy.settings import Settings
 
 
 def test_the_page_gets_numbers_and_ids_and_no_address():

@@ -10,16 +10,16 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.model import RequestId
+from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
+from pdrelay_proxy.core.request_timeline import Timeline
+from pdrelay_proxy.io.engine_spans import EngineSpans
+from pdrelay_proxy.io.traces import Traces
+from pdrelay_proxy.settings import KvTransferMode, Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from support.sim import InMemory, sims, until_async
-from xpyd_proxy.app import build
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.model import RequestId
-from xpyd_proxy.core.request_record import LegRecord, RequestRecord
-from xpyd_proxy.core.request_timeline import Timeline
-from xpyd_proxy.io.engine_spans import EngineSpans
-from xpyd_proxy.io.traces import Traces
-from xpyd_proxy.settings import KvTransferMode, Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3, "stream": True}
@@ -90,23 +90,23 @@ async def test_a_request_is_a_tree_of_spans_that_hangs_on_the_clients(spans):
     assert {spans[name].kind for name in ("prefill leg", "decode leg")} == {SpanKind.CLIENT}
     assert spans["prefill leg"].end_time <= spans["handoff"].end_time <= spans["decode leg"].end_time
     assert spans["handoff"].start_time >= spans["prefill leg"].start_time
-    assert (request.attributes["xpyd.outcome"], request.attributes["xpyd.mode"]) == ("ok", "pull")
-    times = [request.attributes[f"xpyd.{name}_ms"] for name in ("prefill", "ttft", "duration")]
+    assert (request.attributes["pdrelay.outcome"], request.attributes["pdrelay.mode"]) == ("ok", "pull")
+    times = [request.attributes[f"pdrelay.{name}_ms"] for name in ("prefill", "ttft", "duration")]
     assert 0.0 < times[0] <= times[1] <= times[2]
-    assert request.attributes["xpyd.queue_ms"] == 0.0
+    assert request.attributes["pdrelay.queue_ms"] == 0.0
 
 
 async def test_the_span_of_a_request_has_its_timeline_as_events(spans):
-    """The rows of xpyd why, one after the other and without a gap, from the begin to the end of the request."""
+    """The rows of pdrelay why, one after the other and without a gap, from the begin to the end of the request."""
     await served(spans, sims())
 
     request = spans[f"POST {PATH}"]
-    rows = [(event.name, event.attributes["xpyd.where"]) for event in request.events]
+    rows = [(event.name, event.attributes["pdrelay.where"]) for event in request.events]
     assert rows[-5:] == [
         ("prefill leg", "prefill-0"), ("hand over", "router"), ("decode leg", "decode-0"),
         ("write the first event", "router"), ("stream", "decode-0"),
     ]  # fmt: skip
-    ends = [event.timestamp + event.attributes["xpyd.duration_ms"] * 1e6 for event in request.events]
+    ends = [event.timestamp + event.attributes["pdrelay.duration_ms"] * 1e6 for event in request.events]
     begins = [event.timestamp for event in request.events]
     assert begins[1:] == pytest.approx(ends[:-1], abs=2000)  # ns: floats of the epoch
     assert ends[-1] <= request.end_time + 1e6
@@ -192,7 +192,9 @@ async def test_a_retry_is_an_event_with_its_reason(spans):
     engines["d0"].inject(SimulatedFault(FaultKind.DROP, times=1))
     await served(spans, engines)
 
-    notes = [event.attributes.get("xpyd.note") for event in spans[f"POST {PATH}"].events if event.name == "decode leg"]
+    notes = [
+        event.attributes.get("pdrelay.note") for event in spans[f"POST {PATH}"].events if event.name == "decode leg"
+    ]
     assert notes == ["failed: bad_response", None]
 
 
@@ -213,7 +215,7 @@ async def test_the_span_of_a_leg_says_where_it_went_and_what_came_back(spans):
 
     for leg, role, instance in (("prefill leg", "prefill", "prefill-0"), ("decode leg", "decode", "decode-0")):
         found = spans[leg].attributes
-        assert (found["xpyd.role"], found["xpyd.instance"]) == (role, instance)
+        assert (found["pdrelay.role"], found["pdrelay.instance"]) == (role, instance)
         assert found["http.response.status_code"] == 200
         assert [event.name for event in spans[leg].events] == ["answered"]
 
@@ -228,8 +230,8 @@ async def test_legs_that_go_out_together_have_no_handoff(spans):
     of_second = sorted(span.name for span in spans.all if span.context.trace_id == second.context.trace_id)
     assert of_second == [f"POST {PATH}", "decode leg", "prefill leg"]
     assert "handoff" in [span.name for span in spans.all if span.context.trace_id == first.context.trace_id]
-    assert second.attributes["xpyd.mode"] == "push"
-    assert first.attributes["xpyd.mode"] == "push_cold"
+    assert second.attributes["pdrelay.mode"] == "push"
+    assert first.attributes["pdrelay.mode"] == "push_cold"
 
 
 async def test_a_leg_that_fails_is_a_span_that_failed(spans):
@@ -242,8 +244,8 @@ async def test_a_leg_that_fails_is_a_span_that_failed(spans):
     why = "decode-0 broke off before its answer was complete"
     assert (bad.status.status_code, bad.status.description) == (StatusCode.ERROR, why)
     assert good.status.status_code is StatusCode.UNSET
-    assert good.attributes["xpyd.instance"] == "decode-0"
-    assert spans[f"POST {PATH}"].attributes["xpyd.retries"] == 1
+    assert good.attributes["pdrelay.instance"] == "decode-0"
+    assert spans[f"POST {PATH}"].attributes["pdrelay.retries"] == 1
 
 
 async def test_a_leg_that_is_refused_is_a_span_that_failed(spans):
@@ -278,9 +280,9 @@ def test_the_span_of_a_request_says_how_it_ended(spans, status, bad):
 
     span = spans["request"]  # names are few; the path is an attribute
     assert span.attributes["http.response.status_code"] == status
-    assert span.attributes["xpyd.request_id"] == "r"
+    assert span.attributes["pdrelay.request_id"] == "r"
     assert (span.status.status_code is StatusCode.ERROR) is bad
-    assert span.resource.attributes["service.name"] == "xpyd"
+    assert span.resource.attributes["service.name"] == "pdrelay"
     assert span.parent is None
 
 

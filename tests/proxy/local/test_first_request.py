@@ -5,9 +5,9 @@ import json
 import httpx
 import pytest
 
-from xpyd_proxy.local import first_request
-from xpyd_proxy.local.errors import LocalError
-from xpyd_proxy.local.first_request import LegTiming, ask, metric_total, parse_server_timing
+from pdrelay_proxy.local import first_request
+from pdrelay_proxy.local.errors import LocalError
+from pdrelay_proxy.local.first_request import LegTiming, ask, metric_total, parse_server_timing
 
 ANSWER = {"choices": [{"message": {"role": "assistant", "content": "to the sea"}}]}
 TIMING = 'prefill;desc="prefill-0";dur=41.2, decode;desc="decode-0";dur=12.3'
@@ -51,10 +51,10 @@ def answer():
 
 
 def test_an_answer_tells_where_it_was_made_and_what_was_moved(played):
-    """This is what `xpyd up` shows."""
+    """This is what `pdrelay up` shows."""
     machine = played(
-        before='vllm:xpyd_bytes_transferred_total{engine="0"} 1000.0\n',
-        after='vllm:xpyd_bytes_transferred_total{engine="0"} 67536.0\n',
+        before='vllm:pdrelay_bytes_transferred_total{engine="0"} 1000.0\n',
+        after='vllm:pdrelay_bytes_transferred_total{engine="0"} 67536.0\n',
     )
 
     found = answer()
@@ -74,7 +74,7 @@ def test_without_a_metric_the_bytes_are_unknown(played):
 
 def test_a_metric_that_does_not_move_is_zero_bytes(played):
     """The engine says so, also a moment later."""
-    text = "vllm:xpyd_bytes_transferred_total 5.0\n"
+    text = "vllm:pdrelay_bytes_transferred_total 5.0\n"
     played(before=text, after=text)
 
     assert answer().bytes_moved == 0
@@ -131,11 +131,14 @@ def test_server_timing_is_read_as_far_as_it_is_understood(header, legs):
     ("text", "total"),
     [
         ("", None),
-        ("# HELP vllm:xpyd_bytes_transferred_total Bytes.\n", None),
-        ("vllm:xpyd_bytes_transferred_total 7.0\n", 7),
-        ('vllm:xpyd_bytes_transferred_total{e="0"} 7.0\nvllm:xpyd_bytes_transferred_total{e="1"} 1.5e+06\n', 1500007),
+        ("# HELP vllm:pdrelay_bytes_transferred_total Bytes.\n", None),
+        ("vllm:pdrelay_bytes_transferred_total 7.0\n", 7),
+        (
+            'vllm:pdrelay_bytes_transferred_total{e="0"} 7.0\nvllm:pdrelay_bytes_transferred_total{e="1"} 1.5e+06\n',
+            1500007,
+        ),
         ('vllm:nixl_bytes_transferred_bucket{le="1"} 9.0\nvllm:nixl_bytes_transferred_sum{e="0"} 64.0\n', 64),
-        ("vllm:xpyd_bytes_transferred_total_created 1e9\n", None),
+        ("vllm:pdrelay_bytes_transferred_total_created 1e9\n", None),
     ],
 )  # fmt: skip
 def test_bytes_are_summed_over_labels(text, total):

@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from xpyd_proxy.local.errors import LocalError
-from xpyd_proxy.local.model import FINGERPRINT, HEADS, HIDDEN, VERSION, VOCABULARY, TinyModel, ensure_model, is_complete
+from pdrelay_proxy.local.errors import LocalError
+from pdrelay_proxy.local.model import (
+    FINGERPRINT,
+    HEADS,
+    HIDDEN,
+    VERSION,
+    VOCABULARY,
+    TinyModel,
+    ensure_model,
+    is_complete,
+)
 
 
 @pytest.fixture(scope="module")

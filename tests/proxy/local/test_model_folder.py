@@ -2,9 +2,9 @@
 
 import pytest
 
-from xpyd_proxy.local.errors import LocalError
-from xpyd_proxy.local.model import FINGERPRINT
-from xpyd_proxy.local.model_folder import TINY, prepare_model
+from pdrelay_proxy.local.errors import LocalError
+from pdrelay_proxy.local.model import FINGERPRINT
+from pdrelay_proxy.local.model_folder import TINY, prepare_model
 
 
 def test_a_model_of_ones_own_is_served_as_it_is(tmp_path):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.plan import EngineKind, LocalPlan, engine_command, router_command
-from xpyd_proxy.local.recipe import Connector
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.plan import EngineKind, LocalPlan, engine_command, router_command
+from pdrelay_proxy.local.recipe import Connector
 
 
 def test_engines_are_numbered_from_the_first_port_of_their_kind():
@@ -60,7 +60,7 @@ def test_the_router_is_told_all_engines():
     """In the order of their names: the router numbers them itself, from zero."""
     command = router_command(LocalPlan(prefill=1, decode=2, port=9000), {})
 
-    assert list(command.argv[:5]) == [sys.executable, "-P", "-m", "xpyd_proxy.cli", "serve"]
+    assert list(command.argv[:5]) == [sys.executable, "-P", "-m", "pdrelay_proxy.cli", "serve"]
     assert "--prefill 127.0.0.1:8100 --decode 127.0.0.1:8200 127.0.0.1:8201" in " ".join(command.argv)
     assert command.health_url == "http://127.0.0.1:9000/health"
 
@@ -71,7 +71,7 @@ def test_one_flag_switches_both_halves_of_kv_events():
     argv = " ".join(router_command(plan, {}).argv)
 
     assert "--kv-events auto --prefill-policy prefix --decode-policy prefix" in argv
-    assert {spec.kv_events for spec in plan.engines()} == {Path(".xpyd/kv-events")}
+    assert {spec.kv_events for spec in plan.engines()} == {Path(".pdrelay/kv-events")}
     assert "--kv-events" not in router_command(LocalPlan(), {}).argv
 
 
@@ -117,4 +117,4 @@ def test_the_router_gets_the_path_of_its_key():
     """A key among the arguments would be seen by every user of the machine."""
     argv = router_command(LocalPlan(has_own_key=True, admin_port=9001), {}).argv
 
-    assert " ".join(argv).endswith("--admin-port 9001 --admin-key-file .xpyd/admin-key")
+    assert " ".join(argv).endswith("--admin-port 9001 --admin-key-file .pdrelay/admin-key")

@@ -5,11 +5,11 @@ import socket
 
 import pytest
 
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.errors import LocalError
-from xpyd_proxy.local.plan import EngineKind, LocalPlan
-from xpyd_proxy.local.preflight import GIB, Machine, check, free_memory, look, safe_dtype
-from xpyd_proxy.local.recipe import Connector
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.errors import LocalError
+from pdrelay_proxy.local.plan import EngineKind, LocalPlan
+from pdrelay_proxy.local.preflight import GIB, Machine, check, free_memory, look, safe_dtype
+from pdrelay_proxy.local.recipe import Connector
 
 pytestmark = pytest.mark.edges
 
@@ -50,7 +50,7 @@ def test_a_port_that_cannot_be_is_not_called_taken(port, says):
     ("found", "says"),
     [
         ({"free_memory": 3 * GIB}, "4 engines need about 5.6 GiB of memory and 3.0 GiB are free"),
-        ({"free_disk": GIB // 10}, ".xpyd needs about 0.25 GiB of disk and 0.10 GiB are free: make room"),
+        ({"free_disk": GIB // 10}, ".pdrelay needs about 0.25 GiB of disk and 0.10 GiB are free: make room"),
         (
             {"missing_modules": frozenset({"vllm"})},
             "the Python package vllm is not installed: `make install` installs it, `--engine sim` does without",
@@ -147,8 +147,8 @@ def test_simulated_engines_have_no_kv_events():
 @pytest.mark.parametrize("mode", TransferMode)
 def test_kv_goes_back_with_our_connector_alone(mode):
     """vLLM's connector would ignore it without a word."""
-    check(LocalPlan(return_kv=True, mode=mode, connector=Connector.XPYD), GOOD)
+    check(LocalPlan(return_kv=True, mode=mode, connector=Connector.PDRELAY), GOOD)
 
     assert complaints(LocalPlan(return_kv=True, mode=mode, connector=Connector.NIXL)) == [
-        "--return-kv works with our connector alone: leave it out, or write --connector xpyd"
+        "--return-kv works with our connector alone: leave it out, or write --connector pdrelay"
     ]

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from xpyd_proxy.local.plan import LocalPlan
-from xpyd_proxy.local.processes import Command, make_directory, open_fleet
-from xpyd_proxy.local.up import make_home
+from pdrelay_proxy.local.plan import LocalPlan
+from pdrelay_proxy.local.processes import Command, make_directory, open_fleet
+from pdrelay_proxy.local.up import make_home
 
 pytestmark = pytest.mark.processes
 
@@ -51,9 +51,9 @@ def test_a_folder_that_is_there_stays_as_it_is(tmp_path):
     assert [mode(path) for path in (tmp_path, tmp_path / "a", tmp_path / "a" / "b")] == [0o755, 0o700, 0o700]
 
 
-def test_the_folder_of_xpyd_up_is_closed_also_if_it_was_open(tmp_path):
+def test_the_folder_of_pdrelay_up_is_closed_also_if_it_was_open(tmp_path):
     """Earlier versions and other tools of a checkout make it with the umask's mode."""
-    (home := tmp_path / ".xpyd").mkdir(mode=0o755)
+    (home := tmp_path / ".pdrelay").mkdir(mode=0o755)
     (home / "kv-events").mkdir(mode=0o755)
     make_home(LocalPlan(home=home, kv_events=True))
 

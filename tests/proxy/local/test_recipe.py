@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.recipe import (
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.local.recipe import (
     Connector,
     EngineSpec,
     argv,
@@ -51,12 +51,12 @@ def test_an_engine_without_a_connector_gets_no_transfer_config():
 def test_our_connector_is_loaded_by_path_and_knows_its_role(role, kv_role):
     """vLLM does not ship it, so it needs the module path."""
     config = json.loads(
-        option(argv(spec(role=role, connector=Connector.XPYD, side_channel_port=5600)), "--kv-transfer-config")
+        option(argv(spec(role=role, connector=Connector.PDRELAY, side_channel_port=5600)), "--kv-transfer-config")
     )
 
     assert config == {
-        "kv_connector": "XpydConnector",
-        "kv_connector_module_path": "xpyd_connector",
+        "kv_connector": "PDRelayConnector",
+        "kv_connector_module_path": "pdrelay_connector",
         "kv_role": kv_role,
         "kv_load_failure_policy": "recompute",
     }
@@ -65,7 +65,7 @@ def test_our_connector_is_loaded_by_path_and_knows_its_role(role, kv_role):
 @pytest.mark.parametrize("role", [*Role, None])
 def test_an_engine_that_returns_kv_plays_both_roles(role):
     """It lends in both directions."""
-    returns = {"extra_connector_config": {"return_kv": True}, "connector": Connector.XPYD, "side_channel_port": 5600}
+    returns = {"extra_connector_config": {"return_kv": True}, "connector": Connector.PDRELAY, "side_channel_port": 5600}
 
     assert transfer_config(spec(role=role, **returns))["kv_role"] == "kv_both"
 
@@ -83,10 +83,10 @@ def test_the_in_tree_connector_plays_both_roles(role):
 def test_a_pushing_engine_has_its_connectors_way_to_say_so():
     """Ours has a setting for it, vLLM has another connector; what a test sets beside it is kept."""
     extra = {"extra_connector_config": {"kv_lease_duration": 2}, "side_channel_port": 5600}
-    ours = transfer_config(spec(connector=Connector.XPYD, mode=TransferMode.PUSH, **extra))
+    ours = transfer_config(spec(connector=Connector.PDRELAY, mode=TransferMode.PUSH, **extra))
     theirs = transfer_config(spec(connector=Connector.NIXL, mode=TransferMode.PUSH, **extra))
 
-    assert ours["kv_connector"] == "XpydConnector"
+    assert ours["kv_connector"] == "PDRelayConnector"
     assert ours["kv_connector_extra_config"] == {"mode": "push", "kv_lease_duration": 2}
     assert theirs["kv_connector"] == "NixlPushConnector"
     assert theirs["kv_connector_extra_config"] == {"kv_lease_duration": 2}
@@ -103,9 +103,9 @@ def test_an_engine_tells_of_its_cache_over_sockets_of_its_own():
         "endpoint": "ipc://run/8101-inproc.ipc",
         "replay_endpoint": "ipc://run/8101-inproc-replay.ipc",
     }
-    assert environment(telling, {})["VLLM_PLUGINS"] == "xpyd,xpyd_kv_events"
-    assert environment(telling, {"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,xpyd,xpyd_kv_events"
-    assert shell_line(telling).startswith("VLLM_PLUGINS=xpyd,xpyd_kv_events vllm serve ")
+    assert environment(telling, {})["VLLM_PLUGINS"] == "pdrelay,pdrelay_kv_events"
+    assert environment(telling, {"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,pdrelay,pdrelay_kv_events"
+    assert shell_line(telling).startswith("VLLM_PLUGINS=pdrelay,pdrelay_kv_events vllm serve ")
 
 
 def test_other_engines_load_the_plugins_that_they_would():
@@ -124,7 +124,7 @@ def test_extra_arguments_come_last_because_the_last_one_wins():
 
 def test_the_side_channel_is_on_loopback_at_the_port_of_the_spec():
     """Two engines on one machine need two ports."""
-    variables = environment(spec(connector=Connector.XPYD, side_channel_port=5601), {})
+    variables = environment(spec(connector=Connector.PDRELAY, side_channel_port=5601), {})
 
     assert variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
     assert variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5601"
@@ -165,8 +165,8 @@ def test_an_engine_is_watched_at_its_own_health_endpoint():
 
 def test_a_connector_without_a_side_channel_port_is_refused():
     """All engines would share vLLM's default port, and only the first would start."""
-    with pytest.raises(ValueError, match="engine p0 has connector xpyd but no side_channel_port"):
-        spec(connector=Connector.XPYD)
+    with pytest.raises(ValueError, match="engine p0 has connector pdrelay but no side_channel_port"):
+        spec(connector=Connector.PDRELAY)
 
 
 @pytest.mark.parametrize("block_size", [0, 16, 33])
@@ -208,10 +208,10 @@ def test_nixl_listens_on_loopback_where_the_side_channel_does():
     assert "UCX_NET_DEVICES" not in environment(elsewhere, {})
 
 
-@pytest.mark.parametrize("variable", ["XPYD_CONNECTOR_SECRET", "XPYD_CONNECTOR_SECRET_FILE"])
+@pytest.mark.parametrize("variable", ["PDRELAY_CONNECTOR_SECRET", "PDRELAY_CONNECTOR_SECRET_FILE"])
 def test_engines_share_the_operators_secret_or_one_that_is_drawn(variable):
     """Other users of this machine can reach loopback, too."""
-    drawn = [with_secret({"PATH": "/bin"})["XPYD_CONNECTOR_SECRET"] for _ in range(2)]
+    drawn = [with_secret({"PATH": "/bin"})["PDRELAY_CONNECTOR_SECRET"] for _ in range(2)]
 
     assert min(map(len, drawn)) >= 64
     assert drawn[0] != drawn[1]

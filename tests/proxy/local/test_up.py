@@ -1,4 +1,4 @@
-"""`xpyd up` as a user sees it, with simulated engines: real processes, a real router, real signals."""
+"""`pdrelay up` as a user sees it, with simulated engines: real processes, a real router, real signals."""
 
 import itertools
 import os
@@ -14,11 +14,11 @@ import httpx
 import psutil
 import pytest
 
+from pdrelay_proxy.local.errors import ChildFailed
+from pdrelay_proxy.local.screen import Screen
+from pdrelay_proxy.local.up import _explain
 from support.cluster import ROOM, free_ports
 from support.small_disk import HOW, WORDS, small_disk
-from xpyd_proxy.local.errors import ChildFailed
-from xpyd_proxy.local.screen import Screen
-from xpyd_proxy.local.up import _explain
 
 pytestmark = pytest.mark.processes
 
@@ -29,7 +29,7 @@ def up(directory, *options, port=None):
     router, prefill, decode = free_ports(3)
     ports = ["--port", str(port or router), "--prefill-port", str(prefill), "--decode-port", str(decode)]
     with subprocess.Popen(
-        [sys.executable, "-m", "xpyd_proxy.cli", "up", *ports, *options],
+        [sys.executable, "-m", "pdrelay_proxy.cli", "up", *ports, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -95,7 +95,7 @@ def test_once_shows_an_answer_and_leaves_nothing_behind(tmp_path):
     assert "KV moved  unknown" in out
     assert len(urls(out)) == 3
     assert nobody_listens(out)
-    assert {path.name for path in (tmp_path / ".xpyd/logs").iterdir()} == {
+    assert {path.name for path in (tmp_path / ".pdrelay/logs").iterdir()} == {
         "prefill-0.log",
         "decode-0.log",
         "router.log",
@@ -143,7 +143,7 @@ def test_an_engine_that_dies_ends_everything_with_its_reason(tmp_path, role, whe
         _, err = process.communicate()
 
     assert process.returncode == 1
-    assert f"xpyd up: {role}-0 was ended by signal 9; its log is .xpyd/logs/{role}-0.log" in err
+    assert f"pdrelay up: {role}-0 was ended by signal 9; its log is .pdrelay/logs/{role}-0.log" in err
     assert nobody_listens(out)
 
 
@@ -157,7 +157,7 @@ def test_a_failure_shows_the_end_of_the_log_and_one_sentence(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out.splitlines()[-3:] == ["  | loading", "  | OSError: no such model", ""]
     assert err == (
-        "xpyd up: decode-0 ended with exit code 1, probably because of OSError: no such model; "
+        "pdrelay up: decode-0 ended with exit code 1, probably because of OSError: no such model; "
         f"its log is {tmp_path / 'decode-0.log'}\n"
     )
 
@@ -171,7 +171,7 @@ def test_a_disk_that_takes_nothing_is_one_sentence(tmp_path, how):
         with up(disk.path, "--engine", "sim", "--once") as process:
             _, stderr = process.communicate()
             assert process.returncode == 1
-        assert re.fullmatch(rf"xpyd up: \S*\.xpyd\S* cannot be written: {WORDS[how]}\n", stderr), stderr
+        assert re.fullmatch(rf"pdrelay up: \S*\.pdrelay\S* cannot be written: {WORDS[how]}\n", stderr), stderr
         disk.mend(how)
         with up(disk.path, "--engine", "sim", "--once") as process:
             _, stderr = process.communicate()
@@ -179,7 +179,7 @@ def test_a_disk_that_takes_nothing_is_one_sentence(tmp_path, how):
 
 
 def test_a_taken_port_is_one_sentence_and_nothing_is_started(tmp_path):
-    """Usually an earlier `xpyd up` in another terminal."""
+    """Usually an earlier `pdrelay up` in another terminal."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with up(tmp_path, "--engine", "sim", port=port) as process:
@@ -187,9 +187,9 @@ def test_a_taken_port_is_one_sentence_and_nothing_is_started(tmp_path):
 
     assert process.returncode == 1
     assert err == (
-        f"xpyd up: port {port} for the router is taken: stop what listens there, or choose another with --port\n"
+        f"pdrelay up: port {port} for the router is taken: stop what listens there, or choose another with --port\n"
     )
-    assert not (tmp_path / ".xpyd").exists()
+    assert not (tmp_path / ".pdrelay").exists()
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "33", "two"])
@@ -199,7 +199,7 @@ def test_a_wrong_number_of_engines_is_one_sentence(tmp_path, count):
         _, err = process.communicate()
 
     assert process.returncode == 2
-    assert err == (f"xpyd up: argument --decode: '{count}' is not a number of engines: write one from 1 to 32\n")
+    assert err == (f"pdrelay up: argument --decode: '{count}' is not a number of engines: write one from 1 to 32\n")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sim"])
@@ -209,7 +209,7 @@ def test_a_name_on_the_hub_is_refused_and_no_folder_of_that_name_is_made(tmp_pat
         _, err = process.communicate()
 
     assert process.returncode == 1
-    assert err.startswith("xpyd up: there is no model in Qwen/Qwen3-0.6B: --model takes a folder with a config.json")
+    assert err.startswith("pdrelay up: there is no model in Qwen/Qwen3-0.6B: --model takes a folder with a config.json")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -219,7 +219,7 @@ def test_commands_for_operators_work_behind_a_plain_up(tmp_path):
         out = read_until(process, "Ctrl-C stops everything")
         (line,) = [line.strip() for line in out.splitlines() if " why --router=" in line]
         (url,) = re.findall(r"--router=(\S+)", line)
-        ran = [["sh", "-c", line], *([sys.executable, "-m", "xpyd_proxy.cli", *words, "--router", url]
+        ran = [["sh", "-c", line], *([sys.executable, "-m", "pdrelay_proxy.cli", *words, "--router", url]
                for words in (["instances", "list"], ["pairs"]))]  # fmt: skip
         bare = {name: value for name, value in os.environ.items() if name != "ADMIN_API_KEY"}
         done = [subprocess.run(argv, cwd=tmp_path, env=bare, capture_output=True, text=True) for argv in ran]
@@ -228,13 +228,13 @@ def test_commands_for_operators_work_behind_a_plain_up(tmp_path):
         process.send_signal(signal.SIGINT)
         process.communicate()
 
-    key = (tmp_path / ".xpyd/admin-key").read_text().strip()
+    key = (tmp_path / ".pdrelay/admin-key").read_text().strip()
     assert [(each.returncode, each.stderr) for each in done] == [(0, "")] * 3
     assert "prefill leg prefill-0" in done[0].stdout
     assert page.status_code == 200
     assert len(key) >= 32
-    assert (tmp_path / ".xpyd/admin-key").stat().st_mode & 0o777 == 0o600
-    told = [out, *shown, *(log.read_text() for log in (tmp_path / ".xpyd/logs").iterdir())]
+    assert (tmp_path / ".pdrelay/admin-key").stat().st_mode & 0o777 == 0o600
+    told = [out, *shown, *(log.read_text() for log in (tmp_path / ".pdrelay/logs").iterdir())]
     assert not [text for text in told if key in text]
 
 
@@ -249,7 +249,7 @@ def test_a_key_of_the_environment_is_used_as_it_is(tmp_path, monkeypatch):
         process.communicate()
 
     assert asked.status_code == 200
-    assert not (tmp_path / ".xpyd/admin-key").exists()
+    assert not (tmp_path / ".pdrelay/admin-key").exists()
 
 
 def test_every_port_can_be_moved(tmp_path):
@@ -262,7 +262,7 @@ def test_every_port_can_be_moved(tmp_path):
         process.communicate()
 
     assert page.status_code == 200
-    assert f"why --router=http://127.0.0.1:{admin} xpyd-" in out
+    assert f"why --router=http://127.0.0.1:{admin} pdrelay-" in out
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_every_port_can_be_moved(tmp_path):
         (["--engine", "sim", "--", "--max-num-seqs", "8"], "simulated engines have no options of vLLM"),
         (
             ["--", "--port=1"],
-            "--port is not an option for engines here, as xpyd up says it itself: write --prefill-port",
+            "--port is not an option for engines here, as pdrelay up says it itself: write --prefill-port",
         ),
         (["--", "--served_model_name", "x"], "--served-model-name is not an option for engines here"),
     ],
@@ -283,7 +283,7 @@ def test_an_option_that_cannot_go_to_engines_is_refused(tmp_path, words, says):
 
     assert process.returncode == 1
     assert says in err
-    assert not (tmp_path / ".xpyd").exists()
+    assert not (tmp_path / ".pdrelay").exists()
 
 
 def test_an_argument_without_a_flag_is_no_option_of_engines(tmp_path):
@@ -291,13 +291,13 @@ def test_an_argument_without_a_flag_is_no_option_of_engines(tmp_path):
     with up(tmp_path, "--engine", "sim", "hermes") as process:
         _, err = process.communicate()
 
-    assert (process.returncode, err) == (2, "xpyd: unrecognized arguments: hermes\n")
+    assert (process.returncode, err) == (2, "pdrelay: unrecognized arguments: hermes\n")
 
 
 def test_the_ports_that_follow_a_tests_port_belong_to_that_test():
     """The side channel of a second engine has the port after the first one's: another test's engine must not be there.
 
-    So it happened: `xpyd up` refused to start, because a test's engine of the same session listened there.
+    So it happened: `pdrelay up` refused to start, because a test's engine of the same session listened there.
     """
     ports = sorted(free_ports(100))
 

@@ -1,4 +1,4 @@
-"""``xpyd plan``, as it is typed; and the example of docs/scaling.md."""
+"""``pdrelay plan``, as it is typed; and the example of docs/scaling.md."""
 
 import importlib.util
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xpyd_proxy.cli import main
+from pdrelay_proxy.cli import main
 
 TYPED = shlex.split(
     "--requests-per-second 20 --prompt-tokens 3000 --prompt-tokens-p95 8000 --output-tokens 250 "
@@ -93,7 +93,7 @@ def test_nonsense_is_one_sentence_and_exit_code_2(planned, arguments, said):
     code, out, err = planned(*arguments)
 
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("xpyd plan: ")
+    assert err.startswith("pdrelay plan: ")
     assert said in err
 
 
@@ -119,7 +119,7 @@ def test_a_file_of_lengths_that_cannot_be_used_is_refused(planned, tmp_path, con
 
 def _examples():
     """Find the commands of the page and what it says that they print."""
-    blocks = re.findall(r"```console\n\$ (xpyd plan .*?)```", DOCS.read_text(), re.DOTALL)
+    blocks = re.findall(r"```console\n\$ (pdrelay plan .*?)```", DOCS.read_text(), re.DOTALL)
     for block in blocks:
         command, _, output = re.sub(r"\\\n\s*", "", block).partition("\n")
         yield command, output

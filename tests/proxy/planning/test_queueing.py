@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.several_routers import SERVICE_S, waits
-from xpyd_proxy.planning.queueing import (
+from pdrelay_proxy.planning.queueing import (
     Spread,
     among_routers,
     at_random,
@@ -18,6 +17,7 @@ from xpyd_proxy.planning.queueing import (
     shared_queue,
     two_choices,
 )
+from support.several_routers import SERVICE_S, waits
 
 ARRIVALS = 120_000
 

@@ -1,4 +1,4 @@
-"""The calculator behind ``xpyd plan``, beside a simulation of the queues that it predicts."""
+"""The calculator behind ``pdrelay plan``, beside a simulation of the queues that it predicts."""
 
 import math
 import random
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.planning.queueing import Spread
-from xpyd_proxy.planning.sizing import (
+from pdrelay_proxy.planning.queueing import Spread
+from pdrelay_proxy.planning.sizing import (
     WAITS,
     Aims,
     NoPlan,
@@ -21,7 +21,7 @@ from xpyd_proxy.planning.sizing import (
     observed,
     plan,
 )
-from xpyd_proxy.settings import PolicyName
+from pdrelay_proxy.settings import PolicyName
 
 TRAFFIC = Traffic(20.0, Spread.lognormal(3000, 8000), Spread.lognormal(250, 700))
 RATES = Rates(24_000.0, 2_600.0, 420_000.0, 131_072.0, 12.5e9)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdrelay_proxy.cli import main
+from pdrelay_proxy.testing.engine import Sim
 from support.sim import serving, sims
-from xpyd_proxy.cli import main
-from xpyd_proxy.testing.engine import Sim
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Flags, pages and exit codes of ``xpyd prove``."""
+"""Flags, pages and exit codes of ``pdrelay prove``."""
 
 import json
 import signal
@@ -11,11 +11,11 @@ import time
 import httpx
 import pytest
 
+from pdrelay_proxy.cli import main
+from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.testing.engine import FaultKind, LogEntry, SimulatedFault
 from support.cluster import free_ports
 from support.sim import cluster
-from xpyd_proxy.cli import main
-from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import FaultKind, LogEntry, SimulatedFault
 
 pytestmark = pytest.mark.processes
 
@@ -111,7 +111,7 @@ def test_no_engine_stays_frozen_when_the_run_is_ended(fleet, tmp_path, number, i
     One in the background of a script ignores SIGINT, and one of nohup ignores SIGHUP.
     """
     done, at = tmp_path / "thawed", fleet.at
-    program = [sys.executable, "-m", "xpyd_proxy.cli", "prove"]
+    program = [sys.executable, "-m", "pdrelay_proxy.cli", "prove"]
     urls = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", at["reference"], "--only", "decode-frozen"]
     deeds = ["--freeze-decode", f"kill -{number} $PPID; exec sleep 50", "--thaw-decode", f"echo a >> {done}"]
 
@@ -168,7 +168,7 @@ def test_keys_come_from_files_and_stay_out_of_the_page(prove, fleet, tmp_path):
 def test_what_is_started_is_waited_for_and_stopped(fleet, capsys):
     """Here the reference; and a command that ends well has left something that runs."""
     (port,) = free_ports(1)
-    command = f"{sys.executable} -P -m xpyd_proxy.testing.engine --role decode --port {port}"
+    command = f"{sys.executable} -P -m pdrelay_proxy.testing.engine --role decode --port {port}"
     at, url = fleet.at, f"http://127.0.0.1:{port}"
     engines = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", url]
 
@@ -181,7 +181,7 @@ def test_what_is_started_is_waited_for_and_stopped(fleet, capsys):
 
 
 def test_what_is_started_may_ask_a_request_of_its_own_first(fleet, prove):
-    """``xpyd up`` does when its engines serve, which is when they are at rest for the first time."""
+    """``pdrelay up`` does when its engines serve, which is when they are at rest for the first time."""
     first = LogEntry("/v1/completions", {}, "")
     fleet.d.log.append(first)
     over = threading.Timer(1.5, setattr, (first, "state", "done"))

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
+from pdrelay_proxy.cli import main
 from support.raw_engine import closing, pour, raw_engine
-from xpyd_proxy.cli import main
 
 pytestmark = pytest.mark.edges
 

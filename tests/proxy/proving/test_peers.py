@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from pdrelay_proxy.proving.peers import Deed, DeedFailed, Peers
 from support.proc import wait_stopped
-from xpyd_proxy.proving.peers import Deed, DeedFailed, Peers
 
 pytestmark = pytest.mark.processes
 

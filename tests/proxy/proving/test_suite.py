@@ -6,8 +6,8 @@ import time
 import pytest
 from starlette.responses import Response
 
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from support.sim import serving
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 pytestmark = pytest.mark.processes
 

@@ -4,6 +4,10 @@ import asyncio
 
 import pytest
 
+from pdrelay_proxy.core.fleet.push_coordinates import CoordinatesState
+from pdrelay_proxy.core.model import EngineResponse, InstanceId, Role
+from pdrelay_proxy.errors import EngineError, EngineTimeout
+from pdrelay_proxy.settings import KvTransferMode
 from support.scripted import (
     DONE,
     EVENT,
@@ -18,10 +22,6 @@ from support.scripted import (
     router_of,
     until,
 )
-from xpyd_proxy.core.fleet.push_coordinates import CoordinatesState
-from xpyd_proxy.core.model import EngineResponse, InstanceId, Role
-from xpyd_proxy.errors import EngineError, EngineTimeout
-from xpyd_proxy.settings import KvTransferMode
 
 P0 = InstanceId("prefill-0")
 ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":400}}'

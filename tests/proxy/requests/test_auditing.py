@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.model import Api
 from support.scripted import DONE, EVENT, Scripted, call, prefilled, router_of
-from xpyd_proxy.core.model import Api
 
 
 def usage(count):

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from xpyd_proxy.requests.release import Background
+from pdrelay_proxy.requests.release import Background
 
 
 async def test_the_background_has_a_limit_and_places_become_free():

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.model import Api, EngineResponse
 from support.bodies import BASE
 from support.scripted import DONE, JSON, Asked, Scripted, failing, prefilled, request_id, router_of
 from support.simulated_loop import settle
-from xpyd_proxy.core.model import Api, EngineResponse
 
 DETAILS = {"cached_tokens": 16, "created_cache_tokens": 224}
 COUNTS = {"prompt_tokens": 254, "completion_tokens": 1, "total_tokens": 255}

@@ -8,16 +8,16 @@ from collections import Counter
 import msgspec
 import pytest
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Api, EngineResponse, GenerationRequest, RequestId, Role, SingleEngineReason
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.request_record import LegRecord, RequestRecord, Retry
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.requests.canaries import ANSWER_MOST, BUSY, Canaries, KeptResponse
+from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from support.sim import router, sims
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Api, EngineResponse, GenerationRequest, RequestId, Role, SingleEngineReason
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.request_record import LegRecord, RequestRecord, Retry
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.requests.canaries import ANSWER_MOST, BUSY, Canaries, KeptResponse
-from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 BODY = {"prompt": "once upon a time", "temperature": 0, "max_tokens": 4}
 CALL = GenerationRequest(Api.COMPLETIONS, msgspec.json.decode(json.dumps(BODY), type=dict[str, msgspec.Raw]), ())
@@ -200,7 +200,7 @@ async def test_a_routers_clients_get_the_same_and_their_requests_are_repeated():
         for stream in (False, True):
             assert (await client.post("/v1/chat/completions", json=chat | {"stream": stream})).status_code == 200
         async with asyncio.timeout(PATIENCE_S):
-            while 'xpyd_canaries_total{outcome="equal"} 3.0' not in (await client.get("/metrics")).text:
+            while 'pdrelay_canaries_total{outcome="equal"} 3.0' not in (await client.get("/metrics")).text:
                 await asyncio.sleep(0.01)
 
     names = [entry.headers["x-request-id"] for entry in engines["p0"].log]
@@ -216,13 +216,13 @@ async def test_a_pair_whose_texts_are_wrong_rests():
     async with router(engines, Settings(canary_every=1)) as client:
         async with asyncio.timeout(PATIENCE_S):
             number = 0
-            while "xpyd_pairs_resting 1.0" not in (await client.get("/metrics")).text:
+            while "pdrelay_pairs_resting 1.0" not in (await client.get("/metrics")).text:
                 path, body = (("completions", BODY), ("chat/completions", chat))[number // 2 % 2]
                 assert (await client.post(f"/v1/{path}", json=body)).status_code == 200
                 number += 1
         served = [(await client.post("/v1/completions", json=BODY)).headers["server-timing"] for _ in range(6)]
         metrics = (await client.get("/metrics")).text
 
-    assert 'xpyd_canaries_total{outcome="different"} 2.0' in metrics
-    assert 'xpyd_pair_failures_total{reason="wrong_kv"} 2.0' in metrics
+    assert 'pdrelay_canaries_total{outcome="different"} 2.0' in metrics
+    assert 'pdrelay_pair_failures_total{reason="wrong_kv"} 2.0' in metrics
     assert all("decode-1" in each for each in served)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.errors import EngineError, OutOfTime
-from xpyd_proxy.requests.error_body import last_event
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.errors import EngineError, OutOfTime
+from pdrelay_proxy.requests.error_body import last_event
 
 
 @pytest.mark.parametrize("error", [EngineError("decode-0 broke off"), OutOfTime("too long")])

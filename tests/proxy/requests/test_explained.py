@@ -4,16 +4,16 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.pair_health import TRIAL_S, PairFailure
+from pdrelay_proxy.core.model import Api, GenerationRequest, Role
+from pdrelay_proxy.core.raw_json import Fields, decode
+from pdrelay_proxy.core.routing.explain import Explainer
+from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL
+from pdrelay_proxy.core.routing.session_ids import SessionIds
+from pdrelay_proxy.errors import BadRequest
 from support.bodies import BASE
 from support.scripted import Scripted, call, good_decode, pulled_prefill, router_of
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.pair_health import TRIAL_S, PairFailure
-from xpyd_proxy.core.model import Api, GenerationRequest, Role
-from xpyd_proxy.core.raw_json import Fields, decode
-from xpyd_proxy.core.routing.explain import Explainer
-from xpyd_proxy.core.routing.routing_hints import TELLS_MODEL
-from xpyd_proxy.core.routing.session_ids import SessionIds
-from xpyd_proxy.errors import BadRequest
 
 
 def explainer_of(router, clock):

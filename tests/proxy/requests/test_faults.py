@@ -5,6 +5,13 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.http.bounded_body import ANSWER_MOST
+from pdrelay_proxy.core.model import Api, EngineResponse, RequestId, Role
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.protocol.sse import LINE_MOST
+from pdrelay_proxy.errors import EngineError, EngineTimeout
+from pdrelay_proxy.settings import Settings
 from support.greedy import events, read
 from support.scripted import (
     DONE,
@@ -19,13 +26,6 @@ from support.scripted import (
     router_of,
 )
 from support.simulated_loop import settle
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
-from xpyd_proxy.core.model import Api, EngineResponse, RequestId, Role
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.protocol.sse import LINE_MOST
-from xpyd_proxy.errors import EngineError, EngineTimeout
-from xpyd_proxy.settings import Settings
 
 JSON = "application/json"
 ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":500}}'

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.model import Api, EngineResponse, Role
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.settings import FirstTokenFrom
 from support.greedy import HALF, event, events, first_answer, ids_of, next_token, read
 from support.scripted import JSON, Scripted, call, never, params_of, prefilled, request_id, router_of, until
-from xpyd_proxy.core.model import Api, EngineResponse, Role
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.settings import FirstTokenFrom
 
 TEXT = {"stream": True, "temperature": 0, "max_tokens": 8, "prompt": "once"}
 CHAT = {"stream": True, "temperature": 0, "max_tokens": 8, "messages": [{"role": "user", "content": "go on"}]}
@@ -37,7 +37,7 @@ class Engines(Scripted):
     async def _prefill(self, leg):
         body = json.loads(leg.body)
         answer = first_answer(body, name=f"cmpl-{request_id(leg)}")
-        params = json.loads(prefilled(leg, transfer_mode="pull", xpyd_first_token=self._offer).body)
+        params = json.loads(prefilled(leg, transfer_mode="pull", pdrelay_first_token=self._offer).body)
         self._spoil(answer)
         return EngineResponse(200, JSON, json.dumps(answer | params).encode())
 

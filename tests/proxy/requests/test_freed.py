@@ -4,13 +4,13 @@ import gc
 
 import pytest
 
+from pdrelay_proxy.core.model import GenerationRequest
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.requests.legs import DecodeLeg, PrefillLeg
+from pdrelay_proxy.requests.request import Request
+from pdrelay_proxy.settings import KvTransferMode, Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from support.sim import router, sims
-from xpyd_proxy.core.model import GenerationRequest
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.requests.legs import DecodeLeg, PrefillLeg
-from xpyd_proxy.requests.request import Request
-from xpyd_proxy.settings import KvTransferMode, Settings
-from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 PARTS = (Request, GenerationRequest, PrefillLeg, DecodeLeg, EngineError)
 QUICK = {"prefill_timeout_s": 0.2, "first_token_timeout_s": 0.2, "stream_idle_timeout_s": 0.2, "total_timeout_s": 1.0}

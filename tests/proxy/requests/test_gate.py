@@ -5,13 +5,13 @@ import random
 
 import pytest
 
+from pdrelay_proxy.core.admission.ticket import TicketState
+from pdrelay_proxy.errors import KeyOverLimit, RouterFull
+from pdrelay_proxy.requests.gate import Gate
+from pdrelay_proxy.settings import Settings
 from support.clock import Clock
 from support.scripted import DONE, EVENT, Scripted, call, good_decode, never, pulled_prefill, router_of, until
 from support.simulated_loop import advance, settle, simulated
-from xpyd_proxy.core.admission.ticket import TicketState
-from xpyd_proxy.errors import KeyOverLimit, RouterFull
-from xpyd_proxy.requests.gate import Gate
-from xpyd_proxy.settings import Settings
 
 
 class Crowd:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from xpyd_proxy.core.admission.keys import Keyring, Keys
-from xpyd_proxy.core.admission.lifetime import Lifetime
-from xpyd_proxy.core.http.origins import Sites
-from xpyd_proxy.errors import BadRequest, UnsupportedMedia
-from xpyd_proxy.requests.intake import Intake, RequestHead
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.admission.keys import Keyring, Keys
+from pdrelay_proxy.core.admission.lifetime import Lifetime
+from pdrelay_proxy.core.http.origins import Sites
+from pdrelay_proxy.errors import BadRequest, UnsupportedMedia
+from pdrelay_proxy.requests.intake import Intake, RequestHead
+from pdrelay_proxy.settings import Settings
 
 FORM = "/v1/audio/transcriptions"
 

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.model import EngineResponse
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
+from pdrelay_proxy.settings import FirstTokenFrom, Settings
 from support.greedy import events, first_answer
 from support.scripted import JSON, Scripted, call, good_decode, prefilled, router_of
-from xpyd_proxy.core.model import EngineResponse
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
-from xpyd_proxy.settings import FirstTokenFrom, Settings
 
 OFFER = {"apis": ["completions"], "max_model_len": 4096}
 
@@ -63,7 +63,7 @@ class Walk:
 
     async def prefill(self, leg):
         self.look()
-        params = prefilled(leg, transfer_mode=self.mode, xpyd_first_token=OFFER if self.answer else None)
+        params = prefilled(leg, transfer_mode=self.mode, pdrelay_first_token=OFFER if self.answer else None)
         return EngineResponse(200, JSON, json.dumps(self.answer | json.loads(params.body)).encode())
 
     async def decode(self, leg):

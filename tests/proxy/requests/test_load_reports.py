@@ -3,10 +3,10 @@
 import httpx
 import pytest
 
+from pdrelay_proxy.core.fleet.load import ASK_FOR_REPORT
+from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.testing.engine import Sim
 from support.sim import router, sims
-from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT
-from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.engine import Sim
 
 BODY = {"prompt": "once upon a time", "max_tokens": 2}
 BUSY = 'JSON {"named_metrics": {"num_requests_waiting": 9.0}}'

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.model import Api, EngineResponse, LegOrder, Role, SingleEngineReason
+from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL
 from support.bodies import BASE
 from support.scripted import JSON, Asked, Scripted, good_decode, prefilled, pulled_prefill, request_id, router_of
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.model import Api, EngineResponse, LegOrder, Role, SingleEngineReason
-from xpyd_proxy.core.routing.routing_hints import TELLS_MODEL
 
 PROMPT = {"prompt": "a quiet river"}
 ASKED = {

@@ -8,6 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.lifetime import cut_short
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.engine_metrics import ShownLoad
+from pdrelay_proxy.core.fleet.pair_health import PairFailure, PairState
+from pdrelay_proxy.core.model import Api, EngineResponse, EngineRole, Role
+from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.core.request_record import MoveOutcome
+from pdrelay_proxy.core.request_timeline import router_timeline
+from pdrelay_proxy.core.routing.retries import RetryBudget
+from pdrelay_proxy.errors import ConfigError, EngineError
+from pdrelay_proxy.io.request_path.access_log import text
+from pdrelay_proxy.live import check
+from pdrelay_proxy.requests.lifecycle import RequestState
+from pdrelay_proxy.settings import Settings, SlicePairing
 from support.greedy import HALF, event, events, ids_of, read
 from support.scripted import (
     NEVER_BROKEN,
@@ -21,21 +36,6 @@ from support.scripted import (
     router_of,
     until,
 )
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.lifetime import cut_short
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.engine_metrics import ShownLoad
-from xpyd_proxy.core.fleet.pair_health import PairFailure, PairState
-from xpyd_proxy.core.model import Api, EngineResponse, EngineRole, Role
-from xpyd_proxy.core.protocol.push import EngineMode
-from xpyd_proxy.core.request_record import MoveOutcome
-from xpyd_proxy.core.request_timeline import router_timeline
-from xpyd_proxy.core.routing.retries import RetryBudget
-from xpyd_proxy.errors import ConfigError, EngineError
-from xpyd_proxy.io.request_path.access_log import text
-from xpyd_proxy.live import check
-from xpyd_proxy.requests.lifecycle import RequestState
-from xpyd_proxy.settings import Settings, SlicePairing
 
 BODY = {"stream": True, "temperature": 0, "max_tokens": 24, "stream_options": {"include_usage": True}}
 SAID = [{"role": "user", "content": "hi"}]
@@ -155,7 +155,7 @@ async def test_the_engine_that_drains_is_the_prefill_engine_of_the_rest(api):
     assert fleet.engines.legs[2].instance == replace(
         fleet.engines.legs[1].instance, role=Role.PREFILL, declared=Role.DECODE
     )
-    assert "xpyd_cached_on" not in told
+    assert "pdrelay_cached_on" not in told
     assert told["do_remote_decode"] is True
     assert 0 < made <= 8
     assert prefill["max_tokens"] == 1
@@ -228,7 +228,7 @@ async def test_a_stream_that_cannot_go_on_exactly_ends_at_its_engine(api, fields
 
 
 async def looking_back(leg):
-    return prefilled(leg, transfer_mode="pull", xpyd_looks_back=True)
+    return prefilled(leg, transfer_mode="pull", pdrelay_looks_back=True)
 
 
 async def test_a_stream_stays_where_the_engines_own_defaults_look_back():
@@ -505,7 +505,7 @@ async def test_if_the_engine_that_drains_fails_a_prefill_engine_computes_all_so_
     assert fleet.engines.of(Role.PREFILL)[-1].instance.id == ("prefill-0", "prefill-1")[len(dead) - 1]
     assert [str(retry) for retry in client.record.retries] == [f"{name} bad_response" for name in dead]
     assert fleet.outcomes == {("moved",): 1}
-    assert "xpyd_cached_on" not in params_of(fleet.engines.of(Role.PREFILL)[-1])
+    assert "pdrelay_cached_on" not in params_of(fleet.engines.of(Role.PREFILL)[-1])
 
 
 async def test_streams_do_not_wait_for_an_engine_that_has_failed_to_hand_one_over():
@@ -546,7 +546,7 @@ async def test_streams_do_not_wait_for_an_engine_that_has_failed_to_hand_one_ove
     "known",
     [
         EngineCapabilities(kv_role="kv_consumer"),
-        EngineCapabilities(connector="xpyd"),
+        EngineCapabilities(connector="pdrelay"),
     ],
     ids=["it hands nothing over", "several ranks behind one address"],
 )

@@ -5,6 +5,9 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.model import EngineResponse, Role
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.settings import Settings
 from support.scripted import (
     DONE,
     JSON,
@@ -17,9 +20,6 @@ from support.scripted import (
     router_of,
     until,
 )
-from xpyd_proxy.core.model import EngineResponse, Role
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.settings import Settings
 
 PROMPTS = ["zero", "one", "two"]
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.model import EngineResponse, Role
+from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST
+from pdrelay_proxy.errors import EngineError, EngineTimeout
+from pdrelay_proxy.requests.lifecycle import RequestState
+from pdrelay_proxy.settings import FirstTokenFrom, Settings
 from support.greedy import events, first_answer, read
 from support.scripted import DONE, EVENT, JSON, Noted, Scripted, call, prefilled, request_id, router_of
-from xpyd_proxy.core.model import EngineResponse, Role
-from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
-from xpyd_proxy.errors import EngineError, EngineTimeout
-from xpyd_proxy.requests.lifecycle import RequestState
-from xpyd_proxy.settings import FirstTokenFrom, Settings
 
 ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":400}}'
 RETRIES = 2
@@ -264,7 +264,7 @@ def test_a_stream_is_that_of_one_engine_or_ends_with_an_error(breaks, leaves, en
             return (200, stream) if after >= len(stream) else (200, [*stream[:after], *ENDS[how]])
 
         async def prefill(leg):
-            params = prefilled(leg, transfer_mode="pull", xpyd_first_token=offer)
+            params = prefilled(leg, transfer_mode="pull", pdrelay_first_token=offer)
             answer = first_answer(json.loads(leg.body), name="x") | json.loads(params.body)
             return EngineResponse(200, JSON, json.dumps(answer).encode())
 

@@ -2,10 +2,10 @@
 
 import threading
 
+from pdrelay_proxy.requests.body_reader import LARGE
+from pdrelay_proxy.requests.lifecycle import RequestState
+from pdrelay_proxy.settings import Settings
 from support.scripted import Scripted, call, good_decode, good_prefill, pulled_prefill, router_of
-from xpyd_proxy.requests.body_reader import LARGE
-from xpyd_proxy.requests.lifecycle import RequestState
-from xpyd_proxy.settings import Settings
 
 
 def router(**options):

@@ -6,6 +6,13 @@ import json
 import msgspec
 import pytest
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.model import EngineResponse, Instance, InstanceId, LegRequest, Role
+from pdrelay_proxy.core.protocol.request_bodies import release_body
+from pdrelay_proxy.core.raw_json import Fields, decode
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.requests.release import Releaser
 from support.scripted import (
     DONE,
     EVENT,
@@ -21,13 +28,6 @@ from support.scripted import (
     router_of,
     until,
 )
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.model import EngineResponse, Instance, InstanceId, LegRequest, Role
-from xpyd_proxy.core.protocol.request_bodies import release_body
-from xpyd_proxy.core.raw_json import Fields, decode
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.requests.release import Releaser
 
 DOWN = EngineError("down", reached=False)
 NO = EngineResponse(400, "application/json", b'{"error":{"message":"too many"}}')

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.errors import EngineError, EngineTimeout
 from support.scripted import DONE, EVENT, EVENTS, JSON, Scripted, good_decode, pulled_prefill, router_of
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.errors import EngineError, EngineTimeout
 
 
 class Timed(Scripted):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_proxy.requests.response import LONG_BODY, HttpResponse
+from pdrelay_proxy.requests.response import LONG_BODY, HttpResponse
 
 
 class Connection:

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.model import Api, Role
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.requests.request import Request
+from pdrelay_proxy.requests.response import HttpResponse
 from support.greedy import events, read
 from support.scripted import Scripted, call, never, prefilled, pulled_prefill, request_id, router_of, until
-from xpyd_proxy.core.model import Api, Role
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.requests.request import Request
-from xpyd_proxy.requests.response import HttpResponse
 
 BODY = {"stream": True, "temperature": 0, "max_tokens": 12, "stream_options": {"include_usage": True}}
 BODIES = {Api.COMPLETIONS: BODY | {"prompt": "hi"}, Api.CHAT: BODY | {"messages": [{"role": "user", "content": "hi"}]}}
@@ -105,7 +105,7 @@ async def test_there_is_an_end_to_it(options):
     assert len(engines.of(Role.DECODE)) == 1 + options.get("retries", 0)
 
 
-LOOKS_BACK = {"transfer_mode": "pull", "xpyd_looks_back": True}
+LOOKS_BACK = {"transfer_mode": "pull", "pdrelay_looks_back": True}
 
 
 class Saying:

@@ -4,6 +4,18 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.model import Api, EngineResponse, Role
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.errors import (
+    AnswerRefused,
+    ConnectionStale,
+    EngineError,
+    EngineTimeout,
+    NetworkFault,
+    RouterLacks,
+)
+from pdrelay_proxy.settings import KvTransferMode
 from support.scripted import (
     DONE,
     EVENT,
@@ -18,18 +30,6 @@ from support.scripted import (
     request_id,
     router_of,
 )
-from xpyd_proxy.core.model import Api, EngineResponse, Role
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.errors import (
-    AnswerRefused,
-    ConnectionStale,
-    EngineError,
-    EngineTimeout,
-    NetworkFault,
-    RouterLacks,
-)
-from xpyd_proxy.settings import KvTransferMode
 
 ERROR = b'{"error":{"message":"no room","type":"x","param":null,"code":503}}'
 UNREACHABLE = EngineError("it cannot be reached", reached=False)
@@ -289,7 +289,7 @@ async def test_what_only_an_operator_can_mend_is_said_once(caplog):
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
     assert said == [
-        "decode-0 wants another API key than this router shows to it (XPYD_DECODE_API_KEY)",
+        "decode-0 wants another API key than this router shows to it (PDRELAY_DECODE_API_KEY)",
         "prefill-0 has answered without KV of the prompt (it keeps as much as it may, or has no connector that sends "
         "KV), or without its model's name where a request named none: another prefill engine, or a decode engine "
         "alone, serves such requests",

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.model import Api, EngineResponse, Role
+from pdrelay_proxy.core.protocol.prompt_ids import LONGEST_PROMPT
+from pdrelay_proxy.errors import EngineError
 from support.greedy import events, first_answer, ids_of, read
 from support.scripted import JSON, Scripted, call, prefilled, request_id, router_of
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.model import Api, EngineResponse, Role
-from xpyd_proxy.core.protocol.prompt_ids import LONGEST_PROMPT
-from xpyd_proxy.errors import EngineError
 
 TEXT = {"stream": True, "temperature": 0, "max_tokens": 8, "prompt": "once"}
 CHAT = {"stream": True, "temperature": 0, "max_tokens": 8, "messages": [{"role": "user", "content": "go on"}]}

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.model import Role
 from support.scripted import DONE, EVENT, Scripted, call, good_decode, pulled_prefill, router_of
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.model import Role
 
 
 async def legs_of(connectors, **fields):
@@ -21,14 +21,14 @@ async def legs_of(connectors, **fields):
 
 async def test_our_connector_shares_a_load():
     """The prefill engine makes one sequence, and the decode engine all."""
-    prefills, decodes = await legs_of(["xpyd", "xpyd"], n=3)
+    prefills, decodes = await legs_of(["pdrelay", "pdrelay"], n=3)
 
     assert [leg["n"] for leg in prefills] == [1]
     assert [leg["n"] for leg in decodes] == [3]
     assert decodes[0]["kv_transfer_params"]
 
 
-@pytest.mark.parametrize("connectors", [["nixl"], [None], ["xpyd", "nixl"]])
+@pytest.mark.parametrize("connectors", [["nixl"], [None], ["pdrelay", "nixl"]])
 async def test_another_connector_does_not(connectors):
     """Its second answer would read blocks that are free, and may be another request's."""
     prefills, decodes = await legs_of(connectors, n=3)
@@ -39,6 +39,6 @@ async def test_another_connector_does_not(connectors):
 
 async def test_what_is_odd_besides_is_not_split():
     """Such as a limit of one token."""
-    prefills, _ = await legs_of(["xpyd"], n=3, max_tokens=1)
+    prefills, _ = await legs_of(["pdrelay"], n=3, max_tokens=1)
 
     assert prefills == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_proxy.requests.stream_comments import CommentedResponse
+from pdrelay_proxy.requests.stream_comments import CommentedResponse
 
 COMMENT = b": keep-alive\n\n"
 

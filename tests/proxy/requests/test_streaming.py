@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrelay_proxy.errors import EngineError
 from support.clock import Clock
 from support.scripted import DONE, EVENT, Scripted, call, pulled_prefill, router_of
-from xpyd_proxy.errors import EngineError
 
 ERROR = b'data: {"error": {"message": "no", "code": 500}}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1}}\n\n'

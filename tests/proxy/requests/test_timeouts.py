@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.errors import EngineError
 from support.clock import Clock
 from support.scripted import (
     DONE,
@@ -18,8 +20,6 @@ from support.scripted import (
     until,
 )
 from support.simulated_loop import simulated
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.errors import EngineError
 
 STREAM = {"stream": True}
 

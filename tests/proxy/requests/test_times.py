@@ -5,12 +5,12 @@ import logging
 
 import pytest
 
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.io.logs import FACTS
+from pdrelay_proxy.settings import Settings
 from support.greedy import events
 from support.scripted import DONE, EVENT, Scripted, call, pulled_prefill, router_of, until
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.logs import FACTS
-from xpyd_proxy.settings import Settings
 
 PATH = Api.COMPLETIONS.value
 
@@ -60,7 +60,7 @@ def engines_of(clock, *parts, prefill_s=0.25):
 
 async def test_a_stream_tells_its_first_token_each_pause_and_its_end(clock, caplog):
     """As its client gets them: from the head of the request on."""
-    caplog.set_level(logging.INFO, "xpyd.access")
+    caplog.set_level(logging.INFO, "pdrelay.access")
     router = router_of(engines_of(clock, (0.5, EVENT), (0.125, EVENT), (2.0, EVENT), (0.0, DONE)), clock=clock)
     client = await router.serve()
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from pdrelay_proxy.core.admission.prompt_estimate import MEDIUM_TOKENS
+from pdrelay_proxy.settings import Settings
 from support.sim import router, sims
-from xpyd_proxy.core.admission.prompt_estimate import MEDIUM_TOKENS
-from xpyd_proxy.settings import Settings
 
 PROMPT = "once upon a time"
 ASKED = {

@@ -7,12 +7,12 @@ from contextlib import suppress
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.model import Api, EngineResponse, EngineRole, Role
+from pdrelay_proxy.errors import CannotTurn, EngineError
 from support.greedy import events, read
 from support.scripted import Scripted, call, prefilled, request_id, router_of
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.model import Api, EngineResponse, EngineRole, Role
-from xpyd_proxy.errors import CannotTurn, EngineError
 
 BODY = {"stream": True, "temperature": 0, "stream_options": {"include_usage": True}}
 ENGINES = 4

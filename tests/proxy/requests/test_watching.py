@@ -2,6 +2,9 @@
 
 import pytest
 
+from pdrelay_proxy.core.model import EngineResponse
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.errors import EngineError, EngineTimeout
 from support.scripted import (
     EVENT,
     Noted,
@@ -14,9 +17,6 @@ from support.scripted import (
     router_of,
     until,
 )
-from xpyd_proxy.core.model import EngineResponse
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.errors import EngineError, EngineTimeout
 
 ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":400}}'
 

@@ -7,14 +7,14 @@ import httpx
 import msgspec
 import pytest
 
-from xpyd_proxy.testing.engine import Sim
-from xpyd_proxy.testing.rules import expected_text
+from pdrelay_proxy.testing.engine import Sim
+from pdrelay_proxy.testing.rules import expected_text
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": "hi", "max_tokens": 4}
 ASK = {"do_remote_decode": True, "do_remote_prefill": False}
 PREFILL = {"prompt": "hi", "max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": ASK}
-ID = {"x-request-id": "xpyd-1"}
+ID = {"x-request-id": "pdrelay-1"}
 
 
 def talking_to(sim):
@@ -50,7 +50,7 @@ async def test_answers_have_vllms_shape(path, body, prefix, kind):
     whole = (await post(Sim("decode"), body, path)).json()
     stream = await post(Sim("decode"), body | {"stream": True, "stream_options": {"include_usage": True}}, path)
 
-    assert (whole["id"], whole["object"]) == (f"{prefix}xpyd-1", kind)
+    assert (whole["id"], whole["object"]) == (f"{prefix}pdrelay-1", kind)
     assert whole["usage"]["completion_tokens"] == 4
     assert whole["choices"][0]["finish_reason"] == "length"
     *events, done, end = stream.text.split("\n\n")
@@ -115,7 +115,7 @@ async def test_parameters_belong_to_one_request():
     cases = [
         (BODY | {"prompt": "ho"}, ID, "the kv_transfer_params belong to another request"),
         (BODY | {"temperature": 0.5}, ID, "the kv_transfer_params belong to another request"),
-        (BODY, {"x-request-id": "xpyd-2"}, "the two legs have different X-Request-Ids"),
+        (BODY, {"x-request-id": "pdrelay-2"}, "the two legs have different X-Request-Ids"),
     ]
     for body, headers, says in cases:
         sim = Sim("decode")
@@ -165,7 +165,7 @@ async def told(sim):
     """What a decode engine is told of a prefill sim before it has answered."""
     params = (await post(sim, PUSH_ASK)).json()["kv_transfer_params"]
     del params["remote_block_ids"], params["of_a_later_version"]
-    return params | {"remote_request_id": "cmpl-xpyd-1-0", "transfer_id": "xfer-1"}
+    return params | {"remote_request_id": "cmpl-pdrelay-1-0", "transfer_id": "xfer-1"}
 
 
 async def test_a_pushing_prefill_engine_says_so_and_wants_a_name_for_the_transfer():

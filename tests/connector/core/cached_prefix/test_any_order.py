@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import settings
 
+from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLender
 from support import returning
 from support.mutation import NOTICED, search
 from support.return_machine import ReturnMachine
 from support.returning import CachingEngine
-from xpyd_connector.core.cached_prefix.decode_scheduler import PrefixLender
 
 ReturnMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestReturn = pytest.mark.slow(ReturnMachine.TestCase)  # any order of events: seconds

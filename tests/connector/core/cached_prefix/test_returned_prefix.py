@@ -2,13 +2,13 @@
 
 import pytest
 
+from pdrelay_connector.core.cached_prefix.decode_scheduler import MAX_OPEN
+from pdrelay_connector.core.cached_prefix.prefill_scheduler import PAUSE, TRANSITIONS, SearchEvent, SearchState
+from pdrelay_connector.core.ids import BlockId, EngineId, RequestId
+from pdrelay_connector.core.lease.lease_table import LeaseEvent
+from pdrelay_connector.core.messages import FindPrefix, PrefixFound, Reachable
 from support.engines import BLOCK_SIZE, BLOCKS, LEASE
 from support.returning import SEARCH, ReturningWorld, chain, pack
-from xpyd_connector.core.cached_prefix.decode_scheduler import MAX_OPEN
-from xpyd_connector.core.cached_prefix.prefill_scheduler import PAUSE, TRANSITIONS, SearchEvent, SearchState
-from xpyd_connector.core.ids import BlockId, EngineId, RequestId
-from xpyd_connector.core.lease.lease_table import LeaseEvent
-from xpyd_connector.core.messages import FindPrefix, PrefixFound, Reachable
 
 PROMPT = list(range(3 * BLOCK_SIZE))
 NAMES = chain(FindPrefix(RequestId(""), pack(PROMPT), None))

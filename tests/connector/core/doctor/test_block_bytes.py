@@ -2,8 +2,8 @@
 
 import pytest
 
-from xpyd_connector.core.doctor.block_bytes import read_shape
-from xpyd_connector.errors import SettingsError
+from pdrelay_connector.core.doctor.block_bytes import read_shape
+from pdrelay_connector.errors import SettingsError
 
 LLAMA = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,

@@ -2,13 +2,13 @@
 
 import pytest
 
+from pdrelay_connector.core.doctor.diagnoses import diagnose
+from pdrelay_connector.core.doctor.examination import EndFacts, Measurement
+from pdrelay_connector.core.doctor.pair_facts import ClockOffset, MeasuredBy, PairFacts
 from support.engines import FINGERPRINT, changed
-from xpyd_connector.core.doctor.diagnoses import diagnose
-from xpyd_connector.core.doctor.examination import EndFacts, Measurement
-from xpyd_connector.core.doctor.pair_facts import ClockOffset, MeasuredBy, PairFacts
 
 HERE = EndFacts(
-    "d0", xpyd="1", nixl="1.5.1", ucx="1.20.0", vllm="0.32.0", address="10.0.0.2", interface="eth0", mtu=9000,
+    "d0", pdrelay="1", nixl="1.5.1", ucx="1.20.0", vllm="0.32.0", address="10.0.0.2", interface="eth0", mtu=9000,
     machine="boot-1", ipc_namespace="ipc:[1]", pid_namespace="pid:[1]", shared_memory=1 << 30,
     environment=("UCX_NET_DEVICES=eth0",), memory_bytes=10**9, registration_seconds=0.2,
 )  # fmt: skip
@@ -51,8 +51,8 @@ def test_nothing_is_found_where_nothing_is_known():
 
 SLOW_LINK = rates(here_write=1.0, there_read=1.0)
 FAULTS = {
-    "secret": ({"connect_failure": "p0:1 refused: the shared secret (XPYD_CONNECTOR_SECRET) is missing or differs"},
-               "missing or differs", "XPYD_CONNECTOR_SECRET_FILE"),
+    "secret": ({"connect_failure": "p0:1 refused: the shared secret (PDRELAY_CONNECTOR_SECRET) is missing or differs"},
+               "missing or differs", "PDRELAY_CONNECTOR_SECRET_FILE"),
     "unreachable": ({"connect_failure": "cannot connect to 10.0.0.1:5: timed out"}, "timed out", "open that TCP port"),
     "lost": ({"lost": "it closed the connection"}, "closed", "other end's output"),
     "data-plane": ({"measurements": [MeasuredBy("here", Measurement("READ", 1, failure="not within 5 s"), 0.0)]},

@@ -4,21 +4,21 @@ import itertools
 
 import pytest
 
+from pdrelay_connector.core.doctor.diagnoses import diagnose
+from pdrelay_connector.core.doctor.examination import ClockProbe, DialBack, EndFacts, Measure, Measurement, unwrap, wrap
+from pdrelay_connector.core.doctor.examiner import Examiner, Plan
+from pdrelay_connector.core.doctor.pair_facts import PairFacts
+from pdrelay_connector.core.doctor.respondent import LONGEST_VISIT, RESPONDENT, Respondent
+from pdrelay_connector.core.ids import Address
+from pdrelay_connector.core.messages import PROTOCOL, DropLeases, Examination, RankMemory, Refusal, Welcome
+from pdrelay_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
+from pdrelay_connector.errors import ProtocolViolation
+from pdrelay_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 from support.engines import FINGERPRINT, changed, rank_info
-from xpyd_connector.core.doctor.diagnoses import diagnose
-from xpyd_connector.core.doctor.examination import ClockProbe, DialBack, EndFacts, Measure, Measurement, unwrap, wrap
-from xpyd_connector.core.doctor.examiner import Examiner, Plan
-from xpyd_connector.core.doctor.pair_facts import PairFacts
-from xpyd_connector.core.doctor.respondent import LONGEST_VISIT, RESPONDENT, Respondent
-from xpyd_connector.core.ids import Address
-from xpyd_connector.core.messages import PROTOCOL, DropLeases, Examination, RankMemory, Refusal, Welcome
-from xpyd_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
-from xpyd_connector.errors import ProtocolViolation
-from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 
 THERE, HERE = Address("p0", 5690), Address("d0", 40000)
 BLOCKS = 13
-BACK = DialBack(*HERE, "xpyd-doctor-d0")
+BACK = DialBack(*HERE, "pdrelay-doctor-d0")
 PLAN = Plan(2 * BLOCK_BYTES, seconds=0.5, timeout=5.0, back=BACK)
 
 
@@ -50,7 +50,7 @@ class Pair:
             say=self.news.append,
         )
         self.fabric.listen(THERE, self.there.link, Welcome(PROTOCOL, RESPONDENT, welcome, (self.there.info,)))
-        self.fabric.listen(HERE, self.here.link, Welcome(PROTOCOL, "xpyd-doctor-d0", welcome, ()))
+        self.fabric.listen(HERE, self.here.link, Welcome(PROTOCOL, "pdrelay-doctor-d0", welcome, ()))
         pair = PairFacts(address=str(THERE), here=here or EndFacts("d0", machine="m2"), model_here=FINGERPRINT)
         self.examiner = Examiner(
             self.here.link, self.here.agent, self.here.info, pair, plan, transports=lambda: ("rc/mlx5_1:1",)
@@ -245,7 +245,7 @@ def test_what_the_other_end_writes_cannot_steer_a_terminal():
 
 
 def test_garbage_is_a_violation():
-    with pytest.raises(ProtocolViolation, match="xpyd doctor"):
+    with pytest.raises(ProtocolViolation, match="pdrelay doctor"):
         unwrap(Examination(b"\xc1"))
 
 

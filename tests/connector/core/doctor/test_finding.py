@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from pdrelay_connector.core.doctor.finding import refusal
+from pdrelay_connector.core.ids import Address, EngineId
+from pdrelay_connector.core.messages import PROTOCOL
+from pdrelay_connector.core.session.handshake import HandshakeServer
 from support.cluster import free_ports
 from support.side_channel import WELCOME, Net, P, in_force
-from xpyd_connector.core.doctor.finding import refusal
-from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.messages import PROTOCOL
-from xpyd_connector.core.session.handshake import HandshakeServer
 
 pytestmark = pytest.mark.edges
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_connector.core.doctor.router_times import RouterTimes, diagnose_router
+from pdrelay_connector.core.doctor.router_times import RouterTimes, diagnose_router
 
 
 @pytest.mark.parametrize(

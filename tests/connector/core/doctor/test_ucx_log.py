@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_connector.core.doctor.ucx_log import is_over_tcp, transports_in
+from pdrelay_connector.core.doctor.ucx_log import is_over_tcp, transports_in
 
 TABLE = """
 [1795603549.990921] [vm:14748:0]   +--------+-------------+-----------------------------------+

@@ -2,8 +2,8 @@
 
 import pytest
 
-from xpyd_connector.core.layout.buffer_device import check_buffer, is_staged, with_platform
-from xpyd_connector.errors import UnsupportedCache
+from pdrelay_connector.core.layout.buffer_device import check_buffer, is_staged, with_platform
+from pdrelay_connector.errors import UnsupportedCache
 
 
 @pytest.mark.parametrize("device", ["cuda", "xpu", "cpu"])

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from xpyd_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
 
 LENGTHS = range(1, 70)  # of a prompt: several blocks, windows and chunks
 GROUPS = [

@@ -5,10 +5,10 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrelay_connector.core.layout.parts import SHARE, block_sizes, cut, most_blocks, steps
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
+from pdrelay_connector.core.messages import MAX_PART, RankInfo, Region
 from support.engines import changed, rank_info
-from xpyd_connector.core.layout.parts import SHARE, block_sizes, cut, most_blocks, steps
-from xpyd_connector.core.layout.transfer_plan import TokenRange
-from xpyd_connector.core.messages import MAX_PART, RankInfo, Region
 
 
 class Side(NamedTuple):

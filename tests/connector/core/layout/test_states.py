@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from pdrelay_connector.core.layout.cache_groups import CacheGroup, moved_tokens
+from pdrelay_connector.core.layout.parts import cut
+from pdrelay_connector.core.layout.transfer_plan import TokenRange, check_shapes, pull_route
+from pdrelay_connector.core.messages import RankInfo, Region
+from pdrelay_connector.errors import IncompatiblePeer
 from support.engines import changed, rank_info
-from xpyd_connector.core.layout.cache_groups import CacheGroup, moved_tokens
-from xpyd_connector.core.layout.parts import cut
-from xpyd_connector.core.layout.transfer_plan import TokenRange, check_shapes, pull_route
-from xpyd_connector.core.messages import RankInfo, Region
-from xpyd_connector.errors import IncompatiblePeer
 
 WIDTH = 640
 

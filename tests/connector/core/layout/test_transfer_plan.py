@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpyd_connector.core.layout.transfer_plan import (
+from pdrelay_connector.core.layout.transfer_plan import (
     TokenRange,
     check_shapes,
     head_sources,
@@ -20,8 +20,8 @@ from xpyd_connector.core.layout.transfer_plan import (
     pull_route,
     push_route,
 )
-from xpyd_connector.core.messages import RankInfo, Region
-from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation
+from pdrelay_connector.core.messages import RankInfo, Region
+from pdrelay_connector.errors import IncompatiblePeer, ProtocolViolation
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 SIZES = range(1, 9)  # tensor parallel

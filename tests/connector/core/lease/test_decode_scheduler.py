@@ -2,13 +2,11 @@
 
 import pytest
 
-from support.engines import FINGERPRINT, LEASE, changed
-from support.recording_link import ConnectingLink
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import BlockId, EngineId, RequestId
-from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
-from xpyd_connector.core.lease.kv_params import PullParams, PushParams
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import BlockId, EngineId, RequestId
+from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
+from pdrelay_connector.core.lease.kv_params import PullParams, PushParams
+from pdrelay_connector.core.messages import (
     MAX_IDS,
     PROTOCOL,
     DropLeases,
@@ -18,9 +16,11 @@ from xpyd_connector.core.messages import (
     RenewLeases,
     Welcome,
 )
-from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
-from xpyd_connector.core.results import HandshakeEnded, LeaseLost, PeerLost
-from xpyd_connector.core.session.peers import MAX_BACKOFF, PATIENCE, PeerTable
+from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from pdrelay_connector.core.results import HandshakeEnded, LeaseLost, PeerLost
+from pdrelay_connector.core.session.peers import MAX_BACKOFF, PATIENCE, PeerTable
+from support.engines import FINGERPRINT, LEASE, changed
+from support.recording_link import ConnectingLink
 
 BEAT = LEASE / 6
 P = EngineId("p0")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
-from xpyd_connector.core.lease.kv_params import (
+from pdrelay_connector.core.ids import Address, BlockId, EngineId, RequestId
+from pdrelay_connector.core.lease.kv_params import (
     REFUSALS,
     PullParams,
     common_id,
@@ -19,12 +19,12 @@ from xpyd_connector.core.lease.kv_params import (
     parse_push_params,
     parse_transfer_id,
 )
-from xpyd_connector.core.lease.signatures import Signatures
-from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID
-from xpyd_connector.errors import InvalidKvParams
+from pdrelay_connector.core.lease.signatures import Signatures
+from pdrelay_connector.core.messages import MAX_BLOCKS, MAX_ID
+from pdrelay_connector.errors import InvalidKvParams
 
 OFFER = PullParams(
-    EngineId("p0"), RequestId("cmpl-1"), "10.0.0.1", 5600, ((BlockId(4), BlockId(2)),), 30, xpyd_prompt="d1"
+    EngineId("p0"), RequestId("cmpl-1"), "10.0.0.1", 5600, ((BlockId(4), BlockId(2)),), 30, pdrelay_prompt="d1"
 )
 
 
@@ -64,7 +64,7 @@ def test_an_offer_survives_json():
 
 def test_unknown_keys_are_ignored():
     """A newer prefill engine says more."""
-    assert parse_pull_params(params(xpyd_tomorrow=1)) == OFFER
+    assert parse_pull_params(params(pdrelay_tomorrow=1)) == OFFER
 
 
 def test_the_address_is_where_the_blocks_are():
@@ -131,7 +131,7 @@ BOOKING = {"remote_engine_id": "p0", "remote_host": "10.0.0.1", "remote_port": 5
 
 def test_push_params_name_the_engine_and_the_transfer():
     """Unknown keys are ignored, and what a pull offer would call the request is not believed."""
-    booking = parse_push_params({**BOOKING, "remote_request_id": "x" * 999, "xpyd_tomorrow": 1}, "d-1")
+    booking = parse_push_params({**BOOKING, "remote_request_id": "x" * 999, "pdrelay_tomorrow": 1}, "d-1")
 
     assert booking.address == Address("10.0.0.1", 5600)
     assert booking.remote_request_id == "t"
@@ -156,10 +156,10 @@ BROKEN = {
     "remote_block_ids": (None, [], [[]], [1], [["1"]], [[-1]], [[MAX_BLOCKS]], [[2**63]], [[2**70]], "x"),
     "remote_num_tokens": (None, "30", 1.5, -1, 2**70),
     "tp_size": (0, 2**70),
-    "xpyd_prompt": (7, "\ud800"),
+    "pdrelay_prompt": (7, "\ud800"),
     "transfer_id": (7, "\ud800"),
-    "xpyd_expires_at": (-1, 1.5, 2**70),
-    "xpyd_signature": (7, "0" * 129),
+    "pdrelay_expires_at": (-1, 1.5, 2**70),
+    "pdrelay_signature": (7, "0" * 129),
     "transfer_mode": ("push", None),
 }
 BROKEN_BOOKINGS = {

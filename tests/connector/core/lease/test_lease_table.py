@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_connector.core.ids import ConnId, RequestId
-from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent, LeaseTable
-from xpyd_connector.core.messages import MAX_IDS
-from xpyd_connector.errors import IllegalTransition
+from pdrelay_connector.core.ids import ConnId, RequestId
+from pdrelay_connector.core.lease.lease_table import LeaseEnded, LeaseEvent, LeaseTable
+from pdrelay_connector.core.messages import MAX_IDS
+from pdrelay_connector.errors import IllegalTransition
 
 A, B = RequestId("a"), RequestId("b")
 READER, OTHER = RequestId("reader"), RequestId("other")

@@ -2,13 +2,11 @@
 
 import pytest
 
-from support.engines import HELLO
-from support.recording_link import RecordingLink
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import ConnId, RequestId
-from xpyd_connector.core.lease.lease_table import LeaseEvent, LeaseTable
-from xpyd_connector.core.lease.prefill_scheduler import MAX_WAITING, LeaseManager, RevocableLease
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import ConnId, RequestId
+from pdrelay_connector.core.lease.lease_table import LeaseEvent, LeaseTable
+from pdrelay_connector.core.lease.prefill_scheduler import MAX_WAITING, LeaseManager, RevocableLease
+from pdrelay_connector.core.messages import (
     MAX_IDS,
     Challenge,
     DropLeases,
@@ -19,7 +17,9 @@ from xpyd_connector.core.messages import (
     ReadsStarted,
     RenewLeases,
 )
-from xpyd_connector.core.ports import ConnectionLost, MessageReceived
+from pdrelay_connector.core.ports import ConnectionLost, MessageReceived
+from support.engines import HELLO
+from support.recording_link import RecordingLink
 
 A, B, READER = RequestId("a"), RequestId("b"), RequestId("reader")
 D, ELSE, WORKER = ConnId(1), ConnId(2), ConnId(3)
@@ -142,7 +142,7 @@ def test_very_many_lost_leases_are_reported_in_pieces():
 
 def test_every_end_of_a_lease_is_counted():
     """One counter each."""
-    from xpyd_connector.core.lease.prefill_scheduler import _COUNTER
+    from pdrelay_connector.core.lease.prefill_scheduler import _COUNTER
 
     assert set(_COUNTER) == set(LeaseEvent) - {LeaseEvent.RENEWED}
 

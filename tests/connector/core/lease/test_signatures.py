@@ -4,16 +4,16 @@ import json
 
 import pytest
 
+from pdrelay_connector.core.ids import BlockId, EngineId, RequestId
+from pdrelay_connector.core.lease.kv_params import PullParams, parse_pull_params
+from pdrelay_connector.core.lease.signatures import CLOCK_SKEW, Signatures
+from pdrelay_connector.errors import ExpiredKvParams, ForgedKvParams, UnsignedKvParams
 from support.engines import changed
-from xpyd_connector.core.ids import BlockId, EngineId, RequestId
-from xpyd_connector.core.lease.kv_params import PullParams, parse_pull_params
-from xpyd_connector.core.lease.signatures import CLOCK_SKEW, Signatures
-from xpyd_connector.errors import ExpiredKvParams, ForgedKvParams, UnsignedKvParams
 
 NOW = 1_800_000_000.5  # s since the epoch
 OFFER = PullParams(
     EngineId("p0"), RequestId("cmpl-1"), "10.0.0.1", 5600, ((BlockId(4), BlockId(2)), (BlockId(0), BlockId(7))), 30,
-    xpyd_prompt="d1", xpyd_block_sizes=(16, 16), xpyd_expires_at=int(NOW) + 30,
+    pdrelay_prompt="d1", pdrelay_block_sizes=(16, 16), pdrelay_expires_at=int(NOW) + 30,
 )  # fmt: skip
 
 
@@ -25,8 +25,9 @@ P = D = knowing(b"one")
 OTHER = {
     "remote_engine_id": "p1", "remote_request_id": "cmpl-2", "remote_host": "10.0.0.2", "remote_port": 5601,
     "remote_block_ids": ((4, 3), (0, 7)), "remote_num_tokens": 31, "tp_size": 2, "dcp_size": 2, "pp_size": 2,
-    "transfer_mode": "push", "remote_blocks_expiry_time": 1.0, "xpyd_prompt": None, "xpyd_adapter": "a:0",
-    "transfer_id": "t", "xpyd_block_sizes": (16, 32), "xpyd_expires_at": int(NOW) + 31, "xpyd_signature": "0" * 64,
+    "transfer_mode": "push", "remote_blocks_expiry_time": 1.0, "pdrelay_prompt": None, "pdrelay_adapter": "a:0",
+    "transfer_id": "t", "pdrelay_block_sizes": (16, 32), "pdrelay_expires_at": int(NOW) + 31,
+    "pdrelay_signature": "0" * 64,
 }  # fmt: skip
 
 # OFFER as an engine of protocol 9 signs it with the secret "one".
@@ -34,8 +35,8 @@ OF_PROTOCOL_9 = """{
     "do_remote_prefill": true, "do_remote_decode": false, "remote_engine_id": "p0", "remote_request_id": "cmpl-1",
     "remote_host": "10.0.0.1", "remote_port": 5600, "remote_block_ids": [[4, 2], [0, 7]], "remote_num_tokens": 30,
     "tp_size": 1, "dcp_size": 1, "pp_size": 1, "transfer_mode": "pull", "remote_blocks_expiry_time": null,
-    "xpyd_prompt": "d1", "transfer_id": null, "xpyd_block_sizes": [16, 16], "xpyd_expires_at": 1800000030,
-    "xpyd_signature": "5a34ca486e50f522d233ba21f53af81d0eb130b233bb0998a8d68a1f3ae6310e"
+    "pdrelay_prompt": "d1", "transfer_id": null, "pdrelay_block_sizes": [16, 16], "pdrelay_expires_at": 1800000030,
+    "pdrelay_signature": "5a34ca486e50f522d233ba21f53af81d0eb130b233bb0998a8d68a1f3ae6310e"
 }"""
 
 
@@ -47,18 +48,18 @@ def test_an_offer_of_the_protocol_before_is_no_forgery():
     with pytest.raises(ForgedKvParams):
         knowing(b"two").check(offer, now=NOW)
     with pytest.raises(ForgedKvParams):
-        D.check(changed(offer, xpyd_adapter=""), now=NOW)
+        D.check(changed(offer, pdrelay_adapter=""), now=NOW)
 
 
 def test_an_engine_of_the_protocol_before_finds_our_signature_right():
     """So it says that the protocols differ, and not that the secrets do."""
-    assert P.sign(OFFER).xpyd_signature == json.loads(OF_PROTOCOL_9)["xpyd_signature"]
+    assert P.sign(OFFER).pdrelay_signature == json.loads(OF_PROTOCOL_9)["pdrelay_signature"]
 
 
 @pytest.mark.parametrize("adapter", [None, "b:0", ""], ids=repr)
 def test_the_adapter_of_an_offer_cannot_be_changed(adapter):
     """Left out, it would be that of an engine that knows none."""
-    forged = changed(P.sign(changed(OFFER, xpyd_adapter="a:0")), xpyd_adapter=adapter)
+    forged = changed(P.sign(changed(OFFER, pdrelay_adapter="a:0")), pdrelay_adapter=adapter)
 
     with pytest.raises(ForgedKvParams):
         D.check(forged, now=NOW)
@@ -69,7 +70,7 @@ def test_a_signed_offer_survives_its_way():
     offer = parse_pull_params(json.loads(json.dumps(P.sign(OFFER).to_params())))
 
     assert D.check(offer, now=NOW)
-    assert changed(offer, xpyd_signature=None) == OFFER
+    assert changed(offer, pdrelay_signature=None) == OFFER
 
 
 @pytest.mark.parametrize("field", PullParams.__struct_fields__)
@@ -77,7 +78,7 @@ def test_no_field_of_it_can_be_changed(field):
     """Block numbers of other people's requests were theft with HTTP 200; a new field is covered by itself."""
     forged = changed(P.sign(OFFER), **{field: OTHER[field]})
 
-    with pytest.raises(ForgedKvParams, match=r"XPYD_CONNECTOR_SECRET of engine .* differs"):
+    with pytest.raises(ForgedKvParams, match=r"PDRELAY_CONNECTOR_SECRET of engine .* differs"):
         D.check(forged, now=NOW)
 
 
@@ -91,17 +92,19 @@ def test_blocks_do_not_move_from_one_group_to_the_next():
 
 def test_an_offer_without_a_signature_is_refused_where_there_is_a_secret():
     """vLLM's own connector, an engine that was started without the secret, or somebody who invented it."""
-    with pytest.raises(UnsignedKvParams, match="XPYD_CONNECTOR_SECRET is set here, and must be set on engine p0, too"):
+    with pytest.raises(
+        UnsignedKvParams, match="PDRELAY_CONNECTOR_SECRET is set here, and must be set on engine p0, too"
+    ):
         D.check(OFFER, now=NOW)
     with pytest.raises(UnsignedKvParams):
-        D.check(changed(P.sign(OFFER), xpyd_expires_at=None), now=NOW)
+        D.check(changed(P.sign(OFFER), pdrelay_expires_at=None), now=NOW)
 
 
 @pytest.mark.parametrize("signature", ["", "x", "é", "\ud800", "0" * 128], ids=ascii)
 def test_a_signature_may_be_any_text(signature):
     """An exception of another kind would stop the engine for everybody."""
     with pytest.raises(ForgedKvParams):
-        D.check(changed(OFFER, xpyd_signature=signature), now=NOW)
+        D.check(changed(OFFER, pdrelay_signature=signature), now=NOW)
 
 
 def test_another_secret_is_not_accepted():
@@ -145,10 +148,10 @@ def test_an_offer_is_good_as_long_as_its_lease_and_what_clocks_may_differ():
     """Its lease would be over; P's fence says so, too, but this needs no question."""
     offer = P.sign(OFFER)
 
-    assert D.check(offer, now=OFFER.xpyd_expires_at + CLOCK_SKEW)
+    assert D.check(offer, now=OFFER.pdrelay_expires_at + CLOCK_SKEW)
     assert D.check(offer, now=0.0)  # D's clock is slow
     with pytest.raises(ExpiredKvParams, match="expired 301 s ago"):
-        D.check(offer, now=OFFER.xpyd_expires_at + CLOCK_SKEW + 1)
+        D.check(offer, now=OFFER.pdrelay_expires_at + CLOCK_SKEW + 1)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 import pytest
 
-from xpyd_connector.core.ids import RequestId
-from xpyd_connector.core.lease.transfer_names import MAX_ABANDONED, TransferNames, abandoned_transfer, transfer_of
-from xpyd_connector.core.messages import MAX_ID
-from xpyd_connector.errors import InvalidKvParams
+from pdrelay_connector.core.ids import RequestId
+from pdrelay_connector.core.lease.transfer_names import MAX_ABANDONED, TransferNames, abandoned_transfer, transfer_of
+from pdrelay_connector.core.messages import MAX_ID
+from pdrelay_connector.errors import InvalidKvParams
 
 A, B = RequestId("a"), RequestId("b")
 

@@ -2,12 +2,10 @@
 
 import pytest
 
-from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, TIMEOUT, World, changed, rank_info, right
-from support.recording_agent import RecordingCopier
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
-from xpyd_connector.core.layout.transfer_plan import TokenRange
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
+from pdrelay_connector.core.messages import (
     DropLeases,
     FenceResult,
     LeasesLost,
@@ -16,15 +14,17 @@ from xpyd_connector.core.messages import (
     ReadDone,
     StagePart,
 )
-from xpyd_connector.core.ports import MessageReceived
-from xpyd_connector.core.pull.decode_worker import POLL_INTERVAL, STAGING_TIMEOUT_FACTOR, PullReader
-from xpyd_connector.core.pull.load import LoadOrder, LoadState
-from xpyd_connector.core.results import BlocksReleased, LoadResult
-from xpyd_connector.core.session.peers import PATIENCE, PeerTable
-from xpyd_connector.core.staging import host_buffer
-from xpyd_connector.core.staging.slots import Slots
-from xpyd_connector.errors import IllegalTransition
-from xpyd_connector.io.in_memory import InMemoryLink, InMemoryTransferAgent
+from pdrelay_connector.core.ports import MessageReceived
+from pdrelay_connector.core.pull.decode_worker import POLL_INTERVAL, STAGING_TIMEOUT_FACTOR, PullReader
+from pdrelay_connector.core.pull.load import LoadOrder, LoadState
+from pdrelay_connector.core.results import BlocksReleased, LoadResult
+from pdrelay_connector.core.session.peers import PATIENCE, PeerTable
+from pdrelay_connector.core.staging import host_buffer
+from pdrelay_connector.core.staging.slots import Slots
+from pdrelay_connector.errors import IllegalTransition
+from pdrelay_connector.io.in_memory import InMemoryLink, InMemoryTransferAgent
+from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, TIMEOUT, World, changed, rank_info, right
+from support.recording_agent import RecordingCopier
 
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]
 

@@ -5,15 +5,15 @@ from inspect import signature
 import pytest
 from hypothesis import settings
 
+from pdrelay_connector.core.ids import RequestId
+from pdrelay_connector.core.lease.kv_params import PullParams
+from pdrelay_connector.core.lease.lease_table import LeaseEvent
+from pdrelay_connector.core.pull.load import LoadState
+from pdrelay_connector.core.results import LoadResult
 from support import pull_mutants as mutants
 from support.engines import BLOCKS, FINGERPRINT, LEASE, LOOP_TIMEOUT, TIMEOUT, World, changed, right
 from support.mutation import NOTICED, each_mutant, search
 from support.pair_machine import PairMachine
-from xpyd_connector.core.ids import RequestId
-from xpyd_connector.core.lease.kv_params import PullParams
-from xpyd_connector.core.lease.lease_table import LeaseEvent
-from xpyd_connector.core.pull.load import LoadState
-from xpyd_connector.core.results import LoadResult
 
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]
 

@@ -2,12 +2,9 @@
 
 import pytest
 
-from support.engines import FINGERPRINT, changed, rank_info
-from support.expecting import ADDRESS, A, B, ExpectingEngine, P, T
-from support.push_engines import WAIT
-from xpyd_connector.core.ids import ConnId, EngineId, RequestId
-from xpyd_connector.core.lease.kv_params import PushParams
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.ids import ConnId, EngineId, RequestId
+from pdrelay_connector.core.lease.kv_params import PushParams
+from pdrelay_connector.core.messages import (
     PROTOCOL,
     CancelPushes,
     DropLeases,
@@ -18,17 +15,20 @@ from xpyd_connector.core.messages import (
     PushStopped,
     Welcome,
 )
-from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
-from xpyd_connector.core.push.decode_scheduler import (
+from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from pdrelay_connector.core.push.decode_scheduler import (
     LOCAL_QUARANTINE,
     LONG_QUARANTINE,
     QUARANTINE,
     ReceiveState,
 )
-from xpyd_connector.core.results import BlocksReleased, LoadResult
-from xpyd_connector.core.session.peers import MAX_BACKOFF, QUIET, PeerState
-from xpyd_connector.errors import IllegalTransition
-from xpyd_connector.io.client_connections import IDLE_TIMEOUT
+from pdrelay_connector.core.results import BlocksReleased, LoadResult
+from pdrelay_connector.core.session.peers import MAX_BACKOFF, QUIET, PeerState
+from pdrelay_connector.errors import IllegalTransition
+from pdrelay_connector.io.client_connections import IDLE_TIMEOUT
+from support.engines import FINGERPRINT, changed, rank_info
+from support.expecting import ADDRESS, A, B, ExpectingEngine, P, T
+from support.push_engines import WAIT
 
 
 class Harness(ExpectingEngine):

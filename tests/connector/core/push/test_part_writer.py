@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.engines import BLOCK_SIZE, rank_info
-from support.recording_agent import RecordingAgent, RecordingCopier
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import BlockId
-from xpyd_connector.core.layout.transfer_plan import TokenRange, push_route
-from xpyd_connector.core.ports import XferOutcome
-from xpyd_connector.core.push.part_writer import (
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import BlockId
+from pdrelay_connector.core.layout.transfer_plan import TokenRange, push_route
+from pdrelay_connector.core.ports import XferOutcome
+from pdrelay_connector.core.push.part_writer import (
     PartWriteEnded,
     PartWriter,
 )
-from xpyd_connector.core.staging.host_buffer import HostBuffer
-from xpyd_connector.core.staging.slots import Slots
-from xpyd_connector.core.transfer.remote_memory import RemoteRank
-from xpyd_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL
-from xpyd_connector.errors import HostBufferTooSmall, ProtocolViolation, TransferError
-from xpyd_connector.io.in_memory import BLOCK_BYTES
+from pdrelay_connector.core.staging.host_buffer import HostBuffer
+from pdrelay_connector.core.staging.slots import Slots
+from pdrelay_connector.core.transfer.remote_memory import RemoteRank
+from pdrelay_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL
+from pdrelay_connector.errors import HostBufferTooSmall, ProtocolViolation, TransferError
+from pdrelay_connector.io.in_memory import BLOCK_BYTES
+from support.engines import BLOCK_SIZE, rank_info
+from support.recording_agent import RecordingAgent, RecordingCopier
 
 TIMEOUT, SLOTS = 20.0, 4
 

@@ -2,13 +2,11 @@
 
 import pytest
 
-from support.engines import LEASE, rank_info
-from support.recording_link import RecordingLink
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import BlockId, ConnId, RequestId
-from xpyd_connector.core.lease.lease_table import LeaseTable
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import BlockId, ConnId, RequestId
+from pdrelay_connector.core.lease.lease_table import LeaseTable
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager
+from pdrelay_connector.core.messages import (
     CancelPushes,
     Challenge,
     DropLeases,
@@ -28,9 +26,11 @@ from xpyd_connector.core.messages import (
     StopPush,
     WorkerHello,
 )
-from xpyd_connector.core.ports import ConnectionLost, MessageReceived
-from xpyd_connector.core.push import prefill_scheduler
-from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
+from pdrelay_connector.core.ports import ConnectionLost, MessageReceived
+from pdrelay_connector.core.push import prefill_scheduler
+from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
+from support.engines import LEASE, rank_info
+from support.recording_link import RecordingLink
 
 W0, W1, D, ELSE = ConnId(1), ConnId(2), ConnId(3), ConnId(4)
 T, R = RequestId("t"), RequestId("d-a")

@@ -2,12 +2,9 @@
 
 import pytest
 
-from support.engines import BLOCK_SIZE, lent, rank_info
-from support.recording_agent import RecordingAgent
-from support.recording_link import ConnectingLink
-from xpyd_connector.core.counters import Counters, ForwardingCounters, merge
-from xpyd_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId, RequestId
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.counters import Counters, ForwardingCounters, merge
+from pdrelay_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId, RequestId
+from pdrelay_connector.core.messages import (
     MAX_REASON,
     PeerGone,
     PeerMemory,
@@ -18,21 +15,24 @@ from xpyd_connector.core.messages import (
     StopPush,
     WorkerHello,
 )
-from xpyd_connector.core.ports import (
+from pdrelay_connector.core.ports import (
     ConnectFailed,
     ConnectionLost,
     MessageReceived,
     PeerConnected,
     XferOutcome,
 )
-from xpyd_connector.core.push.prefill_worker import PushWriter
-from xpyd_connector.core.push.push_job import (
+from pdrelay_connector.core.push.prefill_worker import PushWriter
+from pdrelay_connector.core.push.push_job import (
     ComputedBlocks,
     TransferOver,
 )
-from xpyd_connector.core.session.scheduler_link import RETRY
-from xpyd_connector.core.transfer.transfers import POLL_INTERVAL
-from xpyd_connector.io.in_memory import pieces_of
+from pdrelay_connector.core.session.scheduler_link import RETRY
+from pdrelay_connector.core.transfer.transfers import POLL_INTERVAL
+from pdrelay_connector.io.in_memory import pieces_of
+from support.engines import BLOCK_SIZE, lent, rank_info
+from support.recording_agent import RecordingAgent
+from support.recording_link import ConnectingLink
 
 D, ELSE, HOME = ConnId(7), ConnId(8), EngineEndpoint(EngineId("p"), Address("10.0.0.1", 5600))
 T, R, TIMEOUT = RequestId("t"), RequestId("d-a"), 20.0

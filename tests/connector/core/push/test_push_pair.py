@@ -5,16 +5,16 @@ from inspect import signature
 import pytest
 from hypothesis import settings
 
+from pdrelay_connector.core.messages import DropLeases, HeartbeatReply
+from pdrelay_connector.core.ports import ConnectionLost, MessageReceived
+from pdrelay_connector.core.push.decode_scheduler import LONG_QUARANTINE, QUARANTINE
+from pdrelay_connector.io.connection import USER_TIMEOUT_MS
 from support import push_mutants as mutants
 from support.engines import BLOCKS, LEASE
 from support.mutation import NOTICED, each_mutant, search
 from support.pair_machine import STRANGER
 from support.push_engines import ORPHANED, PATIENCE, STRAYS, WAIT, WRITE, PushWorld
 from support.push_machine import PushMachine, nothing_is_left
-from xpyd_connector.core.messages import DropLeases, HeartbeatReply
-from xpyd_connector.core.ports import ConnectionLost, MessageReceived
-from xpyd_connector.core.push.decode_scheduler import LONG_QUARANTINE, QUARANTINE
-from xpyd_connector.io.connection import USER_TIMEOUT_MS
 
 SHAPES = {  # ranks of P and of D, KV heads
     "one rank": (1, 1, 1),

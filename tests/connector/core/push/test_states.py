@@ -2,13 +2,9 @@
 
 import pytest
 
-from support import state_mutants as mutants
-from support.engines import changed, rank_info
-from support.engines import lent as blocks_of
-from support.mutation import NOTICED
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineEndpoint, EngineId, RequestId, XferId
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, BlockId, ConnId, EngineEndpoint, EngineId, RequestId, XferId
+from pdrelay_connector.core.messages import (
     LentBlocks,
     PeerMemory,
     PushAborted,
@@ -17,9 +13,13 @@ from xpyd_connector.core.messages import (
     RegisterPush,
     StartPush,
 )
-from xpyd_connector.core.ports import MessageReceived, PeerConnected, XferEnded, XferOutcome
-from xpyd_connector.core.push.prefill_worker import PushWriter
-from xpyd_connector.core.push.push_job import ComputedBlocks
+from pdrelay_connector.core.ports import MessageReceived, PeerConnected, XferEnded, XferOutcome
+from pdrelay_connector.core.push.prefill_worker import PushWriter
+from pdrelay_connector.core.push.push_job import ComputedBlocks
+from support import state_mutants as mutants
+from support.engines import changed, rank_info
+from support.engines import lent as blocks_of
+from support.mutation import NOTICED
 
 D, SCHEDULER = ConnId(7), ConnId(1)
 STATE, WIDTH = 1 << 20, 512  # where its region begins, and the bytes of one state

@@ -2,8 +2,8 @@
 
 import pytest
 
-from xpyd_connector.core.session.data_plane import NetworkInterfaces, choose_devices
-from xpyd_connector.errors import SettingsError
+from pdrelay_connector.core.session.data_plane import NetworkInterfaces, choose_devices
+from pdrelay_connector.errors import SettingsError
 
 INTERFACES = {
     "lo": frozenset({"127.0.0.1", "::1"}),

@@ -2,10 +2,9 @@
 
 import pytest
 
-from support.engines import FINGERPRINT, changed, rank_info
-from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.messages import PROTOCOL, Challenge, DropLeases, Refusal, ServerProof, Welcome, decode
-from xpyd_connector.core.session.handshake import (
+from pdrelay_connector.core.ids import Address, EngineId, RequestId
+from pdrelay_connector.core.messages import PROTOCOL, Challenge, DropLeases, Refusal, ServerProof, Welcome, decode
+from pdrelay_connector.core.session.handshake import (
     NONCE_BYTES,
     Accepted,
     ClientConnection,
@@ -17,7 +16,8 @@ from xpyd_connector.core.session.handshake import (
     badge_of,
     hash_of,
 )
-from xpyd_connector.errors import AnotherEngine, IncompatiblePeer, ProtocolViolation
+from pdrelay_connector.errors import AnotherEngine, IncompatiblePeer, ProtocolViolation
+from support.engines import FINGERPRINT, changed, rank_info
 
 P, D = EngineId("p0"), EngineId("d0")
 WELCOME = Welcome(PROTOCOL, P, FINGERPRINT, (rank_info("p0"),))
@@ -84,7 +84,7 @@ def test_a_missing_or_other_secret_is_refused(theirs, ours):
     """And the sentence names the variable, on whichever side it is missing."""
     answer = host(*theirs).answer(guest(*ours).hello(CHALLENGE, CALL), ARRIVAL)
 
-    assert "XPYD_CONNECTOR_SECRET" in reason_of(answer)
+    assert "PDRELAY_CONNECTOR_SECRET" in reason_of(answer)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_host_that_does_not_know_the_secret_is_refused(proof):
     """Before its Welcome, and NIXL's metadata in it, is read."""
     hello = guest(OLD).hello(CHALLENGE, CALL)
 
-    with pytest.raises(IncompatiblePeer, match="XPYD_CONNECTOR_SECRET"):
+    with pytest.raises(IncompatiblePeer, match="PDRELAY_CONNECTOR_SECRET"):
         guest(OLD).check(ServerProof(proof), CHALLENGE, hello, CALL.certificate)
 
 

@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from xpyd_connector.core.session.nixl_metadata import MAX_METADATA, check_metadata
-from xpyd_connector.errors import ProtocolViolation
+from pdrelay_connector.core.session.nixl_metadata import MAX_METADATA, check_metadata
+from pdrelay_connector.errors import ProtocolViolation
 
 
 def field(tag, value):

@@ -2,12 +2,11 @@
 
 import pytest
 
-from support.engines import FINGERPRINT, changed, rank_info
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Welcome
-from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, PeerConnected
-from xpyd_connector.core.session.peers import (
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import Address, EngineId
+from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, Welcome
+from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, PeerConnected
+from pdrelay_connector.core.session.peers import (
     MAX_BACKOFF,
     MAX_SILENT,
     PATIENCE,
@@ -15,7 +14,8 @@ from xpyd_connector.core.session.peers import (
     PeerTable,
     mismatch,
 )
-from xpyd_connector.io.in_memory import InMemoryLink, InMemoryNetwork
+from pdrelay_connector.io.in_memory import InMemoryLink, InMemoryNetwork
+from support.engines import FINGERPRINT, changed, rank_info
 
 P, ADDRESS = EngineId("p0"), Address("10.0.0.1", 5600)
 WELCOME = Welcome(PROTOCOL, P, FINGERPRINT, (rank_info("p0"),))

@@ -2,11 +2,9 @@
 
 import pytest
 
-from support.expecting import A, B, ExpectingEngine, T
-from support.recording_link import ConnectingLink
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import ConnId, RequestId
-from xpyd_connector.core.messages import (
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import ConnId, RequestId
+from pdrelay_connector.core.messages import (
     MAX_PART,
     CancelPushes,
     CopyEnded,
@@ -17,12 +15,14 @@ from xpyd_connector.core.messages import (
     RenewLeases,
     WorkerHello,
 )
-from xpyd_connector.core.ports import ConnectionLost, MessageReceived
-from xpyd_connector.core.push.decode_scheduler import QUARANTINE
-from xpyd_connector.core.results import BlocksReleased, LoadResult
-from xpyd_connector.core.session.worker_links import WorkerLinks
-from xpyd_connector.core.staging.decode_scheduler import StagingReceiver
-from xpyd_connector.core.staging.slots import Slots
+from pdrelay_connector.core.ports import ConnectionLost, MessageReceived
+from pdrelay_connector.core.push.decode_scheduler import QUARANTINE
+from pdrelay_connector.core.results import BlocksReleased, LoadResult
+from pdrelay_connector.core.session.worker_links import WorkerLinks
+from pdrelay_connector.core.staging.decode_scheduler import StagingReceiver
+from pdrelay_connector.core.staging.slots import Slots
+from support.expecting import A, B, ExpectingEngine, T
+from support.recording_link import ConnectingLink
 
 C = RequestId("d-c")
 W0, W1, STRANGER = ConnId(101), ConnId(102), ConnId(103)

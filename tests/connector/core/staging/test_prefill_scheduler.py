@@ -3,13 +3,13 @@
 import pytest
 from hypothesis import settings
 
+from pdrelay_connector.core.ids import BlockId, RequestId
+from pdrelay_connector.core.messages import Challenge, DropLeases, ReadDone, RenewLeases, StagePart, WorkerHello
+from pdrelay_connector.core.staging import prefill_scheduler
 from support import staging_mutants as mutants
 from support.mutation import NOTICED, each_mutant, search
 from support.staging_machine import StagingMachine
 from support.staging_world import BLOCKS, LEASE, PATIENCE, SLOTS, StagingWorld
-from xpyd_connector.core.ids import BlockId, RequestId
-from xpyd_connector.core.messages import Challenge, DropLeases, ReadDone, RenewLeases, StagePart, WorkerHello
-from xpyd_connector.core.staging import prefill_scheduler
 
 
 def states(world):

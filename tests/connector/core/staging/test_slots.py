@@ -4,8 +4,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from xpyd_connector.core.staging.slots import Slots, SlotsGranted
-from xpyd_connector.errors import HostBufferTooSmall, IllegalTransition
+from pdrelay_connector.core.staging.slots import Slots, SlotsGranted
+from pdrelay_connector.errors import HostBufferTooSmall, IllegalTransition
 
 
 def test_slots_are_handed_out_from_one_on():

@@ -2,17 +2,17 @@
 
 import pytest
 
+from pdrelay_connector.core.counters import Counters, ForwardingCounters, merge
+from pdrelay_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId
+from pdrelay_connector.core.messages import CopyEnded, CopyIn, CopyOut, HeartbeatReply, WorkerHello
+from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from pdrelay_connector.core.session.scheduler_link import RETRY, SchedulerLink
+from pdrelay_connector.core.session.worker_links import WorkerLinks
+from pdrelay_connector.core.staging.worker import StagingWorker
+from pdrelay_connector.io.in_memory import InMemoryNetwork
 from support.copying import MemoryCopier
 from support.recording_link import ConnectingLink
 from support.staging_world import region
-from xpyd_connector.core.counters import Counters, ForwardingCounters, merge
-from xpyd_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId
-from xpyd_connector.core.messages import CopyEnded, CopyIn, CopyOut, HeartbeatReply, WorkerHello
-from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
-from xpyd_connector.core.session.scheduler_link import RETRY, SchedulerLink
-from xpyd_connector.core.session.worker_links import WorkerLinks
-from xpyd_connector.core.staging.worker import StagingWorker
-from xpyd_connector.io.in_memory import InMemoryNetwork
 
 HOME, CONN = EngineEndpoint(EngineId("p"), Address("10.0.0.1", 5600)), ConnId(1)
 ATTEND = WorkerHello(0, b"token")

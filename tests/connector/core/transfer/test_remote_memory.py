@@ -2,13 +2,13 @@
 
 import pytest
 
+from pdrelay_connector.core.ids import EngineId
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
+from pdrelay_connector.core.messages import RankInfo, Region
+from pdrelay_connector.core.transfer.remote_memory import RemoteEngines
+from pdrelay_connector.errors import IncompatiblePeer, TransferError
 from support.engines import BLOCK_SIZE, changed
 from support.recording_agent import RecordingAgent
-from xpyd_connector.core.ids import EngineId
-from xpyd_connector.core.layout.transfer_plan import TokenRange
-from xpyd_connector.core.messages import RankInfo, Region
-from xpyd_connector.core.transfer.remote_memory import RemoteEngines
-from xpyd_connector.errors import IncompatiblePeer, TransferError
 
 P = EngineId("p0")
 HEADS, WIDTH = 4, 16

@@ -2,9 +2,9 @@
 
 import pytest
 
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.transfer.transfers import StepEnded, Transfers
 from support.recording_agent import RecordingAgent, RecordingCopier
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.transfer.transfers import StepEnded, Transfers
 
 
 @pytest.mark.parametrize("post", ["read", "write"])

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrelay_connector.core.control import ControlPlane
+from pdrelay_connector.core.layout.transfer_plan import check_layers, needed_ranks
+from pdrelay_connector.core.lease.kv_params import PushParams
+from pdrelay_connector.core.messages import PushWritten
+from pdrelay_connector.core.results import LoadResult
+from pdrelay_connector.errors import ConnectorError, IncompatiblePeer
 from support import unequal_mutants as mutants
 from support.mutation import NOTICED, each_mutant
 from support.unequal import HOME, A, Model, P, Shape, T, UnequalWorld
-from xpyd_connector.core.control import ControlPlane
-from xpyd_connector.core.layout.transfer_plan import check_layers, needed_ranks
-from xpyd_connector.core.lease.kv_params import PushParams
-from xpyd_connector.core.messages import PushWritten
-from xpyd_connector.core.results import LoadResult
-from xpyd_connector.errors import ConnectorError, IncompatiblePeer
 
 TP = [
     (heads, p, d)

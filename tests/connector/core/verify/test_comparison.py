@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import BlockId
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
+from pdrelay_connector.core.messages import BlockSum, PushDone, RankSums, decode, encode
+from pdrelay_connector.core.verify.comparison import Comparison, compare, count, sums_of
+from pdrelay_connector.core.verify.sampling import SampledBlock
 from support.memory_reader import MemoryReader
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import BlockId
-from xpyd_connector.core.layout.transfer_plan import TokenRange
-from xpyd_connector.core.messages import BlockSum, PushDone, RankSums, decode, encode
-from xpyd_connector.core.verify.comparison import Comparison, compare, count, sums_of
-from xpyd_connector.core.verify.sampling import SampledBlock
 
 THERE = [f"block {number}".encode() for number in range(8)]
 SAMPLED = (SampledBlock(0, BlockId(3), 0, 4), SampledBlock(0, BlockId(5), 4, 8), SampledBlock(0, BlockId(6), 8, 9))

@@ -5,9 +5,9 @@ from zlib import crc32
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_connector.core.ids import BlockId, RequestId
-from xpyd_connector.core.messages import LentBlocks
-from xpyd_connector.core.verify.sampling import SampledBlock, Sampling
+from pdrelay_connector.core.ids import BlockId, RequestId
+from pdrelay_connector.core.messages import LentBlocks
+from pdrelay_connector.core.verify.sampling import SampledBlock, Sampling
 
 NAME = RequestId("a")
 

@@ -2,11 +2,11 @@
 
 import pytest
 
+from pdrelay_connector.core.lease.lease_table import LeaseEvent
 from support import verify_mutants as mutants
 from support.engines import EVERYTHING, LEASE, TIMEOUT, World
 from support.mutation import NOTICED, each_mutant
 from support.push_engines import PushWorld
-from xpyd_connector.core.lease.lease_table import LeaseEvent
 
 MODES = ["pull", "push"]
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import Limit, Refusal
-from xpyd_proxy.core.admission.ticket import TRANSITIONS, Ticket, TicketEvent, TicketState
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.admission.limits import Limit, Refusal
+from pdrelay_proxy.core.admission.ticket import TRANSITIONS, Ticket, TicketEvent, TicketState
+from pdrelay_proxy.settings import Settings
 
 ONE = Settings(max_concurrency=1, max_queue=2, max_queue_wait_s=10.0)
 

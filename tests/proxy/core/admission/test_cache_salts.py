@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.admission.cache_salts import Salts
-from xpyd_proxy.core.admission.keys import Keyring, Keys
-from xpyd_proxy.core.protocol.request_bodies import parse
-from xpyd_proxy.errors import BadRequest, Unauthorized
+from pdrelay_proxy.core.admission.cache_salts import Salts
+from pdrelay_proxy.core.admission.keys import Keyring, Keys
+from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.errors import BadRequest, Unauthorized
 
 KEYS = Keys.parse("a:sk-1-of-16-chars\na:sk-2-of-16-chars\nb:sk-3-of-16-chars\n", "keys")
 

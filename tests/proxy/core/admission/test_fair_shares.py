@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.fair_shares import BYTES_PER_TOKEN, FairShares
-from xpyd_proxy.core.admission.ticket import TicketState
-from xpyd_proxy.settings import QueueOrder, Settings
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.admission.fair_shares import BYTES_PER_TOKEN, FairShares
+from pdrelay_proxy.core.admission.ticket import TicketState
+from pdrelay_proxy.settings import QueueOrder, Settings
 
 MOST = 400  # tokens of a request
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.admission.keys import Keyring, Keys, Outbound, outbound_key
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.errors import ConfigError, Unauthorized
+from pdrelay_proxy.core.admission.keys import Keyring, Keys, Outbound, outbound_key
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.errors import ConfigError, Unauthorized
 
 HASH = hashlib.sha256(b"key-of-b-in-full").hexdigest()
 FILE = f"""

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from xpyd_proxy.core.admission.lifetime import TRANSITIONS, Lifetime, Stage, Step
+from pdrelay_proxy.core.admission.lifetime import TRANSITIONS, Lifetime, Stage, Step
 
 
 @pytest.mark.parametrize(("stage", "step"), list(itertools.product(Stage, Step)))

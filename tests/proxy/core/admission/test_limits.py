@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.admission.limits import Limit, TokenBucket
+from pdrelay_proxy.core.admission.limits import Limit, TokenBucket
 
 
 def taken(bucket, rate, at):

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.admission.priority import limited
-from xpyd_proxy.errors import BadRequest
+from pdrelay_proxy.core.admission.priority import limited
+from pdrelay_proxy.errors import BadRequest
 
 NAME = b"x-vllm-priority"
 OTHER = (b"authorization", b"Bearer x")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.admission.prompt_estimate import MEDIUM_TOKENS, prompt_tokens
-from xpyd_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.admission.prompt_estimate import MEDIUM_TOKENS, prompt_tokens
+from pdrelay_proxy.core.protocol.request_bodies import parse
 
 MEDIA = "QUJD" * 100_000
 DATA_URL = f"data:image/png;base64,{MEDIA}"

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.admission.fair_shares import BYTES_PER_TOKEN
+from pdrelay_proxy.core.admission.quota_exchange import QuotaExchange
+from pdrelay_proxy.core.peer_datagrams import DatagramFault
+from pdrelay_proxy.settings import Settings
 from support.several_routers import Everybody
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.fair_shares import BYTES_PER_TOKEN
-from xpyd_proxy.core.admission.quota_exchange import QuotaExchange
-from xpyd_proxy.core.peer_datagrams import DatagramFault
-from xpyd_proxy.settings import Settings
 
 SECRET, NAMES = b"of this fleet", ("a", "b")
 WALL = 1000.0

@@ -2,8 +2,8 @@
 
 import pytest
 
-from xpyd_proxy.core.admission.service_classes import MOST_CLASSES, OnMiss, ServiceClass, ServiceClasses
-from xpyd_proxy.errors import BadRequest, ClassNotAllowed, ConfigError
+from pdrelay_proxy.core.admission.service_classes import MOST_CLASSES, OnMiss, ServiceClass, ServiceClasses
+from pdrelay_proxy.errors import BadRequest, ClassNotAllowed, ConfigError
 
 TEXTS = ("gold:ttft=0.5,on_miss=refuse", "silver:ttft=5,rank=1", "batch:rank=9,open=true")
 

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.engine_outlook import EngineOutlook, OwnTimes
-from xpyd_proxy.core.admission.limits import Limit
-from xpyd_proxy.core.admission.service_levels import AGEING, AIM, LEFT, ClassEntry
-from xpyd_proxy.core.admission.ticket import TicketState
-from xpyd_proxy.settings import QueueOrder, Settings
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.admission.engine_outlook import EngineOutlook, OwnTimes
+from pdrelay_proxy.core.admission.limits import Limit
+from pdrelay_proxy.core.admission.service_levels import AGEING, AIM, LEFT, ClassEntry
+from pdrelay_proxy.core.admission.ticket import TicketState
+from pdrelay_proxy.settings import QueueOrder, Settings
 
 CLASSES = (
     "chat:ttft=1,rank=0,max_wait=5",

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
+from pdrelay_proxy.core.discovery.pods import Pod, engine_of
+from pdrelay_proxy.core.model import EngineRole, Role
+from pdrelay_proxy.errors import AddressError
 from support.kube_api import pod
-from xpyd_proxy.core.discovery.pods import Pod, engine_of
-from xpyd_proxy.core.model import EngineRole, Role
-from xpyd_proxy.errors import AddressError
 
 
 def engine(**said):
@@ -34,9 +34,9 @@ def test_a_pod_may_serve_both_roles(role):
     [
         ({"revision": "v7"}, "http://10.0.0.1:8000#revision=v7"),
         ({"ranks": "2", "mode": "push"}, "http://10.0.0.1:8000#dp=2&mode=push"),
-        ({"annotations": {"xpyd.io/port": "9000"}}, "http://10.0.0.1:9000"),
-        ({"port": None, "annotations": {"xpyd.io/port": "9000"}}, "http://10.0.0.1:9000"),
-        ({"revision": "label", "annotations": {"xpyd.io/revision": "note"}}, "http://10.0.0.1:8000#revision=note"),
+        ({"annotations": {"pdrelay/port": "9000"}}, "http://10.0.0.1:9000"),
+        ({"port": None, "annotations": {"pdrelay/port": "9000"}}, "http://10.0.0.1:9000"),
+        ({"revision": "label", "annotations": {"pdrelay/revision": "note"}}, "http://10.0.0.1:8000#revision=note"),
         ({"slice": "rack-1"}, "http://10.0.0.1:8000#slice=rack-1"),
         ({"revision": "v7", "slice": "rack-1"}, "http://10.0.0.1:8000#revision=v7&slice=rack-1"),
         ({"scheme": "https"}, "https://10.0.0.1:8000"),
@@ -68,7 +68,7 @@ def test_a_pod_that_is_deleted_or_not_ready_leaves(said):
 )
 def test_streams_move_from_a_pod_that_is_deleted_if_it_says_so(move, expected):
     """One that is not ready for a moment keeps them: it may come back."""
-    annotations = {} if move is None else {"xpyd.io/move": move}
+    annotations = {} if move is None else {"pdrelay/move": move}
     deleted, unready = engine(deleted=True, annotations=annotations), engine(ready=False, annotations=annotations)
 
     assert (deleted.moves, unready.moves) == expected
@@ -77,15 +77,15 @@ def test_streams_move_from_a_pod_that_is_deleted_if_it_says_so(move, expected):
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        ({"annotations": {"xpyd.io/move": "yes"}}, "xpyd.io/move is 'yes': write true or false"),
-        ({"role": "all"}, "xpyd.io/role is 'all': write prefill, decode or both"),
-        ({"role": "both", "ranks": "2"}, "xpyd.io/role is 'both': write prefill or decode: xpyd.io/ranks is set"),
-        ({"scheme": "ftp"}, "xpyd.io/scheme"),
-        ({"revision": "a&b"}, "xpyd.io/revision"),
-        ({"slice": "a&b"}, "xpyd.io/slice"),
+        ({"annotations": {"pdrelay/move": "yes"}}, "pdrelay/move is 'yes': write true or false"),
+        ({"role": "all"}, "pdrelay/role is 'all': write prefill, decode or both"),
+        ({"role": "both", "ranks": "2"}, "pdrelay/role is 'both': write prefill or decode: pdrelay/ranks is set"),
+        ({"scheme": "ftp"}, "pdrelay/scheme"),
+        ({"revision": "a&b"}, "pdrelay/revision"),
+        ({"slice": "a&b"}, "pdrelay/slice"),
         ({"ranks": "many"}, "dp=N"),
         ({"port": None}, "no container port named http"),
-        ({"annotations": {"xpyd.io/port": "70000"}}, "between 1 and 65535"),
+        ({"annotations": {"pdrelay/port": "70000"}}, "between 1 and 65535"),
     ],
 )
 def test_what_cannot_be_is_said(said, named):

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.discovery.reconcile import MOST, Action, Sources, diff, entry_name, entry_of, read_entry
-from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target, Wanted
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.push import EngineMode
-from xpyd_proxy.errors import AddressError
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.discovery.reconcile import MOST, Action, Sources, diff, entry_name, entry_of, read_entry
+from pdrelay_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target, Wanted
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.errors import AddressError
 
 A = Wanted(Role.PREFILL, Target.parse("a:80"), "uid-a")
 

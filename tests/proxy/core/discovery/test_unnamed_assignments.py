@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from xpyd_proxy.core.discovery.reconcile import Assignment
-from xpyd_proxy.core.discovery.unnamed_assignments import GRACE_S, UnnamedAssignments
-from xpyd_proxy.core.fleet.target import Key
-from xpyd_proxy.core.model import EngineRole, Role
+from pdrelay_proxy.core.discovery.reconcile import Assignment
+from pdrelay_proxy.core.discovery.unnamed_assignments import GRACE_S, UnnamedAssignments
+from pdrelay_proxy.core.fleet.target import Key
+from pdrelay_proxy.core.model import EngineRole, Role
 
 EVERY_S = 5.0
 KEY = Key(Role.DECODE, "d:80")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities, difference, fit
-from xpyd_proxy.core.fleet.push_coordinates import CoordinatesState
-from xpyd_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.core.fleet.compatibility import MODES, EngineCapabilities, difference, fit
+from pdrelay_proxy.core.fleet.push_coordinates import CoordinatesState
+from pdrelay_proxy.core.protocol.push import EngineMode
 
 
 @pytest.mark.parametrize(
@@ -13,13 +13,17 @@ from xpyd_proxy.core.protocol.push import EngineMode
         (EngineCapabilities(), EngineCapabilities(), True),
         (EngineCapabilities(version="0.32"), EngineCapabilities(version="0.31"), False),
         (EngineCapabilities(version="0.32"), EngineCapabilities(), True),
-        (EngineCapabilities(connector="xpyd"), EngineCapabilities(connector="nixl"), False),
-        (EngineCapabilities(connector="xpyd"), EngineCapabilities(connector="xpyd"), True),
+        (EngineCapabilities(connector="pdrelay"), EngineCapabilities(connector="nixl"), False),
+        (EngineCapabilities(connector="pdrelay"), EngineCapabilities(connector="pdrelay"), True),
         (EngineCapabilities(mode=EngineMode.PUSH), EngineCapabilities(mode=EngineMode.PULL), False),
         (EngineCapabilities(mode=EngineMode.PUSH), EngineCapabilities(), True),
         (EngineCapabilities(protocol="4"), EngineCapabilities(protocol="3"), False),
         (EngineCapabilities(fingerprint="0123456789abcdef"), EngineCapabilities(fingerprint="fedcba9876543210"), False),
-        (EngineCapabilities(protocol="4", fingerprint="0123456789abcdef"), EngineCapabilities(connector="xpyd"), True),
+        (
+            EngineCapabilities(protocol="4", fingerprint="0123456789abcdef"),
+            EngineCapabilities(connector="pdrelay"),
+            True,
+        ),
     ],
 )
 def test_what_is_known_of_both_must_agree(one, other, fits):

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.registry import Drain
-from xpyd_proxy.core.model import Role
+from pdrelay_proxy.core.fleet.registry import Drain
+from pdrelay_proxy.core.model import Role
 
 
 def verdict(drain, *, role=Role.PREFILL, in_flight=0, now=0.0):

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.engine_metrics import Numbers, incompatible_peers, read, received
+from pdrelay_proxy.core.fleet.engine_metrics import Numbers, incompatible_peers, read, received
 
-OURS = b"""# HELP vllm:xpyd_leases_held Requests whose blocks are kept.
-# TYPE vllm:xpyd_leases_held gauge
-vllm:xpyd_leases_held{engine="0",model_name="m"} 2.0
-vllm:xpyd_leases_held{engine="1",model_name="m"} 3.0
+OURS = b"""# HELP vllm:pdrelay_leases_held Requests whose blocks are kept.
+# TYPE vllm:pdrelay_leases_held gauge
+vllm:pdrelay_leases_held{engine="0",model_name="m"} 2.0
+vllm:pdrelay_leases_held{engine="1",model_name="m"} 3.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.125
 vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.0
 """
@@ -21,8 +21,8 @@ STOCK = b'vllm:kv_cache_usage_perc{engine="0"} 1.5e-2\nvllm:nixl_num_failed_tran
 @pytest.mark.parametrize(
     ("text", "rank", "numbers", "kept"),
     [
-        (OURS, None, Numbers("xpyd", 5, 0.125), 5),
-        (OURS, 1, Numbers("xpyd", 3, 0.0), 3),
+        (OURS, None, Numbers("pdrelay", 5, 0.125), 5),
+        (OURS, 1, Numbers("pdrelay", 3, 0.0), 3),
         (STOCK, None, Numbers("nixl", None, 0.015), 0.015),
         (b"", None, Numbers(), None),
         (b"vllm:kv_cache_usage_perc 0\n", 3, Numbers(kv_usage=0), 0),
@@ -37,7 +37,8 @@ def test_leases_count_before_the_use_of_the_cache(text, rank, numbers, kept):
 
 
 INFO = (
-    b'vllm:xpyd_connector_info{engine="%d",fingerprint="0123456789abcde%d",mode="%b",model_name="m",protocol="4"} 1.0\n'
+    b'vllm:pdrelay_connector_info{engine="%d",fingerprint="0123456789abcde%d",mode="%b",model_name="m",protocol="4"} '
+    b"1.0\n"
 )
 
 
@@ -45,18 +46,18 @@ def test_our_connector_says_whom_it_understands():
     """From its start, and whatever order the labels have."""
     text = OURS + INFO % (0, 0, b"pull") + INFO % (1, 1, b"push")
 
-    assert read(text) == Numbers("xpyd", 5, 0.125, "4", "0123456789abcde0", "pull")
-    assert read(text, 1) == Numbers("xpyd", 3, 0.0, "4", "0123456789abcde1", "push")
-    assert read(b'vllm:xpyd_connector_info{protocol="4",fingerprint="0123456789abcdef"} 1\n') == Numbers(
-        "xpyd", protocol="4", fingerprint="0123456789abcdef"
+    assert read(text) == Numbers("pdrelay", 5, 0.125, "4", "0123456789abcde0", "pull")
+    assert read(text, 1) == Numbers("pdrelay", 3, 0.0, "4", "0123456789abcde1", "push")
+    assert read(b'vllm:pdrelay_connector_info{protocol="4",fingerprint="0123456789abcdef"} 1\n') == Numbers(
+        "pdrelay", protocol="4", fingerprint="0123456789abcdef"
     )
-    assert read(b'vllm:xpyd_connector_info{protocol="4"} 0\n').protocol is None
+    assert read(b'vllm:pdrelay_connector_info{protocol="4"} 0\n').protocol is None
 
 
 def test_engines_that_differ_are_known_by_their_ids():
     """Data-parallel ranks have one each, behind the engine's own."""
-    info = b'vllm:xpyd_connector_info{engine="0",engine_id="1b-2c",fingerprint="0",mode="pull",protocol="4"} 1.0\n'
-    line = b'vllm:xpyd_incompatible_peer{engine="%d",model_name="m",peer="%b"} 1.0\n'
+    info = b'vllm:pdrelay_connector_info{engine="0",engine_id="1b-2c",fingerprint="0",mode="pull",protocol="4"} 1.0\n'
+    line = b'vllm:pdrelay_incompatible_peer{engine="%d",model_name="m",peer="%b"} 1.0\n'
     text = info + line % (0, b"1b-2c_dp1") + line % (0, b"3d") + line % (1, b"4e")
 
     assert read(text).engine_id == "1b-2c"
@@ -68,13 +69,13 @@ def test_engines_that_differ_are_known_by_their_ids():
 @given(st.binary(max_size=300))
 def test_any_text_can_be_read(text):
     """It comes from outside."""
-    read(b"vllm:xpyd_leases_held " + text)
+    read(b"vllm:pdrelay_leases_held " + text)
 
 
 @pytest.mark.parametrize("read_it", [read, incompatible_peers, received])
 @pytest.mark.parametrize(
     "name",
-    ["xpyd_connector_info{", "xpyd_incompatible_peer{", 'prompt_tokens_by_source_total{source="local_cache_hit"'],
+    ["pdrelay_connector_info{", "pdrelay_incompatible_peer{", 'prompt_tokens_by_source_total{source="local_cache_hit"'],
 )
 def test_a_text_of_one_long_line_holds_nothing_up(read_it, name):
     """It is read on the event loop. An engine may be anything that answers, and answers may have 8 MiB."""

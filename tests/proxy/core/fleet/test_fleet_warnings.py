@@ -2,11 +2,11 @@
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.fleet_warnings import FleetWarnings
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Role
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Role
 
 
 def fleet(prefill, decode):

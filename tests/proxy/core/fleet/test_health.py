@@ -7,11 +7,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from xpyd_proxy.core.fleet.health import TRANSITIONS, EngineHealth, HealthEvent, HealthState
-from xpyd_proxy.core.model import RequestId
-from xpyd_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
-from xpyd_proxy.core.schemas import HealthVerdict
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.fleet.health import TRANSITIONS, EngineHealth, HealthEvent, HealthState
+from pdrelay_proxy.core.model import RequestId
+from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
+from pdrelay_proxy.core.schemas import HealthVerdict
+from pdrelay_proxy.settings import Settings
 
 LIMITS = Settings(
     circuit_breaker_failures=3,

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.engine_metrics import received
-from xpyd_proxy.core.fleet.kv_inflow import KvInflow
-from xpyd_proxy.core.model import InstanceId
+from pdrelay_proxy.core.fleet.engine_metrics import received
+from pdrelay_proxy.core.fleet.kv_inflow import KvInflow
+from pdrelay_proxy.core.model import InstanceId
 
 D = InstanceId("decode-0")
 # As vLLM 0.32 writes it.

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.engine_metrics import ShownLoad, shown_load
-from xpyd_proxy.core.fleet.kv_relief import KvRelief, shares_to_move, streams_to_move
+from pdrelay_proxy.core.fleet.engine_metrics import ShownLoad, shown_load
+from pdrelay_proxy.core.fleet.kv_relief import KvRelief, shares_to_move, streams_to_move
 
 NAMES = st.sampled_from([f"decode-{n}" for n in range(6)])
 USAGE = st.floats(0, 1)

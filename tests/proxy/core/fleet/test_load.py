@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.load import Load, read_report
-from xpyd_proxy.core.model import RequestId
-from xpyd_proxy.core.schemas import NamedMetrics
+from pdrelay_proxy.core.fleet.load import Load, read_report
+from pdrelay_proxy.core.model import RequestId
+from pdrelay_proxy.core.schemas import NamedMetrics
 
 A, B = RequestId("a"), RequestId("b")
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.load_exchange import LoadExchange, SendPace
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import EngineRole, RequestId, Role
+from pdrelay_proxy.core.peer_datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
 from support.several_routers import Everybody
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.load_exchange import LoadExchange, SendPace
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import EngineRole, RequestId, Role
-from xpyd_proxy.core.peer_datagrams import MOST_BYTES, MOST_PEERS, DatagramFault
 
 SECRET = b"of this fleet"
 

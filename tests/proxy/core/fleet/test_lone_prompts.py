@@ -1,7 +1,7 @@
 """What a decode engine computes alone now."""
 
-from xpyd_proxy.core.fleet.lone_prompts import COUNTED_S, LonePrompts
-from xpyd_proxy.core.model import RequestId
+from pdrelay_proxy.core.fleet.lone_prompts import COUNTED_S, LonePrompts
+from pdrelay_proxy.core.model import RequestId
 
 A, B = RequestId("a"), RequestId("b")
 

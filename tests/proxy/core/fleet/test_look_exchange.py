@@ -4,11 +4,11 @@ import random
 
 import pytest
 
+from pdrelay_proxy.core.fleet.load_exchange import engine_name
+from pdrelay_proxy.core.fleet.look_exchange import LOOKS, WATCHERS, LookExchange
+from pdrelay_proxy.core.fleet.probe_schedule import ProbeSchedule
+from pdrelay_proxy.core.peer_datagrams import DatagramFault, Envelope
 from support.routers_that_look import INTERVAL_S, SECRET, TICK_S, TIMEOUT_S, WALL, Fleet, Router, after
-from xpyd_proxy.core.fleet.load_exchange import engine_name
-from xpyd_proxy.core.fleet.look_exchange import LOOKS, WATCHERS, LookExchange
-from xpyd_proxy.core.fleet.probe_schedule import ProbeSchedule
-from xpyd_proxy.core.peer_datagrams import DatagramFault, Envelope
 
 
 def test_each_router_more_is_not_one_more_that_looks_at_every_engine():

@@ -2,13 +2,13 @@
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.missing_paths import HOLDS_S, MissingPaths
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import ANY, RequestId, Role, RoutingHints
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.errors import PathNotServed
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.missing_paths import HOLDS_S, MissingPaths
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import ANY, RequestId, Role, RoutingHints
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.errors import PathNotServed
 
 PATH = "/v1/embeddings"
 

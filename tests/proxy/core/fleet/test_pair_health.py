@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.pair_health import (
+from pdrelay_proxy.core.fleet.pair_health import (
     MOST_SETS,
     OF_THE_PAIR,
     TRANSITIONS,
@@ -18,7 +18,7 @@ from xpyd_proxy.core.fleet.pair_health import (
     PairState,
     PairTrouble,
 )
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.settings import Settings
 
 PAIR = ("prefill-0", "decode-0")
 SETTINGS = Settings(pair_failures=3, pair_rest_time_s=30.0, max_pair_rest_time_s=100.0)

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.pair_health import PairFailure, PairHealth
-from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
-from xpyd_proxy.core.fleet.pair_modes import PairModes
-from xpyd_proxy.core.fleet.pair_rows import pair_rows, worst_rows
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.pair_health import PairFailure, PairHealth
+from pdrelay_proxy.core.fleet.pair_matrix import PairMatrix
+from pdrelay_proxy.core.fleet.pair_modes import PairModes
+from pdrelay_proxy.core.fleet.pair_rows import pair_rows, worst_rows
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.settings import Settings
 
 A, B, C = ("p0", "d0"), ("p0", "d1"), ("p1", "d0")
 

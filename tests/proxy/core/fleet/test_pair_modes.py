@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.pair_modes import AGAIN_S, ENOUGH, PAIRS_MOST, SENT_MOST, PairModes
-from xpyd_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.core.fleet.pair_modes import AGAIN_S, ENOUGH, PAIRS_MOST, SENT_MOST, PairModes
+from pdrelay_proxy.core.protocol.push import TransferMode
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 A, B = ("p0", "d0"), ("p0", "d1")

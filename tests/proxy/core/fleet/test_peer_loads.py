@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.pair_health import PairFailure, PairTrouble
-from xpyd_proxy.core.fleet.peer_loads import PeerLoads, read_failures, read_totals
+from pdrelay_proxy.core.fleet.pair_health import PairFailure, PairTrouble
+from pdrelay_proxy.core.fleet.peer_loads import PeerLoads, read_failures, read_totals
 
 
 def shown(*lines):
-    text = "# TYPE vllm:xpyd_peer_loads_total counter\n"
+    text = "# TYPE vllm:pdrelay_peer_loads_total counter\n"
     for peer, outcome, count, *engine in lines:
         labels = f'engine="{engine[0] if engine else 0}",model_name="m",outcome="{outcome}",peer="{peer}"'
-        text += f"vllm:xpyd_peer_loads_total{{{labels}}} {count}\n"
+        text += f"vllm:pdrelay_peer_loads_total{{{labels}}} {count}\n"
     return text.encode()
 
 
@@ -46,13 +46,13 @@ def test_lines_are_bounded():
 @given(st.binary(max_size=300))
 def test_no_text_is_too_odd(noise):
     """Nothing raises."""
-    read_totals(b"\nvllm:xpyd_peer_loads_total{" + noise)
-    read_failures(b"\nvllm:xpyd_peer_failure{" + noise + b"} 1.0\n")
+    read_totals(b"\nvllm:pdrelay_peer_loads_total{" + noise)
+    read_failures(b"\nvllm:pdrelay_peer_failure{" + noise + b"} 1.0\n")
 
 
 def failure(why, outcome="secret", peer="p", engine=0, value="1.0"):
     labels = f'engine="{engine}",model_name="m",outcome="{outcome}",peer="{peer}",reason="{why}"'
-    return f"# TYPE vllm:xpyd_peer_failure gauge\nvllm:xpyd_peer_failure{{{labels}}} {value}\n".encode()
+    return f"# TYPE vllm:pdrelay_peer_failure gauge\nvllm:pdrelay_peer_failure{{{labels}}} {value}\n".encode()
 
 
 def test_the_reason_of_a_failure_is_read_in_its_words():

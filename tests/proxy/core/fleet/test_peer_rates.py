@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.peer_rates import PeerRates, read_moved
+from pdrelay_proxy.core.fleet.peer_rates import PeerRates, read_moved
 
 
 def shown(*lines):
     text = "# HELP of vLLM\n"
     for peer, moved, seconds, *engine in lines:
         labels = f'engine="{engine[0] if engine else 0}",model_name="m",peer="{peer}"'
-        text += f"vllm:xpyd_peer_bytes_total{{{labels}}} {moved}\n"
-        text += f"vllm:xpyd_peer_transfer_seconds_total{{{labels}}} {seconds}\n"
+        text += f"vllm:pdrelay_peer_bytes_total{{{labels}}} {moved}\n"
+        text += f"vllm:pdrelay_peer_transfer_seconds_total{{{labels}}} {seconds}\n"
     return text.encode()
 
 
@@ -34,7 +34,7 @@ def test_what_is_no_such_line_is_left_out(line):
 @given(st.binary(max_size=300))
 def test_no_text_is_too_odd(noise):
     """Nothing raises."""
-    read_moved(b"\nvllm:xpyd_peer_bytes_total{" + noise)
+    read_moved(b"\nvllm:pdrelay_peer_bytes_total{" + noise)
 
 
 def test_the_rate_is_that_of_what_moved_since_the_last_look():

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.probe_schedule import ProbeSchedule
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import EngineSource, Origin
+from pdrelay_proxy.core.model import RequestId, Role
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.settings import Settings
 from support.routers_that_look import next_to_probe
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.probe_schedule import ProbeSchedule
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import EngineSource, Origin
-from xpyd_proxy.core.model import RequestId, Role
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.settings import Settings
 
 TICK_S, TIMEOUT_S, INTERVAL_S = 0.25, 5.0, 5.0
 

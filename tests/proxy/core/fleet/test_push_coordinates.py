@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.push_coordinates import TRANSITIONS, CoordinatesEvent, CoordinatesState, PushCoordinates
-from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.schemas import Coordinates
+from pdrelay_proxy.core.fleet.push_coordinates import TRANSITIONS, CoordinatesEvent, CoordinatesState, PushCoordinates
+from pdrelay_proxy.core.model import InstanceId
+from pdrelay_proxy.core.schemas import Coordinates
 
 P, Q = InstanceId("prefill-0"), InstanceId("prefill-1")
 

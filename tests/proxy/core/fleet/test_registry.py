@@ -7,16 +7,16 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import InstanceId, RequestId, Role
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.protocol.push import EngineMode
-from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import Target
+from pdrelay_proxy.core.model import InstanceId, RequestId, Role
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
+from pdrelay_proxy.settings import Settings
 
 A, B = Address("http", "a", 1), Address("http", "b", 1)
 
@@ -172,8 +172,8 @@ def test_facts_are_added_up_and_those_of_the_removed_are_dropped():
     name = registry.add(Role.PREFILL, A).id
     registry.learn(name, EngineCapabilities(frozenset({"m"}), "0.32"))
     registry.learn(name, EngineCapabilities(mode=EngineMode.PULL))
-    registry.learn(name, EngineCapabilities(version="0.33", connector="xpyd"))
-    assert registry.member(name).facts == EngineCapabilities(frozenset({"m"}), "0.33", "xpyd", EngineMode.PULL)
+    registry.learn(name, EngineCapabilities(version="0.33", connector="pdrelay"))
+    assert registry.member(name).facts == EngineCapabilities(frozenset({"m"}), "0.33", "pdrelay", EngineMode.PULL)
     registry.remove(name, now=0)
     registry.learn(name, EngineCapabilities())
 

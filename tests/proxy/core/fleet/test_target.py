@@ -2,10 +2,10 @@
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.protocol.push import EngineMode
-from xpyd_proxy.errors import AddressError, BadPort
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.target import Target
+from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.errors import AddressError, BadPort
 
 H = Address("http", "h", 80)
 

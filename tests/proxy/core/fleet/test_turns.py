@@ -7,20 +7,20 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.engine_speed import UNKNOWN
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.pair_health import PairFailure
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.fleet.turns import TRANSITIONS, RoleTurn, TurnEvent, TurnState
-from xpyd_proxy.core.model import EngineRole, InstanceId, RequestId, Role
-from xpyd_proxy.core.routing.compatible_groups import group_engines
-from xpyd_proxy.core.routing.pairing import PairSelector
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.errors import AlreadyKnown, CannotTurn, NoInstance, NoMatchingInstance, UnknownInstance
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.engine_speed import UNKNOWN
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.pair_health import PairFailure
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import Target
+from pdrelay_proxy.core.fleet.turns import TRANSITIONS, RoleTurn, TurnEvent, TurnState
+from pdrelay_proxy.core.model import EngineRole, InstanceId, RequestId, Role
+from pdrelay_proxy.core.routing.compatible_groups import group_engines
+from pdrelay_proxy.core.routing.pairing import PairSelector
+from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.errors import AlreadyKnown, CannotTurn, NoInstance, NoMatchingInstance, UnknownInstance
+from pdrelay_proxy.settings import Settings
 
 PREFILL, DECODE, BOTH = EngineRole
 REQUEST = RequestId("r")

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.health import Window
+from pdrelay_proxy.core.fleet.health import Window
 
 
 @given(st.lists(st.tuples(st.floats(0, 8), st.booleans()), max_size=60))

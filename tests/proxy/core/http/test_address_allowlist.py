@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_proxy.core.http.address_allowlist import AllowList
+from pdrelay_proxy.core.http.address_allowlist import AllowList
 
 STANDARD = AllowList.parse(())
 

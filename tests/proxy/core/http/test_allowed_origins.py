@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_proxy.core.http.allowed_origins import AllowedOrigins, is_origin
+from pdrelay_proxy.core.http.allowed_origins import AllowedOrigins, is_origin
 
 APP = b"https://app.example"
 

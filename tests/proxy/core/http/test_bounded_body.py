@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_proxy.core.http.bounded_body import whole
+from pdrelay_proxy.core.http.bounded_body import whole
 
 
 class TooLong(Exception):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.http.content_codings import Coding, coding_of, decoded
-from xpyd_proxy.errors import BadRequest, BodyTooLarge, UnsupportedCoding
+from pdrelay_proxy.core.http.content_codings import Coding, coding_of, decoded
+from pdrelay_proxy.errors import BadRequest, BodyTooLarge, UnsupportedCoding
 
 
 def raw_deflate(body):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.http.framing import HEAD_MOST, ChunkedBody, find_end, read_head
-from xpyd_proxy.errors import BadFraming, ClientError, HeadTooLarge, UriTooLong
+from pdrelay_proxy.core.http.framing import HEAD_MOST, ChunkedBody, find_end, read_head
+from pdrelay_proxy.errors import BadFraming, ClientError, HeadTooLarge, UriTooLong
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.http.json_bounds import (
+from pdrelay_proxy.core.http.json_bounds import (
     ALL_NAMES_MOST,
     INNER_NAMES_MOST,
     NAMES_MOST,
@@ -17,8 +17,8 @@ from xpyd_proxy.core.http.json_bounds import (
     check_prompts,
     count_items,
 )
-from xpyd_proxy.core.protocol.request_bodies import parse
-from xpyd_proxy.errors import BadRequest
+from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.errors import BadRequest
 
 VALUES = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.text('"\\,:[]{}\u20ac a', max_size=6)),

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from xpyd_proxy.core.http.multipart import HEAD_MOST, PARTS_MOST, boundary_of, check_form, content_type
-from xpyd_proxy.errors import BadRequest, UnsupportedMedia
+from pdrelay_proxy.core.http.multipart import HEAD_MOST, PARTS_MOST, boundary_of, check_form, content_type
+from pdrelay_proxy.errors import BadRequest, UnsupportedMedia
 
 PRIVATE = ("kv_transfer_params", "ec_transfer_params", "vllm_xargs")
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from xpyd_proxy.core.http.origins import Sites, check_open, is_loopback
-from xpyd_proxy.errors import ConfigError, CrossSite, Misdirected
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.http.origins import Sites, check_open, is_loopback
+from pdrelay_proxy.errors import ConfigError, CrossSite, Misdirected
+from pdrelay_proxy.settings import Settings
 
 HERE = Settings()
 WIDE = Settings(host="0.0.0.0", allow_unauthenticated=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_proxy.core.http.own_address import is_own_address
+from pdrelay_proxy.core.http.own_address import is_own_address
 
 
 @pytest.mark.parametrize(

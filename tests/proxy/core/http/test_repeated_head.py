@@ -4,9 +4,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.http.framing import Head, read_head
-from xpyd_proxy.core.http.repeated_head import RepeatedHead
-from xpyd_proxy.errors import ClientError
+from pdrelay_proxy.core.http.framing import Head, read_head
+from pdrelay_proxy.core.http.repeated_head import RepeatedHead
+from pdrelay_proxy.errors import ClientError
 
 NAMES = Head.__mypyc_attrs__ if hasattr(Head, "__mypyc_attrs__") else Head.__slots__  # a compiled class has no slots
 LINES = st.lists(

@@ -5,8 +5,8 @@ import json
 import msgspec
 import pytest
 
-from xpyd_proxy.core.model import Api, GenerationRequest
-from xpyd_proxy.core.protocol.canary import (
+from pdrelay_proxy.core.model import Api, GenerationRequest
+from pdrelay_proxy.core.protocol.canary import (
     MARGIN,
     REQUEST_MOST,
     TOKENS_MOST,

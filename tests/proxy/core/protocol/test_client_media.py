@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.protocol.client_media import check_media
-from xpyd_proxy.core.protocol.request_bodies import parse
-from xpyd_proxy.errors import BadRequest
+from pdrelay_proxy.core.protocol.client_media import check_media
+from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.errors import BadRequest
 
 URL = "http://metadata.internal/latest"
 DATA = "data:image/png;base64,QUJD"

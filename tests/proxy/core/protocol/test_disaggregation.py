@@ -5,10 +5,10 @@ import json
 import msgspec
 import pytest
 
-from xpyd_proxy.core.model import Api, SingleEngineReason
-from xpyd_proxy.core.protocol import disaggregation
-from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
-from xpyd_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.model import Api, SingleEngineReason
+from pdrelay_proxy.core.protocol import disaggregation
+from pdrelay_proxy.core.protocol.disaggregation import may_share, solo_reason
+from pdrelay_proxy.core.protocol.request_bodies import parse
 
 BOTH = (Api.COMPLETIONS, Api.CHAT)
 TEXT, CHAT = (Api.COMPLETIONS,), (Api.CHAT,)

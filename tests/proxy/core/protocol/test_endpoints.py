@@ -1,7 +1,7 @@
 """Which paths clients can reach."""
 
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 
 
 def test_what_generates_text_is_split_and_nothing_else_is():

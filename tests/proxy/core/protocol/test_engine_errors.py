@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import EngineResponse, Instance, InstanceId, Role
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
-from xpyd_proxy.core.protocol.engine_errors import body_shape, leg_error, refusal
-from xpyd_proxy.core.protocol.fault_table import BodyShape, Failure, failure_of, failure_of_answer
-from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, KeyRefused, NoSuchPath, Refused
-from xpyd_proxy.requests.error_body import error_body
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.model import EngineResponse, Instance, InstanceId, Role
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
+from pdrelay_proxy.core.protocol.engine_errors import body_shape, leg_error, refusal
+from pdrelay_proxy.core.protocol.fault_table import BodyShape, Failure, failure_of, failure_of_answer
+from pdrelay_proxy.errors import EngineBusy, EngineError, EngineFault, KeyRefused, NoSuchPath, Refused
+from pdrelay_proxy.requests.error_body import error_body
 
 ERROR = b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}'
 WORD = b'{"error":"Unauthorized"}'

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.protocol.error_shapes import engine_text, error_event, error_text
+from pdrelay_proxy.core.protocol.error_shapes import engine_text, error_event, error_text
 
 OPENAI = {"error": {"message": "no", "type": "BadRequestError", "param": "n", "code": 400}}
 ANTHROPIC = {"type": "error", "error": {"type": "invalid_request_error", "message": "no"}}

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.fault_table import (
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.protocol.fault_table import (
     VERDICTS,
     BodyShape,
     ClientGets,
@@ -21,7 +21,7 @@ from xpyd_proxy.core.protocol.fault_table import (
     retry_rule,
     unreached,
 )
-from xpyd_proxy.errors import (
+from pdrelay_proxy.errors import (
     AnswerRefused,
     BadKvEvents,
     ConnectionStale,
@@ -37,7 +37,7 @@ from xpyd_proxy.errors import (
     Refused,
     RouterLacks,
 )
-from xpyd_proxy.requests.error_body import error_body
+from pdrelay_proxy.requests.error_body import error_body
 
 ERRORS = [
     (EngineError("x", reached=False), Failure.UNREACHABLE),

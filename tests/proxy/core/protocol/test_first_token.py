@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.first_token import Spliced, first_token, may_show, offered
+from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.raw_json import encode, maybe
+from pdrelay_proxy.core.schemas import FirstTokenOffer, TokensAnswer
 from support.greedy import events, first_answer, ids_of, read
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.first_token import Spliced, first_token, may_show, offered
-from xpyd_proxy.core.protocol.request_bodies import parse
-from xpyd_proxy.core.raw_json import encode, maybe
-from xpyd_proxy.core.schemas import FirstTokenOffer, TokensAnswer
 
 OFFER = FirstTokenOffer(("completions", "chat"), 4096)
 BASE = {"stream": True, "temperature": 0, "max_tokens": 8}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival, cached_share
+from pdrelay_proxy.core.protocol.kv_transfer_check import Arrival, arrival, cached_share
 
 
 def usage(cached):

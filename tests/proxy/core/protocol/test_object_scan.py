@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.protocol.object_scan import without_name
-from xpyd_proxy.core.raw_json import NotJson
+from pdrelay_proxy.core.protocol.object_scan import without_name
+from pdrelay_proxy.core.raw_json import NotJson
 
 TEXTS = st.text(st.characters(max_codepoint=0x2FFF))  # a name with half a surrogate pair is refused
 VALUES = st.recursive(

@@ -5,9 +5,16 @@ import json
 import msgspec
 import pytest
 
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.prompt_arrays import MergedAnswer, MergedStream, choices_of, one_of, prompts_of, words_of
-from xpyd_proxy.errors import EngineError
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.prompt_arrays import (
+    MergedAnswer,
+    MergedStream,
+    choices_of,
+    one_of,
+    prompts_of,
+    words_of,
+)
+from pdrelay_proxy.errors import EngineError
 
 
 def fields(**values):

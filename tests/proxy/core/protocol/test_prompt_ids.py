@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.model import Api, GenerationRequest
-from xpyd_proxy.core.protocol.prompt_ids import (
+from pdrelay_proxy.core.model import Api, GenerationRequest
+from pdrelay_proxy.core.protocol.prompt_ids import (
     PIECE,
     found_ids,
     ids_in,
@@ -14,11 +14,11 @@ from xpyd_proxy.core.protocol.prompt_ids import (
     packed_ids,
     read_with_ids,
 )
-from xpyd_proxy.core.raw_json import NULL, Fields, decode, maybe
-from xpyd_proxy.core.routing.routing_hints import ask_of_call
-from xpyd_proxy.core.schemas import PromptIdsAnswer, TokensAnswer
-from xpyd_proxy.core.token_blocks import packed
-from xpyd_proxy.errors import EngineError
+from pdrelay_proxy.core.raw_json import NULL, Fields, decode, maybe
+from pdrelay_proxy.core.routing.routing_hints import ask_of_call
+from pdrelay_proxy.core.schemas import PromptIdsAnswer, TokensAnswer
+from pdrelay_proxy.core.token_blocks import packed
+from pdrelay_proxy.errors import EngineError
 
 HELLO = [{"role": "user", "content": "hello"}]
 

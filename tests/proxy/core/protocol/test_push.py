@@ -4,19 +4,19 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
-from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES, decode_params, handover, known_as
-from xpyd_proxy.core.schemas import Coordinates
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.settings import KvTransferMode
+from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES, decode_params, handover, known_as
+from pdrelay_proxy.core.schemas import Coordinates
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.settings import KvTransferMode
 
-P, R, TRANSFER = InstanceId("prefill-0"), RequestId("xpyd-1"), TransferId("xfer-9")
+P, R, TRANSFER = InstanceId("prefill-0"), RequestId("pdrelay-1"), TransferId("xfer-9")
 PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
     "remote_block_ids": [[1, 2]],
     "remote_engine_id": "e",
-    "remote_request_id": "cmpl-xpyd-1-0-0123abcd",
+    "remote_request_id": "cmpl-pdrelay-1-0-0123abcd",
     "remote_host": "10.0.0.1",
     "remote_port": 5600,
     "tp_size": 2,
@@ -71,7 +71,7 @@ def test_any_other_answer_goes_on_unread(said):
         ({"transfer_mode": 3}, "transfer_mode"),
         ({"remote_request_id": 9}, "remote_request_id"),
         ({"remote_request_id": "cmpl-other-0-0123abcd"}, "by another id"),
-        ({"remote_request_id": "cmpl-xpyd-11-0-0123abcd"}, "by another id"),
+        ({"remote_request_id": "cmpl-pdrelay-11-0-0123abcd"}, "by another id"),
         ({"do_remote_prefill": False}, "do_remote_prefill"),
         ({"remote_block_ids": ABSENT}, "remote_block_ids"),
     ],
@@ -84,7 +84,7 @@ def test_what_a_decode_engine_would_die_of_is_an_error_here(changes, says):
 
 def test_what_is_learned_is_enough_for_the_next_request():
     """All of it by type; both legs derive the same names from the same id."""
-    told = json.loads(bytes(decode_params(read().coordinates, Api.CHAT, RequestId("xpyd-2"), TRANSFER)))
+    told = json.loads(bytes(decode_params(read().coordinates, Api.CHAT, RequestId("pdrelay-2"), TRANSFER)))
 
     assert told == {
         "do_remote_prefill": True,
@@ -95,7 +95,7 @@ def test_what_is_learned_is_enough_for_the_next_request():
         "tp_size": 2,
         "pp_size": 1,
         "dcp_size": 1,
-        "remote_request_id": known_as(Api.CHAT, RequestId("xpyd-2")),
+        "remote_request_id": known_as(Api.CHAT, RequestId("pdrelay-2")),
         "transfer_id": "xfer-9",
         "transfer_mode": "push",
     }

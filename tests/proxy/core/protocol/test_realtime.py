@@ -2,8 +2,8 @@
 
 import pytest
 
-from xpyd_proxy.core.http.framing import read_head
-from xpyd_proxy.core.protocol.realtime import (
+from pdrelay_proxy.core.http.framing import read_head
+from pdrelay_proxy.core.protocol.realtime import (
     SessionOutcome,
     Side,
     SocketClosed,
@@ -15,7 +15,7 @@ from xpyd_proxy.core.protocol.realtime import (
     sendable,
     upgrade_head,
 )
-from xpyd_proxy.errors import BadRequest
+from pdrelay_proxy.errors import BadRequest
 
 OFFER = b"GET /v1/realtime?model=m HTTP/1.1\r\nHost: h\r\nConnection: keep-alive, Upgrade\r\nUpgrade: WebSocket\r\n\r\n"
 

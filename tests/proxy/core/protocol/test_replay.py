@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.replay import Replay, can_resume, traced
+from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.raw_json import encode
 from support.greedy import events, read
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.replay import Replay, can_resume, traced
-from xpyd_proxy.core.protocol.request_bodies import parse
-from xpyd_proxy.core.raw_json import encode
 
 TEXT = {"prompt": "once upon", "stream": True, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "temperature": 0}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
-from xpyd_proxy.core.protocol.request_bodies import (
+from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from pdrelay_proxy.core.protocol.request_bodies import (
     check_wanted_now,
     decode_body,
     kv_params,
@@ -17,8 +17,8 @@ from xpyd_proxy.core.protocol.request_bodies import (
     prefill_body,
     with_ids,
 )
-from xpyd_proxy.core.raw_json import encode
-from xpyd_proxy.errors import BadRequest, EngineError
+from pdrelay_proxy.core.raw_json import encode
+from pdrelay_proxy.errors import BadRequest, EngineError
 
 P = InstanceId("prefill-0")
 ASK = {

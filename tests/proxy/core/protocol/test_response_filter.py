@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer, clean_lines, is_stream
-from xpyd_proxy.errors import AnswerRefused, EngineError
+from pdrelay_proxy.core.protocol.response_filter import check_type, clean_answer, clean_lines, is_stream
+from pdrelay_proxy.errors import AnswerRefused, EngineError
 
 JSON = b"application/json"
 NAME = "kv_transfer_params"

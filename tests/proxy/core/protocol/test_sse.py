@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.protocol.sse import LINE_MOST, Beginning, WholeLines
-from xpyd_proxy.errors import EngineError
+from pdrelay_proxy.core.protocol.sse import LINE_MOST, Beginning, WholeLines
+from pdrelay_proxy.errors import EngineError
 
 STREAM = b': keep-alive\n\ndata: {"a":1}\n\ndata: {"b":"[DONE]"}\n\ndata: [DONE]\n\n'
 

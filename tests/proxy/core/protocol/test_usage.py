@@ -2,8 +2,8 @@
 
 import pytest
 
-from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.usage import cache_usage, prompt_tokens, prompt_tokens_in, with_cache_usage_in
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.usage import cache_usage, prompt_tokens, prompt_tokens_in, with_cache_usage_in
 
 SAYS_SEVEN = [
     b'{"usage":{"prompt_tokens":7,"completion_tokens":1}}',

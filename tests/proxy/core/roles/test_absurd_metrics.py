@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.model import InstanceId, Role
+from pdrelay_proxy.core.roles.engine_totals import EngineReading, engine_totals
+from pdrelay_proxy.core.roles.role_controller import FleetSnapshot, RoleController, Verdict
 from support.fluid_fleet import LIMITS, TARGETS
-from xpyd_proxy.core.model import InstanceId, Role
-from xpyd_proxy.core.roles.engine_totals import EngineReading, engine_totals
-from xpyd_proxy.core.roles.role_controller import FleetSnapshot, RoleController, Verdict
 
 ABSURD = ("NaN", "+Inf", "-Inf", "Inf", "-1.0", "-1e-300", "1e300", "1e17", "1e999", "0x10", "one", "")
 SOUND = ("0", "0.0", "1", "3.0", "5e-324", "1e-99", "1.5e+03", "1e8", "987654321.5", "1e+08")

@@ -1,7 +1,7 @@
 """What is read in the metrics of an engine, as vLLM writes them."""
 
+from pdrelay_proxy.core.roles.engine_totals import engine_totals
 from support.fluid_fleet import FluidFleet
-from xpyd_proxy.core.roles.engine_totals import engine_totals
 
 RANKS = b"""
 vllm:num_requests_running{engine="0",model_name="m"} 2.0

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.roles.engine_totals import EngineReading
+from pdrelay_proxy.core.roles.role_controller import FleetSnapshot, RoleController, RoleLimits, Verdict, WantedTurn
 from support.fluid_fleet import FluidFleet
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.roles.engine_totals import EngineReading
-from xpyd_proxy.core.roles.role_controller import FleetSnapshot, RoleController, RoleLimits, Verdict, WantedTurn
 
 P, D = Role.PREFILL, Role.DECODE
 

@@ -1,14 +1,14 @@
-"""The work that is measured, beside the work that ``xpyd plan`` computes of the same traffic."""
+"""The work that is measured, beside the work that ``pdrelay plan`` computes of the same traffic."""
 
 import pytest
 
+from pdrelay_proxy.core.model import InstanceId, Role
+from pdrelay_proxy.core.roles.engine_totals import EngineReading, EngineTotals
+from pdrelay_proxy.core.roles.role_controller import RoleLimits
+from pdrelay_proxy.core.roles.work_meter import WorkMeter
+from pdrelay_proxy.planning.queueing import Spread
+from pdrelay_proxy.planning.sizing import Aims, Rates, Resource, Traffic, plan
 from support.fluid_fleet import MADE, OUTPUT, PROMPT, RATE, TARGETS, FluidFleet
-from xpyd_proxy.core.model import InstanceId, Role
-from xpyd_proxy.core.roles.engine_totals import EngineReading, EngineTotals
-from xpyd_proxy.core.roles.role_controller import RoleLimits
-from xpyd_proxy.core.roles.work_meter import WorkMeter
-from xpyd_proxy.planning.queueing import Spread
-from xpyd_proxy.planning.sizing import Aims, Rates, Resource, Traffic, plan
 
 
 @pytest.mark.parametrize("per_s", [5.0, 15.0, 25.0])

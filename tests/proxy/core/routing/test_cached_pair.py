@@ -9,27 +9,27 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.protocol.push import EngineMode
-from xpyd_proxy.core.routing.alone_bound import AloneBound
-from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
-from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
-from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
-from xpyd_proxy.core.routing.policies.prefix import Prefix
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.core.routing.policies.session import Session
-from xpyd_proxy.core.routing.prompt_memory import PromptMemory
-from xpyd_proxy.core.schemas import Coordinates, HealthVerdict, NamedMetrics
-from xpyd_proxy.errors import ProxyError
-from xpyd_proxy.io.request_path.caches import Caches
-from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.core.routing.alone_bound import AloneBound
+from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
+from pdrelay_proxy.core.routing.policies.power_of_two import PowerOfTwo
+from pdrelay_proxy.core.routing.policies.prefix import Prefix
+from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.core.routing.policies.session import Session
+from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
+from pdrelay_proxy.core.schemas import Coordinates, HealthVerdict, NamedMetrics
+from pdrelay_proxy.errors import ProxyError
+from pdrelay_proxy.io.request_path.caches import Caches
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
+from pdrelay_proxy.settings import Settings
 
 LIMITS = Settings(
     circuit_breaker_failures=2,

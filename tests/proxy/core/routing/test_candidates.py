@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.pair_health import PairFailure
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import EngineRole, RequestId, Role, RoutingHints
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.protocol.push import EngineMode
-from xpyd_proxy.core.routing.candidates import Candidates
-from xpyd_proxy.errors import NoInstance, ProxyError
-from xpyd_proxy.settings import Settings, SlicePairing
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.pair_health import PairFailure
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import Target
+from pdrelay_proxy.core.model import EngineRole, RequestId, Role, RoutingHints
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.core.routing.candidates import Candidates
+from pdrelay_proxy.errors import NoInstance, ProxyError
+from pdrelay_proxy.settings import Settings, SlicePairing
 
 LIMITS = {"circuit_breaker_failures": 1, "ejection_time_s": 2.0, "pair_failures": 1, "health_check_failures": 2}
 ASKS = [RoutingHints(model, rank=rank) for model, rank in [(None, None), ("a", None), ("b", None), (None, 0)]]

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit, rests
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.routing.compatible_groups import NO_PREFILL, EngineGroups, group_engines, group_engines_in_steps
-from xpyd_proxy.core.routing.group_weights import BOUND, GroupTurns, shares_of
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, fit, rests
+from pdrelay_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.core.routing.compatible_groups import NO_PREFILL, EngineGroups, group_engines, group_engines_in_steps
+from pdrelay_proxy.core.routing.group_weights import BOUND, GroupTurns, shares_of
 
 
 def engines(role, facts):

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.routing.fleet_groups import grouping_now, unpaired, unpaired_in_steps
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.routing.fleet_groups import grouping_now, unpaired, unpaired_in_steps
 
 
 def registry_of(engines):
@@ -17,7 +17,9 @@ def registry_of(engines):
         incompatible = frozenset(f"e{one}" for one in refused) if role is Role.DECODE else None
         registry.learn(
             instance.id,
-            EngineCapabilities(revision=revision, engine_id=f"e{number}", incompatible=incompatible, connector="xpyd"),
+            EngineCapabilities(
+                revision=revision, engine_id=f"e{number}", incompatible=incompatible, connector="pdrelay"
+            ),
         )
     return registry
 

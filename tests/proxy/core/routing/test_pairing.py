@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import RequestId, Role, RoutingHints
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.routing.group_weights import GroupTurns
-from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
-from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.errors import BadRequest, NoInstance, UnknownModel
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, fit
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.routing.group_weights import GroupTurns
+from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
+from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.errors import BadRequest, NoInstance, UnknownModel
+from pdrelay_proxy.settings import Settings
 
 ports = itertools.count(1)
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.prompt_blocks import PromptBlocks
-from xpyd_proxy.core.routing.prompt_memory import PromptMemory
+from pdrelay_proxy.core.model import InstanceId
+from pdrelay_proxy.core.prompt_blocks import PromptBlocks
+from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
 
 D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
 

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.pair_health import PairFailure
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import RequestId, Role, RoutingHints
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
-from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.errors import NoMatchingInstance
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.pair_health import PairFailure
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
+from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.errors import NoMatchingInstance
+from pdrelay_proxy.settings import Settings
 
 ports = itertools.count(1)
 SETTINGS = Settings(pair_failures=1, circuit_breaker_failures=1, ejection_time_s=5)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.protocol.fault_table import VERDICTS, Failure, RetryScope, RetryTarget
-from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
-from xpyd_proxy.errors import (
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, RetryScope, RetryTarget
+from pdrelay_proxy.core.routing.retries import LegFailed, RetryAttempts
+from pdrelay_proxy.errors import (
     AnswerRefused,
     ConnectionStale,
     EngineError,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.routing.retries import RetryBudget
+from pdrelay_proxy.core.routing.retries import RetryBudget
 
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.booleans()), max_size=300))

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.model import Api, GenerationRequest, PassthroughRequest, RoutingHints
-from xpyd_proxy.core.protocol.disaggregation import PROMPTS
-from xpyd_proxy.core.protocol.request_bodies import parse
-from xpyd_proxy.core.routing import routing_hints
-from xpyd_proxy.core.routing.routing_hints import ask_of_call, ask_of_errand
+from pdrelay_proxy.core.model import Api, GenerationRequest, PassthroughRequest, RoutingHints
+from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
+from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.routing import routing_hints
+from pdrelay_proxy.core.routing.routing_hints import ask_of_call, ask_of_errand
 
 HEADERS = ((b"authorization", b"k"), (b"x-session-id", b"s"))
 

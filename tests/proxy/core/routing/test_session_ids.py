@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.protocol.request_bodies import parse
-from xpyd_proxy.core.routing.session_ids import BODY_FIELDS, HEADERS, LONGEST, SessionIds
+from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.routing.session_ids import BODY_FIELDS, HEADERS, LONGEST, SessionIds
 
 
 def session(body, headers=(), names=()):

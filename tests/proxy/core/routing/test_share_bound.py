@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role, RoutingHints
-from xpyd_proxy.core.routing.compatible_groups import CompatibleGroup
-from xpyd_proxy.core.routing.group_weights import GroupShare, Shares
-from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
-from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
-from xpyd_proxy.core.routing.policies.session import Session
-from xpyd_proxy.core.routing.share_bound import BURST, EACH, ShareBound, ShareBounds
-from xpyd_proxy.io.request_path.live_fleet import Loads
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Instance, InstanceId, RequestId, Role, RoutingHints
+from pdrelay_proxy.core.routing.compatible_groups import CompatibleGroup
+from pdrelay_proxy.core.routing.group_weights import GroupShare, Shares
+from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
+from pdrelay_proxy.core.routing.policies.session import Session
+from pdrelay_proxy.core.routing.share_bound import BURST, EACH, ShareBound, ShareBounds
+from pdrelay_proxy.io.request_path.live_fleet import Loads
 
 
 class Fleet:
@@ -187,7 +187,7 @@ def test_engines_that_are_gone_are_forgotten():
 
 
 def test_a_rehearsal_leaves_no_trace():
-    """``xpyd instances explain`` asks as often as it likes."""
+    """``pdrelay instances explain`` asks as often as it likes."""
     asked, quiet = Fleet(*MIXED), Fleet(*MIXED)
     rows = []
     for fleet in (asked, quiet):

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import RequestId, Role, RoutingHints
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.routing.compatible_groups import group_engines
-from xpyd_proxy.core.routing.fleet_groups import fleet_groups, slices
-from xpyd_proxy.core.routing.group_weights import BOUND, shares_of
-from xpyd_proxy.core.routing.slices import CrossingReason, SliceCrossings, divide_by_slice, nearest
-from xpyd_proxy.errors import NoInstance
-from xpyd_proxy.io.request_path.policies import fleet_of
-from xpyd_proxy.settings import PolicyName, Settings, SlicePairing
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import Target
+from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.routing.compatible_groups import group_engines
+from pdrelay_proxy.core.routing.fleet_groups import fleet_groups, slices
+from pdrelay_proxy.core.routing.group_weights import BOUND, shares_of
+from pdrelay_proxy.core.routing.slices import CrossingReason, SliceCrossings, divide_by_slice, nearest
+from pdrelay_proxy.errors import NoInstance
+from pdrelay_proxy.io.request_path.policies import fleet_of
+from pdrelay_proxy.settings import PolicyName, Settings, SlicePairing
 
 BRITTLE = Settings(circuit_breaker_failures=1, ejection_time_s=5)
 REQUIRE, PREFER = SlicePairing.REQUIRE, SlicePairing.PREFER

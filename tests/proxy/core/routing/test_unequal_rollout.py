@@ -6,21 +6,21 @@ from collections import Counter, deque
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
-from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import RequestId, Role, RoutingHints
-from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
-from xpyd_proxy.core.routing.policies.expected_ttft import ExpectedTtft
-from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
-from xpyd_proxy.core.routing.policies.prefix import Prefix
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.core.routing.policies.session import Session
-from xpyd_proxy.core.routing.prompt_memory import PromptMemory
-from xpyd_proxy.core.routing.share_bound import BURST, EACH, ShareBounds
-from xpyd_proxy.io.request_path.engine_costs import EngineCosts
-from xpyd_proxy.io.request_path.live_fleet import Caches, LiveFleet, Loads
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, fit
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
+from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.policies.expected_ttft import ExpectedTtft
+from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
+from pdrelay_proxy.core.routing.policies.prefix import Prefix
+from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.core.routing.policies.session import Session
+from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
+from pdrelay_proxy.core.routing.share_bound import BURST, EACH, ShareBounds
+from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
+from pdrelay_proxy.io.request_path.live_fleet import Caches, LiveFleet, Loads
 
 POOLS = [(4, 16), (16, 4)]
 STARTUPS = [(1.0, 1.0), (1.0, 4.0), (4.0, 1.0)]  # how long a pod of each role takes

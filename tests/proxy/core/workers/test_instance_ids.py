@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.model import EngineRole, InstanceId, Role
-from xpyd_proxy.core.workers.instance_ids import InstanceIds, Verb, key_of, turned_text
+from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
+from pdrelay_proxy.core.workers.instance_ids import InstanceIds, Verb, key_of, turned_text
 
 D0, D1, P0 = (
     key_of(role, host, None, "static", "")

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.workers.limit_shares import share_of
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.workers.limit_shares import share_of
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.settings import Settings
 
 GIVEN = Settings(max_concurrency=10, max_queue=3, max_rate=9.0, max_key_concurrency=4, max_key_rate=1.0)
 

@@ -4,11 +4,11 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.recent_stats import RollingSeries
-from xpyd_proxy.core.schemas import Bin
-from xpyd_proxy.core.workers.reports import Counts, absorb, bin_of, counts_of
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.model import InstanceId
+from pdrelay_proxy.core.recent_stats import RollingSeries
+from pdrelay_proxy.core.schemas import Bin
+from pdrelay_proxy.core.workers.reports import Counts, absorb, bin_of, counts_of
 
 PATHS = frozenset({"/v1/completions"})
 

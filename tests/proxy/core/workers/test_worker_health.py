@@ -2,13 +2,13 @@
 
 import msgspec
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import InstanceId, RequestId, Role
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.workers.worker_health import MOST, HealthUpdate, WorkerHealth, bulletin_of
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import InstanceId, RequestId, Role
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.workers.worker_health import MOST, HealthUpdate, WorkerHealth, bulletin_of
+from pdrelay_proxy.settings import Settings
 
 D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
 R = RequestId("r")

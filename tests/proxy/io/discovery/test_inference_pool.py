@@ -7,19 +7,19 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import EngineSource
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.discovery.inference_pool import PoolSource
+from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
+from pdrelay_proxy.io.discovery.reflector import WatchTimes
+from pdrelay_proxy.live import check
+from pdrelay_proxy.options import OPTIONS, read
+from pdrelay_proxy.settings import Settings
 from support.helm_schemas import wrong
 from support.kube_api import KubeApi, Refusal, pod, pool
 from support.sim import until_async
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import EngineSource
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.discovery.inference_pool import PoolSource
-from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
-from xpyd_proxy.io.discovery.reflector import WatchTimes
-from xpyd_proxy.live import check
-from xpyd_proxy.options import OPTIONS, read
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.edges
 
@@ -56,7 +56,7 @@ class World:
 
 @asynccontextmanager
 async def following():
-    """Follow a pool of an API that has three pods, of which two are labelled ``app: xpyd``."""
+    """Follow a pool of an API that has three pods, of which two are labelled ``app: pdrelay``."""
     async with KubeApi() as api:
         api.put("pods", "p", pod("10.0.0.1"))
         api.put("pods", "d", pod("10.0.0.2", "decode"))
@@ -72,15 +72,15 @@ def test_the_pool_of_these_tests_is_one_by_its_real_crd():
     """Strictly: fields that the CRD does not know are refused."""
     named = {"apiVersion": "inference.networking.k8s.io/v1", "kind": "InferencePool", "metadata": {"name": "llm"}}
 
-    assert wrong({**named, **pool({"app": "xpyd"}, 8000, 8001)}, "1.33.0") == []
-    assert wrong({**named, **pool({"app": "xpyd"}, 0, targetPort=1)}, "1.33.0") != []
+    assert wrong({**named, **pool({"app": "pdrelay"}, 8000, 8001)}, "1.33.0") == []
+    assert wrong({**named, **pool({"app": "pdrelay"}, 0, targetPort=1)}, "1.33.0") != []
 
 
 async def test_the_pods_of_the_pool_are_the_engines_at_its_port():
     """The role is that of the label, as with a selector; the port is the pool's, though the pod names others."""
     async with following() as (api, world):
         api.put("inferencepools", "other", pool({"app": "next"}, 9999))
-        api.put("inferencepools", "llm", pool({"app": "xpyd"}, 9000))
+        api.put("inferencepools", "llm", pool({"app": "pdrelay"}, 9000))
         await world.becomes("prefill 10.0.0.1:9000", "decode 10.0.0.2:9000")
         api.put("pods", "d2", pod("10.0.0.4", "decode"))
         await world.becomes("prefill 10.0.0.1:9000", "decode 10.0.0.2:9000", "decode 10.0.0.4:9000")
@@ -93,19 +93,19 @@ async def test_the_pods_of_the_pool_are_the_engines_at_its_port():
 
 async def test_a_pool_that_selects_others_is_followed():
     async with following() as (api, world):
-        api.put("inferencepools", "llm", pool({"app": "xpyd"}, 9000))
+        api.put("inferencepools", "llm", pool({"app": "pdrelay"}, 9000))
         await world.becomes("prefill 10.0.0.1:9000", "decode 10.0.0.2:9000")
         api.put("inferencepools", "llm", pool({"app": "next"}, 9001))
         await world.becomes("decode 10.0.0.3:9001")
-        api.put("inferencepools", "llm", pool({"app": "xpyd", "xpyd.io/role": "decode"}, 9001))
+        api.put("inferencepools", "llm", pool({"app": "pdrelay", "pdrelay/role": "decode"}, 9001))
         await world.becomes("decode 10.0.0.2:9001")
 
 
 async def test_every_port_of_a_pool_is_an_engine():
     """As the API has it; a pod that names its port itself has one."""
     async with following() as (api, world):
-        api.put("pods", "one", pod("10.0.0.5", annotations={"xpyd.io/port": "7000"}))
-        api.put("inferencepools", "llm", pool({"app": "xpyd"}, 9000, 9001))
+        api.put("pods", "one", pod("10.0.0.5", annotations={"pdrelay/port": "7000"}))
+        api.put("inferencepools", "llm", pool({"app": "pdrelay"}, 9000, 9001))
         every = ["prefill 10.0.0.1:9000", "prefill 10.0.0.1:9001", "decode 10.0.0.2:9000", "decode 10.0.0.2:9001"]
         await world.becomes(*every, "prefill 10.0.0.5:7000")
         api.delete("pods", "p")
@@ -140,7 +140,7 @@ async def test_without_the_pool_the_router_is_not_ready():
 async def test_a_pool_that_is_gone_or_makes_no_sense_changes_nothing(bad, words, caplog):
     """Somebody writes it anew: an outage would be a high price for the moment between."""
     async with following() as (api, world):
-        api.put("inferencepools", "llm", pool({"app": "xpyd"}, 9000))
+        api.put("inferencepools", "llm", pool({"app": "pdrelay"}, 9000))
         await world.becomes("prefill 10.0.0.1:9000", "decode 10.0.0.2:9000")
         if bad is None:
             api.delete("inferencepools", "llm")
@@ -155,7 +155,7 @@ async def test_a_pool_that_is_gone_or_makes_no_sense_changes_nothing(bad, words,
 
 async def test_a_watch_that_fails_costs_time_and_no_engine():
     async with following() as (api, world):
-        api.put("inferencepools", "llm", pool({"app": "xpyd"}, 9000))
+        api.put("inferencepools", "llm", pool({"app": "pdrelay"}, 9000))
         await world.becomes("prefill 10.0.0.1:9000", "decode 10.0.0.2:9000")
         api.faults.refusals.extend([Refusal(500, "InternalError")] * 3)
         api.faults.watch_errors.extend([Refusal(410, "Expired")] * 2)
@@ -189,7 +189,7 @@ async def test_pods_of_a_pool_have_slices_too():
     """By the label that the settings name."""
     async with KubeApi() as api:
         api.put("pods", "p", pod("10.0.0.1", slice="rack-1"))
-        api.put("inferencepools", "llm", pool({"app": "xpyd"}, 9000))
+        api.put("inferencepools", "llm", pool({"app": "pdrelay"}, 9000))
         world = World(api)
         async with world.source.running():
             await world.becomes("prefill 10.0.0.1:9000")

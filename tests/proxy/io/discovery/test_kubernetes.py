@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.discovery.kubernetes import Cluster, Expired, KubeError, Kubernetes
 from support.certificates import Authority
 from support.kube_api import Call, KubeApi, Refusal, pod
 from support.service_account import ServiceAccount
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.discovery.kubernetes import Cluster, Expired, KubeError, Kubernetes
 
 pytestmark = pytest.mark.processes
 
@@ -117,7 +117,7 @@ async def test_kubectl_reads_from_the_fake(account, tmp_path):
         said, err, code = await kubectl(
             tmp_path,
             *("-s", api.url, "--token=secret", f"--certificate-authority={account.folder / 'ca.crt'}"),
-            *("get", "pods", "-l", "xpyd.io/role=decode", "-o", "name"),
+            *("get", "pods", "-l", "pdrelay/role=decode", "-o", "name"),
         )
 
         assert (code, said.split()) == (0, ["pod/p1", "pod/p2"]), err

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.discovery.reconcile import (
+from pdrelay_proxy.core.discovery.reconcile import (
     MOST,
     Assignment,
     assignment_name,
@@ -19,15 +19,15 @@ from xpyd_proxy.core.discovery.reconcile import (
     entry_of,
     read_entry,
 )
-from xpyd_proxy.core.discovery.unnamed_assignments import GRACE_S
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import EngineSource, Key, Target, Wanted
-from xpyd_proxy.core.model import EngineRole, Role
-from xpyd_proxy.errors import AddressError, AlreadyKnown, CannotTurn, UnknownInstance
-from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, NotManagedHere, Pods, Reconciler
-from xpyd_proxy.io.discovery.stores import StoreDown, replace_entry
-from xpyd_proxy.io.discovery.stores.memory import MemoryStore
+from pdrelay_proxy.core.discovery.unnamed_assignments import GRACE_S
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import EngineSource, Key, Target, Wanted
+from pdrelay_proxy.core.model import EngineRole, Role
+from pdrelay_proxy.errors import AddressError, AlreadyKnown, CannotTurn, UnknownInstance
+from pdrelay_proxy.io.discovery.reconciler import Discovery, Entries, NotManagedHere, Pods, Reconciler
+from pdrelay_proxy.io.discovery.stores import StoreDown, replace_entry
+from pdrelay_proxy.io.discovery.stores.memory import MemoryStore
 
 A = Wanted(Role.PREFILL, Target.parse("a:80#revision=v1"), "uid-a")
 B = Wanted(Role.DECODE, Target.parse("b:80#dp=2"), "uid-b")

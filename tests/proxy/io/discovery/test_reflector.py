@@ -9,16 +9,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from pdrelay_proxy.core.discovery.pods import read_pod
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import EngineSource
+from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
+from pdrelay_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
 from support import relist
 from support.kube_api import KubeApi, Refusal, pod
 from support.measuring import said_by
 from support.sim import until_async
-from xpyd_proxy.core.discovery.pods import read_pod
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import EngineSource
-from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
-from xpyd_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +57,7 @@ async def reflecting(api, rhythm=FAST, **query):
     eye = Eye()
     cluster = Cluster(api.url, "default")
     async with Kubernetes(cluster, timeout_s=5) as client:
-        what = Collection(PATH, {"labelSelector": "app=xpyd", **query})
+        what = Collection(PATH, {"labelSelector": "app=pdrelay", **query})
         reflector = Reflector(client, what, read_pod, eye, clock=time.monotonic, chance=random.random, rhythm=rhythm)
         async with reflector.running():
             yield eye
@@ -91,7 +91,7 @@ async def test_pods_come_change_and_go():
             await until_async(lambda: eye.pods["10.0.0.1"].leaves)
 
         assert [call.verb for call in api.calls] == ["list", "watch"]
-        assert {call.selector for call in api.calls} == {"app=xpyd"}
+        assert {call.selector for call in api.calls} == {"app=pdrelay"}
 
 
 async def test_a_pod_whose_labels_no_longer_fit_is_gone():

@@ -4,17 +4,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from pdrelay_proxy.core.model import InstanceId, Role
+from pdrelay_proxy.core.roles.role_lease import LASTS_S
+from pdrelay_proxy.errors import UnknownInstance
+from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from pdrelay_proxy.io.discovery.role_turns import LeasedTurns
+from pdrelay_proxy.io.discovery.shared_texts import FileText, LeaseText, MemoryText
+from pdrelay_proxy.io.discovery.stores import StoreDown
+from pdrelay_proxy.io.discovery.stores.redis import RedisText
 from support.kube_api import KubeApi, Refusal
 from support.redis_server import RedisServer
 from support.small_disk import HOW, WORDS, small_disk
-from xpyd_proxy.core.model import InstanceId, Role
-from xpyd_proxy.core.roles.role_lease import LASTS_S
-from xpyd_proxy.errors import UnknownInstance
-from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from xpyd_proxy.io.discovery.role_turns import LeasedTurns
-from xpyd_proxy.io.discovery.shared_texts import FileText, LeaseText, MemoryText
-from xpyd_proxy.io.discovery.stores import StoreDown
-from xpyd_proxy.io.discovery.stores.redis import RedisText
 
 pytestmark = pytest.mark.processes
 

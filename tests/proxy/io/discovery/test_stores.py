@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from pdrelay_proxy.core.discovery.reconcile import MOST
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import EngineSource, Key
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from pdrelay_proxy.io.discovery.reconciler import Entries, Reconciler
+from pdrelay_proxy.io.discovery.reflector import WatchTimes
+from pdrelay_proxy.io.discovery.shared_texts import FileText
+from pdrelay_proxy.io.discovery.stores import StoreDown, StoreNotWritten
+from pdrelay_proxy.io.discovery.stores.configmap import ConfigMapStore
+from pdrelay_proxy.io.discovery.stores.file import FileStore
+from pdrelay_proxy.io.discovery.stores.memory import MemoryStore
 from support.kube_api import KubeApi, Refusal
 from support.redis_server import RedisServer
 from support.sim import until_async
 from support.small_disk import HOW, WORDS, small_disk
 from support.store_ear import Ear
-from xpyd_proxy.core.discovery.reconcile import MOST
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import EngineSource, Key
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from xpyd_proxy.io.discovery.reconciler import Entries, Reconciler
-from xpyd_proxy.io.discovery.reflector import WatchTimes
-from xpyd_proxy.io.discovery.shared_texts import FileText
-from xpyd_proxy.io.discovery.stores import StoreDown, StoreNotWritten
-from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
-from xpyd_proxy.io.discovery.stores.file import FileStore
-from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 
 pytestmark = pytest.mark.processes
 
@@ -86,7 +86,7 @@ class RedisWorld:
     up = start
 
     def store(self, ear, query=""):
-        from xpyd_proxy.io.discovery.stores.redis import RedisStore
+        from pdrelay_proxy.io.discovery.stores.redis import RedisStore
 
         return RedisStore(self.server.url + query, ear, reread_s=0.5)
 
@@ -344,13 +344,13 @@ async def test_a_bad_value_in_redis_is_left_out_in_one_sentence(tmp_path, caplog
         async with stores(found, 2) as pairs:
             (store, ear), (_, other) = pairs
             await store.put("a", GOOD)
-            await raw.hset("{xpyd}:instances", "odd", BAD[bad])
-            await raw.hset("{xpyd}:instances", b"n\xff\nme", GOOD)
+            await raw.hset("{pdrelay}:instances", "odd", BAD[bad])
+            await raw.hset("{pdrelay}:instances", b"n\xff\nme", GOOD)
             await store.put("b", GOOD.replace("7", "8"))
             await until_async(lambda: len(other.entries) == len(ear.entries) == 4)
             assert len(ear.entries["odd"]) < 70_000
             assert await ears_of_a_view(ear.entries) == ["10.0.0.7:8000", "10.0.0.8:8000"]
-        kept = await raw.hgetall("{xpyd}:instances")
+        kept = await raw.hgetall("{pdrelay}:instances")
 
     assert (kept[b"odd"], kept[b"n\xff\nme"]) == (BAD[bad], GOOD.encode())
     assert "Traceback" not in caplog.text
@@ -363,14 +363,14 @@ async def test_what_redis_has_lost_comes_back_as_it_was(tmp_path):
     """Also bytes that no router can read: they are another program's."""
     async with world("redis", tmp_path) as found, stores(found, 1) as [(store, ear)]:
         async with Redis.from_url(found.server.url) as raw:
-            await raw.hset("{xpyd}:instances", "odd", b"\xff")
+            await raw.hset("{pdrelay}:instances", "odd", b"\xff")
         await store.put("a", GOOD)
         before = len(ear.history)
         await found.down()
         await found.up()
         await until_async(lambda: len(ear.history) > before)
         async with Redis.from_url(found.server.url) as raw:
-            kept = await raw.hgetall("{xpyd}:instances")
+            kept = await raw.hgetall("{pdrelay}:instances")
 
     assert kept == {b"odd": b"\xff", b"a": GOOD.encode()}
 
@@ -380,10 +380,10 @@ async def test_a_version_in_redis_that_is_no_number_is_said(tmp_path, caplog):
     async with world("redis", tmp_path) as found, stores(found, 1) as [(store, ear)]:
         await store.put("a", GOOD)
         async with Redis.from_url(found.server.url) as raw:
-            await raw.set("{xpyd}:version", b"\xff")
-            await until_async(lambda: "{xpyd}:version is no number: remove it" in caplog.text)
+            await raw.set("{pdrelay}:version", b"\xff")
+            await until_async(lambda: "{pdrelay}:version is no number: remove it" in caplog.text)
             assert ear.entries == {"a": GOOD}
-            await raw.set("{xpyd}:version", 100)
+            await raw.set("{pdrelay}:version", 100)
         await store.put("b", GOOD)
 
     assert "Traceback" not in caplog.text
@@ -545,7 +545,7 @@ async def test_a_configmap_that_is_not_there_is_said_and_one_that_goes_changes_n
 
 
 async def test_a_lock_that_another_process_keeps_is_named_and_not_waited_for(tmp_path):
-    """A router that is stopped (SIGSTOP) with it made ``xpyd instances`` of all others wait for ever."""
+    """A router that is stopped (SIGSTOP) with it made ``pdrelay instances`` of all others wait for ever."""
     path, ear = tmp_path / "set.json", Ear()
     store, text = FileStore(str(path), ear, lock_wait_s=0.05), FileText(f"{path}.roles", lock_wait_s=0.05)
     await text.read()

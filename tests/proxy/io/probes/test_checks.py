@@ -8,13 +8,13 @@ import socket
 import httpx
 import pytest
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.engine_metrics import Numbers
+from pdrelay_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed
+from pdrelay_proxy.testing.engine import Sim
 from support.sim import until_async
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.engine_metrics import Numbers
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
-from xpyd_proxy.testing.engine import Sim
 
 pytestmark = pytest.mark.edges
 
@@ -87,7 +87,9 @@ async def test_an_engine_that_wants_another_key_says_so_to_the_operator(role):
     engine = Instance(InstanceId(f"{role}-0"), role, D.address)
     shown = {"headers": lambda _: ((b"authorization", b"Bearer k"),)}
     for options in ({}, shown, shown | {"forwards": True}):
-        with pytest.raises(ProbeFailed, match=rf"^wants another API key \(XPYD_{role.upper()}_API_KEY or ") as caught:
+        with pytest.raises(
+            ProbeFailed, match=rf"^wants another API key \(PDRELAY_{role.upper()}_API_KEY or "
+        ) as caught:
             await checks(GOOD | UNAUTHORIZED, **options).look(engine)
         assert not caught.value.silent
 

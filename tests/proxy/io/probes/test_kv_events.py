@@ -6,17 +6,17 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.fleet.cache_index import CacheIndex
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import Target
+from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
+from pdrelay_proxy.core.protocol.kv_event_stream import FRAME_MOST
+from pdrelay_proxy.core.token_blocks import TokenPrompt
+from pdrelay_proxy.io.probes.checks import HttpChecks
+from pdrelay_proxy.io.probes.kv_events import KvEventFollower
+from pdrelay_proxy.testing.engine import Sim
 from support.sim import serving, until_async
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.cache_index import CacheIndex
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import EngineRole, InstanceId, Role
-from xpyd_proxy.core.protocol.kv_event_stream import FRAME_MOST
-from xpyd_proxy.core.token_blocks import TokenPrompt
-from xpyd_proxy.io.probes.checks import HttpChecks
-from xpyd_proxy.io.probes.kv_events import KvEventFollower
-from xpyd_proxy.testing.engine import Sim
 
 pytestmark = pytest.mark.edges
 
@@ -133,7 +133,7 @@ async def test_an_engine_without_events_is_asked_again_much_later(status, caplog
         await until_async(lambda: counters.kv_event_connections[D0, "refused"] == 1)
 
     assert counters.kv_event_disconnects[D0, "refused"] >= 2
-    assert asked[0].url.path == "/v1/xpyd/kv_events"
+    assert asked[0].url.path == "/v1/pdrelay/kv_events"
     assert asked[0].headers["authorization"] == "Bearer key"
     assert caplog.text.count("KV events are off") == 1
 

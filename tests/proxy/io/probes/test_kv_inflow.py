@@ -3,16 +3,16 @@
 import asyncio
 import logging
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import RequestId, Role
+from pdrelay_proxy.io.probes.checks import ProbeFailed
+from pdrelay_proxy.io.probes.kv_inflow import InflowWatch
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from support.sim import until_async
 from support.simulated_loop import in_simulated_time
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import RequestId, Role
-from xpyd_proxy.io.probes.checks import ProbeFailed
-from xpyd_proxy.io.probes.kv_inflow import InflowWatch
-from xpyd_proxy.io.request_path.telemetry import Telemetry
 
 
 class World:
@@ -32,8 +32,8 @@ class World:
         if self.sick:
             raise ProbeFailed("cannot be reached")
         if instance.role is Role.PREFILL:
-            return b'vllm:xpyd_connector_info{engine_id="%b"} 1.0\n' % self.engine_id
-        text = "".join(f'vllm:xpyd_incompatible_peer{{peer="{peer}"}} 1.0\n' for peer in self.refused)
+            return b'vllm:pdrelay_connector_info{engine_id="%b"} 1.0\n' % self.engine_id
+        text = "".join(f'vllm:pdrelay_incompatible_peer{{peer="{peer}"}} 1.0\n' for peer in self.refused)
         text += 'vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} %d\n'
         return (text % self.tokens[instance.id]).encode()
 

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from pdrelay_proxy.io.probes.one_connection import OneConnection
 from support.certificates import Authority
 from support.wiring import LOOPS, run
-from xpyd_proxy.io.probes.one_connection import OneConnection
 
 pytestmark = pytest.mark.processes
 

@@ -8,20 +8,20 @@ from collections import Counter
 
 import pytest
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.engine_metrics import Numbers
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import Target
+from pdrelay_proxy.core.model import RequestId, Role
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.io.probes.checks import ProbeFailed, ProbeInvalid
+from pdrelay_proxy.io.probes.prober import Prober
+from pdrelay_proxy.settings import Settings, SlicePairing
 from support.sim import until_async
 from support.simulated_loop import in_simulated_time
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.engine_metrics import Numbers
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import RequestId, Role
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.protocol.push import EngineMode
-from xpyd_proxy.io.probes.checks import ProbeFailed, ProbeInvalid
-from xpyd_proxy.io.probes.prober import Prober
-from xpyd_proxy.settings import Settings, SlicePairing
 
 
 class Engines:
@@ -29,7 +29,7 @@ class Engines:
 
     def __init__(self):
         self.facts = EngineCapabilities(frozenset({"m"}), "0.32")
-        self.shown = Numbers("xpyd", leases=2, protocol="4", fingerprint="0123456789abcdef", mode="push")
+        self.shown = Numbers("pdrelay", leases=2, protocol="4", fingerprint="0123456789abcdef", mode="push")
         self.sick = None
         self.looks = self.whole_looks = self.readings = self.at_once = self.most_at_once = 0
 
@@ -76,7 +76,7 @@ async def test_an_engine_is_looked_at_at_once_and_again(registry, engines):
 
     assert member.life.state is HealthState.HEALTHY
     assert member.facts == EngineCapabilities(
-        frozenset({"m"}), "0.32", "xpyd", EngineMode.PUSH, protocol="4", fingerprint="0123456789abcdef"
+        frozenset({"m"}), "0.32", "pdrelay", EngineMode.PUSH, protocol="4", fingerprint="0123456789abcdef"
     )
     assert engines.readings == 1
 
@@ -90,7 +90,7 @@ async def test_of_many_engines_most_looks_ask_only_whether_they_live(registry, e
 
     assert engines.whole_looks < engines.looks / 2
     assert engines.readings == 100
-    assert {(member.facts.version, member.facts.connector) for member in members} == {("0.32", "xpyd")}
+    assert {(member.facts.version, member.facts.connector) for member in members} == {("0.32", "pdrelay")}
 
 
 async def test_engines_that_differ_are_told_once(registry, engines, caplog):
@@ -247,7 +247,7 @@ async def test_without_an_interval_only_drained_engines_are_asked(registry, engi
     async with prober(registry, engines, health_check_interval_s=0).running():
         await until_async(lambda: engines.readings >= 1)
         assert (engines.looks, draining.life.state) == (0, HealthState.DRAINING)
-        engines.shown = Numbers("xpyd", leases=0)
+        engines.shown = Numbers("pdrelay", leases=0)
         await until_async(lambda: draining.life.state is HealthState.DRAINED)
 
     assert draining.life.why == "has no request left and keeps nothing for decode engines"
@@ -324,7 +324,7 @@ async def test_an_engine_that_hides_its_metrics_lives(registry, engines):
 
 async def test_the_log_tells_what_becomes_of_an_engine_whoever_finds_out(registry, engines, caplog):
     """A break by requests stands there as one by probes does, once each; it is the first thing read at night."""
-    caplog.set_level("INFO", "xpyd_proxy")
+    caplog.set_level("INFO", "pdrelay_proxy")
     member = add(registry)
     add(registry, port=2)  # the last of its role would stay
     engines.sick = ProbeFailed("cannot be reached")
@@ -344,9 +344,9 @@ async def test_the_log_tells_what_becomes_of_an_engine_whoever_finds_out(registr
 
 async def test_what_an_engine_says_of_itself_is_on_one_line(registry, engines, caplog):
     """Its version and its models stand in logs, in tables and on the status page."""
-    caplog.set_level("INFO", "xpyd_proxy")
+    caplog.set_level("INFO", "pdrelay_proxy")
     engines.facts = EngineCapabilities(frozenset({"m\nn"}), "0.32\nINFO forged\u2028")
-    engines.shown = Numbers("xpyd", protocol="4\r", fingerprint="0123\x1b[2J", mode="push", engine_id="e\x85")
+    engines.shown = Numbers("pdrelay", protocol="4\r", fingerprint="0123\x1b[2J", mode="push", engine_id="e\x85")
     decode, prefill = add(registry), add(registry, Role.PREFILL, 2)
     registry.learn(prefill.instance.id, EngineCapabilities(revision="a\nb"))
     async with prober(registry, engines, health_check_interval_s=0.05).running():
@@ -360,7 +360,7 @@ async def test_what_an_engine_says_of_itself_is_on_one_line(registry, engines, c
 
 def test_an_engine_that_never_comes_is_warned_of_once(caplog):
     """With the cause, which may be a wrong name or a wrong key: one INFO line at the start is soon out of sight."""
-    caplog.set_level("INFO", "xpyd_proxy")
+    caplog.set_level("INFO", "pdrelay_proxy")
     registry, engines = Registry(), Engines()
     engines.sick = ProbeFailed("cannot be reached: its name does not resolve")
 
@@ -385,7 +385,7 @@ def test_an_engine_that_never_comes_is_warned_of_once(caplog):
 
 async def test_an_engine_that_retires_is_forgotten_when_it_has_nothing_left(registry, engines, caplog):
     """Nobody has to ask for it."""
-    caplog.set_level("INFO", "xpyd_proxy")
+    caplog.set_level("INFO", "pdrelay_proxy")
     member = add(registry)
     async with prober(registry, engines, health_check_interval_s=0).running():
         registry.retire(member.instance.id, now=time.monotonic())

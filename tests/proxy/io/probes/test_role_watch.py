@@ -4,17 +4,17 @@ import logging
 
 import pytest
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import EngineRole, Role
+from pdrelay_proxy.core.roles.role_controller import RoleController
+from pdrelay_proxy.io.probes.checks import ProbeFailed
+from pdrelay_proxy.io.probes.role_board import RoleBoard
+from pdrelay_proxy.io.probes.role_watch import RoleWatch
+from pdrelay_proxy.settings import RolesMode, Settings, SlicePairing
 from support.fluid_fleet import LIMITS, TARGETS, FluidFleet
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import EngineRole, Role
-from xpyd_proxy.core.roles.role_controller import RoleController
-from xpyd_proxy.io.probes.checks import ProbeFailed
-from xpyd_proxy.io.probes.role_board import RoleBoard
-from xpyd_proxy.io.probes.role_watch import RoleWatch
-from xpyd_proxy.settings import RolesMode, Settings, SlicePairing
 
 
 async def nothing():
@@ -56,7 +56,7 @@ async def test_a_dry_run_says_what_it_would_do_and_does_nothing(caplog):
     caplog.set_level(logging.INFO)
     world = World(8, 8)
     part = await world.run(8.5, 2.0, 1800)
-    lines = [record.getMessage() for record in caplog.records if record.name == "xpyd.roles"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "pdrelay.roles"]
     turns = [line for line in lines if "verdict=turn" in line]
 
     assert len(world.registry.known(Role.PREFILL)) == 8
@@ -75,7 +75,7 @@ async def test_equal_decisions_are_one_line(caplog):
     caplog.set_level(logging.INFO)
     world = World(4, 4)
     await world.run(2.0, 2.0, 1200)
-    verdicts = [record.facts["verdict"] for record in caplog.records if record.name == "xpyd.roles"]
+    verdicts = [record.facts["verdict"] for record in caplog.records if record.name == "pdrelay.roles"]
 
     assert verdicts == ["unknown", "balanced"]
     assert sum(world.counters.role_decisions.values()) == 2
@@ -157,7 +157,7 @@ async def test_a_json_log_has_the_numbers_as_fields(caplog):
     caplog.set_level(logging.INFO)
     world = World(4, 4)
     await world.run(2.0, 2.0, 300)
-    facts = [record.facts for record in caplog.records if record.name == "xpyd.roles"][-1]
+    facts = [record.facts for record in caplog.records if record.name == "pdrelay.roles"][-1]
 
     assert facts["verdict"] == "balanced"
     assert facts["prefill_rate"] == pytest.approx(10_000, rel=0.3)

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.io.request_path.caches import CacheSource
 from support.chatting import LEAST, World, play, said
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.io.request_path.caches import CacheSource
 
 SENT, EVENTS, BOTH = CacheSource.SENT, CacheSource.EVENTS, CacheSource.EVENTS_AND_SENT
 D0, D1, P0, P1 = "decode-0", "decode-1", "prefill-0", "prefill-1"

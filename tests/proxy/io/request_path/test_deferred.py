@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from pdrelay_proxy.io.request_path.deferred import DeferredCalls
 from support.sim import until_async as until
-from xpyd_proxy.io.request_path.deferred import DeferredCalls
 
 MOST = 1024
 

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import RequestId, Role, RoutingHints
-from xpyd_proxy.core.routing.prompt_memory import PromptMemory
-from xpyd_proxy.core.schemas import NamedMetrics
-from xpyd_proxy.io.request_path.engine_costs import EngineCosts
-from xpyd_proxy.io.request_path.live_fleet import Caches
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
+from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
+from pdrelay_proxy.core.schemas import NamedMetrics
+from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
+from pdrelay_proxy.io.request_path.live_fleet import Caches
 
 
 class Bench:

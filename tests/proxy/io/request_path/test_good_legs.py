@@ -1,9 +1,9 @@
 """Good legs are counted for each engine at a time, and none is lost or counted twice."""
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
-from xpyd_proxy.io.request_path.deferred import DeferredCalls
-from xpyd_proxy.io.request_path.good_legs import GoodLegs
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.model import Instance, InstanceId, RequestId, Role
+from pdrelay_proxy.io.request_path.deferred import DeferredCalls
+from pdrelay_proxy.io.request_path.good_legs import GoodLegs
 
 P, D = (Instance(InstanceId(f"{role}-0"), role, Address("http", "h", 1)) for role in Role)
 

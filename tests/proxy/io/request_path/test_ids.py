@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from xpyd_proxy.io.request_path.ids import new_id, new_transfer
+from pdrelay_proxy.io.request_path.ids import new_id, new_transfer
 
 pytestmark = pytest.mark.processes
 
@@ -16,8 +16,8 @@ def test_no_name_comes_twice():
     """More of them than one slice of random bytes gives."""
     names = [new() for new in (new_id, new_transfer) for _ in range(2_000)]
 
-    assert len({name.removeprefix("xpyd-").removeprefix("xfer-") for name in names}) == len(names)
-    assert {len(name) for name in names} == {len("xpyd-") + 32}
+    assert len({name.removeprefix("pdrelay-").removeprefix("xfer-") for name in names}) == len(names)
+    assert {len(name) for name in names} == {len("pdrelay-") + 32}
 
 
 def test_the_state_of_pythons_generator_does_not_tell_the_names():
@@ -37,7 +37,7 @@ def test_a_fork_does_not_give_the_names_of_its_parent():
     """It has a copy of all memory, and with it of the random bytes that were not used yet."""
     script = """
         import os
-        from xpyd_proxy.io.request_path.ids import new_id
+        from pdrelay_proxy.io.request_path.ids import new_id
         new_id()
         if child := os.fork():
             os.waitpid(child, 0)

@@ -2,16 +2,16 @@
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import RequestId, Role
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.routing.pairing import PairSelector
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.io.request_path.live_fleet import LiveFleet
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import RequestId, Role
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.routing.pairing import PairSelector
+from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+from pdrelay_proxy.settings import Settings
 
 R = RequestId("r")
 

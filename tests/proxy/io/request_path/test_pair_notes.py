@@ -4,21 +4,21 @@ import logging
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.pair_health import PairFailure
-from xpyd_proxy.core.fleet.pair_matrix import PairMatrix
-from xpyd_proxy.core.fleet.peer_loads import PeerNews
-from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import ANY, LegOrder, RequestId, Role, RoutingHints
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.request_record import LegRecord, RequestRecord
-from xpyd_proxy.core.routing.pairing import PairSelector
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.io.request_path.live_fleet import LiveFleet
-from xpyd_proxy.io.request_path.pair_notes import PairNotes
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.pair_health import PairFailure
+from pdrelay_proxy.core.fleet.pair_matrix import PairMatrix
+from pdrelay_proxy.core.fleet.peer_loads import PeerNews
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import ANY, LegOrder, RequestId, Role, RoutingHints
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
+from pdrelay_proxy.core.routing.pairing import PairSelector
+from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+from pdrelay_proxy.io.request_path.pair_notes import PairNotes
+from pdrelay_proxy.settings import Settings
 
 PAIR = ("prefill-0", "decode-0")
 
@@ -227,7 +227,7 @@ def test_an_engine_that_fails_for_all_is_not_the_fault_of_a_pair(world):
 
 def test_our_connectors_engines_say_it_themselves(world):
     """A failure would count twice."""
-    world.registry.learn("decode-0", EngineCapabilities(connector="xpyd"))
+    world.registry.learn("decode-0", EngineCapabilities(connector="pdrelay"))
     blame(world, 9)
 
     assert not world.registry.pairs

@@ -4,14 +4,14 @@ from collections import Counter
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import RequestId, Role, RoutingHints
-from xpyd_proxy.core.routing.share_bound import BURST, EACH
-from xpyd_proxy.io.request_path.policies import fleet_of
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import RequestId, Role, RoutingHints
+from pdrelay_proxy.core.routing.share_bound import BURST, EACH
+from pdrelay_proxy.io.request_path.policies import fleet_of
+from pdrelay_proxy.settings import Settings
 
 
 @pytest.mark.parametrize("least", [0, 4096], ids=["two engines", "one engine where it has the prompt"])

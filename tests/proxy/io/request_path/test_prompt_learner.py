@@ -5,11 +5,11 @@ import json
 
 import msgspec
 
-from xpyd_proxy.core.known_prompts import KnownPrompts
-from xpyd_proxy.core.model import RoutingHints
-from xpyd_proxy.core.protocol.prompt_ids import IDS_MOST, PIECE
-from xpyd_proxy.core.schemas import TokensAnswer
-from xpyd_proxy.io.request_path.prompt_learner import READINGS_MOST, PromptLearner
+from pdrelay_proxy.core.known_prompts import KnownPrompts
+from pdrelay_proxy.core.model import RoutingHints
+from pdrelay_proxy.core.protocol.prompt_ids import IDS_MOST, PIECE
+from pdrelay_proxy.core.schemas import TokensAnswer
+from pdrelay_proxy.io.request_path.prompt_learner import READINGS_MOST, PromptLearner
 
 
 def ask(text="hello"):

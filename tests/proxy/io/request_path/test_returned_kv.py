@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Api, GenerationRequest, RequestId, Role, RoutingHints, TransferId
-from xpyd_proxy.core.protocol.request_bodies import parse
-from xpyd_proxy.core.protocol.returned_kv import CachedOn
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.request_path.policies import fleet_of
-from xpyd_proxy.io.request_path.returned_kv import LEAST, cached_on
-from xpyd_proxy.requests.leg_bodies import prefill_body
-from xpyd_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Api, GenerationRequest, RequestId, Role, RoutingHints, TransferId
+from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.protocol.returned_kv import CachedOn
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.request_path.policies import fleet_of
+from pdrelay_proxy.io.request_path.returned_kv import LEAST, cached_on
+from pdrelay_proxy.requests.leg_bodies import prefill_body
+from pdrelay_proxy.settings import PolicyName, Settings
 
 STICKY = Settings(decode_policy=PolicyName.PREFIX, return_kv=True)
 MESSAGES = [{"role": "user", "content": "a long question " * 60}, {"role": "user", "content": "and another one " * 60}]
@@ -106,4 +106,4 @@ def test_the_prefill_leg_names_the_engine(api):
 
     named = params(cached_on=CachedOn('d"1', 0.5))
 
-    assert named == params() | {"xpyd_cached_on": 'd"1', "xpyd_cached_share": 0.5}
+    assert named == params() | {"pdrelay_cached_on": 'd"1', "pdrelay_cached_share": 0.5}

@@ -4,14 +4,14 @@ from collections import Counter
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.target import EngineSource, Target, Wanted
-from xpyd_proxy.core.model import EngineRole, InstanceId, RequestId, Role
-from xpyd_proxy.core.workers.worker_health import WorkerHealth, bulletin_of
-from xpyd_proxy.io.discovery.reconciler import Entries, Pods, Reconciler
-from xpyd_proxy.io.request_path.id_log import InstanceIdLog
-from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.target import EngineSource, Target, Wanted
+from pdrelay_proxy.core.model import EngineRole, InstanceId, RequestId, Role
+from pdrelay_proxy.core.workers.worker_health import WorkerHealth, bulletin_of
+from pdrelay_proxy.io.discovery.reconciler import Entries, Pods, Reconciler
+from pdrelay_proxy.io.request_path.id_log import InstanceIdLog
+from pdrelay_proxy.io.request_path.shared_registry import SharedRegistry
+from pdrelay_proxy.settings import Settings
 
 PREFILL, DECODE, BOTH = EngineRole
 D0, BUSY = InstanceId("decode-0"), RequestId("busy")

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, RequestId, Role, SingleEngineReason
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.request_record import LegRecord, RequestRecord
-from xpyd_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.model import Instance, InstanceId, LegOrder, RequestId, Role, SingleEngineReason
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.request_record import LegRecord, RequestRecord
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
 
 P = Instance(InstanceId("prefill-0"), Role.PREFILL, Address("http", "h", 1))
 D = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "h", 2))

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import EngineRole, RequestId, Role, RoutingHints
-from xpyd_proxy.core.schemas import Coordinates
-from xpyd_proxy.io.request_path.policies import fleet_of
-from xpyd_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import EngineRole, RequestId, Role, RoutingHints
+from pdrelay_proxy.core.schemas import Coordinates
+from pdrelay_proxy.io.request_path.policies import fleet_of
+from pdrelay_proxy.settings import PolicyName, Settings
 
 PROMPT = json.dumps([{"role": "user", "content": "a long question " * 60}]).encode()
 PREFILL, DECODE, BOTH = EngineRole

@@ -2,9 +2,9 @@
 
 import pytest
 
+from pdrelay_proxy.io.wire.engine_tls import EngineTls
 from support.certificates import Authority
 from support.wiring import LOOPS
-from xpyd_proxy.io.wire.engine_tls import EngineTls
 
 
 @pytest.fixture(params=LOOPS)

@@ -2,15 +2,15 @@
 
 import pytest
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.http.address_allowlist import AllowList
+from pdrelay_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.errors import EngineError, NotAllowed
+from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed
+from pdrelay_proxy.io.wire import WireEngines
+from pdrelay_proxy.io.wire.connection_guard import Guard
+from pdrelay_proxy.settings import Settings
 from support.sim import serving, sims
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.http.address_allowlist import AllowList
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.errors import EngineError, NotAllowed
-from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
-from xpyd_proxy.io.wire import WireEngines
-from xpyd_proxy.io.wire.connection_guard import Guard
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.edges
 

@@ -5,18 +5,18 @@ import socket
 
 import pytest
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.keys import Outbound
+from pdrelay_proxy.core.http.address_allowlist import AllowList
+from pdrelay_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.errors import NetworkFault
+from pdrelay_proxy.io.websocket import EngineSockets
+from pdrelay_proxy.io.wire.connection_guard import Guard
+from pdrelay_proxy.io.wire.engine_names import EngineNames
+from pdrelay_proxy.io.wire.engine_tls import EngineTls
+from pdrelay_proxy.io.wire.pool import Pool
+from pdrelay_proxy.settings import Settings
 from support.simulated_loop import advance, in_simulated_time
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.keys import Outbound
-from xpyd_proxy.core.http.address_allowlist import AllowList
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.errors import NetworkFault
-from xpyd_proxy.io.websocket import EngineSockets
-from xpyd_proxy.io.wire.connection_guard import Guard
-from xpyd_proxy.io.wire.engine_names import EngineNames
-from xpyd_proxy.io.wire.engine_tls import EngineTls
-from xpyd_proxy.io.wire.pool import Pool
-from xpyd_proxy.settings import Settings
 
 
 class Dns:

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 import pytest
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed
+from pdrelay_proxy.io.wire import WireEngines
+from pdrelay_proxy.io.wire.engine_tls import EngineTls
+from pdrelay_proxy.settings import Settings
 from support.certificates import Authority
 from support.raw_engine import raw_engine, replying
 from support.wiring import answer, leg_to, run
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
-from xpyd_proxy.io.wire import WireEngines
-from xpyd_proxy.io.wire.engine_tls import EngineTls
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 
@@ -120,7 +120,7 @@ def test_a_probe_takes_what_a_leg_takes(loop, authorities, case):
         checks = HttpChecks(timeout_s=5, tls=tls)
         if case.reason is None:
             assert await checks.metrics(instance) == b"hello"
-            async with checks.open(instance, "/v1/xpyd/kv-events") as (status, read):
+            async with checks.open(instance, "/v1/pdrelay/kv-events") as (status, read):
                 assert (status, await read(5), await read(5)) == (200, b"hello", b"")
             return
         with pytest.raises(ProbeFailed) as caught:
@@ -129,7 +129,7 @@ def test_a_probe_takes_what_a_leg_takes(loop, authorities, case):
         assert caught.value.silent is False
         assert "127.0.0.1" not in str(caught.value)
         with pytest.raises(ProbeFailed, match=r"certificate|speaks no TLS"):
-            async with checks.open(instance, "/v1/xpyd/kv-events"):
+            async with checks.open(instance, "/v1/pdrelay/kv-events"):
                 pass
 
     with showing(case, authorities) as engine:

@@ -20,15 +20,15 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.keys import Outbound
+from pdrelay_proxy.core.model import Instance, InstanceId, LegRequest, Role
+from pdrelay_proxy.errors import EngineError, EngineTimeout
+from pdrelay_proxy.io.wire import WireEngines
+from pdrelay_proxy.io.wire.engine_tls import EngineTls
+from pdrelay_proxy.settings import Settings
 from support.raw_engine import closing, listening_in_vain, raw_engine, replying
 from support.wiring import CHUNKED, IS_COMPILED, LOOPS, Told, run, telling, told, until
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.keys import Outbound
-from xpyd_proxy.core.model import Instance, InstanceId, LegRequest, Role
-from xpyd_proxy.errors import EngineError, EngineTimeout
-from xpyd_proxy.io.wire import WireEngines
-from xpyd_proxy.io.wire.engine_tls import EngineTls
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 
@@ -147,7 +147,7 @@ def test_a_leg_on_the_wire(client, way):
     assert request.value(b"content-length") == b"5"
     assert request.value(b"content-type") == b"application/json"
     assert request.value(b"accept-encoding") == b"identity"
-    assert request.value(b"user-agent") == b"xpyd"
+    assert request.value(b"user-agent") == b"pdrelay"
     assert request.value(b"authorization") == b"Bearer ours"
     assert request.value(b"a") == b"b"
     assert request.value(b"transfer-encoding") is None
@@ -433,7 +433,7 @@ def test_an_idle_connection_that_ends_or_speaks_is_dropped(client, way, last_wor
 
 def test_idle_connections_are_bounded(client, monkeypatch):
     """A burst leaves no more of them than that."""
-    monkeypatch.setattr("xpyd_proxy.io.wire.pool.IDLE_MOST", 3)
+    monkeypatch.setattr("pdrelay_proxy.io.wire.pool.IDLE_MOST", 3)
 
     async def main(leg):
         async with client.make(Settings()) as engines:

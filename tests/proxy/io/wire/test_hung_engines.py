@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.model import Instance, InstanceId, LegRequest, Role
+from pdrelay_proxy.errors import EngineTimeout
+from pdrelay_proxy.io.wire import WireEngines
+from pdrelay_proxy.settings import Settings
 from support.raw_engine import raw_engine, replying
 from support.wiring import until
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Instance, InstanceId, LegRequest, Role
-from xpyd_proxy.errors import EngineTimeout
-from xpyd_proxy.io.wire import WireEngines
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.edges
 

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.errors import RouterLacks
-from xpyd_proxy.io.wire.pool import Pool
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.errors import RouterLacks
+from pdrelay_proxy.io.wire.pool import Pool
 
 pytestmark = pytest.mark.edges
 

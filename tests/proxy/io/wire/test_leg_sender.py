@@ -5,18 +5,18 @@ import asyncio
 import pytest
 from msgspec import Raw
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.keys import Outbound
+from pdrelay_proxy.core.model import Instance, InstanceId, RequestId, Role
+from pdrelay_proxy.core.raw_json import encode_in_pieces
+from pdrelay_proxy.errors import ConnectionStale, EngineError
+from pdrelay_proxy.io.wire import WireEngines
+from pdrelay_proxy.io.wire.leg_sender import LegSender
+from pdrelay_proxy.io.wire.pool import Pool
+from pdrelay_proxy.io.wire.whole_response import WholeAnswer
+from pdrelay_proxy.settings import Settings
 from support.raw_engine import raw_engine
 from support.wiring import Told, answer, leg_to, run, telling
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.keys import Outbound
-from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
-from xpyd_proxy.core.raw_json import encode_in_pieces
-from xpyd_proxy.errors import ConnectionStale, EngineError
-from xpyd_proxy.io.wire import WireEngines
-from xpyd_proxy.io.wire.leg_sender import LegSender
-from xpyd_proxy.io.wire.pool import Pool
-from xpyd_proxy.io.wire.whole_response import WholeAnswer
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 

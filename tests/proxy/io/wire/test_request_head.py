@@ -6,8 +6,8 @@ import h11
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.io.wire.request_head import Heads, Unsendable
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.io.wire.request_head import Heads, Unsendable
 
 ADDRESSES = [Address("http", "h", 80), Address("http", "10.0.0.1", 8000), Address("https", "h.example", 443)]
 JSON = (b"content-type", b"application/json")

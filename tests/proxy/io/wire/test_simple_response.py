@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.io.wire.connection import Connection, Peer
+from pdrelay_proxy.io.wire.simple_response import SimpleResponses, parse_single_chunk
 from support.wiring import Told
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.io.wire.connection import Connection, Peer
-from xpyd_proxy.io.wire.simple_response import SimpleResponses, parse_single_chunk
 
 LINES = st.sampled_from(
     [

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.errors import EngineError, EngineTimeout
+from pdrelay_proxy.io.wire import WireEngines
+from pdrelay_proxy.io.wire.connect_limiter import OPENING_MOST
+from pdrelay_proxy.io.wire.connection import Connection
+from pdrelay_proxy.io.wire.whole_response import WholeAnswer
+from pdrelay_proxy.settings import Settings
 from support.raw_engine import closing, listening_in_vain, raw_engine
 from support.wiring import CHUNKED, Told, answer, leg_to, run, telling, told, until
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.errors import EngineError, EngineTimeout
-from xpyd_proxy.io.wire import WireEngines
-from xpyd_proxy.io.wire.connect_limiter import OPENING_MOST
-from xpyd_proxy.io.wire.connection import Connection
-from xpyd_proxy.io.wire.whole_response import WholeAnswer
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 

@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.io.wire import WireEngines
+from pdrelay_proxy.settings import Settings
 from support.raw_engine import closing, raw_engine, replying
 from support.wiring import answer, leg_to, run, telling, told, until
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.wire import WireEngines
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 

@@ -6,17 +6,17 @@ import time
 
 import pytest
 
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.model import InstanceId, RequestId, Role
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.workers.worker_health import WorkerHealth
+from pdrelay_proxy.io.request_path.id_log import InstanceIdLog
+from pdrelay_proxy.io.request_path.shared_registry import SharedRegistry
+from pdrelay_proxy.io.workers.context import WorkerContext
+from pdrelay_proxy.io.workers.health_gossip import HealthGossip
+from pdrelay_proxy.settings import Settings
 from support.sim import until_async
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.model import InstanceId, RequestId, Role
-from xpyd_proxy.core.protocol.fault_table import Failure
-from xpyd_proxy.core.workers.worker_health import WorkerHealth
-from xpyd_proxy.io.request_path.id_log import InstanceIdLog
-from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
-from xpyd_proxy.io.workers.context import WorkerContext
-from xpyd_proxy.io.workers.health_gossip import HealthGossip
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.edges
 

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 import pytest
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Origin, Target, Wanted
-from xpyd_proxy.core.model import InstanceId, Role
-from xpyd_proxy.core.workers.instance_ids import Verb
-from xpyd_proxy.errors import AlreadyKnown, IdLogBusy
-from xpyd_proxy.io.discovery.reconciler import Reconciler
-from xpyd_proxy.io.request_path.id_log import InstanceIdLog
-from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.target import BY_HAND, EngineSource, Origin, Target, Wanted
+from pdrelay_proxy.core.model import InstanceId, Role
+from pdrelay_proxy.core.workers.instance_ids import Verb
+from pdrelay_proxy.errors import AlreadyKnown, IdLogBusy
+from pdrelay_proxy.io.discovery.reconciler import Reconciler
+from pdrelay_proxy.io.request_path.id_log import InstanceIdLog
+from pdrelay_proxy.io.request_path.shared_registry import SharedRegistry
+from pdrelay_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 

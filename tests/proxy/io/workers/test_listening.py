@@ -4,11 +4,11 @@ import socket
 
 import pytest
 
-from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.workers import listening
-from xpyd_proxy.io.workers.listening import bound, reserved
-from xpyd_proxy.listeners import main_sockets
-from xpyd_proxy.settings import Settings
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.workers import listening
+from pdrelay_proxy.io.workers.listening import bound, reserved
+from pdrelay_proxy.listeners import main_sockets
+from pdrelay_proxy.settings import Settings
 
 pytestmark = [pytest.mark.edges, pytest.mark.skipif("not hasattr(__import__('socket'), 'SO_REUSEPORT')")]
 

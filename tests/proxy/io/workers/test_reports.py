@@ -5,17 +5,17 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.admission.limits import Limit
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.io.metrics import Metrics
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.io.status import Status
+from pdrelay_proxy.io.workers.context import WorkerContext
+from pdrelay_proxy.io.workers.reports import WorkerReports
+from pdrelay_proxy.settings import Settings
 from support.small_disk import HOW, WORDS, small_disk
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import Limit
-from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.status import Status
-from xpyd_proxy.io.workers.context import WorkerContext
-from xpyd_proxy.io.workers.reports import WorkerReports
-from xpyd_proxy.settings import Settings
 
 pytestmark = pytest.mark.processes
 
@@ -44,8 +44,8 @@ class Worker:
         return dict(line.rsplit(" ", 1) for line in body.decode().splitlines() if not line.startswith("#"))
 
 
-SERVED = 'xpyd_requests_total{outcome="ok",path="/v1/completions"}'
-REFUSED = f'xpyd_requests_refused_total{{reason="{Limit.QUEUE}"}}'
+SERVED = 'pdrelay_requests_total{outcome="ok",path="/v1/completions"}'
+REFUSED = f'pdrelay_requests_refused_total{{reason="{Limit.QUEUE}"}}'
 
 
 async def test_a_successor_goes_on_counting_where_the_one_before_ended(tmp_path):
@@ -64,9 +64,9 @@ async def test_a_successor_goes_on_counting_where_the_one_before_ended(tmp_path)
         async with new.reports.running():
             after = await zero.lines()
 
-    assert (between[SERVED], between[REFUSED], between["xpyd_workers"]) == ("6.0", "3.0", "1.0")
-    assert (after[SERVED], after[REFUSED], after["xpyd_workers"]) == ("7.0", "4.0", "2.0")
-    assert after['xpyd_worker_starts_total{worker="1"}'] == "2.0"
+    assert (between[SERVED], between[REFUSED], between["pdrelay_workers"]) == ("6.0", "3.0", "1.0")
+    assert (after[SERVED], after[REFUSED], after["pdrelay_workers"]) == ("7.0", "4.0", "2.0")
+    assert after['pdrelay_worker_starts_total{worker="1"}'] == "2.0"
     assert float(after["process_cpu_seconds_total"]) >= float(cpu)
 
 
@@ -112,5 +112,9 @@ async def test_a_worker_that_does_not_answer_costs_half_a_second_and_is_counted(
             lines = await zero.lines()
         await asyncio.sleep(0)
 
-    assert (lines[SERVED], lines["xpyd_workers"], lines["xpyd_worker_scrape_failures_total"]) == ("2.0", "1.0", "1.0")
+    assert (lines[SERVED], lines["pdrelay_workers"], lines["pdrelay_worker_scrape_failures_total"]) == (
+        "2.0",
+        "1.0",
+        "1.0",
+    )
     assert "worker 1 does not say what it has counted" in caplog.text

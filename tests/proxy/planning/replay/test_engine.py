@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpyd_proxy.planning.replay.engine import EngineModel, EventLoop, VirtualEngine, VirtualLeg
-from xpyd_proxy.planning.replay.kv_cache import KvCache
+from pdrelay_proxy.planning.replay.engine import EngineModel, EventLoop, VirtualEngine, VirtualLeg
+from pdrelay_proxy.planning.replay.kv_cache import KvCache
 
 MODEL = EngineModel(
     step_s=1.0,

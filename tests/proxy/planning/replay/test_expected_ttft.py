@@ -6,12 +6,12 @@ from functools import cache
 import msgspec
 import pytest
 
-from xpyd_proxy.core.model import Role, RoutingHints
-from xpyd_proxy.planning.replay.engine import EngineModel
-from xpyd_proxy.planning.replay.routers import ReplayRouter
-from xpyd_proxy.planning.replay.simulation import SimulatedFleet, replay
-from xpyd_proxy.planning.replay.summary import Targets, summarise
-from xpyd_proxy.planning.replay.traces import BlockNames, Conversations, Trace, Turn, poisson
+from pdrelay_proxy.core.model import Role, RoutingHints
+from pdrelay_proxy.planning.replay.engine import EngineModel
+from pdrelay_proxy.planning.replay.routers import ReplayRouter
+from pdrelay_proxy.planning.replay.simulation import SimulatedFleet, replay
+from pdrelay_proxy.planning.replay.summary import Targets, summarise
+from pdrelay_proxy.planning.replay.traces import BlockNames, Conversations, Trace, Turn, poisson
 
 FLEET = SimulatedFleet(4, 4)
 CHATS = Conversations(150, 6, 3.0, 3.0, 1000, 500, 100).generate(16, 0)

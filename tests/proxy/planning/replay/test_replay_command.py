@@ -1,4 +1,4 @@
-"""``xpyd replay``, as it is typed."""
+"""``pdrelay replay``, as it is typed."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from xpyd_proxy.cli import main
+from pdrelay_proxy.cli import main
 
 TYPED = ("--sessions", "20", "--turns", "3", "--prefill", "2", "--decode", "2", "--ttft", "0.2", "--itl", "0.02")
 
@@ -93,7 +93,7 @@ def test_one_sentence_for_what_is_wrong(replayed, arguments, why):
     code, out, err = replayed(*arguments)
 
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("xpyd replay: ")
+    assert err.startswith("pdrelay replay: ")
     assert why in err
 
 
@@ -181,4 +181,4 @@ def test_classes_that_cannot_be_replayed(replayed, tmp_path, arguments, says):
     code, out, err = replayed(str(trace), *arguments)
 
     assert (code, out) == (2, "")
-    assert err.startswith(f"xpyd replay: {says}")
+    assert err.startswith(f"pdrelay replay: {says}")

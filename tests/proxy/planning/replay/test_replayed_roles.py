@@ -5,15 +5,15 @@ from itertools import pairwise
 
 import pytest
 
-from xpyd_proxy.cli import main
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.roles.role_controller import RoleLimits
-from xpyd_proxy.core.roles.work_meter import RoleTargets
-from xpyd_proxy.planning.replay.engine import EngineModel
-from xpyd_proxy.planning.replay.roles import RolesPlan
-from xpyd_proxy.planning.replay.simulation import SimulatedFleet, replay
-from xpyd_proxy.planning.replay.summary import Targets, summarise
-from xpyd_proxy.planning.replay.traces import Phase, phases
+from pdrelay_proxy.cli import main
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.roles.role_controller import RoleLimits
+from pdrelay_proxy.core.roles.work_meter import RoleTargets
+from pdrelay_proxy.planning.replay.engine import EngineModel
+from pdrelay_proxy.planning.replay.roles import RolesPlan
+from pdrelay_proxy.planning.replay.simulation import SimulatedFleet, replay
+from pdrelay_proxy.planning.replay.summary import Targets, summarise
+from pdrelay_proxy.planning.replay.traces import Phase, phases
 
 ENGINE = EngineModel(
     step_s=0.04, prefill_token_s=5e-4, decode_request_s=1e-3, decode_context_s=1e-6, max_num_batched_tokens=4096,

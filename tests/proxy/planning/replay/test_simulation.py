@@ -5,13 +5,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from xpyd_proxy.core.model import Role
-from xpyd_proxy.planning.replay.engine import EngineModel
-from xpyd_proxy.planning.replay.routers import CHOICES
-from xpyd_proxy.planning.replay.simulation import SimulatedFleet
-from xpyd_proxy.planning.replay.simulation import replay as served_by
-from xpyd_proxy.planning.replay.summary import Targets, summarise
-from xpyd_proxy.planning.replay.traces import Conversations, NoReplay, Trace, Turn
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.planning.replay.engine import EngineModel
+from pdrelay_proxy.planning.replay.routers import CHOICES
+from pdrelay_proxy.planning.replay.simulation import SimulatedFleet
+from pdrelay_proxy.planning.replay.simulation import replay as served_by
+from pdrelay_proxy.planning.replay.summary import Targets, summarise
+from pdrelay_proxy.planning.replay.traces import Conversations, NoReplay, Trace, Turn
 
 CHATS = Conversations(40, 4, 4.0, 2.0, 320, 200, 60).generate(16, 0)
 SMALL = SimulatedFleet(2, 2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_proxy.proving.core.holdings import read_holdings
+from pdrelay_proxy.proving.core.holdings import read_holdings
 
 IDLE = """# HELP vllm:kv_cache_usage_perc KV-cache usage.
 # TYPE vllm:kv_cache_usage_perc gauge
@@ -11,7 +11,7 @@ vllm:num_requests_running{engine="0",model_name="m"} 0.0
 vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="1000"} 1.0
 vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 99.0
 vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 1.0
-vllm:xpyd_leases_held{engine="0"} 0.0
+vllm:pdrelay_leases_held{engine="0"} 0.0
 """
 
 
@@ -26,12 +26,12 @@ def test_an_engine_at_rest_holds_nothing():
     ("line", "said"),
     [
         ('vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.0', "1.00% of its KV cache (10 blocks)"),
-        ('vllm:xpyd_leases_held{engine="0"} 0.0', "0.01 leases held"),
+        ('vllm:pdrelay_leases_held{engine="0"} 0.0', "0.01 leases held"),
         ('vllm:num_requests_running{engine="0",model_name="m"} 0.0', "0.01 running or waiting requests"),
     ],
 )
 def test_what_is_held_is_named(line, said):
-    """Each of vLLM's gauges and of xpyd's tables."""
+    """Each of vLLM's gauges and of pdrelay's tables."""
     assert read_holdings(IDLE.replace(line, f"{line[:-3]}0.01")).beyond(None) == said
 
 

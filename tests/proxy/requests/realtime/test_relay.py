@@ -2,8 +2,8 @@
 
 import asyncio
 
-from xpyd_proxy.core.protocol.realtime import Side, SocketClosed
-from xpyd_proxy.requests.realtime.relay import Relay
+from pdrelay_proxy.core.protocol.realtime import Side, SocketClosed
+from pdrelay_proxy.requests.realtime.relay import Relay
 
 
 class Socket:

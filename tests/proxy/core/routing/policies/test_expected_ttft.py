@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.expected_time import ExpectedTime
-from xpyd_proxy.core.fleet.compatibility import always
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
-from xpyd_proxy.core.routing.alone_bound import AloneBound
-from xpyd_proxy.core.routing.policies.expected_ttft import NEAR, ExpectedTtft
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.expected_time import ExpectedTime
+from pdrelay_proxy.core.fleet.compatibility import always
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Instance, InstanceId, Role, RoutingHints
+from pdrelay_proxy.core.routing.alone_bound import AloneBound
+from pdrelay_proxy.core.routing.policies.expected_ttft import NEAR, ExpectedTtft
 
 ASK = RoutingHints(prompt=b"once upon a time")
 

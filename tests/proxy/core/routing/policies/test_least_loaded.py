@@ -5,9 +5,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 
 ENGINES = [Instance(InstanceId(f"d{i}"), Role.DECODE, Address("http", "h", i + 1)) for i in range(5)]
 

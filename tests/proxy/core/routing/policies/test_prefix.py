@@ -6,15 +6,15 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
-from xpyd_proxy.core.prompt_blocks import BLOCK
-from xpyd_proxy.core.routing.alone_bound import AloneBound
-from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
-from xpyd_proxy.core.routing.policies.prefix import LEAST, SLACK, Prefix
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.core.routing.prompt_memory import PromptMemory
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Instance, InstanceId, Role, RoutingHints
+from pdrelay_proxy.core.prompt_blocks import BLOCK
+from pdrelay_proxy.core.routing.alone_bound import AloneBound
+from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
+from pdrelay_proxy.core.routing.policies.prefix import LEAST, SLACK, Prefix
+from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
 
 ENGINES = [Instance(InstanceId(f"p{i}"), Role.PREFILL, Address("http", "h", i + 1)) for i in range(4)]
 

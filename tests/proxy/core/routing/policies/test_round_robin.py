@@ -5,9 +5,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import ANY, Instance, InstanceId, Role
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.model import ANY, Instance, InstanceId, Role
+from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 
 sizes = st.integers(1, 12)
 

@@ -5,10 +5,10 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import ANY, Instance, InstanceId, Role, RoutingHints
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.core.routing.policies.session import Session
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.model import ANY, Instance, InstanceId, Role, RoutingHints
+from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
+from pdrelay_proxy.core.routing.policies.session import Session
 
 ENGINES = [Instance(InstanceId(f"d{i}"), Role.DECODE, Address("http", "h", i + 1)) for i in range(6)]
 SESSIONS = [RoutingHints(session=f"user-{i}") for i in range(300)]

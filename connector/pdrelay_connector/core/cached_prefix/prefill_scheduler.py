@@ -1,0 +1,193 @@
+"""P's scheduler: asks a decode engine which blocks of a prompt its prefix cache has.
+
+P asks only an engine that has connected to P, and at the address that this engine has named over that connection: the
+params of a request name an engine and no address. What a search finds is a lease of D, and P reads it as D reads P's.
+A search that does not end in time costs P the computation that it would have done anyway.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from math import inf
+from typing import Final, NamedTuple
+
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.deadlines import Deadlines
+from pdrelay_connector.core.ids import Address, ConnId, EngineId, RequestId
+from pdrelay_connector.core.lease.kv_params import PullParams
+from pdrelay_connector.core.messages import DropLeases, FindPrefix, PrefixFound, Reachable
+from pdrelay_connector.core.ports import Link
+from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
+from pdrelay_connector.core.state_machine import transition
+
+PAUSE: Final = 10.0  # s without a question to an engine that has not answered in time: each costs a prefill its timeout
+
+
+class SearchState(Enum):
+    """State of a search."""
+
+    CONNECTING = auto()
+    ASKED = auto()
+    OVER = auto()
+
+
+class SearchEvent(Enum):
+    """What can happen to a search."""
+
+    SENT = auto()
+    ENDED = auto()  # answered, too late, or not wanted any more
+
+
+TRANSITIONS: Final[Mapping[SearchState, Mapping[SearchEvent, SearchState]]] = {
+    SearchState.CONNECTING: {SearchEvent.SENT: SearchState.ASKED, SearchEvent.ENDED: SearchState.OVER},
+    SearchState.ASKED: {SearchEvent.ENDED: SearchState.OVER},
+    SearchState.OVER: {},
+}
+
+
+class SearchEnded(NamedTuple):
+    """A search is over; ``found`` are blocks that D has leased to us, if it has any."""
+
+    request: RequestId
+    found: PullParams | None
+
+
+@dataclass(slots=True)
+class _Search:
+    question: FindPrefix
+    engine: EngineId
+    address: Address
+    state: SearchState = SearchState.CONNECTING
+
+    def on(self, event: SearchEvent) -> None:
+        self.state = transition(TRANSITIONS, self.state, event, f"the search for {self.question.request}")
+
+
+@dataclass(slots=True)
+class _DecodeEngine:
+    """A decode engine that has connected to us, and where it listens."""
+
+    conn: ConnId
+    address: Address
+    ask_at: float = -inf  # it has not answered, and is not asked before
+
+
+class PrefixFinder:
+    """Runs on the control thread. ``timeout`` (s) bounds a search, the connection to D included."""
+
+    def __init__(self, link: Link, peers: PeerTable, counters: Counters, *, timeout: float) -> None:
+        self._link = link
+        self._peers = peers
+        self._counters = counters
+        self._timeout = timeout
+        self._engines: dict[EngineId, _DecodeEngine] = {}
+        self._searches: dict[RequestId, _Search] = {}
+        self._deadlines: Deadlines[RequestId] = Deadlines()
+        self._ended: list[SearchEnded] = []
+
+    def __len__(self) -> int:
+        return len(self._searches)
+
+    # ---- the engine
+
+    def find(self, question: FindPrefix, engine: EngineId, *, now: float) -> None:
+        """Start a search; its end comes out of :meth:`take_ended`."""
+        known = self._engines.get(engine)
+        if known is None:
+            self._counters.count("prefixes_of_unknown_engines")
+            self._ended.append(SearchEnded(question.request, None))
+            return
+        if now < known.ask_at:
+            self._counters.count("prefixes_unanswered")
+            self._ended.append(SearchEnded(question.request, None))
+            return
+        self._counters.count("prefixes_asked")
+        search = self._searches[question.request] = _Search(question, engine, known.address)
+        self._deadlines.set(question.request, now + self._timeout)
+        self._ask(search, self._peers.ensure_connected(engine, known.address, now=now))
+
+    def cancel(self, request: RequestId) -> None:
+        """The request of a search has ended: what is found for it is given back."""
+        if request in self._searches:
+            self._forget(self._searches[request])
+
+    def give_back(self, found: PullParams) -> None:
+        """Drop a lease whose request has ended before it heard of it."""
+        peer = self._peers.get(found.remote_engine_id)
+        if peer is not None and peer.state is PeerState.CONNECTED:
+            self._link.send(peer.conn, DropLeases((found.remote_request_id,)))
+
+    def take_ended(self) -> list[SearchEnded]:
+        """Return the searches that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # ---- the network
+
+    def met(self, conn: ConnId, message: Reachable) -> None:
+        """A decode engine has said over its own connection where it listens."""
+        engine = self._link.engine_of(conn)
+        if engine is not None:
+            self._engines[engine] = _DecodeEngine(conn, Address(message.host, message.port))
+
+    def lost(self, conn: ConnId) -> None:
+        """A connection that was opened to us has closed."""
+        for engine, known in list(self._engines.items()):
+            if known.conn == conn:
+                del self._engines[engine]
+
+    def peer_changed(self, peer: Peer) -> None:
+        """A decode engine was met, refused or lost."""
+        for search in [search for search in self._searches.values() if search.engine == peer.engine]:
+            self._ask(search, peer)
+
+    def answered(self, conn: ConnId, answer: PrefixFound) -> None:
+        """Take an answer in, and give back what nobody here waits for."""
+        search, peer = self._searches.get(answer.request), self._peers.find(conn)
+        if search is None or peer is None or peer.engine != search.engine or search.state is not SearchState.ASKED:
+            if answer.lease:
+                self._link.send(conn, DropLeases((answer.lease,)))
+            return
+        tokens = len(answer.blocks) * answer.block_size
+        if tokens == 0 or tokens > len(search.question.tokens) // 4 or not answer.lease:
+            if answer.lease:
+                self._link.send(conn, DropLeases((answer.lease,)))
+            self._end(search, None)
+            return
+        found = PullParams(
+            remote_engine_id=search.engine,
+            remote_request_id=answer.lease,
+            remote_host=search.address.host,
+            remote_port=search.address.port,
+            remote_block_ids=(answer.blocks,),
+            remote_num_tokens=tokens,
+            pdrelay_block_sizes=(answer.block_size,),
+        )
+        self._end(search, found)
+
+    def advance(self, *, now: float) -> float | None:
+        """End the searches that take too long; return when to be called again at the latest."""
+        for request in self._deadlines.take_due(now=now):
+            self._counters.count("prefixes_unanswered")
+            search = self._searches[request]
+            if (known := self._engines.get(search.engine)) is not None:
+                known.ask_at = now + PAUSE
+            self._end(search, None)
+        return self._deadlines.next()
+
+    def _ask(self, search: _Search, peer: Peer) -> None:
+        if peer.state is PeerState.CONNECTED and search.state is SearchState.CONNECTING:
+            search.on(SearchEvent.SENT)
+            self._link.send(peer.conn, search.question)
+        elif peer.state is not PeerState.CONNECTING and peer.state is not PeerState.CONNECTED:
+            self._counters.count("prefixes_unanswered")
+            self._end(search, None)
+
+    def _end(self, search: _Search, found: PullParams | None) -> None:
+        self._forget(search)
+        self._ended.append(SearchEnded(search.question.request, found))
+
+    def _forget(self, search: _Search) -> None:
+        search.on(SearchEvent.ENDED)
+        del self._searches[search.question.request]
+        self._deadlines.discard(search.question.request)

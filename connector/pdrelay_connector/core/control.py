@@ -1,0 +1,230 @@
+"""The control thread of a scheduler process: passes the events of its link to the objects they belong to."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixLender, PrefixWanted
+from pdrelay_connector.core.cached_prefix.prefill_scheduler import PrefixFinder, SearchEnded
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import ConnId, RequestId
+from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
+from pdrelay_connector.core.lease.lease_table import LeaseEnded
+from pdrelay_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
+from pdrelay_connector.core.messages import FindPrefix, Objection, PrefixFound, Reachable, ReadDone, ReadsStarted
+from pdrelay_connector.core.ports import ConnectionLost, LinkEvent, MessageReceived
+from pdrelay_connector.core.push.decode_scheduler import PushReceiver
+from pdrelay_connector.core.push.prefill_scheduler import PushCoordinator
+from pdrelay_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult, NumbersDue, PeerLost
+from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
+from pdrelay_connector.core.staging.decode_scheduler import StagingReceiver
+from pdrelay_connector.core.staging.prefill_scheduler import StagingCoordinator
+
+ControlResult: TypeAlias = (
+    LeaseEnded
+    | LoadResult
+    | BlocksReleased
+    | LeaseLost
+    | HandshakeEnded
+    | PeerLost
+    | SearchEnded
+    | PrefixWanted
+    | NumbersDue
+)
+PUBLISH_AFTER = 1.0  # s that numbers wait for a step that the engine makes anyway
+
+
+class ControlPlane:
+    """Connections that we opened belong to the decode role, all others to the prefill role.
+
+    Push adds a coordinator to the prefill role and a receiver to the decode role; staging adds one object to each.
+    """
+
+    def __init__(
+        self,
+        lease_manager: LeaseManager,
+        lease_renewer: LeaseRenewer,
+        peers: PeerTable,
+        counters: Counters,
+        *,
+        push_coordinator: PushCoordinator | None = None,
+        push_receiver: PushReceiver | None = None,
+        staging_coordinator: StagingCoordinator | None = None,
+        staging_receiver: StagingReceiver | None = None,
+        prefix_finder: PrefixFinder | None = None,
+        prefix_lender: PrefixLender | None = None,
+        takes_reads: bool = False,
+        has_numbers: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``takes_reads``: although this engine pushes, others may read what it keeps.
+
+        ``has_numbers`` tells whether something was counted that a step of the engine has not collected.
+        """
+        self.lease_manager = lease_manager
+        self.lease_renewer = lease_renewer
+        self.counters = counters
+        self._push_coordinator = push_coordinator
+        self._push_receiver = push_receiver
+        self._staging_coordinator = staging_coordinator
+        self._staging_receiver = staging_receiver
+        self._prefix_finder = prefix_finder
+        self._prefix_lender = prefix_lender
+        self._takes_reads = takes_reads or prefix_lender is not None
+        self._peers = peers
+        self._has_numbers = has_numbers
+        self._publish_at: float | None = None  # absent while there are no numbers
+        self._are_numbers_due = False
+
+    @property
+    def push_coordinator(self) -> PushCoordinator:
+        """The prefill role of push."""
+        if self._push_coordinator is None:
+            raise RuntimeError("this engine does not push")
+        return self._push_coordinator
+
+    @property
+    def push_receiver(self) -> PushReceiver:
+        """The decode role of push."""
+        if self._push_receiver is None:
+            raise RuntimeError("no engine pushes to this engine")
+        return self._push_receiver
+
+    @property
+    def prefix_finder(self) -> PrefixFinder:
+        """Of an engine that asks others for what they have cached."""
+        if self._prefix_finder is None:
+            raise RuntimeError("this engine asks no other for cached blocks")
+        return self._prefix_finder
+
+    @property
+    def prefix_lender(self) -> PrefixLender:
+        """Of an engine that lends what it has cached."""
+        if self._prefix_lender is None:
+            raise RuntimeError("this engine lends no cached blocks")
+        return self._prefix_lender
+
+    def grant(self, request: RequestId, *, now: float, sampled: bool = False, pushed: bool = True) -> None:
+        """Lease the blocks of a finished prefill; if ``sampled``, checksums follow, in pull.
+
+        ``pushed``: they are written into a decode engine's cache, if this engine pushes; else that reads them.
+        """
+        self.lease_manager.grant(request, now=now, sampled=sampled)
+        if self._push_coordinator is not None and pushed:
+            self._push_coordinator.granted(request, now=now)
+
+    def abandon(self, request: RequestId) -> None:
+        """End a lease whose blocks nobody will come for."""
+        self.lease_manager.drop((request,))
+
+    def revoke(self, candidates: Sequence[RevocableLease], blocks: int, *, now: float) -> None:
+        """Revoke unread leases in the given order until so many blocks are free."""
+        self.lease_manager.revoke(candidates, blocks, now=now, is_busy=self._is_busy)
+
+    def _is_busy(self, request: RequestId) -> bool:
+        is_written = self._push_coordinator is not None and self._push_coordinator.is_writing(request)
+        return is_written or (self._staging_coordinator is not None and self._staging_coordinator.is_reading(request))
+
+    def on(self, event: LinkEvent, *, now: float) -> None:
+        """Handle an event."""
+        if self._peers.find(event.conn) is not None:
+            self._on_ours(event, now)
+            return
+        if isinstance(event, ConnectionLost):
+            self._connection_lost(event.conn)
+        if isinstance(event, MessageReceived) and isinstance(event.message, Objection):
+            self.lease_manager.objected(event.conn, event.message.reason)
+        elif isinstance(event, MessageReceived) and isinstance(event.message, Reachable | FindPrefix):
+            self._on_prefix_message(event.conn, event.message)
+        elif self._push_coordinator is not None and self._takes_reads and _is_about_read(event):
+            self.lease_manager.on(event, now=now)
+        elif self._staging_receiver is not None and self._staging_receiver.is_from_worker(event):
+            self._staging_receiver.on(event)
+        elif self._push_coordinator is not None:
+            self._push_coordinator.on(event, now=now)
+        elif self._staging_coordinator is not None:
+            self._staging_coordinator.on(event, now=now)
+        else:
+            self.lease_manager.on(event, now=now)
+
+    def advance(self, *, now: float) -> float | None:
+        """Do what is due; return when to be called again at the latest, None for never."""
+        dues = [self.lease_manager.advance(now=now), self.lease_renewer.advance(now=now), self._publish(now)]
+        if self._push_coordinator is not None:
+            self._push_coordinator.advance(now=now)
+        if self._staging_coordinator is not None:
+            dues.append(self._staging_coordinator.advance(now=now))
+        if self._push_receiver is not None:
+            dues.append(self._push_receiver.advance(now=now))
+        if self._prefix_finder is not None:
+            dues.append(self._prefix_finder.advance(now=now))
+        if self._prefix_lender is not None:
+            dues.append(self._prefix_lender.advance(now=now))
+        return min((due for due in dues if due is not None), default=None)
+
+    def take_results(self, *, now: float) -> list[ControlResult]:
+        """Return what has ended: leases of this engine and of others, handshakes, searches, and loads in push.
+
+        And that numbers are due, which an engine without work would keep until its next request.
+        """
+        released = self.lease_manager.take_released()
+        if self._push_coordinator is not None:
+            self._push_coordinator.released(released, now=now)
+        if self._staging_coordinator is not None:
+            self._staging_coordinator.released(released)
+        results = self._push_receiver.take_results() if self._push_receiver is not None else ()
+        searches = self._prefix_finder.take_ended() if self._prefix_finder is not None else ()
+        wanted = self._prefix_lender.take_wanted() if self._prefix_lender is not None else ()
+        renewer = self.lease_renewer
+        numbers, self._are_numbers_due = [NumbersDue()] * self._are_numbers_due, False
+        met = [*renewer.take_handshakes(), *renewer.take_lost_peers()]  # who is met and lost in one turn is lost
+        return [*released, *met, *renewer.take_lost(), *results, *searches, *wanted, *numbers]
+
+    def _publish(self, now: float) -> float | None:
+        """Have the engine step for numbers that have waited long enough; return when to look again."""
+        if not self._has_numbers():
+            self._publish_at = None
+        elif self._publish_at is None:
+            self._publish_at = now + PUBLISH_AFTER
+        elif now >= self._publish_at:
+            self._publish_at, self._are_numbers_due = now + PUBLISH_AFTER, True
+        return self._publish_at
+
+    def _on_ours(self, event: LinkEvent, now: float) -> None:
+        changed: Peer | None = None
+        match event:
+            case MessageReceived(conn, PrefixFound() as answer) if self._prefix_finder is not None:
+                self._prefix_finder.answered(conn, answer)
+            case MessageReceived(conn, message) if self._push_receiver is not None:
+                if not self._push_receiver.on(conn, message):
+                    changed = self.lease_renewer.on(event, now=now)
+            case _:
+                changed = self.lease_renewer.on(event, now=now)
+        if changed is not None:
+            self._peer_changed(changed, now)
+
+    def _peer_changed(self, peer: Peer, now: float) -> None:
+        if self._push_receiver is not None:
+            self._push_receiver.peer_changed(peer, now=now)
+        if self._prefix_finder is not None:
+            self._prefix_finder.peer_changed(peer)
+        if self._prefix_lender is not None and peer.state is PeerState.CONNECTED:
+            self._prefix_lender.introduce(peer.conn)
+
+    def _on_prefix_message(self, conn: ConnId, message: Reachable | FindPrefix) -> None:
+        """Handle a message of an engine with ``return_kv``, whether this one has it or not."""
+        if isinstance(message, Reachable):
+            if self._prefix_finder is not None:
+                self._prefix_finder.met(conn, message)
+        elif self._prefix_lender is not None:
+            self._prefix_lender.asked(conn, message)
+        else:
+            self.counters.count("unknown_transfer_messages")  # we have not said that we lend
+
+    def _connection_lost(self, conn: ConnId) -> None:
+        if self._prefix_finder is not None:
+            self._prefix_finder.lost(conn)
+        if self._prefix_lender is not None:
+            self._prefix_lender.lost(conn)
+
+
+def _is_about_read(event: LinkEvent) -> bool:
+    return isinstance(event, MessageReceived) and isinstance(event.message, ReadsStarted | ReadDone)

@@ -1,0 +1,375 @@
+"""Plans the byte runs of a transfer between two engines that keep the same KV in different shapes.
+
+Engines may differ in tensor and pipeline parallelism, block size and layout. A plan is one table of runs: remote
+address, local address, bytes. Runs that are adjacent on both sides are merged, across blocks and layers. Block 0,
+vLLM's null block (``v1/core/block_pool.py``), is never transferred, so no run reaches from one layer's tensor into the
+tensor behind it.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pdrelay_connector.core.ids import BlockId
+from pdrelay_connector.core.messages import RankInfo, Region
+from pdrelay_connector.errors import IncompatiblePeer, ProtocolViolation
+
+SMALLEST_RUN = 16  # bytes; for shorter runs the NIXL descriptors would outweigh the KV
+HIGHEST_END = (1 << 63) - 1  # address; runs are signed 64-bit integers
+
+Integers: TypeAlias = npt.NDArray[np.int64]
+Spans: TypeAlias = npt.NDArray[np.int64]  # one row per run: remote address, local address, bytes
+
+
+class TokenRange(NamedTuple):
+    """The tokens from ``start`` to ``stop`` of one KV cache group, and their blocks on both sides.
+
+    The first block of each list contains token ``start``; both lists reach at least to ``stop``.
+    """
+
+    group: int
+    start: int
+    stop: int
+    remote: Sequence[BlockId]
+    local: Sequence[BlockId]
+
+
+class HeadSource(NamedTuple):
+    """The remote rank that provides heads ``first`` to ``last`` (excluded) of a layer."""
+
+    rank: int
+    first: int
+    last: int
+
+
+def heads_of(all_heads: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Return the first head of a rank, and the one after its last, as vLLM 0.32 shards them.
+
+    With fewer heads than ranks, consecutive ranks keep the same head (``QKVParallelLinear`` in
+    ``model_executor/layers/linear.py``). Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer` if neither number is
+    a multiple of the other.
+    """
+    if not 0 <= rank < ranks:
+        raise IncompatiblePeer(f"rank {rank} of an engine of {ranks} ranks; they are numbered from 0")
+    if max(all_heads, ranks) % min(all_heads, ranks):
+        raise IncompatiblePeer(
+            f"{all_heads} KV heads on {ranks} tensor-parallel ranks; one must be a multiple of the other"
+        )
+    first = rank * all_heads // ranks
+    return first, first + max(all_heads // ranks, 1)
+
+
+def head_sources(all_heads: int, ranks: int, ranks_here: int, rank_here: int) -> tuple[HeadSource, ...]:
+    """Return which of ``ranks`` remote ranks provides each head of one of ``ranks_here`` local ranks.
+
+    If several remote ranks keep a head, the local ranks with that head spread over them; equal engines pair up by rank.
+    Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer` like :func:`heads_of`.
+    """
+    first, last = heads_of(all_heads, ranks_here, rank_here)
+    _, each = heads_of(all_heads, ranks, 0)
+    copies, copies_here = max(ranks // all_heads, 1), max(ranks_here // all_heads, 1)
+    copy = rank_here % copies_here * copies // copies_here
+    if copies > 1:
+        return tuple(HeadSource(head * copies + copy, head, head + 1) for head in range(first, last))
+    cuts = [first, *range((first // each + 1) * each, last, each), last]
+    return tuple(HeadSource(begin // each, begin, end) for begin, end in pairwise(cuts))
+
+
+def provides(source: RankInfo, target: RankInfo) -> bool:
+    """Return whether a prefill engine's rank has KV that a decode engine's rank gets from it.
+
+    Not if they are stages without a layer in common, or if other ranks with the same heads serve the target.
+    """
+    return any(
+        owner.rank == source.rank
+        for heads in {region.all_heads for region, _ in shared_regions(source, target)}
+        for owner in head_sources(heads, source.ranks, target.ranks, target.rank)
+    )
+
+
+def needed_ranks(ours: RankInfo, theirs: Sequence[RankInfo]) -> tuple[RankInfo, ...]:
+    """Return the ranks of a prefill engine that our rank, of a decode engine, reads from.
+
+    Raises :exc:`~pdrelay_connector.errors.IncompatiblePeer` if they do not have all of our layers and heads.
+    """
+    known = {(layer, info.rank): info for info in theirs for layer in _by_layer(info)}
+    found: dict[int, RankInfo] = {}
+    for layer, heads in sorted({(region.layer, region.all_heads) for region in ours.regions}):
+        for owner in head_sources(heads, theirs[0].ranks, ours.ranks, ours.rank):
+            if (info := known.get((layer, owner.rank))) is None:
+                raise IncompatiblePeer(
+                    f"it says nothing of {layer or 'the layers'} on its rank {owner.rank}, which is needed here"
+                )
+            found[info.worker] = info
+    return tuple(found[worker] for worker in sorted(found))
+
+
+def shared_regions(ours: RankInfo, theirs: RankInfo) -> list[tuple[Region, Region]]:
+    """Return the regions of the layers that both ranks have, in our order: ranks of two pipelines share a part."""
+    there = _by_layer(theirs)
+    return [pair for layer, here in _by_layer(ours).items() for pair in zip(here, there.get(layer, ()), strict=False)]
+
+
+def _by_layer(info: RankInfo) -> dict[str, list[Region]]:
+    found: dict[str, list[Region]] = {}
+    for region in info.regions:
+        found.setdefault(region.layer, []).append(region)
+    return found
+
+
+def check_layers(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> None:
+    """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer` unless both have the same layers in all stages."""
+    here, there = ({region.layer for info in infos for region in info.regions} for infos in (ours, theirs))
+    if here != there:
+        odd = min(here ^ there)
+        having, lacking = ("we have", "it lacks") if odd in here else ("it has", "we lack")
+        raise IncompatiblePeer(f"{having} the layer {odd}, which {lacking}")
+
+
+def check_shapes(ours: RankInfo, theirs: RankInfo) -> None:
+    """Raise :exc:`~pdrelay_connector.errors.IncompatiblePeer`, with both values, unless they can exchange KV.
+
+    Check every pair of ranks before a :class:`Route` is built for it.
+    """
+    if (ours.staged or theirs.staged) and max(ours.stages, theirs.stages) > 1:
+        raise IncompatiblePeer("an engine with pipeline stages exchanges no KV with one that has host staging")
+    there = _by_layer(theirs)
+    for layer, regions in _by_layer(ours).items():
+        if layer in there and len(regions) != len(there[layer]):
+            raise IncompatiblePeer(
+                f"its cache has {len(there[layer])} regions of {layer or 'all layers'}, ours has {len(regions)}; they "
+                "must be equal"
+            )
+    for number, (our, their) in enumerate(shared_regions(ours, theirs)):
+        fault = next(_faults(ours, our, theirs, their), None)
+        if fault is not None:
+            raise IncompatiblePeer(f"region {number}: {fault}")
+
+
+def _faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
+    """Yield the reasons against a transfer between two regions. Each test relies on those before it."""
+    yield from _state_faults(ours, our, theirs, their)
+    for text, here, there in (
+        ("entries in {} parts", our.parts, their.parts),
+        ("entries of {} bytes", our.width, their.width),
+        ("{} KV heads on all ranks", our.all_heads, their.all_heads),
+        ("KV cache group {}", our.group, their.group),
+    ):
+        if here != there:
+            yield f"it has {text.format(there)}, ours {here}; they must be equal"
+    for text, here, there in (
+        ("its blocks have", our.block_size, their.block_size),
+        ("its kernel's blocks have", our.tokens, their.tokens),
+    ):
+        if max(here, there) % min(here, there):
+            yield f"{text} {there} tokens, ours {here}; one must be a multiple of the other"
+    if our.opaque or their.opaque:
+        yield from _differences(ours, our, theirs, their)
+    for whose, info, region in (("our", ours, our), ("its", theirs, their)):
+        first, last = heads_of(region.all_heads, info.ranks, info.rank)
+        if region.heads != last - first:
+            yield f"{whose} rank {info.rank} of {info.ranks} keeps {region.heads} KV heads, not {last - first}"
+        if (end := _end(region)) > HIGHEST_END:
+            yield f"{whose} memory would end at address {end}; the highest is {HIGHEST_END}"
+    smallest = _smallest_run(ours, our, theirs, their)
+    if smallest < SMALLEST_RUN:
+        yield f"KV would move in runs of {smallest} bytes; the least is {SMALLEST_RUN}: use the same KV cache layout"
+
+
+def _state_faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
+    """Yield the reasons against a transfer that hold for a state only: its ranks have parts of the kernel's choice."""
+    if our.state != their.state:
+        yield f"it keeps {'a state' if their.state else 'KV'}, ours {'a state' if our.state else 'KV'}"
+    if our.state and ours.ranks != theirs.ranks:
+        yield f"it keeps a state on {theirs.ranks} tensor-parallel ranks, ours on {ours.ranks}; they must be equal"
+
+
+def _differences(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
+    """Yield the differences that are not allowed if an attention kernel's order within a block is unknown."""
+    for text, here, there in (
+        ("its blocks have {} tokens", our.block_size, their.block_size),
+        ("its kernel's blocks have {} tokens", our.tokens, their.tokens),
+        ("it has {} tensor-parallel ranks", ours.ranks, theirs.ranks),
+        ("its heads are {} bytes apart", our.head_stride, their.head_stride),
+        ("its tokens are {} bytes apart", our.token_stride, their.token_stride),
+    ):
+        if here != there:
+            kept = "must be equal, because the order within its attention kernel's blocks is unknown"
+            yield f"{text.format(there)}, ours {here}; they {kept}"
+
+
+def _end(region: Region) -> int:
+    """Return the address after the region's last byte."""
+    steps = (
+        (region.count, region.row_stride),
+        (region.heads, region.head_stride),
+        (region.tokens, region.token_stride),
+        (region.parts, region.part_stride),
+    )
+    return region.base + sum((number - 1) * stride for number, stride in steps) + region.width
+
+
+def _smallest_run(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> int:
+    """Return the bytes of the shortest run of the heads that both regions keep."""
+    first, last = heads_of(our.all_heads, ours.ranks, ours.rank)
+    first_there, last_there = heads_of(their.all_heads, theirs.ranks, theirs.rank)
+    shared = min(last, last_there) - max(first, first_there)
+    if shared <= 0:
+        return SMALLEST_RUN
+    return int(_pattern(_geometry("its", their), _geometry("our", our), shared)[:, 2].min())
+
+
+class _BlockGeometry(NamedTuple):
+    """How regions of one side are divided into blocks, heads and tokens, without their addresses."""
+
+    whose: str
+    blocks: int
+    rows: int
+    tokens: int
+    width: int
+    row_stride: int
+    head_stride: int
+    token_stride: int
+    parts: int
+    part_stride: int
+
+    def held(self, token_range: TokenRange, blocks: Sequence[BlockId]) -> Integers:
+        """Return the blocks of the tokens; raises ``ProtocolViolation`` for a missing block or the null block."""
+        size = self.rows * self.tokens
+        what = f"tokens {token_range.start} to {token_range.stop} of group {token_range.group}"
+        count = -(-token_range.stop // size) - token_range.start // size
+        if len(blocks) < count:
+            raise ProtocolViolation(f"{what} need {count} of {self.whose} blocks of {size} tokens; {len(blocks)} named")
+        try:
+            ids = np.asarray(blocks[:count], dtype=np.int64)
+        except OverflowError as exc:
+            raise ProtocolViolation(f"a block for {what} is beyond {self.whose} {self.blocks} blocks") from exc
+        for wrong in (int(ids.min()), int(ids.max())):
+            if not 0 <= wrong < self.blocks:
+                raise ProtocolViolation(f"block {wrong}, for {what}, is not one of {self.whose} {self.blocks} blocks")
+        if not ids.all():
+            raise ProtocolViolation(f"{what} are not held: one of {self.whose} blocks is 0, the null block")
+        return ids
+
+    def offsets(self, token_range: TokenRange, ids: Integers, tokens: Integers) -> Integers:
+        """Return the offset (bytes) of head 0 of each of these ``tokens`` from a region's base."""
+        size = self.rows * self.tokens
+        rows = ids[tokens // size - token_range.start // size] * self.rows + tokens % size // self.tokens
+        return rows * self.row_stride + tokens % self.tokens * self.token_stride
+
+
+class _SameLayout(NamedTuple):
+    """Layers of one group with the same geometry: one computation serves all; only their base addresses differ."""
+
+    there: _BlockGeometry
+    here: _BlockGeometry
+    pattern: Spans  # runs of the tokens that share a row on both sides
+    bases: Spans  # base addresses of each layer; bytes are 0
+
+    def runs(self, token_range: TokenRange) -> Spans:
+        """Return the runs of all layers, merged within each layer."""
+        remote = self.there.held(
+            token_range, token_range.remote
+        )  # checks the range before an array of its size is allocated
+        local = self.here.held(token_range, token_range.local)
+        unit = min(self.there.tokens, self.here.tokens)
+        tokens = np.arange(token_range.start // unit * unit, token_range.stop, unit, dtype=np.int64)
+        there = self.there.offsets(token_range, remote, tokens)
+        here = self.here.offsets(token_range, local, tokens)
+        units = np.stack((there, here, np.zeros_like(tokens)), axis=1)
+        layer = merge((units[:, None] + self.pattern).reshape(-1, 3))
+        return (self.bases[:, None] + layer).reshape(-1, 3)
+
+
+class Route:
+    """The transfer between one of our ranks and one of the peer's. Built once per pair of ranks."""
+
+    def __init__(self, ours: RankInfo, theirs: RankInfo, *, source: RankInfo, target: RankInfo) -> None:
+        """Transfer what ``target`` gets from ``source``, which are these two, after :func:`check_shapes`."""
+        alike: dict[tuple[int, _BlockGeometry, _BlockGeometry, int], list[tuple[int, int, int]]] = {}
+        for our, their in shared_regions(ours, theirs):
+            first, last = _shared_heads(our, source, target)
+            if first < last:
+                key = (our.group, _geometry("the peer's", their), _geometry("our", our), last - first)
+                base = (_head_address(theirs, their, first), _head_address(ours, our, first), 0)
+                alike.setdefault(key, []).append(base)
+        self._groups: dict[int, list[_SameLayout]] = {region.group: [] for region in ours.regions}
+        for (group, there, here, count), bases in alike.items():
+            layers = _SameLayout(there, here, _pattern(there, here, count), np.array(sorted(bases), dtype=np.int64))
+            self._groups[group].append(layers)
+
+    def spans(self, token_ranges: Sequence[TokenRange]) -> Spans:
+        """Return the runs of these token ranges, merged and ordered by remote address, as int64 of shape (runs, 3).
+
+        Both ends of a range are rounded outwards to whole rows of the side with the smaller rows. They stay within the
+        same blocks. Two ranges of one group must not share such a row. Raises
+        :exc:`~pdrelay_connector.errors.ProtocolViolation` for blocks that do not exist, are not held, or are too few.
+        """
+        runs: list[Spans] = [np.empty((0, 3), dtype=np.int64)]
+        for token_range in token_ranges:
+            if token_range.group not in self._groups:
+                raise ProtocolViolation(
+                    f"group {token_range.group} of a cache that has the groups {sorted(self._groups)}"
+                )
+            if not 0 <= token_range.start <= token_range.stop:
+                raise ProtocolViolation(
+                    f"tokens {token_range.start} to {token_range.stop} of a prompt; they must be in order"
+                )
+            if token_range.start < token_range.stop:
+                runs += [layers.runs(token_range) for layers in self._groups[token_range.group]]
+        return merge(np.concatenate(runs))
+
+
+def pull_route(ours: RankInfo, theirs: RankInfo) -> Route:
+    """Return the route from a prefill engine's rank to our rank, of a decode engine; it may be empty."""
+    return Route(ours, theirs, source=theirs, target=ours)
+
+
+def push_route(ours: RankInfo, theirs: RankInfo) -> Route:
+    """Return the route from our rank, of a prefill engine, to a decode engine's rank; it may be empty."""
+    return Route(ours, theirs, source=ours, target=theirs)
+
+
+def row_runs(region: Region) -> list[tuple[int, int]]:
+    """Return the runs (offset from the row's first byte, bytes) that a row of a region consists of, in order."""
+    own = _geometry("our", region)
+    return [(offset, length) for _, offset, length in _pattern(own, own, region.heads).tolist()]
+
+
+def merge(runs: Spans) -> Spans:
+    """Return the runs ordered by remote address, with runs merged that are adjacent on both sides."""
+    if not runs.size:
+        return runs
+    there, here, length = runs[np.lexsort((runs[:, 1], runs[:, 0]))].T
+    starts = (there[1:] != there[:-1] + length[:-1]) | (here[1:] != here[:-1] + length[:-1])
+    first = np.concatenate(([0], np.flatnonzero(starts) + 1))
+    return np.stack((there[first], here[first], np.add.reduceat(length, first)), axis=1)
+
+
+def _shared_heads(region: Region, source: RankInfo, target: RankInfo) -> tuple[int, int]:
+    """Return the heads that ``target`` needs from ``source``: adjacent ones, because ranks keep adjacent heads."""
+    for owner in head_sources(region.all_heads, source.ranks, target.ranks, target.rank):
+        if owner.rank == source.rank:
+            return owner.first, owner.last
+    return 0, 0
+
+
+def _head_address(info: RankInfo, region: Region, head: int) -> int:
+    return region.base + (head - heads_of(region.all_heads, info.ranks, info.rank)[0]) * region.head_stride
+
+
+def _geometry(whose: str, region: Region) -> _BlockGeometry:
+    strides = (region.row_stride, region.head_stride, region.token_stride)
+    parts = region.parts, region.part_stride
+    return _BlockGeometry(whose, region.blocks, region.rows, region.tokens, region.width, *strides, *parts)
+
+
+def _pattern(there: _BlockGeometry, here: _BlockGeometry, heads: int) -> Spans:
+    """Return the runs of ``heads`` heads of the tokens that share a row on both sides, relative to the first token."""
+    shape = heads, min(there.tokens, here.tokens), here.parts
+    head, token, part = np.indices(shape, dtype=np.int64).reshape(3, -1)
+    places = [head * side.head_stride + token * side.token_stride + part * side.part_stride for side in (there, here)]
+    return merge(np.stack((*places, np.full_like(token, here.width)), axis=1))

@@ -1,0 +1,292 @@
+"""P's scheduler: keeps blocks leased until they have been read, and answers whether a lease outlived a read."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.deadlines import Deadlines
+from pdrelay_connector.core.ids import ConnId, RequestId
+from pdrelay_connector.core.lease.lease_table import LeaseEnded, LeaseEvent, LeaseTable
+from pdrelay_connector.core.messages import (
+    MAX_IDS,
+    MAX_RANKS,
+    DropLeases,
+    FenceResult,
+    LeasesLost,
+    Message,
+    RankSums,
+    ReadDone,
+    ReadsStarted,
+    RenewLeases,
+    printable,
+)
+from pdrelay_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived
+from pdrelay_connector.core.results import PeerObjects
+from pdrelay_connector.core.timeline import TimelineStep
+
+_COUNTER = {
+    LeaseEvent.DONE: "leases_done",
+    LeaseEvent.DROPPED: "leases_dropped",
+    LeaseEvent.PEER_LOST: "leases_peer_lost",
+    LeaseEvent.EXPIRED: "leases_expired",
+    LeaseEvent.REVOKED: "leases_revoked",
+}
+
+
+class RevocableLease(NamedTuple):
+    """A lease that may be revoked, and how many blocks are free if all leases up to it are."""
+
+    request: RequestId
+    blocks: int
+
+
+MAX_WAITING = MAX_RANKS  # ranks that wait for the checksums of one lease; beyond it they are answered without any
+
+
+@dataclass(slots=True)
+class _SampledLease:
+    """The checksums of a lease's blocks, and the readers that have come before them."""
+
+    sums: Mapping[int, RankSums] | None = None  # by worker; None: our workers still compute them
+    # By reader and rank, which may repeat themselves; the connection is absent once it has closed.
+    waiting: dict[tuple[RequestId, int], tuple[ConnId | None, ReadDone]] = field(
+        default_factory=dict[tuple[RequestId, int], tuple[ConnId | None, ReadDone]]
+    )
+
+    def waits(self, conn: ConnId, done: ReadDone) -> bool:
+        """Have a reader wait; false if the checksums are there, or too many wait already."""
+        key = done.reader, done.rank
+        if self.sums is not None or (key not in self.waiting and len(self.waiting) >= MAX_WAITING):
+            return False
+        self.waiting[key] = conn, done
+        return True
+
+    def lose(self, conn: ConnId) -> None:
+        """Remember of the readers behind a closed connection only what they have read."""
+        for key, (its, done) in self.waiting.items():
+            if its == conn:
+                self.waiting[key] = None, done
+
+    def of(self, rank: int) -> RankSums | None:
+        """Return the checksums of a reader's counterpart; of an engine with fewer workers, those of some other one.
+
+        The reader sees that they are of another shape, and counts that.
+        """
+        sums = self.sums or {}
+        return sums.get(rank, next(iter(sums.values()), None))
+
+
+class LeaseManager:
+    """Runs on the control thread, which answers decode engines; the engine only takes the leases that ended."""
+
+    def __init__(self, link: Link, leases: LeaseTable, counters: Counters, *, sums_timeout: float = 5.0) -> None:
+        """``sums_timeout``: s that the first fence result of a sampled lease waits for its checksums, at most."""
+        self._link = link
+        self.leases = leases
+        self._counters = counters
+        self._released: list[LeaseEnded] = []
+        self._objections: list[PeerObjects] = []
+        self._sampled: dict[RequestId, _SampledLease] = {}
+        self._sums_timeout = sums_timeout
+        self._sums_due: Deadlines[RequestId] = Deadlines()  # of sampled leases for whose checksums readers wait
+
+    def grant(self, request: RequestId, *, now: float, sampled: bool = False) -> None:
+        """Lease the blocks of a finished request; if ``sampled``, fence results wait a while for :meth:`add_sums`."""
+        self.leases.grant(request, now=now)
+        if sampled:
+            self._sampled[request] = _SampledLease()
+        self._counters.count("leases_granted")
+        self._counters.note(request, TimelineStep.LEASE_GRANTED, now)
+
+    def add_sums(self, request: RequestId, sums: Sequence[RankSums], *, now: float) -> None:
+        """Take the checksums of all workers in; readers that have waited for them get their fence results."""
+        self.advance(now=now)
+        if (sampled := self._sampled.get(request)) is None:
+            return  # its lease has ended, or its readers could not wait any longer
+        self._sums_due.discard(request)
+        sampled.sums = {each.worker: each for each in sums}
+        self._answer(sampled, now)
+
+    def on(self, event: LinkEvent, *, now: float) -> None:
+        """Handle an event of a decode engine's connection."""
+        self.advance(now=now)  # first, so that nothing below sees a lease that is over
+        match event:
+            case MessageReceived(conn, message):
+                self._on_message(conn, message, now)
+            case ConnectionLost(conn):
+                self.on_connection_lost(conn)
+            case _:
+                pass  # connections that we opened belong to the lease renewer
+
+    def advance(self, *, now: float) -> float | None:
+        """End what is due; return when to be called again at the latest."""
+        self._release(self.leases.expire(now=now))
+        for request in self._sums_due.take_due(now=now):
+            self._give_up_sums(request, now)
+        return min((due for due in (self.leases.next_expiry(), self._sums_due.next()) if due is not None), default=None)
+
+    def objected(self, conn: ConnId, reason: str) -> None:
+        """A decode engine will load no KV of this engine."""
+        self._counters.count("objections")
+        self._objections.append(PeerObjects(self._link.engine_of(conn), printable(reason)))
+
+    def take_objections(self) -> list[PeerObjects]:
+        """Return the decode engines that have objected since the last call."""
+        objections, self._objections = self._objections, []
+        return objections
+
+    def holds(self, request: RequestId) -> bool:
+        """Whether a lease is running."""
+        return request in self.leases
+
+    def renew(self, conn: ConnId, requests: Iterable[RequestId], *, now: float) -> list[RequestId]:
+        """Apply a heartbeat; return those that have no lease."""
+        names = list(requests)
+        lost = [request for request in names if not self.leases.renew(request, conn, now=now)]
+        self._counters.count("leases_renewed", len(names) - len(lost))
+        if self._counters.keeps_events:
+            for request in set(names).difference(lost):
+                self._counters.note(request, TimelineStep.LEASE_RENEWED, now)
+        self._counters.count("foreign_messages", sum(request in self.leases for request in lost))
+        return lost
+
+    def refuses(self, request: RequestId, conn: ConnId) -> bool:
+        """Whether a lease is another engine's than the one behind a connection; counted."""
+        is_foreign = not self.leases.may_end(request, conn)
+        self._counters.count("foreign_messages", int(is_foreign))
+        return is_foreign
+
+    def drop(self, requests: Iterable[RequestId], conn: ConnId | None = None) -> list[RequestId]:
+        """End leases that the decode engine behind ``conn`` does not want; return those that have none.
+
+        Leases of another engine stay. Without ``conn`` it is our own wish.
+        """
+        unknown: list[RequestId] = []
+        for request in dict.fromkeys(requests):
+            if request not in self.leases:
+                unknown.append(request)
+            elif conn is None or not self.refuses(request, conn):
+                self._release([self.leases.end(request, LeaseEvent.DROPPED)])
+        return unknown
+
+    def read(self, conn: ConnId, request: RequestId, *, now: float) -> None:
+        """Keep a lease from being revoked for a while, because the engine behind ``conn`` reads its blocks."""
+        if request not in self.leases:
+            self._counters.count("unknown_transfer_messages")
+        elif not self.refuses(request, conn):
+            self.leases.read(request, now=now)
+
+    def revoke(
+        self,
+        candidates: Sequence[RevocableLease],
+        blocks: int,
+        *,
+        now: float,
+        is_busy: Callable[[RequestId], bool] = lambda _: False,
+    ) -> None:
+        """Revoke unread leases in the given order until so many blocks are free, and tell their holders.
+
+        A decode engine may have begun to read without our knowing: its word may be under way. What it reads is then
+        overwritten, and the fence throws it away: the lease is over before its ReadDone comes.
+        """
+        lost: dict[ConnId, list[RequestId]] = {}
+        for request, gain in candidates:
+            if blocks <= 0:
+                break
+            if request not in self.leases or self.leases.is_read(request, now=now) or is_busy(request):
+                continue
+            if (holder := self.leases.holder(request)) is not None:
+                lost.setdefault(holder, []).append(request)
+            self._release([self.leases.end(request, LeaseEvent.REVOKED)])
+            blocks -= gain
+        for holder, requests in lost.items():
+            self.send_leases_lost(holder, requests)
+
+    def finish(self, request: RequestId) -> None:
+        """End a lease because everything was written to everybody who asked."""
+        if request in self.leases:
+            self._release([self.leases.end(request, LeaseEvent.DONE)])
+
+    def on_connection_lost(self, conn: ConnId) -> None:
+        """End every lease claimed over a connection that closed; whoever waited behind it is answered no more."""
+        for sampled in self._sampled.values():
+            sampled.lose(conn)
+        self._release(self.leases.lose(conn))
+
+    def take_released(self) -> list[LeaseEnded]:
+        """Return the leases that ended since the last call, in order."""
+        released, self._released = self._released, []
+        return released
+
+    def _on_message(self, conn: ConnId, message: Message, now: float) -> None:
+        match message:
+            case RenewLeases(requests):
+                lost = self.renew(conn, requests, now=now)
+                self._counters.count("unknown_transfer_messages", sum(request not in self.leases for request in lost))
+                self.send_leases_lost(conn, lost)
+            case ReadsStarted(requests):
+                for request in requests:
+                    self.read(conn, request, now=now)
+            case ReadDone():
+                self._on_read_done(conn, message, now)
+            case DropLeases(requests):
+                self._counters.count("unknown_transfer_messages", len(self.drop(requests, conn)))
+            case _:
+                self._link.close(conn)  # not something a decode engine says after its Hello
+                self.on_connection_lost(conn)
+
+    def send_leases_lost(self, conn: ConnId, lost: Sequence[RequestId]) -> None:
+        """Tell a decode engine that it has no lease of these requests."""
+        for start in range(0, len(lost), MAX_IDS):
+            self._link.send(conn, LeasesLost(tuple(lost[start : start + MAX_IDS])))
+
+    def _on_read_done(self, conn: ConnId, done: ReadDone, now: float) -> None:
+        if done.request not in self.leases:
+            self._counters.count("unknown_transfer_messages")
+            self._link.send(conn, FenceResult(done.reader, held=False))
+            return
+        if self.refuses(done.request, conn):
+            self._link.send(conn, FenceResult(done.reader, held=False))
+            return
+        sampled = self._sampled.get(done.request)
+        is_first = sampled is not None and not sampled.waiting
+        if sampled is not None and sampled.waits(conn, done):  # the lease is kept: its blocks are not summed yet
+            self.leases.read(done.request, now=now)
+            if is_first:
+                self._sums_due.set(done.request, now + self._sums_timeout)
+            return
+        self._link.send(conn, FenceResult(done.reader, held=True, sums=sampled.of(done.rank) if sampled else None))
+        self._note_read(done, now)
+
+    def _note_read(self, done: ReadDone, now: float) -> None:
+        if done.request not in self.leases:
+            return  # another reader's last rank has ended it
+        if released := self.leases.done(done.request, done.reader, done.rank, done.ranks):
+            self._release([released])
+        else:
+            self.leases.read(done.request, now=now)  # its other ranks do
+
+    def _give_up_sums(self, request: RequestId, now: float) -> None:
+        """Answer without checksums. A reader that waits longer takes us for hung, and fails all it loads from us."""
+        self._counters.count("sums_late")
+        self._answer(self._sampled.pop(request), now)
+
+    def _answer(self, sampled: _SampledLease, now: float) -> None:
+        """Confirm the reads that have waited: the lease has held until now. They were allowed when they came."""
+        waiting, sampled.waiting = list(sampled.waiting.values()), {}
+        for conn, done in waiting:
+            if conn is not None:
+                self._link.send(conn, FenceResult(done.reader, held=True, sums=sampled.of(done.rank)))
+        for _, done in waiting:
+            self._note_read(done, now)
+
+    def _release(self, released: list[LeaseEnded]) -> None:
+        for lease in released:
+            self._counters.count(_COUNTER[lease.why])
+            self._sums_due.discard(lease.request)
+            sampled = self._sampled.pop(lease.request, None)
+            for conn, done in sampled.waiting.values() if sampled is not None else ():
+                if conn is not None:
+                    self._link.send(conn, FenceResult(done.reader, held=False))
+        self._released += released

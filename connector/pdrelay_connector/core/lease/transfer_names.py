@@ -1,0 +1,69 @@
+"""P's transfers by the router's names: it may abandon one before it knows whether blocks are leased."""
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from pdrelay_connector.core.ids import RequestId
+from pdrelay_connector.core.messages import MAX_ID
+from pdrelay_connector.errors import InvalidKvParams
+
+ABANDONED = "abandoned_transfer_id"  # in the kv_transfer_params of a request whose only purpose is to say so
+MAX_ABANDONED = 1024  # transfers
+
+
+class TransferNames:
+    """The leases of transfers, and the abandoned transfers that may still finish.
+
+    A client may leave at the moment when P finishes its prompt. The router then closes its connection to P without P's
+    answer, and vLLM does not tell a connector that a finished request was aborted.
+    """
+
+    def __init__(self) -> None:
+        self._leases: dict[str, RequestId] = {}
+        self._transfers: dict[RequestId, str] = {}
+        self._abandoned: dict[str, None] = {}  # oldest first
+
+    def lend(self, transfer: str, lease: RequestId) -> None:
+        """The blocks of a transfer are leased."""
+        self._leases[transfer] = lease
+        self._transfers[lease] = transfer
+
+    def ended(self, lease: RequestId) -> None:
+        """A lease is over."""
+        transfer = self._transfers.pop(lease, None)
+        if transfer is not None and self._leases[transfer] == lease:  # not if another lease came by the same name
+            del self._leases[transfer]
+
+    def abandon(self, transfer: str) -> RequestId | None:
+        """Return the lease of a transfer that nobody will read; remember one that has none yet."""
+        if transfer in self._leases:
+            return self._leases[transfer]
+        self._abandoned[transfer] = None
+        if len(self._abandoned) > MAX_ABANDONED:
+            del self._abandoned[next(iter(self._abandoned))]
+        return None
+
+    def take_abandoned(self, transfer: str) -> bool:
+        """Tell whether a transfer that has just been computed was abandoned, and forget that it was."""
+        return self._abandoned.pop(transfer, self) is None
+
+
+def abandoned_transfer(params: Mapping[str, Any]) -> str | None:
+    """Return the transfer that a request says is abandoned; None if it is any other request.
+
+    Raises :exc:`~pdrelay_connector.errors.InvalidKvParams`.
+    """
+    name = params.get(ABANDONED)
+    if name is not None and not _is_name(name):
+        raise InvalidKvParams(f"kv_transfer_params: {ABANDONED} must be printable text of 1 to {MAX_ID} characters")
+    return name
+
+
+def transfer_of(params: Mapping[str, Any]) -> str | None:
+    """Return the transfer that a prefill is for; None if it has no name by which it could be abandoned."""
+    name = params.get("transfer_id")
+    return name if _is_name(name) else None
+
+
+def _is_name(name: object) -> TypeGuard[str]:
+    return isinstance(name, str) and 0 < len(name) <= MAX_ID and name.isprintable()

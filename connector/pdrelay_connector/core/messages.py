@@ -1,0 +1,546 @@
+"""Every message on a control connection, parsed once at the border and typed from there on.
+
+A connection is TLS 1.3. The decode engine (D) opens it, the prefill engine (P) accepts it::
+
+    P: Challenge             D: Hello             P: ServerProof and Welcome, or Refusal
+
+Both modes then use::
+
+    D: RenewLeases           P: LeasesLost for those that P does not hold; also sent unasked when P revokes a lease
+    D: DropLeases
+    D: Objection, once, if P's fingerprint or shapes differ
+
+Pull::
+
+    D: ReadsStarted
+    D: ReadDone              P: FenceResult
+
+Push::
+
+    D: RenewLeases           P: HeartbeatReply
+    D: RankMemory, once for each rank
+    D: RegisterPush          P: PushDone, or PushStopped; PushStalled may come first
+    D: CancelPushes          P: PushStopped
+
+A request is named by P's id of it in pull. In push D speaks first, so there the name is the transfer id that both
+engines have from the router. P's workers write, and open a connection to their own scheduler for that::
+
+    worker: WorkerHello      scheduler: PeerMemory, StartPush, StopPush, PeerGone
+    worker: PushWritten, PushAborted, WriteStalled
+
+A decode engine whose prefix cache P may read (``return_kv``) says where it listens. P then is the client, and reads the
+blocks as D does in pull, whatever the mode. An engine that has not said so is not asked::
+
+    D: Reachable, over the connection that D opened
+    P: FindPrefix            D: PrefixFound
+    P: RenewLeases, ReadsStarted, ReadDone, DropLeases     D: LeasesLost, FenceResult; in push HeartbeatReply
+
+Where KV goes through host memory (staging), D reads in parts, and workers connect to their own scheduler in pull, too::
+
+    D: StagePart, from every rank     P: PartStaged, or PartRefused
+    scheduler: CopyOut, CopyIn        worker: CopyEnded
+
+The two ends of ``pdrelay doctor``, which are no engines, use RankMemory, Refusal and::
+
+    either: Examination
+"""
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from pdrelay_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
+from pdrelay_connector.errors import ProtocolViolation
+
+PROTOCOL = 10  # raised with every change that an older engine would misunderstand
+MAX_FRAME = 1 << 20  # bytes of one message between engines that have proven themselves
+MAX_GREETING = 64 << 20  # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
+MAX_UNAUTHENTICATED_FRAME = 32768  # bytes of one message before the proof: a Hello that names MAX_RANKS workers fits
+MAX_IDS = 1024  # requests that one message names
+HASH_BYTES = 16  # of a worker's badge, as its scheduler names it
+MAX_ID = 255  # characters of a request id: MAX_IDS of the longest fit into MAX_FRAME, whatever the script
+MAX_BLOCKS = 1 << 22  # blocks of one cache or of one request: 4 M blocks of 16 tokens
+MAX_RANKS = 1024  # workers of one engine: tensor-parallel ranks of all pipeline stages
+MAX_LAYER = 255  # characters of a layer's name
+MAX_GROUPS = 64  # KV cache groups of one engine
+MAX_PART = 1024  # blocks of each KV cache group in one staged part: the largest CopyOut fits into MAX_FRAME
+MAX_HEADS = 1 << 16  # KV heads of one layer
+MAX_PARTS = 1 << 16  # pieces of one entry
+MAX_TOKENS = 1 << 20  # tokens of one block
+MAX_PROMPT = 1 << 28  # tokens of one prompt
+MAX_FIND = 200_000  # tokens of one FindPrefix, 4 bytes each: it fits into MAX_FRAME
+MAX_FOUND = 1 << 17  # blocks of one PrefixFound, at most 5 bytes each
+MAX_SALT = 1024  # characters of a cache salt
+MAX_DIGEST = 64  # characters of a prompt's digest
+MAX_REASON = 2048  # characters that say why a push stopped
+MAX_SUMS = 256  # sampled blocks of one request
+MAX_SUMMED = 64  # workers whose sums one PushDone carries: it fits into MAX_FRAME
+SHORTEST_LEASE, LONGEST_LEASE = 0.5, 1e9  # s
+MAX_SHAPE = 64  # characters of a digest
+MAX_EXAMINATION = 1 << 17  # bytes that one message of pdrelay doctor carries
+
+RequestName: TypeAlias = Annotated[RequestId, Meta(max_length=MAX_ID)]
+RequestNames: TypeAlias = Annotated[tuple[RequestName, ...], Meta(max_length=MAX_IDS)]
+Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON)]
+MemoryKind: TypeAlias = Literal["DRAM", "VRAM"]  # NIXL's names
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """What must be equal on both engines for their KV to mean the same.
+
+    What may differ (tensor and pipeline parallelism, block sizes, layouts) stands in each rank's :class:`RankInfo`.
+    Nothing here depends on where a model lies.
+    """
+
+    vllm: str
+    dtype: str
+    cache_dtype: str
+    layers: int
+    kv_heads: int
+    head_size: int
+    groups: str  # what kinds of KV cache groups there are, in order
+    attention: str
+    mode: str = "pull"
+    code_revision: str = "none"  # of the model's code, where that comes with the weights
+    quantization: str = "none"
+    # What the model is: digests; of a draft model, whose layers' KV travels, too, in words. A worker leaves them empty,
+    # and compares the rest: schedulers meet first.
+    draft_model: str = ""
+    config: str = ""
+    tokenizer: str = ""
+    weights: str = ""
+
+
+class Region(msgspec.Struct, frozen=True):
+    """One layer's cache on one rank: ``count`` rows of ``heads`` x ``tokens`` entries of ``parts`` x ``width`` bytes.
+
+    An entry is what is kept of one token and one head: K and V side by side, or one of them, as a kernel likes it. A
+    row is what the kernel calls a block: vLLM's block ``b`` is the rows from ``b * rows`` on. Layouts differ in the
+    strides, which are bytes. Of a row that is ``opaque``, the kernel alone knows which byte belongs to whom. A
+    ``state`` is one entry of a block, however many tokens it covers.
+    """
+
+    base: Annotated[int, Meta(ge=0)]  # address of row 0, head 0, token 0
+    count: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
+    heads: Annotated[int, Meta(ge=1, le=MAX_HEADS)]
+    tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    width: Annotated[int, Meta(ge=1)]
+    row_stride: Annotated[int, Meta(ge=0)]
+    head_stride: Annotated[int, Meta(ge=0)]
+    token_stride: Annotated[int, Meta(ge=0)]
+    rows: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1  # of one of vLLM's blocks
+    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)] = 0  # KV cache group: each has block tables of its own
+    all_heads: Annotated[int, Meta(ge=1, le=MAX_HEADS)] = 1  # of the layer; ranks share one if they are more
+    parts: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1
+    part_stride: Annotated[int, Meta(ge=0)] = 0
+    opaque: bool = False
+    state: bool = False
+    layer: Annotated[str, Meta(max_length=MAX_LAYER)] = ""  # vLLM's name; K and V may be two regions of one layer
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one of vLLM's blocks."""
+        return self.rows * self.tokens
+
+    @property
+    def blocks(self) -> int:
+        """How many of vLLM's blocks there are."""
+        return self.count // self.rows
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """What a peer must know to reach one rank's memory: its cache, or the host memory it is staged through."""
+
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]  # of its engine: tensor parallel size
+    agent: bytes  # NIXL's own metadata, opaque
+    memory: MemoryKind
+    device: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    regions: Annotated[tuple[Region, ...], Meta(min_length=1)]
+    staged: bool = False  # the regions are slots of a staging buffer, not the blocks of the cache
+    stage: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0  # of the pipeline; the regions are those of its layers
+    stages: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # pipeline parallel size
+
+    @property
+    def worker(self) -> int:
+        """Number of the worker among those of its engine."""
+        return self.stage * self.ranks + self.rank
+
+    @property
+    def workers(self) -> int:
+        """How many workers the engine has."""
+        return self.stages * self.ranks
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    """The server's first message: random bytes, so that a recorded Hello cannot be replayed."""
+
+    protocol: int
+    nonce: Annotated[bytes, Meta(max_length=64)]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The client's identity, the engine it expects, and its proof that it knows the shared secret.
+
+    The proof covers all other fields, and what only the two ends of this connection know (``session/handshake.py``).
+    """
+
+    protocol: int
+    engine: Annotated[EngineId, Meta(max_length=MAX_ID)]
+    role: Literal["scheduler", "worker"]
+    expects: Annotated[EngineId, Meta(max_length=MAX_ID)]  # the server's engine
+    host: Annotated[str, Meta(max_length=255)]  # as it was dialled
+    port: Annotated[int, Meta(gt=0, lt=65536)]
+    reached: Annotated[str, Meta(max_length=64)]  # IP address behind it
+    nonce: Annotated[bytes, Meta(max_length=64)]
+    proofs: Annotated[tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=2)]  # one for each secret
+    badge: Annotated[bytes, Meta(max_length=64)] = b""  # of a worker: known to its scheduler, too
+    workers: Annotated[tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=MAX_RANKS)] = ()  # hashes of
+    # the badges of a scheduler's workers
+
+
+class ServerProof(msgspec.Struct, frozen=True, tag="server_proof"):
+    """The server's proof that it knows the shared secret; empty where none is set."""
+
+    proof: Annotated[bytes, Meta(max_length=64)]
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """P's id, fingerprint and the memory of its ranks."""
+
+    protocol: int
+    engine: EngineId
+    fingerprint: Fingerprint
+    ranks: tuple[RankInfo, ...]
+    lease: Annotated[float, Meta(ge=SHORTEST_LEASE)] = LONGEST_LEASE  # s: P's kv_lease_duration
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """The server refuses the client and closes the connection."""
+
+    reason: Reason
+    is_another: bool = False  # the server is not the engine that the client expects
+    cause: Literal["refused", "secret", "version"] = "refused"
+
+
+class Objection(msgspec.Struct, frozen=True, tag="objection"):
+    """D has met P, and will load no KV of it as long as both run."""
+
+    reason: Reason
+
+
+class RenewLeases(msgspec.Struct, frozen=True, tag="renew_leases"):
+    """D extends the leases of these requests (P's ids). A lease ends with the connection that renewed it.
+
+    ``pulled``: in mode auto, they were offered to be read, so a prefill that has yet to end is none of them.
+    """
+
+    requests: RequestNames
+    pulled: bool = False
+
+
+class LeasesLost(msgspec.Struct, frozen=True, tag="leases_lost"):
+    """P holds no lease of these requests for this D: reads that have not begun must not begin."""
+
+    requests: RequestNames
+
+
+class ReadsStarted(msgspec.Struct, frozen=True, tag="reads_started"):
+    """D's workers read the blocks of these requests from now on; P revokes other leases first for a while."""
+
+    requests: RequestNames
+
+
+class ReadDone(msgspec.Struct, frozen=True, tag="read_done"):
+    """Worker ``rank`` of D's ``ranks`` workers has read what it needs of a request; ``reader`` is D's own id of it."""
+
+    request: RequestName
+    reader: RequestName
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+
+
+class BlockSum(msgspec.Struct, frozen=True, array_like=True):
+    """The CRC-32 of a block's bytes of the prompt's tokens from ``start`` to ``stop``, in one KV cache group."""
+
+    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+    start: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
+    stop: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
+    crc: Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class RankSums(msgspec.Struct, frozen=True):
+    """Checksums of sampled blocks as one worker of P has computed them. ``shape`` says of which bytes they are."""
+
+    worker: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    shape: Annotated[str, Meta(max_length=MAX_SHAPE)]
+    blocks: Annotated[tuple[BlockSum, ...], Meta(max_length=MAX_SUMS)]
+
+
+class FenceResult(msgspec.Struct, frozen=True, tag="fence_result"):
+    """Whether P still held the lease when the ReadDone of ``reader`` arrived: only then the bytes are valid.
+
+    ``sums`` are those of the worker with the reader's number, if P has sampled the request.
+    """
+
+    reader: RequestName
+    held: bool
+    sums: RankSums | None = None
+
+
+class DropLeases(msgspec.Struct, frozen=True, tag="drop_leases"):
+    """D will not read the blocks of these requests. ``pulled``: as in :class:`RenewLeases`."""
+
+    requests: RequestNames
+    pulled: bool = False
+
+
+class Reachable(msgspec.Struct, frozen=True, tag="reachable"):
+    """D's side channel: P may ask there for what D has in its prefix cache."""
+
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
+    port: Annotated[int, Meta(gt=0, lt=65536)]
+
+
+class FindPrefix(msgspec.Struct, frozen=True, tag="find_prefix"):
+    """Lease the blocks of your prefix cache that begin this prompt; ``request`` is the sender's own id of it.
+
+    ``tokens`` are ids of 4 bytes each, little-endian. The prompt has nothing beside its tokens and its cache ``salt``
+    that decides its KV: no images, no adapter.
+    """
+
+    request: RequestName
+    tokens: Annotated[bytes, Meta(max_length=4 * MAX_FIND)]
+    salt: Annotated[str, Meta(max_length=MAX_SALT)] | None
+
+
+class PrefixFound(msgspec.Struct, frozen=True, tag="prefix_found"):
+    """The first ``blocks`` of the prompt are leased to the sender of FindPrefix by the name ``lease``; or none are."""
+
+    request: RequestName
+    lease: RequestName = RequestId("")
+    block_size: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0  # tokens
+    blocks: Annotated[tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], Meta(max_length=MAX_FOUND)] = ()
+
+
+class HeartbeatReply(msgspec.Struct, frozen=True, tag="heartbeat_reply"):
+    """P has received a RenewLeases. Without it, a D that waits for a push knows that P hangs."""
+
+
+class RankMemory(msgspec.Struct, frozen=True, tag="rank_memory"):
+    """The memory of one of D's ranks, for P to write into."""
+
+    rank: RankInfo
+
+
+class LentBlocks(msgspec.Struct, frozen=True):
+    """Blocks for the prompt's tokens from ``start`` to ``stop``; ``start`` lies in the first block."""
+
+    start: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
+    stop: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
+    blocks: tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...]
+
+
+class RegisterPush(msgspec.Struct, frozen=True, tag="register_push"):
+    """D lends blocks of each KV cache group for the KV of a transfer, until P sends PushDone or PushStopped.
+
+    ``reader`` is D's own id of the request. ``prompt`` is the prompt's digest and must equal P's; None only where the
+    prompt has no token ids.
+    """
+
+    reader: RequestName
+    request: RequestName
+    prompt: Annotated[str, Meta(max_length=MAX_DIGEST)] | None
+    groups: Annotated[tuple[LentBlocks, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
+
+
+class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
+    """Every rank of P has written all blocks of ``reader``. They are valid only if P ``held`` its lease until then."""
+
+    reader: RequestName
+    held: bool
+    sums: Annotated[tuple[RankSums, ...], Meta(max_length=MAX_SUMMED)] = ()  # of its workers, if P has sampled it
+
+
+class CancelPushes(msgspec.Struct, frozen=True, tag="cancel_pushes"):
+    """D aborts the pushes for these readers, or asks for those of a connection that ended: each gets PushStopped."""
+
+    readers: RequestNames
+
+
+class PushStopped(msgspec.Struct, frozen=True, tag="push_stopped"):
+    """P will not write into the blocks of ``reader`` again; ``lease_lost`` if that is why."""
+
+    reader: RequestName
+    reason: Reason
+    lease_lost: bool = False
+
+
+class PushStalled(msgspec.Struct, frozen=True, tag="push_stalled"):
+    """A write does not end: the push has failed, but may still reach D's memory. PushStopped follows at its end."""
+
+    reader: RequestName
+    reason: Reason
+
+
+class WorkerHello(msgspec.Struct, frozen=True, tag="worker_hello"):
+    """A worker of this engine can write or stage; with ``receives_pushes``, it copies pushed KV into its cache.
+
+    ``token`` proves that it is this engine's worker.
+    """
+
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    token: Annotated[bytes, Meta(max_length=64)]
+    receives_pushes: bool = False
+
+
+class PeerMemory(msgspec.Struct, frozen=True, tag="peer_memory"):
+    """The memory of one rank of ``peer``, a decode engine whose id is ``engine``."""
+
+    peer: ConnId
+    rank: RankInfo
+    engine: Annotated[EngineId, Meta(max_length=MAX_ID)] = EngineId("")
+
+
+class StartPush(msgspec.Struct, frozen=True, tag="start_push"):
+    """Write what ``peer`` has registered, as it is computed."""
+
+    peer: ConnId
+    register: RegisterPush
+
+
+class StopPush(msgspec.Struct, frozen=True, tag="stop_push"):
+    """Write no more for this reader; the worker answers with PushAborted when nothing of it is in flight."""
+
+    peer: ConnId
+    reader: RequestName
+
+
+class PeerGone(msgspec.Struct, frozen=True, tag="peer_gone"):
+    """``peer`` has disconnected: stop all its pushes."""
+
+    peer: ConnId
+
+
+class PushWritten(msgspec.Struct, frozen=True, tag="push_written"):
+    """This worker has written all registered blocks of the reader."""
+
+    peer: ConnId
+    reader: RequestName
+    sums: RankSums | None = None
+
+
+class PushAborted(msgspec.Struct, frozen=True, tag="push_aborted"):
+    """This worker has stopped writing for the reader, on request or after a failure."""
+
+    peer: ConnId
+    reader: RequestName
+    reason: Reason
+
+
+class WriteStalled(msgspec.Struct, frozen=True, tag="write_stalled"):
+    """A write of this worker for the reader does not end; PushAborted follows when it does."""
+
+    peer: ConnId
+    reader: RequestName
+    reason: Reason
+
+
+PartBlocks: TypeAlias = Annotated[
+    tuple[Annotated[tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], Meta(max_length=MAX_PART)], ...],
+    Meta(min_length=1, max_length=MAX_GROUPS),
+]  # of each KV cache group
+PartNumber: TypeAlias = Annotated[PartId, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class StagePart(msgspec.Struct, frozen=True, tag="stage_part"):
+    """One of D's ``ranks`` ranks is ready to read the next ``part`` of a request: ``groups`` are P's blocks of it.
+
+    The rank has read all earlier parts. ``reader`` is D's own id; all ranks ask for the same blocks and read the same
+    slots.
+    """
+
+    request: RequestName
+    reader: RequestName
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    part: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+    groups: PartBlocks
+
+
+class PartStaged(msgspec.Struct, frozen=True, tag="part_staged"):
+    """The part is in these slots on every rank of P, until every rank of the reader goes on or the lease ends."""
+
+    reader: RequestName
+    part: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+    groups: PartBlocks
+
+
+class PartRefused(msgspec.Struct, frozen=True, tag="part_refused"):
+    """P will not stage the part."""
+
+    reader: RequestName
+    part: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+    reason: Reason
+
+
+class CopyOut(msgspec.Struct, frozen=True, tag="copy_out"):
+    """Copy these blocks of each KV cache group into these slots of host memory; answered by CopyEnded."""
+
+    number: PartNumber
+    blocks: PartBlocks
+    slots: PartBlocks
+
+
+class CopyIn(msgspec.Struct, frozen=True, tag="copy_in"):
+    """Copy these slots of host memory into these blocks of each KV cache group; answered by CopyEnded."""
+
+    number: PartNumber
+    slots: PartBlocks
+    blocks: PartBlocks
+
+
+class CopyEnded(msgspec.Struct, frozen=True, tag="copy_ended"):
+    """A copy of this worker has ended; ``reason`` is empty if it succeeded."""
+
+    number: PartNumber
+    reason: Reason
+
+
+class Examination(msgspec.Struct, frozen=True, tag="examination"):
+    """What the two ends of ``pdrelay doctor`` tell each other (``doctor/examination.py``); engines ignore it."""
+
+    content: Annotated[bytes, Meta(max_length=MAX_EXAMINATION)]
+
+
+Message: TypeAlias = (
+    Challenge | Hello | ServerProof | Welcome | Refusal
+    | Objection | RenewLeases | LeasesLost | ReadsStarted | ReadDone | FenceResult | DropLeases
+    | HeartbeatReply | RankMemory | RegisterPush | PushDone | CancelPushes | PushStopped | PushStalled
+    | WorkerHello | PeerMemory | StartPush | StopPush | PeerGone | PushWritten | PushAborted | WriteStalled
+    | Reachable | FindPrefix | PrefixFound
+    | StagePart | PartStaged | PartRefused | CopyOut | CopyIn | CopyEnded | Examination
+)  # fmt: skip
+
+
+def printable(text: str) -> str:
+    """Return a peer's words for our log, into which it must not inject control characters."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Return the bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Message:
+    """Parse a message, or raise :exc:`~pdrelay_connector.errors.ProtocolViolation`."""
+    try:
+        return _decoder.decode(data)
+    except (ValueError, RecursionError) as exc:  # of which msgspec's own errors, and text that is not UTF-8
+        raise ProtocolViolation(f"not a message of protocol {PROTOCOL}: {exc}") from exc

@@ -1,0 +1,498 @@
+"""D's scheduler in push: lend blocks to a prefill engine (P) until it has written them, or never will.
+
+P answers each registration with PushDone or PushStopped. If we abort one before (request aborted, timeout, P silent),
+the load fails at once, but its blocks stay unused because P may still write into them. They are free when P sends
+PushStopped; or, if P's connection closed, when all that P had sent must have arrived (:data:`QUARANTINE`). A connection
+that was reset may be that of a P that has died; of one that lives, cut off for so long that its kernel has given up;
+or something between has reset it. D asks at P's address, at once and again until it knows: P has died if its port is
+closed or another engine listens there. How long ago it answered proves nothing: D may have been stopped, and what it
+reads is old. A P that is back is asked for PushStopped: it alone knows whether its workers still write.
+
+A registration sent over a connection that ended must not be sent again. P closes idle connections, though: over one
+that has been idle for long, a push is registered only when P has answered a heartbeat. If the connection ends before,
+P has not received the registration, and we connect again.
+
+Where NIXL cannot reach the cache, D lends slots of a host buffer, as soon as there are enough, and copies them into
+the cache when P is done.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from math import inf
+from typing import Final, NamedTuple
+
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.deadlines import Deadlines
+from pdrelay_connector.core.ids import Address, ConnId, EngineId, RequestId
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
+from pdrelay_connector.core.lease.decode_scheduler import LeaseRenewer
+from pdrelay_connector.core.messages import (
+    MAX_IDS,
+    CancelPushes,
+    HeartbeatReply,
+    LentBlocks,
+    Message,
+    PushDone,
+    PushStalled,
+    PushStopped,
+    RankInfo,
+    RankMemory,
+    RankSums,
+    RegisterPush,
+)
+from pdrelay_connector.core.ports import Link
+from pdrelay_connector.core.results import BlocksReleased, LoadChecks, LoadResult
+from pdrelay_connector.core.session.peers import Peer, PeerState, PeerTable
+from pdrelay_connector.core.staging.decode_scheduler import StagingReceiver
+from pdrelay_connector.core.state_machine import transition
+from pdrelay_connector.errors import ConnectorError, IllegalTransition
+
+# How long blocks stay out of reach after P's connection closed: (s between looks, looks). Looks, not a span of time: a
+# process that was stopped meanwhile must run for a while before what lies in its sockets has been taken in.
+LOCAL_QUARANTINE: Final = 0.1, 50  # P's scheduler is dead, its workers follow, and what is left is in our sockets
+# The same on another machine: what P had sent into a cut, its kernel sends again for 102 s (Linux, tcp_orphan_retries:
+# 200 ms, doubled eight times). Measured: 11 s after the end of P, when a cut of 14 s had just mended.
+QUARANTINE: Final = 2.0, 60
+LONG_QUARANTINE: Final = 10.0, 110  # cut off: TCP sends again for 15 minutes (Linux, tcp_retries2) once the cut mends
+
+
+class ReceiveState(Enum):
+    """State of an expected push."""
+
+    QUEUED = auto()  # for room in our staging buffer
+    WAITING = auto()  # for P to be met, or to answer over a connection that has been quiet for long
+    REGISTERED = auto()  # P may write
+    STOPPING = auto()  # reported as failed; P may still write until it sends PushStopped
+    QUARANTINED = auto()  # aborted, and P is gone: what it sent may still arrive
+    COPYING = auto()  # from our staging buffer into the cache
+    ABORTING = auto()  # given up while it is copied
+    OVER = auto()
+
+
+class ReceiveEvent(Enum):
+    """What can happen to an expected push."""
+
+    SLOTS_GRANTED = auto()
+    REGISTERED = auto()
+    STAGED = auto()  # complete in our host buffer
+    DONE = auto()  # in the cache
+    FAILED = auto()  # and P does not write
+    ABORTED = auto()
+    PEER_LOST = auto()
+    PEER_BACK = auto()
+    RELEASED = auto()
+
+
+TRANSITIONS: Final[Mapping[ReceiveState, Mapping[ReceiveEvent, ReceiveState]]] = {
+    ReceiveState.QUEUED: {ReceiveEvent.SLOTS_GRANTED: ReceiveState.WAITING, ReceiveEvent.FAILED: ReceiveState.OVER},
+    ReceiveState.WAITING: {
+        ReceiveEvent.REGISTERED: ReceiveState.REGISTERED,
+        ReceiveEvent.FAILED: ReceiveState.OVER,
+    },
+    ReceiveState.REGISTERED: {
+        ReceiveEvent.STAGED: ReceiveState.COPYING,
+        ReceiveEvent.DONE: ReceiveState.OVER,
+        ReceiveEvent.FAILED: ReceiveState.OVER,
+        ReceiveEvent.ABORTED: ReceiveState.STOPPING,
+        ReceiveEvent.PEER_LOST: ReceiveState.QUARANTINED,
+    },
+    ReceiveState.STOPPING: {
+        ReceiveEvent.RELEASED: ReceiveState.OVER,
+        ReceiveEvent.PEER_LOST: ReceiveState.QUARANTINED,
+    },
+    ReceiveState.QUARANTINED: {
+        ReceiveEvent.RELEASED: ReceiveState.OVER,
+        ReceiveEvent.PEER_BACK: ReceiveState.STOPPING,
+    },
+    ReceiveState.COPYING: {
+        ReceiveEvent.DONE: ReceiveState.OVER,
+        ReceiveEvent.FAILED: ReceiveState.OVER,
+        ReceiveEvent.ABORTED: ReceiveState.ABORTING,
+    },
+    ReceiveState.ABORTING: {ReceiveEvent.RELEASED: ReceiveState.OVER},
+    ReceiveState.OVER: {},
+}
+
+
+# What P says or does makes no difference any more, or not yet.
+_IGNORES_PEER: Final = (ReceiveState.QUEUED, ReceiveState.QUARANTINED, ReceiveState.COPYING, ReceiveState.ABORTING)
+
+
+class PushOrder(NamedTuple):
+    """What the scheduler asks for: the blocks to lend, of each KV cache group."""
+
+    request: RequestId  # ours
+    remote_request: RequestId  # the transfer's name
+    engine: EngineId
+    address: Address
+    prompt: str | None  # its digest
+    groups: Sequence[LentBlocks]
+
+
+@dataclass(slots=True)
+class _ExpectedPush:
+    order: PushOrder
+    state: ReceiveState = ReceiveState.WAITING
+    lent: Sequence[LentBlocks] = ()  # what P may write into: our blocks, or slots
+    sums: Sequence[RankSums] = ()  # of what it has written, if it has sampled the prefill
+    check_interval: float = 0.0  # s; these three only while QUARANTINED
+    checks: int = 0
+    is_silent: bool = False  # P has not closed its connection: we ask whether it lives
+    is_reset: bool = False  # nor has the network cut it: a closed port shows that P has died
+    is_elsewhere: bool = False  # P is, or was, on another machine
+    peer_ranks: Sequence[RankInfo] = ()  # of P: another process has others, also under the same engine id
+
+    def on(self, event: ReceiveEvent) -> None:
+        self.state = transition(TRANSITIONS, self.state, event, f"landing of {self.order.request}")
+
+
+class PushReceiver:
+    """Runs on the control thread."""
+
+    def __init__(
+        self,
+        link: Link,
+        peers: PeerTable,
+        lease_renewer: LeaseRenewer,
+        counters: Counters,
+        ranks: Sequence[RankInfo],
+        *,
+        timeout: float,
+        peer_timeout: float,
+        contention_timeout: float = inf,
+        staging_receiver: StagingReceiver | None = None,
+    ) -> None:
+        self._link = link
+        self._peers = peers
+        self._lease_renewer = lease_renewer
+        self._counters = counters
+        self._ranks = ranks
+        self._timeout = timeout  # s from registering to the KV being there
+        self._peer_timeout = peer_timeout  # s that P may leave a heartbeat unanswered
+        # s that a push may keep others waiting for its slots: they may be what it waits for
+        self._contention_timeout = contention_timeout
+        self._staging_receiver = staging_receiver  # absent unless our cache is out of NIXL's reach
+        self._pushes: dict[RequestId, _ExpectedPush] = {}
+        self._by_engine: dict[EngineId, dict[RequestId, None]] = {}  # dicts, because they keep their order
+        self._awaiting_reply: dict[EngineId, dict[RequestId, None]] = {}  # WAITING for P to answer, in their order
+        self._deadlines: Deadlines[RequestId] = Deadlines()  # of those that P is to write; of the quarantined, looks
+        self._contention_deadlines: Deadlines[RequestId] = Deadlines()
+        self._results: list[LoadResult | BlocksReleased] = []
+
+    def __len__(self) -> int:
+        return len(self._pushes)
+
+    def expect(self, order: PushOrder, *, now: float) -> None:
+        """Lend blocks to P. What comes of it comes out of :meth:`take_results`."""
+        if order.request in self._pushes:
+            raise IllegalTransition(f"request {order.request} is registered twice")
+        push = self._pushes[order.request] = _ExpectedPush(order, lent=order.groups)
+        self._by_engine.setdefault(order.engine, {})[order.request] = None
+        if self._staging_receiver is None:
+            self._deadlines.set(order.request, now + self._timeout)
+            self._approach(push, now)
+            return
+        push.state = ReceiveState.QUEUED
+        try:
+            self._staging_receiver.slots.ask(order.request, [len(lent.blocks) for lent in order.groups])
+        except ConnectorError as exc:
+            self._lease_renewer.release(order.request, order.engine)
+            self._fail(push, "loads_failed_staging", str(exc))
+        else:
+            self._give_room(self._staging_receiver, now)
+
+    def _give_room(self, staging_receiver: StagingReceiver, now: float) -> None:
+        for request, groups in staging_receiver.slots.take_granted():
+            push = self._pushes[request]
+            push.on(ReceiveEvent.SLOTS_GRANTED)
+            self._deadlines.set(request, now + self._timeout)
+            self._contention_deadlines.set(request, now + self._contention_timeout)
+            push.lent = [
+                LentBlocks(lent.start, lent.stop, slots) for lent, slots in zip(push.lent, groups, strict=True)
+            ]
+            self._approach(push, now)
+
+    def _approach(self, push: _ExpectedPush, now: float) -> None:
+        order = push.order
+        peer = self._peers.ensure_connected(order.engine, order.address, now=now)
+        if peer.state is PeerState.CONNECTED and peer.is_idle(now=now):
+            # The lease renewer has sent a heartbeat.
+            self._awaiting_reply.setdefault(order.engine, {})[order.request] = None
+        elif peer.state is PeerState.CONNECTED:
+            self._register(push, peer)
+        elif peer.is_refused:
+            self._fail(push, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}", cause=peer.cause)
+
+    def stop(self, request: RequestId) -> None:
+        """The request is aborted."""
+        if (push := self._pushes.get(request)) is not None:
+            self._abort(push, "loads_aborted", "the request was aborted")
+
+    def on(self, conn: ConnId, message: Message) -> bool:
+        """Take in what P says; false if that is not for us."""
+        match message:
+            case PushDone(reader, held, sums):
+                self._on_push_done(conn, reader, sums, held=held)
+            case PushStopped():
+                self._on_stopped(conn, message)
+            case PushStalled(reader, reason):
+                if (push := self._found(conn, reader)) is not None:
+                    self._abort(push, "loads_failed_timeout", reason)
+            case HeartbeatReply():
+                self._on_heartbeat_reply(conn)
+                return False  # it answers the lease renewer
+            case _:
+                return False
+        return True
+
+    def _on_heartbeat_reply(self, conn: ConnId) -> None:
+        """Register what waited for P to show that it still listens on this connection."""
+        if (peer := self._peers.find(conn)) is not None:
+            for request in self._awaiting_reply.pop(peer.engine, ()):
+                self._register(self._pushes[request], peer)
+
+    def peer_changed(self, peer: Peer, *, now: float) -> None:
+        """A prefill engine was met, could not be, or is gone."""
+        self._awaiting_reply.pop(peer.engine, None)
+        if peer.state is PeerState.CONNECTED:
+            for rank in self._ranks:
+                self._link.send(peer.conn, RankMemory(rank))
+            self._ask_about_quarantined(peer)
+        self._judge_resets(peer, now)
+        for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
+            if push.state in _IGNORES_PEER:
+                continue
+            if peer.state is PeerState.CONNECTED and push.state is ReceiveState.WAITING:
+                self._register(push, peer)
+            elif peer.is_refused and push.state is ReceiveState.WAITING:
+                self._fail(
+                    push, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}", cause=peer.cause
+                )
+            elif peer.state is PeerState.GONE:
+                self._on_peer_lost(push, peer, now)
+
+    def advance(self, *, now: float) -> float | None:
+        """Look at the clock; return when to be called again at the latest."""
+        if self._staging_receiver is not None:
+            for request, failure in self._staging_receiver.take_copied():
+                self._on_copied_in(self._pushes[request], failure)
+            self._give_room(self._staging_receiver, now)
+        for request in self._deadlines.take_due(now=now):
+            push = self._pushes[request]
+            if push.state is ReceiveState.QUARANTINED:
+                self._check_quarantine(push, now)
+            else:
+                self._abort(push, "loads_failed_timeout", f"nothing was written within {self._timeout:g} s")
+        for peer in self._awaited_peers():
+            if now >= (peer.unanswered_since or 0.0) + self._peer_timeout:
+                self._abort_all_of(peer)
+        for request in self._contention_deadlines.take_due(now=now) if self._is_contended else ():
+            why = f"nothing came for {self._contention_timeout:g} s, and others wait for its slots of host memory"
+            self._abort(self._pushes[request], "loads_failed_staging", why)
+        dues = [self._deadlines.next(), self._contention_deadlines.next() if self._is_contended else None]
+        dues += [
+            due for peer in self._awaited_peers() if (due := (peer.unanswered_since or 0.0) + self._peer_timeout) > now
+        ]
+        return min((due for due in dues if due is not None), default=None)
+
+    @property
+    def _is_contended(self) -> bool:
+        """Whether a push waits for slots that others hold."""
+        return self._staging_receiver is not None and bool(self._staging_receiver.slots.waiting)
+
+    def _awaited_peers(self) -> list[Peer]:
+        """Return the peers that owe us an answer, and write to us."""
+        peers = [self._peers.get(engine) for engine in self._by_engine]
+        return [peer for peer in peers if peer is not None and peer.unanswered_since is not None]
+
+    def _abort_all_of(self, peer: Peer) -> None:
+        for request in list(self._by_engine.get(peer.engine, ())):
+            if self._pushes[request].state in (ReceiveState.REGISTERED, ReceiveState.WAITING):
+                self._abort(self._pushes[request], "loads_failed_timeout", f"{peer.address} does not answer")
+
+    def take_results(self) -> list[LoadResult | BlocksReleased]:
+        """Return what ended since the last call, in order."""
+        results, self._results = self._results, []
+        return results
+
+    def _check_quarantine(self, push: _ExpectedPush, now: float) -> None:
+        push.checks -= 1
+        if push.checks <= 0:
+            self._release(push)
+            return
+        self._deadlines.set(push.order.request, now + push.check_interval)
+        if push.is_silent:
+            self._peers.ensure_connected(push.order.engine, push.order.address, now=now)
+
+    def _register(self, push: _ExpectedPush, peer: Peer) -> None:
+        push.on(ReceiveEvent.REGISTERED)
+        order = push.order
+        self._counters.count("registrations_sent")
+        self._link.send(peer.conn, RegisterPush(order.request, order.remote_request, order.prompt, tuple(push.lent)))
+
+    def _found(self, conn: ConnId, reader: RequestId) -> _ExpectedPush | None:
+        """Return the push that P answers; None if it is over or another peer's."""
+        push, peer = self._pushes.get(reader), self._peers.find(conn)
+        if push is None or peer is None or peer.engine != push.order.engine:
+            self._counters.count("unknown_transfer_messages")
+            return None
+        return push
+
+    def _on_push_done(self, conn: ConnId, reader: RequestId, sums: Sequence[RankSums], *, held: bool) -> None:
+        push = self._found(conn, reader)
+        if push is None:
+            return
+        push.sums = sums
+        if push.state is ReceiveState.STOPPING:
+            self._release(push)  # it had written everything when it heard that we do not want it
+        elif push.state is ReceiveState.REGISTERED and held and self._staging_receiver is not None:
+            push.on(ReceiveEvent.STAGED)
+            self._clear_deadlines(push)
+            self._lease_renewer.stop_renewing(reader, push.order.engine)
+            slots, blocks = ([lent.blocks for lent in groups] for groups in (push.lent, push.order.groups))
+            self._staging_receiver.copy_in(reader, slots, blocks)
+        elif push.state is ReceiveState.REGISTERED and held:
+            self._succeed(push)
+        elif push.state is ReceiveState.REGISTERED:
+            self._counters.count("reads_discarded")
+            self._fail(push, "loads_failed_lease", "its lease was over before everything was written")
+
+    def _on_copied_in(self, push: _ExpectedPush, failure: str) -> None:
+        if push.state is ReceiveState.ABORTING:
+            self._release(push)
+        elif failure:
+            self._fail(push, "loads_failed_staging", f"it was not copied out of host memory: {failure}")
+        else:
+            self._succeed(push)
+
+    def _succeed(self, push: _ExpectedPush) -> None:
+        """The blocks hold KV. If P has sampled the prefill, our workers compare them before they count as loaded."""
+        push.on(ReceiveEvent.DONE)
+        if push.sums:
+            token_ranges = [
+                TokenRange(group, lent.start, lent.stop, (), lent.blocks)
+                for group, lent in enumerate(push.order.groups)
+                if lent.start < lent.stop
+            ]
+            self._end(push, "", LoadChecks(push.order.engine, push.sums, token_ranges))
+            return
+        self._counters.count_load("loads", push.order.engine)
+        self._end(push, "")
+
+    def _on_stopped(self, conn: ConnId, message: PushStopped) -> None:
+        push = self._found(conn, message.reader)
+        if push is None:
+            return
+        if push.state is ReceiveState.STOPPING:
+            self._release(push)
+        elif push.state is ReceiveState.REGISTERED:
+            counter = "loads_failed_lease" if message.lease_lost else "loads_failed_transfer"
+            self._fail(push, counter, f"P stopped: {message.reason}")
+
+    def _on_peer_lost(self, push: _ExpectedPush, peer: Peer, now: float) -> None:
+        if push.state is ReceiveState.WAITING:  # once: over a new connection it is registered at once
+            self._counters.count("registrations_resent")
+            self._approach(push, now)
+            return
+        if push.state is ReceiveState.REGISTERED:
+            why = f"{peer.address} is gone: {peer.reason}"
+            self._counters.count_load("loads_failed_peer", push.order.engine)
+            self._lease_renewer.stop_renewing(push.order.request, push.order.engine)
+            self._report(push, why)
+        push.on(ReceiveEvent.PEER_LOST)
+        push.is_silent, push.is_reset, push.is_elsewhere = peer.is_silent, peer.is_reset, peer.is_elsewhere
+        push.peer_ranks = peer.ranks
+        if peer.is_silent:
+            self._quarantine(push, LONG_QUARANTINE, now)
+        else:
+            self._outlast_dead(push, now)
+        self._contention_deadlines.discard(push.order.request)
+        if push.is_silent:
+            self._peers.ensure_connected(push.order.engine, push.order.address, now=now)
+
+    def _outlast_dead(self, push: _ExpectedPush, now: float) -> None:
+        """Keep the blocks until what a dead P had sent must have arrived."""
+        self._quarantine(push, QUARANTINE if push.is_elsewhere else LOCAL_QUARANTINE, now)
+
+    def _quarantine(self, push: _ExpectedPush, looks: tuple[float, int], now: float) -> None:
+        push.check_interval, push.checks = looks
+        self._deadlines.set(push.order.request, now + push.check_interval)
+
+    def _ask_about_quarantined(self, peer: Peer) -> None:
+        """P lives and is back: it alone knows whether its workers still write, and one of them may hang for long."""
+        asked: list[RequestId] = []
+        for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
+            if push.state is ReceiveState.QUARANTINED and push.peer_ranks == peer.ranks:
+                push.on(ReceiveEvent.PEER_BACK)
+                self._clear_deadlines(push)
+                asked.append(push.order.request)
+        for start in range(0, len(asked), MAX_IDS):
+            self._link.send(peer.conn, CancelPushes(tuple(asked[start : start + MAX_IDS])))
+
+    def _judge_resets(self, peer: Peer, now: float) -> None:
+        """See whether an engine's answer, or its absence, shows that a P has died whose connection was reset."""
+        answers = peer.state in (PeerState.CONNECTED, PeerState.INCOMPATIBLE)
+        for push in self._pushes.values():
+            if not push.is_reset or push.state is not ReceiveState.QUARANTINED:
+                continue
+            is_there = push.order.address == peer.address
+            # P itself, if it answers, is asked and no longer quarantined: another process may have its engine id.
+            if is_there and (answers or (peer.has_ended and push.order.engine == peer.engine)):
+                push.is_silent = push.is_reset = False
+                self._outlast_dead(push, now)
+
+    def _abort(self, push: _ExpectedPush, counter: str, why: str) -> None:
+        """End a push for our own reasons, and tell P."""
+        order, was = push.order, push.state
+        if was in (ReceiveState.STOPPING, ReceiveState.QUARANTINED, ReceiveState.ABORTING):
+            return
+        if was in (ReceiveState.QUEUED, ReceiveState.WAITING):
+            self._lease_renewer.release(order.request, order.engine)
+            self._fail(push, counter, why)
+            return
+        self._counters.count_load(counter, order.engine)
+        push.on(ReceiveEvent.ABORTED)
+        self._clear_deadlines(push)
+        self._report(push, why)
+        self._lease_renewer.release(order.request, order.engine)
+        peer = self._peers.get(order.engine)
+        if was is ReceiveState.REGISTERED and peer is not None and peer.state is PeerState.CONNECTED:
+            self._link.send(peer.conn, CancelPushes((order.request,)))
+
+    def _report(self, push: _ExpectedPush, failure: str) -> None:
+        """Report a failed push whose memory may still be written into; a staged one has no such blocks yet."""
+        quarantined = self._staging_receiver is None or push.state is ReceiveState.ABORTING
+        self._results.append(LoadResult(push.order.request, failure, quarantined=quarantined))
+
+    def _release(self, push: _ExpectedPush) -> None:
+        if self._staging_receiver is None or push.state is ReceiveState.ABORTING:
+            self._results.append(BlocksReleased(push.order.request))
+        push.on(ReceiveEvent.RELEASED)
+        self._forget(push)
+
+    def _forget(self, push: _ExpectedPush) -> None:
+        order = push.order
+        del self._pushes[order.request], self._by_engine[order.engine][order.request]
+        if not self._by_engine[order.engine]:
+            del self._by_engine[order.engine]
+        self._awaiting_reply.get(order.engine, {}).pop(order.request, None)
+        self._clear_deadlines(push)
+        if self._staging_receiver is not None:
+            self._staging_receiver.slots.release(order.request)
+
+    def _clear_deadlines(self, push: _ExpectedPush) -> None:
+        """Nothing is waited for any more but what P, or a copy, tells."""
+        self._deadlines.discard(push.order.request)
+        self._contention_deadlines.discard(push.order.request)
+
+    def _fail(self, push: _ExpectedPush, counter: str, why: str, *, cause: str = "") -> None:
+        push.on(ReceiveEvent.FAILED)
+        self._counters.count_load(counter, push.order.engine, cause=cause)
+        self._end(push, why)
+
+    def _end(self, push: _ExpectedPush, failure: str, checks: LoadChecks | None = None) -> None:
+        order = push.order
+        self._forget(push)
+        self._lease_renewer.stop_renewing(order.request, order.engine)
+        self._results.append(LoadResult(order.request, failure, checks=checks))

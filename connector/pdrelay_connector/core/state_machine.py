@@ -1,0 +1,18 @@
+"""State machines as tables: a transition that is not in the table is a bug, and raises."""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import TypeVar
+
+from pdrelay_connector.errors import IllegalTransition
+
+StateT = TypeVar("StateT", bound=Enum)
+EventT = TypeVar("EventT", bound=Enum)
+
+
+def transition(table: Mapping[StateT, Mapping[EventT, StateT]], state: StateT, event: EventT, who: str) -> StateT:
+    """Return the state after an event; raises :exc:`~pdrelay_connector.errors.IllegalTransition` naming ``who``."""
+    try:
+        return table[state][event]
+    except KeyError:
+        raise IllegalTransition(f"{who} cannot handle {event.name} while {state.name}") from None

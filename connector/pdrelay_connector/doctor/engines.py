@@ -1,0 +1,97 @@
+"""Running engines: how far a peer that knows the secret comes at their side channels, without touching KV."""
+
+import uuid
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+import msgspec
+
+from pdrelay_connector.core.doctor.examination import shortened
+from pdrelay_connector.core.doctor.finding import Finding, refusal
+from pdrelay_connector.core.ids import Address, EngineId
+from pdrelay_connector.core.layout.transfer_plan import check_layers, check_shapes
+from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, RankInfo, Welcome
+from pdrelay_connector.core.session.handshake import HandshakeClient
+from pdrelay_connector.core.session.peers import mismatch
+from pdrelay_connector.errors import IncompatiblePeer, PeerError
+from pdrelay_connector.io.connect import open_connection
+from pdrelay_connector.io.secrets import secrets_in_force
+from pdrelay_connector.io.tls import Tls
+from pdrelay_connector.settings import Settings
+
+UNNAMED: Final = EngineId("pdrelay-doctor")  # no engine is called so
+OTHER_NAME: Final = "does not answer here (any more)"  # core/session/handshake.py; it comes after the secret was right
+
+
+class EngineFacts(msgspec.Struct, kw_only=True):
+    """What an engine's side channel has shown."""
+
+    address: str
+    engine: str = ""  # id, as it was given; "": none was
+    failure: str = ""
+    is_secret_right: bool = False
+    fingerprint: Fingerprint | None = None  # absent without the id, or if it refused
+    ranks: int = 0  # tensor-parallel size
+    stages: int = 0
+    memory: str = ""
+    layers: int = 0  # regions of the first rank
+    block_size: int = 0  # tokens
+    blocks: int = 0
+
+
+def look_at(engine: str, address: Address, settings: Settings) -> tuple[EngineFacts, Welcome | None]:
+    """Connect as a decode engine does, read the Welcome if it comes, and hang up."""
+    facts = EngineFacts(address=str(address), engine=engine)
+    client = HandshakeClient(EngineId(f"pdrelay-doctor-{uuid.uuid4()}"), secrets_in_force(settings))
+    expects = EngineId(engine) if engine else UNNAMED
+    try:
+        encrypted, welcome = open_connection(
+            address, expects, client, Tls(settings), timeout=settings.handshake_timeout
+        )
+    except PeerError as exc:
+        facts.is_secret_right = OTHER_NAME in str(exc)
+        facts.failure = "" if facts.is_secret_right and not engine else shortened(str(exc))
+        return facts, None
+    encrypted.close()
+    facts.is_secret_right = True
+    if welcome.protocol != PROTOCOL or not welcome.ranks:
+        facts.failure = f"it speaks protocol {welcome.protocol} and shows {len(welcome.ranks)} ranks"
+        return facts, None
+    rank, region = welcome.ranks[0], welcome.ranks[0].regions[0]
+    facts.fingerprint, facts.ranks, facts.stages, facts.memory = (
+        welcome.fingerprint,
+        rank.ranks,
+        rank.stages,
+        rank.memory,
+    )
+    facts.layers, facts.block_size, facts.blocks = len(rank.regions), region.block_size, region.blocks
+    return facts, welcome
+
+
+def diagnose_engines(looks: Sequence[tuple[EngineFacts, Welcome | None]]) -> list[Finding]:
+    """Name what keeps each engine from being met, and what keeps two of them from each other."""
+    found = [refusal(facts.failure) for facts, _ in looks if facts.failure]
+    met = [(facts, welcome) for facts, welcome in looks if welcome is not None]
+    for (one, ours), (other, theirs) in pairwise(met):
+        if reason := mismatch(ours.fingerprint, theirs.fingerprint) or _difference(ours.ranks, theirs.ranks):
+            found.append(
+                Finding(
+                    "fingerprint",
+                    f"the engines at {other.address} and {one.address} refuse each other: of {other.address}, {reason}",
+                    "start both with the same vLLM, model, revision, types and connector mode",
+                )
+            )
+    return found
+
+
+def _difference(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> str | None:
+    """Return why caches of these shapes do not fit together."""
+    try:
+        check_layers(ours, theirs)
+        for one in ours:
+            for other in theirs:
+                check_shapes(one, other)
+    except IncompatiblePeer as exc:
+        return str(exc)
+    return None

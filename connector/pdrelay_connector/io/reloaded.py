@@ -1,0 +1,61 @@
+"""Files that an operator may replace while the engine runs: secrets and certificates."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pdrelay_connector.errors import SettingsError
+
+logger = logging.getLogger("vllm.pdrelay")
+
+LOOK_AGAIN = 1.0  # s between two looks at the dates of files: not every connection costs system calls
+ValueT = TypeVar("ValueT")
+
+
+class ReloadedFiles(Generic[ValueT]):
+    """What ``load`` has made of some files; made again when one of them has changed.
+
+    Files that have become unusable change nothing. Kubernetes replaces mounted files by renaming a link to their
+    folder.
+    """
+
+    def __init__(self, what: str, paths: Sequence[str], load: Callable[[], ValueT]) -> None:
+        """``what`` is for the log. Raises what ``load`` does, which is ``SettingsError``."""
+        self._what = what
+        self._paths = paths
+        self._load = load
+        self._seen: Sequence[object] = self._look()  # before they are read: what changes meanwhile is read again
+        self._look_at = time.monotonic() + LOOK_AGAIN
+        self._value = load()
+
+    def __call__(self) -> ValueT:
+        """Return what is in force. Any thread may call it."""
+        if self._has_changed():
+            try:
+                self._value = self._load()
+            except SettingsError as exc:
+                logger.warning("pdrelay: the %s in force stay: %s", self._what, exc)
+            else:
+                logger.info("pdrelay: the %s have changed", self._what)
+        return self._value
+
+    def _has_changed(self) -> bool:
+        """Whether a file has another date, size or inode than when it was read."""
+        if not self._paths or time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + LOOK_AGAIN
+        before, self._seen = self._seen, self._look()
+        return self._seen != before
+
+    def _look(self) -> Sequence[object]:
+        return [_identity(path) for path in self._paths]
+
+
+def _identity(path: str) -> object:
+    try:
+        stat = Path(path).stat()
+    except OSError as exc:
+        return exc.errno
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns

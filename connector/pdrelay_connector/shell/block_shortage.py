@@ -1,0 +1,77 @@
+"""Detects a request that waits for blocks which leases hold.
+
+vLLM (``v1/core/sched/scheduler.py``, 0.32) calls ``get_num_new_matched_tokens`` for a waiting request, allocates its
+blocks, and calls ``update_state_after_alloc``. If it lacks blocks, it stops after the first call, and the step ends.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
+
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+
+RETRY_INTERVAL = 1.0  # s between two attempts: revoked blocks are free a step later, and reads end meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class ShortRequest:
+    """A request that has lacked blocks for the threshold, and their number."""
+
+    request: Request
+    blocks: int
+
+
+class BlockShortage:
+    """Runs on the engine thread. A request must lack blocks for ``threshold`` seconds to be reported."""
+
+    def __init__(self, groups: Sequence[CacheGroup], *, threshold: float) -> None:
+        self._groups = groups
+        self._threshold = threshold
+        self._considered: tuple[Request, int] | None = None  # in this step, with its cached tokens
+        self._look_at: float | None = None  # absent while no request lacks blocks
+
+    def considered(self, request: Request, computed: int) -> None:
+        """VLLM considers a waiting request with ``computed`` tokens in the prefix cache."""
+        self._considered = request, computed
+
+    def allocated(self, request: Request) -> None:
+        """VLLM has allocated the request's blocks."""
+        if self._considered is not None and self._considered[0] is request:
+            self._considered = None
+
+    def step(self, pool: BlockPool, *, now: float) -> ShortRequest | None:
+        """Return the request that has lacked blocks for too long, at most once a second. Called once per step."""
+        considered, self._considered = self._considered, None
+        blocks = 0
+        if considered is not None:
+            blocks = self._blocks(*considered) + self._cached(pool, *considered) - pool.get_num_free_blocks()
+        if considered is None or blocks <= 0:
+            self._look_at = None
+            return None
+        if self._look_at is None:
+            self._look_at = now + self._threshold
+        if now < self._look_at:
+            return None
+        self._look_at = now + RETRY_INTERVAL
+        return ShortRequest(considered[0], blocks)
+
+    def _blocks(self, request: Request, computed: int) -> int:
+        """Return how many blocks the uncached tokens of a request need, over all KV cache groups."""
+        return sum(group.new_blocks(request.num_tokens, computed) for group in self._groups)
+
+    def _cached(self, pool: BlockPool, request: Request, computed: int) -> int:
+        """Return how many free blocks are cached for a request, over all KV cache groups.
+
+        The request would use them, so they are no room for its other tokens: vLLM counts them as blocks to allocate
+        (``get_num_blocks_to_allocate`` in ``v1/core/single_type_kv_cache_manager.py``).
+        """
+        cached = 0
+        for number, group in enumerate(self._groups if computed else ()):
+            if group.block_size != pool.hash_block_size:
+                continue  # vLLM joins hashes for it; without them its blocks count as room
+            for each in request.block_hashes[group.blocks_of(group.first_needed(computed), computed)]:
+                blocks = pool.get_cached_block(each, [number])
+                cached += blocks is not None and blocks[0].ref_cnt == 0
+        return cached

@@ -1,0 +1,137 @@
+"""What a decode engine's prefix cache has of the prompts that prefill engines ask for.
+
+Everything here runs on the engine thread, which owns vLLM's block pool.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+from uuid import uuid4
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixWanted, Question
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import BlockId, RequestId
+from pdrelay_connector.shell.block_shortage import BlockShortage
+from pdrelay_connector.shell.decode_modes import Post
+from pdrelay_connector.shell.engine_config import EngineConfig
+from pdrelay_connector.shell.prefill_requests import PrefillRequests
+
+LEAST_IMPORTANT: Final = 1 << 62  # as vLLM's priority: these leases are revoked before all others
+
+
+class _PinnedPrefix(NamedTuple):
+    """Blocks that are leased, and the last step that may still compute one of them."""
+
+    question: Question
+    lease: RequestId
+    blocks: Sequence[BlockId]
+    step: int
+
+
+class CachedPrefixes:
+    """Looks prompts up and pins their blocks.
+
+    vLLM enters a block into its prefix cache when it schedules it, before it is computed. So the answer leaves when the
+    workers have ended every step that was scheduled before the look-up.
+    """
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        prefills: PrefillRequests,
+        post: Post,
+        *,
+        pool: Callable[[], BlockPool],
+        counters: Counters,
+    ) -> None:
+        self._is_on = bool(engine_config.prefix_hash)
+        self._block_size = engine_config.groups[0].block_size if engine_config.groups else 0
+        self._prefills = prefills
+        self._post = post
+        self._pool = pool
+        self._counters = counters
+        self._shortage = BlockShortage(engine_config.groups, threshold=0.0)
+        self._wanted: list[PrefixWanted] = []
+        self._pinned: deque[_PinnedPrefix] = deque()
+        self._scheduled = 0  # number of the last step that computes tokens
+        self._ended = 0  # number of the last one that has ended
+
+    def add(self, wanted: PrefixWanted) -> None:
+        """Take a question in, for the next :meth:`look_up`."""
+        self._wanted.append(wanted)
+
+    def considered(self, request: Request, computed: int) -> None:
+        """VLLM considers a waiting request with ``computed`` tokens in the prefix cache."""
+        if self._is_on:
+            self._shortage.considered(request, computed)
+
+    def allocated(self, request: Request) -> None:
+        """VLLM has allocated the blocks of a waiting request."""
+        self._shortage.allocated(request)
+
+    def scheduled(self, output: SchedulerOutput, *, now: float) -> int:
+        """Return the number of a step that vLLM has scheduled; 0 if its end need not be known.
+
+        Also revoke leases of cached blocks that a waiting request lacks: what they spare another engine is not worth a
+        request that waits here.
+        """
+        if not self._is_on:
+            return 0
+        if (lacking := self._shortage.step(self._pool(), now=now)) is not None:
+            self._prefills.revoke(lacking.blocks, LEAST_IMPORTANT)
+        if output.total_num_scheduled_tokens == 0:
+            return 0
+        self._scheduled += 1
+        return self._scheduled
+
+    def ended(self, step: int) -> None:
+        """The workers have ended a step."""
+        self._ended = max(self._ended, step)
+        self._answer()
+
+    def look_up(self) -> None:
+        """Pin what there is of the prompts. Call it after :meth:`scheduled` only, never while vLLM schedules."""
+        wanted, self._wanted = self._wanted, []
+        for each in wanted:
+            self._pin(each.question, self._find(each.hashes))
+        self._answer()
+
+    def _find(self, hashes: Sequence[bytes]) -> list[KVCacheBlock]:
+        """Return the longest beginning of a prompt that is in the prefix cache."""
+        pool = self._pool()
+        found: list[KVCacheBlock] = []
+        if pool.hash_block_size != self._block_size:
+            return found  # hashes of another size: none of these is in the cache
+        for each in hashes:
+            blocks = pool.get_cached_block(BlockHash(each), [0])
+            if blocks is None:
+                break
+            found.append(blocks[0])
+        return found
+
+    def _pin(self, question: Question, found: list[KVCacheBlock]) -> None:
+        lease = RequestId(f"cached-{uuid4().hex}")
+        if not found:
+            self._counters.count("prefixes_missed")
+        elif not self._prefills.hold(lease, found, LEAST_IMPORTANT):
+            self._counters.count("prefixes_refused")
+        else:
+            self._post(lambda control, now: control.prefix_lender.lend(question, lease, now=now))
+            blocks = [BlockId(block.block_id) for block in found]
+            self._pinned.append(_PinnedPrefix(question, lease, blocks, self._scheduled))
+            return
+        self._send(_PinnedPrefix(question, lease, (), 0))
+
+    def _answer(self) -> None:
+        """Answer for the blocks that are computed."""
+        while self._pinned and self._pinned[0].step <= self._ended:
+            self._send(self._pinned.popleft())
+
+    def _send(self, pinned: _PinnedPrefix) -> None:
+        question, lease, blocks, _ = pinned
+        self._post(lambda control, _: control.prefix_lender.answer(question, lease, self._block_size, blocks))

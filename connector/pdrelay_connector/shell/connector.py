@@ -1,0 +1,210 @@
+"""The class that vLLM instantiates, once per scheduler and once per worker. It only translates vLLM's hooks."""
+
+import os
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from pdrelay_connector.core.counters import StatsReport
+from pdrelay_connector.errors import UnsupportedCache
+from pdrelay_connector.settings import remarks
+from pdrelay_connector.shell.control_thread import common_fingerprint
+from pdrelay_connector.shell.engine_config import WorkerRank, read_engine_config
+from pdrelay_connector.shell.engine_waker import find_engine_waker
+from pdrelay_connector.shell.fingerprint import fingerprint, info_labels, with_model
+from pdrelay_connector.shell.kernel_layout import kernel_layout_of
+from pdrelay_connector.shell.metadata import QuarantineMetadata, RankHandshake, StepMetadata
+from pdrelay_connector.shell.network import check_side_channel
+from pdrelay_connector.shell.plugin import register
+from pdrelay_connector.shell.scheduler import PDRelayConnectorScheduler
+from pdrelay_connector.shell.vllm_stats import PDRelayPromMetrics, PDRelayStats
+from pdrelay_connector.shell.vllm_versions import LaterHooks
+from pdrelay_connector.shell.worker import PDRelayConnectorWorker
+
+logger = init_logger("vllm.pdrelay")
+
+
+class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
+    """Pull: the decode engine reads a finished prefill's blocks over NIXL. Push: the prefill engine writes them."""
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Request the order layers, blocks, heads, tokens, content, as vLLM's NixlConnector does; MLA has no heads."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        engine_config, settings = read_engine_config(vllm_config, kv_cache_config)
+        check_side_channel(settings)
+        self._settings, self._engine_config = settings, engine_config
+        self._sides: list[PDRelayConnectorScheduler | PDRelayConnectorWorker] = []
+        if role == KVConnectorRole.SCHEDULER:
+            for remark in remarks(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ):
+                logger.warning("pdrelay: %s", remark)
+            self._scheduler = PDRelayConnectorScheduler(engine_config, settings, find_engine_waker())
+            self._sides.append(self._scheduler)
+        else:
+            rank = WorkerRank(get_tensor_model_parallel_rank(), get_pp_group().rank_in_group)
+            self._worker = PDRelayConnectorWorker(engine_config, settings, rank)
+            self._sides.append(self._worker)
+
+    def shutdown(self) -> None:
+        """End our threads and close our sockets."""
+        for side in self._sides:
+            side.stop()
+
+    def get_kv_connector_stats(self) -> PDRelayStats | None:
+        """Return the numbers of this process since the last call."""
+        return self._sides[0].stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PDRelayStats:
+        """Rebuild stats from the data of another process, for vLLM's log line: without the events of timelines.
+
+        The log line adds up all reports of its interval, and would copy all events with each step.
+        """
+        return PDRelayStats(data={**data, "events": []}) if data else PDRelayStats.of(StatsReport())
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> PDRelayPromMetrics:
+        """Register our Prometheus metrics."""
+        # By this id peers know the engine; data-parallel ranks add "_dp" and their number (``vllm/v1/engine/core.py``).
+        transfer = vllm_config.kv_transfer_config
+        info = info_labels(vllm_config) | {"engine_id": str(transfer.engine_id), "kv_role": str(transfer.kv_role)}
+        return PDRelayPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, info)
+
+    # ---- scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Keep the pool in which leased blocks are pinned."""
+        self._scheduler.bind_block_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Start the control thread: the workers have registered their memory."""
+        ours = {md.rank.worker: md for md in metadata.values() if isinstance(md, RankHandshake)}
+        if not ours:
+            raise UnsupportedCache(
+                "another connector describes this engine's memory to peers; MultiConnector passes on what its first "
+                "connector with such a description says, so only one of NixlConnector, PDRelayConnector and the like "
+                "can be in it"
+            )
+        self._scheduler.start(ours, with_model(common_fingerprint(ours), self._vllm_config))
+
+    def on_new_request(self, request: Request) -> None:
+        """Start to renew the request's lease."""
+        self._scheduler.on_new_request(request)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether D's own cache may have KV of more tokens than it has a state after.
+
+        A load brings the state whatever is cached. It brings nothing before the cached tokens, which a window may need.
+        """
+        return not any(group.frees_early for group in self._engine_config.groups)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens will be loaded, and whether asynchronously."""
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Order the load."""
+        self._scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Return the orders for the workers."""
+        return self._scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Handle the loads that the workers have finished."""
+        self._scheduler.after_step(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Lease a prefill's blocks, or end a load. False: vLLM may free its references to the blocks now."""
+        return False, self._scheduler.finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As :meth:`request_finished`, with the blocks of each KV cache group."""
+        return False, self._scheduler.finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Request one more step for blocks to free, or metadata for the workers."""
+        return self._scheduler.has_pending()
+
+    # ---- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register the cache with NIXL."""
+        config = self._vllm_config
+        self._worker.register(
+            kv_caches,
+            fingerprint(config, self._settings, self._engine_config),
+            kernel_layout_of(config, self._engine_config.groups),
+        )
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        """Keep vLLM's operation that copies blocks on this platform."""
+        self._worker.use_copy_operation(copy_operation)
+
+    def get_handshake_metadata(self) -> RankHandshake | None:
+        """Return the description of this rank's memory for peers."""
+        return self._worker.handshake()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Push the blocks of earlier steps while this step runs; take checksums before it writes into freed blocks.
+
+        vLLM calls this before the forward (``v1/worker/kv_connector_model_runner_mixin.py``, 0.32).
+        """
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata):
+            self._worker.take_sums(connector_metadata.sampled)
+            self._worker.add_computed(connector_metadata.pieces)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start this step's loads; vLLM 0.32 calls this after the forward, because our loads are asynchronous."""
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, StepMetadata):
+            self._worker.load(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: vLLM schedules a request only when all its layers are loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: transfers read the paged cache itself."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing: no layer is saved."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the loads that ended."""
+        return self._worker.results()
+
+    def build_connector_worker_meta(self) -> QuarantineMetadata | None:
+        """Report quarantined blocks to the scheduler; vLLM calls this after :meth:`get_transfer_results`."""
+        return self._worker.take_quarantined()
+
+
+register()

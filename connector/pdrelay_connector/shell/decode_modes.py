@@ -1,0 +1,260 @@
+"""How the scheduler of a decode engine loads KV: by pull or by push. Chosen once, when the connector is built."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from pdrelay_connector.core.control import ControlPlane
+from pdrelay_connector.core.ids import BlockId, RequestId
+from pdrelay_connector.core.layout.cache_groups import moved_tokens
+from pdrelay_connector.core.layout.transfer_plan import TokenRange
+from pdrelay_connector.core.lease.kv_params import (
+    PullParams,
+    PushParams,
+    digest_prompt,
+    parse_pull_params,
+    parse_push_params,
+)
+from pdrelay_connector.core.lease.signatures import Signatures
+from pdrelay_connector.core.messages import MAX_ID, LentBlocks
+from pdrelay_connector.core.pull.load import LoadOrder
+from pdrelay_connector.core.push.decode_scheduler import PushOrder
+from pdrelay_connector.core.results import LoadResult
+from pdrelay_connector.errors import AdapterMismatch, InvalidKvParams, PromptMismatch
+from pdrelay_connector.shell.adapters import ADAPTERS
+from pdrelay_connector.shell.engine_config import EngineConfig
+from pdrelay_connector.shell.metadata import StepMetadata
+
+ControlCommand: TypeAlias = Callable[[ControlPlane, float], None]
+Post: TypeAlias = Callable[[ControlCommand], None]
+Clock: TypeAlias = Callable[[], float]  # s since the epoch
+BlockTables: TypeAlias = Sequence[Sequence[int]]  # the block ids of a request, for each KV cache group
+
+
+class DecodeMode(Protocol):
+    """One way to load KV. Everything runs on the engine thread."""
+
+    arrived: list[LoadResult]  # loads that ended since the last step, for the workers to report to vLLM
+
+    def read(self, request: Request, params: Mapping[str, Any]) -> PullParams | PushParams:
+        """Parse the kv_transfer_params; raises :exc:`~pdrelay_connector.errors.InvalidKvParams`."""
+        ...
+
+    def start(
+        self, request: Request, source: PullParams | PushParams, external: int, local: BlockTables
+    ) -> Sequence[int]:
+        """Order the load of ``external`` tokens, which end before the last prompt token; return their blocks."""
+        ...
+
+    def abort(self, own: RequestId) -> None:
+        """Stop a load whose request has finished."""
+        ...
+
+    def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
+        """Handle the end of a load, as the workers have reported it."""
+        ...
+
+    def metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """Return this step's metadata for the workers."""
+        ...
+
+
+class PullDecode:
+    """The workers read KV, and report ended loads with their step's output."""
+
+    def __init__(self, engine_config: EngineConfig, post: Post, signatures: Signatures, clock: Clock) -> None:
+        self._engine_config = engine_config
+        self._post = post
+        self._signatures = signatures
+        self._clock = clock
+        self._orders: list[LoadOrder] = []
+        self.arrived: list[LoadResult] = []
+
+    def read(self, request: Request, params: Mapping[str, Any]) -> PullParams:
+        """Parse the params, and check that their blocks hold the KV of this prompt."""
+        source = parse_pull_params(params)
+        is_proven = self._signatures.check(source, now=self._clock())
+        if request.abort_immediately:
+            return source  # vLLM rejected the request: this stand-in only releases P's blocks (v1/engine/async_llm.py)
+        _check(self._engine_config, request)
+        _check_adapter(source, request)
+        self._check_blocks(source, request.num_prompt_tokens)
+        # Our prompt may be longer: by its last token, behind a state, and by the token that P has made of it
+        # (shell/first_token.py). What P has not computed is computed here.
+        self._check_prompt(source, digest(request, source.remote_num_tokens), is_proven=is_proven)
+        return source
+
+    def _check_prompt(self, source: PullParams, own: str | None, *, is_proven: bool) -> None:
+        """Compare the digests of both prompts. vLLM's NixlConnector sends none; signed params must have one.
+
+        A mismatch does not drop the lease: the blocks may belong to another request, which still needs them.
+        """
+        if source.pdrelay_prompt is None and own is not None and is_proven:
+            raise PromptMismatch(
+                f"the offered KV ({source.remote_request_id}) is of a prompt without token ids, ours has some"
+            )
+        if source.pdrelay_prompt is not None and source.pdrelay_prompt != own:
+            raise PromptMismatch(f"the offered KV ({source.remote_request_id}) belongs to another prompt")
+
+    def _check_blocks(self, source: PullParams, prompt: int) -> None:
+        groups, sizes = self._engine_config.groups, self._sizes(source)
+        if len(source.remote_block_ids) != len(groups) or len(sizes) != len(groups):
+            raise InvalidKvParams(
+                f"{len(source.remote_block_ids)} KV cache groups are offered, this engine has {len(groups)}"
+            )
+        if source.remote_num_tokens < prompt - 1:
+            raise InvalidKvParams(f"{source.remote_num_tokens} tokens are offered, {prompt - 1} are needed")
+        for number, group in enumerate(groups):
+            start, stop = group.missing_tokens(prompt, prompt - 1)
+            held = self._offered(source, number, start, stop)
+            if group.state:
+                _check_state(held, source.remote_num_tokens, stop)
+            elif 0 in held or len(held) * sizes[number] < stop - start // sizes[number] * sizes[number]:
+                raise InvalidKvParams(
+                    f"tokens {start} to {stop} are needed of KV cache group {number}, and not all are offered"
+                )
+
+    def _offered(self, source: PullParams, number: int, start: int, stop: int) -> Sequence[BlockId]:
+        """Return P's blocks of these tokens. Of a state there is one, whatever P's block size."""
+        blocks, size = source.remote_block_ids[number], self._sizes(source)[number]
+        return blocks if self._engine_config.groups[number].state else blocks[start // size : -(-stop // size)]
+
+    def _sizes(self, source: PullParams) -> Sequence[int]:
+        """Return P's block size for each group; by default ours."""
+        return source.pdrelay_block_sizes or [group.block_size for group in self._engine_config.groups]
+
+    def start(
+        self, request: Request, source: PullParams | PushParams, external: int, local: BlockTables
+    ) -> Sequence[int]:
+        """Order a read for the next step."""
+        if not isinstance(source, PullParams):
+            raise TypeError(f"a pull cannot load from {type(source).__name__}")
+        token_ranges: list[TokenRange] = []
+        tokens = min(request.num_prompt_tokens, source.remote_num_tokens + 1)  # fewer only from a prefix cache
+        for number, group in enumerate(self._engine_config.groups):
+            start, stop = group.missing_tokens(tokens, external)
+            if start < stop:
+                remote = self._offered(source, number, start, stop)
+                into = [BlockId(block) for block in local[number][group.blocks_of(start, stop)]]
+                token_ranges.append(TokenRange(number, start, stop, remote, into))
+        own = RequestId(request.request_id)
+        self._orders.append(
+            LoadOrder(own, source.remote_request_id, source.remote_engine_id, source.address, tuple(token_ranges))
+        )
+        return [block for token_range in token_ranges for block in token_range.local]
+
+    def abort(self, own: RequestId) -> None:
+        """Do nothing: the read ends by itself, and vLLM keeps the blocks until then."""
+
+    def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
+        """Stop to renew the lease."""
+        engine = source.remote_engine_id
+        self._post(lambda control, _: control.lease_renewer.stop_renewing(own, engine))
+
+    def metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """Return the orders since the last step, and the loads that have failed before they began."""
+        orders, self._orders = self._orders, []
+        arrived, self.arrived = self.arrived, []
+        return StepMetadata(orders, idle=output.total_num_scheduled_tokens == 0, arrived=arrived)
+
+
+class PushDecode:
+    """The prefill engine writes KV. The control thread reports ended pushes, and the workers pass them on to vLLM."""
+
+    def __init__(self, engine_config: EngineConfig, post: Post) -> None:
+        self._engine_config = engine_config
+        self._post = post
+        self.arrived: list[LoadResult] = []
+
+    def read(self, request: Request, params: Mapping[str, Any]) -> PushParams:
+        """Parse the address of the prefill engine. That engine compares the prompts' digests."""
+        source = parse_push_params(params, request.request_id)
+        if not request.abort_immediately:
+            _check(self._engine_config, request)
+        return source
+
+    def start(
+        self, request: Request, source: PullParams | PushParams, external: int, local: BlockTables
+    ) -> Sequence[int]:
+        """Register blocks at the prefill engine, which writes into them."""
+        groups: list[LentBlocks] = []
+        for group, blocks in zip(self._engine_config.groups, local, strict=True):
+            start, stop = group.missing_tokens(request.num_prompt_tokens, external)
+            into = blocks[group.blocks_of(start, stop)] if start < stop else ()
+            groups.append(LentBlocks(start, stop, tuple(BlockId(block) for block in into)))
+        own, engine = RequestId(request.request_id), source.remote_engine_id
+        prompt = digest(request, moved_tokens(self._engine_config.groups, request.num_prompt_tokens))
+        order = PushOrder(own, source.remote_request_id, engine, source.address, prompt, tuple(groups))
+        self._post(lambda control, now: control.push_receiver.expect(order, now=now))
+        return [block for lent in groups for block in lent.blocks]
+
+    def abort(self, own: RequestId) -> None:
+        """Stop the prefill engine; vLLM keeps the blocks until the workers report the end of the load."""
+        self._post(lambda control, _: control.push_receiver.stop(own))
+
+    def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
+        """Do nothing: the control thread has reported the end itself."""
+
+    def metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """Return the ended pushes, which the workers report to vLLM."""
+        arrived, self.arrived = self.arrived, []
+        return StepMetadata(arrived=arrived, idle=output.total_num_scheduled_tokens == 0)
+
+
+def _check_state(blocks: Sequence[BlockId], covered: int, computed: int) -> None:
+    """Raise unless one block with the state after exactly ``computed`` tokens is offered; after none, none is needed.
+
+    vLLM computes the next token from it, so a state that covers that token already would take it in twice.
+    """
+    if computed and covered != computed:
+        raise InvalidKvParams(f"a state after {covered} tokens is offered, one after {computed} is needed")
+    if computed and (len(blocks) != 1 or 0 in blocks):
+        raise InvalidKvParams(f"{len(blocks)} blocks are offered of a state, which is in one")
+
+
+def _check(engine_config: EngineConfig, request: Request) -> None:
+    if len(request.request_id) > MAX_ID:
+        raise InvalidKvParams(f"the request's own id has {len(request.request_id)} characters, {MAX_ID} are allowed")
+    if not engine_config.is_consumer:
+        raise InvalidKvParams("this engine's kv_role is kv_producer, it cannot load KV")
+
+
+def adapter_of(request: Request) -> str | None:
+    """Return the LoRA adapter of a request, by its name and by what it is."""
+    return ADAPTERS.of(request.lora_request) if request.lora_request is not None else None
+
+
+def has_changed_adapter(request: Request) -> bool:
+    """Whether this engine may have KV of two states of a request's LoRA adapter."""
+    return request.lora_request is not None and ADAPTERS.has_changed(request.lora_request)
+
+
+def _check_adapter(source: PullParams, request: Request) -> None:
+    """Raise if the KV was computed with another adapter; the prompt's digest would differ, too, and not say why.
+
+    vLLM's NixlConnector names none. It digests no prompt, either: an engine of ours that digests one and names no
+    adapter has computed without one, or is older and knows its name alone.
+    """
+    own = adapter_of(request)
+    if own is not None and source.pdrelay_adapter is None and source.pdrelay_prompt is not None:
+        raise AdapterMismatch(
+            f"the offered KV ({source.remote_request_id}) names no adapter, the request here has {own!r}; engine "
+            f"{source.remote_engine_id} computed it without one, or is of an older version"
+        )
+    if source.pdrelay_adapter is not None and source.pdrelay_adapter != own:
+        raise AdapterMismatch(
+            f"the offered KV ({source.remote_request_id}) was computed with the adapter {source.pdrelay_adapter!r}, "
+            f"the request here has {own!r}; its name and its weights must be equal on both engines"
+        )
+
+
+def digest(request: Request, prompt_tokens: int) -> str | None:
+    """Return a digest of all inputs of the KV of so many tokens; None if they have no ids (embeddings)."""
+    features = [feature.identifier for feature in request.mm_features]
+    if (adapter := adapter_of(request)) is not None:
+        features.append(f"lora:{adapter}")
+    prompt = request.prompt_token_ids
+    tokens = prompt[:prompt_tokens] if prompt is not None else None
+    return digest_prompt(tokens, features, request.cache_salt)

@@ -1,0 +1,395 @@
+"""The requests here whose prompt another engine prefills: their loads, and the quarantine of failed loads' blocks.
+
+Everything here runs on the engine thread, which owns vLLM's block pool.
+"""
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from pdrelay_connector.core.counters import CLOCK, LOADED, SECRET, UNREACHABLE, Counters
+from pdrelay_connector.core.ids import EngineId, RequestId
+from pdrelay_connector.core.lease.kv_params import REFUSALS, PullParams, PushParams, says_push
+from pdrelay_connector.core.lease.signatures import Signatures
+from pdrelay_connector.core.messages import MAX_ID
+from pdrelay_connector.core.results import HandshakeEnded, LoadResult, PeerLost
+from pdrelay_connector.errors import AdapterMismatch, ExpiredKvParams, ForgedKvParams, InvalidKvParams, UnsignedKvParams
+from pdrelay_connector.settings import Mode
+from pdrelay_connector.shell.decode_modes import Clock, DecodeMode, Post, PullDecode, PushDecode, digest
+from pdrelay_connector.shell.engine_config import EngineConfig
+from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
+
+logger = init_logger("vllm.pdrelay")
+
+MAX_KNOWN = 4096  # engines, each of which restarts under another id; after that they are met as new ones
+MAX_SHARED = 4096  # prompts whose later answers are known to need no load of their own
+
+_CAUSES: Final[Mapping[type[InvalidKvParams], str]] = {
+    UnsignedKvParams: SECRET,
+    ForgedKvParams: SECRET,
+    ExpiredKvParams: CLOCK,
+    AdapterMismatch: "adapter",
+}
+
+Prompt: TypeAlias = tuple[EngineId, RequestId]  # the prefill engine, and its name of the request
+
+
+@dataclass(slots=True)
+class _RemotePrefill:
+    """A request here whose prompt another engine has computed."""
+
+    source: PullParams | PushParams
+    is_met: bool  # False: a handshake may show that its engine's KV cannot be loaded
+    failure: str = ""  # of that handshake
+    loading: bool = False  # its blocks are allocated and its load has begun; a request is never loaded twice
+    into: Sequence[int] = ()  # the blocks it is loaded into
+    is_compared: bool = False  # by the workers, after a push: only then it counts as loaded
+
+
+@dataclass(slots=True)
+class _Quarantined:
+    """Blocks of a failed load, pinned until the last rank reports that NIXL no longer writes into them."""
+
+    blocks: list[KVCacheBlock]
+    is_read: bool  # by the workers, which report its end with a step; of a push the control thread does
+    ranks: int = 0
+
+
+class DecodeRequests:
+    """The decode side of the scheduler. ``wall_clock`` is in seconds since the epoch."""
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        mode: Mode,
+        post: Post,
+        *,
+        pool: Callable[[], BlockPool],
+        counters: Counters,
+        signatures: Signatures,
+        wall_clock: Clock,
+        on_skipped: Callable[[str, str], None] = lambda _request, _cause: None,
+    ) -> None:
+        """``on_skipped`` hears of each request whose load does not begin, and why, as metrics name it."""
+        self._on_skipped = on_skipped
+        self._post = post
+        self._pool = pool
+        self._counters = counters
+        self._remote_prefills: dict[RequestId, _RemotePrefill] = {}
+        self._loaders: dict[Prompt, Request | None] = {}  # who loads a prompt, or has loaded it (None)
+        self._prompts: dict[RequestId, Prompt] = {}  # of the requests that are here
+        self._new_objections: list[EngineId] = []  # those since they were last taken
+        self._differing: dict[EngineId, None] = {}  # engines that were found to differ, oldest first
+        self._mended: list[EngineId] = []  # those of them that do not any more
+        self._met: dict[EngineId, HandshakeEnded] = {}  # of each engine that was reached, whether its KV can be loaded
+        self._quarantined: dict[RequestId, _Quarantined] = {}
+        self._pull_decode = PullDecode(engine_config, post, signatures, wall_clock)
+        self._mode: DecodeMode = self._pull_decode
+        # The same object as _mode, in push and auto. In push, KV of earlier answers alone is read.
+        self._push_decode: PushDecode | None = None
+        if mode.pushes:
+            self._mode = self._push_decode = PushDecode(engine_config, post)
+        self._chooses = mode is Mode.AUTO
+
+    def begin(self, request: Request, params: Mapping[str, Any]) -> None:
+        """Start to renew the lease of a new request. Invalid params cost a local prefill, never a wrong text."""
+        own = RequestId(request.request_id)
+        try:
+            source = self._mode_by(params).read(request, params)
+        except InvalidKvParams as exc:
+            self._refuse(own, params, exc)
+            return
+        if self._shares(request, source):
+            return
+        engine = source.remote_engine_id
+        met = self._met.get(engine)
+        is_met = met is not None
+        self._remote_prefills[own] = _RemotePrefill(source, is_met)
+        self._post(lambda control, now: control.lease_renewer.start_renewing(own, source, now=now))
+        if met is not None and met.objection:
+            self._skip_incompatible(own, met)
+        elif not is_met:
+            self._post(lambda control, now: control.lease_renewer.report_handshake(engine, now=now))
+
+    def _refuse(self, own: RequestId, params: Mapping[str, Any], why: InvalidKvParams) -> None:
+        """A request loads nothing. Another secret, or clock, than its engine's concerns every request of both."""
+        self._counters.count(REFUSALS[type(why)])
+        logger.warning("pdrelay: %s computes its own prompt: %s", own, why)
+        cause, engine = _CAUSES.get(type(why), "params"), params.get("remote_engine_id")
+        if cause in (SECRET, CLOCK) and isinstance(engine, str) and len(engine) <= MAX_ID:
+            self._counters.count_peer_load(cause, engine)
+        self._on_skipped(own, cause)
+
+    def _mode_by(self, params: Mapping[str, Any]) -> DecodeMode:
+        return self._pull_decode if self._chooses and not says_push(params) else self._mode
+
+    def begin_found(self, own: RequestId, found: PullParams) -> None:
+        """Load the beginning of a prompt from the prefix cache of a decode engine, which has leased it to us."""
+        self._remote_prefills[own] = _RemotePrefill(found, is_met=True)
+        self._post(lambda control, now: control.lease_renewer.start_renewing(own, found, now=now))
+
+    def _shares(self, request: Request, source: PullParams | PushParams) -> bool:
+        """Tell whether another request here loads the same prompt: of n answers, one reads P's blocks.
+
+        vLLM makes n requests of one (``vllm/v1/engine/parallel_sampling.py``), each with the same params. P's lease
+        ends with the first read, and the others find what it has loaded in the prefix cache.
+        """
+        own, prompt = RequestId(request.request_id), (source.remote_engine_id, source.remote_request_id)
+        self._prompts[own] = prompt
+        loader = self._loaders.get(prompt)
+        # In push P alone compares prompts: one that came with params of another loads nothing for the rightful one.
+        if prompt in self._loaders and (loader is None or _is_same_prompt(request, loader)):
+            self._counters.count("loads_shared")
+            return True
+        if len(self._loaders) >= MAX_SHARED:
+            self._loaders.pop(next(iter(self._loaders)))
+        self._loaders[prompt] = request
+        return False
+
+    def _awaits_other(self, own: RequestId) -> bool:
+        """Tell whether another request still loads this one's prompt.
+
+        vLLM enters the blocks into its prefix cache when it takes the loader up again.
+        """
+        prompt = self._prompts.get(own)
+        loader = None if prompt is None else self._loaders.get(prompt)
+        return loader is not None and (
+            RequestId(loader.request_id) in self._remote_prefills
+            or loader.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        )
+
+    def handshake_ended(self, ended: HandshakeEnded) -> None:
+        """Let the requests of an engine begin their loads, or compute their own prompts if it is incompatible.
+
+        With ``kv_load_failure_policy: fail`` each load of such an engine would end its request with an error. The loads
+        of an engine that does not answer end so: the workers do not wait for it again.
+        """
+        if ended.is_final:
+            if len(self._met) >= MAX_KNOWN:
+                self._met.clear()
+            if ended.objection and ended.engine not in self._differing:
+                self._new_objections.append(ended.engine)
+                self._differing[ended.engine] = None
+                if len(self._differing) > MAX_KNOWN:
+                    del self._differing[next(iter(self._differing))]
+            elif not ended.objection and ended.engine in self._differing:
+                del self._differing[ended.engine]
+                self._mended.append(ended.engine)
+            self._met[ended.engine] = ended
+        for own, remote_prefill in list(self._remote_prefills.items()):
+            if remote_prefill.is_met or remote_prefill.source.remote_engine_id != ended.engine:
+                continue
+            remote_prefill.is_met, remote_prefill.failure = True, ended.failure
+            if ended.objection:
+                self._skip_incompatible(own, ended)
+
+    def peer_changed(self, news: HandshakeEnded | PeerLost) -> None:
+        """An engine was met, or could not be; or its connection has ended: the next request meets it anew."""
+        if isinstance(news, PeerLost):
+            self._met.pop(news.engine, None)
+        else:
+            self.handshake_ended(news)
+
+    def take_incompatible(self) -> list[str]:
+        """Return the engines that were found to differ since the last call."""
+        found, self._new_objections = self._new_objections, []
+        return [str(engine) for engine in found]
+
+    def take_compatible(self) -> list[str]:
+        """Return the engines that differed, and do not since the last call: started again under the same id."""
+        found, self._mended = self._mended, []
+        return [str(engine) for engine in found]
+
+    def _skip_incompatible(self, own: RequestId, met: HandshakeEnded) -> None:
+        source = self._remote_prefills[own].source
+        self._release_lease(own)
+        self._counters.count_load("loads_skipped_incompatible", source.remote_engine_id, cause=met.cause)
+        self._on_skipped(own, met.cause or "refused")
+        logger.warning("pdrelay: %s computes its own prompt: %s was not met: %s", own, source.address, met.objection)
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous.
+
+        None while the first handshake with that engine lasts, or another answer to the same prompt loads it.
+        """
+        own = RequestId(request.request_id)
+        remote_prefill = self._remote_prefills.get(own)
+        if remote_prefill is None:
+            return (None, False) if self._awaits_other(own) else (0, False)
+        if remote_prefill.loading:
+            return 0, False
+        end = request.num_prompt_tokens - 1  # the last prompt token is computed here: it needs its logits
+        if isinstance(remote_prefill.source, PullParams):
+            end = min(end, remote_prefill.source.remote_num_tokens)
+        missing = end - computed
+        if missing <= 0:
+            return 0, False
+        return (missing, True) if remote_prefill.is_met else (None, False)
+
+    def is_meeting(self, request: Request) -> bool:
+        """Tell whether a request waits for the first handshake with its engine."""
+        remote_prefill = self._remote_prefills.get(RequestId(request.request_id))
+        return remote_prefill is not None and not remote_prefill.is_met
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Order the load of ``external`` tokens into the request's blocks."""
+        own = RequestId(request.request_id)
+        remote_prefill = self._remote_prefills.get(own)
+        if remote_prefill is None or remote_prefill.loading:
+            return
+        if external == 0:
+            self._counters.count("loads_skipped_local")
+            self._release_lease(own)
+            return
+        remote_prefill.loading = True  # it ends in loads_ended()
+        if remote_prefill.failure:
+            failure = f"{remote_prefill.source.address} was not met: {remote_prefill.failure}"
+            self._counters.count_load("loads_failed_handshake", remote_prefill.source.remote_engine_id)
+            self._on_skipped(own, UNREACHABLE)
+            logger.warning("pdrelay: the load of %s failed: %s", own, failure)
+            self._mode.arrived.append(LoadResult(own, failure))
+            engine = remote_prefill.source.remote_engine_id
+            self._post(lambda control, _: control.lease_renewer.release(own, engine))  # no load of ours ends it
+            return
+        source = remote_prefill.source
+        remote_prefill.into = self._mode_of(source).start(request, source, external, blocks.get_block_ids())
+        if isinstance(source, PullParams):  # in push, our registration tells P the same
+            self._post(lambda control, _: control.lease_renewer.read_started(own, source.remote_engine_id))
+
+    def metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """Return this step's metadata for the workers."""
+        metadata = self._mode.metadata(output)
+        if self._push_decode is not None:
+            metadata.orders = self._pull_decode.metadata(output).orders
+        return metadata
+
+    def _mode_of(self, source: PullParams | PushParams) -> DecodeMode:
+        return self._pull_decode if isinstance(source, PullParams) else self._mode
+
+    def loads_ended(self, requests: Iterable[str], failed: Container[str] = ()) -> None:
+        """VLLM has received the end of these requests' loads from the workers (``finished_recving``).
+
+        ``failed``: those that a rank has not loaded (``failed_recving``).
+        """
+        for request in requests:
+            own = RequestId(request)
+            if (remote_prefill := self._remote_prefills.pop(own, None)) is not None:
+                source = remote_prefill.source
+                self._mode_of(source).ended(own, source)
+                if request in failed:
+                    self._loads_nothing(own)
+                    if remote_prefill.is_compared:  # everything was written, so a rank has found it wrong
+                        self._counters.count_load("loads_failed_wrong_kv", source.remote_engine_id)
+                elif isinstance(source, PullParams):
+                    self._counters.count_peer_load(LOADED, source.remote_engine_id)
+                elif remote_prefill.is_compared:
+                    self._counters.count_load("loads", source.remote_engine_id)
+
+    def finished(self, request: Request) -> None:
+        """Abort the load of a finished request, or give its lease back if its load has not begun."""
+        own = RequestId(request.request_id)
+        remote_prefill = self._remote_prefills.get(own)
+        if remote_prefill is not None and remote_prefill.loading:
+            self._mode_of(remote_prefill.source).abort(own)  # its load ends in loads_ended()
+        elif remote_prefill is not None:
+            self._release_lease(own)
+        prompt = self._prompts.pop(own, None)
+        if prompt is not None and self._loaders.get(prompt) is request:
+            self._loaders[prompt] = None
+
+    def lease_lost(self, own: RequestId) -> None:
+        """P no longer holds the KV of a request: it computes its own prompt, unless its load has begun.
+
+        The fence decides about a load that has begun; in push, P's answer to our registration does.
+        """
+        remote_prefill = self._remote_prefills.get(own)
+        if remote_prefill is None or remote_prefill.loading:
+            return
+        del self._remote_prefills[own]
+        self._loads_nothing(own)
+        self._counters.count("loads_skipped_lease_lost")
+        logger.warning(
+            "pdrelay: %s computes its own prompt: %s has ended its lease", own, remote_prefill.source.address
+        )
+
+    def push_ended(self, result: LoadResult, *, is_live: bool) -> None:
+        """A push has ended; the workers report it to vLLM in the next step."""
+        if self._push_decode is None:
+            raise TypeError("the control thread reports a load, and this engine pulls")
+        if result.failure:
+            level = logger.warning if is_live else logger.debug  # an aborted request no longer needs its KV
+            level("pdrelay: the push of %s failed: %s", result.request, result.failure)
+        if result.quarantined:
+            self.update_quarantine(QuarantineMetadata(quarantined=[result.request]))
+        if result.checks is not None and (remote_prefill := self._remote_prefills.get(result.request)) is not None:
+            remote_prefill.is_compared = True
+        self._push_decode.arrived.append(result)
+
+    def update_quarantine(self, news: QuarantineMetadata) -> None:
+        """Pin blocks that NIXL may still write into, before vLLM frees them; unpin those it no longer writes into."""
+        pool = self._pool()
+        for own in news.quarantined:
+            if own not in self._quarantined:
+                remote_prefill = self._remote_prefills[own]
+                blocks = [pool.blocks[block] for block in remote_prefill.into]
+                pool.touch(blocks)
+                self._quarantined[own] = _Quarantined(blocks, isinstance(remote_prefill.source, PullParams))
+            self._quarantined[own].ranks += 1
+        for own in news.released:
+            quarantined = self._quarantined[own]
+            quarantined.ranks -= 1
+            if not quarantined.ranks:
+                pool.free_blocks(reversed(self._quarantined.pop(own).blocks))
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the workers must report ended pushes to vLLM in the next step."""
+        return self._push_decode is not None and bool(self._push_decode.arrived)
+
+    @property
+    def awaits_quarantine(self) -> bool:
+        """Whether only a step can end a quarantine: of a read, workers report it with their step's output."""
+        return any(each.is_read for each in self._quarantined.values())
+
+    def may_wait(self, *, is_searching: bool = False) -> bool:
+        """Whether an idle step may wait for the control thread; ``is_searching``: a request waits for its answer.
+
+        The control thread reports ended pushes. The workers report ended reads, with a step, so an engine that reads
+        must step; it may wait for a handshake, and between two polls of quarantined blocks.
+        """
+        loading = [each.source for each in self._remote_prefills.values() if each.loading]
+        if any(isinstance(source, PullParams) for source in loading):
+            return False
+        is_meeting = is_searching or any(not remote_prefill.is_met for remote_prefill in self._remote_prefills.values())
+        return bool(loading) or is_meeting or self.awaits_quarantine
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Current requests and quarantined blocks."""
+        return {
+            "requests_waiting_for_remote_kv": float(len(self._remote_prefills)),
+            "blocks_quarantined": float(sum(len(each.blocks) for each in self._quarantined.values())),
+        }
+
+    def _loads_nothing(self, own: RequestId) -> None:
+        """A request that was to load its prompt does not: no other waits for it."""
+        prompt = self._prompts.get(own)
+        loader = None if prompt is None else self._loaders.get(prompt)
+        if prompt is not None and loader is not None and loader.request_id == own:
+            del self._loaders[prompt]
+
+    def _release_lease(self, own: RequestId) -> None:
+        self._loads_nothing(own)
+        engine = self._remote_prefills.pop(own).source.remote_engine_id
+        self._post(lambda control, _: control.lease_renewer.release(own, engine))
+
+
+def _is_same_prompt(one: Request, other: Request) -> bool:
+    return digest(one, one.num_prompt_tokens) == digest(other, other.num_prompt_tokens)

@@ -1,0 +1,63 @@
+"""Checks what torch and vLLM support on a device, before the engine starts."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from pdrelay_connector.core.layout.buffer_device import HOST
+from pdrelay_connector.errors import UnsupportedCache
+
+Ready: TypeAlias = Callable[[], bool]
+_COPIES = (
+    "insert_blocks_to_device",
+    "swap_out_blocks_to_host",
+)  # vLLM's copy_kv_blocks calls them (kv_connector/utils.py, 0.32)
+
+
+def check_copies(device: str, platform: Any) -> None:
+    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless vLLM copies KV between that device and the host.
+
+    ``platform`` is vLLM's. KV on the CPU needs no support: we copy it ourselves.
+    """
+    if device == HOST:
+        return
+    lacking = [
+        name for name in _COPIES if not callable(getattr(platform, name, None))
+    ]  # a Platform returns None for unknown names
+    if not hasattr(_module(device), "Stream"):
+        lacking.append("streams")
+    if lacking:
+        raise UnsupportedCache(
+            f"KV on {device!r} cannot go through host memory: there is no {' and no '.join(lacking)} for that device"
+        )
+
+
+def check_events(device: str) -> None:
+    """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless torch has events for that device."""
+    if device != HOST and not hasattr(_module(device), "Event"):
+        raise UnsupportedCache(
+            f"push_granularity is 'chunk', and torch has no events for {device!r} that tell when a chunk is computed; "
+            "it must be 'request' there"
+        )
+
+
+def computed(device: torch.device) -> Ready | None:
+    """Return a check whether the device has run all kernels launched so far; None if there is no need to wait.
+
+    On a device without events the caller must know that the kernels have run: :func:`check_events`.
+    """
+    event_type = getattr(_module(device.type), "Event", None)
+    if device.type == HOST or event_type is None:
+        return None
+    event = event_type()
+    event.record()  # behind the kernels of the steps before this one
+    ready: Ready = event.query
+    return ready
+
+
+def _module(device: str) -> Any | None:
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:  # torch does not know such a device
+        return None

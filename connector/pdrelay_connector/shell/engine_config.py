@@ -1,0 +1,222 @@
+"""The properties of an engine, read from vLLM's configuration once."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from pdrelay_connector.core.addresses import is_wildcard
+from pdrelay_connector.core.ids import Address, EngineId
+from pdrelay_connector.core.layout.buffer_device import is_staged, with_platform
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+from pdrelay_connector.errors import SettingsError, UnsupportedCache
+from pdrelay_connector.settings import Granularity, Mode, Settings, read_settings
+from pdrelay_connector.shell import vllm_versions
+from pdrelay_connector.shell.devices import check_copies, check_events
+from pdrelay_connector.shell.first_token import first_token, looks_back
+
+SUPPORTED = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SlidingWindowMLASpec,
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+)
+MAX_STATE_TENSORS = 2  # further ones mean something only with what the worker knows beside the cache
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The properties of an engine that matter for KV transfer."""
+
+    engine: EngineId
+    address: Address  # of this data-parallel rank's side channel
+    groups: tuple[CacheGroup, ...]
+    layers: Mapping[str, int]  # KV cache group by layer name
+    blocks: int
+    all_heads: int  # KV heads of a layer over all ranks; 1 if every rank has the same (MLA)
+    ranks: int  # tensor-parallel size
+    is_producer: bool  # by kv_role: it prefills for decode engines
+    is_consumer: bool  # by kv_role: it loads KV
+    staging_blocks: int = 0  # slots for each KV cache group in host memory; 0: no staging
+    steps_independently: bool = True  # False: data-parallel ranks step together
+    stages: int = 1  # pipeline-parallel size
+    prefix_hash: str = ""  # vLLM's hash of cached blocks; "": return_kv is off, or cannot be on
+    recomputes: bool = True  # a load that fails costs a prefill, not the request
+    first_token: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what routers are told of it, in pull
+    looks_back: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the same, in both modes
+
+
+class WorkerRank(NamedTuple):
+    """Which worker of an engine this is."""
+
+    tensor: int
+    stage: int = 0  # of the pipeline
+
+
+def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[EngineConfig, Settings]:
+    """Return the properties of this engine, and its settings.
+
+    Raises :exc:`~pdrelay_connector.errors.SettingsError` or :exc:`~pdrelay_connector.errors.UnsupportedCache`
+    with a sentence that vLLM logs as it refuses to start.
+    """
+    transfer = config.kv_transfer_config
+    settings = read_settings(transfer.kv_connector_extra_config, os.environ)
+    _check_supported(config, cache)
+    if settings.mode is Mode.AUTO and _is_staged_here(config, settings):
+        raise SettingsError(
+            'mode is "auto" and KV goes through host memory; set mode to "pull" or "push" on all engines'
+        )
+    if transfer.is_kv_producer and settings.mode.pushes and settings.push_granularity is Granularity.CHUNK:
+        check_events(current_platform.device_type)
+    model = config.model_config
+    groups = tuple(_group(group.kv_cache_spec) for group in cache.kv_cache_groups)
+    engine_config = EngineConfig(
+        engine=EngineId(transfer.engine_id),
+        address=Address(settings.host, settings.port + config.parallel_config.data_parallel_index),
+        groups=groups,
+        layers={name: number for number, group in enumerate(cache.kv_cache_groups) for name in group.layer_names},
+        blocks=cache.num_blocks,
+        all_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+        ranks=config.parallel_config.tensor_parallel_size,
+        is_producer=transfer.is_kv_producer,
+        is_consumer=transfer.is_kv_consumer,
+        staging_blocks=_staging_blocks(config, cache, settings),
+        # Data-parallel ranks of a mixture of experts step together: a rank that waits for KV would delay all others.
+        steps_independently=config.parallel_config.data_parallel_size == 1,
+        stages=config.parallel_config.pipeline_parallel_size,
+        prefix_hash=_prefix_hash(config, settings, groups),
+        recomputes=not settings.return_kv or transfer.kv_load_failure_policy == "recompute",
+        first_token=first_token(config, groups) if settings.mode.pulls else {},
+        looks_back=looks_back(config),
+    )
+    _check_stages(engine_config)
+    return engine_config, settings
+
+
+def _check_stages(engine_config: EngineConfig) -> None:
+    if engine_config.stages == 1:
+        return
+    if engine_config.staging_blocks or any(group.state for group in engine_config.groups):
+        kind = "host staging" if engine_config.staging_blocks else "a model that keeps a state"
+        raise UnsupportedCache(f"pipeline_parallel_size is {engine_config.stages}; with {kind} only 1 is supported")
+
+
+def _prefix_hash(config: VllmConfig, settings: Settings, groups: tuple[CacheGroup, ...]) -> str:
+    """Return the hash of cached blocks if this engine can lend them (``return_kv``); raises ``SettingsError``.
+
+    Refused is what was not tried, groups that do not keep all tokens and drafts among it. In push, workers stage what
+    they write, and nothing that is read.
+    """
+    if not settings.return_kv:
+        return ""
+    transfer = config.kv_transfer_config
+    if not (transfer.is_kv_producer and transfer.is_kv_consumer):
+        raise SettingsError(f"return_kv is on and kv_role is {transfer.kv_role}; it must be kv_both")
+    reasons = {
+        "the model has several KV cache groups": len(groups) != 1,
+        "its layers do not keep all tokens": any(group.state or group.frees_early for group in groups),
+        "speculative decoding is on": config.speculative_config is not None,
+        "prefix caching is off": not config.cache_config.enable_prefix_caching,
+        "VLLM_NIXL_SIDE_CHANNEL_HOST is no address that others can dial": is_wildcard(settings.host),
+        "KV is pushed through host memory": settings.mode is Mode.PUSH and _is_staged_here(config, settings),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise SettingsError(f"return_kv is on and {reason}; switch return_kv off")
+    return str(config.cache_config.prefix_caching_hash_algo)
+
+
+def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
+    parallel = config.parallel_config
+    for group in cache.kv_cache_groups:
+        for spec in _specs(group.kv_cache_spec):
+            layer = f"layer {group.layer_names[0]}" if group.layer_names else "a layer of another pipeline stage"
+            if isinstance(spec, MambaSpec):
+                _check_state(layer, spec)
+            if type(spec) not in SUPPORTED or not group.enable_kv_transfer or group.host_resident:
+                kinds = ", ".join(kind.__name__ for kind in SUPPORTED)
+                raise UnsupportedCache(f"{layer} has a KV cache of kind {type(spec).__name__}; supported are {kinds}")
+    if config.model_config.enable_sleep_mode:
+        raise UnsupportedCache(
+            "enable_sleep_mode is on; memory that other engines reach must stay where it is, so engines cannot sleep"
+        )
+    if vllm_versions.returns_routed_experts(config):
+        raise UnsupportedCache(
+            "enable_return_routed_experts is on; which experts computed a prompt is known where it was computed and "
+            "does not move with its KV, so engines with a KV connector cannot return it"
+        )
+    if parallel.decode_context_parallel_size != 1:
+        raise UnsupportedCache(
+            f"decode_context_parallel_size is {parallel.decode_context_parallel_size}; only 1 is supported"
+        )
+
+
+def _check_state(layer: str, spec: MambaSpec) -> None:
+    """Raise if the state of a layer cannot be moved, or if moving it was not shown to be right."""
+    if not vllm_versions.ASKS_WHAT_IS_LOADED:
+        raise UnsupportedCache(
+            f"{layer} keeps a state, and vLLM {vllm_versions.VLLM_VERSION} zeroes the blocks that a load fills: "
+            "models with a state need vLLM 0.32 or later"
+        )
+    if spec.mamba_cache_mode == "all":
+        raise UnsupportedCache(
+            f"{layer} keeps a state and mamba_cache_mode is all, with which no text was compared: start with "
+            "--mamba-cache-mode align"
+        )
+    if len(spec.shapes) > MAX_STATE_TENSORS:
+        raise UnsupportedCache(
+            f"{layer} keeps a state of {len(spec.shapes)} tensors; a convolution's and a recurrent one are supported, "
+            "without the inputs that ReplaySSM or RecoverSSM keep beside them"
+        )
+
+
+def _staging_blocks(config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> int:
+    if not _is_staged_here(config, settings):
+        return 0
+    check_copies(current_platform.device_type, current_platform)
+    smallest = min(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
+    return settings.staging_blocks or 2 * -(-config.model_config.max_model_len // smallest)
+
+
+def _is_staged_here(config: VllmConfig, settings: Settings) -> bool:
+    """Return whether KV goes through host memory."""
+    device, buffers = current_platform.device_type, with_platform(current_platform.get_nixl_supported_devices())
+    buffer = config.kv_transfer_config.kv_buffer_device
+    return is_staged(device, buffer, host_staging=settings.host_staging, buffers=buffers)
+
+
+def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    """Return the specs of a group's layers: several if they differ in size only."""
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def _group(spec: KVCacheSpec) -> CacheGroup:
+    one = _specs(spec)[0]
+    if isinstance(one, MambaSpec):
+        return CacheGroup(spec.block_size, state=_state(one))
+    retained = getattr(one, "extra_retained_tokens", 0)
+    window = one.sliding_window + retained if isinstance(one, SlidingWindowSpec) else 0
+    chunk = one.attention_chunk_size if isinstance(one, ChunkedLocalAttentionSpec) else 0
+    return CacheGroup(spec.block_size, window, chunk)
+
+
+def _state(spec: MambaSpec) -> str:
+    """Return the kind of a state, and the shape and dtype of each of its tensors on one rank."""
+    tensors = (f"{tuple(shape)} {dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+    return f"{spec.mamba_type.name} state of {' and '.join(tensors)}"

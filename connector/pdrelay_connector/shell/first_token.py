@@ -1,0 +1,47 @@
+"""What a prefill engine tells routers about streams that another engine goes on with.
+
+A router that shows the token which this engine makes has a decode engine go on behind it, with a prompt that is longer
+by this token. That is right where the token and the limits are those that one engine would have had, which only this
+engine knows. So it is with streams that are resumed or that move, whose prompt is longer by all that was made.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from vllm.config import ModelConfig, VllmConfig
+
+from pdrelay_connector.core.layout.cache_groups import CacheGroup
+
+PARAM: Final = "pdrelay_first_token"  # of the kv_transfer_params; routers read it, decode engines do not
+LOOKS_BACK: Final = "pdrelay_looks_back"  # as PARAM
+_COMPLETIONS: Final = "completions"
+_CHAT: Final = "chat"
+_HARMONY: Final = "gpt_oss"  # vLLM parses its answers without being told to (entrypoints/openai/chat_completion)
+# Defaults of an engine that look back at the tokens made so far: behind the token they would begin anew.
+_LOOK_BACK: Final = frozenset({"max_tokens", "presence_penalty", "frequency_penalty"})
+
+
+def first_token(config: VllmConfig, groups: Iterable[CacheGroup]) -> Mapping[str, Any]:
+    """Return the params that say for which APIs the token may be shown; empty if for none.
+
+    A model with a state makes its token of a prompt without the last token. A reasoning parser may call the token of a
+    chat something else in a stream than in a whole answer.
+    """
+    model = config.model_config
+    if _looks_back(model) or any(group.state for group in groups):
+        return {}
+    parses = config.structured_outputs_config.reasoning_parser or model.hf_config.model_type == _HARMONY
+    apis = [_COMPLETIONS] if parses else [_COMPLETIONS, _CHAT]
+    return {PARAM: {"apis": apis, "max_model_len": model.max_model_len}}
+
+
+def looks_back(config: VllmConfig) -> Mapping[str, Any]:
+    """Return the params that say that no stream of this engine may be gone on with elsewhere; empty if it may.
+
+    Its defaults, or its logits processors, look back at the tokens made so far: they would begin anew.
+    """
+    return {LOOKS_BACK: True} if _looks_back(config.model_config) else {}
+
+
+def _looks_back(model: ModelConfig) -> bool:
+    return bool(model.logits_processors or _LOOK_BACK & model.get_diff_sampling_param().keys())

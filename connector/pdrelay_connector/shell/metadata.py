@@ -1,0 +1,68 @@
+"""Messages between the scheduler and the workers of one engine, in the types that vLLM transports."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from pdrelay_connector.core.ids import RequestId
+from pdrelay_connector.core.messages import Fingerprint, RankInfo, RankSums
+from pdrelay_connector.core.pull.load import LoadOrder
+from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
+from pdrelay_connector.core.results import LoadResult
+from pdrelay_connector.core.verify.sampling import SampledBlock
+
+
+@dataclass
+class RankHandshake(KVConnectorHandshakeMetadata):
+    """Worker to scheduler, once: the description of this rank for peers."""
+
+    rank: RankInfo  # memory that is read from, in pull, or pushed from
+    landing: RankInfo  # memory that is pushed into
+    fingerprint: Fingerprint
+    token: bytes = b""  # authenticates the worker at its own scheduler, in push
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler to workers, every step."""
+
+    orders: list[LoadOrder] = field(default_factory=list[LoadOrder])
+    number: int = 0  # of a step that computes tokens, where its end must be known; 0: report nothing
+    idle: bool = False  # the step computes no tokens, so it may wait a moment for a transfer
+    pieces: list[ComputedBlocks | TransferOver] = field(
+        default_factory=list[ComputedBlocks | TransferOver]
+    )  # push: computed blocks, and ended transfers
+    arrived: list[LoadResult] = field(default_factory=list[LoadResult])  # push: ended loads
+    # pull: the blocks of finished prefills of which checksums are to be taken
+    sampled: dict[RequestId, tuple[SampledBlock, ...]] = field(
+        default_factory=dict[RequestId, tuple[SampledBlock, ...]]
+    )
+
+
+@dataclass
+class QuarantineMetadata(KVConnectorWorkerMetadata):
+    """Workers to scheduler: requests whose blocks NIXL may still write into, or no longer; one entry per rank.
+
+    ``step`` is the number of the step that it comes with, the same on all ranks. ``sums`` are the checksums that the
+    step ordered, of each rank.
+    """
+
+    quarantined: list[RequestId] = field(default_factory=list[RequestId])
+    released: list[RequestId] = field(default_factory=list[RequestId])
+    step: int = 0
+    sums: dict[RequestId, list[RankSums]] = field(default_factory=dict[RequestId, list[RankSums]])
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "QuarantineMetadata":
+        """Append the entries of another rank."""
+        if not isinstance(other, QuarantineMetadata):
+            raise TypeError(f"{type(other).__name__} is no QuarantineMetadata")
+        return QuarantineMetadata(
+            self.quarantined + other.quarantined,
+            self.released + other.released,
+            min(self.step, other.step),
+            {name: self.sums.get(name, []) + other.sums.get(name, []) for name in {**self.sums, **other.sums}},
+        )

@@ -1,0 +1,42 @@
+"""How fast the KV of each other engine moves: GB/s is the rate of its bytes by the rate of its seconds.
+
+UCX chooses the transport and does not tell it to NIXL; ``pdrelay doctor`` shows it (docs/doctor.md).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from prometheus_client import Counter
+
+from pdrelay_connector.core.counters import TransferSample
+from pdrelay_connector.shell.peer_names import PeerNames
+
+PEERS_SHOWN: Final = 64  # engines whose bytes are shown: each restarts under another id
+BYTES = "Bytes of KV read from this engine (pull) or written to it (push)."
+SECONDS = "Seconds that these transfers took, added up; several at the same time count several times."
+
+
+class PeerRates:
+    """Two counters with the label ``peer``, an engine's ``engine_id``."""
+
+    def __init__(self, make: Any, labels: Sequence[str]) -> None:
+        """``make``: the class of counters, prometheus_client's or Ray's."""
+        self._bytes = make("vllm:pdrelay_peer_bytes", BYTES, [*labels, "peer"])
+        self._seconds = make("vllm:pdrelay_peer_transfer_seconds", SECONDS, [*labels, "peer"])
+        self._names = PeerNames(self._bytes)
+        self._shown: dict[tuple[str, ...], None] = {}  # the least recently moved first
+
+    def add(self, labels: Sequence[str], sample: TransferSample) -> None:
+        """Add a transfer. Beyond :data:`PEERS_SHOWN` engines the one that moved nothing for longest is forgotten."""
+        if not sample.peer or not self._names.admit(sample.peer):
+            return
+        key = (*labels, sample.peer)
+        self._shown.pop(key, None)
+        self._shown[key] = None
+        self._bytes.labels(*key).inc(sample.bytes)
+        self._seconds.labels(*key).inc(sample.seconds)
+        if len(self._shown) > PEERS_SHOWN and isinstance(self._bytes, Counter):  # Ray's counters cannot forget one
+            first = next(iter(self._shown))
+            del self._shown[first]
+            self._bytes.remove(*first)
+            self._seconds.remove(*first)

@@ -1,0 +1,313 @@
+"""The requests that this engine prefills for decode engines: their progress, leases and held blocks.
+
+Everything here runs on the engine thread, which owns vLLM's block pool.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import BlockId, RequestId
+from pdrelay_connector.core.lease.kv_params import PullParams, parse_transfer_id, says_push
+from pdrelay_connector.core.lease.lease_table import LeaseEvent
+from pdrelay_connector.core.lease.signatures import Signatures
+from pdrelay_connector.core.lease.transfer_names import TransferNames, abandoned_transfer, transfer_of
+from pdrelay_connector.core.messages import RankSums
+from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
+from pdrelay_connector.core.verify.sampling import SampledBlock, Sampling
+from pdrelay_connector.errors import InvalidKvParams
+from pdrelay_connector.settings import Granularity, Mode
+from pdrelay_connector.shell.block_shortage import BlockShortage
+from pdrelay_connector.shell.decode_modes import (
+    BlockTables,
+    Clock,
+    ControlCommand,
+    Post,
+    adapter_of,
+    digest,
+    has_changed_adapter,
+)
+from pdrelay_connector.shell.engine_config import EngineConfig
+from pdrelay_connector.shell.held_blocks import HeldBlocks
+from pdrelay_connector.shell.push_progress import PushProgress
+from pdrelay_connector.shell.sliding_windows import NULL, SlidingWindowPins
+from pdrelay_connector.shell.truncated_prompts import can_move, truncate
+
+if TYPE_CHECKING:
+    from pdrelay_connector.settings import Settings
+
+logger = init_logger("vllm.pdrelay")
+
+
+class PrefillRequests:
+    """The prefill side of the scheduler. ``wall_clock`` is in seconds since the epoch."""
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        settings: "Settings",
+        post: Post,
+        *,
+        pool: Callable[[], BlockPool],
+        counters: Counters,
+        signatures: Signatures,
+        wall_clock: Clock,
+    ) -> None:
+        self._engine_config = engine_config
+        self._settings = settings
+        self._post = post
+        self._pool = pool
+        self._counters = counters
+        self._signatures = signatures
+        self._wall_clock = wall_clock
+        self._held = HeldBlocks()  # by the name that decode engines know
+        self._transfers = TransferNames()
+        self._window_pins = SlidingWindowPins(engine_config.groups, pool)
+        self._sampling = Sampling(settings.verify_share, settings.verify_blocks)
+        self._sampled: dict[RequestId, tuple[SampledBlock, ...]] = {}  # in pull: for the workers' next step
+        self._shortage: BlockShortage | None = None  # only where leases may be revoked
+        if engine_config.is_producer and settings.revoke_after:
+            self._shortage = BlockShortage(engine_config.groups, threshold=settings.revoke_after)
+        self._push_progress: PushProgress | None = None  # only where KV is pushed
+        if engine_config.is_producer and settings.mode.pushes:
+            is_chunked = settings.push_granularity is Granularity.CHUNK
+            self._push_progress = PushProgress(engine_config.groups, is_chunked=is_chunked)
+
+    def begin(self, request: Request, params: Mapping[str, Any]) -> None:
+        """Truncate a new request if need be, and start its transfer, in push.
+
+        A request without a valid transfer id is not handed over.
+        """
+        groups = self._engine_config.groups
+        if not self._engine_config.is_producer or not can_move(request, groups):
+            return  # _hand_over() says why
+        truncate(request, groups)
+        adapter_of(request)  # read before anything is computed with it: a change until the end is noticed
+        if self._push_progress is None or not self._is_pushed(params):
+            return
+        try:
+            name = parse_transfer_id(params, request.request_id)
+        except InvalidKvParams as exc:
+            self._counters.count("transfer_ids_invalid")
+            logger.warning("pdrelay: %s is not handed over: %s", request.request_id, exc)
+            return
+        if name in self._push_progress or name in self._held:
+            self._counters.count("transfer_ids_duplicate")
+            logger.warning("pdrelay: %s is not handed over: there is a transfer %s already", request.request_id, name)
+            return
+        self._push_progress.begin(request, name, digest(request, request.num_prompt_tokens))
+
+    def abandon(self, request: Request, params: Mapping[str, Any]) -> None:
+        """Free what another request has computed, if this one says that nobody will come for it."""
+        try:
+            transfer = abandoned_transfer(params)
+        except InvalidKvParams as exc:
+            self._counters.count("transfer_ids_invalid")
+            logger.warning("pdrelay: %s abandons nothing: %s", request.request_id, exc)
+            return
+        if transfer is None or not self._engine_config.is_producer:
+            return
+        self._counters.count("transfers_abandoned")
+        if (lease := self._transfers.abandon(transfer)) is not None:
+            self._post(lambda control, _: control.abandon(lease))
+
+    def considered(self, request: Request, computed: int) -> None:
+        """VLLM considers a waiting request with ``computed`` tokens in the prefix cache."""
+        if self._shortage is not None:
+            self._shortage.considered(request, computed)
+
+    def allocated(self, request: Request) -> None:
+        """VLLM has allocated the blocks of a waiting request."""
+        if self._shortage is not None:
+            self._shortage.allocated(request)
+
+    def step(self, output: SchedulerOutput, live: Mapping[str, Request], *, now: float) -> None:
+        """Revoke leases if a request lacks blocks, and pin sliding windows that vLLM would free too early."""
+        self._revoke(now)
+        self._window_pins.step(output, live)
+
+    def take_computed(self, output: SchedulerOutput) -> list[ComputedBlocks | TransferOver]:
+        """Return the blocks that the workers can push, and the transfers that have ended; nothing in pull."""
+        return [] if self._push_progress is None else self._push_progress.take_computed(output)
+
+    def take_sampled(self) -> dict[RequestId, tuple[SampledBlock, ...]]:
+        """Return the blocks of which the workers must take checksums before their next step; none in push."""
+        sampled, self._sampled = self._sampled, {}
+        return sampled
+
+    def add_sums(self, sums: Mapping[RequestId, Sequence[RankSums]]) -> None:
+        """Pass the workers' checksums on to the readers of these leases."""
+        for name, its in sums.items():
+            self._post(_adding(name, its))
+
+    def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
+        """Lease the blocks of a finished prefill, and return its kv_transfer_params; None for any other request."""
+        try:
+            return self._hand_over(request, self._window_pins.restore(request.request_id, blocks))
+        finally:
+            self._window_pins.release(request.request_id)
+
+    def lease_ended(self, request: RequestId, why: LeaseEvent) -> None:
+        """Free the blocks of a lease."""
+        blocks = self._held.take(request)
+        self._transfers.ended(request)
+        self._pool().free_blocks(reversed(blocks))
+        if self._push_progress is not None:
+            self._push_progress.forget(request)
+        level = logger.debug if why in (LeaseEvent.DONE, LeaseEvent.DROPPED) else logger.warning
+        level("pdrelay: lease of %s ended: %s (%d blocks)", request, why.name, len(blocks))
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the next step's metadata must reach the workers, even if the model computes nothing."""
+        return bool(self._sampled) or (self._push_progress is not None and self._push_progress.has_pending())
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Current leases and blocks."""
+        return {"leases_held": float(len(self._held)), "blocks_held": float(self._held.blocks)}
+
+    def _revoke(self, now: float) -> None:
+        """Revoke unread leases if a request has waited too long for blocks."""
+        if self._shortage is None or not (lacking := self._shortage.step(self._pool(), now=now)):
+            return
+        if candidates := self._held.candidates(lacking.blocks, lacking.request.priority):
+            logger.warning(
+                "pdrelay: %s has lacked %d blocks for %g s: unread leases are revoked",
+                lacking.request.request_id,
+                lacking.blocks,
+                self._settings.revoke_after,
+            )
+            self._post(lambda control, now: control.revoke(candidates, lacking.blocks, now=now))
+
+    def _hand_over(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_decode") or not self._engine_config.is_producer:
+            return None
+        if not can_move(request, self._engine_config.groups):
+            logger.warning("pdrelay: %s is not handed over: it has computed its last token", request.request_id)
+            return None
+        is_pushed = self._is_pushed(params)
+        name = RequestId(request.request_id)
+        if self._push_progress is not None and is_pushed:
+            transfer = self._push_progress.name_of(request)
+            if transfer is None:
+                return None  # begin() has logged the reason
+            name = transfer
+        has_ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        has_kv = has_ended and not has_changed_adapter(request)
+        offer = self._lease(request, name, blocks, is_pushed=is_pushed) if has_kv else None
+        if offer is None and self._push_progress is not None and is_pushed:
+            self._push_progress.abandon(request)
+            self._post(lambda control, now: control.push_coordinator.abandoned(name, now=now))
+        return offer
+
+    def _is_pushed(self, params: Mapping[str, Any]) -> bool:
+        """Whether the KV of a request is written into the decode engine's cache."""
+        mode = self._settings.mode
+        return mode is Mode.PUSH or (mode is Mode.AUTO and says_push(params))
+
+    def _lease(
+        self, request: Request, name: RequestId, blocks: BlockTables, *, is_pushed: bool
+    ) -> dict[str, Any] | None:
+        """Hold the prompt's blocks, and return the kv_transfer_params of a decode engine.
+
+        The blocks are pinned in the pool. The alternative, to delay vLLM's release of the request, would keep the
+        engine stepping as long as a lease lasts.
+        """
+        transfer = transfer_of(request.kv_transfer_params or {})
+        if transfer is not None and self._transfers.take_abandoned(transfer):
+            return None
+        tokens = request.num_prompt_tokens
+        prompt = [
+            list(ids[group.blocks_of(tokens - 1 if group.state else 0, tokens)])
+            for group, ids in zip(self._engine_config.groups, blocks, strict=True)
+        ]
+        pool = self._pool()
+        held = [pool.blocks[block] for ids in prompt for block in ids if block != NULL]
+        if not self.hold(name, held, request.priority):
+            self._counters.count("leases_refused")
+            return None
+        if transfer is not None:
+            self._transfers.lend(transfer, name)
+        is_sampled = not is_pushed and self._sample(name, prompt, tokens)
+        self._post(lambda control, now: control.grant(name, now=now, sampled=is_sampled, pushed=is_pushed))
+        if self._push_progress is not None and is_pushed:
+            self._push_progress.finish(request, prompt)
+        engine, offer = (
+            self._engine_config,
+            self._signatures.sign(self._params(request, name, prompt, is_pushed=is_pushed)),
+        )
+        said = engine.looks_back if is_pushed else {**engine.first_token, **engine.looks_back}
+        return {**offer.to_params(), **said}
+
+    def _sample(self, name: RequestId, prompt: list[list[int]], tokens: int) -> bool:
+        """Order checksums of a prompt's blocks, if it is sampled; tell whether it is."""
+        if not self._sampling.takes(name):
+            return False
+        groups = self._engine_config.groups
+        self._sampled[name] = self._sampling.choose(
+            name,
+            [[BlockId(block) for block in ids] for ids in prompt],
+            sizes={number: group.block_size for number, group in enumerate(groups)},
+            states={number for number, group in enumerate(groups) if group.state},
+            tokens=tokens,
+        )
+        self._counters.count("prefills_sampled")
+        return True
+
+    def hold(self, name: RequestId, blocks: list[KVCacheBlock], priority: int) -> bool:
+        """Pin the blocks of a lease that is about to begin; false if that would exceed a limit."""
+        if name in self._held:  # a router has given this name to a push
+            logger.warning("pdrelay: %s is not leased: there is a lease of this name already", name)
+            return False
+        if reason := self._exceeded_limit(blocks):
+            logger.warning("pdrelay: %s is not leased: %s", name, reason)
+            return False
+        self._held.add(name, blocks, priority)
+        self._pool().touch(blocks)
+        return True
+
+    def revoke(self, blocks: int, priority: int) -> None:
+        """Revoke unread leases that are no more important than ``priority`` until so many blocks are free."""
+        if candidates := self._held.candidates(blocks, priority):
+            self._post(lambda control, now: control.revoke(candidates, blocks, now=now))
+
+    def _exceeded_limit(self, blocks: Sequence[KVCacheBlock]) -> str:
+        """Return the limit that a lease of these blocks would exceed, as a sentence; empty if there is none."""
+        if len(self._held) >= self._settings.max_leases:
+            return f"{len(self._held)} leases are held; max_leases is {self._settings.max_leases}"
+        total = self._pool().num_gpu_blocks - 1  # without the null block
+        would_be, share = self._held.blocks + self._held.new_blocks(blocks), self._settings.max_held_share
+        if len(self._held) and would_be > share * total:  # a single lease may exceed it: a prompt as long as the cache
+            return f"leases would hold {would_be} of {total} blocks; max_held_share is {share:g}"
+        return ""
+
+    def _params(self, request: Request, name: RequestId, blocks: BlockTables, *, is_pushed: bool) -> PullParams:
+        return PullParams(
+            remote_engine_id=self._engine_config.engine,
+            remote_request_id=RequestId(request.request_id),
+            remote_host=self._engine_config.address.host,
+            remote_port=self._engine_config.address.port,
+            remote_block_ids=tuple(tuple(BlockId(block) for block in ids) for ids in blocks),
+            remote_num_tokens=request.num_computed_tokens,
+            tp_size=self._engine_config.ranks,
+            pp_size=self._engine_config.stages,
+            transfer_mode=(Mode.PUSH if is_pushed else Mode.PULL).value,
+            pdrelay_prompt=digest(request, request.num_prompt_tokens),
+            pdrelay_adapter=adapter_of(request),
+            transfer_id=name if is_pushed else None,
+            pdrelay_block_sizes=tuple(1 if group.state else group.block_size for group in self._engine_config.groups),
+            pdrelay_expires_at=ceil(self._wall_clock() + self._settings.kv_lease_duration),
+        )
+
+
+def _adding(name: RequestId, sums: Sequence[RankSums]) -> ControlCommand:
+    return lambda control, now: control.lease_manager.add_sums(name, sums, now=now)

@@ -1,0 +1,112 @@
+"""The prefills that ask a decode engine for KV of earlier answers before they compute anything.
+
+Everything here runs on the engine thread. The router names the engine (``pdrelay_cached_on``) in the params of a
+prefill.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from vllm.logger import init_logger
+from vllm.v1.request import Request
+
+from pdrelay_connector.core.cached_prefix.prefill_scheduler import SearchEnded
+from pdrelay_connector.core.counters import Counters
+from pdrelay_connector.core.ids import EngineId, RequestId
+from pdrelay_connector.core.messages import MAX_FIND, MAX_ID, MAX_SALT, FindPrefix
+from pdrelay_connector.shell.decode_modes import Post
+from pdrelay_connector.shell.decode_requests import DecodeRequests
+from pdrelay_connector.shell.engine_config import EngineConfig
+from pdrelay_connector.shell.prefix_hashes import pack_tokens
+
+CACHED_ON: Final = "pdrelay_cached_on"  # engine id of a decode engine, in the kv_transfer_params of a prefill
+CACHED_SHARE: Final = "pdrelay_cached_share"  # of the prompt, 0 to 1, that it has according to the router; a hint
+
+logger = init_logger("vllm.pdrelay")
+
+
+class _CachedOn(NamedTuple):
+    """What the router says of a prefill."""
+
+    engine: EngineId
+    share: float
+
+
+class ReturnedPrefixes:
+    """Asks once for each prefill, when vLLM knows what its own prefix cache has."""
+
+    def __init__(self, engine_config: EngineConfig, decodes: DecodeRequests, post: Post, counters: Counters) -> None:
+        self._is_on = bool(engine_config.prefix_hash) and engine_config.recomputes
+        self._block_size = min((group.block_size for group in engine_config.groups), default=1)
+        self._decodes = decodes
+        self._post = post
+        self._counters = counters
+        self._engines: dict[RequestId, _CachedOn] = {}  # of requests that have not asked yet
+        self._asked: dict[RequestId, int] = {}  # requests that wait for an answer -> tokens cached here
+        if engine_config.prefix_hash and not engine_config.recomputes:
+            logger.warning("pdrelay: this engine asks no other for cached KV: kv_load_failure_policy is not recompute")
+
+    def begin(self, request: Request, params: Mapping[str, Any]) -> None:
+        """Note which engine a new prefill is to ask."""
+        engine = params.get(CACHED_ON)
+        if engine is None or not self._is_on:
+            return
+        is_name = isinstance(engine, str) and 0 < len(engine) <= MAX_ID and engine.isprintable()
+        if is_name and _is_plain(request):
+            share = params.get(CACHED_SHARE, 1.0)
+            is_share = isinstance(share, float | int) and 0 <= share <= 1
+            named = _CachedOn(EngineId(engine), share if is_share else 1.0)
+            self._engines[RequestId(request.request_id)] = named
+        else:
+            self._counters.count("prefixes_unsupported")
+
+    def searches(self, request: Request, computed: int) -> bool:
+        """Return whether a request waits for an answer; ``computed`` tokens of it are cached here."""
+        own = RequestId(request.request_id)
+        if own in self._asked:
+            return True
+        named, tokens = self._engines.pop(own, None), min(request.num_prompt_tokens - 1, MAX_FIND)
+        if named is None or request.prompt_token_ids is None:
+            return False
+        if min(tokens, named.share * request.num_prompt_tokens) - computed < self._block_size:
+            return False  # there is not a block to win
+        self._asked[own] = computed
+        question = FindPrefix(own, pack_tokens(request.prompt_token_ids[:tokens]), request.cache_salt)
+        self._post(lambda control, now: control.prefix_finder.find(question, named.engine, now=now))
+        return True
+
+    def ended(self, ended: SearchEnded) -> None:
+        """Load what was found, if the request is still here and lacks it."""
+        computed, found = self._asked.pop(ended.request, None), ended.found
+        if found is None:
+            return
+        if computed is None or found.remote_num_tokens <= computed:
+            self._post(lambda control, _: control.prefix_finder.give_back(found))
+            return
+        self._counters.count("prefixes_found")
+        self._decodes.begin_found(ended.request, found)
+
+    def finished(self, request: Request) -> None:
+        """A request has ended, perhaps before its answer came."""
+        own = RequestId(request.request_id)
+        self._engines.pop(own, None)
+        if self._asked.pop(own, None) is not None:
+            self._post(lambda control, _: control.prefix_finder.cancel(own))
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether a request waits for an answer."""
+        return bool(self._asked)
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether only its tokens and its salt decide the KV of a request, and it may be loaded at all."""
+    return (
+        request.prompt_token_ids is not None
+        and request.prompt_embeds is None
+        and not request.mm_features
+        and request.lora_request is None
+        and len(request.cache_salt or "") <= MAX_SALT
+        and len(request.request_id) <= MAX_ID
+        and not request.get_skip_reading_prefix_cache()
+    )

@@ -1,0 +1,238 @@
+"""The connector in vLLM's scheduler process: vLLM's hooks for the prefill side and the decode side.
+
+Everything here runs on the engine thread. The control thread owns sockets and deadlines.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from pdrelay_connector.core.cached_prefix.decode_scheduler import PrefixWanted
+from pdrelay_connector.core.cached_prefix.prefill_scheduler import SearchEnded
+from pdrelay_connector.core.counters import Counters, StatsReport, merge
+from pdrelay_connector.core.lease.lease_table import LeaseEnded
+from pdrelay_connector.core.lease.signatures import Signatures
+from pdrelay_connector.core.messages import Fingerprint
+from pdrelay_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult, NumbersDue, PeerLost
+from pdrelay_connector.io.secrets import secrets_in_force
+from pdrelay_connector.shell.cached_prefixes import CachedPrefixes
+from pdrelay_connector.shell.control_thread import ControlThread, Handshakes
+from pdrelay_connector.shell.decode_modes import BlockTables, Clock
+from pdrelay_connector.shell.decode_requests import DecodeRequests
+from pdrelay_connector.shell.engine_config import EngineConfig
+from pdrelay_connector.shell.metadata import QuarantineMetadata, StepMetadata
+from pdrelay_connector.shell.prefill_requests import PrefillRequests
+from pdrelay_connector.shell.returned_prefixes import ReturnedPrefixes
+from pdrelay_connector.shell.timeline_notes import WALL_CLOCK, TimelineNotes, are_wanted, dated
+from pdrelay_connector.shell.vllm_stats import PDRelayStats
+
+if TYPE_CHECKING:
+    from pdrelay_connector.settings import Settings
+    from pdrelay_connector.shell.engine_waker import EngineWaker
+
+MAX_IDLE_WAIT = 0.2  # s that a step without tokens waits for a push or a request
+
+
+class PDRelayConnectorScheduler:
+    """vLLM's scheduler hooks, in the order in which vLLM calls them for a request."""
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        settings: "Settings",
+        waker: "EngineWaker",
+        clock: Clock = WALL_CLOCK,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        secrets = secrets_in_force(settings)
+        signatures = Signatures(secrets)
+        self._engine_config = engine_config
+        self._waker = waker
+        self._clock = monotonic
+        self._wall_clock = clock
+        self._pool: BlockPool | None = None  # vLLM binds it after it has built the connector
+        self._counters = Counters(are_wanted())  # of the engine thread
+        self._gauges: dict[str, float] = {}  # as last reported
+        self._live: dict[str, Request] = {}
+        self._notes = TimelineNotes(self._counters, monotonic, clock)
+        self._control = ControlThread(
+            engine_config, settings, secrets, on_news=waker.wake, has_loop=waker.is_open, clock=monotonic
+        )
+        self._prefills = PrefillRequests(
+            engine_config,
+            settings,
+            self._control.post,
+            pool=self._block_pool,
+            counters=self._counters,
+            signatures=signatures,
+            wall_clock=clock,
+        )
+        self._decodes = DecodeRequests(
+            engine_config,
+            settings.mode,
+            self._control.post,
+            pool=self._block_pool,
+            counters=self._counters,
+            signatures=signatures,
+            wall_clock=clock,
+            on_skipped=self._notes.load_skipped,
+        )
+        self._returned = ReturnedPrefixes(engine_config, self._decodes, self._control.post, self._counters)
+        self._cached = CachedPrefixes(
+            engine_config, self._prefills, self._control.post, pool=self._block_pool, counters=self._counters
+        )
+
+    # ---- once, at start
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """Keep vLLM's block pool."""
+        self._pool = pool
+
+    def start(self, handshakes: Handshakes, fingerprint: Fingerprint) -> None:
+        """Start the control thread: the workers have registered their memory. Peers compare the ``fingerprint``."""
+        self._control.start(handshakes, fingerprint)
+
+    def stop(self) -> None:
+        """End the control thread and close the listener."""
+        self._control.stop()
+
+    # ---- the life of a request
+
+    def on_new_request(self, request: Request) -> None:
+        """Start to renew the lease of a request when it arrives: it may wait in the queue for longer than a lease."""
+        self.handle_results()
+        self._live[request.request_id] = request
+        self._notes.began(request)
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill"):
+            self._decodes.begin(request, params)
+        elif params.get("do_remote_decode"):
+            self._prefills.begin(request, params)
+            self._returned.begin(request, params)
+        elif params:
+            self._prefills.abandon(request, params)
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous.
+
+        None: that is not known yet, and vLLM asks again in its next step.
+        """
+        self._notes.considered(request, computed)
+        self._prefills.considered(request, computed)
+        self._cached.considered(request, computed)
+        if self._returned.searches(request, computed):
+            return None, False
+        found = self._decodes.matched_tokens(request, computed)
+        self._notes.meeting(request, lasts=self._decodes.is_meeting(request))
+        return found
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Order the load of ``external`` tokens into the request's blocks."""
+        self._prefills.allocated(request)
+        self._cached.allocated(request)
+        self._decodes.allocated(request, blocks, external)
+        self._notes.load_ordered(request, external)
+
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        """Return this step's metadata for the workers."""
+        number = self._cached.scheduled(output, now=self._clock())  # before a look-up finds what this step computes
+        self.handle_results()
+        self._cached.look_up()
+        if output.total_num_scheduled_tokens == 0 and self._may_wait():
+            self._waker.wait(MAX_IDLE_WAIT)
+            self.handle_results()
+            self._cached.look_up()
+        self._notes.step(output)
+        self._prefills.step(output, self._live, now=self._clock())
+        metadata = self._decodes.metadata(output)
+        metadata.number = number
+        metadata.pieces = self._prefills.take_computed(output)
+        metadata.sampled = self._prefills.take_sampled()
+        return metadata
+
+    def _may_wait(self) -> bool:
+        """Whether a step without tokens may wait until the control thread or a new request wakes the engine.
+
+        With asynchronous scheduling a running request may have output in flight, which must not wait.
+        """
+        return (
+            self._engine_config.steps_independently
+            and self._decodes.may_wait(is_searching=self._returned.is_searching)
+            and not self._has_pending_results()
+            and not any(request.status == RequestStatus.RUNNING for request in self._live.values())
+        )
+
+    def after_step(self, output: KVConnectorOutput) -> None:
+        """Handle the loads that the workers have reported to vLLM."""
+        self.handle_results()
+        if isinstance(output.kv_connector_worker_meta, QuarantineMetadata):
+            self._decodes.update_quarantine(output.kv_connector_worker_meta)
+            self._cached.ended(output.kv_connector_worker_meta.step)
+            self._prefills.add_sums(output.kv_connector_worker_meta.sums)
+        self._notes.loads_reported(output.finished_recving or (), output.failed_recving)
+        self._decodes.loads_ended(output.finished_recving or (), output.failed_recving)
+
+    def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
+        """Return the kv_transfer_params of a prefill that a decode engine can load; None for any other request."""
+        self.handle_results()
+        self._live.pop(request.request_id, None)
+        self._notes.finished(request)
+        self._returned.finished(request)
+        self._decodes.finished(request)
+        return self._prefills.finished(request, blocks)
+
+    def handle_results(self) -> None:
+        """Handle the control thread's results. Every hook starts with it, so blocks are free before an allocation."""
+        self._control.note_turn()
+        for result in self._control.take_results():
+            match result:
+                case LeaseEnded(request, why):
+                    self._notes.lease_ended(request, why)
+                    self._prefills.lease_ended(request, why)
+                case LoadResult(request, failure, checks=checks):
+                    self._notes.load_ended(request, has_failed=bool(failure), is_compared=checks is not None)
+                    self._decodes.push_ended(result, is_live=result.request in self._live)
+                case BlocksReleased(request):
+                    self._decodes.update_quarantine(QuarantineMetadata(released=[request]))
+                case HandshakeEnded() | PeerLost():
+                    self._decodes.peer_changed(result)
+                case LeaseLost(request):
+                    self._decodes.lease_lost(request)
+                case SearchEnded():
+                    self._returned.ended(result)
+                case PrefixWanted():
+                    self._cached.add(result)
+                case NumbersDue():
+                    pass  # stats() collects them in this step
+
+    def has_pending(self) -> bool:
+        """Whether the engine must step: for results, for the workers' metadata, or to poll quarantined blocks."""
+        self._control.note_turn()  # the first call of an engine that wakes up
+        return self._has_pending_results() or self._decodes.awaits_quarantine
+
+    def _has_pending_results(self) -> bool:
+        return self._control.has_results or self._prefills.has_pending or self._decodes.has_pending
+
+    def stats(self) -> PDRelayStats | None:
+        """Return the numbers since the last call; gauges only if they have changed."""
+        gauges = {**self._prefills.gauges, **self._decodes.gauges}
+        changed = StatsReport(
+            gauges=gauges if gauges != self._gauges else {},
+            incompatible=self._decodes.take_incompatible(),
+            compatible=self._decodes.take_compatible(),
+        )
+        self._gauges = gauges
+        report = merge([self._control.take_report(), self._counters.take(), changed])
+        report = dated(report, self._clock, self._wall_clock)
+        return PDRelayStats.of(report) if report else None
+
+    def _block_pool(self) -> BlockPool:
+        if self._pool is None:
+            raise RuntimeError("vLLM scheduled a request before it bound its block pool")
+        return self._pool

@@ -1,0 +1,203 @@
+"""The connector's numbers in vLLM's periodic log line and its Prometheus endpoint (``vllm:pdrelay_...``)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from pdrelay_connector.core.counters import COUNTERS, FAILURES, GAUGES, LOADED, StatsReport, merge
+from pdrelay_connector.core.timeline import TimelineStore
+from pdrelay_connector.shell.peer_names import PeerNames
+from pdrelay_connector.shell.peer_rates import PeerRates
+
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+TIMELINES: Final = TimelineStore()  # of this process, where it is an API server: shell/timelines.py shows them
+PEERS_MOST = 64  # refused engines that are shown: each restarts under another id
+INFO = "Labels that a router compares before it pairs two engines, and the id by which peers know this one."
+PEER_LOADS = "Loads by prefill engine and by how they ended, of those engines of which one has failed."
+PEER_FAILURE = "Why the latest load from a prefill engine failed, until one has not."
+INCOMPATIBLE = "A prefill engine that differs, by its engine_id: this engine computes its prompts itself."
+
+
+def _report(data: dict[str, Any]) -> StatsReport:
+    return msgspec.convert(data, StatsReport)
+
+
+@dataclass
+class PDRelayStats(KVConnectorStats):
+    """One report, as the plain data that vLLM passes between its processes."""
+
+    @classmethod
+    def of(cls, report: StatsReport) -> "PDRelayStats":
+        """Wrap a report."""
+        return cls(data=msgspec.to_builtins(report))
+
+    def reset(self) -> None:
+        """Clear the report."""
+        self.data = msgspec.to_builtins(StatsReport())
+
+    def aggregate(self, other: KVConnectorStats) -> "PDRelayStats":
+        """Add another rank's or interval's numbers."""
+        return PDRelayStats.of(merge([_report(self.data), _report(other.data)]))
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the numbers of one log line."""
+        report = _report(self.data)
+        shown: dict[str, int | float] = {**report.counters, **report.gauges}
+        if report.transfers:
+            seconds = sum(sample.seconds for sample in report.transfers)
+            moved = sum(sample.bytes for sample in report.transfers)
+            shown["transfers"] = len(report.transfers)
+            shown["MB moved"] = round(moved / 1e6, 3)
+            shown["descriptors"] = sum(sample.descriptors for sample in report.transfers)
+            shown["mean transfer ms"] = round(1e3 * seconds / len(report.transfers), 3)
+            shown["mean posting ms"] = round(1e3 * sum(s.posting for s in report.transfers) / len(report.transfers), 3)
+        return shown
+
+    def is_empty(self) -> bool:
+        """Whether the report is empty."""
+        return not _report(self.data)
+
+
+class PDRelayPromMetrics(KVConnectorPromMetrics):
+    """The Prometheus metrics of one API server process."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: Any, values: Any, info: Mapping[str, str]
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, values)
+        self._counters = {
+            name: self._make(Counter, f"vllm:pdrelay_{name}", text)
+            for name, text in {
+                **COUNTERS,
+                "bytes_transferred": "Bytes of KV read (pull) or written (push).",
+                "descriptors": "Pieces of memory read or written.",
+                "posting_seconds": "Seconds spent on posting transfers to NIXL.",
+            }.items()
+        }
+        # mostrecent: several API servers report the same engine, so the latest value counts, not their sum.
+        self._gauges = {
+            name: self._make(Gauge, f"vllm:pdrelay_{name}", text, multiprocess_mode="mostrecent")
+            for name, text in GAUGES.items()
+        }
+        self._seconds = self._make(
+            Histogram,
+            "vllm:pdrelay_transfer_seconds",
+            "Seconds from posting a read or a write to its end.",
+            buckets=SECONDS,
+        )
+
+        self._incompatible = self._gauge_cls(
+            "vllm:pdrelay_incompatible_peer", INCOMPATIBLE, [*self._labelnames, "peer"], multiprocess_mode="mostrecent"
+        )
+        self._refused: dict[tuple[str, ...], None] = {}
+        self._peer_loads = self._counter_cls(
+            "vllm:pdrelay_peer_loads", PEER_LOADS, [*self._labelnames, "peer", "outcome"]
+        )
+        self._peer_failure = self._gauge_cls(
+            "vllm:pdrelay_peer_failure",
+            PEER_FAILURE,
+            [*self._labelnames, "peer", "outcome", "reason"],
+            multiprocess_mode="mostrecent",
+        )
+        self._failures: dict[tuple[str, ...], str] = {}  # the outcomes shown, by the labels of an engine
+        self._incompatible_names = PeerNames(self._incompatible)
+        self._failing_names = PeerNames(self._peer_loads)
+        self._failing: dict[tuple[str, ...], set[str]] = {}  # the outcomes shown, by the labels of an engine
+        self._peer_rates = PeerRates(self._counter_cls, self._labelnames)
+        labels = [*self._labelnames, *info]
+        known = {engine: [*each, *info.values()] for engine, each in self.per_engine_labelvalues.items()}
+        gauge = self._gauge_cls("vllm:pdrelay_connector_info", INFO, labels, multiprocess_mode="mostrecent")
+        for each in create_metric_per_engine(gauge, known).values():
+            each.set(1)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one report."""
+        report = _report(transfer_stats_data)
+        for name, value in report.counters.items():
+            self._counters[name][engine_idx].inc(value)
+        for name, gauge in report.gauges.items():
+            self._gauges[name][engine_idx].set(gauge)
+        for peer in report.incompatible:
+            self._show_refused(*self.per_engine_labelvalues[engine_idx], peer)
+        for peer in report.compatible:
+            self._show_accepted(*self.per_engine_labelvalues[engine_idx], peer)
+        for peer, loads in report.peer_loads.items():
+            labels = *self.per_engine_labelvalues[engine_idx], peer
+            if loads.keys() <= {LOADED} and labels not in self._failing:
+                continue
+            if not self._failing_names.admit(peer):
+                continue
+            self._count_peer_loads(labels, loads)
+            self._show_failure(labels, report.failures.get(peer), has_loaded=LOADED in loads)
+        TIMELINES.add(engine_idx, report.events)
+        for sample in report.transfers:
+            self._counters["bytes_transferred"][engine_idx].inc(sample.bytes)
+            self._counters["descriptors"][engine_idx].inc(sample.descriptors)
+            self._counters["posting_seconds"][engine_idx].inc(sample.posting)
+            self._seconds[engine_idx].observe(sample.seconds)
+            self._peer_rates.add(self.per_engine_labelvalues[engine_idx], sample)
+
+    def _show_refused(self, *labels: str) -> None:
+        """Show one more engine, and no longer the first of too many. Ray's gauges cannot forget one."""
+        if not self._incompatible_names.admit(labels[-1]):
+            return
+        self._refused[labels] = None
+        self._incompatible.labels(*labels).set(1)
+        if len(self._refused) > PEERS_MOST and isinstance(self._incompatible, Gauge):
+            first = next(iter(self._refused))
+            del self._refused[first]
+            self._incompatible.remove(*first)
+
+    def _show_accepted(self, *labels: str) -> None:
+        """Show no longer that an engine differs."""
+        if labels in self._refused:
+            del self._refused[labels]
+            self._incompatible.labels(*labels).set(0)
+            if isinstance(self._incompatible, Gauge):
+                self._incompatible.remove(*labels)
+
+    def _count_peer_loads(self, labels: tuple[str, ...], loads: Mapping[str, int]) -> None:
+        """Count the loads of an engine from its first failure on, and no longer of the one that failed long ago."""
+        has_failed = not loads.keys() <= {LOADED}
+        shown = self._failing.pop(labels, set()) if has_failed else self._failing[labels]
+        self._failing[labels] = shown
+        for outcome, count in loads.items():
+            shown.add(outcome)
+            self._peer_loads.labels(*labels, outcome).inc(count)
+        if len(self._failing) > PEERS_MOST and isinstance(self._peer_loads, Counter):
+            first = next(iter(self._failing))
+            for outcome in self._failing.pop(first):
+                self._peer_loads.remove(*first, outcome)
+
+    def _show_failure(self, labels: tuple[str, ...], failure: str | None, *, has_loaded: bool) -> None:
+        """Show the latest failure in the place of the one before; none, after a load that has not failed."""
+        if failure is None and not has_loaded:
+            return
+        if (before := self._failures.get(labels)) == failure:
+            return
+        if before is not None:
+            self._hide_failure(labels)
+        if failure is not None:
+            self._failures[labels] = failure
+            self._peer_failure.labels(*labels, failure, FAILURES.get(failure, "")).set(1)
+        if len(self._failures) > PEERS_MOST:
+            self._hide_failure(next(iter(self._failures)))
+
+    def _hide_failure(self, labels: tuple[str, ...]) -> None:
+        """Show a failure no longer. Where processes share their metrics, and with Ray, no label can be forgotten."""
+        failure = self._failures.pop(labels)
+        shown = *labels, failure, FAILURES.get(failure, "")
+        self._peer_failure.labels(*shown).set(0)
+        if isinstance(self._peer_failure, Gauge):
+            self._peer_failure.remove(*shown)
+
+    def _make(self, kind: Any, name: str, text: str, **options: Any) -> Any:
+        cls = {Counter: self._counter_cls, Gauge: self._gauge_cls, Histogram: self._histogram_cls}[kind]
+        metric = cls(name=name, documentation=text, labelnames=self._labelnames, **options)
+        return create_metric_per_engine(metric, self.per_engine_labelvalues)

@@ -1,0 +1,330 @@
+"""The connector in each vLLM worker: registers the KV cache, and passes loads to the transfer thread.
+
+Everything here runs on the worker's main thread and only touches queues. The transfer thread owns NIXL's transfers.
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.logger import init_logger
+
+from pdrelay_connector.core.counters import Counters, ForwardingCounters, StatsReport
+from pdrelay_connector.core.ids import EngineEndpoint, RequestId
+from pdrelay_connector.core.messages import Fingerprint, WorkerHello
+from pdrelay_connector.core.pull.decode_worker import PullReader
+from pdrelay_connector.core.pull.load import LoadOrder
+from pdrelay_connector.core.push.part_writer import PartWriteId
+from pdrelay_connector.core.push.prefill_worker import PushWriter
+from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
+from pdrelay_connector.core.results import BlocksReleased, LoadChecks, LoadResult
+from pdrelay_connector.core.returning_writer import ReturningWriter
+from pdrelay_connector.core.session.handshake import ProcessRole, badge_of
+from pdrelay_connector.core.session.peers import PeerTable
+from pdrelay_connector.core.staging.host_buffer import HostBuffer
+from pdrelay_connector.core.staging.slots import Slots
+from pdrelay_connector.core.staging.worker import StagingWorker
+from pdrelay_connector.core.verify.comparison import compare, count, sums_of
+from pdrelay_connector.core.verify.sampling import SampledBlock, Sampling
+from pdrelay_connector.errors import ConnectorError
+from pdrelay_connector.io.link import SocketLink
+from pdrelay_connector.io.nixl import NixlTransferAgent, RemoteAgents, make_agent
+from pdrelay_connector.io.runner import Command, Runner
+from pdrelay_connector.settings import Mode
+from pdrelay_connector.shell.cache_regions import KernelLayout, own_caches
+from pdrelay_connector.shell.devices import Ready, computed
+from pdrelay_connector.shell.engine_config import EngineConfig, WorkerRank
+from pdrelay_connector.shell.host_staging import CopyRows, StagingBuffer, ThreadCopier
+from pdrelay_connector.shell.metadata import QuarantineMetadata, RankHandshake, StepMetadata
+from pdrelay_connector.shell.network import bind_data_plane, open_link
+from pdrelay_connector.shell.outbox import Outbox
+from pdrelay_connector.shell.registered_memory import RegisteredMemory, RoleMemory
+from pdrelay_connector.shell.timeline_notes import WALL_CLOCK, are_wanted, dated
+from pdrelay_connector.shell.vllm_stats import PDRelayStats
+
+if TYPE_CHECKING:
+    from pdrelay_connector.settings import Settings
+
+logger = init_logger("vllm.pdrelay")
+
+TOKEN_BYTES = 32
+
+
+class PDRelayConnectorWorker:
+    """vLLM's worker hooks."""
+
+    def __init__(self, engine_config: EngineConfig, settings: "Settings", rank: WorkerRank) -> None:
+        self._engine_config = engine_config
+        self._settings = settings
+        self._rank = rank
+        self._handshake: RankHandshake | None = None  # absent before register()
+        self._memory: RegisteredMemory | None = None  # likewise
+        self._runner: Runner[PullReader] | Runner[ReturningWriter] | None = None  # reads; in push with return_kv only
+        self._push_writer: Runner[PushWriter] | Runner[ReturningWriter] | None = None  # writes; only in push
+        self._others: list[Runner[Any] | ThreadCopier] = []  # stagers and copiers
+        self._push_results: list[LoadResult] = []
+        self._outbox: Outbox[LoadResult | BlocksReleased] = Outbox()
+        self._quarantined = QuarantineMetadata()  # news for the scheduler
+        self._has_timelines = are_wanted()
+        self._counters = Counters(self._has_timelines)
+        self._loading: set[RequestId] = set()
+        self._idle = False
+
+    def register(
+        self, caches: Mapping[str, torch.Tensor], fingerprint: Fingerprint, kernel_layout: KernelLayout
+    ) -> None:
+        """Register the KV cache, or a staging buffer, with NIXL, and start the threads of this engine's role."""
+        caches = own_caches(caches, self._engine_config.layers)
+        bind_data_plane(self._settings, self._engine_config.address)
+        agent = make_agent(
+            str(uuid.uuid4()),
+            progress_delay_us=self._settings.progress_delay_us,
+            backends={backend.name: backend.parameters for backend in self._settings.backends},
+        )
+        self._agent = agent  # NIXL serves peers as long as the agent lives, even if no thread here uses it
+        memory = self._memory = RegisteredMemory(agent, self._engine_config, self._rank, caches, kernel_layout)
+        producer, consumer = memory.producer, memory.consumer
+        self._handshake = RankHandshake(producer.info, consumer.info, fingerprint, os.urandom(TOKEN_BYTES))
+        logger.info(
+            "pdrelay: rank %d of stage %d registered %d layers of %d blocks, %.3f GB of %s%s",
+            *self._rank, len(caches), producer.info.regions[0].blocks, memory.gigabytes, memory.kind,
+            " (staging)" if self._engine_config.staging_blocks else "",
+        )  # fmt: skip
+        remote_agents = RemoteAgents(agent)
+        movers = [NixlTransferAgent(agent, memory.kind, memory.number, remote_agents) for _ in range(2)]
+        mode = self._settings.mode
+        pulls = mode is Mode.PULL
+        reads = mode.pulls and self._engine_config.is_consumer
+        writes = mode.pushes and self._engine_config.is_producer
+        if writes and (reads or self._engine_config.prefix_hash):
+            self._start_returning_writer(movers, memory, fingerprint, self._handshake.token)
+        elif writes:
+            self._start_writer(movers[0], producer, self._handshake.token)
+        elif reads:
+            self._start_reader(movers[0], consumer, fingerprint)
+        if pulls and self._engine_config.is_producer and producer.buffer is not None:
+            self._start_stager(producer.buffer, WorkerHello(producer.info.worker, self._handshake.token))
+        elif not pulls and self._engine_config.is_consumer and consumer.buffer is not None:
+            self._start_stager(
+                consumer.buffer, WorkerHello(consumer.info.worker, self._handshake.token, receives_pushes=True)
+            )
+
+    def use_copy_operation(self, copy_rows: CopyRows) -> None:
+        """Copy between device and host with vLLM's operation for this platform."""
+        if self._memory is not None:
+            self._memory.use(copy_rows)
+
+    def handshake(self) -> RankHandshake | None:
+        """Return the description of this rank for peers; None before :meth:`register`."""
+        return self._handshake
+
+    def load(self, step: StepMetadata) -> None:
+        """Pass this step's orders to the transfer thread."""
+        self._idle = step.idle
+        self._quarantined.step = step.number
+        for order in step.orders:
+            if self._runner is None:
+                raise RuntimeError(f"request {order.request} is to be loaded on an engine that is no consumer in pull")
+            self._loading.add(order.request)
+            self._runner.post(_loading(order))
+        self._push_results += [self._compared(result) for result in step.arrived]
+
+    def take_sums(self, sampled: Mapping[RequestId, Sequence[SampledBlock]]) -> None:
+        """Take checksums of finished prefills, for the scheduler. The next step may write into their blocks."""
+        for name, blocks in sampled.items():
+            memory = self._registered
+            self._quarantined.sums[name] = [sums_of(memory.producer.info.worker, blocks, memory.cache)]
+
+    def _compared(self, result: LoadResult) -> LoadResult:
+        """Compare what a push has brought to this rank with the checksums of the rank that has written it."""
+        if (checks := result.checks) is None:
+            return result
+        counters = Counters()
+        failure = self._mismatch(checks, counters)
+        if failure:  # the scheduler counts the load: it may be wrong on several ranks
+            logger.warning("pdrelay: the push of %s failed: %s", result.request, failure)
+        self._forward(counters.take())
+        return result._replace(failure=failure)
+
+    def _mismatch(self, checks: LoadChecks, counters: Counters) -> str:
+        memory = self._registered
+        own = memory.consumer.info.worker
+        sums = next((each for each in checks.sums if each.worker == own), checks.sums[0])
+        comparison = compare(sums, checks.token_ranges, memory.cache)
+        count(comparison, counters)
+        return comparison.failure
+
+    @property
+    def _registered(self) -> RegisteredMemory:
+        if self._memory is None:
+            raise RuntimeError("the cache must be registered first")
+        return self._memory
+
+    def add_computed(self, pieces: list[ComputedBlocks | TransferOver]) -> None:
+        """Push the blocks of earlier steps; the transfer thread waits until the device has computed them."""
+        if not pieces:
+            return
+        if self._push_writer is None:
+            raise ConnectorError("KV is to be pushed by an engine that is no producer in push")
+        ready = computed(self._memory.device) if self._memory is not None else None
+        for piece in pieces:
+            self._push_writer.post(_offering(piece, ready))
+
+    def results(self) -> KVConnectorTransferResults:
+        """Return the ended loads.
+
+        A step without tokens waits ``idle_wait`` for a load that is under way: without the wait vLLM steps in a busy
+        loop, on a core that the transfer needs.
+        """
+        if self._loading and self._runner is not None:
+            self._runner.check()
+        if self._loading and self._idle and self._engine_config.steps_independently and not self._outbox:
+            self._outbox.wait(self._settings.idle_wait)
+        if self._push_writer is not None:
+            self._push_writer.check()
+        results = KVConnectorTransferResults()
+        for ended in self._outbox.take():
+            match ended:
+                case BlocksReleased(request):
+                    self._quarantined.released.append(request)
+                case LoadResult(request, _, quarantined):
+                    self._loading.discard(request)
+                    _report(results, ended)
+                    if quarantined:
+                        self._quarantined.quarantined.append(request)
+        for result in self._push_results:
+            _report(results, result)  # in push the scheduler itself pins quarantined blocks
+        self._push_results = []
+        return results
+
+    def take_quarantined(self) -> QuarantineMetadata | None:
+        """Return the changes of quarantined blocks since the last call."""
+        event, self._quarantined = self._quarantined, QuarantineMetadata()
+        return event if event.quarantined or event.released or event.step or event.sums else None
+
+    def stats(self) -> PDRelayStats | None:
+        """Return the numbers since the last call."""
+        report = dated(self._outbox.take_report(), time.monotonic, WALL_CLOCK)
+        return PDRelayStats.of(report) if report else None
+
+    def stop(self) -> None:
+        """End the threads."""
+        for runner in (self._runner, self._push_writer, *self._others):
+            if runner is not None:  # one that reads and writes is stopped twice
+                runner.stop()
+
+    def _start_reader(self, mover: NixlTransferAgent, memory: RoleMemory, fingerprint: Fingerprint) -> None:
+        link = self._link()
+        reader = self._reader(link, mover, memory, fingerprint)
+        self._runner = Runner("pdrelay-transfer", reader, link, self._after_turn)
+        self._runner.start()
+
+    def _reader(
+        self, link: SocketLink, mover: NixlTransferAgent, memory: RoleMemory, fingerprint: Fingerprint
+    ) -> PullReader:
+        settings = self._settings
+        peers = PeerTable(link, fingerprint, self._counters, retry_after=settings.retry_after)
+        staging: HostBuffer[RequestId] | None = None
+        if memory.buffer is not None:
+            staging = HostBuffer(Slots[RequestId](memory.buffer.slots), self._copier(memory.buffer, link))
+        return PullReader(
+            link,
+            mover,
+            peers,
+            self._counters,
+            memory.info,
+            timeout=settings.transfer_timeout,
+            staging=staging,
+            cache=self._registered.cache,
+        )
+
+    def _start_writer(self, mover: NixlTransferAgent, memory: RoleMemory, token: bytes) -> None:
+        link = self._link()
+        self._push_writer = Runner("pdrelay-transfer", self._writer(link, mover, memory, token), link)
+        self._push_writer.start()
+
+    def _start_returning_writer(
+        self, movers: Sequence[NixlTransferAgent], memory: RegisteredMemory, fingerprint: Fingerprint, token: bytes
+    ) -> None:
+        """Write what this engine computes, and read KV of earlier answers, on one thread."""
+        link = self._link()
+        writer = self._writer(link, movers[0], memory.producer, token)
+        reader = self._reader(link, movers[1], memory.consumer, fingerprint)
+        runner = Runner("pdrelay-transfer", ReturningWriter(writer, reader), link, self._after_turn)
+        self._runner = self._push_writer = runner
+        runner.start()
+
+    def _writer(self, link: SocketLink, mover: NixlTransferAgent, memory: RoleMemory, token: bytes) -> PushWriter:
+        timeout = self._settings.transfer_timeout
+        staging: HostBuffer[PartWriteId] | None = None
+        if memory.buffer is not None:
+            staging = HostBuffer(Slots[PartWriteId](memory.buffer.slots), self._copier(memory.buffer, link))
+        counters = ForwardingCounters(self._forward, keeps_events=self._has_timelines)
+        return PushWriter(
+            link,
+            mover,
+            counters,
+            memory.info,
+            scheduler_endpoint=self._scheduler,
+            token=token,
+            timeout=timeout,
+            staging=staging,
+            sampling=Sampling(self._settings.verify_share, self._settings.verify_blocks),
+            cache=self._registered.cache,
+        )
+
+    def _start_stager(self, buffer: StagingBuffer, hello: WorkerHello) -> None:
+        link, counters = self._link(), ForwardingCounters(self._forward, keeps_events=self._has_timelines)
+        stager = StagingWorker(
+            link, self._copier(buffer, link), counters, scheduler_endpoint=self._scheduler, hello=hello
+        )
+        runner = Runner("pdrelay-stager", stager, link)
+        self._others.append(runner)
+        runner.start()
+
+    def _copier(self, buffer: StagingBuffer, link: SocketLink) -> ThreadCopier:
+        copier = self._registered.copier(buffer, link.wake)
+        self._others.append(copier)
+        copier.start()
+        return copier
+
+    @property
+    def _scheduler(self) -> EngineEndpoint:
+        """This engine's scheduler process."""
+        return EngineEndpoint(self._engine_config.engine, self._engine_config.address)
+
+    def _link(self) -> SocketLink:
+        badge = badge_of(self._handshake.token) if self._handshake is not None else b""
+        return open_link(
+            self._settings, self._engine_config.engine, self._counters, role=ProcessRole.WORKER, badge=badge
+        )
+
+    def _forward(self, report: StatsReport) -> None:
+        """On the thread of a writer or a stager: pass its numbers on, before its next message leaves."""
+        self._outbox.put((), report)
+
+    def _after_turn(self, reader: PullReader | ReturningWriter) -> None:
+        """On the transfer thread: pass the ended loads on."""
+        results = reader.take_results()
+        for result in results:
+            if isinstance(result, LoadResult) and result.failure:
+                logger.warning("pdrelay: the load of %s failed: %s", result.request, result.failure)
+        self._outbox.put(results, self._counters.take())
+
+
+def _report(results: KVConnectorTransferResults, ended: LoadResult) -> None:
+    results.finished_recving.add(str(ended.request))
+    if ended.failure:
+        results.failed_recving.add(str(ended.request))
+
+
+def _loading(order: LoadOrder) -> Command[PullReader | ReturningWriter]:
+    return lambda reader, now: reader.load(order, now=now)
+
+
+def _offering(piece: ComputedBlocks | TransferOver, ready: Ready | None) -> Command[PushWriter | ReturningWriter]:
+    return lambda push_writer, now: push_writer.add_computed(piece, now=now, ready=ready)

@@ -1,0 +1,219 @@
+{{/* Arguments of `pdrelay`, as a YAML list. */}}
+{{- define "pdrelay.router.args" -}}
+{{- $v := .Values.router -}}
+- serve
+- --host
+- {{ .Values.listenAddress | quote }}
+- --port
+- {{ include "pdrelay.argument" $v.port | quote }}
+{{- if $v.adminPort }}
+- --admin-port
+- {{ include "pdrelay.argument" $v.adminPort | quote }}
+{{- end }}
+{{- if gt (int $v.workers) 1 }}
+- --workers
+- {{ include "pdrelay.argument" $v.workers | quote }}
+{{- end }}
+{{- if $v.discovery.enabled }}
+{{- if $v.discovery.inferencePool }}
+- --kubernetes-inference-pool
+- {{ $v.discovery.inferencePool | quote }}
+{{- else }}
+- --kubernetes-selector
+- pdrelay/release={{ .Release.Name }}
+{{- end }}
+- --kubernetes-namespace
+- {{ .Release.Namespace | quote }}
+{{- end }}
+{{- range $role := list "prefill" "decode" }}
+{{- with index $v.discovery $role }}
+- --{{ $role }}
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+- --store
+{{- if eq $v.store.type "kubernetes" }}
+- kubernetes:{{ include "pdrelay.fullname" . }}-instances
+{{- else if eq $v.store.type "redis" }}
+- {{ printf "%s%sprefix=%s" $v.store.redisUrl (ternary "&" "?" (contains "?" $v.store.redisUrl)) ($v.store.prefix | default (printf "%s/%s" .Release.Namespace .Release.Name)) | quote }}
+{{- else }}
+- memory
+{{- end }}
+{{- if include "pdrelay.router.peers" . }}
+- --peers
+- {{ include "pdrelay.fullname" . }}-router-peers.{{ .Release.Namespace }}.svc:{{ int $v.peers.port }}
+- --peer-port
+- {{ include "pdrelay.argument" $v.peers.port | quote }}
+{{- end }}
+- --drain-grace
+- {{ include "pdrelay.argument" $v.drain.graceSeconds | quote }}
+- --shutdown-timeout
+- {{ include "pdrelay.argument" $v.drain.shutdownSeconds | quote }}
+{{- if $v.apiKeys.secretName }}
+- --api-keys-file
+- /etc/pdrelay/keys/keys
+{{- end }}
+{{- if $v.adminKey.secretName }}
+- --admin-key-file
+- /etc/pdrelay/admin-key/key
+{{- end }}
+{{- range $role := list "prefill" "decode" }}
+{{- if (index $.Values $role).apiKey.secretName }}
+- --{{ $role }}-api-key-file
+- /etc/pdrelay/{{ $role }}-key/key
+{{- end }}
+{{- end }}
+{{- with .Values.model.allowedMediaDomains }}
+- --allowed-media-domains
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- if not (or $v.apiKeys.secretName $v.tls.clientCaSecretName) }}
+- --allow-unauthenticated
+- "true"
+{{- end }}
+{{- with include "pdrelay.router.hosts" . | fromJsonArray }}
+- --allowed-hosts
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- with $v.allowedInstances }}
+- --allowed-instances
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- if $v.tls.secretName }}
+- --tls-cert
+- /etc/pdrelay/tls/tls.crt
+- --tls-key
+- /etc/pdrelay/tls/tls.key
+{{- if $v.adminPort }}
+- --admin-tls-cert
+- /etc/pdrelay/tls/tls.crt
+- --admin-tls-key
+- /etc/pdrelay/tls/tls.key
+{{- end }}
+{{- end }}
+{{- if $v.tls.clientCaSecretName }}
+- --tls-client-ca
+- /etc/pdrelay/client-ca/ca.crt
+{{- end }}
+{{- if include "pdrelay.engineTls.ca" . }}
+- --engine-ca
+- /etc/pdrelay/engine-ca/ca.crt
+{{- end }}
+{{- with include "pdrelay.engineTls.name" . }}
+- --engine-server-name
+- {{ . | quote }}
+{{- end }}
+{{- if .Values.engineTls.clientSecretName }}
+- --engine-cert
+- /etc/pdrelay/engine-client/tls.crt
+- --engine-key
+- /etc/pdrelay/engine-client/tls.key
+{{- end }}
+{{- with $v.classes }}
+- --classes
+{{- range $name, $class := . }}
+- {{ include "pdrelay.router.class" (list $name $class) | quote }}
+{{- end }}
+- --default-class
+- {{ $v.defaultClass | quote }}
+{{- end }}
+{{- range $name, $value := include "pdrelay.router.settings" . | fromYaml }}
+- --{{ $name | trimSuffix "_s" | replace "_" "-" }}
+{{- range kindIs "slice" $value | ternary $value (list $value) }}
+- {{ include "pdrelay.argument" . | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* A class of requests as an argument: NAME:KEY=VALUE,KEY=VALUE. */}}
+{{- define "pdrelay.router.class" -}}
+{{- $said := list -}}
+{{- range $key, $value := last . -}}
+{{- $said = append $said (printf "%s=%s" $key (include "pdrelay.argument" $value)) -}}
+{{- end -}}
+{{- first . -}}{{- if $said -}}:{{- join "," $said -}}{{- end -}}
+{{- end -}}
+
+{{/* Settings of the router, by name: with kvEvents.enabled, returnKv.enabled, several routers or several slices those that make use of it, unless router.settings has others. */}}
+{{- define "pdrelay.router.settings" -}}
+{{- $events := dict "kv_events" "auto" "prefill_policy" "prefix" "decode_policy" "prefix" -}}
+{{- $return := dict "return_kv" true "prefill_policy" "prefix" "decode_policy" "prefix" -}}
+{{- $peers := dict "prefill_policy" "least_loaded" "decode_policy" "least_loaded" -}}
+{{- $slices := dict "slice_pairing" "prefer" "slice_label" "disaggregatedset.x-k8s.io/slice" -}}
+{{- merge (dict) .Values.router.settings (ternary $slices dict (gt (int .Values.disaggregatedSet.slices) 1)) (ternary $events dict .Values.kvEvents.enabled) (ternary $return dict .Values.returnKv.enabled) (ternary $peers dict (eq (include "pdrelay.router.peers" .) "true")) | toYaml -}}
+{{- end -}}
+
+{{/* Names that clients may call routers by: needed where neither keys nor TLS keep web pages of other names away. */}}
+{{- define "pdrelay.router.hosts" -}}
+{{- $v := .Values.router -}}
+{{- $hosts := $v.allowedHosts -}}
+{{- if not (or $v.apiKeys.secretName $v.tls.secretName) -}}
+{{- $hosts = append $hosts (printf "%s-router.%s" (include "pdrelay.fullname" .) .Release.Namespace) -}}
+{{- if $v.adminPort -}}{{- $hosts = append $hosts (printf "%s-router-admin.%s" (include "pdrelay.fullname" .) .Release.Namespace) -}}{{- end -}}
+{{- if .Values.ingress.enabled -}}{{- $hosts = concat $hosts .Values.ingress.hosts -}}{{- end -}}
+{{- if .Values.httpRoute.enabled -}}{{- $hosts = concat $hosts (.Values.httpRoute.hostnames | default (list "*")) -}}{{- end -}}
+{{- end -}}
+{{- $plain := list -}}
+{{- range $hosts -}}{{- $plain = append $plain (ternary "*" . (contains "*" .)) -}}{{- end -}}
+{{- uniq $plain | toJson -}}
+{{- end -}}
+
+{{- define "pdrelay.router.env" -}}
+- name: PDRELAY_ROUTER # for `pdrelay instances` inside the pod
+  value: {{ lower (include "pdrelay.scheme" .) }}://localhost:{{ int (.Values.router.adminPort | default .Values.router.port) }}
+{{- if .Values.router.tls.secretName }}
+- name: PDRELAY_ROUTER_PIN
+  value: /etc/pdrelay/tls/tls.crt
+{{- end }}
+{{- with .Values.router.adminKey }}
+{{- if .secretName }}
+- name: ADMIN_API_KEY # for `pdrelay instances` inside the pod; the router reads its file, which may change
+  valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
+{{- end }}
+{{- end }}
+{{- if include "pdrelay.router.peers" . }}
+- name: PDRELAY_PEER_SECRET
+  valueFrom: {secretKeyRef: {name: {{ include "pdrelay.router.peers.secret" . | quote }}, key: {{ .Values.router.peers.secret.key | quote }}}}
+{{- end }}
+{{- with .Values.router.cacheSalt }}
+{{- if .secretName }}
+- name: PDRELAY_CACHE_SALT_SECRET
+  valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
+{{- end }}
+{{- end }}
+{{- with .Values.router.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Without an admin port. Fails unless the router answers, with any status: one that hangs must be restarted, one without engines must not. One that closes the
+connection, for it has as many as it may or the probe shows no certificate, is alive, too. */}}
+{{- define "pdrelay.router.alive" -}}
+import http.client as h, ssl
+{{- $where := printf "'localhost', %d, timeout=%d" (int .Values.router.port) (int .Values.router.probes.timeoutSeconds) }}
+{{- if .Values.router.tls.secretName }}
+c = h.HTTPSConnection({{ $where }}, context=ssl._create_unverified_context())
+{{- else }}
+c = h.HTTPConnection({{ $where }})
+{{- end }}
+try:
+    c.request('GET', '/health')
+    c.getresponse()
+except (ConnectionResetError, BrokenPipeError, ssl.SSLError):
+    pass
+{{- end -}}
+
+{{/* Each worker fills a core at most, so that is what is asked for; an HPA compares with it. */}}
+{{- define "pdrelay.router.resources" -}}
+{{- $given := .Values.router.resources -}}
+{{- $requests := merge (dict) ($given.requests | default dict) (dict "cpu" (int .Values.router.workers | toString)) -}}
+{{- merge (dict "requests" $requests) $given | toYaml -}}
+{{- end -}}

@@ -1,0 +1,109 @@
+"""Routes for operators, in the formats of vLLM's own proxy demo; their errors are FastAPI's ``{"detail": ...}``."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from fastapi import APIRouter, Depends, HTTPException, Request
+
+from pdrelay_proxy.api.model_list import ModelCatalog
+from pdrelay_proxy.api.operator_route import (
+    OPERATOR_ERRORS,
+    OPERATOR_KEY,
+    OPERATORS,
+    OperatorAccess,
+    passed_on,
+)
+from pdrelay_proxy.api.own_engines import OwnEngines, joining_host
+from pdrelay_proxy.api.schemas import FleetStatus, InstanceAdded, NewInstance
+from pdrelay_proxy.core.fleet.target import Target
+from pdrelay_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAccepted, NotAllowed
+from pdrelay_proxy.io.discovery.reconciler import Discovery
+from pdrelay_proxy.io.discovery.stores import StoreDown, StoreNotWritten
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+from pdrelay_proxy.io.wire.connection_guard import Guard
+
+logger = logging.getLogger(__name__)
+# In the demo's words, for scripts compare them.
+_FAULTS: Final = {"type": "Invalid instance type.", "instance": "Invalid instance format."}
+_REASON: Final = "x-pdrelay-reason"  # why an engine is not accepted, for operators: the demo's words do not say it
+_REASON_MOST: Final = 300  # characters
+_NO_OBJECT: Final = "The body is not a JSON object."
+
+
+def admin_routes(
+    fleet: LiveFleet,
+    models: ModelCatalog,
+    discovery: Discovery,
+    *,
+    guard: Guard,
+    own: OwnEngines,
+    access: OperatorAccess,
+    onlookers: Callable[[Request], Any],
+) -> APIRouter:
+    """Build the routes of the demo; ``onlookers`` raises for who may not see addresses."""
+    router = APIRouter(
+        tags=[OPERATORS],
+        dependencies=[OPERATOR_KEY],
+        # The demo does not look at the content type: curl -d sends a form's.
+        route_class=access.route(
+            sentence=lambda field, _: _FAULTS.get(field, _NO_OBJECT), any_media=True, takes_join_key=True
+        ),
+    )
+    looking = APIRouter(tags=[OPERATORS], dependencies=[OPERATOR_KEY, Depends(onlookers)])
+
+    @looking.get("/status", responses=OPERATOR_ERRORS)
+    async def status() -> FleetStatus:
+        """List the engines' addresses."""
+        prefill, decode = ([node.address.authority for node in fleet.known(role)] for role in Role)
+        return FleetStatus(
+            prefill_node_count=len(prefill), decode_node_count=len(decode), prefill_nodes=prefill, decode_nodes=decode
+        )
+
+    @router.post("/instances/add", responses=OPERATOR_ERRORS)
+    async def add(request: Request, new: NewInstance) -> InstanceAdded:
+        """Send requests to one more engine, which must answer."""
+        role, text = new.type, new.instance
+        request.state.target = f"{role} {text}"
+        try:
+            target = Target.parse(text)
+            await own.check(joining_host(request), [target.address])
+            await guard.places(target.address)  # where it leads, before anything is sent there
+        except BadPort as exc:
+            raise HTTPException(400, "Invalid port number.") from exc
+        except NotAllowed as exc:
+            raise HTTPException(403, f"Instance address not allowed: {exc}.") from exc
+        except AddressError as exc:
+            raise HTTPException(400, "Invalid instance address.") from exc
+        except OSError as exc:
+            raise _not_added(new, exc) from exc
+        candidate = Instance(InstanceId("candidate"), role, target.address)
+        try:
+            served = await models.accepted(candidate, passed_on(request.scope))
+        except NotAccepted as exc:
+            raise _not_added(new, exc) from exc
+        try:
+            await discovery.add(role, target)
+        except AlreadyKnown as exc:
+            raise HTTPException(400, "Instance already exists.") from exc
+        except StoreDown as exc:
+            logger.warning("%s", exc)
+            raise HTTPException(503, f"The instance {_fate(exc)}: {exc}") from exc
+        fleet.serves(role, target.address, served)  # before a request for another model comes
+        return InstanceAdded(message=f"Added {text} to {role}_instances.")
+
+    router.include_router(looking)
+    return router
+
+
+def _fate(error: StoreDown) -> str:
+    return "was not added" if isinstance(error, StoreNotWritten) else "may or may not have been added"
+
+
+def _not_added(new: NewInstance, why: Exception) -> HTTPException:
+    """Log why, and say it in a header."""
+    logger.warning("%s %s is not added: %s", new.type, new.instance, why)
+    reason = str(why)[:_REASON_MOST].encode("ascii", "backslashreplace").decode()
+    shown = "".join(letter if letter.isprintable() else "?" for letter in reason)
+    return HTTPException(400, "Instance validation failed.", {_REASON: shown})

@@ -1,0 +1,99 @@
+"""What operators have done, and what others have tried: one line each in the log ``pdrelay.audit``, and a counter."""
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from typing import Final
+
+from fastapi import HTTPException, Request
+
+from pdrelay_proxy.io.logs import note
+
+LOG: Final = logging.getLogger("pdrelay.audit")  # by this name people filter
+LOG.setLevel(logging.INFO)  # whatever log_level says of all else
+_ACTIONS: Final = frozenset({"list", "add", "remove", "drain", "undrain", "turn", "explain"})
+_READS: Final = frozenset({"list", "explain"})  # they change nothing: a line only for those who may not
+_TEXT_MOST: Final = 300  # characters of a value
+_LINES: Final = 10  # about callers without the key, in so many seconds; more are counted
+_SPAN_S: Final = 10.0
+
+
+class AuditResult(StrEnum):
+    """What became of it."""
+
+    OK = auto()
+    REFUSED = auto()  # the operator asked for what cannot be
+    FAILED = auto()  # the store, or the router
+    UNAUTHENTICATED = auto()  # no admin key, a wrong one, the join key for more than it may, or the router has none
+
+
+@dataclass(slots=True)
+class Audit:
+    """Writes the lines. ``count`` gets the action and what became of it."""
+
+    count: Callable[[str, str], None]
+    clock: Callable[[], float]  # seconds; only differences count
+    _since: float = field(default=0.0, init=False)
+    _lines: int = field(default=0, init=False)
+    _dropped: int = field(default=0, init=False)
+
+    @contextmanager
+    def act(self, request: Request) -> Generator[None]:
+        """Write the line of an action at its end; an HTTPException is an answer that is no success.
+
+        A route puts what it acts on into ``request.state.target``, as soon as it is known.
+        """
+        try:
+            yield
+        except HTTPException as exc:
+            result = AuditResult.FAILED if exc.status_code >= 500 else AuditResult.REFUSED
+            self._note(request, result, str(exc.detail))
+            raise
+        except BaseException as exc:
+            self._note(request, AuditResult.FAILED, type(exc).__name__)
+            raise
+        self._note(request, AuditResult.OK)
+
+    def refused(self, request: Request, why: str) -> None:
+        """Write the line of a caller without the admin key, and bound how many of them there are."""
+        action, now = _action(request), self.clock()
+        self.count(action, AuditResult.UNAUTHENTICATED)
+        if now - self._since >= _SPAN_S:
+            self._since, self._lines = now, 0
+        if self._lines >= _LINES:
+            self._dropped += 1
+            return
+        self._lines += 1
+        found = _facts(request, action, AuditResult.UNAUTHENTICATED, why)
+        if self._dropped:
+            found["unlogged_before"], self._dropped = self._dropped, 0
+        note(LOG, found, dict, _text)
+
+    def _note(self, request: Request, result: AuditResult, why: str | None = None) -> None:
+        action = _action(request)
+        self.count(action, result)
+        if action not in _READS:
+            note(LOG, _facts(request, action, result, why), dict, _text)
+
+
+def _action(request: Request) -> str:
+    """Name what is asked for, out of a short list: it is the label of a counter."""
+    last = request.url.path.rstrip("/").rpartition("/")[2]
+    return last if last in _ACTIONS else "list"
+
+
+def _facts(request: Request, action: str, result: AuditResult, why: str | None) -> dict[str, object]:
+    client, target = request.client, getattr(request.state, "target", None)
+    key, host = getattr(request.state, "admin", None) or "-", "-" if client is None else client.host
+    found: dict[str, object] = {"action": action, "outcome": result.value, "key": key, "client": host}
+    found |= {} if target is None else {"target": target[:_TEXT_MOST]}
+    return found | ({} if why is None else {"why": why[:_TEXT_MOST]})
+
+
+def _text(found: Mapping[str, object]) -> str:
+    """Write the facts in one line: what a caller has written stands in quotes, and a line break in it is escaped."""
+    return " ".join(
+        f"{name}={value!r}" if name in ("target", "why") else f"{name}={value}" for name, value in found.items()
+    )

@@ -1,0 +1,100 @@
+"""Who may come in: while the router does not end, with a key if the operator wants one, and else from no web site."""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pdrelay_proxy.api.endpoint_routes import is_endpoint
+from pdrelay_proxy.api.exception_handlers import response_to
+from pdrelay_proxy.core.admission.keys import Keyring
+from pdrelay_proxy.core.admission.lifetime import Lifetime, Stage, cut_short
+from pdrelay_proxy.core.http.origins import Sites
+from pdrelay_proxy.core.model import Headers
+from pdrelay_proxy.core.protocol.error_shapes import is_for_operators
+from pdrelay_proxy.errors import ClosingDown, CrossSite, Misdirected, Unauthorized
+
+# For probes, for onlookers and for operators, whose routes look at keys themselves. All else needs a client's key.
+_OPEN: Final = frozenset(
+    {
+        "/",
+        "/metrics",
+        "/stats",
+        "/capacity",
+        "/docs",
+        "/openapi.json",
+        "/health",
+        "/live",
+        "/liveness",
+        "/ready",
+        "/readiness",
+    }
+)
+
+
+class AuthMiddleware:
+    """ASGI middleware. Connections are not kept any more once the router has been told to end."""
+
+    def __init__(self, app: ASGIApp, *, lifetime: Lifetime, keyring: Keyring, sites: Sites) -> None:
+        self._app = app
+        self._lifetime = lifetime
+        self._keyring = keyring
+        self._sites = sites
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, or answer it here."""
+        if scope["type"] != "http" or is_endpoint(scope):
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # servers leave out the body themselves (ASGI, HTTP: "send")
+        headers: Headers = tuple(scope["headers"])
+        for_all, answer = is_open(scope["path"].rstrip("/") or "/"), _ObservedSend(send, self._lifetime)
+        try:
+            self._sites.check(scope["method"], headers, has_keys=self._keyring.keys is not None)
+            if not for_all:
+                self._lifetime.check()
+                self._keyring.caller(headers)
+        except (ClosingDown, CrossSite, Misdirected, Unauthorized) as error:
+            await response_to(error, scope)(scope, receive, answer)
+            return
+        if for_all:
+            with suppress(ClientDisconnect):  # it hung up, or was too slow: there is nobody left to answer
+                await self._app(scope, receive, send)
+            return
+        with self._lifetime.serving():
+            try:
+                await self._app(scope, receive, answer)
+            except asyncio.CancelledError:
+                if self._lifetime.stage is not Stage.CLOSED:
+                    raise
+                # The server cuts off what took too long to finish, and cares for nothing that comes after.
+                if answer.start is None:  # else nothing can be said any more
+                    await response_to(cut_short(), scope)(scope, receive, send)
+
+
+@dataclass(slots=True)
+class _ObservedSend:
+    """Remembers how much of an answer has been sent, for the case that it must be cut off.
+
+    Once the router leaves it has the client open another connection, to another router, for its next request.
+    """
+
+    send: Send
+    lifetime: Lifetime
+    start: Message | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.start = message
+            if self.lifetime.stage is not Stage.SERVING:
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+        await self.send(message)
+
+
+def is_open(path: str) -> bool:
+    """Tell what is there until the end, and for everybody who passes the check of its own route."""
+    return path in _OPEN or is_for_operators(path)

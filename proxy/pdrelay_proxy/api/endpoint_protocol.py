@@ -1,0 +1,211 @@
+"""The edge of the endpoints: their requests go from the connection to requests/request.py, and everything else to ASGI.
+
+core/http/framing.py has read the head already, so a request for an endpoint needs no second parser. Behind another
+server FastAPI serves the same endpoints, by api/endpoint_asgi.py.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from pdrelay_proxy.api.clients import Clients
+from pdrelay_proxy.api.guarded import GuardedProtocol, path_of
+from pdrelay_proxy.core.http.framing import Head, RefusalReason
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
+from pdrelay_proxy.core.protocol.realtime import offers_session
+from pdrelay_proxy.errors import ProxyError
+from pdrelay_proxy.requests.request import Request
+from pdrelay_proxy.requests.response import LONG_BODY, HttpResponse
+from pdrelay_proxy.requests.service import Requests
+
+_URLS: Final[Mapping[bytes, str]] = {path.encode("ascii"): path for path in ENDPOINTS}
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def endpoint_protocol(
+    requests: Requests,
+    clients: Clients,
+    *,
+    write_timeout_s: float | None,
+    on_write_timeout: Callable[[], None],
+    realtime: bool = False,
+) -> type[asyncio.Protocol]:
+    """Return the protocol class for ``uvicorn.Config(http=...)``.
+
+    ``write_timeout_s``: seconds in which a client must read something; ``on_write_timeout`` is called for each that has
+    not. ``realtime``: ``/v1/realtime`` may leave HTTP, for ``uvicorn.Config(ws=...)`` (api/websocket_protocol.py).
+    """
+    given: dict[str, object] = {"requests": requests, "clients": clients, "write_timeout_s": write_timeout_s}
+    given["realtime"] = realtime
+    given["on_write_timeout"] = staticmethod(on_write_timeout)
+    return type("EndpointProtocol", (_EndpointProtocol,), given)
+
+
+class _EndpointProtocol(GuardedProtocol):
+    """uvicorn's protocol, but for the endpoints. It is the ClientConnection of their requests."""
+
+    requests: Requests
+    realtime: bool
+    cycle: Any  # None, a Request, or what uvicorn calls so
+
+    _request: Request | None = None  # that was read last, if it was for an endpoint
+    _default: tuple[object, bytes] = None, b""  # the headers that the server puts into every head, and their lines
+    _is_coming = False  # not all of its body is here
+    _unwritten: memoryview | None = None  # the rest of a long answer, which the client has yet to make room for
+    _keeps = False  # whether the connection stays open behind it
+    _busy = False  # a request for an endpoint is under way
+    _idle_since = 0.0  # on the loop's clock
+    _idle_timer: asyncio.TimerHandle | None = None
+
+    # What the client sends
+
+    def takes(self, head: Head) -> bool:
+        """Begin a request for an endpoint."""
+        path = _URLS.get(head.target)
+        if path is None and head.method == b"POST":
+            path = _path_of(head.target)
+        if path is None or head.method != b"POST":
+            self._request = None
+            return False
+        keep_alive = head.keep_alive and not head.is_old
+        waits = head.expects and not head.is_old and head.length != 0  # the client sends its body if we say so
+        response = HttpResponse(self, self.transport.write, keep_alive and not waits, not head.is_old)
+        request = self._request = self.cycle = Request(self.requests, response, path, head.headers, head.shown)
+        self._busy, self._is_coming = True, head.length != 0
+        if request.check() and waits:
+            request.keep_alive = keep_alive  # a refusal closes: what comes behind it may be the body or a request
+            self.transport.write(_CONTINUE)
+        return True
+
+    def take(self, piece: bytes, *, is_all: bool = False) -> None:
+        """Take a piece of its body."""
+        if self._request is not None:
+            self._request.take(piece, is_all=is_all)
+
+    def serve(self, body: bytes = b"") -> None:
+        """Have it served: it is complete. ``body``: all of it, if none was taken before."""
+        request, self._is_coming = self._request, False
+        if request is not None:
+            if self.flow.write_paused:
+                request.pause()  # the client has not read earlier answers
+            request.begin(body)
+
+    # The connection
+
+    def upgrades(self, head: Head) -> bool:
+        """Tell an offer of a session, where there are some."""
+        return self.realtime and offers_session(head)
+
+    def on_handed_over(self) -> None:
+        """Look after the connection no more."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+
+    def pause_writing(self) -> None:
+        """Have the engine wait: the client is slow."""
+        super().pause_writing()
+        if self._request is not None:
+            self._request.pause()
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        super().resume_writing()
+        self._write_more()
+        if self._request is not None:
+            self._request.resume()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the request that is being answered."""
+        self._unwritten = None
+        super().connection_lost(exc)
+        self._request = None
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+
+    # What its request calls
+
+    def default_lines(self) -> bytes:
+        """Return what is in every head; uvicorn makes it anew once a second."""
+        headers = self.server_state.default_headers
+        of, lines = self._default
+        if of is not headers:
+            lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+            self._default = headers, lines
+        return lines
+
+    def write_long(self, head: bytes, body: bytes) -> None:
+        """Write an answer in pieces: a transport would keep all of it for a client that reads nothing, uncounted."""
+        self.transport.write(head)
+        self._unwritten = memoryview(body)
+        self._charge(len(body))
+        self._write_more()
+
+    def _write_more(self) -> None:
+        """Write of a long answer what the client has made room for."""
+        rest = self._unwritten
+        while rest and not (self.flow.write_paused or self.transport.is_closing()):
+            piece, rest = rest[:LONG_BODY], rest[LONG_BODY:]
+            self._unwritten = rest
+            self.transport.write(bytes(piece))
+            self.free(len(piece))
+        if rest is not None and not rest:
+            self._unwritten = None
+            if not self._busy:
+                self._go_on_behind(keep_alive=self._keeps)
+
+    def shutdown(self) -> None:
+        """End the connection behind the answer that is being written."""
+        if self._unwritten is None:
+            super().shutdown()
+        else:
+            self._keeps = False
+
+    def _refuse(self, fault: RefusalReason, error: ProxyError) -> None:
+        """Close a connection on which half of an answer is written: another one would stand in its middle."""
+        if self._unwritten is None:
+            super()._refuse(fault, error)
+            return
+        self._stop()
+        self.clients.on_refused(fault)
+        self.transport.abort()
+
+    def answered(self, *, keep_alive: bool) -> None:
+        """Go on with what is behind the request, once all of its answer is written."""
+        self._busy, self._keeps = False, keep_alive
+        if self._unwritten is None:
+            self._go_on_behind(keep_alive=keep_alive)
+
+    def _go_on_behind(self, *, keep_alive: bool) -> None:
+        if not keep_alive and self._is_coming:  # it was refused, and the client has yet to read why
+            self._stop()
+            self._linger()
+            return
+        if not keep_alive:
+            self.transport.close()
+        if self._left is not None or self.flow.read_paused or self.transport.is_closing():
+            self.on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        self._idle_since = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_idle)
+
+    def _look_idle(self) -> None:
+        """Close a connection that has been idle for too long: one timer for many requests."""
+        self._idle_timer = None
+        if self._busy or not self.between or self.timeout_keep_alive_task is not None:
+            return  # the end of what is under way sees to it
+        if self.cycle is not None and not self.cycle.response_complete:
+            return
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self._idle_timer = self.loop.call_later(left, self._look_idle)
+        else:
+            self.timeout_keep_alive_handler()
+
+
+def _path_of(target: bytes) -> str | None:
+    """Return the path of an endpoint that is written in another way: with a query, a host or escapes."""
+    found = path_of(target)
+    return found if found in ENDPOINTS else None

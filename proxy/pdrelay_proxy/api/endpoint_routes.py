@@ -1,0 +1,165 @@
+"""The routes of everything that engines do for clients: signatures describe them, api/endpoint_asgi.py serves them.
+
+A signature says what a path takes; nothing calls it. FastAPI would read a body whole and check it before a handler
+runs, while these bodies are charged piece by piece and go on as they came. Under uvicorn most requests do not come here
+either: api/endpoint_protocol.py takes them from the connection.
+"""
+
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any, Final, TypeAlias
+
+from fastapi import Header, Security
+from fastapi.routing import APIRoute
+from fastapi.security import APIKeyHeader, HTTPBearer
+from starlette.routing import Match
+from starlette.types import ASGIApp, Scope
+
+from pdrelay_proxy.api.endpoint_document import ENDPOINT_TEXTS, EndpointText
+from pdrelay_proxy.api.error_answers import PLACE, error_answers
+from pdrelay_proxy.api.schemas import (
+    AnthropicErrorResponse,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ErrorResponse,
+    ForwardedHeaders,
+    MessagesRequest,
+    ResponsesRequest,
+    TokensRequest,
+)
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
+
+Part: TypeAlias = dict[str, Any]  # of an OpenAPI document
+_NOT_FOUND: Final[tuple[Match, Scope]] = (Match.NONE, {})
+_Headers: TypeAlias = Annotated[ForwardedHeaders, Header()]
+
+# Either will do, which two entries in a document's ``security`` say.
+CLIENT_KEYS: Final[Sequence[Any]] = [
+    Security(HTTPBearer(scheme_name="bearer", description="A key of a client", auto_error=False)),
+    Security(APIKeyHeader(name="X-Api-Key", scheme_name="key", description="A key of a client", auto_error=False)),
+]
+_ERRORS: Final[Mapping[int | str, str]] = {
+    400: "The request is not one that the router or an engine takes",
+    401: "No API key, or one that the router does not know",
+    404: "No engine serves this model",
+    413: "The body is larger than the router takes",
+    415: "The body is of another type",
+    429: "The key has too many requests, or too many a second",
+    500: "The router failed",
+    502: "An engine failed, and so did the other tries",
+    503: "No engine can take the request, or the router is full or about to end; see Retry-After",
+    504: "An engine, or the request as a whole, took too long",
+    "4XX": "An engine refused the request; its answer as it came",
+}
+_TEXT: Final[Part] = {"schema": {"type": "string"}}
+_ANSWER_HEADERS: Final[Part] = {
+    "X-Request-Id": {"description": "The router's name of the request", **_TEXT},
+    "Server-Timing": {"description": "The engines it went to, and their milliseconds", **_TEXT},
+}
+_FORM: Final[Part] = {
+    "type": "object",
+    "properties": {"file": {"type": "string", "contentMediaType": "application/octet-stream"}},
+    "required": ["file"],
+    "additionalProperties": True,
+}
+
+
+async def _completions(body: CompletionRequest, headers: _Headers) -> None:
+    """Complete a text."""
+
+
+async def _chat_completions(body: ChatCompletionRequest, headers: _Headers) -> None:
+    """Answer in a chat."""
+
+
+async def _responses(body: ResponsesRequest, headers: _Headers) -> None:
+    """Answer, in the Responses API."""
+
+
+async def _messages(body: MessagesRequest, headers: _Headers) -> None:
+    """Answer, in the Messages API."""
+
+
+async def _generate(body: TokensRequest, headers: _Headers) -> None:
+    """Go on with token ids, in vLLM's own API."""
+
+
+async def _json(headers: _Headers) -> None:
+    """One decode engine serves it; the body goes there as it is."""
+
+
+async def _form(headers: _Headers) -> None:
+    """One decode engine serves it; the form goes there as it is."""
+
+
+_GENERATING: Final[Mapping[str, Callable[..., Awaitable[None]]]] = {
+    Api.COMPLETIONS: _completions,
+    Api.CHAT: _chat_completions,
+    Api.RESPONSES: _responses,
+    Api.MESSAGES: _messages,
+    Api.GENERATE: _generate,
+}
+
+
+class EndpointRoute(APIRoute):
+    """A path that an ASGI application serves; its signature is there for the document."""
+
+    def __init__(self, path: str, signature: Callable[..., Awaitable[None]], served: ASGIApp, **described: Any) -> None:  # noqa: ANN401 (what FastAPI takes)
+        super().__init__(path, signature, methods=["POST"], response_model=None, **described)
+        self.app = served
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Tell whether it is this path: an ordinary route's regular expression lets a line break pass behind it."""
+        return super().matches(scope) if scope.get("path") == self.path else _NOT_FOUND
+
+
+def endpoint_routes(endpoints: ASGIApp, *, keys: Sequence[Any] = ()) -> list[EndpointRoute]:
+    """Build the routes of all paths in the table; ``keys``: CLIENT_KEYS, if clients must show one."""
+    return [_route(path, kind, endpoints, keys) for path, kind in ENDPOINTS.items()]
+
+
+def is_endpoint(scope: Scope) -> bool:
+    """Tell a request that is judged and followed elsewhere (requests/request.py)."""
+    return scope["path"] in ENDPOINTS and scope["method"] == "POST"
+
+
+def operation_id(route: APIRoute) -> str:
+    """Name an operation: an endpoint by what it does, any other route by its method and path."""
+    if route.path in ENDPOINT_TEXTS:
+        return ENDPOINT_TEXTS[route.path].operation
+    words = re.findall(r"[a-z0-9]+", route.path_format.lower()) or ["status_page"]
+    return "_".join([*sorted(route.methods), *words]).lower()
+
+
+def _route(path: str, kind: EndpointKind, endpoints: ASGIApp, keys: Sequence[Any]) -> EndpointRoute:
+    text = ENDPOINT_TEXTS[path]
+    signature = _GENERATING.get(path, _form if kind is EndpointKind.FORM else _json)
+    content: Part = {"application/json": {"schema": {"$ref": PLACE + text.answer}}}
+    if kind is EndpointKind.SPLIT:
+        content["text/event-stream"] = _TEXT
+    answers: dict[int | str, Part] = {
+        200: {"description": "The engine's answer, as it is", "headers": _ANSWER_HEADERS, "content": content}
+    }
+    is_messages = path.startswith(Api.MESSAGES.value)
+    answers |= error_answers(AnthropicErrorResponse if is_messages else ErrorResponse, _ERRORS)
+    return EndpointRoute(
+        path,
+        signature,
+        endpoints,
+        summary=text.summary,
+        tags=["two legs" if kind is EndpointKind.SPLIT else "one leg"],
+        responses=answers,
+        dependencies=keys,
+        openapi_extra=None if kind is EndpointKind.SPLIT else {"requestBody": _body(text, kind)},
+        generate_unique_id_function=operation_id,
+    )
+
+
+def _body(text: EndpointText, kind: EndpointKind) -> Part:
+    if kind is EndpointKind.FORM:
+        return {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
+    media: Part = {"schema": {"$ref": PLACE + text.request}}
+    if text.example is not None:
+        media["example"] = text.example
+    return {"required": True, "content": {"application/json": media}}

@@ -1,0 +1,69 @@
+"""Errors of the routes that FastAPI serves."""
+
+from urllib.parse import quote
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exception_handlers import http_exception_handler
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from starlette.types import Scope
+
+from pdrelay_proxy.api.request_context import id_headers, note_fault
+from pdrelay_proxy.core.protocol.error_shapes import error_text, is_for_operators
+from pdrelay_proxy.errors import ProxyError
+from pdrelay_proxy.requests.error_body import JSON, error_body, error_headers
+from pdrelay_proxy.settings import OverloadStatus
+
+
+def install(app: FastAPI) -> None:
+    """Give an application our error answers."""
+    app.add_exception_handler(ProxyError, _on_proxy_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+def response_to(
+    error: Exception, scope: Scope, overload: OverloadStatus = OverloadStatus.SERVICE_UNAVAILABLE
+) -> Response:
+    """Return the whole answer to an error, and note it in the request's line of the log."""
+    note_fault(scope, error)
+    error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
+    status, content_type, body = error_body(error, scope["path"], overload)
+    return Response(body, status, {"content-type": content_type, **error_headers(error, overload)})
+
+
+async def _on_proxy_error(request: Request, error: Exception) -> Response:
+    return response_to(error, request.scope)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Answer for a path or a method that does not exist; the admin routes speak FastAPI's own format."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404 and (place := _without_slash(request)) is not None:
+        return Response(status_code=307, headers={"location": place})
+    if is_for_operators(request.url.path):
+        return await http_exception_handler(request, error)
+    path = request.url.path
+    body = error_text(path, error.status_code, f"{request.method} {path}: {error.detail}")
+    return Response(body, error.status_code, error.headers, media_type=JSON)
+
+
+def _without_slash(request: Request) -> str | None:
+    """Return where a path leads without the slash at its end, if that is a route: FastAPI redirects there, and so vLLM.
+
+    The place names no host: in front of TLS it would be the wrong one.
+    """
+    path = request.scope["path"].rstrip("/")
+    if not path or path == request.scope["path"]:
+        return None
+    there = {**request.scope, "path": path}
+    if all(route.matches(there)[0] is Match.NONE for route in request.app.routes):
+        return None
+    query = request.scope["query_string"].decode("latin-1")
+    return quote(path) + ("?" + query if query else "")
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Answer for what should not have happened, from outside of the middleware; the server logs the traceback."""
+    status, content_type, body = error_body(error, request.url.path)
+    return Response(body, status, id_headers(request.scope), media_type=content_type)

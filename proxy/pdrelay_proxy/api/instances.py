@@ -1,0 +1,297 @@
+"""Routes for operators beyond vLLM's demo: who is there, who leaves, and what would become of a request."""
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import msgspec
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import StreamingResponse
+
+from pdrelay_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess
+from pdrelay_proxy.api.own_engines import OwnEngines, joining_host, not_own
+from pdrelay_proxy.api.schemas import (
+    DrainedInstance,
+    ExplainRequest,
+    ExplainResponse,
+    InstanceList,
+    InstanceName,
+    InstanceRow,
+    TurnedInstance,
+)
+from pdrelay_proxy.api.stepped import in_steps
+from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.pair_health import PairState
+from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.fleet.target import Key, Target
+from pdrelay_proxy.core.model import Api, GenerationRequest, InstanceId, Role, first_header
+from pdrelay_proxy.core.protocol.request_bodies import parse
+from pdrelay_proxy.core.routing.explain import Explainer, Explanation
+from pdrelay_proxy.core.routing.routing_hints import ask_of_call, rank_of
+from pdrelay_proxy.core.routing.slices import SliceCrossings
+from pdrelay_proxy.errors import (
+    AddressError,
+    AlreadyKnown,
+    BadRequest,
+    CannotTurn,
+    NoInstance,
+    UnknownInstance,
+    UnknownModel,
+)
+from pdrelay_proxy.io.discovery.reconciler import Discovery, NotManagedHere
+from pdrelay_proxy.io.discovery.stores import StoreDown
+from pdrelay_proxy.settings import SlicePairing
+
+_ROWS_AT_ONCE: Final = 50
+_RESTING_MOST: Final = 20  # pairs that are named
+_NEEDS_IDS: Final = (
+    "streams can only move while the router knows their tokens: set resume_streams (--resume-streams true), which "
+    "holds for streams that begin from then on; or drain without move"
+)
+_NO_MOVE: Final = "The join key drains without move: streams would go to engines of others."
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceAdmin:
+    """What the routes use."""
+
+    registry: Registry
+    explainer: Explainer
+    clock: Callable[[], float]  # seconds; the one of the registry's times
+    discovery: Discovery
+    own: OwnEngines
+    is_drained: Callable[[InstanceId], bool] = lambda _: True  # for the other workers, too
+    resumes: Callable[[], bool] = lambda: False  # streams may change their engines, by the settings of now
+    follow: Callable[[], None] = lambda: None  # hears which engines other workers have seen go and come
+    warnings: FleetWarnings = field(default_factory=FleetWarnings)
+
+    def rows(self, members: Sequence[Member], *, host: str | None = None) -> InstanceList:
+        """Describe engines; to a host that has joined without the sentences, which may name engines of others."""
+        rows = [self._row(member, self.clock()) for member in members]
+        if host is not None:
+            rows = [row.model_copy(update={"why": "", "warning": None}) for row in rows]
+        return InstanceList(instances=rows)
+
+    async def rows_of(self, host: str) -> InstanceList:
+        """Describe the engines of a host that has joined."""
+        return self.rows(await self.own.among(host, self.registry.members()), host=host)
+
+    def pieces(self) -> Iterator[bytes]:
+        """Describe all engines, in JSON and in pieces of some engines each: ten thousand have megabytes."""
+        before = b'{"instances":['
+        members = self.registry.members()
+        for start in range(0, len(members), _ROWS_AT_ONCE):
+            now = self.clock()
+            rows = [self._row(member, now).model_dump_json() for member in members[start : start + _ROWS_AT_ONCE]]
+            yield before + ",".join(rows).encode()
+            before = b","
+        yield b"]}" if members else before + b"]}"
+
+    def _row(self, member: Member, now: float) -> InstanceRow:
+        instance, life, facts = member.instance, member.life, member.facts
+        state, why = life.state, life.why
+        if state is HealthState.DRAINED and not self.is_drained(instance.id):
+            state, why = HealthState.DRAINING, "another worker has requests there"
+        return InstanceRow(
+            id=instance.id,
+            role=member.role,
+            declared=instance.pool,
+            turns_to=None if member.turn is None else member.turn.to,
+            address=instance.address.authority,
+            rank=instance.rank,
+            state=state,
+            why=why,
+            since_s=round(now - life.since, 3),
+            in_flight=member.load.in_flight,
+            load=round(member.load.score(now=now), 3),
+            models=None if facts.models is None else sorted(facts.models),
+            version=facts.version,
+            connector=facts.connector,
+            mode=facts.mode,
+            revision=facts.revision,
+            slice=facts.slice,
+            protocol=facts.protocol,
+            fingerprint=facts.fingerprint,
+            source=member.origin.source,
+            generation=member.origin.generation,
+            warning=self.warnings.of(instance.id),
+        )
+
+    def slices(self, found: Explanation, call: GenerationRequest) -> dict[str, str | None]:
+        """Say of which slices the engines of a request are, and why of two, if one is preferred."""
+        prefill, decode = found.prefill, found.decode
+        crossing = None
+        if prefill is not None and self.registry.slice_pairing is SlicePairing.PREFER:
+            crossing = SliceCrossings(self.registry).reason(prefill, decode, ask_of_call(call))
+        return {
+            "prefill_slice": None if prefill is None else self.registry.facts(prefill).slice,
+            "decode_slice": self.registry.facts(decode).slice,
+            "slice_crossing": crossing,
+        }
+
+    def resting(self) -> list[dict[str, str]]:
+        """Name pairs that rest."""
+        pairs = [(pair, each) for pair, each in self.registry.pairs.pairs() if each.state is not PairState.FAILING]
+        return [
+            {"prefill": prefill, "decode": decode, "reason": each.reason}
+            for (prefill, decode), each in pairs[:_RESTING_MOST]
+        ]
+
+    def check_movable(self, members: Sequence[Member], host: str | None) -> None:
+        """Raise HTTPException if the streams of engines cannot move, or the caller may not move them."""
+        if host is not None:
+            raise HTTPException(403, _NO_MOVE)
+        if not self.resumes():
+            raise HTTPException(409, _NEEDS_IDS)
+        for member in members:
+            one = member.instance
+            if member.as_role(Role.DECODE) is None:
+                raise HTTPException(400, f"{one.id} is a prefill engine: it has no streams, drain it without move")
+
+    def found(self, named: InstanceName) -> Sequence[Member]:
+        """Return the engines that are meant; raises UnknownInstance, or AddressError: the address is none."""
+        if named.id is not None:
+            return [self.registry.member(InstanceId(named.id))]
+        if named.type is None or named.instance is None:
+            raise UnknownInstance('name an instance: {"id": "decode-0"} or {"type": "decode", "instance": "host:port"}')
+        key = Key(named.type, Target.parse(named.instance).address.authority)
+        found = self.registry.members_at([key])
+        if not found:  # what it serves is what is seen of it
+            found = [
+                member
+                for member in self.registry.members()
+                if member.as_role(key.role) is not None and member.instance.address.authority == key.authority
+            ]
+        if not found:
+            raise UnknownInstance(f"there is no {named.type} instance at {named.instance}")
+        return found
+
+    async def permitted(self, named: InstanceName, host: str | None) -> Sequence[Member]:
+        """Do as ``found``; raises HTTPException, too: they are not at the host that has joined."""
+        if host is None:
+            return self.found(named)
+        try:
+            members = self.found(named)
+        except UnknownInstance:
+            # Only of its own address a host may learn that no engine is there.
+            is_address = named.id is None and named.instance is not None
+            if not is_address or not await self.own.are_at(host, [Target.parse(named.instance or "").address]):
+                raise not_own(host) from None
+            raise
+        await self.own.check(host, [member.instance.address for member in members])
+        return members
+
+
+def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
+    """Build the routes; all of them want the operator's key, or some the join key."""
+    router = APIRouter(
+        prefix="/instances",
+        tags=[OPERATORS],
+        dependencies=[OPERATOR_KEY],
+        route_class=access.route(takes_join_key=True),
+    )
+    turning = APIRouter(route_class=access.route())
+    explaining = APIRouter(route_class=access.route(is_large=True))
+
+    @router.get("", responses=OPERATOR_ERRORS, response_model=InstanceList)
+    async def list_all(request: Request) -> Response:
+        """List the engines."""
+        if (host := joining_host(request)) is not None:
+            return Response((await admin.rows_of(host)).model_dump_json(), media_type="application/json")
+        return StreamingResponse(in_steps(admin.pieces()), media_type="application/json")
+
+    def act(verb: str, on: Callable[[InstanceId], Awaitable[None]], summary: str) -> None:
+        @router.post(f"/{verb}", responses=OPERATOR_ERRORS, summary=summary)
+        async def change(request: Request, named: InstanceName) -> InstanceList:
+            request.state.target = named.id or f"{named.type} {named.instance}"
+            host = joining_host(request)
+            return admin.rows(await _carried_out(admin, named, on, host=host), host=host)
+
+    act("remove", admin.discovery.remove, "Forget engines at once")
+    act("undrain", admin.discovery.undrain, "Send engines requests again")
+
+    @router.post(
+        "/drain",
+        responses=OPERATOR_ERRORS,
+        summary="Send engines nothing new, and say so when they have nothing left; with move streams go on elsewhere",
+    )
+    async def drain(request: Request, named: DrainedInstance) -> InstanceList:
+        request.state.target = named.id or f"{named.type} {named.instance}"
+        host = joining_host(request)
+        drains = partial(admin.discovery.drain, moves=named.move)
+        return admin.rows(await _carried_out(admin, named, drains, host=host, moves=named.move), host=host)
+
+    @turning.post(
+        "/turn",
+        responses=OPERATOR_ERRORS,
+        summary="Have engines serve another role, as soon as nothing of the old one is left",
+    )
+    async def turn(request: Request, named: TurnedInstance) -> InstanceList:
+        request.state.target = f"{named.id or f'{named.type} {named.instance}'} to {named.to}"
+        return admin.rows(
+            await _carried_out(admin, named, partial(admin.discovery.turn, to=named.to, force=named.force))
+        )
+
+    @explaining.post("/explain", responses=OPERATOR_ERRORS, response_model=ExplainResponse)
+    async def explain(question: ExplainRequest) -> Response:
+        """Say which engines a request would go to, and what each would get."""
+        if question.path not in tuple(Api):
+            raise HTTPException(400, f"{question.path} has no two legs to explain: write one of {', '.join(Api)}")
+        headers = tuple((name.lower().encode(), value.encode()) for name, value in question.headers.items())
+        try:
+            fields = parse(bytes(question.body), strip_private=False)
+            rank = rank_of(first_header(headers, b"x-data-parallel-rank"))
+            call = GenerationRequest(Api(question.path), fields, headers, rank=rank)
+            found = admin.explainer.explain(call)
+        except (BadRequest, UnknownModel, NoInstance) as exc:
+            raise HTTPException(400, f"The request would be refused: {exc}") from exc
+        answer = {
+            "rule": found.rule,
+            "prefill": None if found.prefill is None else found.prefill.id,
+            "decode": found.decode.id,
+            **admin.slices(found, call),
+            "prefill_body": None if found.prefill_body is None else msgspec.Raw(found.prefill_body),
+            "decode_body": msgspec.Raw(found.decode_body),
+            **admin.explainer.terms(call),
+            "lone_prompt_bound": found.bound,
+            "resting_pairs": admin.resting(),
+            "expected_ms": None if found.expected is None else found.expected.milliseconds,
+        }  # the bodies in it are the bytes that engines would get
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    router.include_router(turning)
+    router.include_router(explaining)
+    return router
+
+
+async def _carried_out(
+    admin: InstanceAdmin,
+    named: InstanceName,
+    on: Callable[[InstanceId], Awaitable[None]],
+    *,
+    host: str | None = None,
+    moves: bool = False,
+) -> Sequence[Member]:
+    """Change the engines that are meant, and return them; ``host``: of a caller with the join key."""
+    try:
+        admin.follow()  # else an order for one that has gone would hit the one that has come to its place
+        members = await admin.permitted(named, host)
+        if moves:
+            admin.check_movable(members, host)
+        for member in members:
+            if admin.registry.get(member.instance.id) is member:  # else it went with another rank
+                await on(member.instance.id)
+                logger.info("%s is %s: %s", member.instance.id, member.life.state, member.life.why)
+    except UnknownInstance as exc:
+        raise HTTPException(404, str(exc)) from exc
+    except (AddressError, AlreadyKnown) as exc:
+        raise HTTPException(400, str(exc)) from exc
+    except (NotManagedHere, CannotTurn) as exc:
+        raise HTTPException(409, str(exc)) from exc
+    except StoreDown as exc:
+        raise HTTPException(503, f"The change may or may not have been made: {exc}") from exc
+    return members

@@ -1,0 +1,265 @@
+"""The way into every route that wants the operator's key: the key, then the size of the body, then FastAPI.
+
+FastAPI reads a body of any size before it looks at dependencies. Here an unknown caller has nothing read, and a known
+one no more than the route takes. Each call ends in a line of the audit log.
+"""
+
+import base64
+import binascii
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from fastapi import HTTPException, Request, Response, Security
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from fastapi.security import APIKeyHeader
+from starlette.types import Scope
+
+from pdrelay_proxy.api.audit import Audit
+from pdrelay_proxy.api.error_answers import error_answers
+from pdrelay_proxy.api.schemas import OperatorError
+from pdrelay_proxy.core.admission.admin_key import AdminKey, fingerprint
+from pdrelay_proxy.core.admission.keys import Keyring, shown_key
+from pdrelay_proxy.core.http.bounded_body import whole
+from pdrelay_proxy.core.http.content_codings import coding_of
+from pdrelay_proxy.core.http.json_bounds import check_names
+from pdrelay_proxy.core.model import Headers, first_header
+from pdrelay_proxy.core.raw_json import Fields, NotJson, decode
+from pdrelay_proxy.errors import BadRequest, BodyTooLarge, Unauthorized, UnsupportedCoding, UnsupportedMedia
+from pdrelay_proxy.requests.intake import PASSED_ON, check_json, check_length
+
+OPERATORS: Final = "operators"  # the tag of routes that are shown to who has the operator's key
+SMALL_BODY: Final = 64 * 1024  # bytes: the name of an engine
+_RAW: Final = "body"  # of a request to explain: it is repeated as it came
+_SHOWN: Final = 100  # characters of what a caller has written
+_JSON: Final = (b"content-type", b"application/json")
+_STATUSES: Final[dict[int | str, str]] = {
+    400: "The body is not what the route takes, or it cannot be done",
+    401: "No admin key, or a wrong one",
+    403: "No engine may be added there, or this is not for the join key",
+    404: "There is no such engine, or the router has no admin key",
+    409: "The engine is managed elsewhere",
+    413: "The body is larger than the route takes",
+    415: "The body is of another type",
+    503: "The store did not answer: the change may or may not have been made",
+    "default": "What is wrong, in one sentence",
+}
+OPERATOR_ERRORS: Final = error_answers(OperatorError, _STATUSES)
+_ASKS: Final = {"www-authenticate": "X-Api-Key"}
+_MISSING: Final = "This is for operators: send the router's admin key as X-Api-Key."
+_UNCONFIGURED: Final = (
+    "This router has no admin key, so nobody may do this: start it with --admin-key-file or ADMIN_API_KEY."
+)
+_NOT_FOR_ENGINES: Final = "The join key may list, add, drain, undrain and remove engines at its own address: no more."
+_BEHIND_PROXY: Final = (
+    "The join key is for the caller's own address, which the router cannot see behind a proxy: ask the router itself."
+)
+_PROXIED: Final = frozenset(
+    {"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"}
+)
+# For the document; the routes that want the key look at it before FastAPI reads a body.
+OPERATOR_KEY: Final[Any] = Security(
+    APIKeyHeader(name="X-Api-Key", scheme_name="operator", description="The operator's key", auto_error=False)
+)
+
+
+def _worded(field: str, fault: str) -> str:
+    return f"The body is not what this route takes: {field + ': ' if field else ''}{fault}"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorAccess:
+    """Who may call the routes, and what is written about it."""
+
+    admin_key: AdminKey
+    join_key: AdminKey
+    audit: Audit
+    max_body_bytes: int
+
+    def authenticate(self, request: Request, *, takes_join_key: bool = False) -> None:
+        """Let only those pass who show the key; keys are compared in constant time.
+
+        ``takes_join_key``: also those with the join key, for the engines of the address from which they call
+        (``own_engines.joining_host``).
+        """
+        shown = request.headers.get("x-api-key")
+        if not self.admin_key.exists and not (takes_join_key and self.join_key.exists):
+            self.audit.refused(request, "the router has no admin key")
+            raise HTTPException(404, _UNCONFIGURED)
+        if shown is None:
+            self.audit.refused(request, "no X-Api-Key")
+            raise HTTPException(401, _MISSING, _ASKS)
+        key = shown.encode("latin-1")
+        joins = self.join_key.matches(key)
+        if self.admin_key.matches(key):
+            request.state.admin = fingerprint(key)
+            request.state.joining_host = None
+            return
+        if not joins:
+            self.audit.refused(request, "a wrong X-Api-Key")
+            raise HTTPException(401, "Forbidden: Invalid API Key.", _ASKS)  # vLLM's demo says so, with 403
+        request.state.admin = f"join:{fingerprint(key)}"
+        if not takes_join_key:
+            self.audit.refused(request, "the join key, which is not for this")
+            raise HTTPException(403, _NOT_FOR_ENGINES)
+        # The address is that of a proxy then, or, if uvicorn trusts the proxy, what the header says.
+        if request.client is None or not _PROXIED.isdisjoint(request.headers.keys()):
+            self.audit.refused(request, "the join key, behind a proxy")
+            raise HTTPException(403, _BEHIND_PROXY)
+        request.state.joining_host = request.client.host
+
+    async def require(self, request: Request) -> None:
+        """Do the same, as a dependency of a route that has no body."""
+        self.authenticate(request)
+
+    def route(
+        self,
+        *,
+        is_large: bool = False,
+        sentence: Callable[[str, str], str] = _worded,
+        any_media: bool = False,
+        takes_join_key: bool = False,
+    ) -> type[APIRoute]:
+        """Return the class of routes whose bodies are the name of an engine, or as large as a client's (``is_large``).
+
+        ``sentence`` words a body that is wrong, from the field (empty: the whole body) and the fault. ``any_media``: a
+        body may be declared as anything. ``takes_join_key``: as in ``authenticate``.
+        """
+        authenticate, audit = partial(self.authenticate, takes_join_key=takes_join_key), self.audit
+        body_most = self.max_body_bytes if is_large else min(SMALL_BODY, self.max_body_bytes)
+
+        class OperatorRoute(APIRoute):
+            def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+                serve, takes_body = super().get_route_handler(), self.body_field is not None
+
+                async def handler(request: Request) -> Response:
+                    authenticate(request)
+                    with audit.act(request):
+                        if not takes_body:
+                            return await _serve_plain(serve, request)
+                        body = await _read(request, body_most, any_media=any_media)
+                        try:
+                            return await serve(_JsonRequest(request, _parsed(body)))
+                        except (NotJson, BadRequest) as exc:
+                            raise HTTPException(400, sentence("", str(exc))) from exc
+                        except RequestValidationError as exc:
+                            raise HTTPException(400, sentence(*_first_fault(exc))) from exc
+
+                return handler
+
+        return OperatorRoute
+
+
+async def _serve_plain(serve: Callable[[Request], Coroutine[Any, Any, Response]], request: Request) -> Response:
+    """Serve a request without a body; what is wrong with its path or its query is one sentence."""
+    try:
+        return await serve(request)
+    except RequestValidationError as exc:
+        field, fault = _first_fault(exc)
+        raise HTTPException(400, f"{field}: {fault}") from exc
+
+
+def _first_fault(error: RequestValidationError) -> tuple[str, str]:
+    """Return the field that is wrong first, and why."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"][1:]))[:_SHOWN]
+    return "".join(letter if letter.isprintable() else "?" for letter in place), str(first["msg"])
+
+
+class _JsonRequest(Request):
+    """A request whose body has been read already, whatever it is declared as."""
+
+    def __init__(self, request: Request, fields: Mapping[str, object]) -> None:
+        headers = [header for header in request.scope["headers"] if header[0] != _JSON[0]]
+        super().__init__({**request.scope, "headers": [*headers, _JSON]}, request.receive)
+        self._fields = fields
+
+    async def body(self) -> bytes:
+        """Return something: FastAPI asks for the bytes before it asks for what they say."""
+        return b"{}"
+
+    async def json(self) -> Any:  # noqa: ANN401 (as in Starlette)
+        """Return the fields."""
+        return self._fields
+
+
+async def _read(request: Request, most: int, *, any_media: bool) -> bytes:
+    try:
+        if not any_media:
+            check_json(request.headers.get("content-type", "").encode("latin-1"))
+        if coding_of(request.headers.get("content-encoding", "").encode("latin-1")) is not None:
+            raise UnsupportedCoding("routes for operators take no compressed bodies")
+        return await read_body(request, limit=most)
+    except UnsupportedMedia as exc:
+        headers = {"accept-encoding": "identity"} if isinstance(exc, UnsupportedCoding) else None
+        raise HTTPException(415, str(exc), headers) from exc
+    except BodyTooLarge as exc:
+        raise HTTPException(413, str(exc)) from exc
+
+
+def _parsed(body: bytes) -> Mapping[str, object]:
+    """Read an object, but one value; raises NotJson, or BadRequest: it has too many names, or a long value."""
+    check_names(body)
+    fields = decode(body, Fields)
+    found: dict[str, object] = {**fields}
+    for name, raw in fields.items():
+        if name != _RAW:
+            if len(memoryview(raw)) > SMALL_BODY:
+                raise BadRequest(f"{name[:_SHOWN]} has more than {SMALL_BODY} bytes")
+            found[name] = decode(raw, object)
+    return found
+
+
+def is_admin(request: Request, admin_key: AdminKey) -> bool:
+    """Tell whether a request shows the operator's key."""
+    return admin_key.matches(request.headers.get("x-api-key", "").encode("latin-1"))
+
+
+def require_any_key(admin_key: AdminKey, keyring: Keyring, *, by_browsers: bool = False) -> Callable[[Request], None]:
+    """Return a dependency for what shows the fleet: where clients need a key, one of theirs or the operator's.
+
+    ``by_browsers``: also as the password of Basic (RFC 7617), for which browsers ask; the name plays no part.
+    """
+    asks = 'Basic realm="pdrelay", Bearer' if by_browsers else "Bearer"
+
+    def authenticate(request: Request) -> None:
+        if keyring.keys is None:
+            return
+        headers = tuple(request.scope["headers"])
+        shown = shown_key(headers)
+        if shown is None and by_browsers:
+            shown = _password(headers)
+        if shown is None:
+            sentence = "this shows the fleet: send an API key of this router, or its admin key as X-Api-Key"
+            raise Unauthorized(sentence, asks=asks)
+        others = [value for name, value in headers if name == b"x-api-key"][:1]
+        if all(keyring.keys.owner(key) is None and not admin_key.matches(key) for key in (shown, *others)):
+            raise Unauthorized("the API key is not one that this router knows", asks=asks)
+
+    return authenticate
+
+
+def _password(headers: Headers) -> bytes | None:
+    """Return the password of Basic; None: there is none."""
+    value = first_header(headers, b"authorization") or b""
+    if value[:6].lower() != b"basic ":
+        return None
+    try:
+        return base64.b64decode(value[6:].strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return None
+
+
+def passed_on(scope: Scope) -> Headers:
+    """Return the headers that go to the engines, as they came."""
+    headers: Headers = tuple(scope["headers"])  # ASGI: names are in lower case
+    return tuple((name, value) for name, value in headers if name in PASSED_ON)
+
+
+async def read_body(request: Request, *, limit: int) -> bytes:
+    """Read at most ``limit`` bytes; raises BodyTooLarge, or ClientDisconnect: it hung up before the end."""
+    check_length(request.headers.get("content-length", "").encode("latin-1"), limit)
+    too_long = BodyTooLarge(f"the body has more than {limit} bytes, the most this router takes")
+    return await whole(request.stream(), limit, too_long)

@@ -1,0 +1,48 @@
+"""``GET /pairs``: what was seen of the pairs of engines, for operators (docs/pairs.md)."""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Final
+
+import msgspec
+from fastapi import APIRouter, Response
+from fastapi.responses import StreamingResponse
+
+from pdrelay_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess
+from pdrelay_proxy.api.schemas import PairList
+from pdrelay_proxy.api.stepped import in_steps
+from pdrelay_proxy.core.fleet.pair_rows import pair_rows
+from pdrelay_proxy.io.request_path.pair_notes import PairNotes
+
+_ROWS_AT_ONCE: Final = 50
+
+
+def pair_routes(pairs: Callable[[], PairNotes], clock: Callable[[], float], access: OperatorAccess) -> APIRouter:
+    """Build the route; it wants the operator's key."""
+    router = APIRouter(prefix="/pairs", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=access.route())
+
+    @router.get("", responses=OPERATOR_ERRORS, response_model=PairList)
+    async def list_all() -> Response:
+        """List the pairs of engines that fail, and those that were used lately."""
+        return StreamingResponse(in_steps(_pieces(pairs(), clock())), media_type="application/json")
+
+    return router
+
+
+def _pieces(pairs: PairNotes, now: float) -> Iterator[bytes]:
+    """Write all pairs as JSON, in pieces of some pairs each."""
+    matrix, health, modes = pairs.matrix, pairs.health, pairs.modes
+    head = {
+        "worker": pairs.worker,
+        "workers": pairs.workers,
+        "known": len(matrix),
+        "dropped": matrix.dropped,
+        "resting": health.resting,
+        "unkept": health.unkept,
+    }
+    yield msgspec.json.encode(head)[:-1] + b',"pairs":['
+    rows, before = pair_rows(matrix, health, modes, pairs.find, now=now), b""
+    while some := list(islice(rows, _ROWS_AT_ONCE)):
+        yield before + msgspec.json.encode(some)[1:-1]
+        before = b","
+    yield b"]}"

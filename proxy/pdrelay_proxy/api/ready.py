@@ -1,0 +1,81 @@
+"""Routes for probes: whether the process lives, has engines, and should be sent requests."""
+
+from typing import Final
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from starlette.types import Message, Receive, Scope, Send
+
+from pdrelay_proxy.api.error_answers import error_answers
+from pdrelay_proxy.api.schemas import ErrorResponse, FleetHealth, Health
+from pdrelay_proxy.core.admission.lifetime import Lifetime, Stage
+from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.errors import ClosingDown, NoInstance
+from pdrelay_proxy.io.build import find_build
+from pdrelay_proxy.io.discovery.reconciler import Discovery
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+
+VERSION_HEADER: Final = b"x-pdrelay-version"
+
+
+class _VersionedRoute(APIRoute):
+    """Says in a header of each answer, also of an error, what runs here."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with one more header."""
+        version = str(find_build()).encode()
+
+        async def send_versioned(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (VERSION_HEADER, version)]
+            await send(message)
+
+        await super().handle(scope, receive, send_versioned)
+
+
+def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime, warnings: FleetWarnings) -> APIRouter:
+    """Build GET /health, and GET /ready for the load balancer in front of the router.
+
+    /ready is 200 from when every source of engines was heard until SIGTERM, else 503. It does not depend on engines:
+    all routers lose those at once, and with the routers out of their Service clients would get refused connections
+    in place of a 503 that says why.
+    """
+    router = APIRouter(tags=["probes"], route_class=_VersionedRoute)
+    find_build()  # which may ask git: not while somebody waits
+
+    @router.get(
+        "/health",
+        responses=error_answers(ErrorResponse, {503: "No engine of one role"}),
+        response_model_exclude_none=True,
+    )
+    async def health() -> FleetHealth:
+        """Tell whether there is an engine of each role, and what is wrong with the fleet as a whole."""
+        for role in Role:
+            fleet.usable(role)
+        return FleetHealth(status="ok", warnings=list(warnings.texts) or None)
+
+    @router.get("/readiness", include_in_schema=False)
+    @router.get("/ready", responses=error_answers(ErrorResponse, {503: "Send requests elsewhere"}))
+    async def ready() -> Health:
+        """Tell whether requests should be sent here: it knows its engines, and is not about to end."""
+        if lifetime.stage is not Stage.SERVING:
+            raise ClosingDown("the router is about to end", retry_after_s=1)
+        if missing := discovery.missing:
+            raise NoInstance(f"the router has not heard yet which instances there are: {', '.join(missing)} is silent")
+        return Health(status="ready")
+
+    return router
+
+
+def liveness_routes() -> APIRouter:
+    """Build GET /live: a router that does not answer it stands still, and a restart helps. Engines play no part."""
+    router = APIRouter(tags=["probes"])
+
+    @router.get("/liveness", include_in_schema=False)
+    @router.get("/live")
+    async def live() -> Health:
+        """Tell that the router answers."""
+        return Health(status="ok")
+
+    return router

@@ -1,0 +1,120 @@
+"""``GET /requests/NAME``: what happened to a request, for operators (docs/why.md)."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Final
+
+from fastapi import APIRouter, HTTPException, Path, Query
+
+from pdrelay_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess
+from pdrelay_proxy.api.schemas import RequestTimeline, RequestTimelines, TimelineRow
+from pdrelay_proxy.core.request_history import RequestHistory, name_begins, records_named
+from pdrelay_proxy.core.request_record import (
+    CLIENT_CLOSED_REQUEST,
+    PromptParts,
+    PromptRecord,
+    RequestRecord,
+    written_ms,
+)
+from pdrelay_proxy.io.engine_timelines import Timelines
+from pdrelay_proxy.requests.lifecycle import RequestState
+
+WORKERS: Final = "x-pdrelay-workers"  # of how many processes this is one: each knows only its own requests
+_CUT: Final = "..."  # behind the half of an id on the status page
+_MOST: Final = 8  # requests of one name that are shown; each asks up to four engines
+UnderWay = Callable[[], Iterable[tuple[RequestRecord, RequestState]]]
+
+
+def request_routes(
+    history: Callable[[], RequestHistory],
+    under_way: UnderWay,
+    timelines: Timelines,
+    access: OperatorAccess,
+    *,
+    workers: int,
+) -> APIRouter:
+    """Build the route; it wants the operator's key."""
+    router = APIRouter(prefix="/requests", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=access.route())
+
+    @router.get("/{name}", responses=OPERATOR_ERRORS)
+    async def show(
+        name: Annotated[str, Path(min_length=1, max_length=128, pattern=r"^[!-~]+$")],
+        *,
+        engines: Annotated[bool, Query(description="ask its engines, too; one that hangs is waited for")] = True,
+    ) -> RequestTimelines:
+        """Say what happened to the requests with a name: that of a response's X-Request-Id, or the client's own.
+
+        The beginning of a name is enough where no other request has one that begins so.
+        """
+        found = [(one, _state(one, state)) for record, state in under_way() for one in records_named(record, name)]
+        found += [(record, RequestState.OVER) for record in history().find(name)]
+        if not found:
+            beginning = name.removesuffix(_CUT)
+            found = [(record, state) for record, state in under_way() if name_begins(record, beginning)]
+            found += [(record, RequestState.OVER) for record in history().find_beginning(beginning)]
+            _check_unique(beginning, [record for record, _ in found])
+        if not found:
+            raise HTTPException(404, _unknown(name, len(history()), workers), {WORKERS: str(workers)})
+        shown = [await _shown(record, state, timelines, asks_engines=engines) for record, state in found[:_MOST]]
+        return RequestTimelines(requests=shown, omitted=len(found) - len(shown))
+
+    return router
+
+
+def _check_unique(beginning: str, found: Sequence[RequestRecord]) -> None:
+    """Raise HTTPException if more than one request has a name that begins so."""
+    if len(found) > 1:
+        raise HTTPException(400, f"{len(found)} requests have an id that begins with {beginning!r}: write more of it")
+
+
+def _state(record: RequestRecord, state: RequestState) -> RequestState:
+    """Return the state of a record: prompts are kept once they are over, and their request may be under way."""
+    return RequestState.OVER if isinstance(record, PromptRecord) else state
+
+
+def _notes_of_parts(parts: PromptParts) -> Iterable[str]:
+    """Say what became of the prompts of a request, and under which names some of them can be asked for."""
+    failed = f", {parts.failed} of them failed" if parts.failed else ""
+    yield f"{parts.count} prompts are over{failed}; each has its own legs, and these are kept:"
+    for part in parts.notable:
+        engines = [leg.instance for leg in (part.prefill, part.decode) if leg is not None]
+        how = "" if part.status < 400 else " left" if part.status == CLIENT_CLOSED_REQUEST else f" {part.status}"
+        yield f"{part.request_id}{how} {written_ms(part.duration_s * 1000)} ms {' '.join(engines)}".rstrip()
+
+
+def _unknown(name: str, kept: int, workers: int) -> str:
+    said = f"There is no request {name!r} among those under way and the last {kept} that are over (request_history)"
+    return said if workers == 1 else f"{said}; this process is one of {workers} workers, and another may know it."
+
+
+async def _shown(
+    record: RequestRecord, state: RequestState, timelines: Timelines, *, asks_engines: bool
+) -> RequestTimeline:
+    is_over = state is RequestState.OVER
+    began_at, timeline = await timelines.of(record, is_over=is_over, asks_engines=asks_engines)
+    return RequestTimeline(
+        request_id=record.request_id,
+        client_id=record.client_id,
+        path=record.path,
+        state=state,
+        status=record.status if is_over else None,
+        outcome=record.outcome if is_over else None,
+        mode=record.mode,
+        single_reason=record.single_reason,
+        began_at=began_at,
+        duration_ms=round(timeline.total_ms, 3),
+        retries=[str(retry) for retry in record.retries],
+        moves=[str(move) for move in record.moves],
+        error=record.error or record.prefill_error,
+        rows=[
+            TimelineRow(
+                what=row.what,
+                where=row.where,
+                leg=row.leg,
+                begin_ms=round(row.begin_ms, 3),
+                duration_ms=round(row.duration_ms, 3),
+                note=row.note,
+            )
+            for row in timeline.rows
+        ],
+        notes=[*timeline.notes, *(() if record.parts is None else _notes_of_parts(record.parts))],
+    )

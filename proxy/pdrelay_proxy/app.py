@@ -1,0 +1,146 @@
+"""The composition root: the one place where objects are built and connected. Its parts are in ``building``."""
+
+import asyncio
+import logging
+import socket
+import ssl
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+from pdrelay_proxy.api.applications import build_applications
+from pdrelay_proxy.api.request_context import RequestContextMiddleware
+from pdrelay_proxy.building.background import build_background
+from pdrelay_proxy.building.engines import Fabric, build_engines
+from pdrelay_proxy.building.requests import build_requests
+from pdrelay_proxy.building.routes import build_routes
+from pdrelay_proxy.core.admission.admin_key import AdminKey
+from pdrelay_proxy.core.admission.lifetime import Lifetime
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.io.files import admin_tls, join_key, operator_key, server_tls
+from pdrelay_proxy.io.reloads import FileReloads
+from pdrelay_proxy.io.request_path.ids import new_id
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.io.workers.context import WorkerContext
+from pdrelay_proxy.io.workers.group import worker_group
+from pdrelay_proxy.live import Live, check
+from pdrelay_proxy.requests.service import Requests
+from pdrelay_proxy.settings import Settings
+
+if TYPE_CHECKING:
+    from pdrelay_proxy.io.traces import Traces
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A router that is built, and what its process needs of it."""
+
+    app: FastAPI
+    admin_app: FastAPI | None  # that of the admin port; None: ``app`` has its routes, too
+    requests: Requests
+    lifetime: Lifetime
+    live: Live
+    telemetry: Telemetry
+    tls: ssl.SSLContext | None  # what it serves https with; None: http
+    admin_tls: ssl.SSLContext | None  # the same at the admin port
+
+
+def build(
+    settings: Settings,
+    *,
+    fabric: Fabric | None = None,
+    place: WorkerContext | None = None,
+    traces: "Traces | None" = None,
+) -> Router:
+    """Build the router, or one of several workers of it. Tests pass a fabric, and traces that they can look at.
+
+    Raises:
+        AddressError: an address in the settings cannot be one.
+        AlreadyKnown: an address occurs twice under one role.
+        ConfigError: a file cannot be read, settings contradict each other, the router would be open to others, or
+            spans are asked for and their library is missing.
+    """
+    check(settings)
+    # The wall clock is the only one that hosts have in common.
+    wall = time.time if fabric is None else fabric.clock  # noqa: TID251
+    fabric = fabric or Fabric()
+    clock = fabric.clock
+    group = worker_group(place, settings, clock)
+    engines = build_engines(settings, group, fabric)
+    serving = build_requests(settings, group, engines, clock, traces)
+    background = build_background(settings, group, engines, serving, clock=clock, wall=wall)
+    requests, telemetry = serving.requests, serving.telemetry
+    admin_key = AdminKey(operator_key(settings))
+    joining_key = AdminKey(join_key(settings))
+    reloads = FileReloads(
+        lambda: requests.settings,
+        server_tls(settings),
+        engines.tls.context,
+        serving.keyring,
+        engines.outbound,
+        admin_key,
+        telemetry.counters,
+        admin_tls(settings),
+        joining_key,
+    )
+
+    def running() -> Sequence[AbstractAsyncContextManager[object]]:
+        return (
+            serving.reader,
+            engines.wire,
+            serving.releaser,
+            *filter(None, [requests.canaries]),
+            reloads.running(),
+            *background.running(),
+            requests,
+        )
+
+    routes = build_routes(
+        settings, group, engines, serving, background, admin_key=admin_key, join_key=joining_key, clock=clock
+    )
+    lifespan = _lifespan(group.registry, running, serving.traces)
+    own_name = socket.gethostname()
+    apps = build_applications(settings, routes, lifespan, serving.lifetime, serving.keyring, own_name=own_name)
+    apps.main.add_middleware(
+        RequestContextMiddleware,
+        new_id=new_id,
+        clock=clock,
+        ids=requests.ids,
+        spans=serving.traces,
+        request_over=telemetry.request_over,
+    )
+    live = Live(
+        group.registry, requests, serving.gate, serving.keyring, engines.outbound, admin_key, joining_key, clock
+    )
+    return Router(
+        apps.main, apps.admin, requests, serving.lifetime, live, telemetry, reloads.server_tls, reloads.admin_tls
+    )
+
+
+def _lifespan(
+    registry: Registry, running: Callable[[], Sequence[AbstractAsyncContextManager[object]]], traces: "Traces | None"
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return what starts and ends with the server: what is named last ends first, and the spans go off at last."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        for role in Role:
+            for instance in registry.known(role):
+                logger.info("%s is at %s", instance.id, instance.address.url)  # everything else says only the id
+        try:
+            async with AsyncExitStack() as opened:
+                for part in running():
+                    await opened.enter_async_context(part)
+                yield
+        finally:
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
+
+    return lifespan

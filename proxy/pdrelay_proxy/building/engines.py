@@ -1,0 +1,109 @@
+"""Builds what knows the engines, what chooses among them, and what reaches them."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+
+from pdrelay_proxy.core.admission.keys import Outbound
+from pdrelay_proxy.core.fleet.cache_index import CacheIndex
+from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
+from pdrelay_proxy.core.fleet.pair_matrix import PairMatrix
+from pdrelay_proxy.core.fleet.pair_modes import PairModes
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.fleet.target import Target
+from pdrelay_proxy.core.http.address_allowlist import AllowList
+from pdrelay_proxy.core.known_prompts import KnownPrompts
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
+from pdrelay_proxy.io.files import engine_keys, engine_tls
+from pdrelay_proxy.io.probes.checks import HttpChecks
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+from pdrelay_proxy.io.request_path.pair_notes import PairNotes
+from pdrelay_proxy.io.request_path.policies import fleet_of
+from pdrelay_proxy.io.wire import WireEngines
+from pdrelay_proxy.io.wire.connection_guard import Guard, resolved
+from pdrelay_proxy.io.wire.engine_names import EngineNames
+from pdrelay_proxy.io.wire.engine_tls import EngineTls
+from pdrelay_proxy.io.wire.pool import Dial
+from pdrelay_proxy.io.workers.group import WorkerGroup
+from pdrelay_proxy.settings import KvEvents, Settings
+
+_TURNS: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """How a router reaches its engines, and by which clock it judges.
+
+    Tests have it reach them without a network: its probes by a transport, its legs by ``dial``. ``clock`` tells seconds
+    of which only differences count; timers are the event loop's all the same.
+    """
+
+    transport: httpx.AsyncBaseTransport | None = None  # None: over sockets
+    dial: Dial | None = None
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSide:
+    """What knows the engines and reaches them."""
+
+    registry: Registry
+    learned: PushCoordinates
+    pairs: PairNotes
+    index: CacheIndex | None  # of what engines tell of their caches; None: no policy asks
+    known: KnownPrompts | None  # the tokens of texts, to look them up there
+    fleet: LiveFleet
+    outbound: Outbound
+    tls: EngineTls
+    guard: Guard
+    wire: WireEngines
+    checks: HttpChecks
+    warnings: FleetWarnings  # of the fleet as a whole
+
+
+def build_engines(settings: Settings, group: WorkerGroup, fabric: Fabric) -> EngineSide:
+    """Build it. Raises AddressError, AlreadyKnown and ConfigError, as ``build`` says."""
+    registry, clock = _registry(settings, group, fabric.clock), fabric.clock
+    policy = TRANSFER_POLICIES[settings.kv_transfer_mode]
+    learned = PushCoordinates(at_once=policy.at_once)
+    modes = PairModes(policy.fixed, kind=registry.link)
+    pairs = PairNotes(registry, PairMatrix(settings.pair_history), (group.number, group.of), modes)
+    asks_caches = settings.kv_events is not KvEvents.OFF
+    index = CacheIndex() if asks_caches else None
+    known = KnownPrompts(settings.prefix_lifetime_s) if asks_caches else None
+    # Routers that know of each other do not all begin with the same engine.
+    turn = random.randrange(_TURNS) if settings.peers else group.number
+    fleet = fleet_of(settings, registry, learned, clock, random.randrange, turn=turn, index=index, known=known)
+    fleet.modes = modes
+    outbound = Outbound(engine_keys(settings), forwards=settings.forward_client_key)
+    tls = EngineTls(engine_tls(settings), settings.engine_server_name)
+    resolve = (
+        EngineNames(resolved).resolve if fabric.transport is None else None
+    )  # with the transport of a test it connects nowhere
+    guard = Guard(AllowList.parse(settings.allowed_instances), registry.is_given, resolve)
+    checks = HttpChecks(
+        timeout_s=settings.health_check_timeout_s,
+        headers=lambda role: outbound.headers(role, ()),
+        forwards=settings.forward_client_key,
+        tls=tls,
+        transport=fabric.transport,
+        guard=guard,
+    )
+    wire = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=fabric.dial)
+    return EngineSide(
+        registry, learned, pairs, index, known, fleet, outbound, tls, guard, wire, checks, FleetWarnings()
+    )
+
+
+def _registry(settings: Settings, group: WorkerGroup, clock: Callable[[], float]) -> Registry:
+    """Return the group's, with the engines of the settings."""
+    for role, addresses in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
+        for address in addresses:
+            group.registry.add_target(role, Target.parse(address), now=clock())
+    return group.registry

@@ -1,0 +1,173 @@
+"""Builds what serves requests."""
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdrelay_proxy.api.model_list import ModelCatalog
+from pdrelay_proxy.building.engines import EngineSide
+from pdrelay_proxy.core.admission.cache_salts import Salts
+from pdrelay_proxy.core.admission.keys import Keyring
+from pdrelay_proxy.core.admission.lifetime import Lifetime
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.http.allowed_origins import AllowedOrigins
+from pdrelay_proxy.core.http.origins import Sites
+from pdrelay_proxy.core.protocol.canary import CanaryOutcome
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
+from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
+from pdrelay_proxy.core.protocol.realtime import REALTIME_PATH
+from pdrelay_proxy.core.request_history import RequestHistory
+from pdrelay_proxy.core.request_record import ClientIds
+from pdrelay_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
+from pdrelay_proxy.core.routing.session_ids import SessionIds
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.files import client_keys
+from pdrelay_proxy.io.request_path.ids import new_id, new_transfer
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+from pdrelay_proxy.io.workers.group import WorkerGroup
+from pdrelay_proxy.requests.body_reader import BodyReader
+from pdrelay_proxy.requests.canaries import Canaries
+from pdrelay_proxy.requests.gate import Gate
+from pdrelay_proxy.requests.intake import Intake
+from pdrelay_proxy.requests.leg_bodies import LegBodies
+from pdrelay_proxy.requests.release import Releaser
+from pdrelay_proxy.requests.service import Requests
+from pdrelay_proxy.settings import PolicyName, Settings
+
+if TYPE_CHECKING:
+    from pdrelay_proxy.io.traces import Traces
+
+_PATHS = frozenset({*ENDPOINTS, "/v1/models", REALTIME_PATH})  # those that metrics and spans tell apart
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSide:
+    """What serves requests, and what is known of them."""
+
+    requests: Requests
+    gate: Gate
+    lifetime: Lifetime
+    keyring: Keyring
+    models: ModelCatalog
+    telemetry: Telemetry
+    traces: "Traces | None"  # None: nobody asks for spans
+    releaser: Releaser
+    reader: BodyReader
+
+
+def build_requests(
+    settings: Settings, group: WorkerGroup, engines: EngineSide, clock: Callable[[], float], traces: "Traces | None"
+) -> RequestSide:
+    """Build it, and have the engines' side tell it what it counts. Raises ConfigError.
+
+    ``traces``: those of a test; else what the settings ask for.
+    """
+    fleet, pairs, wire = engines.fleet, engines.pairs, engines.wire
+    gate, lifetime = Gate(settings, clock), Lifetime()
+    keyring, reader = Keyring(client_keys(settings), settings.min_priority), BodyReader()
+    counters = _counters(engines, gate)
+    telemetry = Telemetry(counters, clock, RequestHistory(settings.request_history), pairs)
+    traces = traces or _traces(settings)
+    releaser = Releaser(wire, told=(telemetry,))
+    sites, salts = Sites(settings, socket.gethostname()), _salts(settings, keyring)
+    requests = Requests(
+        intake=Intake(
+            settings,
+            lifetime,
+            keyring,
+            sites,
+            salts,
+            _sessions(settings),
+            _media_hosts(settings),
+            engines.registry.model_of_unnamed,
+        ),
+        fleet=fleet,
+        learned=engines.learned,
+        handovers=LegBodies(engines.learned, TRANSFER_POLICIES[settings.kv_transfer_mode], telemetry.replaced_host),
+        engines=wire.teller,
+        releaser=releaser,
+        budget=RetryBudget(
+            settings.retry_budget_ratio, settings.retry_budget_min_rate, most=max(1.0, MOST_RETRIES / group.of)
+        ),
+        gate=gate,
+        lifetime=lifetime,
+        examiner=reader,
+        telemetry=telemetry,
+        settings=settings,
+        clock=clock,
+        new_id=new_id,
+        new_transfer=new_transfer,
+        request_over=telemetry.request_over,
+        ids=ClientIds(settings.request_id_headers),
+        origins=AllowedOrigins(settings.allowed_origins) if settings.allowed_origins else None,
+        reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
+        spans=traces,
+        canaries=_canaries(settings, engines, counters=counters, clock=clock),
+        worker=(group.number, group.of),
+    )
+    fleet.later, fleet.bounds = telemetry.later, counters.lone_prompts_bound
+    telemetry.legs_under_way, telemetry.stepped = requests.engines_of_legs, fleet.stepped
+    gate.outlook = fleet.outlook
+    models = ModelCatalog(engines.registry, wire, engines.outbound, clock, model=settings.required_model)
+    return RequestSide(requests, gate, lifetime, keyring, models, telemetry, traces, releaser, reader)
+
+
+def _counters(engines: EngineSide, gate: Gate) -> Counters:
+    """Return the counters; some of them are counted where pairs are chosen, or remembered, or requests wait."""
+    pairs, crossings = engines.pairs, engines.fleet.crossings
+    counters = Counters(
+        _PATHS,
+        pair_failures=pairs.health.failures,
+        pairs_dropped=pairs.matrix.counts,
+        engine_tls_failures=engines.tls.failures,
+        turns=engines.registry.turns,
+    )
+    counters.class_waiting = gate.admission.waiting_by_class
+    counters.canaries.update({(outcome.value,): 0 for outcome in CanaryOutcome})
+    if crossings is not None:
+        counters.slice_crossings = crossings.counted
+    return counters
+
+
+def _canaries(
+    settings: Settings, engines: EngineSide, *, counters: Counters, clock: Callable[[], float]
+) -> Canaries | None:
+    """Return what has requests answered once more; None: nothing shall."""
+    if not settings.canary_every:
+        return None
+    differs = engines.pairs.answer_differs
+    return Canaries(
+        settings.canary_every, engines.wire, engines.registry, counters.canaries, differs=differs, clock=clock
+    )
+
+
+def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
+    """Say what keeps the clients apart in the engines' prefix caches; raises ConfigError."""
+    wanted = settings.cache_salt_per_key
+    if wanted is False:
+        return None
+    if wanted and settings.api_keys_file is None:
+        raise ConfigError("cache_salt_per_key needs api_keys_file: without keys all clients are one")
+    return Salts(keyring, settings.cache_salt_secret, always=bool(wanted))
+
+
+def _media_hosts(settings: Settings) -> frozenset[str]:
+    return frozenset(map(str.lower, settings.allowed_media_domains))
+
+
+def _sessions(settings: Settings) -> SessionIds | None:
+    """Return where sessions' ids are; None: no policy asks for them, so no request is searched."""
+    by_session = PolicyName.SESSION in (settings.prefill_policy, settings.decode_policy)
+    return SessionIds(settings.session_names) if by_session else None
+
+
+def _traces(settings: Settings) -> "Traces | None":
+    if settings.otlp_endpoint is None:
+        return None
+    try:
+        from pdrelay_proxy.io.traces import Traces  # noqa: PLC0415 (what it imports is an extra)
+    except ImportError as exc:
+        missing = "spans are asked for (otlp_endpoint), but OpenTelemetry is not installed"
+        raise ConfigError(f"{missing}: pip install 'pdrelay[tracing]'") from exc
+    return Traces.to(settings.otlp_endpoint, _PATHS)

@@ -1,0 +1,167 @@
+"""Builds the routes of both applications: what clients, probes and operators ask for."""
+
+from collections.abc import Callable, Sequence
+
+from fastapi import APIRouter
+from starlette.routing import WebSocketRoute
+
+from pdrelay_proxy.api.admin import admin_routes
+from pdrelay_proxy.api.applications import Routes
+from pdrelay_proxy.api.audit import Audit
+from pdrelay_proxy.api.capacity import CapacityMeter, capacity_routes
+from pdrelay_proxy.api.endpoint_asgi import Endpoints
+from pdrelay_proxy.api.endpoint_routes import CLIENT_KEYS, endpoint_routes
+from pdrelay_proxy.api.instances import InstanceAdmin, instance_routes
+from pdrelay_proxy.api.model_list import model_routes
+from pdrelay_proxy.api.operator_route import OperatorAccess, require_any_key
+from pdrelay_proxy.api.own_engines import OwnEngines
+from pdrelay_proxy.api.page import Onlookers, page_routes
+from pdrelay_proxy.api.pairs import pair_routes
+from pdrelay_proxy.api.ready import liveness_routes, probe_routes
+from pdrelay_proxy.api.realtime import realtime_routes
+from pdrelay_proxy.api.requests import request_routes
+from pdrelay_proxy.building.background import BackgroundWork
+from pdrelay_proxy.building.engines import EngineSide
+from pdrelay_proxy.building.requests import RequestSide
+from pdrelay_proxy.core.admission.admin_key import AdminKey
+from pdrelay_proxy.core.routing.explain import Explainer
+from pdrelay_proxy.core.routing.session_ids import SessionIds
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.metrics import Metrics
+from pdrelay_proxy.io.workers.group import WorkerGroup
+from pdrelay_proxy.requests.realtime.sessions import RealtimeSessions
+from pdrelay_proxy.requests.service import Requests
+from pdrelay_proxy.settings import Settings
+
+
+def build_routes(
+    settings: Settings,
+    group: WorkerGroup,
+    engines: EngineSide,
+    serving: RequestSide,
+    background: BackgroundWork,
+    *,
+    admin_key: AdminKey,
+    join_key: AdminKey,
+    clock: Callable[[], float],
+) -> Routes:
+    """Build them. Raises ConfigError: a library that is asked for is missing."""
+    requests, keyring = serving.requests, serving.keyring
+    keys = CLIENT_KEYS if keyring.keys is not None else ()
+    browsers = require_any_key(admin_key, keyring, by_browsers=True)
+    onlookers = Onlookers(require_any_key(admin_key, keyring), browsers, keys)
+    scrapers = Onlookers() if settings.public_metrics else onlookers
+    everybody, discovery = background.everybody, background.discovery
+    capacity = CapacityMeter(
+        engines.registry, discovery, serving.lifetime, lambda: requests.settings, everybody=everybody, clock=clock
+    )
+    metrics = Metrics(serving.telemetry, engines.registry, discovery.freshness)
+    audit = Audit(serving.telemetry.admin_action, clock)
+    access = OperatorAccess(admin_key, join_key, audit, settings.max_body_bytes)
+    return Routes(
+        clients=(model_routes(serving.models, keys),),
+        probes=(
+            probe_routes(engines.fleet, discovery, serving.lifetime, engines.warnings),
+            capacity_routes(capacity, scrapers),
+        ),
+        operators=(
+            liveness_routes(),
+            page_routes(background.status, metrics, everybody, scrapers),
+            *_key_routes(
+                settings, group, engines, serving, background, access=access, onlookers=onlookers, clock=clock
+            ),
+        ),
+        endpoints=[*endpoint_routes(Endpoints(requests), keys=keys), *_realtime(engines, requests)],
+        admin_key=admin_key,
+        browsers=browsers,
+    )
+
+
+def _key_routes(
+    settings: Settings,
+    group: WorkerGroup,
+    engines: EngineSide,
+    serving: RequestSide,
+    background: BackgroundWork,
+    *,
+    access: OperatorAccess,
+    onlookers: Onlookers,
+    clock: Callable[[], float],
+) -> Sequence[APIRouter]:
+    """Return what wants the operator's key."""
+    requests, telemetry, fleet = serving.requests, serving.telemetry, engines.fleet
+    own = OwnEngines(engines.guard.leads_to)
+    explainer = Explainer(
+        fleet.rehearsal,
+        fleet.usable,
+        engines.learned,
+        lambda: requests.settings,
+        SessionIds(settings.session_names),
+        fleet.shares_loads,
+        fleet.caches,
+        fleet.modes,
+        fleet.passes_ids,
+        clock,
+        engines.registry.model_of_unnamed,
+    )
+    instances = InstanceAdmin(
+        engines.registry,
+        explainer,
+        clock,
+        background.discovery,
+        own,
+        group.is_drained,
+        resumes=lambda: requests.settings.resume_streams,
+        follow=group.follow,
+        warnings=engines.warnings,
+    )
+    return (
+        admin_routes(
+            fleet,
+            serving.models,
+            background.discovery,
+            guard=engines.guard,
+            own=own,
+            access=access,
+            onlookers=access.require if _has_open_admin_port(settings) else onlookers.scrapers,
+        ),
+        instance_routes(instances, access),
+        pair_routes(telemetry.settled_pairs, clock, access),
+        request_routes(
+            lambda: telemetry.history,
+            lambda: [(request.record, request.state) for request in requests],
+            background.timelines,
+            access,
+            workers=group.of,
+        ),
+    )
+
+
+def _has_open_admin_port(settings: Settings) -> bool:
+    """Tell whether clients are known by certificates alone, for which the admin port does not ask."""
+    return settings.admin_port is not None and settings.tls_client_ca is not None and settings.api_keys_file is None
+
+
+def _realtime(engines: EngineSide, requests: Requests) -> Sequence[WebSocketRoute]:
+    """Build the route of sessions, if there shall be some; raises ConfigError: their library is missing."""
+    if not requests.settings.realtime:
+        return ()
+    try:
+        from pdrelay_proxy.io.websocket import EngineSockets  # noqa: PLC0415 (what it imports is an extra)
+    except ImportError as exc:
+        missing = "/v1/realtime is asked for (realtime), but websockets is not installed"
+        raise ConfigError(f"{missing}: pip install 'pdrelay[realtime]'") from exc
+    intake, telemetry = requests.intake, requests.telemetry
+    sessions = RealtimeSessions(
+        lambda: requests.settings,
+        intake.lifetime,
+        intake.keyring,
+        intake.sites,
+        requests.gate,
+        requests.fleet,
+        EngineSockets(requests.settings, engines.outbound, engines.tls, engines.guard),
+        telemetry,
+        requests.clock,
+    )
+    telemetry.legs_under_way = lambda: (*requests.engines_of_legs(), *sessions.engines)
+    return realtime_routes(sessions, requests.new_id, requests.ids)

@@ -1,0 +1,126 @@
+"""``pdrelay``: the command line, to a subcommand, whose modules are loaded only then."""
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NoReturn
+
+from pdrelay_proxy.commands.interrupts import INTERRUPTED, ctrl_c_ends_at_once
+
+_COMMANDS: Final[Mapping[str, tuple[str, str]]] = {  # name -> the module that declares its flags, and what it does
+    "serve": ("pdrelay_proxy.commands.serve", "run the router in front of running engines"),
+    "up": ("pdrelay_proxy.local.up", "start vLLM or simulated engines and the router on this machine, to try them"),
+    "instances": (
+        "pdrelay_proxy.commands.instances",
+        "list, add, drain, change and remove the engines of a running router",
+    ),
+    "why": ("pdrelay_proxy.commands.why", "show where the time of one request went"),
+    "pairs": (
+        "pdrelay_proxy.commands.pairs",
+        "show which prefill and decode engines work together at a running router",
+    ),
+    "plan": ("pdrelay_proxy.planning.command", "compute how many prefill and decode engines your traffic needs"),
+    "replay": ("pdrelay_proxy.planning.replay.command", "compare routing policies on a trace, with simulated engines"),
+    "prove": ("pdrelay_proxy.proving.command", "test running engines from outside and report what is wrong"),
+    "doctor": ("pdrelay_proxy.commands.doctor", "examine the network between two engine hosts"),
+}
+_EXACT: Final = ("serve", "up", "why", "prove", "doctor")  # their flags are written in full
+# What the extra named proxy brings (pyproject.toml).
+_ROUTER_PACKAGES: Final = frozenset(
+    {"fastapi", "httpcore", "httptools", "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn", "uvloop"}
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one sentence; the usage is a page that hides it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def parse_known_args(  # type: ignore[override]  # (argparse's has overloads)
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Name an unknown flag first: argparse would take its value for a command, or ask for the right flag."""
+        if not any(action.nargs == argparse.REMAINDER for action in self._actions):
+            self._check_flags(args or ())
+        return super().parse_known_args(args, namespace or argparse.Namespace())
+
+    def _check_flags(self, words: Sequence[str]) -> None:
+        flags = self._option_string_actions
+        commands = {name for one in self._actions if one.nargs == argparse.PARSER for name in one.choices or ()}
+        for word in words:
+            flag = word.partition("=")[0]
+            if flag == "--" or word in commands:  # what follows is no flag, or one of the command
+                return
+            is_abbreviation = self.allow_abbrev and any(one.startswith(flag) for one in flags)
+            if flag.startswith("--") and " " not in word and flag not in flags and not is_abbreviation:
+                close = difflib.get_close_matches(flag.replace("_", "-"), flags, n=1)
+                self.error(f"unrecognized arguments: {flag}{f': did you mean {close[0]}?' if close else ''}")
+
+
+class _ShowVersion(argparse.Action):
+    """Prints what runs here, and ends: neither router nor engine need be installed for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from pdrelay_proxy.io.build import find_build  # noqa: PLC0415 (it asks git)
+
+        sys.stdout.write(f"pdrelay {find_build()}\n")
+        parser.exit()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with ctrl_c_ends_at_once():
+            if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow, and has the extra of its hook
+                import argcomplete  # noqa: PLC0415
+
+                argcomplete.autocomplete(build_parser(os.environ["COMP_LINE"].split()[1:]))
+            words, passed_on = _split_passed_on(arguments)
+            args = build_parser(words).parse_args(words)
+        args.command_line = arguments
+        args.passed_on = passed_on
+        run: Callable[[argparse.Namespace], int] = args.run
+        return run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ModuleNotFoundError as exc:
+        package = (exc.name or "").partition(".")[0]
+        if package not in _ROUTER_PACKAGES:
+            raise
+        how = "pip install 'pdrelay[proxy]' or, in a checkout, pip install '.[proxy]'"
+        sys.stderr.write(f"pdrelay: {package} is not installed, which comes with the extra for the router: {how}\n")
+        return 2
+
+
+def _split_passed_on(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Cut off what `pdrelay up` passes on to engines, which stands behind the first --."""
+    if arguments[:1] != ["up"] or "--" not in arguments:
+        return arguments, ()
+    end = arguments.index("--")
+    return arguments[:end], arguments[end + 1 :]
+
+
+def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Declare the subcommands; only the one that is asked for loads its modules and has its flags."""
+    parser = _Parser(
+        prog="pdrelay", description="A prefill/decode router for vLLM, and tools for its engines.", allow_abbrev=False
+    )
+    said = "print the version, the commit, and whether the request path is compiled"
+    parser.add_argument("-V", "--version", action=_ShowVersion, nargs=0, help=said)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    asked = next((word for word in arguments if word in _COMMANDS), None)
+    for name, (module, what) in _COMMANDS.items():
+        command = commands.add_parser(name, help=what, allow_abbrev=name not in _EXACT)
+        if name == asked:
+            add_arguments: Callable[[argparse.ArgumentParser], None] = importlib.import_module(module).add_arguments
+            add_arguments(command)
+    return parser
+
+
+if __name__ == "__main__":  # pragma: no cover
+    sys.exit(main())

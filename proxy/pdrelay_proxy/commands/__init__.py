@@ -1,0 +1,1 @@
+"""Subcommands of ``pdrelay``: the router itself, and those that talk to a running one."""

@@ -1,0 +1,195 @@
+"""``pdrelay instances``: the engines of a running router, seen and changed from a terminal."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from pdrelay_proxy.commands.flag_values import seconds_or_none
+from pdrelay_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
+from pdrelay_proxy.commands.tables import in_lines, table
+
+_COLUMNS: Final = (
+    *("id", "role", "address", "rank", "state", "in_flight", "for", "models", "version", "mode"),
+    *("source", "revision", "slice", "why"),
+)
+_POLL_S: Final = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verbs."""
+    add_access_arguments(parser)
+    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=type(parser))
+    verbs.add_parser("list", help="show all engines with their role, state and load").set_defaults(verb=_list)
+    add = verbs.add_parser("add", help="add a running engine")
+    add.add_argument("type", choices=["prefill", "decode"], help="role of the engine")
+    add.add_argument(
+        "address", metavar="HOST:PORT", help="address of the engine; HOST:PORT#dp=N if it has N data-parallel ranks"
+    )
+    add.set_defaults(verb=_add)
+    changes = {
+        "remove": "forget engines at once; to stop an engine, drain it first",
+        "drain": "send engines no new requests; they are drained when nothing is left",
+        "undrain": "send drained engines requests again",
+    }
+    for verb, text in changes.items():
+        one = verbs.add_parser(verb, help=text)
+        one.add_argument(
+            "id", nargs="+", metavar="ID", help="id of an engine, such as decode-0 (see list), or its HOST:PORT"
+        )
+        one.set_defaults(verb=_change, name=verb)
+        if verb == "drain":
+            one.add_argument(
+                "--move", action="store_true", help="move their streams to other engines (docs/moving-streams.md)"
+            )
+            one.add_argument(
+                "--wait",
+                type=seconds_or_none,
+                default=0.0,
+                metavar="S",
+                help="seconds to wait until they are drained (default: 0)",
+            )
+    turn = verbs.add_parser("turn", help="change the role of engines without a restart (they need kv_role kv_both)")
+    turn.add_argument(
+        "id", nargs="+", metavar="ID", help="id of an engine, such as decode-0 (see list), or its HOST:PORT"
+    )
+    turn.add_argument("to", choices=["prefill", "decode", "both"], help="new role")
+    turn.add_argument("--force", action="store_true", help="change it even if no other engine serves the old role")
+    turn.add_argument(
+        "--wait",
+        type=seconds_or_none,
+        default=0.0,
+        metavar="S",
+        help="seconds to wait until they serve the new role (default: 0)",
+    )
+    turn.set_defaults(verb=_turn)
+    explain = verbs.add_parser("explain", help="show which engines a request would go to, and what each would get")
+    explain.add_argument("file", metavar="FILE", help="file with the JSON body of a request; - reads standard input")
+    explain.add_argument("--path", default="/v1/completions", help="path of the request (default: %(default)s)")
+    explain.add_argument("--session", metavar="ID", help="X-Session-ID of the request (default: none)")
+    explain.set_defaults(verb=_explain)
+    for one in verbs.choices.values():
+        for flag in add_access_arguments(one):
+            flag.default = argparse.SUPPRESS  # what is not given behind the verb stays as it was given before it
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
+    verb: Callable[[RouterClient, argparse.Namespace], str] = args.verb
+    return run_command("instances", args, lambda router: verb(router, args))
+
+
+def _list(router: RouterClient, args: argparse.Namespace) -> str:
+    return _shown(router.ask("/instances"), args)
+
+
+def _add(router: RouterClient, args: argparse.Namespace) -> str:
+    answer = router.ask("/instances/add", {"type": args.type, "instance": args.address})
+    return f"{in_lines(answer['message'])}\n"
+
+
+def _change(router: RouterClient, args: argparse.Namespace) -> str:
+    how = {"move": True} if getattr(args, "move", False) else {}
+    answers = [router.ask(f"/instances/{args.name}", {**_named(router, name), **how}) for name in args.id]
+    rows = [row for answer in answers for row in answer["instances"]]
+    if getattr(args, "wait", 0):
+        rows = _wait(router, args.id, args.wait, lambda row: row["state"] == "drained")
+    return _shown({"instances": rows}, args)
+
+
+def _turn(router: RouterClient, args: argparse.Namespace) -> str:
+    how = {"to": args.to, "force": args.force}
+    answers = [router.ask("/instances/turn", {**_named(router, name), **how}) for name in args.id]
+    rows = [row for answer in answers for row in answer["instances"]]
+    if args.wait:
+        rows = _wait(router, args.id, args.wait, lambda row: row["role"] == args.to and row["turns_to"] is None)
+    return _shown({"instances": rows}, args)
+
+
+def _named(router: RouterClient, name: str) -> Mapping[str, object]:
+    """Name an engine to the router; an address with its role, as that is the same at every router of a service."""
+    if ":" not in name:
+        return {"id": name}
+    roles = {row["declared"] for row in router.ask("/instances")["instances"] if row["address"] == name}
+    if not roles:
+        raise CommandFailed(f"there is no instance at {name}")
+    if len(roles) > 1:
+        raise CommandFailed(f"{name} was added as a prefill and as a decode instance: name it by its id, see list")
+    return {"type": roles.pop(), "instance": name}
+
+
+def _wait(router: RouterClient, names: Sequence[str], seconds: float, is_done: Callable[[Json], bool]) -> list[Json]:
+    """Wait until it is done with all of them; one that is removed meanwhile is done with, too."""
+    deadline = time.monotonic() + seconds
+    while True:
+        rows = [row for row in router.ask("/instances")["instances"] if row["id"] in names or row["address"] in names]
+        left = [row for row in rows if not is_done(row)]
+        if not left:
+            return rows
+        if time.monotonic() >= deadline:
+            said = ", ".join(f"{row['id']} is {row['state']} with {row['in_flight']} in flight" for row in left)
+            raise CommandFailed(f"after {seconds:g} s {said}")
+        time.sleep(_POLL_S)
+
+
+def _explain(router: RouterClient, args: argparse.Namespace) -> str:
+    try:
+        text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
+        body = json.loads(text)
+    except OSError as exc:
+        raise CommandFailed(f"{args.file} cannot be read: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise CommandFailed(f"{args.file} is not JSON: {exc}") from exc
+    headers = {} if args.session is None else {"x-session-id": args.session}
+    found = router.ask("/instances/explain", {"path": args.path, "body": body, "headers": headers})
+    if args.json:
+        return json.dumps(found) + "\n"
+    bodies = [(leg, found.pop(f"{leg}_body", None)) for leg in ("prefill", "decode")]
+    found = in_lines(found)
+    lines = [f"rule:     {found['rule']}", f"prefill:  {found['prefill'] or '-'}", f"decode:   {found['decode']}"]
+    if found.get("prefill_slice") or found.get("decode_slice"):
+        crossing = f" ({found['slice_crossing']})" if found.get("slice_crossing") else ""
+        lines.append(f"slices:   {found['prefill_slice'] or '-'} and {found['decode_slice'] or '-'}{crossing}")
+    lines += [
+        f"resting:  {pair['prefill']} with {pair['decode']}: {pair['reason']}"
+        for pair in found.get("resting_pairs", ())
+    ]
+    lines.append(f"prompt:   {found['prompt_bytes']} B; alone if D lacks less than {found['min_split_new_bytes']} B")
+    lines += [f"alone:    {name} computes {size} B now" for name, size in found.get("lone_prompt_bytes", {}).items()]
+    if bound := found.get("lone_prompt_bound"):
+        lines.append(f"bound:    {bound}: streams of the decode engine that has most of it would wait for too long")
+    by = found.get("cached_known_by", {})
+    lines += [
+        f"cached:   {size} B at {name}{f', known by {by[name]}' if name in by else ''}"
+        for name, size in found["cached_bytes"].items()
+    ]
+    lines += [f"cached:   {count} tokens at {name}" for name, count in found.get("cached_tokens", {}).items()]
+    if expected := found.get("expected_ms"):
+        lines.append("expected: " + ", ".join(f"{name} {value:g} ms" for name, value in expected.items()))
+    lines += [f"{leg} body:\n{json.dumps(body, indent=2, ensure_ascii=False)}" for leg, body in bodies if body]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(found: Json, args: argparse.Namespace) -> str:
+    if args.json:
+        return json.dumps(found) + "\n"
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for row in in_lines(found["instances"]):
+        role = f"{row['role']}, to {row['turns_to']}" if row.get("turns_to") else row["role"]
+        values = {**row, "role": role, "for": _duration(row["since_s"]), "models": ",".join(row["models"] or ())}
+        rows.append(tuple(str(values[name]) if values.get(name) not in (None, "") else "-" for name in _COLUMNS))
+    warnings = dict.fromkeys(row["warning"] for row in found["instances"] if row.get("warning"))
+    return table(rows) + "".join(f"warning: {each}\n" for each in warnings)
+
+
+def _duration(seconds: float) -> str:
+    """Write a duration as people read it, cut to its two largest parts."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"

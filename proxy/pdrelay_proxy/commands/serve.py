@@ -1,0 +1,90 @@
+"""``pdrelay serve``: flags, to settings, to a running server or several."""
+
+import argparse
+import logging
+import os
+import sys
+
+from pdrelay_proxy.commands.interrupts import ctrl_c_ends_at_once
+from pdrelay_proxy.core.http.origins import check_open
+from pdrelay_proxy.core.workers.limit_shares import share_of
+from pdrelay_proxy.errors import AlreadyKnown, ConfigError
+from pdrelay_proxy.io import logs
+from pdrelay_proxy.io.build import find_build
+from pdrelay_proxy.io.workers.context import WorkerContext, own_place
+from pdrelay_proxy.options import add_arguments as add_options
+from pdrelay_proxy.options import check_engines, serve_settings, warn_without_engines
+from pdrelay_proxy.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal ends it; return the exit code."""
+    _fill_standard_descriptors()
+    place = own_place()
+    try:
+        settings = serve_settings(args)
+        if place is None and settings.workers > 1:
+            return _supervise(settings, args)
+        return _serve_here(args, place)
+    except (ConfigError, AlreadyKnown) as exc:
+        logging.shutdown()  # a thread writes the log: what it has was said before this
+        sys.stderr.write(f"pdrelay serve: {exc}{': name every engine once' if isinstance(exc, AlreadyKnown) else ''}\n")
+        return 2
+
+
+def _fill_standard_descriptors() -> None:
+    """Open what is closed of standard input, output and error: a socket there would get what is meant for them.
+
+    libuv ends the process when it closes a socket that has one of these numbers.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+
+
+def _supervise(settings: Settings, args: argparse.Namespace) -> int:
+    """Start the workers; raises ConfigError."""
+    from pdrelay_proxy import supervisor  # noqa: PLC0415 (one process alone needs none of it)
+
+    check_open(settings)
+    share_of(settings, 0, settings.workers)  # a limit that cannot be shared is said here, and at once
+    check_engines(settings, args.config)
+    logs.configure(settings.log_level, settings.log_format)
+    return supervisor.run(settings, args.command_line)
+
+
+def _log_beginning(settings: Settings, args: argparse.Namespace) -> None:
+    logger.info("pdrelay %s", find_build())
+    warn_without_engines(settings, args.config)
+
+
+def _serve_here(args: argparse.Namespace, place: WorkerContext | None) -> int:
+    """Serve in this process, alone or as one of several workers; raises ConfigError and AlreadyKnown."""
+    with ctrl_c_ends_at_once():
+        from pdrelay_proxy import server  # noqa: PLC0415 (a supervisor needs none of it: a third of its memory)
+        from pdrelay_proxy.app import build  # noqa: PLC0415
+
+    def again() -> Settings:
+        settings = serve_settings(args)
+        return settings if place is None else share_of(settings, place.number, place.of)
+
+    if place is not None and not place.may_begin():
+        return 0
+    settings = again()
+    logs.configure(settings.log_level, settings.log_format)
+    router = build(settings, place=place)
+    if place is None:  # else the supervisor has
+        check_engines(settings, args.config)
+    if place is None or place.number == 0:  # it starts before the others, and alone
+        _log_beginning(settings, args)
+    return server.run(router, settings, again=again, place=place)

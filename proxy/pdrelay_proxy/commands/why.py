@@ -1,0 +1,126 @@
+"""``pdrelay why NAME``: where the time of a request went, over the router and both engines (docs/why.md)."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+from pdrelay_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
+from pdrelay_proxy.commands.tables import in_lines, widths_of
+
+_BAR: Final = 30  # characters that stand for the whole time
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument(
+        "name", metavar="NAME", help="X-Request-Id of the response, the client's own id, or the beginning of one"
+    )
+    add_access_arguments(parser)
+    parser.add_argument("--router-only", action="store_true", help="do not ask the engines (one may hang)")
+    parser.add_argument("--trace", metavar="FILE", help="also write a trace for ui.perfetto.dev or chrome://tracing")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
+    return run_command("why", args, lambda router: _answer(router, args))
+
+
+def _answer(router: RouterClient, args: argparse.Namespace) -> str:
+    which = "?engines=false" if args.router_only else ""
+    found = router.ask_any_worker(f"/requests/{quote(args.name, safe='')}{which}")
+    if args.trace:
+        _write(Path(args.trace), chrome_trace(found["requests"]))
+    return json.dumps(found) + "\n" if args.json else text(found)
+
+
+def _write(path: Path, found: Json) -> None:
+    try:
+        path.write_text(json.dumps(found), encoding="utf-8")
+    except OSError as exc:
+        raise CommandFailed(f"{path} cannot be written: {exc.strerror}") from exc
+
+
+def text(found: Json) -> str:
+    """Write the requests for people."""
+    found = in_lines(found)
+    shown = "\n".join(_request(request) for request in found["requests"])
+    return shown + (f"\n{found['omitted']} more have this name.\n" if found["omitted"] else "")
+
+
+def _request(request: Json) -> str:
+    began = datetime.fromtimestamp(request["began_at"], UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    client = f" (client: {request['client_id']})" if request["client_id"] else ""
+    how = f"{request['status']} {request['outcome']}" if request["status"] else f"under way: {request['state']}"
+    reason = f", {request['single_reason']}" if request["single_reason"] else ""
+    lines = [
+        f"{request['request_id']}{client}",
+        f"{request['path']}  {how}  {request['mode']}{reason}  {began}Z  {request['duration_ms']:.1f} ms",
+    ]
+    lines += [f"error: {request['error']}"] if request["error"] else []
+    lines += [f"retried: {retry}" for retry in request["retries"]]
+    lines += [f"cut: {move}" for move in request.get("moves", ())]
+    rows: Sequence[Json] = request["rows"]
+    inner = [row for row in rows if row["leg"]]
+    table = [("start", "ms", "", "", "")]
+    for row in rows:
+        if row["leg"]:
+            continue
+        table.append(_cells(row, request["duration_ms"], row["what"]))
+        if row["what"].endswith(" leg"):  # what its engine noted lies inside it, and may go on behind it
+            parts, inner = (
+                [part for part in inner if part["leg"] == row["where"]],
+                [part for part in inner if part["leg"] != row["where"]],
+            )
+            table += [_cells(part, request["duration_ms"], f"  {part['what']}") for part in parts]
+    widths = widths_of(table)
+    lines += [
+        f"{start:>{widths[0]}}  {ms:>{widths[1]}}  {what:<{widths[2]}}  {bar:<{widths[3]}}  {note}".rstrip()
+        for start, ms, what, bar, note in table
+    ]
+    lines += [f"note: {note}" for note in request["notes"]]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Json, total_ms: float, what: str) -> tuple[str, str, str, str, str]:
+    begin, duration = max(0.0, row["begin_ms"]), row["duration_ms"]
+    share = _BAR / total_ms if total_ms else 0.0
+    before = min(_BAR, round(begin * share))
+    length = min(_BAR - before, max(round((begin + duration) * share) - before, 0))
+    bar = " " * before + ("#" * length or "|")
+    where = "" if row["leg"] or row["where"] == "router" else f" {row['where']}"
+    return f"{row['begin_ms']:.1f}", f"{duration:.1f}", what + where, bar, row["note"]
+
+
+def chrome_trace(requests: Sequence[Json]) -> Json:
+    """Return the rows in the JSON trace event format: one process a request, one thread a place."""
+    events: list[Json] = []
+    for process, request in enumerate(requests):
+        places: dict[str, int] = {}
+        events.append(_name("process_name", process, 0, request["request_id"]))
+        for row in request["rows"]:
+            kind = "lease" if row["what"].startswith(("lease", "write KV")) else ""
+            place = f"{row['where'] if row['leg'] else 'router'} {kind}".strip()
+            if place not in places:
+                places[place] = len(places)
+                events.append(_name("thread_name", process, places[place], place))
+            events.append(
+                {
+                    "name": row["what"],
+                    "ph": "X",
+                    "pid": process,
+                    "tid": places[place],
+                    "ts": request["began_at"] * 1e6 + row["begin_ms"] * 1e3,
+                    "dur": row["duration_ms"] * 1e3,
+                    "args": {"where": row["where"], "note": row["note"]},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}

@@ -1,0 +1,201 @@
+"""API keys: those that clients show to the router, and those that the router shows to engines. None is ever printed."""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+from pdrelay_proxy.core.model import Headers, Role, first_header
+from pdrelay_proxy.errors import ConfigError, Unauthorized
+
+ANYBODY: Final = "-"  # the name of every client, where no keys are wanted
+LEAST: Final = 16  # characters of a client's key: fewer can be guessed, and the half of a line is fewer
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # it stands in logs and in answers
+_KEY: Final = re.compile(r"[!-~]+")  # what a header can carry
+_DIGEST: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_PRIORITY: Final = re.compile(r"priority=(-?[0-9]{1,9})")
+_CLASSES: Final = re.compile(r"class=([a-z0-9_-]{1,32}(?:,[a-z0-9_-]{1,32}){0,15})")
+_EXPECTED: Final = (
+    "name:key or name:sha256:<64 hexadecimal digits>, behind it priority=N if it may say so, class=NAME,NAME for its "
+    "classes, and a # before a comment"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys that let a client in, as digests, with the names of their owners."""
+
+    owners: Mapping[bytes, str] = field(repr=False)
+    least: Mapping[str, int] = field(default_factory=dict[str, int])  # by name: the least priority that it may ask for
+    # By name: the class of its requests, and then others that these may name.
+    classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    has_several: bool = False  # owners: there are clients to keep apart
+    is_whole: bool = True  # the last line has a line break: it is not being written
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> Self:
+        """Read a file of keys; one owner may have several, as while a key is being replaced.
+
+        Raises:
+            ConfigError: a line is something else, a key is short or occurs twice, there is none, or an owner has two
+                priorities or two lists of classes.
+        """
+        owners: dict[bytes, str] = {}
+        least: dict[str, int | None] = {}
+        classes: dict[str, tuple[str, ...]] = {}
+        for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
+            if not line or line.startswith("#"):
+                continue
+            first, *more = line.split()
+            name, _, key = first.partition(":")
+            digest, priorities = _digest(key), [found for word in more if (found := _PRIORITY.fullmatch(word))]
+            lists = [found for word in more if (found := _CLASSES.fullmatch(word))]
+            is_odd = len(more) != len(priorities) + len(lists) or len(priorities) > 1 or len(lists) > 1
+            if digest is None or not _NAME.fullmatch(name) or is_odd:
+                raise ConfigError(f"{source}, line {number}, is not a key: write {_EXPECTED}")
+            if len(key) < LEAST:
+                raise ConfigError(
+                    f"{source}, line {number}: the key of {name} has {len(key)} characters, and {LEAST} is the least: "
+                    "write a longer one"
+                )
+            if digest in owners:
+                raise ConfigError(f"{source}, line {number}, has the key of {owners[digest]} once more")
+            owners[digest] = name
+            lowest = int(priorities[0][1]) if priorities else None
+            if least.setdefault(name, lowest) != lowest:
+                raise ConfigError(f"{source}, line {number}, gives {name} another priority: write the same on each")
+            granted = tuple(lists[0][1].split(",")) if lists else ()
+            if classes.setdefault(name, granted) != granted:
+                raise ConfigError(f"{source}, line {number}, gives {name} other classes: write the same on each")
+        if not owners:
+            raise ConfigError(f"{source} has no key in it, so nobody could ask: write {_EXPECTED}")
+        lowest_of = {name: lowest for name, lowest in least.items() if lowest is not None}
+        granted_to = {name: granted for name, granted in classes.items() if granted}
+        return cls(
+            owners, lowest_of, granted_to, has_several=len(set(owners.values())) > 1, is_whole=text.endswith("\n")
+        )
+
+    def owner(self, shown: bytes) -> str | None:
+        """Return whose key this is. It takes as long for a wrong one as for a right one."""
+        digest, found = hashlib.sha256(shown).digest(), None
+        for known, name in self.owners.items():
+            if hmac.compare_digest(known, digest):
+                found = name
+        return found
+
+    def is_line(self, shown: bytes) -> bool:
+        """Tell whether this is a line of the file, with the name before a good key."""
+        return b":" in shown and self.owner(shown.partition(b":")[2]) is not None
+
+
+@dataclass(slots=True)
+class Keyring:
+    """The keys that are good now; they may be replaced while requests are served. None: anybody may ask."""
+
+    keys: Keys | None = None
+    least: int = 0  # the least priority of those that have none of their own
+
+    @property
+    def has_several(self) -> bool:
+        """Tell whether there is more than one client, by name: what one of them sees must not depend on another."""
+        return self.keys is not None and self.keys.has_several
+
+    def names(self) -> Collection[str]:
+        """Return the names of the clients that may ask."""
+        return (ANYBODY,) if self.keys is None else frozenset(self.keys.owners.values())
+
+    def least_of(self, owner: str) -> int:
+        """Return the least priority that a client may ask for."""
+        keys = self.keys
+        return self.least if keys is None else keys.least.get(owner, self.least)
+
+    def classes_of(self, owner: str) -> tuple[str, ...]:
+        """Return the class of a client's requests, and then the others that it may name; none: those of anybody."""
+        keys = self.keys
+        return () if keys is None else keys.classes.get(owner, ())
+
+    def caller(self, headers: Headers) -> str:
+        """Return the name of the key in a client's headers.
+
+        Raises:
+            Unauthorized: there is none, or it is not known.
+        """
+        keys = self.keys
+        if keys is None:
+            return ANYBODY
+        shown = shown_key(headers)
+        if shown is None:
+            raise Unauthorized("this router wants an API key: send it as Authorization: Bearer")
+        owner = keys.owner(shown)
+        other = first_header(headers, b"x-api-key")
+        if owner is None and other is not None:
+            owner = keys.owner(other)  # clients with variables for both send both
+        if owner is None and any(keys.is_line(each) for each in (shown, other) if each is not None):
+            raise Unauthorized("the API key has its name before it: send the part after the colon")
+        if owner is None:
+            raise Unauthorized("the API key is not one that this router knows")
+        return owner
+
+
+class Outbound:
+    """What the router shows to the engines of each role, in place of what the client has shown.
+
+    ``forwards``: a pool without a key of its own gets the client's Authorization.
+    """
+
+    def __init__(self, keys: Mapping[Role, str] | None = None, *, forwards: bool = False) -> None:
+        self._keys = dict(keys or {})
+        self._forwards = forwards
+
+    def change(self, keys: Mapping[Role, str]) -> None:
+        """Show other keys from now on."""
+        self._keys = dict(keys)
+
+    def key_of(self, role: Role) -> str | None:
+        """Return the key of a pool; None: it has none of its own."""
+        return self._keys.get(role)
+
+    def headers(self, role: Role, headers: Headers) -> Headers:
+        """Return the headers for an engine: with the key of its pool, if it has one, and not with the client's."""
+        key = self._keys.get(role)
+        if key is None and (self._forwards or not headers):
+            return headers
+        kept = self.bare(headers)
+        return kept if key is None else (*kept, (b"authorization", b"Bearer " + key.encode()))
+
+    def passes_key(self, role: Role, headers: Headers) -> bool:
+        """Tell whether the engines of a role see the client's own key."""
+        return self._forwards and role not in self._keys and any(name == b"authorization" for name, _ in headers)
+
+    def bare(self, headers: Headers) -> Headers:
+        """Return the headers without any key."""
+        return tuple([header for header in headers if header[0] != b"authorization"])
+
+
+def shown_key(headers: Headers) -> bytes | None:
+    """Return the key in a client's headers; Anthropic's clients have a header of their own for it."""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].strip()
+    return first_header(headers, b"x-api-key")
+
+
+def outbound_key(text: str, source: str) -> str:
+    """Read the key for a pool of engines; white space around it is not part of it.
+
+    Raises:
+        ConfigError: no header can carry it.
+    """
+    key = text.strip()
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"{source} is not an API key: write one line of printable ASCII without spaces")
+    return key
+
+
+def _digest(key: str) -> bytes | None:
+    if key.startswith("sha256:"):
+        written = _DIGEST.fullmatch(key)
+        return bytes.fromhex(written[1]) if written else None
+    return hashlib.sha256(key.encode()).digest() if _KEY.fullmatch(key) else None

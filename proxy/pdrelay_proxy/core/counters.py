@@ -1,0 +1,167 @@
+"""What a router counts of itself, in plain numbers: cheap to add to, and read only when somebody asks.
+
+Every key comes out of a short list: the ids of known instances, the paths of our own table, the words of our enums. So
+what clients send cannot make the counters grow. io/request_path/telemetry.py adds to them, io/metrics.py writes them.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import fsum  # sum() of floats fails where this is compiled: mypyc takes its result for an int
+from typing import Final, TypeAlias, TypeVar
+
+from pdrelay_proxy.core.model import Instance, InstanceId, Role
+
+T = TypeVar("T")
+Key: TypeAlias = tuple[str, ...]
+OTHER: Final = "other"
+_SEVERAL: Final = 8  # values; of fewer, each is looked up among the bounds
+# Seconds: vLLM's own bounds for the same quantities (vllm/v1/metrics/buckets.py: REQUEST_LATENCY_BUCKETS,
+# TIME_TO_FIRST_TOKEN_BUCKETS, INTER_TOKEN_LATENCY_BUCKETS), so that quantiles of routers and engines compare.
+REQUEST_LATENCY: Final[tuple[float, ...]] = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+FIRST_TOKEN: Final[tuple[float, ...]] = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+INTER_TOKEN: Final[tuple[float, ...]] = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+# The gap between the legs is the router's own doing, and the engines' lease on the KV cache is 30 s.
+HANDOFF: Final[tuple[float, ...]] = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 25.0)
+
+
+class Histogram:
+    """Values by size. ``counts`` has one place more than ``bounds``: what is above all of them."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value; a bound belongs to the place below it, as Prometheus has it."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Count some values: of several the bounds are looked up among them, for most are below the first few."""
+        if len(values) < _SEVERAL:
+            for value in values:
+                self.observe(value)
+            return
+        counts, ordered, below = self.counts, sorted(values), 0
+        for place, bound in enumerate(self.bounds):
+            if below == len(ordered):
+                break
+            behind = bisect_right(ordered, bound, below)
+            counts[place] += behind - below
+            below = behind
+        counts[-1] += len(ordered) - below
+        self.total += fsum(values)
+
+
+class Histograms:
+    """Histograms by key."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self._make: Callable[[], Histogram] = lambda: Histogram(bounds)
+        self.by_key: dict[Key, Histogram] = {}
+
+    def observe(self, key: Key, value: float) -> None:
+        """Count a value of a key."""
+        self.of(key).observe(value)
+
+    def of(self, key: Key) -> Histogram:
+        """Return the histogram of a key; a new one is empty."""
+        if key not in self.by_key:
+            self.by_key[key] = self._make()
+        return self.by_key[key]
+
+
+@dataclass(slots=True)
+class Counters:
+    """The counters of one router, since its start. Durations are seconds."""
+
+    paths: frozenset[str]  # those that are told apart
+    requests: Counter[Key] = field(default_factory=Counter)  # path, RequestOutcome
+    routed: Counter[Key] = field(default_factory=Counter)  # mode, reason
+    retries: Counter[Key] = field(default_factory=Counter)  # role of the leg that failed, Failure
+    legs: Counter[Key] = field(default_factory=Counter)  # instance, role, Failure or ok
+    releases: Counter[Key] = field(default_factory=Counter)  # prefill instance, result
+    transfers: Counter[Key] = field(default_factory=Counter)  # decode instance, Arrival
+    transfers_missing: Counter[Key] = field(default_factory=Counter)  # decode instance
+    cache_misses: Counter[Key] = field(default_factory=Counter)  # decode instance
+    slice_crossings: Counter[Key] = field(default_factory=Counter)  # CrossingReason
+    lone_prompts_bound: Counter[Key] = field(default_factory=Counter)  # BoundOutcome of core/routing/alone_bound.py
+    pair_failures: Counter[Key] = field(default_factory=Counter)  # PairFailure of core/fleet/pair_health.py
+    canaries: Counter[Key] = field(default_factory=Counter)  # CanaryOutcome of core/protocol/canary.py
+    pairs_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
+    mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
+    return_kv_legs: Counter[Key] = field(default_factory=Counter)  # named, unknown
+    streams_moved: Counter[Key] = field(default_factory=Counter)  # MoveReason, MoveOutcome of core/request_record.py
+    turns: Counter[Key] = field(default_factory=Counter)  # EngineRole, TurnState of core/fleet/turns.py or refused
+    role_decisions: Counter[Key] = field(default_factory=Counter)  # Verdict, the role that lacks an engine or none
+    wanted_engines: Counter[Key] = field(default_factory=Counter)  # role: how many it needs, now
+    class_requests: Counter[Key] = field(default_factory=Counter)  # class, ClassOutcome of core/class_record.py
+    class_waiting: Counter[Key] = field(default_factory=Counter)  # class: requests in the queue, now
+    admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
+    # by result, of files that have changed
+    file_reloads: Counter[Key] = field(default_factory=lambda: Counter[Key]({("ok",): 0, ("failed",): 0}))
+    engine_tls_failures: Counter[Key] = field(default_factory=Counter)  # instance, TlsFailure of io/wire/engine_tls.py
+    unreachable_hosts: Counter[Key] = field(default_factory=Counter)  # prefill engine: replaced in its answers
+    log_lines_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
+    write_timeouts: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
+    realtime_sessions: Counter[Key] = field(default_factory=Counter)  # SessionOutcome
+    realtime_open: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # sessions, now
+    kv_events: Counter[Key] = field(default_factory=Counter)  # instance, what was told of its cache
+    kv_event_disconnects: Counter[Key] = field(default_factory=Counter)  # instance, EndReason
+    kv_index_drops: Counter[Key] = field(default_factory=Counter)  # instance
+    kv_event_connections: Counter[Key] = field(default_factory=Counter)  # instance, FollowState: workers, now
+    kv_index_blocks: Counter[Key] = field(default_factory=Counter)  # instance: blocks of all workers' indexes, now
+    known_prompts: Counter[Key] = field(default_factory=Counter)  # what became of them (core/known_prompts.py)
+    known_prompt_bytes: Counter[Key] = field(default_factory=Counter)  # (): of all workers, now
+    peers: Counter[Key] = field(default_factory=Counter)  # heard or known: other routers, now
+    trace_timelines: Counter[Key] = field(default_factory=Counter)  # what became of them (io/engine_spans.py)
+    peer_datagrams: Counter[Key] = field(default_factory=Counter)  # what became of them (io/peers.py)
+    connections_refused: Counter[Key] = field(default_factory=Counter)  # RefusalReason of core/http/framing.py
+    durations: Histograms = field(default_factory=lambda: Histograms(REQUEST_LATENCY))  # path, RequestOutcome
+    queue_times: Histograms = field(default_factory=lambda: Histograms(REQUEST_LATENCY))  # path
+    ttft: Histograms = field(default_factory=lambda: Histograms(FIRST_TOKEN))  # path
+    inter_token: Histograms = field(default_factory=lambda: Histograms(INTER_TOKEN))  # path
+    prefill_times: Histograms = field(default_factory=lambda: Histograms(FIRST_TOKEN))  # prefill instance
+    decode_ttft: Histograms = field(default_factory=lambda: Histograms(FIRST_TOKEN))  # decode instance
+    handoff: Histogram = field(default_factory=lambda: Histogram(HANDOFF))
+    move_gaps: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
+
+    def label(self, path: str) -> str:
+        """Return a path if it is one that is told apart: clients can think of others without end."""
+        return path if path in self.paths else OTHER
+
+    def answer_times(self, instance: Instance) -> Histogram:
+        """Return the histogram of the time to an engine's whole answer (prefill) or its first event (decode)."""
+        by_role = self.prefill_times if instance.role is Role.PREFILL else self.decode_ttft
+        return by_role.of((instance.id,))
+
+    def keep(self, instances: frozenset[InstanceId]) -> None:
+        """Drop the series of removed instances: a fleet that changes must not grow the counters."""
+        of_transfers = self.releases, self.transfers, self.transfers_missing, self.unreachable_hosts
+        of_caches = self.kv_events, self.kv_event_disconnects, self.kv_index_drops
+        now = self.kv_event_connections, self.kv_index_blocks
+        for counter in (self.legs, *of_transfers, self.cache_misses, *of_caches, *now):
+            _forget(counter, instances)
+        _forget(self.mismatches, instances, names=2)
+        _forget(self.prefill_times.by_key, instances)
+        _forget(self.decode_ttft.by_key, instances)
+
+
+def _forget(by_instance: dict[Key, T], known: frozenset[InstanceId], *, names: int = 1) -> None:
+    for key in [key for key in by_instance if not known.issuperset(key[:names])]:
+        del by_instance[key]

@@ -1,0 +1,167 @@
+"""A pod as Kubernetes describes it, and the engine that it is."""
+
+import re
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from pdrelay_proxy.core.fleet.target import REVISION, Target, Wanted
+from pdrelay_proxy.core.model import EngineRole, Role
+from pdrelay_proxy.core.raw_json import NotJson, decode
+from pdrelay_proxy.errors import AddressError
+
+WORKER_INDEX: Final = "leaderworkerset.sigs.k8s.io/worker-index"
+PORT_NAME: Final = "http"
+# What Kubernetes takes for the key of a label.
+LABEL_KEY: Final = re.compile(
+    r"(?:[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+)
+
+
+class Mark(StrEnum):
+    """Labels of a pod; all but the role may be annotations as well, which then count."""
+
+    ROLE = "pdrelay/role"
+    REVISION = "pdrelay/revision"
+    SLICE = "pdrelay/slice"
+    PORT = "pdrelay/port"
+    RANKS = "pdrelay/ranks"
+    MODE = "pdrelay/mode"
+    SCHEME = "pdrelay/scheme"
+    MOVE = "pdrelay/move"
+
+
+class Meta(msgspec.Struct, rename="camel"):
+    """As much of an object's metadata as anybody here reads."""
+
+    name: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class _Port(msgspec.Struct, rename="camel"):
+    container_port: int
+    name: str = ""
+
+
+class _Container(msgspec.Struct):
+    ports: list[_Port] | None = None
+
+
+class _Spec(msgspec.Struct):
+    containers: list[_Container] = []
+
+
+class _Condition(msgspec.Struct):
+    type: str
+    status: str
+
+
+class _Status(msgspec.Struct):
+    phase: str = ""
+    ip: str | None = msgspec.field(default=None, name="podIP")
+    conditions: list[_Condition] | None = None
+
+
+class Pod(msgspec.Struct):
+    """As much of a pod as makes it an engine."""
+
+    metadata: Meta
+    spec: _Spec = msgspec.field(default_factory=_Spec)
+    status: _Status = msgspec.field(default_factory=_Status)
+
+
+def read_pod(
+    meta: Meta,
+    raw: msgspec.Raw,
+    port: int | None = None,
+    *,
+    is_first: bool = True,
+    slice_label: str = Mark.SLICE,
+) -> Wanted | AddressError | None:
+    """Read a pod; what is wrong with it is a value, too.
+
+    ``port``: that of the engine, unless the pod names another (an InferencePool has ports of its own); ``is_first``:
+    this is the first of several, which is the engine of a pod that names its port; ``slice_label``: names its slice.
+    """
+    try:
+        pod = decode(raw, Pod)
+        return engine_of(pod, port, slice_label) if is_first or _mark(pod, Mark.PORT) is None else None
+    except AddressError as exc:
+        return exc
+    except NotJson as exc:
+        return AddressError(f"pod {meta.name} is not what Kubernetes calls a pod: {exc}")
+
+
+def engine_of(pod: Pod, port: int | None = None, slice_label: str = Mark.SLICE) -> Wanted | None:
+    """Return the engine; None: it has none (yet, or any more), or is a worker of another pod's engine.
+
+    A pod that is being deleted leaves, and so does one that is not ready: it gets nothing new, and keeps its record
+    should it become ready again. Streams move from one that is deleted, if it says so: the other one may come back.
+
+    Raises:
+        AddressError: what the pod says of its engine cannot be; the message names the pod and the label.
+    """
+    labels = pod.metadata.labels or {}
+    if pod.status.ip is None or pod.status.phase in ("Failed", "Succeeded") or labels.get(WORKER_INDEX, "0") != "0":
+        return None
+    role = _mark(pod, Mark.ROLE)
+    if role is None:
+        return None
+    if role not in tuple(EngineRole):
+        raise _wrong(pod, Mark.ROLE, role, "prefill, decode or both")
+    if (is_both := role == EngineRole.BOTH) and _mark(pod, Mark.RANKS) is not None:
+        raise _wrong(pod, Mark.ROLE, role, f"prefill or decode: {Mark.RANKS} is set, and such an engine cannot turn")
+    is_ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
+    is_deleted, move = pod.metadata.deletion_timestamp is not None, _mark(pod, Mark.MOVE) or "false"
+    if move not in ("true", "false"):
+        raise _wrong(pod, Mark.MOVE, move, "true or false")
+    target = _target(pod, pod.status.ip, port, slice_label)
+    leaves, moves = is_deleted or not is_ready, is_deleted and move == "true"
+    # The pool of one that serves both is that of decode engines: the key it wants, and its name.
+    return Wanted(Role.DECODE if is_both else Role(role), target, pod.metadata.uid, leaves, moves, is_both)
+
+
+def _target(pod: Pod, ip: str, port: int | None, slice_label: str) -> Target:
+    host = f"[{ip}]" if ":" in ip else ip
+    scheme, revision = _mark(pod, Mark.SCHEME) or "http", _mark(pod, Mark.REVISION)
+    options = {"dp": _mark(pod, Mark.RANKS), "mode": _mark(pod, Mark.MODE)}
+    if scheme not in ("http", "https"):
+        raise _wrong(pod, Mark.SCHEME, scheme, "http or https")
+    names: dict[str, str | None] = {Mark.REVISION: revision, slice_label: _mark(pod, slice_label)}
+    for mark, name in names.items():
+        if name is not None and not REVISION.fullmatch(name):
+            raise _wrong(pod, mark, name, "at most 63 letters, digits, '-', '_' and '.'")
+    options |= {"revision": revision, "slice": names[slice_label]}
+    said = "&".join(f"{name}={value}" for name, value in options.items() if value)
+    text = f"{scheme}://{host}:{_port(pod, port)}" + (f"#{said}" if said else "")
+    try:
+        return Target.parse(text)
+    except AddressError as exc:
+        raise AddressError(f"pod {pod.metadata.name}: {exc}") from exc
+
+
+def _port(pod: Pod, given: int | None) -> str:
+    if (said := _mark(pod, Mark.PORT)) is not None:
+        return said
+    if given is not None:
+        return str(given)
+    ports = [port for container in pod.spec.containers for port in container.ports or ()]
+    for port in ports:
+        if port.name == PORT_NAME:
+            return str(port.container_port)
+    missing = f"pod {pod.metadata.name} has no container port named {PORT_NAME}"
+    raise AddressError(f"{missing}: name one, or write the number into {Mark.PORT}")
+
+
+def _mark(pod: Pod, mark: str) -> str | None:
+    meta = pod.metadata
+    return (meta.annotations or {}).get(mark) or (meta.labels or {}).get(mark) or None
+
+
+def _wrong(pod: Pod, mark: str, value: str, right: str) -> AddressError:
+    return AddressError(f"pod {pod.metadata.name}: {mark} is {value!r}: write {right}")

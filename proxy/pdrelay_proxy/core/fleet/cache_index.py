@@ -1,0 +1,319 @@
+"""What engines have in their prefix caches, by engine and data-parallel rank, as their own KV events say.
+
+A block counts as often as it was stored, and is gone when it was removed as often: vLLM keeps equal blocks of two
+requests apart, and tells of each. What is not certain counts as absent: a block whose parent is not known, groups of an
+unknown kind, and a rank whose state has not come whole.
+
+An event without blocks announces its group: an engine's plugin begins a rank's state with one for each.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final, TypeAlias
+
+from pdrelay_proxy.core.fleet.rank_cache import GroupBlocks, RankCache, less_of
+from pdrelay_proxy.core.known_prompts import HeldBeginning
+from pdrelay_proxy.core.model import InstanceId
+from pdrelay_proxy.core.protocol.kv_event_stream import read_event
+from pdrelay_proxy.core.schemas.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KvEventBatch
+from pdrelay_proxy.core.token_blocks import ITEM, ROOT, TokenPrompt, extras_of, key_of, packed
+
+BLOCKS_MOST: Final = 1_000_000  # of all engines: 200 to 300 MB
+ENGINE_BLOCKS_MOST: Final = 500_000  # of one engine, all its ranks and groups
+RANKS_MOST: Final = 256  # of one engine
+_STEP: Final = 256  # blocks that are applied between two yields: 0.4 ms of CPU
+_FULL: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+_WINDOW: Final = frozenset({"sliding_window", "sliding_window_mla"})
+_STATE: Final = "mamba"
+_NO_PREFIX: Final = frozenset({"cross_attention", "encoder_only_attention"})  # they decide no hit
+_HERE: Final = frozenset({None, "GPU"})  # a BlockPool says so on every platform; other media are other tiers
+
+CachedTokens: TypeAlias = Mapping[tuple[InstanceId, int], int]  # tokens by engine and rank
+
+
+class IndexCounts:
+    """What was counted of one engine since it was asked last."""
+
+    __slots__ = ("cleared", "ignored", "removed", "stored", "unknown_parents")
+
+    def __init__(self) -> None:
+        self.stored = 0  # blocks
+        self.removed = 0  # blocks
+        self.cleared = 0  # events
+        self.ignored = 0  # events: of an unknown type, another tier or an odd shape
+        self.unknown_parents = 0  # blocks
+
+
+class _EngineCaches:
+    """The caches of one engine while its events are followed."""
+
+    __slots__ = ("blocks", "counts", "is_dropped", "members", "ranks")
+
+    def __init__(self, members: Mapping[InstanceId, int | None]) -> None:
+        self.members = members  # the instances it is, and their ranks
+        self.ranks: dict[int, RankCache] = {}
+        self.blocks = 0  # of all ranks and groups
+        self.counts = IndexCounts()
+        self.is_dropped = False  # it has more blocks than are remembered
+
+
+class CacheIndex:
+    """The caches of all engines whose events are followed. An engine is named by one of the instances it is."""
+
+    def __init__(self, *, most: int = BLOCKS_MOST, engine_most: int = ENGINE_BLOCKS_MOST) -> None:
+        self._most = most
+        self._engine_most = engine_most
+        self._engines: dict[InstanceId, _EngineCaches] = {}
+        self._of: dict[InstanceId, tuple[_EngineCaches, int | None]] = {}  # by instance: its engine and rank
+        self._blocks = 0
+        self.changes = 0  # what was found stays true while this is the same
+
+    def __len__(self) -> int:
+        return self._blocks
+
+    def open(self, engine: InstanceId, members: Mapping[InstanceId, int | None]) -> None:
+        """Begin with an engine of which nothing is known; ``members``: the ranks of the instances it is."""
+        self.forget(engine)
+        self.changes += 1
+        found = self._engines[engine] = _EngineCaches(members)
+        for name, rank in members.items():
+            self._of[name] = (found, rank)
+
+    def forget(self, engine: InstanceId) -> None:
+        """Forget an engine: nobody follows it any more."""
+        found = self._engines.pop(engine, None)
+        if found is None:
+            return
+        self.changes += 1
+        self._blocks -= found.blocks
+        for name in found.members:
+            self._of.pop(name, None)
+
+    def blocks(self, engine: InstanceId) -> int:
+        """Return how many blocks are remembered of an engine."""
+        found = self._engines.get(engine)
+        return 0 if found is None else found.blocks
+
+    def is_dropped(self, engine: InstanceId) -> bool:
+        """Tell whether an engine has more blocks than are remembered: nothing is known of it until it is opened."""
+        found = self._engines.get(engine)
+        return found is not None and found.is_dropped
+
+    def take_counts(self, engine: InstanceId) -> IndexCounts:
+        """Return what was counted of an engine since it was asked last."""
+        found = self._engines.get(engine)
+        if found is None:
+            return IndexCounts()
+        counts, found.counts = found.counts, IndexCounts()
+        return counts
+
+    # ---- events
+
+    def apply(self, engine: InstanceId, batch: KvEventBatch) -> Iterator[int]:
+        """Take in what an engine has published; each step is short, and yields the blocks that are remembered now.
+
+        Raises:
+            BadKvEvents: an event cannot be read that may tell of blocks that are gone.
+        """
+        found = self._engines.get(engine)
+        if found is None or found.is_dropped:
+            return
+        self.changes += 1
+        rank = self._rank(found, batch.data_parallel_rank or 0)
+        if rank is None:
+            return
+        if not batch.events:  # the end of the state, or nothing
+            rank.is_whole = True
+        done = 0
+        for raw in batch.events:
+            self.changes += 1  # before each of them: what is asked between two steps may be remembered
+            event = read_event(raw)
+            if isinstance(event, BlockStored):
+                for place in range(_STEP, len(event.block_hashes), _STEP):
+                    self._stored(found, rank, event, place - _STEP)
+                    yield found.blocks
+                left = max(0, len(event.block_hashes) - 1) // _STEP * _STEP
+                self._stored(found, rank, event, left)
+                done += 1 + len(event.block_hashes) - left
+            else:
+                done += 1 + self._changed(found, rank, event)
+            if self._is_full(found):
+                return
+            if done >= _STEP:
+                done = 0
+                yield found.blocks
+
+    def _rank(self, engine: _EngineCaches, number: int) -> RankCache | None:
+        """Return what is known of a rank; None: the engine has too many."""
+        rank = engine.ranks.get(number)
+        if rank is None:
+            if len(engine.ranks) >= RANKS_MOST:
+                self._drop(engine)
+                return None
+            rank = engine.ranks[number] = RankCache()
+        return rank
+
+    def _changed(self, engine: _EngineCaches, rank: RankCache, event: BlockRemoved | AllBlocksCleared | None) -> int:
+        """Take in an event that stores nothing; return how many blocks it names."""
+        if isinstance(event, BlockRemoved) and _is_here(event.medium, event.locality):
+            self._remove(engine, rank, event)
+            return len(event.block_hashes)
+        if isinstance(event, AllBlocksCleared):
+            self._clear(engine, rank)
+        else:
+            engine.counts.ignored += 1
+        return 0
+
+    def _stored(self, engine: _EngineCaches, rank: RankCache, event: BlockStored, start: int) -> None:
+        """Take in a part of an event: the blocks from ``start`` on."""
+        self.changes += 1
+        if not _is_here(event.medium, event.locality):
+            engine.counts.ignored += not start
+        elif not self._is_full(engine) and (group := self._group(engine, rank, event)) is not None:
+            self._store(engine, group, event, start)
+
+    def _store(self, engine: _EngineCaches, group: GroupBlocks, event: BlockStored, start: int) -> None:
+        hashes = event.block_hashes[start : start + _STEP]
+        added = -len(group.held)
+        if not group.is_full:
+            for block in hashes:
+                group.held[block] = group.held.get(block, 0) + 1
+            engine.counts.stored += len(hashes)
+        else:
+            self._store_full(engine, group, event, start, hashes)
+        added += len(group.held)
+        engine.blocks += added
+        self._blocks += added
+
+    def _store_full(
+        self, engine: _EngineCaches, group: GroupBlocks, event: BlockStored, start: int, hashes: list[BlockHash]
+    ) -> None:
+        size, extras, lora = event.block_size, event.extra_keys, event.lora_name
+        before = event.block_hashes[start - 1] if start else event.parent_block_hash
+        parent = ROOT if before is None else group.key_of.get(before)
+        if parent is None:
+            engine.counts.unknown_parents += len(hashes)
+            return
+        tokens = packed(event.token_ids[start * size : (start + len(hashes)) * size])
+        held, step, child_of = group.held, size * ITEM, group.child_of
+        for place, block in enumerate(hashes):
+            key = group.key_of.get(block)
+            if key is None:
+                own = None if extras is None else extras[start + place]
+                text = b"" if own is None and lora is None else extras_of(lora, own or ())
+                key = group.key_of[block] = key_of(parent, tokens[place * step : (place + 1) * step], text)
+            group.hash_of[key] = block  # of two with equal contents (an adapter was replaced) the newer one is hit
+            held[block] = held.get(block, 0) + 1
+            if parent != ROOT:
+                child_of[parent] = key
+            parent = key
+        engine.counts.stored += len(hashes)
+
+    def _group(self, engine: _EngineCaches, rank: RankCache, event: BlockStored) -> GroupBlocks | None:
+        """Return the group of an event; None: what is stored there says nothing, or cannot be understood."""
+        kind, number, size = event.kv_cache_spec_kind, event.group_idx or 0, event.block_size
+        if kind in _NO_PREFIX:
+            return None
+        is_full, window = kind in _FULL, event.kv_cache_spec_sliding_window or 0
+        if not is_full and kind != _STATE and (kind not in _WINDOW or window < 1):
+            rank.is_unclear = True
+            return None
+        group = rank.groups.get(number)
+        if group is None or group.is_full is not is_full or group.size < size:
+            # Smaller ones are parts of blocks (``cache_partial_block`` in vllm/v1/core/block_pool.py).
+            needed = 1 if kind == _STATE else max(1, -(-(window - 1) // size))
+            if group is not None:
+                self._lose(engine, group)
+            group = rank.groups[number] = GroupBlocks(size, is_full=is_full, needed=needed)
+        is_odd = is_full and len(event.token_ids) != size * len(event.block_hashes)
+        is_odd = is_odd or (event.extra_keys is not None and len(event.extra_keys) != len(event.block_hashes))
+        if is_odd or size != group.size:
+            engine.counts.ignored += 1
+            return None
+        return group
+
+    def _remove(self, engine: _EngineCaches, rank: RankCache, event: BlockRemoved) -> None:
+        group, gone = rank.groups.get(event.group_idx or 0), 0
+        if group is not None:
+            for block in event.block_hashes:
+                gone += group.remove(block)
+        engine.counts.removed += len(event.block_hashes)
+        engine.blocks -= gone
+        self._blocks -= gone
+
+    def _clear(self, engine: _EngineCaches, rank: RankCache) -> None:
+        for group in rank.groups.values():  # what groups there are stays known: an engine's are always the same
+            self._lose(engine, group)
+            group.clear()
+        engine.counts.cleared += 1
+
+    def _lose(self, engine: _EngineCaches, group: GroupBlocks) -> None:
+        engine.blocks -= len(group.held)
+        self._blocks -= len(group.held)
+
+    def _is_full(self, engine: _EngineCaches) -> bool:
+        """Drop an engine that has too many blocks, and tell whether it had."""
+        if engine.blocks > self._engine_most or self._blocks > self._most:
+            self._drop(engine)
+        return engine.is_dropped
+
+    def _drop(self, engine: _EngineCaches) -> None:
+        self._blocks -= engine.blocks
+        engine.blocks, engine.is_dropped = 0, True
+        engine.ranks.clear()
+
+    # ---- questions
+
+    def cached(self, instance: InstanceId, prompt: TokenPrompt, lora: str | None) -> int | None:
+        """Return how many tokens of a prompt an instance has; None: its events are not followed (yet).
+
+        ``lora``: the adapter that it is for. Of an instance that chooses among its ranks itself the least counts.
+        """
+        of = self._of.get(instance)
+        if of is None:
+            return None
+        engine, number = of
+        if number is not None:
+            rank = engine.ranks.get(number)
+            return None if rank is None or not rank.is_whole or rank.is_unclear else rank.cached(prompt, lora)
+        least: int | None = None
+        for rank in engine.ranks.values():
+            if not rank.is_whole or rank.is_unclear:
+                return None
+            found = rank.cached(prompt, lora)
+            least = found if least is None else min(least, found)
+        return least
+
+    def beginning(
+        self, instance: InstanceId, prompt: TokenPrompt, count: int, lora: str | None
+    ) -> HeldBeginning | None:
+        """Return what an instance has of the first ``count`` ids of a prompt; None: it is not known.
+
+        They may be the beginning of a longer prompt. ``lora`` and several ranks are as in ``cached``.
+        """
+        of = self._of.get(instance)
+        if of is None:
+            return None
+        engine, number = of
+        ranks = engine.ranks
+        found: HeldBeginning | None = None
+        for rank in ranks.values() if number is None else [ranks[number]] if number in ranks else []:
+            if not rank.is_whole or rank.is_unclear:
+                return None
+            held = rank.beginning(prompt, count, lora)
+            if held is None:
+                return None
+            found = held if found is None else less_of(found, held)
+        return found
+
+    def cached_tokens(self, prompt: TokenPrompt, lora: str | None = None) -> CachedTokens:
+        """Return how many tokens of a prompt each rank of each engine has, of those that are known."""
+        return {
+            (name, number): rank.cached(prompt, lora)
+            for name, engine in self._engines.items()
+            for number, rank in engine.ranks.items()
+            if rank.is_whole and not rank.is_unclear
+        }
+
+
+def _is_here(medium: str | None, locality: str | None) -> bool:
+    return medium in _HERE and locality != "REMOTE"

@@ -1,0 +1,182 @@
+"""What is known of an engine that decides with whom it can share a request."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Final, TypeAlias
+
+from pdrelay_proxy.core.fleet import push_coordinates
+from pdrelay_proxy.core.model import InstanceId
+from pdrelay_proxy.core.one_line import one_line
+from pdrelay_proxy.core.protocol.push import EngineMode
+
+# What a prefill engine's answers have taught.
+MODES: Final[Mapping[push_coordinates.CoordinatesState, EngineMode]] = {
+    push_coordinates.CoordinatesState.PULL: EngineMode.PULL,
+    push_coordinates.CoordinatesState.PUSH: EngineMode.PUSH,
+    push_coordinates.CoordinatesState.SEVERAL: EngineMode.PUSH,
+}
+
+NO_SLICE: Final = ""  # stands for engines without one: with slice_pairing require they are a slice of their own
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapabilities:
+    """Learned from an engine's own answers; None: not known (yet), and fits everything."""
+
+    models: frozenset[str] | None = None  # /v1/models, with its LoRA adapters
+    version: str | None = None  # /version; two versions of vLLM refuse each other's handshake
+    connector: str | None = None  # whose metrics it shows: pdrelay or nixl
+    mode: EngineMode | None = None  # prefill: as its answers say; decode: as it was declared (URL#mode=push)
+    revision: str | None = None  # of its deployment, as its pod or its operator says
+    protocol: str | None = None  # of our connector's side channel; others refuse each other
+    fingerprint: str | None = None  # of model, cache and vLLM, as our connector sees them; others refuse each other
+    engine_id: str | None = None  # prefill: by which decode engines know it
+    incompatible: frozenset[str] | None = None  # decode: engine ids of those it has met and cannot load from
+    adapters: frozenset[str] | None = None  # those of the models that are LoRA adapters
+    slice: str | None = None  # its zone, rack or NVLink domain, as its pod or its operator says
+    pairs_within: str | None = None  # the slice that its partners must be of (slice_pairing require); None: any
+    kv_role: str | None = None  # vLLM's, as our connector shows it: only kv_both can serve another role
+    resting: frozenset[InstanceId] | None = None  # decode: prefill engines that it cannot meet (pair_health.py)
+    root: str | None = None  # where its base model's files lie, as /v1/models says; its own connector says more
+    started: str | None = None  # when its process began, as its metrics write it
+    # The names of its base model: ``models`` without ``adapters`` (registry.py).
+    bases: frozenset[str] | None = field(default=None, compare=False)
+
+    def serves(self, model: str | None) -> bool:
+        """Tell whether a request for a model may go there; None: the request names none."""
+        return model is None or self.models is None or model in self.models
+
+    def in_one_line(self) -> "EngineCapabilities":
+        """Return these facts with no line break in any: they stand in logs, tables and labels."""
+        ours = (self.connector, self.protocol, self.fingerprint, self.engine_id, self.kv_role)
+        texts = (self.version, self.revision, self.slice, self.root, *ours)
+        names = (self.models, self.adapters, self.incompatible)
+        if all(map(_is_line, texts)) and all(map(_are_lines, names)):
+            return self
+        return replace(
+            self,
+            models=_lines(self.models),
+            version=_line(self.version),
+            connector=_line(self.connector),
+            revision=_line(self.revision),
+            protocol=_line(self.protocol),
+            fingerprint=_line(self.fingerprint),
+            engine_id=_line(self.engine_id),
+            incompatible=_lines(self.incompatible),
+            adapters=_lines(self.adapters),
+            slice=_line(self.slice),
+            kv_role=_line(self.kv_role),
+            root=_line(self.root),
+        )
+
+    def updated(self, found: "EngineCapabilities") -> "EngineCapabilities":
+        """Return these facts, as far as no newer ones were found."""
+        return EngineCapabilities(
+            self.models if found.models is None else found.models,
+            found.version or self.version,
+            found.connector or self.connector,
+            found.mode or self.mode,
+            found.revision or self.revision,
+            found.protocol or self.protocol,
+            found.fingerprint or self.fingerprint,
+            found.engine_id or self.engine_id,
+            self.incompatible if found.incompatible is None else found.incompatible,
+            self.adapters if found.adapters is None else found.adapters,
+            found.slice or self.slice,
+            self.pairs_within if found.pairs_within is None else found.pairs_within,
+            found.kv_role or self.kv_role,
+            self.resting if found.resting is None else found.resting,
+            found.root or self.root,
+            found.started or self.started,
+            self.bases if found.bases is None else found.bases,
+        )
+
+
+def _is_line(text: str | None) -> bool:
+    return text is None or text.isprintable()
+
+
+def _are_lines(names: frozenset[str] | None) -> bool:
+    return names is None or all(map(str.isprintable, names))
+
+
+def _line(text: str | None) -> str | None:
+    return None if text is None else one_line(text)
+
+
+def _lines(names: frozenset[str] | None) -> frozenset[str] | None:
+    return None if names is None else frozenset(map(one_line, names))
+
+
+# Facts that are equal, or unknown, where two engines fit; the last one is a set, and one name in common will do.
+Compared: TypeAlias = tuple[str | frozenset[str] | None, ...]
+
+_COMPARED: Final = {
+    "version": "vLLM's version",
+    "connector": "the connector",
+    "mode": "the mode",
+    "revision": "the revision",
+    "protocol": "the connector's protocol",
+    "fingerprint": "the connector's fingerprint",
+    "pairs_within": "the slice",
+    "root": "the root of the model",
+    "bases": "the model",  # it stays the last one: see ``agree``
+}
+WITHIN: Final = [*_COMPARED].index("pairs_within")  # the place of the slice among them
+compared: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(*_COMPARED)
+# The same without the slice, which is no part of what a rollout changes.
+without_slice: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(
+    *[n for n in _COMPARED if n != "pairs_within"]
+)
+
+
+def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
+    """Tell whether two engines can share a request; that both serve its LoRA adapter is looked at elsewhere."""
+    return prefill.engine_id not in (decode.incompatible or ()) and agree(compared(prefill), compared(decode))
+
+
+def agree(one: Compared, other: Compared) -> bool:
+    """Tell whether facts are equal or unknown, and the base models are one: no KV cache is read across two of them."""
+    # A generator takes three times as long, and kinds are compared with kinds.
+    if one == other:
+        return True
+    if False in [a is None or b is None or a == b for a, b in zip(one[:-1], other[:-1], strict=True)]:
+        return False
+    return _have_common_name(one[-1], other[-1])
+
+
+def have_common_model(one: EngineCapabilities, other: EngineCapabilities) -> bool:
+    """Tell whether two engines serve one base model, as far as it is known."""
+    return _have_common_name(one.bases, other.bases)
+
+
+def _have_common_name(one: str | frozenset[str] | None, other: str | frozenset[str] | None) -> bool:
+    """Tell whether two base models are one: each may have several names (``--served-model-name a b``)."""
+    if not isinstance(one, frozenset) or not isinstance(other, frozenset):
+        return True
+    return not one.isdisjoint(other)
+
+
+def rests(prefill: InstanceId, decode: EngineCapabilities) -> bool:
+    """Tell whether a decode engine gets no requests with a prefill engine, although they fit."""
+    return decode.resting is not None and prefill in decode.resting
+
+
+def difference(prefill: EngineCapabilities, decode: EngineCapabilities) -> str:
+    """Say why two engines do not fit."""
+    for name, one, other in zip(_COMPARED.values(), compared(prefill), compared(decode), strict=True):
+        if one is None or other is None or one == other:
+            continue
+        if isinstance(one, str) or not _have_common_name(one, other):
+            return f"{name} is {_words(one)} there and {_words(other)} here"
+    return "it has refused that one's KV cache, and its log says why"
+
+
+def _words(fact: str | frozenset[str] | None) -> str:
+    return ", ".join(sorted(fact)) if isinstance(fact, frozenset) else str(fact)
+
+
+def always(_prefill: object, _decode: object) -> bool:
+    """Fit: it is known that all do."""
+    return True

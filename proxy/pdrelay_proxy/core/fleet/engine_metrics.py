@@ -1,0 +1,167 @@
+"""What the router reads in an engine's /metrics: whose connector it has, what it keeps, and what it got."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import fsum  # sum() of floats fails where this is compiled: mypyc takes its result for an int
+from typing import Final
+
+_LINE: Final = re.compile(
+    rb"^vllm:(?P<name>pdrelay_leases_held|kv_cache_usage_perc)(?:\{(?P<labels>[^\n]*)\})? (?P<value>[0-9.eE+-]{1,32})",
+    re.MULTILINE,
+)
+_INFO: Final = b"vllm:pdrelay_connector_info{"
+_LABEL: Final = re.compile(rb'(?:^|,)(protocol|fingerprint|mode|engine_id|kv_role)="([0-9A-Za-z_.:-]{1,128})"')
+_REFUSED: Final = b"vllm:pdrelay_incompatible_peer{"
+_PEER: Final = re.compile(rb'(?:^|,)peer="([0-9A-Za-z_.:-]{1,128}?)(?:_dp[0-9]{1,6})?"')
+_STARTED: Final = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,32})$", re.MULTILINE)
+_CONNECTOR: Final = re.compile(rb"^vllm:(pdrelay|nixl)_", re.MULTILINE)
+# Its own prefix cache counts as well: what is there need not be sent.
+_SOURCES: Final = b"vllm:prompt_tokens_by_source_total{"
+_RECEIVED: Final = re.compile(rb'(?:^|,)source="(?:external_kv_transfer|local_cache_hit)"')
+_LABELLED: Final = re.compile(rb"[a-z_:]{1,64}\{(?P<labels>[^\n]{0,2000})\} (?P<value>[0-9.eE+]{1,32})")
+_TRUE: Final = (b"1", b"1.0")
+_MOST_LINES: Final = 4096  # of one metric
+# Of vllm/v1/metrics/loggers.py. A line of the text follows another one: their comments come first.
+_RUNNING: Final = b"\nvllm:num_requests_running"
+_WAITING: Final = b"\nvllm:num_requests_waiting"
+_USAGE: Final = b"\nvllm:kv_cache_usage_perc"
+_PREEMPTED: Final = b"\nvllm:num_preemptions_total"
+_VALUE: Final = re.compile(
+    rb"vllm:[a-z_]{1,40}(?:\{(?P<labels>[^\n]{0,2000})\})? "
+    rb"(?P<value>[0-9]{1,18}(?:\.[0-9]{1,18})?(?:[eE][+-]?[0-9]{1,2})?)"
+)
+_RANK: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What an engine shows; None: it does not."""
+
+    connector: str | None = None  # pdrelay or nixl
+    leases: float | None = None  # requests whose blocks our connector keeps
+    kv_usage: float | None = None  # share of its KV cache in use; blocks that are only cached are not
+    protocol: str | None = None  # these five as our connector says (vllm:pdrelay_connector_info)
+    fingerprint: str | None = None
+    mode: str | None = None
+    engine_id: str | None = None  # by which other engines know it; of all data-parallel ranks
+    kv_role: str | None = None  # vLLM's
+    started: str | None = None  # when the process began, as it is written there
+
+    @property
+    def kept(self) -> float | None:
+        """Return something above 0 while it keeps something: leases if it counts them, else the use of its cache."""
+        return self.kv_usage if self.leases is None else self.leases
+
+
+def read(text: bytes, rank: int | None = None) -> Numbers:
+    """Read the Prometheus text of an engine, or of one of its data-parallel ranks."""
+    found: dict[bytes, list[float]] = {b"pdrelay_leases_held": [], b"kv_cache_usage_perc": []}
+    for line in _LINE.finditer(text):
+        if _is_of(line, rank):
+            try:
+                found[line["name"]].append(float(line["value"]))
+            except ValueError:  # it counts as something that is kept
+                found[line["name"]].append(1.0)
+    connector, started = _CONNECTOR.search(text), _STARTED.search(text)
+    leases, usage = found.values()
+    ours = next(
+        (line["labels"] for line in labelled_lines(text, _INFO) if line["value"] in _TRUE and _is_of(line, rank)), b""
+    )
+    info = {name.decode(): value.decode() for name, value in _LABEL.findall(ours)}
+    return Numbers(
+        connector=connector[1].decode() if connector else None,
+        leases=sum(leases) if leases else None,
+        kv_usage=max(usage) if usage else None,
+        protocol=info.get("protocol"),
+        fingerprint=info.get("fingerprint"),
+        mode=info.get("mode"),
+        engine_id=info.get("engine_id"),
+        kv_role=info.get("kv_role"),
+        started=started[1].decode() if started else None,
+    )
+
+
+def incompatible_peers(text: bytes, rank: int | None = None) -> frozenset[str]:
+    """Read which prefill engines a decode engine has met and cannot load from, by their engine ids."""
+    lines = [line["labels"] for line in labelled_lines(text, _REFUSED) if line["value"] in _TRUE and _is_of(line, rank)]
+    return frozenset(peer[1].decode() for labels in lines if (peer := _PEER.search(labels)))
+
+
+@dataclass(frozen=True, slots=True)
+class ShownLoad:
+    """How busy an engine was, whoever has sent the requests."""
+
+    at: float  # seconds of the registry's clock
+    requests: int  # running and waiting
+    kv_usage: float | None  # share of its KV cache in use; None: it does not show it
+    preempted: float = 0.0  # requests since it started, for want of KV blocks
+
+
+def shown_load(text: bytes, rank: int | None = None, *, now: float) -> ShownLoad | None:
+    """Read how busy an engine is, or one of its data-parallel ranks; None: it does not show its requests."""
+    running, waiting = (gauge_values(text, name, rank) for name in (_RUNNING, _WAITING))
+    if not running:
+        return None
+    usage = gauge_values(text, _USAGE, rank)
+    requests = int(min(1e9, fsum([*running, *waiting])))
+    preempted = fsum(gauge_values(text, _PREEMPTED, rank))
+    return ShownLoad(now, requests, min(1.0, max(0.0, max(usage))) if usage else None, preempted)
+
+
+def labelled_lines(
+    text: bytes, name: bytes, line: re.Pattern[bytes] = _LABELLED, most: int = _MOST_LINES
+) -> Iterator[re.Match[bytes]]:
+    """Find the lines of a metric that has labels: ``most`` are looked at, and those that ``line`` fits are found.
+
+    ``name`` ends with the brace of the labels.
+
+    They are searched for as bytes, and each is matched once: a pattern that is searched for is tried at every place,
+    and with a text of one line that repeats its beginning that takes minutes, on the event loop.
+    """
+    follows, at = b"\n" + name, 0
+    found = text.startswith(name)
+    for _ in range(most):
+        if not found:
+            at = text.find(follows, at) + 1
+            if at == 0:
+                return
+        end = text.find(b"\n", at)
+        matched = line.fullmatch(text[at : end if end >= 0 else len(text)])
+        if matched is not None:
+            yield matched
+        found = False
+
+
+def gauge_values(text: bytes, name: bytes, rank: int | None) -> list[float]:
+    """Read the values of a gauge or a counter.
+
+    Its lines are searched for as bytes: a text has hundreds of kB, and it has a few.
+    """
+    found, at = list[float](), text.find(name)
+    while at >= 0:
+        end = text.find(b"\n", at + 1)
+        is_whole = text[at + len(name) : at + len(name) + 1] in (b"{", b" ")  # others begin alike
+        line = _VALUE.fullmatch(text[at + 1 : end if end >= 0 else len(text)])
+        if is_whole and line is not None and _is_of(line, rank):
+            found.append(float(line["value"]))
+        at = text.find(name, at + 1)
+    return found
+
+
+def _is_of(line: re.Match[bytes], rank: int | None) -> bool:
+    """Tell whether a line is one of a data-parallel rank's, or of no certain rank; None: of any."""
+    engine = _RANK.search(line["labels"] or b"")
+    return rank is None or engine is None or int(engine[1]) == rank
+
+
+def received(exposition: bytes, rank: int | None = None) -> float | None:
+    """Read in an engine's metrics, or those of one of its ranks, how many prompt tokens it did not compute."""
+    values = list[float]()
+    for line in labelled_lines(exposition, _SOURCES):
+        if _RECEIVED.search(line["labels"]) is not None and _is_of(line, rank):
+            try:
+                values.append(float(line["value"]))
+            except ValueError:
+                values.append(0.0)
+    return sum(values) if values else None

@@ -1,0 +1,127 @@
+"""What is wrong with a fleet as a whole, in sentences for operators: no request and no probe of one engine shows it.
+
+They are there as soon as the facts are, and are gone with what they tell of. The log says each once; ``/health``, the
+status page and ``pdrelay instances`` show those of now. They name engines by id, never by address: clients read them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.registry import Member, Registry, first_of, listed
+from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
+
+_LEAVING: Final = frozenset({HealthState.DRAINING, HealthState.DRAINED})
+# The vLLM kv_role that serves nothing of a role, and what its engines do not do.
+_USELESS_AS: Final[Mapping[EngineRole, tuple[str, str]]] = {
+    EngineRole.PREFILL: ("kv_consumer", "it hands no KV cache over"),
+    EngineRole.DECODE: ("kv_producer", "it loads no KV cache"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetWarning:
+    """One sentence, and the engines that it is about."""
+
+    engines: Sequence[InstanceId]
+    text: str
+
+
+class FleetWarnings:
+    """Those that were found last: to look for them in a fleet of thousands takes milliseconds."""
+
+    def __init__(self) -> None:
+        self.texts: Sequence[str] = ()
+        self._of = dict[InstanceId, str]()
+
+    def look(self, registry: Registry) -> Sequence[str]:
+        """Look for them; return those that were not there before."""
+        found, before = fleet_warnings(registry), self.texts
+        self.texts = [each.text for each in found]
+        by_engine: dict[InstanceId, str] = {}
+        for each in found:
+            for name in each.engines:
+                by_engine[name] = f"{by_engine[name]}; {each.text}" if name in by_engine else each.text
+        self._of = by_engine
+        return [text for text in self.texts if text not in before]
+
+    def of(self, name: InstanceId) -> str | None:
+        """Return what is wrong with an engine; None: nothing."""
+        return self._of.get(name)
+
+
+def fleet_warnings(registry: Registry) -> Sequence[FleetWarning]:
+    """Look for them."""
+    members = [member for member in registry.members() if member.life.state not in _LEAVING]
+    return [*_of_kv_roles(members), *_of_twins(registry, members), *_of_models(members)]
+
+
+def _of_kv_roles(members: Sequence[Member]) -> Sequence[FleetWarning]:
+    """Say which engines were started for the other role (``kv_role`` in vllm:pdrelay_connector_info)."""
+    wrong = {role: _useless_as(role, members) for role in _USELESS_AS}
+    swapped = ": prefill and decode engines seem to be swapped" if all(wrong.values()) else ""
+    found = list[FleetWarning]()
+    for role, engines in wrong.items():
+        kv_role, lacks = _USELESS_AS[role]
+        for name in engines:
+            text = f"{name} is a {role} engine that was started with kv_role {kv_role}, so {lacks}{swapped}"
+            found.append(FleetWarning((name,), text))
+    return found
+
+
+def _useless_as(role: EngineRole, members: Sequence[Member]) -> Sequence[InstanceId]:
+    kv_role = _USELESS_AS[role][0]
+    return [each.instance.id for each in members if each.role is role and each.facts.kv_role == kv_role]
+
+
+def _of_twins(registry: Registry, members: Sequence[Member]) -> Sequence[FleetWarning]:
+    """Say which engines are others under another address."""
+    found = list[FleetWarning]()
+    for member in members:
+        name = member.instance.id
+        first = registry.twin_of(name)
+        if first is not None:
+            text = f"{name} is {first} under another address (one engine_id): {first} alone gets requests"
+            found.append(FleetWarning((name, first), text))
+    return found
+
+
+def _of_models(members: Sequence[Member]) -> Sequence[FleetWarning]:
+    """Say which base models are served by engines of one role alone.
+
+    A decode engine may be meant to serve one alone, such as an embedder: it is named where a prefill engine lacks a
+    partner, too, for then the two may have been meant for each other.
+    """
+    sides = {role: [each for each in members if each.role.serves(role)] for role in Role}
+    if not all(sides.values()):
+        return ()
+    prefills = _without_partner(sides[Role.PREFILL], sides[Role.DECODE])
+    if not prefills:
+        return ()
+    decodes = _without_partner(sides[Role.DECODE], sides[Role.PREFILL])
+    found = list[FleetWarning]()
+    for bases, engines in prefills.items():
+        text = f"{listed(engines)}: no decode engine serves {first_of(bases)}, so requests for it are refused"
+        found.append(FleetWarning(engines, text))
+    for bases, engines in decodes.items():
+        text = f"{listed(engines)}: no prefill engine serves {first_of(bases)}, so requests for it are not split"
+        found.append(FleetWarning(engines, text))
+    return found
+
+
+def _without_partner(own: Sequence[Member], others: Sequence[Member]) -> Mapping[frozenset[str], Sequence[InstanceId]]:
+    """List the engines of one role by base model that no engine of the other role serves; what is not known may be it.
+
+    Kinds of engines are compared: there may be thousands of engines.
+    """
+    known = {each.facts.bases for each in others}
+    found = dict[frozenset[str], list[InstanceId]]()
+    if None in known:
+        return found
+    served = frozenset[str]().union(*[bases for bases in known if bases is not None])
+    for member in own:
+        bases = member.facts.bases
+        if bases and bases.isdisjoint(served):
+            found.setdefault(bases, []).append(member.instance.id)
+    return found

@@ -1,0 +1,454 @@
+"""The life of one engine: which requests it may get, and what is held against it.
+
+Evidence comes from requests (``succeeded``, ``failed``) and from probes (``seen``, ``missed``); either is enough. An
+engine is good until proven otherwise; one that misses its first probe is not up yet, and gets requests once it answers.
+A broken one rests, longer after every break, and then gets one request: its trial; while it misses probes it gets none.
+Only what core/protocol/fault_table.py holds against the engine counts: a refused request (4xx), or one it is too busy
+for, says that it lives. An answer of 5xx, or one that breaks off, counts as soon as another engine has answered the
+same request well (``blamed``), and not before: there are requests that make any engine fail, and a client that sends a
+few of them must not take one engine after the other away from everybody else. For the same reason no request ejects an
+engine that answers its probes and is needed (``is_needed``); one that cannot be reached is away, whoever asks.
+
+The first event of a stream says nothing of its end. Answers that break off behind their beginning (``broke_off``) are
+counted by themselves, until one has come to its end (``completed``).
+
+Several workers of one router tell each other when one of them breaks an engine, or finds it well again: the latest such
+word counts for all of them. What it is based on (failures in a row, probes) is each worker's own.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from typing import Final
+
+from pdrelay_proxy.core.model import RequestId
+from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
+from pdrelay_proxy.core.schemas import HealthVerdict
+from pdrelay_proxy.settings import Settings
+
+_CLAIM_S: Final = 30.0  # that a trial may take to begin before another request may be the trial
+# What is held against it, said of the request.
+_SAID: Final[Mapping[Failure, str]] = {
+    Failure.UNREACHABLE: "did not reach it",
+    Failure.BAD_RESPONSE: "got no good answer",
+    Failure.TIMEOUT: "timed out",
+    Failure.HTTP_5XX: "was answered with an error",
+}
+
+
+class HealthState(StrEnum):
+    """Where an engine is in its life."""
+
+    STARTING = auto()  # it has never answered: it gets requests as long as it has not missed a probe either
+    HEALTHY = auto()
+    EJECTED = auto()  # gets nothing until it has rested
+    HALF_OPEN = auto()  # gets one request at a time, until one of them succeeds
+    DRAINING = auto()  # gets nothing new; what it has goes on
+    DRAINED = auto()  # has nothing left, and may be stopped
+    GONE = auto()
+
+
+class HealthEvent(StrEnum):
+    """What happens to an engine."""
+
+    PROVEN = auto()  # it answered a request, or a probe
+    BACK = auto()  # it answers probes again after it did not
+    TRIPPED = auto()  # too much is held against it
+    RESTED = auto()
+    DRAIN = auto()
+    EMPTY = auto()
+    UNDRAIN = auto()
+    REMOVE = auto()
+
+
+_JUDGED_BY: Final = {
+    HealthEvent.PROVEN: HealthState.HEALTHY,
+    HealthEvent.BACK: HealthState.HEALTHY,
+    HealthEvent.TRIPPED: HealthState.EJECTED,
+    HealthEvent.DRAIN: HealthState.DRAINING,
+    HealthEvent.REMOVE: HealthState.GONE,
+}
+_LEAVES_BY: Final = {
+    HealthEvent.EMPTY: HealthState.DRAINED,
+    HealthEvent.UNDRAIN: HealthState.STARTING,
+    HealthEvent.REMOVE: HealthState.GONE,
+}
+TRANSITIONS: Final[Mapping[HealthState, Mapping[HealthEvent, HealthState]]] = {
+    HealthState.STARTING: {**_JUDGED_BY, HealthEvent.UNDRAIN: HealthState.STARTING},
+    HealthState.HEALTHY: {**_JUDGED_BY, HealthEvent.UNDRAIN: HealthState.HEALTHY},
+    HealthState.EJECTED: {
+        **_JUDGED_BY,  # BACK: it was restarted
+        HealthEvent.PROVEN: HealthState.EJECTED,  # an answer to a request of before, or a probe that never failed
+        HealthEvent.RESTED: HealthState.HALF_OPEN,
+        HealthEvent.UNDRAIN: HealthState.EJECTED,
+    },
+    HealthState.HALF_OPEN: {**_JUDGED_BY, HealthEvent.UNDRAIN: HealthState.HALF_OPEN},
+    HealthState.DRAINING: {**_LEAVES_BY, HealthEvent.DRAIN: HealthState.DRAINING},
+    HealthState.DRAINED: {**_LEAVES_BY, HealthEvent.DRAIN: HealthState.DRAINED},
+    HealthState.GONE: {},
+}
+_STARTING: Final = HealthState.STARTING  # looking a member up takes as long as a call
+_HEALTHY: Final = HealthState.HEALTHY
+_EJECTED: Final = HealthState.EJECTED
+_HALF_OPEN: Final = HealthState.HALF_OPEN
+# The others get no requests.
+_JUDGED: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.EJECTED, HealthState.HALF_OPEN})
+
+
+@dataclass(slots=True)
+class ChangeCount:
+    """Counts what may change the choice of engines; whoever remembers a choice compares."""
+
+    count: int = 0
+
+
+@dataclass(slots=True)
+class _Counts:
+    legs: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class Window:
+    """Counts over the last ``seconds``, or up to half of it less: two halves, of which the older one is dropped."""
+
+    seconds: float
+    _begun: float = 0.0
+    _older: _Counts = field(default_factory=_Counts)
+    _newer: _Counts = field(default_factory=_Counts)
+
+    def count(self, *, failed: bool, now: float, legs: int = 1, is_new: bool = True) -> None:
+        """Take in how one leg ended, or several alike; not ``is_new``: it was counted as a good one before."""
+        if now - self._begun >= self.seconds / 2:
+            self._turn(now)
+        newer = self._newer
+        if is_new:
+            newer.legs += legs
+        newer.failed += failed * legs
+
+    def totals(self, *, now: float) -> tuple[int, int]:
+        """Return how many legs ended, and how many of them failed."""
+        self._turn(now)
+        return self._older.legs + self._newer.legs, self._older.failed + self._newer.failed
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._older, self._newer = _Counts(), _Counts()
+
+    def _turn(self, now: float) -> None:
+        half = self.seconds / 2
+        steps = (now - self._begun) // half
+        if steps >= 1:
+            self._older, self._newer = self._newer if steps == 1 else _Counts(), _Counts()
+            self._begun += steps * half
+
+
+@dataclass(slots=True)
+class _Trial:
+    """The one request that a broken engine gets; whose it is shows when it begins."""
+
+    until: float
+    request: RequestId | None = None
+
+
+@dataclass(slots=True)
+class EngineHealth:
+    """What is known of the health of one engine. Times are seconds of a clock that only rises."""
+
+    since: float  # when it came into its state
+    settings: Settings = field(default_factory=Settings)
+    state: HealthState = HealthState.STARTING
+    why: str = "added"  # what brought it there, in words
+    verdict: HealthVerdict | None = None  # the latest one, of this worker or another
+    changes: ChangeCount = field(default_factory=ChangeCount)
+    served_at: float = -math.inf  # when it last answered a request
+    is_needed: Callable[[], bool] | None = None  # too few others of its role would be left without it
+    cache_since: float = field(init=False)  # from when on it may have in its prefix cache what it was sent
+    _in_a_row: int = 0  # requests that have failed since it last began a good answer
+    _broken_in_a_row: int = 0  # answers that have broken off since one came to its end
+    _missed: int = 0
+    _was_spared: bool = False
+    _is_probed: bool = False  # it has answered the last probe
+    _silent_since: float | None = None  # when the first probe was missed of those since it answered one, if badly
+    _rest_s: float = 0.0  # of its present break
+    _trial: _Trial | None = None
+    _window: Window = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._window = Window(self.settings.circuit_breaker_window_s)
+        self.cache_since = self.since
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it is healthy, and no request has failed since it last answered one."""
+        return self.state is _HEALTHY and not self._has_failed
+
+    @property
+    def _has_failed(self) -> bool:
+        """Tell whether something is held against it that no good answer has made up for."""
+        return self._in_a_row > 0 or self._broken_in_a_row > 0
+
+    @property
+    def is_away(self) -> bool:
+        """Tell whether it is waited for: a probe finds it sooner than a request."""
+        return self.state is _EJECTED or (self.state is _STARTING and self._missed > 0)
+
+    @property
+    def misses(self) -> int:
+        """How many probes it has missed in a row."""
+        return self._missed
+
+    @property
+    def steady_until(self) -> float:
+        """When the passing of time may change whether it may serve; infinity: only what ``changes`` counts does."""
+        if self.state is _EJECTED and self._missed < self.settings.health_check_failures:
+            return self.since + self._rest_s
+        if self.state is _HALF_OPEN and self._trial is not None and self._trial.request is None:
+            return self._trial.until
+        return math.inf
+
+    def serves_in_s(self, *, now: float) -> float | None:
+        """Return after how many seconds it may serve again, as far as that can be told; None: it cannot.
+
+        A broken engine has its rest, one that misses probes is waited for until the next one, and a trial takes a
+        moment. What is drained comes back when an operator says so.
+        """
+        settings = self.settings
+        if self.state is _EJECTED and self._missed < settings.health_check_failures:
+            return self.since + self._rest_s - now
+        if self.is_away and settings.health_check_interval_s > 0:
+            return settings.health_check_interval_s
+        return 0.0 if self.state is _HALF_OPEN else None
+
+    def may_serve(self, *, now: float) -> bool:
+        """Tell whether it may get a request; a broken engine that has rested becomes one that is tried."""
+        if (
+            self.state is _EJECTED
+            and now >= self.since + self._rest_s
+            and self._missed < self.settings.health_check_failures
+        ):
+            self._step(HealthEvent.RESTED, "has rested, and gets one request at a time", now)
+        if self.state is _HALF_OPEN:
+            if self._trial is not None and self._trial.request is None and now >= self._trial.until:
+                self._trial = None
+                self.changes.count += 1
+            return self._trial is None
+        return self.state is _HEALTHY or (self.state is _STARTING and not self.is_away)
+
+    def chosen(self, *, now: float) -> None:
+        """It was chosen for a request: if it is to be tried, that is its trial."""
+        if self.state is _HALF_OPEN:
+            self._trial = _Trial(until=now + _CLAIM_S)
+            self.changes.count += 1
+
+    def claimed(self, request: RequestId) -> None:
+        """A request is here; the first one that comes while the engine is to be tried is its trial."""
+        if self.state is _HALF_OPEN and (self._trial is None or self._trial.request is None):
+            self._trial = _Trial(self.since, request)
+            self.changes.count += 1
+
+    def released(self, request: RequestId) -> None:
+        """A request is over; if it was the trial and proved nothing, the next one may be it."""
+        if self._trial is not None and self._trial.request == request:
+            self._trial = None
+            self.changes.count += 1
+
+    def succeeded(self, requests: Sequence[RequestId], now: float) -> None:
+        """It has answered some requests, one or more."""
+        self._window.count(failed=False, now=now, legs=len(requests))
+        self._in_a_row = 0
+        self.served_at = now
+        if self.state is not _HEALTHY:
+            for request in requests:
+                self._alive(request, now)
+
+    def completed(self) -> None:
+        """An answer has come to its end."""
+        if self._broken_in_a_row:
+            self._broken_in_a_row = 0
+            if self.state is _HEALTHY:
+                self._rest_s = 0.0
+
+    def failed(self, request: RequestId, failure: Failure, *, now: float, was_begun: bool = False) -> None:
+        """A leg failed. What is not held against it (4xx, busy) shows that it is alive, and counts nothing.
+
+        ``was_begun``: behind the first event of a stream, which was counted as a good answer.
+        """
+        verdict = VERDICTS[failure]
+        if verdict.loses_cache:
+            self.cache_since = now
+            self.changes.count += 1
+        if self.state not in _JUDGED:
+            return
+        if verdict.held is Held.NEVER:
+            if verdict.proves_life:
+                self._alive(request, now)
+            return
+        is_trial = self.state is _HALF_OPEN and self._is_trial(request)
+        if verdict.held is Held.AT_ONCE:
+            self._hold(failure, now, is_trial=is_trial, is_break=was_begun, was_counted=was_begun)
+        elif is_trial and not self._is_spared():  # it has proved nothing: the next trial comes after a rest
+            self._trial = _Trial(until=now + self.settings.ejection_time_s)
+            self.changes.count += 1
+
+    def blamed(self, failure: Failure, *, now: float) -> None:
+        """What it has failed was a good request: another engine has answered it."""
+        if self.state in _JUDGED:
+            self._hold(failure, now, is_trial=self.state is _HALF_OPEN)
+
+    def broke_off(self, failure: Failure, *, was_begun: bool, now: float) -> None:
+        """Its answer broke off, and that is its own fault; ``was_begun``: a stream, counted as a good answer before."""
+        if self.state in _JUDGED:
+            self._hold(failure, now, is_trial=False, is_break=True, was_counted=was_begun)
+
+    def _hold(
+        self, failure: Failure, now: float, *, is_trial: bool, is_break: bool = False, was_counted: bool = False
+    ) -> None:
+        """Hold a failure against it, and break it if that is enough."""
+        self._window.count(failed=True, now=now, is_new=not was_counted)
+        if is_break:
+            self._broken_in_a_row += 1
+        else:
+            self._in_a_row += 1
+        is_spared = VERDICTS[failure].is_spared and self._is_spared()
+        if is_trial and not is_spared:
+            self._break(f"the request it was tried with {_SAID[failure]}", now)
+        elif self.state in (_STARTING, _HEALTHY) and (reason := self._verdict(failure, now)) is not None:
+            if is_spared:
+                self._was_spared = True
+                self.why = f"answers its probes, but a request {_SAID[failure]}: it stays, for too few others are left"
+            else:
+                self._break(reason, now)
+
+    def _is_spared(self) -> bool:
+        """Tell whether requests alone do not break it now."""
+        return self._is_probed and self.is_needed is not None and self.is_needed()
+
+    def seen(self, *, now: float) -> None:
+        """It has answered a probe."""
+        self.heard()
+        self._is_probed = True
+        if self._was_spared and not self._has_failed:
+            self._was_spared = False
+            self.why = "answers probes, and requests again"
+        was_away, self._missed = self._missed > 0, 0
+        if self.state not in _JUDGED:
+            return
+        if was_away:
+            self._forgive()
+            self._step(HealthEvent.BACK, "answers probes again", now)
+        elif self.state is _STARTING:
+            self._step(HealthEvent.PROVEN, "answers probes", now)
+
+    def heard(self) -> None:
+        """It has answered something: it does not hang."""
+        self._silent_since = None
+
+    def missed(self, reason: str, *, now: float, silent: bool = True) -> None:
+        """It has not answered a probe as it should (``silent``: not at all); ``reason`` in words."""
+        if not silent:
+            self.heard()
+        elif self._silent_since is None:
+            self._silent_since = now
+        self._missed += 1
+        self._is_probed = False
+        if self._missed in (1, self.settings.health_check_failures):  # where ``may_serve`` changes
+            self.changes.count += 1
+        if self.state is _STARTING:
+            self.why = reason
+        elif self.state in (_HEALTHY, _HALF_OPEN) and self._missed >= self.settings.health_check_failures:
+            self._break(reason, now)
+
+    def told(self, verdict: HealthVerdict, *, now: float) -> None:
+        """Another worker has broken it, or found it well again; what is older than what is known here is dropped."""
+        if self.verdict is not None and verdict.at <= self.verdict.at:
+            return
+        if verdict.is_broken and self.state in (_STARTING, _HEALTHY) and self._is_spared():
+            pass  # two workers that each break another engine would leave none
+        elif verdict.is_broken and self.state in _JUDGED:
+            self._rest_s, self._trial = verdict.rest_s, None
+            self._step(HealthEvent.TRIPPED, verdict.why, now)
+            self.since = verdict.at
+        elif not verdict.is_broken and self.state in (_EJECTED, _HALF_OPEN):
+            self._forgive()
+            self._step(HealthEvent.BACK, verdict.why, now)
+        self.verdict = verdict
+
+    def silent_s(self, *, now: float) -> float:
+        """Return for how long it has answered no probe at all; 0: it has answered the last one, well or badly."""
+        return 0.0 if self._silent_since is None else now - self._silent_since
+
+    def drain(self, *, now: float, why: str = "is to be drained") -> None:
+        """It shall get nothing new."""
+        self._step(HealthEvent.DRAIN, why, now)
+
+    def empty(self, reason: str, *, now: float) -> None:
+        """It has nothing left to do; ``reason``: how that is known."""
+        self._step(HealthEvent.EMPTY, reason, now)
+
+    def undrain(self, *, now: float, why: str = "is in use again") -> None:
+        """It shall get requests again; one that was not draining stays what it is."""
+        if self.state not in _JUDGED:
+            self._forgive()
+        self._step(HealthEvent.UNDRAIN, why, now)
+
+    def remove(self, *, now: float) -> None:
+        """It is taken out."""
+        self._step(HealthEvent.REMOVE, "was removed", now)
+
+    def _alive(self, request: RequestId, now: float) -> None:
+        if self.state is _STARTING:
+            self._step(HealthEvent.PROVEN, "serves requests", now)
+        elif self.state is _HALF_OPEN and self._is_trial(request):
+            self._forgive(with_breaks=False)  # its trial has begun well, as those that broke off have
+            self._step(HealthEvent.PROVEN, "has served its trial", now)
+
+    def _is_trial(self, request: RequestId) -> bool:
+        return self._trial is not None and self._trial.request == request
+
+    def _verdict(self, failure: Failure, now: float) -> str | None:
+        """Say why it is broken, if it is."""
+        settings = self.settings
+        if self._in_a_row >= settings.circuit_breaker_failures:
+            return f"{self._in_a_row} requests in a row failed: the last one {_SAID[failure]}"
+        if self._broken_in_a_row >= settings.circuit_breaker_failures:
+            return f"{self._broken_in_a_row} answers in a row broke off: the last one {_SAID[failure]}"
+        legs, failed = self._window.totals(now=now)
+        if (
+            legs >= self.settings.circuit_breaker_min_requests
+            and failed >= self.settings.circuit_breaker_failure_ratio * legs
+        ):
+            return f"{failed} of {legs} requests failed: the last one {_SAID[failure]}"
+        return None
+
+    def _break(self, reason: str, now: float) -> None:
+        self._rest_s = min(self._rest_s * 2 or self.settings.ejection_time_s, self.settings.max_ejection_time_s)
+        self._trial = None
+        self._step(HealthEvent.TRIPPED, reason, now)
+        self.since = now  # a broken engine rests from its latest break on
+        self.verdict = HealthVerdict(now, is_broken=True, why=reason, rest_s=self._rest_s)
+
+    def _forgive(self, *, with_breaks: bool = True) -> None:
+        self.heard()
+        self._in_a_row = 0
+        self._missed = 0
+        self._trial = None
+        if with_breaks:
+            self._broken_in_a_row = 0
+        if not self._broken_in_a_row:
+            self._rest_s = 0.0
+        self._window.clear()
+
+    def _step(self, event: HealthEvent, why: str, now: float) -> None:
+        before, self.state = self.state, TRANSITIONS[self.state][event]
+        if event is HealthEvent.TRIPPED or before is _EJECTED:
+            self.cache_since = now  # it may come back as another process
+        if self.state is not before:
+            self.since, self.why = now, why
+            self.changes.count += 1
+            if self.state is _HEALTHY and before in (_EJECTED, _HALF_OPEN):
+                self.verdict = HealthVerdict(now, is_broken=False, why=why)
+        elif event is HealthEvent.TRIPPED:
+            self.why = why
+            self.changes.count += 1  # it rests for another time

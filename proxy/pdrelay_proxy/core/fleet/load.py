@@ -1,0 +1,79 @@
+"""How busy one engine is: the requests it has from us, and what it says of itself.
+
+vLLM reports its load with every prefill answer (``endpoint-load-metrics``, the ORCA format) if the request asks for it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdrelay_proxy.core.model import RequestId
+from pdrelay_proxy.core.raw_json import maybe
+from pdrelay_proxy.core.schemas import NamedMetrics, OrcaReport
+
+ASK_FOR_REPORT: Final = (b"endpoint-load-metrics-format", b"JSON")
+_PREFIX: Final = b"JSON "
+_MOST_BYTES: Final = 4096
+
+
+@dataclass(slots=True)
+class Load:
+    """The load of one engine. Times are seconds of a clock that only rises."""
+
+    fresh_s: float = 5.0  # for so long a report counts
+    report: NamedMetrics | None = None
+    elsewhere: int = 0  # requests it has from the router's other workers
+    at_peers: int = 0  # requests it has from the fleet's other routers, as they say (core/fleet/load_exchange.py)
+    _reported: float = 0.0
+    _requests: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests it has from this router, or has a slot reserved for."""
+        return len(self._requests) + self.elsewhere
+
+    @property
+    def own(self) -> int:
+        """How many of them this worker has sent."""
+        return len(self._requests)
+
+    def enter(self, request: RequestId) -> None:
+        """Count a request, once however often it enters."""
+        self._requests[request] = self._requests.get(request, 0) + 1
+
+    def leave(self, request: RequestId) -> bool:
+        """Stop to count it when it has left as often as it entered; tell whether it has."""
+        left = self._requests.pop(request, 1) - 1
+        if left:
+            self._requests[request] = left
+        return not left
+
+    def reported(self, report: NamedMetrics, *, now: float) -> None:
+        """Take in what the engine said."""
+        self.report, self._reported = report, now
+
+    def waiting(self, *, now: float) -> int:
+        """Return how many requests the engine says are in its queue, whoever has sent them; 0 if it does not say."""
+        if self.report is None or now > self._reported + self.fresh_s:
+            return 0
+        return int(self.report.num_requests_waiting)
+
+    def score(self, now: float) -> float:
+        """Return a number that is higher the busier it is.
+
+        Requests of other routers are those that they tell of. Without that its own queue is added to our requests,
+        which holds those of other routers too: several seconds old, if there are many routers. The use of its cache,
+        below 1, decides between equals.
+        """
+        report = self.report
+        in_flight = len(self._requests) + self.elsewhere + self.at_peers  # not the property, which is a call
+        if report is None or now > self._reported + self.fresh_s:
+            return float(in_flight)
+        return in_flight + report.num_requests_waiting + min(report.kv_cache_usage_perc, 0.999)
+
+
+def read_report(header: bytes) -> NamedMetrics | None:
+    """Read the value of an ``endpoint-load-metrics`` header; None if it is not one that we understand."""
+    if len(header) > _MOST_BYTES or not header.startswith(_PREFIX):
+        return None
+    report = maybe(header[len(_PREFIX) :], OrcaReport)
+    return None if report is None else report.named_metrics

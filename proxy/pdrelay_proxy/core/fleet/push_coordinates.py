@@ -1,0 +1,118 @@
+"""What the router has learned about its prefill engines: one record for each, one table for its life."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from typing import Final
+
+from pdrelay_proxy.core.model import InstanceId
+from pdrelay_proxy.core.schemas import Coordinates
+
+
+class CoordinatesState(StrEnum):
+    """What is known about one prefill engine."""
+
+    UNKNOWN = auto()
+    PULL = auto()  # it lends its blocks
+    PUSH = auto()  # it writes them, and we know where it is
+    SEVERAL = auto()  # it pushes, but is several engines behind one address: which one is known only afterwards
+
+
+class CoordinatesEvent(StrEnum):
+    """What a request has brought to light."""
+
+    PULLS = auto()
+    PUSHES = auto()  # from where we know it, or we knew nothing
+    ELSEWHERE = auto()  # it pushes from a place we have not seen: it was restarted
+    BACK = auto()  # it pushes from a place that had been replaced: both are there
+    FAILED = auto()
+
+
+_LEARNS: Final = {
+    CoordinatesEvent.PULLS: CoordinatesState.PULL,
+    CoordinatesEvent.PUSHES: CoordinatesState.PUSH,
+    CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
+    CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
+}
+TRANSITIONS: Final[Mapping[CoordinatesState, Mapping[CoordinatesEvent, CoordinatesState]]] = {
+    CoordinatesState.UNKNOWN: _LEARNS,
+    CoordinatesState.PULL: _LEARNS,
+    # The request that noticed is sent again, prefill first.
+    CoordinatesState.PUSH: {**_LEARNS, CoordinatesEvent.ELSEWHERE: CoordinatesState.UNKNOWN},
+    CoordinatesState.SEVERAL: {
+        CoordinatesEvent.PULLS: CoordinatesState.SEVERAL,
+        CoordinatesEvent.PUSHES: CoordinatesState.SEVERAL,
+        CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
+        CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
+    },
+}
+
+
+_PULL: Final = CoordinatesState.PULL  # looking a member up takes as long as a call
+_PUSH: Final = CoordinatesState.PUSH
+
+
+@dataclass(slots=True)
+class _Record:
+    state: CoordinatesState = CoordinatesState.UNKNOWN
+    coordinates: Coordinates | None = None  # while PUSH
+    replaced: frozenset[str] = frozenset()  # engine ids of before
+
+
+class PushCoordinates:
+    """Remembers where prefill engines are, as they say in their answers.
+
+    Nobody waits for anybody: requests that come before the first answer go to one engine after the other, and each of
+    their answers teaches the same.
+    """
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+        self._records: dict[InstanceId, _Record] = {}
+        self._placed: set[InstanceId] = set()  # those whose coordinates are known
+
+    @property
+    def pushes(self) -> bool:
+        """Tell whether a decode engine may be told where its prefill engine is before that one has answered."""
+        return self._at_once and bool(self._placed)
+
+    def coordinates(self, prefill: InstanceId) -> Coordinates | None:
+        """Return where a prefill engine is; None: only its next answer can tell."""
+        return self._of(prefill).coordinates if self._at_once and prefill in self._placed else None
+
+    def state(self, prefill: InstanceId) -> CoordinatesState:
+        """Return what is known about a prefill engine."""
+        return self._of(prefill).state
+
+    def learn(self, prefill: InstanceId, found: Coordinates | None) -> None:
+        """Take in what an answer said; None: the engine does not push."""
+        record = self._of(prefill)
+        before = record.coordinates
+        if found is None and record.state is _PULL:
+            return  # as before
+        if found is None:
+            event = CoordinatesEvent.PULLS
+        elif found.remote_engine_id in record.replaced:
+            event = CoordinatesEvent.BACK
+        else:
+            event = CoordinatesEvent.PUSHES if before in (None, found) else CoordinatesEvent.ELSEWHERE
+        record.state = TRANSITIONS[record.state][event]
+        if before is not None and before != found:
+            record.replaced |= {before.remote_engine_id}
+        record.coordinates = found if record.state is _PUSH else None
+        if record.coordinates is None:
+            self._placed.discard(prefill)
+        else:
+            self._placed.add(prefill)
+
+    def forget(self, prefill: InstanceId) -> None:
+        """It has failed: whoever answers next under this address may be another."""
+        record = self._of(prefill)
+        self._records[prefill] = _Record(TRANSITIONS[record.state][CoordinatesEvent.FAILED])
+        self._placed.discard(prefill)
+
+    def _of(self, prefill: InstanceId) -> _Record:
+        record = self._records.get(prefill)
+        if record is None:
+            record = self._records[prefill] = _Record()
+        return record

@@ -1,0 +1,157 @@
+"""How many things a client's JSON may be made of: reading each name or prompt of a million takes seconds.
+
+Bodies that cannot be over a limit are told by counting bytes, which is nearly all of them. The others are scanned: a
+piece of at most 64 KiB loses its strings in one step, and what is left of it is counted. A large vocabulary of
+``logit_bias`` and hundreds of tools are no attack, so only the names that the router keeps, those of the body itself,
+have a narrow limit.
+"""
+
+import re
+from typing import Final
+
+from pdrelay_proxy.core.raw_json import NULL, Fields
+from pdrelay_proxy.errors import BadRequest
+
+NAMES_MOST: Final = 4096  # of the body itself
+INNER_NAMES_MOST: Final = 65_536  # of an object within it
+ALL_NAMES_MOST: Final = 262_144  # of all objects of a body
+OBJECTS_MOST: Final = 262_144  # of a body that has many names
+STRINGS_MOST: Final = 1_048_576  # the same
+_TOKENS_MOST: Final = 262_144  # strings and brackets of an array whose items are counted
+PROMPTS_MOST: Final = 4096  # in one array
+_STEP: Final = 64 * 1024  # bytes
+_NAME_LEAST: Final = 4  # bytes of a name with its quotes, its colon and some of its value
+_ITEM_LEAST: Final = 2  # bytes of an item and its comma
+_BRACE: Final = re.compile(rb"[{}]")
+_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_WHOLE_STRINGS: Final = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)  # and what stands between them
+_OUTER: Final = re.compile(rb'["\[\]{},]')
+_INNER: Final = re.compile(rb'["\[\]{}]')
+_IN_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_EMPTY: Final = re.compile(rb"\[[ \t\r\n]*+\]")
+# The fields of vLLM's requests that may be arrays of prompts.
+_ARRAYS: Final = ("prompt", "input", "inputs", "texts", "documents", "queries", "text_1", "text_2", "data_1", "data_2")
+
+
+def check_names(body: bytes) -> None:
+    """Accept a JSON text with at most so many names. What is no JSON is left to who reads it.
+
+    Raises:
+        BadRequest: an object, or all of them together, have more names, or there are too many strings or objects.
+    """
+    if len(body) <= NAMES_MOST * _NAME_LEAST or body.count(b":") <= NAMES_MOST:
+        return
+    counts = [0]  # names of the objects that are open, the outer ones first; before the first one there are none
+    total, objects, strings, at = 0, 0, 0, 0
+    while at < len(body):
+        end = _end_of_piece(body, at)
+        is_string = end - at > _STEP  # one string that is longer
+        piece, found = (b"", 1) if is_string else _STRING.subn(b"", body[at:end])
+        at = end
+        strings += found
+        total += piece.count(b":")
+        objects += piece.count(b"{")
+        if total > ALL_NAMES_MOST:
+            raise BadRequest(f"the body has more than {ALL_NAMES_MOST} names: it may have at most that")
+        if strings > STRINGS_MOST:
+            raise BadRequest(f"the body has more than {STRINGS_MOST} strings: it may have at most that")
+        if objects > OBJECTS_MOST:
+            raise BadRequest(f"the body has more than {OBJECTS_MOST} objects: it may have at most that")
+        _count_names(piece, counts)
+
+
+def _end_of_piece(body: bytes, at: int) -> int:
+    """Return where the piece that begins there ends: behind a string, or between two."""
+    found = _WHOLE_STRINGS.match(body, at, at + _STEP)
+    end = at if found is None else found.end()
+    return end if end > at else _end_of_string(body, at + 1)
+
+
+def _count_names(piece: bytes, counts: list[int]) -> None:
+    """Add the names in a piece without its strings to those of the objects that are open."""
+    at = 0
+    for brace in _BRACE.finditer(piece):
+        place = brace.start()
+        counts[-1] += piece.count(b":", at, place)
+        if counts[-1] > NAMES_MOST:
+            _check_object(counts)
+        at = place + 1
+        if brace[0] == b"{":
+            counts.append(0)
+        elif len(counts) > 1:
+            counts.pop()
+    counts[-1] += piece.count(b":", at)
+    if counts[-1] > NAMES_MOST:
+        _check_object(counts)
+
+
+def _check_object(counts: list[int]) -> None:
+    if len(counts) == 1:
+        return  # no object: this is no JSON that we take
+    if len(counts) == 2:
+        raise BadRequest(f"the body itself has more than {NAMES_MOST} names: it may have at most that")
+    if counts[-1] > INNER_NAMES_MOST:
+        raise BadRequest(f"an object of the body has more than {INNER_NAMES_MOST} names: it may have at most that")
+
+
+def check_prompts(fields: Fields, size: int) -> None:
+    """Accept arrays with at most so many prompts; ``size``: bytes of the body. A list of token ids is one prompt.
+
+    Raises:
+        BadRequest: one of them has more.
+    """
+    if size <= PROMPTS_MOST * _ITEM_LEAST:
+        return
+    for name in _ARRAYS:
+        value = bytes(fields.get(name, NULL))
+        if value[:1] != b"[" or value[1:].lstrip()[:1].isdigit() or value.count(b",") < PROMPTS_MOST:
+            continue
+        if count_items(value, PROMPTS_MOST) > PROMPTS_MOST:
+            raise BadRequest(f"{name} has more than {PROMPTS_MOST} items: it may have at most that", param=name)
+
+
+def count_items(array: bytes, most: int) -> int:
+    """Return how many items a JSON array has; counting ends when there are more than ``most`` (1 or more)."""
+    if _EMPTY.match(array):
+        return 0
+    count, depth, at = 1, 0, 1
+    for _ in range(_TOKENS_MOST):
+        token = _next(_INNER if depth else _OUTER, array, at)
+        if token is None:
+            return count
+        at, said = token.end(), token[0]
+        if said == b'"':
+            at = _end_of_string(array, at)
+        elif said == b",":
+            count += 1
+            if count > most:
+                return count
+        elif said in (b"[", b"{"):
+            depth += 1
+        elif depth == 0:
+            return count
+        else:
+            depth -= 1
+    return most + 1
+
+
+def _next(token: re.Pattern[bytes], text: bytes, at: int) -> re.Match[bytes] | None:
+    """Return where one of these characters is, from a place on."""
+    while at < len(text):
+        if found := token.search(text, at, at + _STEP):
+            return found
+        at += _STEP
+    return None
+
+
+def _end_of_string(text: bytes, at: int) -> int:
+    """Return the place behind the quote that ends the string whose first character is there."""
+    while at < len(text):
+        found = _IN_STRING.match(text, at, at + _STEP)
+        end = at if found is None else found.end()
+        if text[end : end + 1] == b'"':
+            return end + 1
+        if end == at:  # a backslash at the very end of the text
+            return len(text)
+        at = end
+    return at

@@ -1,0 +1,190 @@
+"""The token ids of texts and chats, as prefill engines have told them: to look later prompts up in engines' caches.
+
+The router never tokenises. A prefill engine's answer has the token ids of its prompt, and a later prompt that begins
+with the same blocks of text (core/prompt_blocks.py) begins with the same tokens, up to a seam: a chat template ends a
+prompt with the beginning of the assistant's message, and some templates write it otherwise once the message is there.
+
+How many tokens come before the end of a block is known where an earlier prompt ended with it. Of other blocks a lower
+bound is known: no tokenizer makes more tokens than bytes, so what follows the block has at most its bytes in tokens.
+"""
+
+from collections import Counter, OrderedDict
+from typing import Final
+
+from pdrelay_proxy.core.prompt_blocks import PromptBlocks
+from pdrelay_proxy.core.token_blocks import TokenPrompt
+
+BYTES_MOST: Final = 64 * 1024 * 1024  # of all prompts: seven million tokens
+SEAM: Final = 16  # tokens at the end of a prompt that a longer one may have otherwise
+_PLACES_MOST: Final = 32  # blocks of a prompt for which a lower bound is kept
+# What a prompt takes, measured: the names of cache blocks of 16 tokens are made with the first lookup.
+_TOKEN_BYTES: Final = 9
+_PLACE_BYTES: Final = 200
+_PROMPT_BYTES: Final = 1000
+
+
+class HeldBeginning:
+    """What one engine has of a prompt's known beginning. It does not change."""
+
+    __slots__ = ("beyond", "is_whole", "tokens")
+
+    def __init__(self, tokens: int, beyond: int, *, is_whole: bool) -> None:
+        self.tokens = tokens  # of whole cache blocks, from the beginning on
+        self.beyond = beyond  # tokens of the blocks that the engine has behind it, of this prompt or of another
+        self.is_whole = is_whole  # it has every block of the known beginning
+
+
+class KnownPrefix:
+    """What is known of one prompt's tokens."""
+
+    __slots__ = ("byte_share", "count", "has_media", "held", "is_all", "owner", "size", "tokens")
+
+    def __init__(
+        self,
+        owner: int,
+        tokens: TokenPrompt,
+        count: int,
+        size: int,
+        byte_share: float,
+        *,
+        is_all: bool,
+        has_media: bool,
+    ) -> None:
+        self.owner = owner  # the name of the earlier prompt
+        self.tokens = tokens  # its ids
+        self.count = count  # so many of them are the beginning of this prompt
+        self.size = size  # bytes of this prompt that they stand for
+        self.byte_share = byte_share  # bytes for each token of the earlier prompt
+        self.is_all = is_all  # the prompts are equal
+        self.has_media = has_media  # tokens of images and the like have nothing to do with bytes
+        self.held: dict[str, HeldBeginning | None] = {}  # by instance, for as long as one request is routed
+
+
+class _Prompt:
+    """One prompt that is remembered."""
+
+    __slots__ = ("at", "cost", "places", "size", "tokens")
+
+    def __init__(self, tokens: TokenPrompt, size: int, places: dict[int, int], at: float) -> None:
+        self.tokens = tokens
+        self.size = size  # bytes
+        self.places = places  # by the name of a block of text: so many tokens come before its end
+        self.at = at  # when it was used last
+        self.cost = tokens.count * _TOKEN_BYTES + len(places) * _PLACE_BYTES + _PROMPT_BYTES
+
+
+class KnownPrompts:
+    """The prompts by the names of their blocks; those that were not used for longest are forgotten first.
+
+    A prompt takes the place of the one that it continues. Times are seconds of a clock that only rises.
+    """
+
+    def __init__(self, lifetime_s: float, *, most: int = BYTES_MOST) -> None:
+        self._lifetime_s = lifetime_s  # without use
+        self._most = most
+        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()  # by the name of the last block
+        self._owners: dict[int, int] = {}  # by the name of a block: the prompt in which its tokens are known
+        self.bytes = 0  # of all of them, about
+        self.counts: Counter[str] = Counter()  # what became of prompts: learned, continued, evicted, expired, ...
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def find(self, blocks: PromptBlocks, *, now: float) -> KnownPrefix | None:
+        """Return what is known of a prompt's tokens; None: nothing."""
+        place, owner = self._longest(blocks, now)
+        if place < 0:
+            return None
+        known = self._prompts[owner]
+        is_all = place + 1 == len(blocks.names) and blocks.is_compared and owner == blocks.names[place]
+        is_all = is_all and known.size == blocks.size
+        count = known.places[blocks.names[place]] - (0 if is_all else SEAM)
+        if count <= 0:
+            return None
+        share = known.size / known.tokens.count
+        size = blocks.size if is_all else min(blocks.ends[place], int(count * share))
+        return KnownPrefix(owner, known.tokens, count, size, share, is_all=is_all, has_media=blocks.has_media)
+
+    def learn(self, blocks: PromptBlocks, tokens: TokenPrompt, *, is_even: bool, now: float) -> None:
+        """A prefill engine has told the tokens of a prompt.
+
+        ``is_even``: its tokens come in the order of its text, so blocks near its end have a lower bound.
+        """
+        names = blocks.names
+        if not names or not blocks.is_compared or not tokens.count:
+            return
+        places = {names[-1]: tokens.count}
+        if is_even:
+            _add_bounds(places, blocks, tokens.count)
+        place, owner = self._longest(blocks, now)
+        if place >= 0:
+            self._continue(owner, places, blocks, tokens)
+        if names[-1] in self._prompts:
+            self._drop(names[-1])
+        prompt = self._prompts[names[-1]] = _Prompt(tokens, blocks.size, places, now)
+        for name in places:
+            self._owners[name] = names[-1]
+        self.bytes += prompt.cost
+        self.counts["learned"] += 1
+        self._shrink(now)
+
+    def used(self, known: KnownPrefix, *, now: float) -> None:
+        """A request with this beginning was sent."""
+        prompt = self._prompts.get(known.owner)
+        if prompt is not None:
+            prompt.at = now
+            self._prompts.move_to_end(known.owner)
+
+    def _longest(self, blocks: PromptBlocks, now: float) -> tuple[int, int]:
+        """Return the place of the last block whose tokens are known, and of which prompt; -1: there is none."""
+        owners, names, oldest = self._owners, blocks.names, now - self._lifetime_s
+        for place in range(len(names) - 1, -1, -1):
+            owner = owners.get(names[place])
+            if owner is not None and self._prompts[owner].at >= oldest:
+                return place, owner
+        return -1, 0
+
+    def _continue(self, owner: int, places: dict[int, int], blocks: PromptBlocks, tokens: TokenPrompt) -> None:
+        """Take over what is known of an earlier prompt's blocks, and forget it if it has nothing of its own.
+
+        Where equal texts have other tokens, the template rewrites what came earlier: what both have in common counts.
+        """
+        earlier, names = self._prompts[owner], frozenset(blocks.names)
+        common, own = tokens.common(earlier.tokens), 0
+        tokens.take_keys(earlier.tokens, common)
+        for name, count in earlier.places.items():
+            if name in names:
+                places[name] = max(places.get(name, 0), count) if count <= common else common
+            else:
+                own += name != owner
+        if not own and common >= earlier.tokens.count - SEAM:
+            self._drop(owner)
+            self.counts["continued"] += 1
+
+    def _drop(self, owner: int) -> None:
+        prompt, owners = self._prompts.pop(owner), self._owners
+        for name in prompt.places:
+            if owners.get(name) == owner:
+                del owners[name]
+        self.bytes -= prompt.cost
+
+    def _shrink(self, now: float) -> None:
+        oldest = now - self._lifetime_s
+        while self._prompts:
+            owner, prompt = next(iter(self._prompts.items()))
+            if self.bytes > self._most:
+                self.counts["evicted"] += 1
+            elif prompt.at < oldest:
+                self.counts["expired"] += 1
+            else:
+                break
+            self._drop(owner)
+
+
+def _add_bounds(places: dict[int, int], blocks: PromptBlocks, count: int) -> None:
+    """Add the last blocks before the end: what follows one has at most as many tokens as bytes."""
+    for place in range(len(blocks.names) - 2, max(-1, len(blocks.names) - 2 - _PLACES_MOST), -1):
+        tokens = count - (blocks.size - blocks.ends[place])
+        if tokens <= count // 2 or tokens <= SEAM:
+            break
+        places[blocks.names[place]] = tokens

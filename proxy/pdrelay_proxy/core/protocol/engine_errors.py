@@ -1,0 +1,71 @@
+"""What an engine's answer means when it is not the one we hoped for: the error to raise, as the table judges it."""
+
+from typing import Final
+
+from pdrelay_proxy.core.model import EngineResponse, Instance, Role
+from pdrelay_proxy.core.protocol.fault_table import BodyShape, Failure, failure_of_answer
+from pdrelay_proxy.core.protocol.response_filter import clean_answer
+from pdrelay_proxy.core.raw_json import NULL, Fields, maybe
+from pdrelay_proxy.errors import (
+    AnswerRefused,
+    EngineBusy,
+    EngineError,
+    EngineFault,
+    KeyRefused,
+    NoSuchPath,
+    Refused,
+)
+
+JSON: Final = "application/json"
+_JSON: Final = JSON.encode()
+_SAYS: Final = frozenset({BodyShape.ERROR, BodyShape.WORD})  # they are told to clients, also from a decode engine's 5xx
+
+
+def leg_error(engine: Instance, answer: EngineResponse, *, is_clients_key: bool = False) -> Refused | EngineError:
+    """Say what to raise for a leg that was not answered with 200.
+
+    ``is_clients_key``: the engine was shown the client's own key.
+    """
+    status, shape, name = answer.status, body_shape(answer.body), engine.id
+    failure = failure_of_answer(status, shape, is_clients_key=is_clients_key)
+    if failure is Failure.NO_SUCH_PATH:
+        return NoSuchPath(status, JSON, _words(name, shape, answer.body))
+    # What a prefill engine says of a 5xx may be about its insides.
+    is_told = shape in _SAYS and (status < 500 or engine.role is Role.DECODE)
+    if failure is Failure.REFUSED or (failure in (Failure.BUSY, Failure.HTTP_5XX) and is_told):
+        return Refused(status, JSON, _words(name, shape, answer.body))
+    if failure is Failure.WRONG_KEY:
+        return KeyRefused(f"{name} does not accept the key of this router")
+    kind = EngineBusy if failure is Failure.BUSY else EngineFault if failure is Failure.HTTP_5XX else EngineError
+    work = "prefill" if engine.role is Role.PREFILL else "decode"
+    return kind(f"{name} failed to {work}: it answered with status {status}")
+
+
+def refusal(engine: str, status: int, body: bytes) -> Refused:
+    """Return the error for an event of a stream that is to be the client's answer."""
+    return Refused(status, JSON, _words(engine, BodyShape.ERROR, body))
+
+
+def body_shape(body: bytes) -> BodyShape:
+    """Say what the body of an answer is; vLLM up to 0.10 wrote its errors without an ``error`` around them."""
+    fields = maybe(body, Fields)
+    if fields is None:
+        return BodyShape.OTHER if body.strip() else BodyShape.EMPTY
+    error = fields.get("error", NULL)
+    if maybe(error, Fields) is not None:
+        return BodyShape.ERROR
+    if maybe(error, str) is not None:
+        return BodyShape.WORD
+    if "message" in fields and ("type" in fields or "code" in fields):
+        return BodyShape.ERROR
+    return BodyShape.DETAIL if "detail" in fields else BodyShape.OTHER
+
+
+def _words(engine: str, shape: BodyShape, body: bytes) -> bytes:
+    """Return what the client may read of an engine's words: nothing of a page, or of what the filter does not clean."""
+    if shape is BodyShape.OTHER:
+        return b""
+    try:
+        return clean_answer(engine, _JSON, body)
+    except AnswerRefused:
+        return b""

@@ -1,0 +1,275 @@
+"""Whose fault a failed leg is, and what follows: one table for all endpoints, both legs and both kinds of answers.
+
+An answer is sorted by its status and the shape of its body (``failure_of_answer``), an exception by its class
+(``failure_of``), and a connection that could not be opened by its errno (``unreached``). The verdict on each failure
+says what the client gets, what is sent again, and what is held against the engine. The endpoint plays no part.
+"""
+
+import errno
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import auto
+from typing import Final
+
+from pdrelay_proxy.core.fast_enum import FastStrEnum
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.errors import (
+    AnswerRefused,
+    ConnectionStale,
+    EngineBusy,
+    EngineError,
+    EngineFault,
+    EngineTimeout,
+    KeyRefused,
+    Moved,
+    NetworkFault,
+    NoKvParams,
+    NoModelName,
+    NoSuchPath,
+    Refused,
+    RouterLacks,
+)
+
+BUSY: Final = frozenset({429, 503})  # statuses of an engine that lives and has no room
+_NO_PATH: Final = frozenset({404, 405})
+_KEY: Final = frozenset({401, 407})
+# In vLLM's words, which are the same in all APIs (``_check_model``).
+_NO_MODEL: Final = re.compile(rb"The model [^\n]{1,1000} does not exist")
+_NOT_IMPLEMENTED: Final = 501  # vLLM's NotImplementedError: the request asks for what this model or build has not
+# What the router's own process has too little of: descriptors, buffers, memory, ports (connect(2), socket(2)).
+_ROUTER_LACKS: Final[Mapping[int, str]] = {
+    errno.EMFILE: "descriptors (EMFILE)",
+    errno.ENFILE: "descriptors (ENFILE)",
+    errno.ENOBUFS: "network buffers (ENOBUFS)",
+    errno.ENOMEM: "memory (ENOMEM)",
+    errno.EADDRNOTAVAIL: "local ports (EADDRNOTAVAIL)",
+}
+_NETWORK: Final = frozenset({errno.ENETDOWN, errno.ENETUNREACH})
+
+
+class Fault(FastStrEnum):
+    """Whose fault a failure is."""
+
+    CLIENT = auto()
+    ENGINE = auto()
+    ROUTER = auto()  # its limits, its settings, or what its machine has too little of
+    NETWORK = auto()
+    NOBODY = auto()
+
+
+class Failure(FastStrEnum):
+    """How a leg failed, as metrics, the log and headers name it."""
+
+    UNREACHABLE = auto()  # not a byte of the request has arrived
+    BAD_RESPONSE = auto()  # it broke off, or answered without what we need
+    HTTP_5XX = auto()  # it lives, and the request may be to blame: another one would fare better there
+    TIMEOUT = auto()
+    ENGINE_RESTARTED = auto()
+    BUSY = auto()  # 503 or 429: it lives, and another engine may have room
+    # A prefill engine has computed the prompt, and keeps no KV of it: it holds all it may. Or it does not say which
+    # model the KV is of, where the request names none: a decode engine must not load another model's.
+    NO_KV_PARAMS = auto()
+    REFUSED = auto()  # any other 4xx, and 501: another engine would say the same
+    UNKNOWN_MODEL = auto()  # 404 of a model that the router took it to serve: another engine may know it
+    NO_SUCH_PATH = auto()  # a 404 or 405 that is no API's error: the engine was started without this path
+    WRONG_KEY = auto()  # the engine wants another key than the router shows
+    ANSWER_REFUSED = auto()  # the router's filter or limits do not let the answer pass
+    CONNECTION_CLOSED = auto()  # the engine closed an idle connection as the request was written to it
+    ROUTER_LACKS = auto()  # the router has no descriptor, port or memory for a connection
+    NETWORK = auto()  # the name does not resolve, or there is no network
+
+
+class RetryScope(FastStrEnum):
+    """What is sent again."""
+
+    NOTHING = auto()
+    DECODE = auto()  # the same decode leg to another engine; the prefill leg goes on
+    PAIR = auto()  # both legs, under a new id
+
+
+class RetryTarget(FastStrEnum):
+    """Which engine may take the place of the one that failed."""
+
+    ANY = auto()
+    OTHER = auto()  # another one; if there is none, the same
+    ELSEWHERE = auto()  # another one; if there is none, none
+
+
+class Held(FastStrEnum):
+    """When a failure is held against its engine."""
+
+    NEVER = auto()
+    AT_ONCE = auto()
+    # As soon as another engine has answered the same request well. An answer that breaks off behind its beginning, and
+    # that no other engine goes on with, is held against it all the same (core/routing/retries.py, held_to_account).
+    IF_SERVED_ELSEWHERE = auto()
+
+
+class ClientGets(FastStrEnum):
+    """What the client gets where nothing is sent again."""
+
+    ITS_STATUS = auto()  # the engine's status: in its words if they are an API's error, else in the router's
+    BAD_GATEWAY = auto()  # 502
+    UNAVAILABLE = auto()  # 503
+    GATEWAY_TIMEOUT = auto()  # 504
+
+
+class BodyShape(FastStrEnum):
+    """What the body of an answer is, as far as it matters here."""
+
+    ERROR = auto()  # an object under ``error``: vLLM, OpenAI and Anthropic
+    WORD = auto()  # a text under ``error``: what stands in front of vLLM's routes and wants a key
+    DETAIL = auto()  # ``detail``: FastAPI and Starlette
+    OTHER = auto()  # HTML, plain text, other JSON
+    EMPTY = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class RetryRule:
+    """What is sent again when a leg has failed."""
+
+    again: RetryScope
+    where: RetryTarget = RetryTarget.OTHER
+    is_free: bool = False  # it takes nothing of the retries that a request has
+    may_be_alone: bool = False  # where no other prefill engine is left, a decode engine serves the request alone
+
+
+@dataclass(frozen=True, slots=True)
+class FaultVerdict:
+    """What a failure means. A leg that cannot fail in this way has no rule."""
+
+    fault: Fault
+    client: ClientGets
+    held: Held
+    prefill: RetryRule | None
+    decode: RetryRule | None
+    is_spared: bool = False  # it does not eject an engine that answers its probes and is needed: a request may cause it
+    proves_life: bool = False  # the engine has answered as one that works does
+    loses_cache: bool = False  # the engine was, or will be, another process
+    may_move: bool = False  # what comes next at its address may be another engine: where it is must be asked anew
+
+
+_STATUS, _502, _503, _504 = ClientGets
+_NEVER, _AT_ONCE, _IF_SERVED = Held
+_NO_RETRY: Final = RetryRule(RetryScope.NOTHING)
+_PREFILL_AGAIN: Final = RetryRule(RetryScope.PAIR, may_be_alone=True)
+_PREFILL_ELSEWHERE: Final = RetryRule(RetryScope.PAIR, RetryTarget.ELSEWHERE, may_be_alone=True)
+_PAIR: Final = RetryRule(RetryScope.PAIR)
+_DECODE: Final = RetryRule(RetryScope.DECODE)
+_ELSEWHERE: Final = RetryRule(RetryScope.PAIR, RetryTarget.ELSEWHERE)
+_ANYWHERE: Final = RetryRule(RetryScope.PAIR, RetryTarget.ANY)
+_FREE: Final = RetryRule(RetryScope.PAIR, RetryTarget.ANY, is_free=True)
+
+VERDICTS: Final[Mapping[Failure, FaultVerdict]] = {
+    Failure.UNREACHABLE: FaultVerdict(
+        Fault.ENGINE, _502, _AT_ONCE, _PREFILL_AGAIN, _DECODE, loses_cache=True, may_move=True
+    ),
+    Failure.BAD_RESPONSE: FaultVerdict(
+        Fault.ENGINE, _502, _IF_SERVED, _PREFILL_AGAIN, _PAIR, is_spared=True, may_move=True
+    ),
+    Failure.HTTP_5XX: FaultVerdict(
+        Fault.ENGINE, _502, _IF_SERVED, _PREFILL_AGAIN, _PAIR, is_spared=True, may_move=True
+    ),
+    Failure.TIMEOUT: FaultVerdict(
+        Fault.ENGINE, _504, _AT_ONCE, _PREFILL_ELSEWHERE, _ELSEWHERE, is_spared=True, may_move=True
+    ),
+    Failure.ENGINE_RESTARTED: FaultVerdict(
+        Fault.ENGINE, _502, _NEVER, _ANYWHERE, None, proves_life=True, loses_cache=True
+    ),
+    Failure.BUSY: FaultVerdict(Fault.ENGINE, _503, _NEVER, _PREFILL_ELSEWHERE, _ELSEWHERE, proves_life=True),
+    Failure.NO_KV_PARAMS: FaultVerdict(
+        Fault.NOBODY, _502, _NEVER, _PREFILL_ELSEWHERE, None, proves_life=True, may_move=True
+    ),
+    Failure.REFUSED: FaultVerdict(Fault.CLIENT, _STATUS, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True),
+    Failure.UNKNOWN_MODEL: FaultVerdict(Fault.CLIENT, _STATUS, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True),
+    Failure.NO_SUCH_PATH: FaultVerdict(Fault.CLIENT, _STATUS, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True),
+    Failure.WRONG_KEY: FaultVerdict(Fault.ROUTER, _502, _NEVER, _ELSEWHERE, _ELSEWHERE, proves_life=True),
+    Failure.ANSWER_REFUSED: FaultVerdict(Fault.ROUTER, _502, _NEVER, _NO_RETRY, _NO_RETRY, proves_life=True),
+    Failure.CONNECTION_CLOSED: FaultVerdict(Fault.NOBODY, _502, _NEVER, _FREE, _FREE),
+    Failure.ROUTER_LACKS: FaultVerdict(Fault.ROUTER, _503, _NEVER, _NO_RETRY, _NO_RETRY),
+    Failure.NETWORK: FaultVerdict(Fault.NETWORK, _502, _NEVER, _PREFILL_AGAIN, _DECODE),
+}
+
+
+def retry_rule(role: Role, failure: Failure) -> RetryRule:
+    """Return what is sent again when the leg of a role has failed."""
+    verdict = VERDICTS[failure]
+    rule = verdict.prefill if role is Role.PREFILL else verdict.decode
+    if rule is None:
+        raise ValueError(f"a {role} leg cannot fail with {failure}")
+    return rule
+
+
+def is_engines(failure: Failure) -> bool:
+    """Tell whether a failure belongs to its engine, where failures of engines are shown."""
+    return VERDICTS[failure].fault is Fault.ENGINE
+
+
+def failure_of_answer(status: int, shape: BodyShape, *, is_clients_key: bool = False) -> Failure | None:
+    """Say what a whole answer other than an engine's 200 means; None: it is a 200.
+
+    ``is_clients_key``: the engine was shown the client's own key.
+    """
+    if status == 200:
+        return None
+    if status in BUSY:
+        return Failure.BUSY
+    if not is_clients_key and (status in _KEY or (status == 403 and shape is BodyShape.WORD)):
+        return Failure.WRONG_KEY
+    if status in _NO_PATH and shape is not BodyShape.ERROR:
+        return Failure.NO_SUCH_PATH
+    if 400 <= status < 500 or status == _NOT_IMPLEMENTED:
+        return Failure.REFUSED
+    return Failure.HTTP_5XX if status >= 500 else Failure.BAD_RESPONSE
+
+
+def failure_of(error: EngineError | Refused) -> Failure:
+    """Say how a leg failed."""
+    match error:
+        case NoSuchPath():
+            return Failure.NO_SUCH_PATH
+        case Refused(status=404, body=body) if _NO_MODEL.search(body) is not None:
+            return Failure.UNKNOWN_MODEL
+        case Refused(status=status):
+            return failure_of_answer(status, BodyShape.ERROR, is_clients_key=True) or Failure.BAD_RESPONSE
+        case RouterLacks():
+            return Failure.ROUTER_LACKS
+        case NetworkFault():
+            return Failure.NETWORK
+        case EngineError(reached=False):
+            return Failure.UNREACHABLE
+        case _:
+            return _BY_CLASS.get(type(error), Failure.BAD_RESPONSE)
+
+
+_BY_CLASS: Final[Mapping[type[Exception], Failure]] = {
+    EngineFault: Failure.HTTP_5XX,
+    EngineTimeout: Failure.TIMEOUT,
+    EngineBusy: Failure.BUSY,
+    Moved: Failure.ENGINE_RESTARTED,
+    NoKvParams: Failure.NO_KV_PARAMS,
+    NoModelName: Failure.NO_KV_PARAMS,
+    KeyRefused: Failure.WRONG_KEY,
+    AnswerRefused: Failure.ANSWER_REFUSED,
+    ConnectionStale: Failure.CONNECTION_CLOSED,
+}
+
+
+def is_lack(number: int | None) -> bool:
+    """Tell an errno that says that the router itself has too little of something."""
+    return number in _ROUTER_LACKS
+
+
+def unreached(engine: str, number: int | None, *, is_name: bool = False, why: str | None = None) -> EngineError:
+    """Return the error for a connection that could not be opened, by its errno.
+
+    ``is_name``: it is the name that did not resolve; ``why``: what is known better, such as a certificate's fault.
+    """
+    lack = None if number is None or is_name else _ROUTER_LACKS.get(number)
+    if lack is not None:
+        return RouterLacks(f"the router has too few {lack} to reach {engine}")
+    if is_name or number in _NETWORK:
+        said = "has a name that does not resolve" if is_name else "cannot be reached: the router has no network"
+        return NetworkFault(f"{engine} {said}")
+    return EngineError(f"{engine} {why or 'cannot be reached'}", reached=False)

@@ -1,0 +1,83 @@
+"""An engine's answer to ``GET /v1/pdrelay/kv_events``: bytes, frames in them, batches in those, events in those.
+
+A frame is its length (4 bytes, big endian), the number of its batch on this connection (8 bytes, from 0, without gaps)
+and one msgpack value. The length counts what follows it; 0 is a sign of life.
+"""
+
+from typing import Final
+
+import msgspec
+
+from pdrelay_proxy.core.schemas.kv_events import KvEvent, KvEventBatch, KvEventKind
+from pdrelay_proxy.errors import BadKvEvents
+
+PATH: Final = "/v1/pdrelay/kv_events"
+FRAME_MOST: Final = 16 * 1024 * 1024  # bytes of what follows the length
+_LENGTH: Final = 4
+_NUMBER: Final = 8
+_BATCH: Final = msgspec.msgpack.Decoder(KvEventBatch)
+_EVENT: Final[msgspec.msgpack.Decoder[KvEvent]] = msgspec.msgpack.Decoder(KvEvent)
+_KIND: Final = msgspec.msgpack.Decoder(KvEventKind)
+_STORED: Final = "BlockStored"
+_KNOWN: Final = (_STORED, "BlockRemoved", "AllBlocksCleared")
+
+
+class KvEventStream:
+    """Takes a body in pieces of any size; what it holds is at most a frame and a piece."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._next = 0  # number of the batch that comes next
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the payloads of the frames that are complete with this piece.
+
+        Raises:
+            BadKvEvents: a frame is too long or too short, or a batch is missing; nothing more can be read.
+        """
+        rest, found, at = self._rest, list[bytes](), 0
+        rest += data
+        while len(rest) - at >= _LENGTH:
+            length = int.from_bytes(rest[at : at + _LENGTH], "big")
+            if length > FRAME_MOST:
+                raise BadKvEvents(f"a frame has {length} bytes, and {FRAME_MOST} is the most")
+            if 0 < length < _NUMBER:
+                raise BadKvEvents(f"a frame has {length} bytes, and its number alone has {_NUMBER}")
+            begin = at + _LENGTH
+            if len(rest) < begin + length:
+                break
+            if length:
+                number = int.from_bytes(rest[begin : begin + _NUMBER], "big")
+                if number != self._next:
+                    raise BadKvEvents(f"batch {number} came where {self._next} should be")
+                self._next += 1
+                found.append(bytes(rest[begin + _NUMBER : begin + length]))
+            at = begin + length
+        del rest[:at]
+        return found
+
+
+def read_batch(payload: bytes) -> KvEventBatch:
+    """Read a batch, and not yet its events; raises BadKvEvents: it is none."""
+    try:
+        return _BATCH.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise BadKvEvents(f"a batch is not what vLLM publishes: {exc}") from exc
+
+
+def read_event(raw: msgspec.Raw) -> KvEvent | None:
+    """Read an event; None: it is of an unknown type, or tells of stored blocks in an unknown way.
+
+    Raises:
+        BadKvEvents: it may tell of blocks that are gone, and cannot be read.
+    """
+    try:
+        return _EVENT.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        try:
+            kind = _KIND.decode(raw).type
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as odd:
+            raise BadKvEvents(f"an event is none: {odd}") from odd
+        if kind == _STORED or kind not in _KNOWN:
+            return None  # less is known of the cache than could be
+        raise BadKvEvents(f"a {kind} is not what vLLM publishes: {exc}") from exc

@@ -1,0 +1,201 @@
+"""Server-sent events, as far as a relay must understand them.
+
+Bytes are looked for with ``find``: ``in`` tries first whether what it gets is a number, and raises and drops an error.
+"""
+
+import re
+from typing import Final
+
+from pdrelay_proxy.core.protocol.response_filter import clean_lines, may_name_params
+from pdrelay_proxy.core.raw_json import NotJson, decode
+from pdrelay_proxy.core.schemas import ErrorEvent
+from pdrelay_proxy.errors import AnswerRefused
+
+_DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\]\s*\Z")  # at the end of a stream
+_ERROR: Final = b'data: {"error":'
+_ERRORS: Final = (_ERROR, b'data:{"error":')
+_BOM: Final = b"\xef\xbb\xbf"  # may stand before a stream
+_COMMENT: Final = b":"
+_DATA: Final = b"data:"
+_EVENT: Final = b"event:"
+_BACKSLASH: Final = 92
+_RETURN: Final = 13  # a carriage return, which may end a line too
+_NEWLINE: Final = 10
+_D: Final = 100  # begins ``data``, and no ``event``
+_E: Final = 101  # begins ``error``
+_NAME_AT: Final = _ERROR.index(b"e")
+_NARROW_NAME_AT: Final = _ERRORS[1].index(b"e")  # without the space behind the colon
+_BREAK: Final = re.compile(rb"[\r\n]")
+LINE_MOST: Final = 16 * 1024 * 1024  # bytes of a line; the last event of /v1/responses has a whole answer in it
+_END_MOST: Final = 32  # bytes of what has passed that tell a stream's end
+# What /v1/responses says before the engine has done anything: it tells nothing about whether it will.
+_PREAMBLE: Final = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
+# Other APIs than the first two name their events, and end with one of these in place of a [DONE].
+_LAST: Final = frozenset({b"message_stop", b"error", b"response.completed", b"response.failed", b"response.incomplete"})
+
+
+def error_status(data: bytes) -> int | None:
+    """Return the HTTP status an error event asks for (500 if it names none); None for any other event."""
+    if data.find(b'"error"') < 0 and (_BACKSLASH not in data or data.find(b"\\u") < 0):  # a name may be in escapes
+        return None
+    try:
+        event = decode(data, ErrorEvent)
+    except NotJson:
+        return None
+    if event.error is None:
+        return None
+    code = event.error.code
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
+def first_data(piece: bytes) -> bytes | None:
+    """Return the data of the first event, if a stream begins with all of its line; None: see ``Beginning``."""
+    end = piece.find(b"\n") if piece[: len(_DATA)] == _DATA else -1
+    return None if end < 0 or piece.find(b"\r", 0, end) >= 0 else piece[len(_DATA) : end].strip()
+
+
+class Beginning:
+    """A stream up to its first event, however small the pieces are in which it comes.
+
+    Comments (keep-alives) are no events, and an announcement says nothing yet about the request.
+    """
+
+    __slots__ = ("_at", "_name", "_searched", "received")
+
+    def __init__(self) -> None:
+        self.received = bytearray()
+        self._at = 0  # where the line begins that is not complete
+        self._searched = 0  # up to where that has no end
+        self._name = b""  # of the event that has begun
+
+    @property
+    def line_size(self) -> int:
+        """How many bytes there are of the line that is not complete."""
+        return len(self.received) - self._at
+
+    def feed(self, piece: bytes) -> bytes | None:
+        """Take what has come; return the data of the first event, or None while its line is not complete."""
+        text = self.received
+        text += piece
+        if self._at == 0 and text.startswith(_BOM):
+            del text[: len(_BOM)]
+            self._searched = 0
+        while (end := _end_of_line(text, self._searched)) >= 0:
+            line = bytes(text[self._at : end])
+            self._at = self._searched = end + 1
+            if line.startswith(_EVENT):
+                self._name = line[len(_EVENT) :].strip()
+            elif line.startswith(_DATA):
+                if self._name not in _PREAMBLE:
+                    return line[len(_DATA) :].strip()
+                self._name = b""
+        self._searched = len(text)
+        return None
+
+
+def _end_of_line(text: bytearray, at: int) -> int:
+    """Return where the line break is that comes next, or -1."""
+    found = _BREAK.search(text, at)
+    return -1 if found is None else found.start()
+
+
+class WholeLines:
+    """Lets a stream pass in whole lines and notices whether it came to its proper end.
+
+    vLLM writes whole events, so nearly always everything passes at once. But when an engine dies in the middle of a
+    line, that line has not been sent on, and an error event can follow in good order. What passes has no
+    ``kv_transfer_params``. Lines that end with carriage returns alone pass with line feeds.
+    """
+
+    __slots__ = ("_engine", "_last", "_name", "_rest", "_returned", "_size", "erred")
+
+    def __init__(self, engine: str) -> None:
+        self.erred = False  # the engine has said itself that it failed
+        self._engine = engine  # its id, for what errors say
+        self._rest: list[bytes] = []  # pieces of a line that is not complete
+        self._returned = False  # the last line has ended with a carriage return, which a line feed may belong to
+        self._size = 0  # bytes of them
+        self._last = b"\n"  # what has passed, from a place on that is early enough to recognise the end of a stream
+        self._name = b""  # of the last event that has one
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take what has arrived; return what may pass.
+
+        Raises:
+            AnswerRefused: a line is too long, or has parameters where they cannot be taken out.
+        """
+        if chunk and chunk[-1] == _NEWLINE and not self._rest:  # nearly always
+            passing = chunk
+        else:
+            passing = self._whole_lines(chunk)
+            if not passing:
+                return b""
+        if may_name_params(passing):
+            passing = clean_lines(self._engine, _with_line_feeds(passing))
+        self._note(passing)
+        return passing
+
+    def _whole_lines(self, chunk: bytes) -> bytes:
+        """Return the lines that are complete, and keep what is behind them."""
+        if self._returned:
+            self._returned = False
+            chunk = chunk.removeprefix(b"\n")
+        if chunk.count(b"\r") > chunk.count(b"\r\n"):
+            self._returned = chunk[-1] == _RETURN
+            chunk = _with_line_feeds(chunk)
+        end = chunk.rfind(b"\n") + 1
+        rest = chunk[end:]
+        if end == 0:
+            self._hold(rest)
+            return b""
+        passing = b"".join([*self._rest, chunk[:end]])
+        self._rest, self._size = [], 0
+        if rest or self._returned:  # a line feed that comes next is looked at here
+            self._hold(rest)
+        return passing
+
+    def _hold(self, piece: bytes) -> None:
+        """Keep a piece of a line until all of it is here."""
+        self._size += len(piece)
+        if self._size > LINE_MOST:
+            self._rest, self._size = [], 0
+            raise AnswerRefused(f"{self._engine} sent a line of more than {LINE_MOST} bytes in its stream")
+        self._rest.append(piece)
+
+    def finish(self) -> tuple[bytes, bool]:
+        """The stream has ended: return what is left of it, and whether it was complete."""
+        rest = b"".join(self._rest)
+        data = b"" if rest.startswith(_COMMENT) else rest
+        is_done = _DONE.search(self._last[-_END_MOST:] + data) is not None
+        complete = is_done or (self._name in _LAST and not data)
+        return (rest if complete else b""), complete
+
+    def _note(self, passing: bytes) -> None:
+        if passing[0] == _D and _NEWLINE not in passing[:-2] and _RETURN not in passing:  # a token
+            may_be_error = len(passing) > _NAME_AT and (passing[_NAME_AT] == _E or passing[_NARROW_NAME_AT] == _E)
+            if may_be_error and passing.startswith(_ERRORS):
+                self.erred = True
+        else:
+            if passing.find(_EVENT) >= 0 and ((at := passing.rfind(b"\n" + _EVENT) + 1) or passing.startswith(_EVENT)):
+                self._name = passing[at + len(_EVENT) :].partition(b"\n")[0].strip()
+            has_error = passing.find(_ERRORS[0]) >= 0 or passing.find(_ERRORS[1]) >= 0
+            self.erred = self.erred or self._name == b"error" or has_error
+            passing = _before_comments(passing)
+            if not passing:
+                return
+        self._last = passing if len(passing) >= _END_MOST else (self._last + passing)[-_END_MOST:]
+
+
+def _with_line_feeds(lines: bytes) -> bytes:
+    """Return the same lines, each ended by a line feed alone."""
+    return lines.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if lines.find(b"\r") >= 0 else lines
+
+
+def _before_comments(lines: bytes) -> bytes:
+    """Return lines without the comments at their end: such a line says nothing about how the stream has ended."""
+    if not lines.startswith(_COMMENT) and lines.find(b"\n:") < 0 and lines.find(b"\r:") < 0:
+        return lines
+    kept = lines.splitlines(keepends=True)
+    while kept and (kept[-1].startswith(_COMMENT) or not kept[-1].strip()):
+        kept.pop()
+    return b"".join(kept)

@@ -1,0 +1,368 @@
+"""What happened to one request: where it went, how long each part took, how it ended.
+
+The request fills it in as it goes through the states of requests/lifecycle.py. Response headers, counters, histograms,
+the status page, the access log and spans are all made of it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from enum import auto
+from typing import Final
+
+from pdrelay_proxy.core.class_record import ClassRecord
+from pdrelay_proxy.core.expected_time import ExpectedTime
+from pdrelay_proxy.core.fast_enum import FastStrEnum
+from pdrelay_proxy.core.model import InstanceId, LegOrder, RequestId, Role, SingleEngineReason, TransferId
+from pdrelay_proxy.core.protocol.fault_table import Failure
+
+_CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
+PARTS_KEPT: Final = 8  # records of the prompts of one request
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that closed the connection before it was answered
+PULL: Final = "pull"  # one leg follows the other, and the decode engine fetches the KV cache
+SINGLE: Final = "single"  # one engine serves it
+
+
+class RequestOutcome(FastStrEnum):
+    """How a request ended, as far as its client can tell."""
+
+    OK = auto()
+    CLIENT_ERROR = auto()  # 4xx
+    SERVER_ERROR = auto()  # 5xx
+    CLIENT_DISCONNECTED = auto()  # the client left first
+    STREAM_ABORTED = auto()  # its status was 200, and then it failed
+
+
+class MoveReason(FastStrEnum):
+    """Why a stream leaves its engine."""
+
+    DRAIN = auto()  # it is drained by moving its streams, or turns to prefill
+    KV_ROOM = auto()  # its KV cache is full
+
+
+class MoveOutcome(FastStrEnum):
+    """What became of a stream that was to leave its engine."""
+
+    MOVED = auto()  # another engine goes on, with its KV cache
+    RESUMED = auto()  # that failed: another engine goes on, or the same, which has computed the rest anew
+    FAILED = auto()  # no engine could: the client has an error
+    DISCONNECTED = auto()  # the client left meanwhile
+    STAYED = auto()  # not tried: a continuation would not be exact
+
+
+# Short times, written once: to write a float costs twice as much as to make a whole number of it.
+_TENTHS_MOST: Final = 1000
+_TENTHS: Final = [f"{tenths // 10}.{tenths % 10}" for tenths in range(_TENTHS_MOST)]
+_OK: Final = RequestOutcome.OK  # looking a member up takes as long as a call
+
+
+class LegRecord:
+    """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
+
+    __slots__ = ("expected", "instance", "ms", "name", "own_usage", "sent_at", "tokens")
+
+    def __init__(self, instance: InstanceId, ms: float | None = None, sent_at: float = 0.0) -> None:
+        self.instance = instance
+        self.name = ""  # of the request at this engine, once it was sent
+        self.sent_at = sent_at  # by the router's clock
+        self.ms = ms
+        self.tokens: int | None = None  # of the prompt, as a prefill engine has counted
+        self.expected: ExpectedTime | None = None  # of a decode leg: what its engines were chosen by, if by that
+        # Of a decode leg: events, or an answer, with its engine's own usage, where the client got another one.
+        self.own_usage: bytes | None = None
+
+
+class Retry:
+    """A leg that failed, so that the request was sent again. It does not change."""
+
+    __slots__ = ("leg", "reason", "role")
+
+    def __init__(self, leg: LegRecord, reason: Failure, role: Role) -> None:
+        self.leg = leg
+        self.reason = reason
+        self.role = role
+
+    def __str__(self) -> str:
+        return f"{self.leg.instance} {self.reason}"
+
+
+class MoveRecord:
+    """A stream was cut, to go on at another engine."""
+
+    __slots__ = ("cut_at", "gap_s", "outcome", "prefill", "source")
+
+    def __init__(self, source: InstanceId, cut_at: float) -> None:
+        self.source = source
+        self.prefill: LegRecord | None = None  # the prefill leg before it
+        self.cut_at = cut_at  # by the router's clock
+        self.gap_s: float | None = None  # from there to the next event
+        self.outcome: MoveOutcome | None = None  # None: it is under way
+
+    def __str__(self) -> str:
+        gap = "" if self.gap_s is None else f" after {written_ms(self.gap_s * 1000)} ms"
+        return f"{self.source} {self.outcome or 'cut'}{gap}"
+
+
+class RequestTimes:
+    """When and how long, in seconds; None: it did not come to that. RequestRecord sets them."""
+
+    __slots__ = ("admitted_s", "began_at", "duration_s", "last_token_at", "queue_s", "received_s", "ttft_s")
+
+    def __init__(self) -> None:
+        self.began_at = 0.0  # when its head came, by the router's clock
+        self.received_s: float | None = None  # until all of its body had come, if that was not at once
+        self.queue_s: float | None = None  # in the queue of the admission control
+        self.admitted_s: float | None = None  # until it had its place
+        self.ttft_s: float | None = None  # until the first event of a stream was written
+        self.last_token_at: float | None = None  # when a leg that is over had brought the latest piece of a stream
+        self.duration_s = 0.0  # of the whole request, once it is over
+
+    def lasted(self, seconds: float) -> None:
+        """Note how long the whole request has taken."""
+        self.duration_s = seconds
+
+
+class RequestRecord(RequestTimes):
+    """The record of one request."""
+
+    __slots__ = (
+        "answered",
+        "cached",
+        "client_id",
+        "decode",
+        "end",
+        "error",
+        "moves",
+        "of_class",
+        "parts",
+        "past",
+        "path",
+        "prefill",
+        "prefill_error",
+        "push",
+        "relayed",
+        "request_id",
+        "retries",
+        "single_reason",
+        "status",
+        "transfer",
+    )
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        path: str = "",
+        client_id: str | None = None,
+        *,
+        single_reason: SingleEngineReason | None = None,
+        push: LegOrder | None = None,
+        prefill: LegRecord | None = None,
+        decode: LegRecord | None = None,
+        error: str | None = None,
+    ) -> None:
+        RequestTimes.__init__(self)
+        self.request_id = request_id
+        self.path = path
+        self.client_id = client_id  # what the client calls the request: for the client and the log, never for an engine
+        self.single_reason = single_reason  # why one engine serves it
+        self.push = push
+        self.transfer: TransferId | None = None  # what engines that push call it: for the log, never for a client
+        self.prefill = prefill
+        self.decode = decode
+        self.retries: list[Retry] = []
+        self.moves: tuple[MoveRecord, ...] = ()
+        self.past: tuple[tuple[LegRecord, Role], ...] = ()  # good legs of tries that failed
+        self.status = 0  # once it is over
+        self.answered = False  # all of it is with the client; what still happens is tidying up
+        self.error = error  # what went wrong, for the log
+        self.of_class: ClassRecord | None = None  # where there are classes
+        self.parts: PromptParts | None = None  # of a request with several prompts, once one of them is over
+        self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
+        self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
+        self.relayed = 0  # bytes of the answer, if they are counted
+        self.end = b"", b""  # the last two pieces of the answer's body, if they matter
+
+    def over(self, status: int, duration_s: float) -> None:
+        """Note how it ended."""
+        self.status = status
+        self.lasted(duration_s)
+
+    @property
+    def outcome(self) -> RequestOutcome:
+        """Say how it ended, once it is over."""
+        status = self.status
+        if status < 400:
+            return _OK if self.error is None else RequestOutcome.STREAM_ABORTED
+        if status == CLIENT_CLOSED_REQUEST:
+            return RequestOutcome.CLIENT_DISCONNECTED
+        return RequestOutcome.SERVER_ERROR if status >= 500 else RequestOutcome.CLIENT_ERROR
+
+    @property
+    def mode(self) -> str:
+        """Name the way of the KV cache: pull, push, push_cold, single or each_prompt."""
+        if self.single_reason is not None:
+            return SINGLE
+        return PULL if self.push is None else self.push
+
+    def is_usual(self) -> bool:
+        """Tell whether there is nothing to say about it but where it went, and when."""
+        return not (
+            self.error
+            or self.single_reason
+            or self.push
+            or self.retries
+            or self.client_id
+            or self.prefill_error
+            or self.moves
+            or self.of_class
+        )
+
+    def id_headers(self) -> dict[str, str]:
+        """Return the headers that name the request: by the client's own id, if it has one, and then by ours too."""
+        if self.client_id is None:
+            return {"x-request-id": self.request_id}
+        return {"x-request-id": self.client_id, "x-pdrelay-request-id": self.request_id}
+
+    def id_lines(self) -> str:
+        """Return the same as lines of a head."""
+        if self.client_id is None:
+            return f"x-request-id: {self.request_id}\r\n"
+        return "".join([f"{name}: {value}\r\n" for name, value in self.id_headers().items()])
+
+    @property
+    def attempt_id(self) -> RequestId:
+        """The id for both engines if the request is sent now: ours, and with every retry and move another."""
+        again = len(self.retries) + len(self.moves)
+        return RequestId(f"{self.request_id}-r{again}") if again else self.request_id
+
+    def wrote(self, piece: bytes) -> None:
+        """Remember the end of the answer, for core/protocol/kv_transfer_check.py, and how long it is."""
+        self.relayed += len(piece)
+        self.end = self.end[1], piece
+
+    def take_end(self) -> bytes:
+        """Return the end of the answer, once."""
+        end, self.end = self.end, (b"", b"")
+        return b"".join(end)
+
+    def set_aside(self, role: Role, reason: Failure) -> None:
+        """Put the leg that failed among the retries: it goes out once more."""
+        leg = self.prefill if role is Role.PREFILL else self.decode
+        if leg is not None:
+            self.retries.append(Retry(leg, reason, role))
+
+    def start_over(self) -> None:
+        """Put the rest of a try that failed aside."""
+        failed = [retry.leg for retry in self.retries]
+        for leg, role in ((self.prefill, Role.PREFILL), (self.decode, Role.DECODE)):
+            if leg is not None and leg not in failed:
+                self.past = (*self.past, (leg, role))
+        self.push = self.transfer = self.prefill = self.decode = self.cached = None
+
+    def move_on(self, move: MoveRecord) -> None:
+        """The stream was cut: put its legs aside."""
+        move.prefill = self.prefill
+        self.start_over()
+        self.single_reason = None
+        self.moves = (*self.moves, move)
+
+    def server_timing(self, trouble: str = "", *, tells_cache: bool = True) -> str:
+        """Return the value of the Server-Timing header; durations are milliseconds.
+
+        ``tells_cache``: also what engines had cached of the prompt, and what was expected and decided because of it.
+        ``trouble``: why the decode engine does not load the prefill engine's KV, in a word; empty, as far as is known.
+        """
+        entries = [_entry("retry", str(retry), retry.leg.ms) for retry in self.retries] if self.retries else []
+        if self.single_reason is not None and not tells_cache and self.single_reason in _BY_CACHE:
+            entries.append('mode;desc="single"')
+        elif self.single_reason is not None:
+            entries.append(f'mode;desc="single", reason;desc="{self.single_reason}"')
+        elif self.push is not None:
+            entries.append(_entry("mode", self.push, None))
+        if self.cached is not None and tells_cache:
+            entries.append(_entry("cached", "{} of {} bytes".format(*self.cached), None))
+        if self.decode is not None and self.decode.expected is not None and tells_cache:
+            entries.append(_entry("expected", str(self.decode.expected), self.decode.expected.ttft_s * 1e3))
+        if self.prefill is not None:
+            entries.append(_entry("prefill", self.prefill.instance, self.prefill.ms))
+        if self.decode is not None:
+            entries.append(_entry("decode", self.decode.instance, self.decode.ms))
+        if trouble:
+            entries.append(_entry("kv", f"not loaded: {trouble}", None))
+        return ", ".join(entries)
+
+
+# What these say depends on what an engine had cached.
+_BY_CACHE: Final = frozenset({SingleEngineReason.CACHED, SingleEngineReason.FASTER, SingleEngineReason.SHORT})
+
+
+class PromptRecord(RequestRecord):
+    """The record of one of several prompts: another request has them, and is counted in their place."""
+
+    __slots__ = ()
+
+
+class PromptParts:
+    """What happened to the prompts of one request: how many are over, and the records of the most notable ones.
+
+    Those are the ones that failed and, of the others, those that took longest: a request may have thousands.
+    """
+
+    __slots__ = ("count", "failed", "notable")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.failed = 0
+        self.notable: list[PromptRecord] = []  # the most notable first
+
+    def add(self, record: PromptRecord) -> None:
+        """Take in one that is over."""
+        self.count += 1
+        self.failed += _has_failed(record)
+        self.notable.append(record)
+        if len(self.notable) > PARTS_KEPT:
+            self.notable.sort(key=_notability, reverse=True)
+            self.notable.pop()
+
+
+def _has_failed(record: RequestRecord) -> bool:
+    return record.error is not None or record.status >= 400
+
+
+def _notability(record: RequestRecord) -> tuple[bool, float]:
+    return _has_failed(record), record.duration_s
+
+
+class ClientIds:
+    """In which headers a client may name its request."""
+
+    __slots__ = ("_first", "_others")
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        """``names``: the first that a request has counts; none: X-Request-Id."""
+        self._first, *self._others = [name.lower().encode() for name in names] or [b"x-request-id"]
+
+    def of(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """Return the client's name of a request; None: it has none."""
+        said = headers.get(self._first)
+        if said is None and self._others:
+            said = next((headers[name] for name in self._others if name in headers), None)
+        return None if said is None else client_id(said)
+
+
+def client_id(header: bytes) -> str | None:
+    """Return the id in a client's X-Request-Id; None if it is too long or odd to be repeated in headers and logs."""
+    return header.decode("ascii") if _CLIENT_ID.fullmatch(header) else None
+
+
+def written_ms(ms: float) -> str:
+    """Write milliseconds, 0 or more, with one decimal place."""
+    try:
+        return _TENTHS[int(ms * 10 + 0.5)]
+    except IndexError:
+        return "%.1f" % ms  # noqa: UP031 (compiled, an f-string with a format costs half as much again)
+
+
+def _entry(name: str, description: str, ms: float | None) -> str:
+    if ms is None:
+        return f'{name};desc="{description}"'
+    return f'{name};desc="{description}";dur={written_ms(ms)}'

@@ -1,0 +1,189 @@
+"""The engines whose first token is expected first."""
+
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, TypeVar
+
+from pdrelay_proxy.core.expected_time import ExpectedTime
+from pdrelay_proxy.core.model import ANY, Instance, RoutingHints
+from pdrelay_proxy.core.routing.alone_bound import AloneBound, Holding
+from pdrelay_proxy.core.routing.candidates import Among, Fits
+from pdrelay_proxy.core.routing.pairing import Pair
+
+LOYALTY: Final = 2.0  # times as long as the fastest one an engine may take for a prompt that it has nearly all of
+NEAR: Final = 0.05  # choices that cost at most this part more than the best one are as good: chance picks one
+MOST: Final = 8  # of a role that are paired with each other
+LOOKED_AT: Final = 64  # of a role whose cost is computed
+
+
+class Costs(Protocol):
+    """What it takes engines to serve a request, now (io/request_path/engine_costs.py)."""
+
+    @property
+    def may_be_alone(self) -> bool:
+        """Whether a decode engine ever computes a prompt alone because that is faster."""
+        ...
+
+    def prefill(self, instance: Instance, ask: RoutingHints, /) -> ExpectedTime:
+        """Return what a prefill engine's part of a request takes."""
+        ...
+
+    def decode(self, instance: Instance, ask: RoutingHints, /) -> ExpectedTime:
+        """Return what a decode engine's part takes that gets what it lacks from a prefill engine."""
+        ...
+
+    def alone(self, instance: Instance, ask: RoutingHints, /) -> ExpectedTime:
+        """Return what a request takes that a decode engine serves alone."""
+        ...
+
+    def spares(self, alone: ExpectedTime, /) -> bool:
+        """Tell whether a decode engine can compute a prompt without a pause in its streams that is too long."""
+        ...
+
+    def cached(self, instance: Instance, ask: RoutingHints, /) -> int:
+        """Return how many bytes of the prompt a decode engine has."""
+        ...
+
+    def matched(self, instance: Instance, ask: RoutingHints, /) -> int:
+        """Return how many bytes of the prompt an engine has, or will soon."""
+        ...
+
+    def recent(self, instance: Instance, /) -> float:
+        """Return the tokens of the legs that an engine was sent lately."""
+        ...
+
+    def chose(self, ask: RoutingHints, expected: ExpectedTime, /) -> None:
+        """A request goes where this is expected."""
+        ...
+
+
+class _Priced:
+    """An engine, and what its part of the request takes."""
+
+    __slots__ = ("cost_s", "expected", "instance")
+
+    def __init__(self, instance: Instance, expected: ExpectedTime) -> None:
+        self.instance = instance
+        self.expected = expected
+        self.cost_s = expected.cost_s
+
+
+_T = TypeVar("_T", bound=Sequence[_Priced])
+
+
+class ExpectedTtft:
+    """Chooses both engines by the sum of what their parts take: a pair costs what its two engines cost."""
+
+    def __init__(self, costs: Costs, dice: Callable[[int], int], *, notes: bool = True) -> None:
+        self._costs = costs
+        self._dice = dice  # dice(n): 0 to n-1
+        self._notes = notes
+        self.latest: ExpectedTime | None = None  # what is expected of the latest choice
+        self._alone: tuple[RoutingHints, _Priced] | None = None  # the engine that serves a prompt alone, found just now
+
+    def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
+        """Return the two engines that cost least, or nearly so."""
+        self._alone = None
+        left = _sorted([_Priced(each, self._costs.prefill(each, ask)) for each in self._few(prefill, ask)])
+        right = _sorted([_Priced(each, self._costs.decode(each, ask)) for each in self._few(decode, ask)])
+        pairs = [(p, d) for p in left[:MOST] for d in right[:MOST] if fits(p.instance, d.instance)]
+        if not pairs:  # every prefill engine fits some decode engine
+            fitting = [each for each in decode if fits(left[0].instance, each)][:LOOKED_AT]
+            pairs = [(left[0], _Priced(each, self._costs.decode(each, ask))) for each in fitting]
+        least = min([p.cost_s + d.cost_s for p, d in pairs])
+        near = [(p, d) for p, d in pairs if p.cost_s + d.cost_s <= least * (1.0 + NEAR)]
+        best_p, best_d = near[0] if len(near) == 1 else self._less_used(near)
+        self._tell(ask, best_p.expected.followed_by(best_d.expected))
+        return best_p.instance, best_d.instance
+
+    def one(self, among: Among, ask: RoutingHints = ANY, /) -> Instance:
+        """Return the decode engine that serves a request alone in the least time, or nearly so."""
+        known, self._alone = self._alone, None
+        best = self._best_alone(among, ask) if known is None or known[0] is not ask else known[1]
+        self._tell(ask, best.expected)
+        return best.instance
+
+    def alone(self, prefill: Among, decode: Among, ask: RoutingHints, /) -> bool:
+        """Tell whether a decode engine alone is expected to be faster than any pair, and spares its streams."""
+        if not (self._costs.may_be_alone and ask.prompt):
+            return False
+        best = self._best_alone(decode, ask)
+        if not self._costs.spares(best.expected):
+            return False
+        parts = min([self._costs.prefill(each, ask).cost_s for each in self._few(prefill, ask)])
+        if best.cost_s > parts + min([self._costs.decode(each, ask).cost_s for each in self._few(decode, ask)]):
+            return False
+        self._alone = ask, best
+        self._tell(ask, best.expected)
+        return True
+
+    def holding(self, among: Among, ask: RoutingHints, least: int, bound: AloneBound, /) -> Holding:
+        """Return the engines with the most of a prompt, of those that lack fewer bytes and may compute these.
+
+        One is left only where another engine would serve it alone in less than half of the time.
+        """
+        looked, size = self._few(among, ask), ask.blocks.size
+        sizes = [self._costs.cached(each, ask) for each in looked]
+        few = [(each, one) for each, one in zip(sizes, looked, strict=True) if size - each < least]
+        if not few:
+            return Holding((), max(sizes), is_bound=False)
+        loyal = LOYALTY * min([self._costs.alone(each, ask).cost_s for each in looked])
+        near = [(each, one) for each, one in few if self._costs.alone(one, ask).cost_s <= loyal]
+        free = [(each, one) for each, one in near if bound.has_room(one, ask, size - each, least)]
+        if not free:
+            return Holding((), max(sizes), is_bound=bool(near))
+        most = max([each for each, _ in free])
+        is_bound = most < max([each for each, _ in near])
+        return Holding([one for each, one in free if each == most], most, is_bound=is_bound)
+
+    def holders(self, among: Among, ask: RoutingHints, /) -> Among:
+        """List the decode engines that have the most of a prompt, if that is most of it; none, if all have as much."""
+        sizes = [self._costs.matched(each, ask) for each in among]
+        most = max(sizes)
+        best = [one for one, each in zip(among, sizes, strict=True) if each == most]
+        decides = most * 2 > len(ask.prompt) and (len(best) < len(among) or len(among) == 1)
+        return best if decides else ()
+
+    def copy(self) -> "ExpectedTtft":
+        """Return one that chooses alike, and whose choices leave no trace here."""
+        return ExpectedTtft(self._costs, self._dice, notes=False)
+
+    def _few(self, among: Among, ask: RoutingHints) -> Among:
+        """Return those that have most of the prompt, and others that chance picks: all, unless they are too many."""
+        if len(among) <= LOOKED_AT:
+            return among
+        matches = sorted([(-self._costs.matched(each, ask), place) for place, each in enumerate(among)])
+        places = {place for _, place in matches[:MOST]}
+        places.update([self._dice(len(among)) for _ in range(LOOKED_AT - MOST)])
+        return [among[place] for place in sorted(places)]
+
+    def _best_alone(self, among: Among, ask: RoutingHints) -> _Priced:
+        priced = [_Priced(each, self._costs.alone(each, ask)) for each in self._few(among, ask)]
+        least = min([each.cost_s for each in priced])
+        near = [each for each in priced if each.cost_s <= least * (1.0 + NEAR)]
+        most = max([each.expected.decode_hit for each in near])
+        if most * 2 > near[0].expected.tokens:  # it has the conversation, which is what being alone is for
+            near = [each for each in near if each.expected.decode_hit == most]
+        return near[0] if len(near) == 1 else self._less_used([(each,) for each in near])[0]
+
+    def _less_used(self, near: Sequence[_T]) -> _T:
+        """Return one of two that chance picks, so that several routers do not all choose the same."""
+        first = self._dice(len(near))
+        second = (first + 1 + self._dice(len(near) - 1)) % len(near)
+        one, other = near[first], near[second]
+        return one if self._used(one) <= self._used(other) else other
+
+    def _used(self, engines: Sequence[_Priced]) -> float:
+        return sum([self._costs.recent(each.instance) for each in engines])
+
+    def _tell(self, ask: RoutingHints, expected: ExpectedTime) -> None:
+        self.latest = expected
+        if self._notes:
+            self._costs.chose(ask, expected)
+
+
+def _cost(priced: _Priced) -> float:
+    return priced.cost_s
+
+
+def _sorted(priced: Sequence[_Priced]) -> list[_Priced]:
+    return sorted(priced, key=_cost)

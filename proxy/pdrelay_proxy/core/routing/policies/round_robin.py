@@ -1,0 +1,79 @@
+"""Take turns, so that every prefill engine works with every decode engine."""
+
+from dataclasses import dataclass, field
+from math import gcd
+from typing import Final, TypeAlias
+
+from pdrelay_proxy.core.fleet.compatibility import always
+from pdrelay_proxy.core.model import ANY, Instance, InstanceId, RoutingHints
+from pdrelay_proxy.core.routing.candidates import Among, Fits
+from pdrelay_proxy.core.routing.pairing import Pair
+
+_Set: TypeAlias = tuple[InstanceId, ...]
+_MOST_SETS: Final = 256
+
+
+@dataclass(slots=True)
+class Rotation:
+    """A turn counter for every set of engines; a set that is new goes on where all of them together are.
+
+    With several models, or while a request avoids an engine, choices among different sets alternate. With one counter
+    for all, a set could get every second turn, and use half of its engines.
+    """
+
+    total: int = 0
+    of: dict[_Set, int] = field(default_factory=dict[_Set, int])
+
+    def next(self, key: _Set) -> int:
+        """Return the turn of a set, and count it."""
+        turn = self.of.pop(key, self.total)
+        self.of[key] = turn + 1
+        self.total += 1
+        if len(self.of) > _MOST_SETS:
+            del self.of[next(iter(self.of))]
+        return turn
+
+    def copy(self) -> "Rotation":
+        """Return one that counts on from here by itself."""
+        return Rotation(self.total, dict(self.of))
+
+
+class RoundRobin:
+    """Picks both engines of a request from one turn counter.
+
+    Two counters that advance together only ever meet in lcm(x, y) of the x*y pairs (with 2 prefill and 2 decode
+    engines: P0-D0 and P1-D1). So after each such cycle the decode side is shifted by one. Any x*y turns in a row
+    use every pair once, wherever they start; an engine that joins takes part from the next turn on.
+    """
+
+    def __init__(self, turns: Rotation | None = None, solo_turns: Rotation | None = None) -> None:
+        self._turns = turns or Rotation()
+        self._solo_turns = solo_turns or Rotation()
+        self._last: tuple[Among, Among, _Set] | None = None
+
+    def pair(self, prefill: Among, decode: Among, _ask: RoutingHints = ANY, fits: Fits = always, /) -> Pair:
+        """Return the next pair. A prefill engine that does not fit all has turns of its own with those it fits."""
+        before = self._last  # most often they are the same sequences as the last time
+        if before is None or before[0] is not prefill or before[1] is not decode:
+            before = self._last = prefill, decode, _names([*prefill, *decode])
+        turn = self._turns.next(before[2])
+        x, y = len(prefill), len(decode)
+        first = prefill[turn % x]
+        fitting = decode if fits is always else [instance for instance in decode if fits(first, instance)]
+        if len(fitting) < y:
+            return first, fitting[self._turns.next(_names([first, *fitting])) % len(fitting)]
+        cycles = gcd(x, y)
+        shift = turn // (x * y // cycles) % cycles
+        return first, decode[(turn + shift) % y]
+
+    def one(self, among: Among, _ask: RoutingHints = ANY, /) -> Instance:
+        """Return the next engine; these turns do not disturb those of the pairs."""
+        return among[self._solo_turns.next(_names(among)) % len(among)]
+
+    def copy(self) -> "RoundRobin":
+        """Return one that chooses alike, and whose choices leave no trace here."""
+        return RoundRobin(self._turns.copy(), self._solo_turns.copy())
+
+
+def _names(among: Among) -> _Set:
+    return tuple([instance.id for instance in among])

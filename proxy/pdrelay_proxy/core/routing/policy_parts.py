@@ -1,0 +1,33 @@
+"""What a policy is made of: the interface for policies of other packages (docs/routing.md)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdrelay_proxy.core.model import Instance, RoutingHints
+
+
+class PromptMatches(Protocol):
+    """What engines have in their caches, now, as far as is known."""
+
+    def matched(self, instance: Instance, ask: RoutingHints, /, *, is_there: bool = False) -> int:
+        """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does not count."""
+        ...
+
+    def matches(self, among: Sequence[Instance], ask: RoutingHints, /, *, is_there: bool = False) -> Sequence[int]:
+        """Return the same for each of some engines, in less time."""
+        ...
+
+    def sent(self, instance: Instance, ask: RoutingHints, /) -> None:
+        """The request goes to an engine, which will have its prompt: call it with each choice, or matches stay 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyParts:
+    """What the router gives to a policy that it builds."""
+
+    load: Callable[[Instance], float]  # higher the busier an engine is: requests from this router, and its own report
+    dice: Callable[[int], int]  # dice(n): a random number from 0 to n-1
+    turn: int  # where to begin, so that several workers do not all begin with the same engine
+    caches: PromptMatches

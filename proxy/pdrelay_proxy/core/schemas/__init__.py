@@ -1,0 +1,276 @@
+"""What engines say and are told in JSON, and workers tell each other: types, and nothing that is done with them.
+
+They stand apart from the modules that read them because those are compiled (see docs/performance.md), and msgspec makes
+its own classes: a compiled module would make something else of them.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from pdrelay_proxy.core.raw_json import NULL
+
+_Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+_Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class PrefillAnswer(msgspec.Struct):
+    """What we read of a prefill engine's answer."""
+
+    kv_transfer_params: msgspec.Raw = NULL
+    usage: msgspec.Raw = NULL
+
+
+class PlainPrefillAnswer(msgspec.Struct):
+    """The same of one whose usage is as engines write it: read in one go."""
+
+    kv_transfer_params: msgspec.Raw = NULL
+    usage: "Usage | None" = None
+
+
+class NamedAnswer(msgspec.Struct):
+    """An answer that says which model has made it."""
+
+    model: str | None = None
+
+
+class PromptIdsChoice(msgspec.Struct):
+    """The choice of a completion that tells the ids of its prompt."""
+
+    prompt_token_ids: msgspec.Raw = NULL
+
+
+class PromptIdsAnswer(msgspec.Struct):
+    """The same of one that tells the ids of its prompt."""
+
+    kv_transfer_params: msgspec.Raw = NULL
+    usage: "Usage | None" = None
+    prompt_token_ids: msgspec.Raw = NULL  # of a chat
+    choices: tuple[PromptIdsChoice, ...] = ()  # of a completion
+
+
+class TransferNaming(msgspec.Struct):
+    """How a prefill engine knows a request, and whether it pushes."""
+
+    remote_request_id: _Text
+    transfer_mode: str | None = None
+
+
+class KvParams(TransferNaming, kw_only=True):
+    """The parameters without which a decode engine dies, as they are in the answers of vLLM 0.32."""
+
+    do_remote_prefill: bool
+    remote_engine_id: _Text
+    remote_host: _Text
+    remote_port: int
+    remote_block_ids: msgspec.Raw
+    pdrelay_first_token: msgspec.Raw = NULL  # a FirstTokenOffer, for routers alone
+    pdrelay_looks_back: msgspec.Raw = NULL  # true: no other engine goes on exactly with its streams; for routers alone
+
+
+class FirstTokenOffer(msgspec.Struct, frozen=True):
+    """What a prefill engine says of its token (connector/pdrelay_connector/shell/first_token.py)."""
+
+    apis: tuple[str, ...]  # for which a client may see it
+    max_model_len: Annotated[int, msgspec.Meta(ge=1)]  # tokens of a prompt and its answer together
+
+
+class FirstTokenChoice(msgspec.Struct):
+    """The choice of an answer that has one token."""
+
+    text: str | None = None
+    message: dict[str, msgspec.Raw] | None = None
+    finish_reason: str | None = None
+    stop_reason: msgspec.Raw = NULL
+    token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: msgspec.Raw = NULL
+
+
+class RoleDelta(msgspec.Struct):
+    """What an event of a chat's stream adds, as far as it tells whether it only says who speaks."""
+
+    role: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    content: msgspec.Raw = NULL
+
+
+class RoleChoice(msgspec.Struct):
+    """The choice of such an event."""
+
+    delta: RoleDelta | None = None
+
+
+class RoleEvent(msgspec.Struct):
+    """Such an event."""
+
+    choices: tuple[RoleChoice, ...] = ()
+
+
+class PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """A message of a chat that is a text, and nothing else."""
+
+    role: str | None = None
+    content: str | None = None
+    name: str | None = None
+
+
+class TokensAnswer(msgspec.Struct):
+    """A prefill engine's answer that tells token ids: read once, for all that is read of it."""
+
+    id: msgspec.Raw = NULL
+    created: msgspec.Raw = NULL
+    model: msgspec.Raw = NULL
+    choices: tuple[FirstTokenChoice, ...] = ()
+    usage: dict[str, msgspec.Raw] | None = None
+    prompt_token_ids: msgspec.Raw = NULL  # of a chat
+    system_fingerprint: msgspec.Raw = NULL
+    kv_transfer_params: msgspec.Raw = NULL
+
+
+class Coordinates(msgspec.Struct, frozen=True):
+    """Where a decode engine finds the prefill engine; vLLM dies of some of these if they are missing or odd."""
+
+    remote_engine_id: _Text
+    remote_host: _Text
+    remote_port: _Port
+    tp_size: _Size
+    pp_size: _Size = 1
+    dcp_size: _Size = 1
+
+
+class Usage(msgspec.Struct):
+    """In the words of the four APIs; that of messages leaves out of its input what was cached."""
+
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+
+class UsageInside(msgspec.Struct):
+    """The last event of /v1/responses has its answer inside, and the first one of /v1/messages its message."""
+
+    usage: Usage | None = None
+
+
+class UsageAnswer(msgspec.Struct):
+    """An answer, or one event of it, that may say how long its prompt is."""
+
+    usage: Usage | None = None
+    response: UsageInside | None = None
+    message: UsageInside | None = None
+
+
+class RawUsageAnswer(msgspec.Struct):
+    """An answer whose usage is looked at by name."""
+
+    usage: msgspec.Raw = NULL
+
+
+class ServedUsage(Usage):
+    """The same, and the tokens of the answer."""
+
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+class ServedInside(msgspec.Struct):
+    """The answer inside the last event of /v1/responses."""
+
+    usage: ServedUsage | None = None
+
+
+class ServedAnswer(msgspec.Struct):
+    """An answer, or one event of it, that may say how many tokens were served."""
+
+    usage: ServedUsage | None = None
+    response: ServedInside | None = None
+
+
+class BilledUnits(msgspec.Struct):
+    """What /v2/embed counts; of a request with an image, all of it is the image's (vLLM 0.32)."""
+
+    input_tokens: int | None = None
+    image_tokens: int | None = None
+
+
+class BilledMeta(msgspec.Struct):
+    """Where it says so."""
+
+    billed_units: BilledUnits | None = None
+
+
+class BilledAnswer(msgspec.Struct):
+    """An answer of /v2/embed."""
+
+    meta: BilledMeta | None = None
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """How much of a prompt an engine did not compute."""
+
+    cached_tokens: int | None = None
+
+
+class DetailedUsage(msgspec.Struct):
+    """The usage of an engine with ``--enable-prompt-tokens-details``."""
+
+    prompt_tokens: int | None = None
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class UsageReport(msgspec.Struct):
+    """An answer, or one event of it, that may say how much of its prompt was cached."""
+
+    usage: DetailedUsage | None = None
+
+
+class EngineErrorCode(msgspec.Struct):
+    """The part of an error event that tells the status."""
+
+    code: int | str | None = None
+
+
+class ErrorEvent(msgspec.Struct):
+    """What vLLM sends in place of a token when it fails after its head has left."""
+
+    error: EngineErrorCode | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    """An OpenAI-shaped error; vLLM's 401 has a bare string in it."""
+
+    error: dict[str, msgspec.Raw] | str
+
+
+class NamedMetrics(msgspec.Struct):
+    """The two numbers of its load that vLLM 0.32 sends; other ones are not read."""
+
+    num_requests_waiting: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0  # in its queue, whoever sent them
+    kv_cache_usage_perc: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # share in use
+
+
+class OrcaReport(msgspec.Struct):
+    """An ``endpoint-load-metrics`` header."""
+
+    named_metrics: NamedMetrics
+
+
+class HealthVerdict(msgspec.Struct, frozen=True, array_like=True):
+    """What one worker has come to believe of an engine, for the others."""
+
+    at: float  # seconds, of the clock that all processes of a machine have in common
+    is_broken: bool  # else it is well again
+    why: str
+    rest_s: float = 0.0  # for how long it rests, if it is broken
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Some seconds in a row, added up; values have the unit they were given in."""
+
+    count: int
+    failed: int
+    mean: float | None  # None: nothing was counted
+    worst: float | None

@@ -1,0 +1,74 @@
+"""How many tokens of prompt and answer a client was served, for quotas and fair shares."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.protocol.usage import prompt_of
+from pdrelay_proxy.core.raw_json import maybe
+from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
+from pdrelay_proxy.core.schemas import BilledAnswer, ServedAnswer, ServedUsage
+
+_NAME: Final = b'"usage"'
+_DATA: Final = b"data:"
+_MOST: Final = 10**9  # tokens; no request has as many
+_EMBED: Final = "/v2/embed"  # Cohere's: in place of a usage it has units in its meta
+# These count input_tokens and output_tokens, all others prompt_tokens and completion_tokens.
+_INPUT: Final = frozenset({Api.RESPONSES.value, Api.MESSAGES.value, "/v1/systemone"})
+_RESPONSES: Final = Api.RESPONSES.value
+
+
+def served_tokens(record: RequestRecord, status: int, prompt: int, events: int) -> int:
+    """Return the tokens of a request that is over with this status; ``prompt``: about how many its prompt has;
+    ``events``: of its stream.
+
+    Engines count them in the usage at the end of an answer. A stream without usage, or which broke off, has one token
+    an event, and its prompt is as long as the prefill engine said. What was refused or has failed costs nothing.
+    """
+    if status >= 400 and status != CLIENT_CLOSED_REQUEST:
+        return 0
+    told = record.prefill if not record.moves else record.moves[0].prefill  # later ones have some of the answer, too
+    if told is not None and told.tokens is not None:
+        prompt = told.tokens
+    counted, answered = _counted(record.path, b"".join(record.end))
+    prompt = prompt if counted is None else _bounded(counted)
+    return prompt + (events if answered is None else _bounded(answered))
+
+
+def _counted(path: str, end: bytes) -> tuple[int | None, int | None]:
+    """Return the tokens of prompt and answer, as the end of an answer says; None: it does not."""
+    if path == _EMBED:
+        billed = maybe(end, BilledAnswer)
+        units = None if billed is None or billed.meta is None else billed.meta.billed_units
+        return (None, None) if units is None else (units.input_tokens, units.image_tokens)
+    usage = _usage(path, end)
+    if usage is None:
+        return None, None
+    if path in _INPUT:
+        usage.prompt_tokens = None
+        return prompt_of(usage), usage.output_tokens
+    return usage.prompt_tokens, usage.completion_tokens
+
+
+def _usage(path: str, end: bytes) -> ServedUsage | None:
+    """Return the last usage of an answer itself: a response repeats the tools of its request, which may look like one.
+
+    ``end``: a whole answer, or the last lines of a stream.
+    """
+    for text in [end] if end.lstrip()[:1] == b"{" else _events(end):
+        found = maybe(text, ServedAnswer) if text.find(_NAME) >= 0 else None
+        if found is not None:
+            inside = found.response if path == _RESPONSES else None
+            usage = found.usage if inside is None else inside.usage
+            if usage is not None:
+                return usage
+    return None
+
+
+def _events(end: bytes) -> Sequence[bytes]:
+    """Return the data of the events, the last one first."""
+    return [line[len(_DATA) :] for line in reversed(end.splitlines()) if line.startswith(_DATA)]
+
+
+def _bounded(tokens: int) -> int:
+    return min(max(tokens, 0), _MOST)

@@ -1,0 +1,66 @@
+"""Has engines turn: by one router at a time, which writes each turn down before it begins."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from pdrelay_proxy.core.model import InstanceId, Role
+from pdrelay_proxy.core.ports import SharedText
+from pdrelay_proxy.core.roles.role_lease import LeaseView, RoleHold, RoleLease
+from pdrelay_proxy.errors import ProxyError
+from pdrelay_proxy.io.discovery.stores import StoreDown
+
+logger = logging.getLogger(__name__)
+
+
+class LeasedTurns:
+    """A core/ports.py RoleTurns over a text that all routers share."""
+
+    def __init__(
+        self,
+        me: str,
+        text: SharedText,
+        turn: Callable[[InstanceId, Role], Awaitable[None]],
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        """``turn``: begins a turn; raises ProxyError or StoreDown. ``wall``: seconds since 1970."""
+        self._lease = RoleLease(me)
+        self._text = text
+        self._turn = turn
+        self._clock = clock
+        self._wall = wall
+        self._holder: str | None = None  # that was logged last
+
+    async def hold(self) -> RoleHold:
+        """Take the lease, or go on holding it."""
+        try:
+            view = self._lease.look(await self._text.read(), now=self._clock(), wall=self._wall())
+            holds = view.holds and (view.text is None or await self._written(view))
+        except StoreDown as exc:
+            return RoleHold(holds=False, trouble=str(exc))
+        holder = view.holder if holds == view.holds else ""
+        if holder != self._holder:
+            logger.info("roles are decided by %s", "this router" if holds else holder or "another router")
+            self._holder = holder
+        now, wall = self._clock(), self._wall()
+        # The wall clock may have been set back since the look: what was written down is over all the same.
+        return RoleHold(holds, holder, tuple(now - max(0.0, wall - at) for at in view.turned_at))
+
+    async def begin(self, name: InstanceId, role: Role, /, *, counts: bool = True) -> str:
+        """Write a turn down, and begin it."""
+        try:
+            text, now, wall = await self._text.read(), self._clock(), self._wall()
+            view = self._lease.look(text, now=now, wall=wall, turns=True, counts=counts)
+            if not view.holds or not await self._written(view):
+                return "another router decides on roles"
+            await self._turn(name, role)
+        except (StoreDown, ProxyError) as exc:
+            return str(exc)
+        return ""
+
+    async def _written(self, view: LeaseView) -> bool:
+        if view.text is None or not await self._text.replace(view.text):
+            return False
+        self._lease.written(view, now=self._clock())
+        return True

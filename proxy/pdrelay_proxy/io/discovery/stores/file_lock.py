@@ -1,0 +1,39 @@
+"""A lock beside a file, for the processes of one machine that change it."""
+
+import fcntl
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from pdrelay_proxy.io.discovery.stores import StoreDown
+
+LOCK_WAIT_S: Final = 5.0  # a change takes milliseconds
+_POLL_S: Final = 0.01
+
+
+@contextmanager
+def locked(path: Path, wait_s: float) -> Generator[None]:
+    """Hold the lock of a file while the block lasts; it blocks its thread, and is for threads of their own.
+
+    Raises StoreDown: another process has it for so long.
+    """
+    name, until = f"{path}.lock", time.monotonic() + wait_s
+    with Path(name).open("a") as lock:
+        while not _is_taken(lock.fileno()):
+            if time.monotonic() >= until:
+                raise StoreDown(
+                    f"{path} was not changed: another process has held its lock {name} for {wait_s:g} s, such as a "
+                    f"router or worker of this store that is stopped or hangs: `fuser {name}` names it"
+                )
+            time.sleep(_POLL_S)
+        yield
+
+
+def _is_taken(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,233 @@
+"""A store in Redis: one hash. redis stops at this file.
+
+Every change is one script that returns the whole hash and raises a version, so that an older view never replaces a
+newer one. Messages say that something has changed; views are read again every few seconds whatever messages say.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from itertools import chain
+from typing import Final, NamedTuple, Protocol, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from pdrelay_proxy.core.discovery.reconcile import MOST, TEXT_MOST
+from pdrelay_proxy.core.discovery.store_url import split_prefix
+from pdrelay_proxy.io.discovery.stores import StoreDown, StoreObserver
+
+logger = logging.getLogger(__name__)
+_KEYS: Final = ("instances", "epoch", "version")
+_TIMEOUT_S: Final = 3.0
+# ARGV: a new epoch, in case there is none; what to do; the channel; how the entry must be, for a change that depends on
+# it; then name, text, name, text ... of the entries. Of an entry that is too long for an engine the beginning comes.
+_SCRIPT: Final = f"""
+redis.call('SET', KEYS[2], ARGV[1], 'NX')
+local agrees = 1
+if ARGV[2] == 'replace' or ARGV[2] == 'drop' then
+  local now, wanted = redis.call('HGET', KEYS[1], ARGV[5]), ARGV[2] == 'replace' and ARGV[6]
+  if now ~= ARGV[4] and now ~= wanted then agrees = 0
+  elseif wanted then redis.call('HSET', KEYS[1], ARGV[5], wanted)
+  else redis.call('HDEL', KEYS[1], ARGV[5]) end
+end
+for i = 5, #ARGV, 2 do
+  if ARGV[2] == 'delete' then redis.call('HDEL', KEYS[1], ARGV[i]) end
+  if ARGV[2] == 'restore' then redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
+  if ARGV[2] == 'put' then
+    if redis.call('HLEN', KEYS[1]) >= {MOST} and redis.call('HEXISTS', KEYS[1], ARGV[i]) == 0 then
+      return redis.error_reply('there are {MOST} engines already, which is as many as a router takes')
+    end
+    redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+  end
+end
+if ARGV[2] ~= 'read' and agrees == 1 then
+  redis.call('INCR', KEYS[3])
+  redis.call('PUBLISH', ARGV[3], '')
+end
+local entries = redis.call('HGETALL', KEYS[1])
+for i = 2, #entries, 2 do
+  if #entries[i] > {TEXT_MOST} then entries[i] = string.sub(entries[i], 1, {TEXT_MOST} + 1) end
+end
+return {{redis.call('GET', KEYS[2]), redis.call('GET', KEYS[3]) or '0', entries, agrees}}
+"""
+
+# KEYS: of the text. ARGV: as it was read, and what replaces it.
+_REPLACE: Final = """
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return {0} end
+redis.call('SET', KEYS[1], ARGV[2])
+return {1}
+"""
+_READ: Final = "return {redis.call('GET', KEYS[1]) or ''}"
+
+
+class _Answer(NamedTuple):
+    """What the script returns: a view, and whether the entry is as the change wanted it."""
+
+    epoch: str
+    version: int
+    entries: Mapping[str, str]
+    agrees: bool
+
+
+class _Listening(Protocol):
+    async def subscribe(self, channel: str, /) -> object: ...
+    async def get_message(self, *, timeout: float) -> object: ...  # noqa: ASYNC109 (the library calls it so)
+
+
+class _Client(Protocol):
+    """As much of the library as is used, with types."""
+
+    async def eval(self, script: str, keys: int, /, *args: str) -> list[object]: ...
+    def pubsub(self, *, ignore_subscribe_messages: bool) -> AbstractAsyncContextManager[_Listening]: ...
+    async def aclose(self) -> None: ...
+
+
+class RedisStore:
+    """``redis://[user@]host:port/db``, ``rediss://`` for TLS, ``unix://PATH``.
+
+    ``?prefix=NAME`` keeps the engines apart from those of routers with another prefix.
+    """
+
+    def __init__(self, url: str, told: StoreObserver, *, password: str | None = None, reread_s: float = 2.0) -> None:
+        self._redis, tag = _connected(url, password)
+        self._keys, self._channel = [f"{tag}:{name}" for name in _KEYS], f"{tag}:changed"
+        self._told = told
+        self._reread_s = reread_s
+        self._seen = ("", -1)  # epoch and version of the view
+        self._kept: Mapping[str, str] = {}  # the view
+        self._trouble = ""  # what was logged last
+        self._ends = False  # the library loses a cancellation now and then
+
+    async def put(self, name: str, text: str, /) -> None:
+        """Keep an entry; raises StoreDown."""
+        await self._acknowledged("put", name, text)
+
+    async def delete(self, name: str, /) -> None:
+        """Drop an entry; raises StoreDown."""
+        await self._acknowledged("delete", name, "")
+
+    async def replace(self, name: str, before: str, after: str | None, /) -> bool:
+        """Write an entry anew, or drop it, if it is still as it was; raises StoreDown."""
+        verb, text = ("drop", "") if after is None else ("replace", after)
+        epoch = self._seen[0]
+        is_done = await self._acknowledged(verb, name, text, before=before)
+        if not is_done and self._seen[0] != epoch:  # it had lost what it knew, and was given it back just now
+            is_done = await self._acknowledged(verb, name, text, before=before)
+        return is_done
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Listen, and read again and again."""
+        task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            self._ends = True
+            task.cancel()
+            await asyncio.wait((task,))
+            await self._redis.aclose()
+
+    async def _acknowledged(self, verb: str, name: str, text: str, *, before: str = "") -> bool:
+        try:
+            found = await self._do(verb, name, text, before=before)
+            await self._settle(found, is_change=True)
+        except (RedisError, OSError, TimeoutError) as exc:
+            raise StoreDown(f"Redis did not make the change: {exc}") from exc
+        return found.agrees
+
+    async def _do(self, verb: str, *entries: str, before: str = "") -> _Answer:
+        """Run the script."""
+        given = (secrets.token_hex(8), verb, self._channel, before, *entries)
+        epoch, version, flat, agrees = await self._redis.eval(_SCRIPT, len(self._keys), *self._keys, *given)
+        texts = [str(text) for text in cast("Sequence[object]", flat)]
+        view = dict(zip(texts[::2], texts[1::2], strict=True))
+        number = str(version)
+        if not (number.isascii() and number.isdigit()):
+            raise RedisError(f"{self._keys[2]} is no number: remove it")
+        return _Answer(str(epoch), int(number), view, agrees == 1)
+
+    async def _settle(self, found: _Answer, *, anew: bool = False, is_change: bool = False) -> None:
+        """Take a view. A Redis that has lost its memory, or has an older one, gets back what we knew of it first.
+
+        ``anew``: the view is the first one after a loss of the connection, so that it cannot be overtaken by another;
+        ``is_change``: it is the answer to a change of this router, which waits until it has been taken in.
+        """
+        (known, latest), (epoch, version, entries, _) = self._seen, found
+        if known and (epoch != known or (anew and version < latest)):
+            logger.warning("Redis has lost what it knew: %d engines are put back", len(self._kept))
+            epoch, version, entries, _ = await self._do("restore", *chain.from_iterable(self._kept.items()))
+            self._seen = known, latest = (epoch, -1)
+        if epoch != known or version > latest:
+            self._seen, self._kept = (epoch, version), entries
+        elif not is_change:
+            self._told.heard()
+            return
+        await self._told.take(self._kept)  # also one that has overtaken the answer, and is still taken in
+
+    async def _run(self) -> None:
+        while not self._ends:
+            try:
+                await self._listen()
+            except (RedisError, OSError, TimeoutError) as exc:
+                if str(exc) != self._trouble:
+                    logger.warning("Redis: %s; the last view of it stays", exc)
+                self._trouble = str(exc)
+            except Exception:  # a bug must not end the looking for good
+                logger.exception("the view of Redis could not be taken")
+            await asyncio.sleep(0.2 + secrets.randbelow(300) / 1000)
+
+    async def _listen(self) -> None:
+        async with self._redis.pubsub(ignore_subscribe_messages=True) as listening:
+            await listening.subscribe(self._channel)
+            await self._settle(await self._do("read"), anew=True)
+            while not self._ends:
+                self._trouble = ""
+                await listening.get_message(timeout=self._reread_s)
+                await self._settle(await self._do("read"))
+
+
+class RedisText:
+    """A short text beside the engines: a core/ports.py SharedText."""
+
+    def __init__(self, url: str, name: str, *, password: str | None = None) -> None:
+        """``url``: as that of the store; ``name``: of the text."""
+        self._redis, tag = _connected(url, password)
+        self._key = f"{tag}:{name}"
+        self._text = ""
+
+    async def read(self) -> str:
+        """Return it; raises StoreDown."""
+        try:
+            (text,) = await self._redis.eval(_READ, 1, self._key)
+        except (RedisError, OSError, TimeoutError) as exc:
+            raise StoreDown(f"Redis did not answer: {exc}") from exc
+        self._text = str(text)
+        return self._text
+
+    async def replace(self, text: str, /) -> bool:
+        """Write it, if it is as it was read; raises StoreDown."""
+        try:
+            (done,) = await self._redis.eval(_REPLACE, 1, self._key, self._text, text)
+        except (RedisError, OSError, TimeoutError) as exc:
+            raise StoreDown(f"Redis did not make the change: {exc}") from exc
+        if done == 1:
+            self._text = text
+        return done == 1
+
+    async def aclose(self) -> None:
+        """Close its connections."""
+        await self._redis.aclose()
+
+
+def _connected(url: str, password: str | None) -> tuple[_Client, str]:
+    """Return a client, and what all keys begin with: in braces, so that they are in one slot of a Redis Cluster."""
+    limits = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
+    # What another program has written need not be UTF-8: it is left out where it is read, and written back as it was.
+    texts = {"decode_responses": True, "encoding_errors": "surrogateescape"}
+    make = cast("Callable[..., _Client]", Redis.from_url)  # pyright: ignore[reportUnknownMemberType]
+    url, prefix = split_prefix(url)
+    tag = "{pdrelay:" + prefix + "}" if prefix else "{pdrelay}"
+    return make(url, password=password, **texts, **limits), tag

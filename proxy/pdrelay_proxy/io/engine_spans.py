@@ -1,0 +1,90 @@
+"""Adds what engines noted of a request to its trace, after its end: the engines' rows of ``pdrelay why``.
+
+Whoever traces every request of a busy router must not have it ask engines twice for each: some requests a second get
+their rows, and the others are counted.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Set
+from contextlib import asynccontextmanager
+from typing import Final
+
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.model import InstanceId
+from pdrelay_proxy.core.request_record import RequestRecord
+from pdrelay_proxy.core.request_timeline import Row, Timeline, legs_of
+from pdrelay_proxy.io.background import meanwhile
+
+logger = logging.getLogger(__name__)
+AddRows = Callable[[float, Sequence[Row]], None]  # when the request began, in seconds since the epoch; rows
+LATER_S: Final = 1.0  # after the end of a request: engines tell what they noted with their next steps
+_LEAST_S: Final = 0.1  # between two requests that engines are asked of
+_MOST_WAITING: Final = 64
+_QUIET_S: Final = 60.0  # for which engines that told nothing are not asked
+
+
+class EngineSpans:
+    """Takes in requests that are over; asks their engines in one task. Times are seconds of one clock.
+
+    ``ask`` gets a request and the engines that are to be left out.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[RequestRecord, Set[InstanceId]], Awaitable[tuple[float, Timeline]]],
+        counters: Counters,
+        clock: Callable[[], float],
+        *,
+        later_s: float = LATER_S,
+    ) -> None:
+        self._ask, self._counters, self._clock, self._later_s = ask, counters, clock, later_s
+        self._over = asyncio.Queue[tuple[float, RequestRecord, AddRows]](_MOST_WAITING)
+        self._quiet = dict[InstanceId, float]()  # engines that told nothing, and until when they are not asked
+        counters.trace_timelines.update({(word,): 0 for word in ("added", "untold", "skipped")})
+
+    def offer(self, record: RequestRecord, add: AddRows) -> None:
+        """Have the rows of a request that is over added, unless its engines tell nothing or too many wait."""
+        now = self._clock()
+        if not any(self._quiet.get(leg.record.instance, now) <= now for leg in legs_of(record)):
+            return
+        try:
+            self._over.put_nowait((now + self._later_s, record, add))
+        except asyncio.QueueFull:
+            self._counters.trace_timelines["skipped",] += 1
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Ask while the block lasts."""
+        async with meanwhile(self._work()):
+            yield
+
+    async def _work(self) -> None:
+        while True:
+            due, record, add = await self._over.get()
+            await asyncio.sleep(max(_LEAST_S, due - self._clock()))
+            try:
+                quiet = {name for name, until in self._quiet.items() if until > self._clock()}
+                began_at, timeline = await self._ask(record, quiet)
+                rows = [row for row in timeline.rows if row.leg]
+                self._note([leg.record.instance for leg in legs_of(record)], quiet, {row.leg for row in rows})
+                add(began_at, rows)
+            except Exception:
+                logger.exception("the rows of engines could not be added to the trace of %s", record.request_id)
+
+    def _note(self, engines: Sequence[InstanceId], quiet: Set[InstanceId], told: Set[str]) -> None:
+        """Note which engines told something."""
+        self._counters.trace_timelines["added" if told else "untold",] += 1
+        now = self._clock()
+        for engine in set(engines) - quiet:
+            self._quiet.pop(engine, None)
+            if engine not in told:
+                self._quiet[engine] = now + _QUIET_S
+        self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        """Drop what is over, the oldest first; engines may come and go."""
+        for instance, until in list(self._quiet.items()):
+            if until > now:
+                break
+            del self._quiet[instance]

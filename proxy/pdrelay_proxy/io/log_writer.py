@@ -1,0 +1,114 @@
+"""The end of the log: a thread writes its lines, so that neither a full pipe nor a full disk stops a request.
+
+The queue before it is bounded. Lines that find it full, or that the system does not take, are dropped and counted; one
+line says so when those before it are written.
+"""
+
+import logging
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+QUEUE_MOST: Final = 4 * 1024 * 1024  # characters that wait: some ten thousand lines
+CLOSE_S: Final = 2.0  # seconds in which the lines that wait at the end may be written
+_WRITE_MOST: Final = 64 * 1024  # bytes of one write: what a pipe holds
+_BUSY_S: Final = 1.0  # seconds between two looks at a descriptor that takes nothing now
+logger = logging.getLogger(__name__)
+
+Write = Callable[[memoryview], int]  # writes some of the bytes, and returns how many; raises OSError
+
+
+class LogWriter:
+    """A text stream that never waits and never raises. Its thread begins with the first line."""
+
+    def __init__(self, write: Write, *, most: int = QUEUE_MOST, close_s: float = CLOSE_S) -> None:
+        """``write``: may wait for as long as the reader of the log likes; ``most``: characters that may wait for it."""
+        self._write = write
+        self._most = most
+        self._close_s = close_s
+        self._news = threading.Condition()
+        self._lines: deque[str] = deque()
+        self._size = 0  # characters in the queue, and of what is being written
+        self._thread: threading.Thread | None = None
+        self._is_at_line = True  # what was written last is the end of a line
+        self._said = 0  # lines that were dropped when that was said last
+        self.dropped = 0  # lines, ever
+
+    @classmethod
+    def to(cls, descriptor: int) -> "LogWriter":
+        """Write to a descriptor, which may be one that does not block."""
+
+        def write(data: memoryview) -> int:
+            try:
+                return os.write(descriptor, data)
+            except BlockingIOError:
+                select.select((), (descriptor,), (), _BUSY_S)
+                return 0
+
+        return cls(write)
+
+    def write(self, text: str) -> int:
+        """Have some lines written, or drop them."""
+        with self._news:
+            if self._size + len(text) > self._most:
+                self.dropped += text.count("\n")
+                return len(text)
+            self._lines.append(text)
+            self._size += len(text)
+            if self._thread is None:
+                self._begin()
+            self._news.notify_all()
+        return len(text)
+
+    def _begin(self) -> None:
+        """Start the thread; where there may be no more threads now, the next line tries again."""
+        thread = threading.Thread(target=self._run, name="pdrelay-log", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return
+        self._thread = thread
+
+    def flush(self) -> None:
+        """Do not wait: ``close`` does."""
+
+    def close(self) -> None:
+        """Wait until what was said is written, for as long as that may take."""
+        with self._news:
+            self._news.wait_for(lambda: not self._size, self._close_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: bool(self._lines))
+                text = "".join(self._lines)
+                self._lines.clear()
+            is_written = self._write_all(text)
+            with self._news:
+                self._size -= len(text)
+                dropped = self.dropped
+                is_idle = not self._lines
+                self._news.notify_all()
+            if is_written and is_idle and dropped > self._said:
+                count, self._said = dropped - self._said, dropped
+                logger.warning("%d lines of the log were dropped: its reader, or its disk, did not take them", count)
+
+    def _write_all(self, text: str) -> bool:
+        """Write some lines; False: the system does not take them."""
+        data = memoryview(text.encode("utf-8", "backslashreplace"))
+        if not self._is_at_line:
+            data = memoryview(b"\n" + data)
+        while data:
+            try:
+                written = self._write(data[:_WRITE_MOST])
+            except OSError:  # the disk is full, or the other end of the pipe is closed: who would be told?
+                with self._news:
+                    self.dropped += bytes(data).count(b"\n")
+                return False
+            if written:
+                self._is_at_line = data[written - 1] == ord("\n")
+            data = data[written:]
+        return True

@@ -1,0 +1,268 @@
+"""How the log looks: lines for people, or one JSON object for each event."""
+
+import io
+import json
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Generic, TextIO, TypeVar
+
+from pdrelay_proxy.core.one_line import one_line
+from pdrelay_proxy.io.log_writer import LogWriter
+from pdrelay_proxy.settings import LogFormat
+
+T = TypeVar("T")
+_TEXT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
+_TIME: Final = "%Y-%m-%d %H:%M:%S"  # logging's
+FACTS: Final = "facts"  # logger.info(line, extra={FACTS: {...}}): what the line says, by name
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: ``time`` (UTC), ``level``, ``logger``, and the facts of the event or its message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write a record; what has facts has no message, for that would say the same again."""
+        facts: object = getattr(record, FACTS, None)
+        event = self._begin(record.created, record.levelname.lower(), record.name)
+        event |= facts if isinstance(facts, dict) else {"message": record.getMessage()}
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event, default=str)  # a line break in a value is escaped: no value can forge a line
+
+    def lines(
+        self, at: float, name: str, events: Sequence[T], fields: Callable[[T], Mapping[str, object]], _text: object
+    ) -> list[str]:
+        """Write events by their fields; ``at``: seconds since the epoch."""
+        begin = self._begin(at, "info", name)
+        return [json.dumps(begin | dict(fields(event)), default=str) for event in events]
+
+    def _begin(self, at: float, level: str, name: str) -> dict[str, object]:
+        stamp = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+        return {"time": stamp, "level": level, "logger": name}
+
+
+class TextFormatter(logging.Formatter):
+    """Lines for people. The time of day is written anew once a millisecond, and most of it once a second."""
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT)
+        self._at: int = -1  # milliseconds since the epoch
+        self._second: int = -1  # the same in seconds
+        self._date = self._time = ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write a record as logging does; what comes with a traceback is left to it."""
+        if record.exc_info or record.exc_text or record.stack_info:
+            return super().format(record)
+        return f"{self.formatTime(record)} {record.levelname} {record.name} {one_line(record.getMessage())}"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's)
+        """Write what stands before a traceback."""
+        record.message = one_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: ANN401, N802 (logging's)
+        """Write a traceback; the words of an exception may have line breaks, and no line of them begins as a record."""
+        return super().formatException(ei).replace("\n", "\n  ")
+
+    def lines(self, at: float, name: str, events: Sequence[T], _fields: object, text: Callable[[T], str]) -> list[str]:
+        """Write events as text; ``at``: seconds since the epoch."""
+        begin = f"{self._stamp(at)} INFO {name} "
+        return [begin + text(event) for event in events]
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 (logging's)
+        """Write the time as logging does."""
+        return self._stamp(record.created)
+
+    def _stamp(self, at: float) -> str:
+        now = int(at * 1000)
+        if now != self._at:
+            second = now // 1000
+            if second != self._second:
+                self._date = time.strftime(_TIME, time.localtime(second))
+                self._second = second
+            self._at, self._time = now, f"{self._date},{now % 1000:03d}"
+        return self._time
+
+
+_OURS: Final = JsonFormatter, TextFormatter
+
+
+def note(
+    logger: logging.Logger, event: T, fields: Callable[[T], Mapping[str, object]], text: Callable[[T], str]
+) -> None:
+    """Log an event at level INFO: by its fields in JSON, as text for people; only one of the two is made.
+
+    Where the log is as ``configure`` made it, the line is written without a record, which costs more than all the rest.
+    """
+    note_all(logger, (event,), fields, text)
+
+
+def note_all(
+    logger: logging.Logger, events: Sequence[T], fields: Callable[[T], Mapping[str, object]], text: Callable[[T], str]
+) -> None:
+    """Log some events, of the same moment, as ``note`` does."""
+    handler = _only_handler(logger)
+    if handler is not None:
+        handler.write(logger.name, events, fields, text)
+        return
+    for event in events:
+        record = logger.makeRecord(
+            logger.name,
+            logging.INFO,
+            __file__,
+            0,
+            _Line(event, text),
+            (),
+            None,
+            func=note.__name__,
+            extra={FACTS: fields(event)},
+        )
+        logger.handle(record)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line(Generic[T]):
+    """An event in one line, made when a log wants it: one in JSON never does."""
+
+    event: T
+    text: Callable[[T], str]
+
+    def __str__(self) -> str:
+        return self.text(self.event)
+
+
+def _only_handler(logger: logging.Logger) -> "BatchingHandler | None":
+    """Return the handler of this process's log, if a record could go nowhere else and nobody filters any."""
+    handlers = logger.root.handlers
+    handler = handlers[0] if len(handlers) == 1 else None
+    if (
+        not isinstance(handler, BatchingHandler)
+        or handler.filters
+        or handler.level > logging.INFO
+        or logger.root.filters
+    ):
+        return None
+    at: logging.Logger | None = logger
+    while at is not None and at is not logger.root:
+        if at.handlers or at.filters or not at.propagate:
+            return None
+        at = at.parent
+    return handler
+
+
+class BatchingHandler(logging.StreamHandler[TextIO | LogWriter]):
+    """Writes a line at once, but those of a batch together: a system call costs as much as ten lines."""
+
+    def __init__(self, stream: TextIO | LogWriter | None = None) -> None:
+        super().__init__(sys.stderr if stream is None else stream)
+        self._batch: list[str] | None = None
+        self._own = self.lock or threading.RLock()  # the one under which logging calls ``emit``
+
+    def begin(self) -> None:
+        """Keep what comes; what is kept already comes first."""
+        with self._own:
+            self._batch = self._batch or []
+
+    def end(self) -> None:
+        """Write it; what the stream raises is told as logging tells it, and stops nobody."""
+        with self._own:
+            batch, self._batch = self._batch, None
+            if not batch:
+                return
+            try:
+                self.stream.write("".join(batch))
+                self.flush()
+            except Exception:  # noqa: BLE001 (as logging does it)
+                self.handleError(logging.makeLogRecord({"msg": "%d lines of a batch", "args": (len(batch),)}))
+
+    def write(
+        self, name: str, events: Sequence[T], fields: Callable[[T], Mapping[str, object]], text: Callable[[T], str]
+    ) -> None:
+        """Write events, or keep their lines."""
+        formatter = self.formatter
+        assert isinstance(formatter, _OURS)
+        now = time.time()  # noqa: TID251 (what a log says is the time of day)
+        lines = self.terminator.join([*formatter.lines(now, name, events, fields, text), ""])
+        with self._own:
+            if self._batch is not None:
+                self._batch.append(lines)
+                return
+            try:
+                self.stream.write(lines)
+                self.flush()
+            except Exception:  # noqa: BLE001 (as logging does it)
+                self.handleError(logging.makeLogRecord({"msg": lines}))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's)
+        """Tell of a line that could not be made where the lines go: standard error may be what nobody reads."""
+        if isinstance(self.stream, LogWriter):
+            self.stream.write(f"a line of {record.name} could not be written:\n{traceback.format_exc()}")
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        """Have what was said written, within a bound."""
+        if isinstance(self.stream, LogWriter):
+            self.stream.close()
+        super().close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, or keep it."""
+        if self._batch is None:
+            super().emit(record)
+            return
+        try:
+            self._batch.append(self.format(record) + self.terminator)
+        except Exception:  # noqa: BLE001 (as logging does it)
+            self.handleError(record)
+
+
+@contextmanager
+def lines_together() -> Generator[None]:
+    """Write the lines of a block in one go."""
+    found = [handler for handler in logging.getLogger().handlers if isinstance(handler, BatchingHandler)]
+    for handler in found:
+        handler.begin()
+    try:
+        yield
+    finally:
+        for handler in found:
+            handler.end()
+
+
+def dropped_lines() -> int:
+    """Return how many lines of the log of this process nobody will read."""
+    streams = [handler.stream for handler in logging.getLogger().handlers if isinstance(handler, BatchingHandler)]
+    return sum(stream.dropped for stream in streams if isinstance(stream, LogWriter))
+
+
+def configure(level: str, form: LogFormat) -> None:
+    """Send the log of this process to standard error, in one of the two forms; a thread writes it."""
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no line says them
+    logging.captureWarnings(capture=True)
+    handler = BatchingHandler(_standard_error())
+    handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line, with an address, for every leg
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the router itself says where it listens and when it ends
+
+
+def _standard_error() -> TextIO | LogWriter:
+    """Return what the log is written to."""
+    if sys.stderr is None:  # the process was started without one, and a socket may have its descriptor now
+        return LogWriter(_refuse)
+    try:
+        return LogWriter.to(sys.stderr.fileno())
+    except (OSError, io.UnsupportedOperation):  # it is none of the system's, as in a test
+        return sys.stderr
+
+
+def _refuse(_data: memoryview) -> int:
+    raise OSError("there is no standard error")

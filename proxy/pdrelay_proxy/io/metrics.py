@@ -1,0 +1,382 @@
+"""The counters in Prometheus' words. prometheus_client stops at this file and metric_families.py.
+
+Requests and legs add to plain numbers (core/counters.py); they become metrics only while somebody scrapes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Final
+
+from prometheus_client import ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
+
+from pdrelay_proxy.core.counters import Counters, Key
+from pdrelay_proxy.core.discovery.reconcile import Freshness
+from pdrelay_proxy.core.fleet.engine_speed import EngineSpeed
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.routing.fleet_groups import slices, unpaired_in_steps
+from pdrelay_proxy.core.workers.reports import Whole
+from pdrelay_proxy.io.metric_families import SERIES_AT_ONCE, CountedFamilies, Family, counter_family, parts_of
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+
+_LEAST: Final = frozenset({"process_start_time_seconds", "process_max_fds"})  # of all workers; the others are added up
+_END: Final = b"# EOF\n"  # of OpenMetrics
+_CPU: Final = "process_cpu_seconds_total"
+
+
+class Metrics:
+    """What ``GET /metrics`` says. Every router has its own registry; nothing is global."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        engines: Registry,
+        sources: Callable[[], Sequence[Freshness]] = tuple,
+    ) -> None:
+        self._telemetry = telemetry
+        self._engines = engines
+        self._sources = sources
+
+    def exposition(self, accept: str, whole: Whole) -> tuple[bytes, str]:
+        """Return all metrics, which are those of all workers, and their type, as ``Accept`` asks for."""
+        pieces, content_type = self.pieces(accept, whole)
+        return b"".join(pieces), content_type
+
+    def pieces(self, accept: str, whole: Whole) -> tuple[Iterator[bytes], str]:
+        """Return the same in pieces, some of which are empty: each is a step of a few milliseconds at most.
+
+        Thousands of engines have megabytes. What is counted between two steps may be in the later pieces.
+        """
+        encode, content_type = choose_encoder(accept)
+        return _encoded(self._collected(whole), lambda family: _written(family, encode)), content_type
+
+    def _collected(self, whole: Whole) -> Iterator[Family | None]:
+        counters = yield from self._telemetry.counters_in_steps()
+        yield None
+        collector = _Collector(counters, self._engines, self._sources(), whole)
+        yield None
+        yield from collector.collect()
+
+
+def processes() -> Mapping[str, float]:
+    """Return the numbers that Prometheus wants of every process, by their names."""
+    families = ProcessCollector(registry=None).collect()
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+class _Single:
+    """A registry of one family, or of a part of it."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Family]:
+        """Return it."""
+        yield self._family
+
+
+def _written(family: Family, encode: Callable[[_Single], bytes]) -> bytes:
+    """Write a family byte for byte as the library does, which takes five times as long for the lines of samples.
+
+    Ours have neither time stamps nor exemplars, and names that need no escaping.
+    """
+    samples, family.samples = family.samples, []
+    heading, lines = encode(_Single(family)), "".join(map(_line, samples))
+    end = _END if heading.endswith(_END) else b""
+    return b"".join((heading.removesuffix(_END), lines.encode(), end))
+
+
+def _line(sample: Sample) -> str:
+    if not sample.labels:
+        return f"{sample.name} {_number(sample.value)}\n"
+    labels = ",".join([f'{name}="{_escaped(value)}"' for name, value in sorted(sample.labels.items())])
+    return f"{sample.name}{{{labels}}} {_number(sample.value)}\n"
+
+
+@lru_cache(4096)  # most are counts of a few, and bounds
+def _number(value: float) -> str:
+    return str(floatToGoString(value))
+
+
+def _escaped(value: str) -> str:
+    if "\\" in value or '"' in value or "\n" in value:
+        return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    return value
+
+
+def _encoded(families: Iterator[Family | None], encode: Callable[[Family], bytes]) -> Iterator[bytes]:
+    """Write families whose parts follow each other; each has one heading, and OpenMetrics one end."""
+    before, end = "", b""
+    for family in families:
+        if family is None:
+            yield b""
+            continue
+        text = encode(family)
+        if text.endswith(_END):
+            text, end = text[: -len(_END)], _END
+        while family.name == before and text.startswith(b"# "):
+            text = text[text.index(b"\n") + 1 :]
+        before = family.name
+        yield text
+    yield end
+
+
+class _Collector:
+    """Makes metrics out of the numbers, in the order in which an operator reads them; None: a step without any."""
+
+    def __init__(self, counters: Counters, engines: Registry, sources: Sequence[Freshness], whole: Whole) -> None:
+        self._engines = engines
+        self._sources = sources
+        self._whole = whole
+        known = frozenset([member.instance.id for member in engines.members()])
+        self._counted = CountedFamilies(counters, [one.counts for one in whole.others], known)
+
+    def collect(self) -> Iterator[Family | None]:
+        """Read everything once."""
+        yield from self._requests()
+        yield from self._legs()
+        yield from self._transfers()
+        yield from self._caches()
+        yield from self._instances()
+        yield from self._queue()
+        yield from _discovery(self._sources)
+        yield from self._peers()
+        yield from self._workers()
+
+    def _requests(self) -> Iterator[Family | None]:
+        text = "Requests that are over, by path and by how they ended for the client."
+        yield from self._counted.counter("pdrelay_requests", text, ("path", "outcome"), "requests")
+        text = "Requests, or each of their prompts, by the way of the KV cache; single: no transfer, for this reason."
+        yield from self._counted.counter("pdrelay_requests_routed", text, ("mode", "reason"), "routed")
+        text = "Seconds from a request's head to the end of its answer."
+        yield from self._counted.histogram("pdrelay_request_duration_seconds", text, ("path", "outcome"), "durations")
+        text = "Seconds that a request waited in the queue before it was served; 0 if it did not."
+        yield from self._counted.histogram("pdrelay_request_queue_time_seconds", text, ("path",), "queue_times")
+        text = "Seconds from a request's head to the first event of its stream."
+        yield from self._counted.histogram("pdrelay_time_to_first_token_seconds", text, ("path",), "ttft")
+        text = "Seconds between two reads of a stream, each of one token or more."
+        yield from self._counted.histogram("pdrelay_inter_token_latency_seconds", text, ("path",), "inter_token")
+        text = "Connections that were closed because the client had read nothing of its answer for too long."
+        yield from self._counted.counter("pdrelay_client_write_timeouts", text, (), "write_timeouts")
+        text = "Lines of the log that were dropped: its reader is too slow, its disk is full, or it is closed."
+        yield from self._counted.counter("pdrelay_log_lines_dropped", text, (), "log_lines_dropped")
+        text = "What was asked of the admin API, and what became of it."
+        yield from self._counted.counter("pdrelay_admin_actions", text, ("action", "outcome"), "admin")
+        text = "Files of certificates or keys that changed and were read again, by result; failed: the old ones stay."
+        yield from self._counted.counter("pdrelay_file_reloads", text, ("result",), "file_reloads")
+        text = "Traces to which the rows of engines were to be added, by what became of that."
+        yield from self._counted.counter("pdrelay_trace_timelines", text, ("result",), "trace_timelines")
+        text = "Connections of clients that were closed before their request was served, by reason."
+        yield from self._counted.counter("pdrelay_connections_refused", text, ("reason",), "connections_refused")
+        text = "Sessions of /v1/realtime that are over, by how they ended; refused: there was none."
+        yield from self._counted.counter("pdrelay_realtime_sessions", text, ("outcome",), "realtime_sessions")
+        text = "Sessions of /v1/realtime that are open."
+        yield from self._counted.gauge("pdrelay_realtime_sessions_open", text, (), "realtime_open")
+        text = "Legs that failed and were sent again, by the role of the engine and the reason."
+        yield from self._counted.counter("pdrelay_retries", text, ("role", "reason"), "retries")
+        text = "Streams that were to leave their engine, by why (drain, kv_room) and by what became of them."
+        yield from self._counted.counter("pdrelay_streams_moved", text, ("reason", "outcome"), "streams_moved")
+        text = "Seconds from the cut of a stream that moves to its next event."
+        yield from self._counted.histogram("pdrelay_stream_move_seconds", text, (), "move_gaps")
+        text = "Turns of engines to a role that are over, or were refused, by what became of them."
+        yield from self._counted.counter("pdrelay_turns", text, ("to", "outcome"), "turns")
+
+    def _legs(self) -> Iterator[Family | None]:
+        text = "Legs that are over, by engine and by how they ended; ok: also those that were not needed any more."
+        yield from self._counted.counter("pdrelay_legs", text, ("instance", "role", "outcome"), "legs")
+        text = "Connections to https engines that TLS did not let be, by reason; probes' among them."
+        yield from self._counted.counter(
+            "pdrelay_engine_tls_failures", text, ("instance", "reason"), "engine_tls_failures"
+        )
+        text = "Seconds from sending a prefill leg to the whole answer."
+        yield from self._counted.histogram("pdrelay_prefill_seconds", text, ("instance",), "prefill_times")
+        text = (
+            "Seconds from sending a decode leg to the first event of its stream, or to the whole answer if it is none."
+        )
+        yield from self._counted.histogram("pdrelay_decode_ttft_seconds", text, ("instance",), "decode_ttft")
+
+    def _transfers(self) -> Iterator[Family | None]:
+        text = "Seconds between a prefill engine's answer and the sending of the decode leg."
+        yield from self._counted.histogram("pdrelay_handoff_gap_seconds", text, (), "handoff")
+        text = "Attempts to have a prefill engine free blocks that no engine will read."
+        yield from self._counted.counter("pdrelay_kv_releases", text, ("instance", "result"), "releases")
+        text = "Answers of prefill engines that named a host out of reach: the engine's own was put in."
+        yield from self._counted.counter("pdrelay_prefill_hosts_replaced", text, ("instance",), "unreachable_hosts")
+        text = "Good decode legs with a transfer, by whether the KV cache arrived; none: silent degradation."
+        yield from self._counted.counter("pdrelay_kv_transfers", text, ("instance", "result"), "transfers")
+        text = "Decode legs that certainly got no KV cache, by their answers or by the engine's own counters."
+        yield from self._counted.counter("pdrelay_kv_transfers_missing", text, ("instance",), "transfers_missing")
+        text = "Prompts that a decode engine computed alone, because most of them had been in its cache before."
+        yield from self._counted.counter("pdrelay_prompt_cache_misses", text, ("instance",), "cache_misses")
+        text = "Prefill legs with return_kv, by whether they name a decode engine that has KV of earlier answers."
+        yield from self._counted.counter("pdrelay_return_kv_legs", text, ("result",), "return_kv_legs")
+        text = "Prompts that a decode engine has nearly all of, and left to others for the sake of its streams."
+        yield from self._counted.counter("pdrelay_lone_prompts_bound", text, ("outcome",), "lone_prompts_bound")
+        text = (
+            "Transfers between two engines that failed, as decode engines show them, and by legs that ended with 5xx."
+        )
+        yield from self._counted.counter("pdrelay_pair_failures", text, ("reason",), "pair_failures")
+        text = "Greedy requests that were to be repeated by their prefill engine alone, by how the texts compare."
+        yield from self._counted.counter("pdrelay_canaries", text, ("outcome",), "canaries")
+        text = "Pairs of engines that were forgotten to make room for others (pair_history)."
+        yield from self._counted.counter("pdrelay_pairs_dropped", text, (), "pairs_dropped")
+        text = "Pairs of engines that get no requests, because their transfers fail; by the worker that is asked."
+        yield GaugeMetricFamily("pdrelay_pairs_resting", text, value=self._engines.pairs.resting)
+        text = "Requests of which the two engines made different prompts: their answers are not to be trusted."
+        yield from self._counted.counter("pdrelay_prompt_mismatches", text, ("prefill", "decode"), "mismatches")
+
+    def _caches(self) -> Iterator[Family | None]:
+        text = "What engines have told of their caches: blocks stored and removed, resets, and what was not understood."
+        yield from self._counted.counter("pdrelay_kv_events", text, ("instance", "event"), "kv_events")
+        text = "Connections for KV events that ended or could not be opened, by reason."
+        yield from self._counted.counter(
+            "pdrelay_kv_event_disconnects", text, ("instance", "reason"), "kv_event_disconnects"
+        )
+        text = "Times that all was forgotten of an engine because it has more blocks than the router remembers."
+        yield from self._counted.counter("pdrelay_kv_index_drops", text, ("instance",), "kv_index_drops")
+        text = "Workers by what has become of their connection for the KV events of an engine."
+        yield from self._counted.gauge(
+            "pdrelay_kv_event_connections", text, ("instance", "state"), "kv_event_connections"
+        )
+        text = "Blocks that are remembered of an engine's cache, of all workers together."
+        yield from self._counted.gauge("pdrelay_kv_index_blocks", text, ("instance",), "kv_index_blocks")
+        text = "Texts and chats whose token ids prefill engines were asked for, by what became of the ids."
+        yield from self._counted.counter("pdrelay_known_prompts", text, ("event",), "known_prompts")
+        text = "Memory of the token ids of texts and chats, of all workers together, about."
+        yield from self._counted.gauge("pdrelay_known_prompt_bytes", text, (), "known_prompt_bytes")
+
+    def _instances(self) -> Iterator[Family | None]:
+        state = GaugeMetricFamily(
+            "pdrelay_instance_state",
+            "1 for the state an engine is in, 0 for the others.",
+            labels=("instance", "role", "state"),
+        )
+        legs = GaugeMetricFamily("pdrelay_legs_in_flight", "Legs an engine has now.", labels=("instance", "role"))
+        members, in_flight = self._engines.members(), [one.legs for one in self._whole.all]
+        for some in parts_of(members, SERIES_AT_ONCE // len(HealthState)):
+            state.samples = []
+            for member in some:
+                for role in Role:
+                    if member.as_role(role) is not None:
+                        for word in HealthState:
+                            state.add_metric((member.instance.id, role, word), word is member.life.state)
+            yield state
+        for some in parts_of(members, SERIES_AT_ONCE):
+            legs.samples = []
+            for member in some:
+                names = (member.instance.id, member.role)
+                legs.add_metric(names, sum([running.get(member.instance.id, 0) for running in in_flight]))
+            yield legs
+        text = "Engines that may serve, and fit no engine of the other role though there are some."
+        alone = GaugeMetricFamily("pdrelay_unpaired_instances", text, labels=("role",))
+        for role, count in (yield from unpaired_in_steps(self._engines)).items():
+            alone.add_metric((role,), count)
+        yield alone
+        text = "Engines that may serve, by pdrelay/slice; 0: the slice has some, and none of them may."
+        parts = GaugeMetricFamily("pdrelay_slice_instances", text, labels=("slice", "role"))
+        for labels, count in slices(self._engines).items():
+            parts.add_metric(labels, count)
+        yield parts
+        text = "Pairs whose engines are of two slices though one is preferred (slice_pairing), by reason."
+        yield from self._counted.counter("pdrelay_slice_crossings", text, ("reason",), "slice_crossings")
+        text = "Engines that a role needs for its traffic (roles); nothing while that is not known."
+        yield from self._counted.gauge("pdrelay_wanted_engines", text, ("role",), "wanted_engines")
+        text = (
+            "Decisions on the roles of engines, each of which is a line of the log: by verdict, and by who lacks one."
+        )
+        yield from self._counted.counter("pdrelay_role_decisions", text, ("verdict", "lacks"), "role_decisions")
+        yield from _speeds(members)
+
+    def _queue(self) -> Iterator[Family | None]:
+        workers, refused = self._whole.all, Counter[Key]()
+        for one in workers:
+            refused.update({(limit,): count for limit, count in one.refused.items()})
+        text = "Requests in the queue of the admission control."
+        yield GaugeMetricFamily("pdrelay_requests_waiting", text, value=sum(one.waiting for one in workers))
+        text = "Requests that are being served."
+        yield GaugeMetricFamily("pdrelay_requests_running", text, value=sum(one.admitted for one in workers))
+        text = "Requests that the admission control refused, by the limit."
+        yield from counter_family("pdrelay_requests_refused", text, ("reason",), refused)
+        text = "Requests that are over, by their class and by what became of its targets."
+        yield from self._counted.counter("pdrelay_slo_requests", text, ("class", "outcome"), "class_requests")
+        text = "Requests in the queue, by their class."
+        yield from self._counted.gauge("pdrelay_slo_requests_waiting", text, ("class",), "class_waiting")
+
+    def _peers(self) -> Iterator[Family | None]:
+        text = "Other routers of the fleet: those that are heard, and those that are known by their addresses."
+        yield from self._counted.gauge("pdrelay_peers", text, ("state",), "peers")
+        text = "Datagrams to and from other routers, by what became of them."
+        yield from self._counted.counter("pdrelay_peer_datagrams", text, ("result",), "peer_datagrams")
+
+    def _workers(self) -> Iterator[Family | None]:
+        workers = self._whole.all
+        text = "Workers that answer, the one asked included."
+        yield GaugeMetricFamily("pdrelay_workers", text, value=self._whole.serving)
+        starts: dict[Key, int] = {(str(one.worker),): one.starts for one in workers}
+        yield from counter_family("pdrelay_worker_starts", "Workers that were started, by number.", ("worker",), starts)
+        text = "Reports of other workers that could not be read: their numbers are those of up to a second before."
+        yield CounterMetricFamily("pdrelay_worker_scrape_failures", text, value=sum(one.unread for one in workers))
+        for name in self._whole.own.process:
+            values = [one.process[name] for one in workers if name in one.process]
+            kind = CounterMetricFamily if name == _CPU else GaugeMetricFamily
+            yield kind(name, "Of all workers.", value=(min if name in _LEAST else sum)(values))
+
+
+def _speeds(members: Sequence[Member]) -> Iterator[Family]:
+    """Say what was learned of engines, by the worker that is asked: nothing without the policy expected_ttft."""
+    for name, text, value in _SPEEDS:
+        family = GaugeMetricFamily(name, text, labels=("instance",))
+        for some in parts_of(members, SERIES_AT_ONCE):
+            family.samples = []
+            for member in some:
+                found = value(member.speed)
+                if found is not None:
+                    family.add_metric((member.instance.id,), found)
+            yield family
+
+
+def _rate(speed: EngineSpeed) -> float | None:
+    return None if speed.prefill.line is None else 1.0 / speed.prefill.line.slope_s
+
+
+def _queued(speed: EngineSpeed) -> float | None:
+    return speed.computing.tokens if speed.prefill.line is not None or speed.computing.tokens else None
+
+
+def _step(speed: EngineSpeed) -> float | None:
+    return None if speed.step.line is None else speed.step.line.at(len(speed.running))
+
+
+_SPEEDS: Final[Sequence[tuple[str, str, Callable[[EngineSpeed], float | None]]]] = (
+    (
+        "pdrelay_instance_prefill_tokens_per_second",
+        "Tokens of prompts that an engine computes in a second, as its legs show.",
+        _rate,
+    ),
+    ("pdrelay_instance_queued_tokens", "Tokens of prompts that this router waits for an engine to compute.", _queued),
+    (
+        "pdrelay_instance_inter_token_latency_seconds",
+        "Seconds between two tokens of a stream of an engine, with the streams that it has now, as its streams show.",
+        _step,
+    ),
+)
+
+
+def _discovery(sources: Sequence[Freshness]) -> Iterator[Family]:
+    synced = GaugeMetricFamily(
+        "pdrelay_discovery_synced", "1 if a source of engines has been read since the start.", labels=("source",)
+    )
+    text = "Seconds for which nobody has known whether the last view of a source is still so."
+    age = GaugeMetricFamily("pdrelay_discovery_age_seconds", text, labels=("source",))
+    engines = GaugeMetricFamily("pdrelay_discovery_engines", "Engines that a source names.", labels=("source",))
+    for one in sources:
+        synced.add_metric((one.source,), one.is_synced)
+        age.add_metric((one.source,), one.age_s)
+        engines.add_metric((one.source,), one.engines)
+    yield from (synced, age, engines)

@@ -1,0 +1,256 @@
+"""The other routers of the fleet: tells them over UDP what this one has at engines and has let in, and hears theirs."""
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.admission.keys import Keyring
+from pdrelay_proxy.core.admission.quota_exchange import QUOTAS, QuotaExchange
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.fleet.load_exchange import LOADS, LoadExchange, SendPace
+from pdrelay_proxy.core.fleet.look_exchange import LOOKS, LookExchange
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import InstanceId
+from pdrelay_proxy.core.peer_datagrams import MOST_PEERS, NAME_BYTES, DatagramFault
+from pdrelay_proxy.core.peer_introductions import INTRODUCTIONS, PeerIntroductions
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.background import meanwhile, repeatedly
+from pdrelay_proxy.settings import Settings
+
+logger = logging.getLogger(__name__)
+_REPEAT_S: Final = 1.0
+_RESOLVE_S: Final = 5.0
+_INTRODUCE_S: Final = 0.05  # after a router was heard for the first time; several may start at once
+_LEAST_SECRET: Final = 16  # characters
+_SENT: Final = ("sent",)
+_LOST: Final = ("send_failed",)
+_RECEIVED: Final = ("received",)
+
+
+class RouterPeers(asyncio.DatagramProtocol):
+    """One router's side of the exchange (core/fleet/load_exchange.py), on its event loop."""
+
+    def __init__(
+        self,
+        exchange: LoadExchange,
+        quotas: QuotaExchange,
+        admission: Admission,
+        names: Sequence[Address],
+        counters: Counters,
+        *,
+        looks: LookExchange,
+        introductions: PeerIntroductions,
+        listen: tuple[str, int],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,  # noqa: TID251 (hosts have no other clock in common)
+    ) -> None:
+        """``names``: where routers listen; a name may have several addresses, this router's own among them.
+
+        ``clock``: seconds that only rise; ``wall``: seconds since 1970.
+        """
+        self._introductions = introductions
+        self._exchange = exchange
+        self._quotas = quotas
+        self.looks = looks
+        looks.changed = self.looked
+        self._receivers = {  # the others are loads
+            INTRODUCTIONS: introductions.receive,
+            QUOTAS: quotas.receive,
+            LOOKS: looks.receive,
+        }
+        self._admission = admission
+        self._names = names
+        self._listen = listen
+        self._counters = counters
+        self._clock = clock
+        self._wall = wall
+        self._transport: asyncio.DatagramTransport | None = None
+        self._places: dict[Address, Sequence[tuple[Any, ...]]] = {}  # of each name, as it was found last
+        self._targets: Sequence[tuple[Any, ...]] = ()  # socket addresses
+        self._unresolved: frozenset[str] = frozenset()  # names that were logged
+        self._pace = SendPace()
+        self._timer: asyncio.Handle | None = None
+        self._introducing: asyncio.Handle | None = None
+        self._telling: asyncio.Handle | None = None  # of what has become of engines
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Exchange while the block lasts. Raises ConfigError: the port cannot be opened."""
+        loop = asyncio.get_running_loop()
+        try:
+            transport, _ = await loop.create_datagram_endpoint(lambda: self, local_addr=self._listen)
+        except OSError as exc:
+            host, port = self._listen
+            raise ConfigError(f"the UDP port {port} of {host} (peer_port) cannot be opened: {exc.strerror}") from exc
+        self._transport = transport
+        try:
+            self._set_share()  # the small one: nobody is heard yet
+            async with (
+                meanwhile(self._resolve_for_ever(transport.get_extra_info("socket").family)),
+                meanwhile(repeatedly(_REPEAT_S, self._repeat, logger, "the other routers could not be told")),
+            ):
+                yield
+        finally:
+            self._transport = None
+            for timer in (self._timer, self._introducing, self._telling):
+                if timer is not None:
+                    timer.cancel()
+            transport.close()
+
+    def changed(self, instance: InstanceId) -> None:
+        """The number of requests at an engine changes: the others are told, as soon as the pace allows."""
+        self._exchange.note(instance)
+        if self._timer is None and self._transport is not None:
+            loop, now = asyncio.get_running_loop(), self._clock()
+            due = self._pace.due(now=now)
+            self._timer = loop.call_soon(self._send) if now >= due else loop.call_later(due - now, self._send)
+
+    def looked(self) -> None:
+        """An engine does not answer any more, or does again: the others are told at once."""
+        if self._telling is None and self._transport is not None:
+            self._telling = asyncio.get_running_loop().call_soon(self._tell_looks)
+
+    def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:  # noqa: ARG002 (the tag says who it is)
+        """Take in what another router says."""
+        before = self._exchange.peers
+        receive = self._receivers.get(data[: len(LOADS)], self._exchange.receive)
+        fault = receive(data, now=self._clock(), wall=self._wall())
+        if self._introductions.has_news and self._introducing is None and self._transport is not None:
+            self._introducing = asyncio.get_running_loop().call_later(_INTRODUCE_S, self._introduce)
+        self._count(_RECEIVED if fault is None else (fault.value,))
+        if self._exchange.peers > before:
+            logger.info("another router of the fleet is heard: %d now", self._exchange.peers)
+
+    def error_received(self, exc: Exception) -> None:  # noqa: ARG002 (of a router that has gone: ICMP)
+        """Count what did not reach a router."""
+        self._count(_LOST)
+
+    def _introduce(self) -> None:
+        """Tell the others whom this router hears: they take nothing in from it before."""
+        self._introducing = None
+        self._send_all([self._introductions.datagram(wall=self._wall())])
+
+    def _tell_looks(self) -> None:
+        self._telling = None
+        self._send_all(self.looks.news(wall=self._wall()))
+
+    async def _repeat(self) -> None:
+        if silent := self._exchange.expire(now=self._clock()):
+            logger.info("%d of the fleet's routers are silent: their requests do not count any more", silent)
+        self._quotas.expire(now=self._clock())
+        self.looks.expire(now=self._clock())
+        self._introductions.expire(now=self._clock())
+        self._counters.peers["heard",], self._counters.peers["known",] = self._exchange.peers, self._known
+        self._set_share()
+        if self._introducing is None:
+            self._introduce()
+        if self._timer is None:
+            self._send()
+        self._send_all(self.looks.datagrams(wall=self._wall()))
+        if self._admission.limits.share_limits:
+            self._send_all(self._quotas.datagrams(wall=self._wall()))
+
+    @property
+    def _known(self) -> int:
+        """Return how many other routers there should be: a name that has led nowhere yet counts as one."""
+        places = len(self._targets) + len({*self._names} - self._places.keys())
+        return max(0, min(places, MOST_PEERS) - self._exchange.hears_itself)
+
+    def _set_share(self) -> None:
+        """Have this router keep to its share of limits while it does not hear some of the others."""
+        heard, known, admission = self._exchange.peers, self._known, self._admission
+        share = (1 + min(heard, known)) / (1 + known) if admission.limits.share_limits else 1.0
+        if share != admission.share:
+            log = logger.warning if share < 1 else logger.info
+            log("%d of %d other routers are heard: limits of the fleet are %.0f %% here", heard, known, 100 * share)
+            admission.share = share
+
+    def _send(self) -> None:
+        self._timer, now = None, self._clock()
+        self._pace.sent(len(self._targets), now=now)
+        self._send_all(self._exchange.datagrams(now=now, wall=self._wall()))
+
+    def _send_all(self, datagrams: Sequence[bytes]) -> None:
+        transport = self._transport
+        if transport is None:
+            return
+        for data in datagrams:
+            for target in self._targets:
+                transport.sendto(data, target)
+                self._count(_SENT)
+
+    async def _resolve_for_ever(self, family: socket.AddressFamily) -> None:
+        while True:
+            try:
+                await self._resolve(family)
+            except Exception:  # a bug must not end the exchange for good
+                logger.exception("the addresses of the other routers could not be looked up")
+            await asyncio.sleep(_RESOLVE_S)
+
+    async def _resolve(self, family: socket.AddressFamily) -> None:
+        """Look up where the others are; while a name has no address, those of before are kept."""
+        loop, unresolved = asyncio.get_running_loop(), set[str]()
+        # Our socket for :: takes IPv4, too, and the Service of the other routers may have nothing else.
+        flags = socket.AI_V4MAPPED if family == socket.AF_INET6 else 0
+        for name in self._names:
+            try:
+                places = await loop.getaddrinfo(
+                    name.host, name.port, family=family, type=socket.SOCK_DGRAM, flags=flags
+                )
+            except OSError as exc:
+                unresolved.add(name.host)
+                if name.host not in self._unresolved:
+                    logger.warning("%s, where other routers should be, has no address: %s", name.host, exc.strerror)
+            else:
+                self._places[name] = [place[4] for place in places]
+        self._unresolved = frozenset(unresolved)
+        found = dict.fromkeys(place for places in self._places.values() for place in places)
+        targets = list(found)[:MOST_PEERS]
+        is_new = set(targets) != set(self._targets)
+        self._targets = targets
+        if is_new:
+            self._exchange.hears_itself = False  # within a second it does, if it is still among them
+            if self._introducing is None:
+                self._introduce()
+
+    def _count(self, key: tuple[str]) -> None:
+        self._counters.peer_datagrams[key] += 1
+
+
+def peers_of(
+    settings: Settings, registry: Registry, admission: Admission, keyring: Keyring, counters: Counters
+) -> RouterPeers | None:
+    """Return what the settings ask for; None: no other routers. Raises AddressError."""
+    if not settings.peers:
+        return None
+    names = [Address.parse(text) for text in settings.peers]
+    me, secret = secrets.token_bytes(NAME_BYTES), (settings.peer_secret or "").encode()
+    counters.peer_datagrams.update({(word,): 0 for word in ("sent", "received", *DatagramFault)})
+    introductions = PeerIntroductions(me, secret)
+    exchange = LoadExchange(registry, me, secret, introductions)
+    quotas = QuotaExchange(admission, me, secret, keyring.names, introductions)
+    looks = LookExchange(registry, me, secret, introductions, looks=settings.health_check_interval_s > 0)
+    listen = settings.host, settings.peer_port
+    return RouterPeers(
+        exchange, quotas, admission, names, counters, looks=looks, introductions=introductions, listen=listen
+    )
+
+
+def check_peers(settings: Settings) -> None:
+    """Raise ConfigError if the settings of the exchange contradict each other."""
+    if not settings.peers:
+        return
+    if settings.workers > 1:
+        raise ConfigError(f"peers needs workers 1, not {settings.workers}: run more routers in place of workers")
+    if len((settings.peer_secret or "").encode()) < _LEAST_SECRET:
+        raise ConfigError(
+            f"peers needs a secret of {_LEAST_SECRET} characters or more in PDRELAY_PEER_SECRET, the same for all: "
+            "else anybody could say that engines are busy"
+        )

@@ -1,0 +1,269 @@
+"""Looks at engines beside the requests: whether they live, and what they are. httpx stops at this file."""
+
+import asyncio
+import errno
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from typing import Final, TypeAlias, TypeVar
+
+import httpx
+import msgspec
+
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet import engine_metrics
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.engine_metrics import Numbers
+from pdrelay_proxy.core.http.bounded_body import whole
+from pdrelay_proxy.core.model import Headers, Instance, Role
+from pdrelay_proxy.core.protocol.fault_table import is_lack
+from pdrelay_proxy.core.raw_json import NotJson, decode
+from pdrelay_proxy.errors import NotAllowed
+from pdrelay_proxy.io.fair_timeout import FairTimeout
+from pdrelay_proxy.io.probes.one_connection import OneConnection
+from pdrelay_proxy.io.wire.connection_guard import Guard
+from pdrelay_proxy.io.wire.engine_tls import EngineTls
+
+T = TypeVar("T")
+NextBytes: TypeAlias = Callable[[float], Awaitable[bytes]]  # within so many seconds
+_PORTS: Final = {"http": 80, "https": 443}
+_HEADERS: Final = ((b"accept-encoding", b"identity"), (b"user-agent", b"pdrelay"))  # what is unpacked has no bound
+_UNAUTHORIZED: Final = 401
+_KEY_SETTINGS: Final = {
+    Role.PREFILL: "PDRELAY_PREFILL_API_KEY or prefill_api_key_file",
+    Role.DECODE: "PDRELAY_DECODE_API_KEY or decode_api_key_file",
+}
+_REFUSED: Final = f"[Errno {errno.ECONNREFUSED}]"  # asyncio puts those of several addresses into one text
+_NO_ROUTE: Final = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
+_CAUSES_MOST: Final = 8  # of an error
+_MOST_BYTES: Final = 8 * 1024 * 1024  # of one answer; /metrics of a busy engine has some hundred kB
+
+
+class ProbeFailed(Exception):
+    """The engine does not answer as one that lives; the message says how, without its address."""
+
+    silent = True  # it does not answer at all
+
+
+class ProbeInvalid(ProbeFailed):
+    """The engine answers, but not as one that lives."""
+
+    silent = False
+
+
+class ProbeNotMade(ProbeFailed):
+    """The router could not ask: it has too few descriptors, ports or buffers. That says nothing of the engine."""
+
+    silent = False
+
+
+class _ModelCard(msgspec.Struct):
+    id: str
+    parent: str | None = None  # of a LoRA adapter: the model it belongs to
+    root: str | None = None  # where its files lie
+
+
+class _ModelCards(msgspec.Struct):
+    data: list[_ModelCard]
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class HttpChecks:
+    """Opens a new connection for each look: to accept one is part of living."""
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        headers: Callable[[Role], Headers] = lambda _: (),
+        forwards: bool = False,
+        tls: EngineTls | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._headers = headers  # the key of the pool, if it wants one
+        self._forwards = forwards  # engines without a key of their pool get that of each client
+        self._tls = tls or EngineTls.usual()
+        # httpcore's word for the name that is asked for and looked for in certificates; over http nothing is.
+        self._extensions = {} if self._tls.server_name is None else {"sni_hostname": self._tls.server_name}
+        self._given = transport
+        self._guard = guard
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncGenerator[httpx.AsyncBaseTransport]:
+        """Give the transport of one look.
+
+        There is no client in front of it: its cookies, redirects and logins, which no probe needs, take a third of one.
+        """
+        if self._given is not None:
+            yield self._given
+            return
+        async with OneConnection(self._tls.context) as transport:
+            yield transport if self._guard is None else _GuardedTransport(transport, self._guard)
+
+    async def look(self, instance: Instance, *, is_whole: bool = True) -> EngineCapabilities:
+        """Ask whether it lives, then, in a whole look, what it is. Raises ProbeFailed: it does not live."""
+        async with self._connected() as transport:
+            status, _ = await self._get(transport, instance, "/health")
+            if status != 200:
+                raise ProbeInvalid(f"answers /health with status {status}")
+            return await self._capabilities(transport, instance) if is_whole else EngineCapabilities()
+
+    async def numbers(self, instance: Instance) -> Numbers:
+        """Read its metrics; without any, all is unknown. Raises ProbeFailed: it does not answer."""
+        return engine_metrics.read(await self.metrics(instance), instance.rank)
+
+    async def metrics(self, instance: Instance) -> bytes:
+        """Return its metrics as it writes them; nothing, if it has none. Raises ProbeFailed: it does not answer."""
+        async with self._connected() as transport:
+            status, body = await self._get(transport, instance, "/metrics")
+            return body if status == 200 else b""
+
+    async def timeline(self, instance: Instance, name: str) -> bytes | None:
+        """Return what the engine noted of a request; None: it keeps no timelines. Raises ProbeFailed."""
+        async with self._connected() as transport:
+            status, body = await self._get(transport, instance, f"/v1/pdrelay/requests/{name}")
+            return body if status == 200 else None
+
+    @asynccontextmanager
+    async def open(self, instance: Instance, path: str) -> AsyncGenerator[tuple[int, NextBytes]]:
+        """Ask for an answer without end; yields its status, and what reads on: nothing when it is over after all.
+
+        Raises ProbeFailed, as reading does, which takes the seconds that it may wait.
+        """
+        async with self._connected() as transport:
+            with self._failures(instance, path, self._timeout_s):
+                async with FairTimeout(self._timeout_s):
+                    response = await transport.handle_async_request(self._request(instance, path))
+            async with aclosing(response):
+                _check_coding(response, path)
+                pieces = response.aiter_raw()
+
+                async def read(patience_s: float) -> bytes:
+                    with self._failures(instance, path, patience_s):
+                        async with asyncio.timeout(patience_s):
+                            return await anext(pieces, b"")
+
+                yield response.status_code, read
+
+    async def _capabilities(self, transport: httpx.AsyncBaseTransport, instance: Instance) -> EngineCapabilities:
+        status, body = await self._get(transport, instance, "/v1/models")
+        if status >= 500:
+            raise ProbeInvalid(f"answers /v1/models with status {status}")
+        if status == _UNAUTHORIZED and not (self._forwards and not self._headers(instance.pool)):
+            raise ProbeInvalid(f"wants another API key ({_KEY_SETTINGS[instance.pool]})")
+        cards = _read(body, _ModelCards).data if status == 200 else None
+        models = None if cards is None else frozenset(card.id for card in cards)
+        adapters = None if cards is None else frozenset(card.id for card in cards if card.parent is not None)
+        root = next((card.root for card in cards or () if card.parent is None), None)
+        status, body = await self._get(transport, instance, "/version")
+        version = _read(body, _Version).version if status == 200 else None
+        return EngineCapabilities(models, version, adapters=adapters, root=root)
+
+    async def _get(self, transport: httpx.AsyncBaseTransport, instance: Instance, path: str) -> tuple[int, bytes]:
+        with self._failures(instance, path, self._timeout_s):
+            async with (
+                FairTimeout(self._timeout_s),
+                aclosing(await transport.handle_async_request(self._request(instance, path))) as response,
+            ):
+                _check_coding(response, path)
+                too_long = ProbeInvalid(f"answers {path} without end")
+                return response.status_code, await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
+
+    def _request(self, instance: Instance, path: str) -> httpx.Request:
+        headers = [*_HEADERS, *self._headers(instance.pool)]
+        return httpx.Request("GET", instance.address.url + path, headers=headers, extensions=self._extensions)
+
+    @contextmanager
+    def _failures(self, instance: Instance, path: str, patience_s: float) -> Generator[None]:
+        """Say ProbeFailed where the libraries say what has failed."""
+        try:
+            yield
+        except (TimeoutError, httpx.TimeoutException) as exc:
+            raise ProbeFailed(f"does not answer {path} within {patience_s:g} s") from exc
+        except httpx.ConnectError as exc:
+            if (lack := _lack(exc)) is not None:
+                raise ProbeNotMade(f"was not asked: {lack.strerror}") from exc
+            if isinstance(exc.__cause__, NotAllowed):
+                raise ProbeFailed("is not where engines may be added (allowed_instances)") from exc
+            if (why := self._tls.failure(instance, exc)) is not None:
+                raise ProbeInvalid(why) from exc  # something is there that takes connections
+            raise ProbeFailed(f"cannot be reached: {_why_unreached(exc)}") from exc
+        except httpx.HTTPError as exc:
+            if (why := self._tls.failure(instance, exc, was_open=True)) is not None:
+                raise ProbeInvalid(why) from exc
+            hint = ", over TLS: it may want a certificate of the router (engine_cert)"
+            said = hint if instance.address.scheme == "https" else ""
+            raise ProbeFailed(f"breaks off when asked for {path}{said}") from exc
+
+
+def _lack(error: BaseException | None) -> OSError | None:
+    """Return what the router lacked, which libraries hide behind errors of theirs."""
+    for _ in range(_CAUSES_MOST):
+        if isinstance(error, OSError) and is_lack(error.errno):
+            return error
+        if error is None:
+            break
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _check_coding(response: httpx.Response, path: str) -> None:
+    """Refuse a body that would have to be unpacked: 300 KB of gzip can be as many MB (RFC 9110, 8.4)."""
+    coding = str(response.headers.get("content-encoding", "")).strip().lower()
+    if coding not in ("", "identity"):
+        raise ProbeInvalid(f"answers {path} with a content coding, and none was asked for")
+
+
+def _why_unreached(error: BaseException) -> str:
+    """Return in words why no connection was made, without the address: clients read it."""
+    cause: BaseException | None = error
+    for _ in range(_CAUSES_MOST):
+        if cause is None:
+            break
+        if isinstance(cause, socket.gaierror):
+            return "its name does not resolve"
+        if isinstance(cause, ConnectionRefusedError) or _REFUSED in str(cause):
+            return "the connection is refused: nothing listens there"
+        if isinstance(cause, TimeoutError):
+            return "the connection timed out"
+        if isinstance(cause, OSError) and cause.errno in _NO_ROUTE:
+            return "its network or host is unreachable"
+        cause = cause.__cause__ or cause.__context__
+    return "no connection was made"
+
+
+def _read(body: bytes, wanted: type[T]) -> T:
+    try:
+        return decode(body, wanted)
+    except NotJson as exc:
+        raise ProbeInvalid(f"answers something else than vLLM does: {exc}") from exc
+
+
+class _GuardedTransport(httpx.AsyncBaseTransport):
+    """A transport of httpx that connects where the guard of added engines says."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport, guard: Guard) -> None:
+        self._transport = transport
+        self._guard = guard
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request to the address that was looked at; certificates are checked for the name."""
+        url = request.url
+        try:
+            places = await self._guard.places(Address(url.scheme, url.host, url.port or _PORTS[url.scheme]))
+        except (NotAllowed, OSError) as exc:
+            raise httpx.ConnectError(str(exc), request=request) from exc
+        if not places:
+            return await self._transport.handle_async_request(request)
+        request.extensions = {"sni_hostname": url.host, **request.extensions}  # the name of all engines goes before
+        for place in places[:-1]:
+            request.url = url.copy_with(host=place)
+            with suppress(httpx.ConnectError, httpx.ConnectTimeout):  # nothing has been sent: the next may take it
+                return await self._transport.handle_async_request(request)
+        request.url = url.copy_with(host=places[-1])
+        return await self._transport.handle_async_request(request)

@@ -1,0 +1,218 @@
+"""Follows the KV events of all engines, so that the router knows what they have cached: one long GET for each."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.fast_enum import FastStrEnum
+from pdrelay_proxy.core.fleet.cache_index import CacheIndex
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.known_prompts import KnownPrompts
+from pdrelay_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.core.protocol.kv_event_stream import PATH, KvEventStream, read_batch
+from pdrelay_proxy.errors import BadKvEvents
+from pdrelay_proxy.io.background import meanwhile
+from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed
+
+logger = logging.getLogger(__name__)
+SILENT_S: Final = 20.0  # seconds without a byte until a connection is given up: engines show life every 5
+_TICK_S: Final = 0.25  # seconds between two glances at which engines there are
+_PAUSE_S: Final = 0.5  # seconds before the next attempt; doubled with each that fails, up to the most
+_PAUSE_MOST_S: Final = 30.0
+_REFUSED_S: Final = 300.0  # an engine that has no events will hardly have some soon
+_REFUSALS: Final = frozenset({401, 403, 404, 405, 501})
+_Place: TypeAlias = tuple[Role, Address]
+_Members: TypeAlias = Mapping[InstanceId, int | None]
+
+
+class FollowState(FastStrEnum):
+    """What becomes of one engine's events."""
+
+    CONNECTING = "connecting"  # or waiting for the next attempt
+    FOLLOWING = "following"
+    REFUSED = "refused"  # it offers none, or not to this router
+    OVER_LIMIT = "over_limit"  # it has more blocks than the router remembers
+
+
+class EndReason(FastStrEnum):
+    """Why a connection is over, or was none."""
+
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+    BUSY = "busy"  # it has no room for another connection, or failed
+    ENDED = "ended"  # by the engine, or the network
+    SILENT = "silent"
+    INVALID = "invalid"  # a gap, or bytes that are no events
+    OVER_LIMIT = "over_limit"
+
+
+@dataclass(slots=True)
+class _Following:
+    """One engine that is followed, or to be."""
+
+    members: _Members
+    task: asyncio.Task[None]
+    state: FollowState = FollowState.CONNECTING
+    logged: str = ""
+    is_up: bool = False  # by probes and requests
+    came_up: asyncio.Event = field(default_factory=asyncio.Event)  # since the latest attempt began
+
+
+@dataclass(slots=True)
+class KvEventFollower:
+    """One task for each engine; run it for as long as the router serves."""
+
+    registry: Registry
+    checks: HttpChecks
+    index: CacheIndex
+    counters: Counters
+    chance: Callable[[], float]  # 0 to 1, so that several routers do not ask at once
+    pause_s: float = _PAUSE_S
+    refused_s: float = _REFUSED_S
+    silent_s: float = SILENT_S
+    known: KnownPrompts | None = None  # whose counts are shown with those of the index
+    _followed: dict[InstanceId, _Following] = field(default_factory=dict[InstanceId, _Following])
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Follow while the block lasts."""
+        try:
+            async with meanwhile(self._run()):
+                yield
+        finally:
+            await self._drop(frozenset(self._followed))
+
+    async def _run(self) -> None:
+        while True:
+            wanted = self._wanted()
+            gone = [name for name, one in self._followed.items() if wanted.get(name, (None, None))[1] != one.members]
+            await self._drop(frozenset(gone))
+            for name, (instance, members) in wanted.items():
+                if name not in self._followed:
+                    task = asyncio.create_task(self._follow(name, instance))
+                    self._followed[name] = _Following(members, task)
+            self._note_health()
+            self._show()
+            await asyncio.sleep(_TICK_S)
+
+    def _wanted(self) -> dict[InstanceId, tuple[Instance, _Members]]:
+        """List the engines: what is at one address under one role, named by the first of its instances."""
+        by_place: dict[_Place, list[Instance]] = {}
+        for member in self.registry.members():
+            instance = member.instance
+            by_place.setdefault((instance.pool, instance.address), []).append(instance)
+        return {found[0].id: (found[0], {one.id: one.rank for one in found}) for found in by_place.values()}
+
+    async def _drop(self, names: frozenset[InstanceId]) -> None:
+        tasks = [self._followed[name].task for name in names]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for name in names:
+            del self._followed[name]
+            self.index.forget(name)
+
+    def _note_health(self) -> None:
+        """Have engines asked at once that are up again: their pauses may have become long."""
+        for one in self._followed.values():
+            members = [self.registry.get(name) for name in one.members]
+            is_up = any(member is not None and member.life.state is HealthState.HEALTHY for member in members)
+            if is_up and not one.is_up:
+                one.came_up.set()
+            one.is_up = is_up
+
+    def _show(self) -> None:
+        """Write down what is now, for the metrics."""
+        self.counters.kv_event_connections.clear()
+        self.counters.kv_index_blocks.clear()
+        for name, one in self._followed.items():
+            self.counters.kv_event_connections[name, one.state] = 1
+            self.counters.kv_index_blocks[(name,)] = self.index.blocks(name)
+        if self.known is not None:
+            self.counters.known_prompt_bytes[()] = self.known.bytes
+            for word, count in self.known.counts.items():
+                self.counters.known_prompts[(word,)] = count
+
+    async def _follow(self, name: InstanceId, instance: Instance) -> None:
+        """Connect again and again."""
+        failed = 0
+        while True:
+            came_up = self._followed[name].came_up
+            came_up.clear()
+            try:
+                reason, said = await self._connection(name, instance)
+            except Exception:  # a bug must not end the following of this engine for good
+                logger.exception("the KV events of %s could not be followed", name)
+                reason, said = EndReason.INVALID, "of a mistake in the router"
+            one = self._followed[name]
+            failed = 0 if one.state is FollowState.FOLLOWING else failed + 1
+            self._count(name)
+            self.index.forget(name)
+            self.counters.kv_event_disconnects[name, reason] += 1
+            one.state = _AFTER.get(reason, FollowState.CONNECTING)
+            if one.logged != said:
+                one.logged = said
+                logger.log(
+                    logging.INFO if reason is EndReason.UNREACHABLE else logging.WARNING,
+                    "the KV events of %s are not followed: %s", name, said,
+                )  # fmt: skip
+            pause = self.refused_s if reason in _AFTER else min(self.pause_s * 2 ** min(failed, 16), _PAUSE_MOST_S)
+            if failed == 0:
+                came_up.clear()  # it was up, and has ended the connection: that it came up was before
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause * (0.75 + self.chance() / 2)):
+                    await came_up.wait()
+                    failed = 0
+
+    async def _connection(self, name: InstanceId, instance: Instance) -> tuple[EndReason, str]:
+        """Follow an engine until its connection ends, and say why that was."""
+        one, stream = self._followed[name], KvEventStream()
+        try:
+            async with self.checks.open(instance, PATH) as (status, read):
+                if status != 200:
+                    said = (await read(self.silent_s))[:300].decode(errors="replace")
+                    reason = EndReason.REFUSED if status in _REFUSALS else EndReason.BUSY
+                    return reason, f"it answers with status {status}: {said!r}"
+                self.index.open(name, one.members)
+                one.state = FollowState.FOLLOWING
+                while data := await read(self.silent_s):
+                    for payload in stream.feed(data):
+                        for _ in self.index.apply(name, read_batch(payload)):
+                            await asyncio.sleep(0)
+                    self._count(name)
+                    if one.logged:
+                        one.logged = ""
+                        logger.info("the KV events of %s are followed", name)
+                    if self.index.is_dropped(name):
+                        self.counters.kv_index_drops[(name,)] += 1
+                        return EndReason.OVER_LIMIT, "it has more blocks than are remembered"
+                    await asyncio.sleep(0)  # what is at hand already must not hold up requests
+                return EndReason.ENDED, "it has ended the connection"
+        except BadKvEvents as exc:
+            return EndReason.INVALID, str(exc)
+        except ProbeFailed as exc:
+            if one.state is not FollowState.FOLLOWING:
+                return EndReason.UNREACHABLE, f"it {exc}"
+            return (EndReason.SILENT if isinstance(exc.__cause__, TimeoutError) else EndReason.ENDED), f"it {exc}"
+
+    def _count(self, name: InstanceId) -> None:
+        counts, events = self.index.take_counts(name), self.counters.kv_events
+        for word, number in (
+            ("stored", counts.stored),
+            ("removed", counts.removed),
+            ("cleared", counts.cleared),
+            ("ignored", counts.ignored),
+            ("unknown_parent", counts.unknown_parents),
+        ):
+            if number:
+                events[name, word] += number
+
+
+_AFTER: Final = {EndReason.REFUSED: FollowState.REFUSED, EndReason.OVER_LIMIT: FollowState.OVER_LIMIT}

@@ -1,0 +1,113 @@
+"""Looks into the decode engines' metrics again and again: does KV arrive, whose fails, how busy are they?"""
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.engine_metrics import ShownLoad, incompatible_peers, read, received, shown_load
+from pdrelay_proxy.core.fleet.kv_inflow import KvInflow
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Instance, Role
+from pdrelay_proxy.io.background import meanwhile, repeatedly
+from pdrelay_proxy.io.probes.checks import ProbeFailed
+from pdrelay_proxy.io.probes.metrics_round import look_at_all
+from pdrelay_proxy.io.probes.pair_watch import PairWatch
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+EVERY_S = 15.0
+
+
+class InflowWatch:
+    """One task; run it for as long as the router serves."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        metrics: Callable[[Instance], Awaitable[bytes]],
+        telemetry: Telemetry,
+        *,
+        every_s: float = EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self._metrics = metrics  # raises ProbeFailed
+        self._telemetry = telemetry
+        self._every_s = every_s
+        self._clock = clock  # seconds; the one of the registry's times
+        self._inflow = KvInflow()
+        self._pairs = None if telemetry.pairs is None else PairWatch(registry, telemetry.pairs)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Look while the block lasts."""
+        trouble = "the counters of the decode engines could not be compared"
+        async with meanwhile(repeatedly(self._every_s, self.look, logger, trouble)):
+            yield
+
+    async def look(self) -> None:
+        """Look at every decode engine once, some of them at the same time."""
+        decodes = self._registry.known(Role.DECODE)
+        known = (*decodes, *self._registry.known(Role.PREFILL))
+        self._telemetry.keep(frozenset(instance.id for instance in known))  # also if nobody ever looks at the numbers
+        self._inflow.keep(frozenset(decode.id for decode in decodes))
+        looks = await look_at_all(decodes, self._look_at, self._every_s)
+        refused = frozenset[str]().union(*[incompatible for incompatible, _ in looks])
+        loads = {one.id: load for one, (_, load) in zip(decodes, looks, strict=True) if load is not None}
+        self._registry.relief.look(loads)
+        writers = () if self._pairs is None else self._pairs.writers(self._clock())
+        await look_at_all(writers, self._look_at_writer, self._every_s)
+        doubtful = () if self._pairs is None else self._pairs.end_round()
+        # They may have been restarted, under other ids.
+        restarted = [
+            prefill
+            for prefill in self._registry.known(Role.PREFILL)
+            if self._registry.facts(prefill).engine_id in refused or prefill in doubtful
+        ]
+        await look_at_all(restarted, self._learn_id, self._every_s)
+
+    async def _look_at(self, decode: Instance) -> tuple[frozenset[str], ShownLoad | None]:
+        """Look at a decode engine.
+
+        Returns:
+            The engine ids of those that it cannot load from, and how busy it is, if it gets requests.
+        """
+        promised = self._telemetry.transfers_expected[decode.id]  # before the engine counts: see KvInflow
+        exposition = await self._read(decode)
+        found, refused, load = received(exposition, decode.rank), frozenset[str](), None
+        if exposition:
+            refused, now = incompatible_peers(exposition, decode.rank), self._clock()
+            self._registry.learn(decode.id, EngineCapabilities(incompatible=refused))
+            if (member := self._registry.get(decode.id)) is not None:
+                member.shown = shown = shown_load(exposition, decode.rank, now=now)
+                load = shown if decode.rank is None and member.life.may_serve(now=now) else None
+            if self._pairs is not None:
+                self._pairs.look(decode, exposition, now)
+        if dry := self._inflow.look(decode.id, found, promised):
+            said = "%s got no KV cache for its last %d legs with a transfer: it computes the prompts"
+            logger.warning(said, decode.id, dry)
+            self._telemetry.transfers_missing(decode.id, dry)
+        return refused, load
+
+    async def _look_at_writer(self, prefill: Instance) -> None:
+        if self._pairs is not None and (exposition := await self._read(prefill)):
+            self._pairs.look_at_writer(prefill, exposition)
+
+    async def _learn_id(self, prefill: Instance) -> None:
+        shown = read(await self._read(prefill), prefill.rank)
+        self._registry.learn(prefill.id, EngineCapabilities(engine_id=shown.engine_id))
+
+    async def _read(self, instance: Instance) -> bytes:
+        """Return an engine's metrics; nothing, if it does not answer: the prober says so.
+
+        One that has missed its last probe is not asked: it could hold up the round until a timeout.
+        """
+        member = self._registry.get(instance.id)
+        if member is not None and member.life.misses:
+            return b""
+        try:
+            return await self._metrics(instance)
+        except ProbeFailed:
+            return b""

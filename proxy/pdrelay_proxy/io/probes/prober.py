@@ -1,0 +1,223 @@
+"""Asks every engine again and again whether it lives and, less often, what it is; drained ones, what they keep."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Final, Protocol
+
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, compared, difference, fit, have_common_model
+from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.look_exchange import LookExchange
+from pdrelay_proxy.core.fleet.probe_schedule import ProbeSchedule, keeps_blocks
+from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.io.background import meanwhile
+from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed, ProbeNotMade
+from pdrelay_proxy.settings import Settings
+
+logger = logging.getLogger(__name__)
+# Seconds between two glances at who is due: each wakes a process that may have nothing to do.
+_TICK_MOST_S: Final = 0.25
+_TICK_LEAST_S: Final = 0.1
+# Probes that begin at the same moment: with thousands of engines a hundred and more are due at a glance. All of them
+# together would take tens of milliseconds, in which requests wait, so they are spread over the time until the next.
+_BEGUN_AT_ONCE: Final = 4
+_APART_MOST_S: Final = 0.01  # between these: enough for what four take, and a small fleet is known at once
+_SEEN_AT_ONCE: Final = 250  # engines that are gone over in one step: half a millisecond
+_MOST_SAID: Final = 20  # pairs in the log at one glance: a rollout of many revisions has hundreds
+_START_S: Final = 30.0  # an engine that has not answered by then may never do: a wrong name, port or key
+_TICKS: Final = 20  # glances in the time between two probes
+
+
+class GiveUp(Protocol):
+    """Ends the requests in flight at an engine."""
+
+    def __call__(self, instance: Instance, /, *, silent_s: float) -> int:
+        """Those that have heard nothing from it for so many seconds; return how many there were."""
+        ...
+
+
+class Prober:
+    """One task group; run it for as long as the router serves."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        checks: HttpChecks,
+        settings: Settings,
+        clock: Callable[[], float],
+        chance: Callable[[], float],
+        *,
+        give_up: GiveUp | None = None,
+        looks: LookExchange | None = None,
+        warnings: FleetWarnings | None = None,
+    ) -> None:
+        """``looks``: what other routers probe and find; None: there are none. ``warnings``: those of others to see."""
+        self._registry = registry
+        self._checks = checks
+        self._settings = settings
+        self._clock = clock  # seconds; only differences count
+        self._give_up = give_up
+        self._schedule = ProbeSchedule(settings.health_check_interval_s, chance, looks)
+        self._looks = looks
+        self._told: dict[InstanceId, tuple[HealthState, str, bool]] = {}  # and whether it should be up by now
+        self._compared = -1  # changes of the registry when pairs of engines were last compared
+        self._differences: dict[tuple[InstanceId, InstanceId], str] = {}
+        self._warnings = warnings or FleetWarnings()
+        self._is_lacking = False  # a probe could not be made, and none was since
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Probe while the block lasts."""
+        async with meanwhile(self._run()):
+            yield
+
+    async def _run(self) -> None:
+        tick_s = max(_TICK_LEAST_S, min(_TICK_MOST_S, self._settings.health_check_interval_s / _TICKS))
+        async with asyncio.TaskGroup() as group:
+            while True:
+                until = self._clock() + tick_s
+                await self._tell()
+                for instance in self._registry.settle(patience_s=self._settings.drain_idle_time_s, now=self._clock()):
+                    if self._registry.get(instance.id) is None:
+                        logger.info("%s has nothing left, and is forgotten", instance.id)
+                due = await self._due()
+                for number, member in enumerate(due, start=1):
+                    group.create_task(self._visit(member, group))
+                    if number % _BEGUN_AT_ONCE == 0:
+                        await asyncio.sleep(min(_APART_MOST_S, tick_s * _BEGUN_AT_ONCE / len(due)))
+                await asyncio.sleep(max(0.0, until - self._clock()))
+
+    async def _due(self) -> Sequence[Member]:
+        """Return the engines to probe now: to go over thousands takes milliseconds, so others have their turns."""
+        members = self._registry.members()
+        self._schedule.know(members)
+        due = list[tuple[float, Member]]()
+        for first in range(0, len(members), _SEEN_AT_ONCE):
+            await asyncio.sleep(0)
+            due += self._schedule.due(members[first : first + _SEEN_AT_ONCE], now=self._clock())
+        return self._schedule.begin_due(due, now=self._clock())
+
+    async def _tell(self) -> None:
+        """Log what has changed since the last glance; each look at thousands of engines is a step of its own."""
+        self._tell_lives()
+        await asyncio.sleep(0)
+        if self._compared != self._registry.changes.count:
+            self._compared = self._registry.changes.count
+            self._tell_differences()
+            await asyncio.sleep(0)
+            self._tell_warnings()
+            await asyncio.sleep(0)
+
+    def _tell_lives(self) -> None:
+        """Log what has become of engines, whether a probe, a request or an operator did it."""
+        members = self._registry.members()
+        now, told = self._clock(), dict[InstanceId, tuple[HealthState, str, bool]]()
+        for member in members:
+            life = member.life
+            is_late = life.state is HealthState.STARTING and life.is_away and now >= life.since + _START_S
+            told[member.instance.id] = life.state, life.why, is_late
+            if self._told.get(member.instance.id, (life.state, life.why, False)) != told[member.instance.id]:
+                level = logging.WARNING if is_late or life.state is HealthState.EJECTED else logging.INFO
+                logger.log(level, "%s is %s: %s", member.instance.id, life.state, life.why)
+        self._told = told
+
+    def _tell_differences(self) -> None:
+        """Log, once, each two engines that cannot share requests; of engines that are alike, the first.
+
+        A rollout of hundreds of engines has tens of thousands of such pairs, of two kinds.
+        """
+        members = self._registry.members()
+        refused = frozenset[str]().union(*(member.facts.incompatible or () for member in members))
+        # By the slice that they pair within: that those of two slices are apart is what the operator wants.
+        prefills: dict[str | None, dict[object, Member]] = {}
+        decodes: dict[str | None, dict[object, Member]] = {}
+        for member in members:
+            facts = member.facts
+            if member.as_role(Role.PREFILL) is not None:
+                own = facts.engine_id if facts.engine_id in refused else None
+                prefills.setdefault(facts.pairs_within, {}).setdefault((compared(facts), own), member)
+            if member.as_role(Role.DECODE) is not None:
+                key = compared(facts), facts.incompatible
+                decodes.setdefault(facts.pairs_within, {}).setdefault(key, member)
+        found = {
+            (decode.instance.id, prefill.instance.id): difference(prefill.facts, decode.facts)
+            for within, some in decodes.items()
+            for decode in some.values()
+            for prefill in prefills.get(within, {}).values()
+            if prefill is not decode
+            and not fit(prefill.facts, decode.facts)
+            and have_common_model(prefill.facts, decode.facts)  # those of two models need not fit
+        }
+        new = [(pair, why) for pair, why in found.items() if self._differences.get(pair) != why]
+        for (decode_id, prefill_id), why in new[:_MOST_SAID]:
+            logger.warning("%s shares no request with %s: %s", decode_id, prefill_id, why)
+        if len(new) > _MOST_SAID:
+            logger.warning("so it is with %d more pairs of engines of two kinds", len(new) - _MOST_SAID)
+        self._differences = found
+
+    def _tell_warnings(self) -> None:
+        """Log, once, what is wrong with the fleet as a whole."""
+        for text in self._warnings.look(self._registry)[:_MOST_SAID]:
+            logger.warning("%s", text)
+
+    async def _visit(self, member: Member, group: asyncio.TaskGroup) -> None:
+        failed, begun, missed = True, self._clock(), member.life.misses
+        try:
+            await self._look(member)
+            failed = self._is_lacking = False
+        except ProbeNotMade as lack:
+            if not self._is_lacking:
+                self._is_lacking = True
+                logger.warning("%s %s: engines are not judged by probes until that is over", member.instance.id, lack)
+        except ProbeFailed as sick:
+            member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
+            if not missed and self._is_missed_elsewhere(member.instance.id, begun=begun):
+                member.life.missed(f"{sick}, and another router neither", now=self._clock(), silent=sick.silent)
+            hung_s = self._settings.unresponsive_timeout_s
+            hangs = member.life.silent_s(now=self._clock()) >= hung_s  # its connections may stay open for ever
+            if hangs and self._give_up and (count := self._give_up(member.instance, silent_s=hung_s)):
+                said = "%s has answered no probe for %g s: %d requests are given up"
+                logger.warning(said, member.instance.id, hung_s, count)
+        except Exception:  # a bug must not end the probing of all the others
+            logger.exception("the probe of %s failed", member.instance.id)
+        if self._looks is not None and (missed == 0) != (member.life.misses == 0):
+            self._looks.note(member.instance.id, is_missing=missed == 0)
+        self._schedule.ended(member.instance.id, failed=failed, now=self._clock())
+        for other in self._schedule.begin(now=self._clock()):
+            group.create_task(self._visit(other, group))
+
+    def _is_missed_elsewhere(self, name: InstanceId, *, begun: float) -> bool:
+        """Tell whether a look that has failed is the second one in a row, for another router has missed it before."""
+        return self._looks is not None and self._looks.was_missed(name, begun=begun)
+
+    async def _look(self, member: Member) -> None:
+        name = member.instance.id
+        if keeps_blocks(member) and member.drain is not None:
+            member.drain.reading((await self._checks.numbers(member.instance)).kept)
+            member.life.heard()
+            return
+        is_whole = self._schedule.is_whole(member, now=self._clock())
+        look = await self._checks.look(member.instance, is_whole=is_whole)
+        facts = member.facts  # of one that was just added, the models alone are known
+        was_away = member.life.state is HealthState.EJECTED  # it may be another engine by now
+        is_new = facts.models is None or facts.version is None or was_away
+        self._registry.learn(name, look)
+        if is_whole and is_new:
+            with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself
+                shown = await self._checks.numbers(member.instance)
+                mode = EngineMode(shown.mode) if shown.mode in tuple(EngineMode) else None
+                facts = EngineCapabilities(
+                    connector=shown.connector,
+                    mode=mode,
+                    protocol=shown.protocol,
+                    fingerprint=shown.fingerprint,
+                    engine_id=shown.engine_id,
+                    kv_role=shown.kv_role,
+                    started=shown.started,
+                )
+                self._registry.learn(name, facts)
+        member.life.seen(now=self._clock())

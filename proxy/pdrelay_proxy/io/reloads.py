@@ -1,0 +1,168 @@
+"""Certificates and keys in files are read again when the files change, as cert-manager and Kubernetes renew them."""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from pdrelay_proxy.core.admission.admin_key import AdminKey
+from pdrelay_proxy.core.admission.keys import Keyring, Outbound
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.background import meanwhile, repeatedly
+from pdrelay_proxy.io.files import (
+    client_keys,
+    engine_keys,
+    join_key,
+    operator_key,
+    renew_admin_tls,
+    renew_engine_tls,
+    renew_server_tls,
+)
+from pdrelay_proxy.settings import Settings
+
+logger = logging.getLogger(__name__)
+_EVERY_S: Final = 5.0  # seconds between two looks at the files; the kubelet renews mounted ones once a minute
+_Stamp: TypeAlias = tuple[int, int, int, bool] | None  # None: the file cannot be seen
+_SERVER: Final = ("tls_cert", "tls_key", "tls_client_ca")
+_ADMIN: Final = ("admin_tls_cert", "admin_tls_key")
+_ENGINES: Final = ("engine_ca", "engine_cert", "engine_key")
+_KEYS: Final = ("api_keys_file", "prefill_api_key_file", "decode_api_key_file")
+_OPERATORS: Final = ("admin_key_file", "join_key_file")
+# A key that is written in place is not whole before its line ends, and half of it must never open anything.
+_LINES: Final = frozenset({*_KEYS, *_OPERATORS})
+
+
+@dataclass(slots=True)
+class FileReloads:
+    """One task; run it for as long as the router serves. What a failed reload would replace stays in use."""
+
+    settings: Callable[[], Settings]  # those of now
+    server_tls: ssl.SSLContext | None
+    engine_tls: ssl.SSLContext
+    keyring: Keyring
+    outbound: Outbound
+    admin_key: AdminKey
+    counters: Counters
+    admin_tls: ssl.SSLContext | None = None
+    join_key: AdminKey = field(default_factory=AdminKey)
+    _seen: Mapping[str, tuple[str, _Stamp]] = field(default_factory=dict[str, tuple[str, _Stamp]])  # by setting
+    _held: frozenset[str] = frozenset()  # settings whose files changed and may be half written
+
+    def __post_init__(self) -> None:
+        self._seen = stamps_of(self.settings())
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Look while the block lasts."""
+        async with meanwhile(repeatedly(_EVERY_S, self.look, logger, "the files of certificates could not be seen")):
+            yield
+
+    async def look(self) -> None:
+        """Read again what has changed since the last look; a file system that hangs does not stop the router."""
+        settings = self.settings()
+        now = await asyncio.to_thread(stamps_of, settings)
+        before, self._seen = self._seen, now
+        changed = {name for name, (path, stamp) in now.items() if _is_replaced(before.get(name), path, stamp)}
+        half = {name for name in changed & _LINES if not _ends_with_line(now[name][1])}
+        for name in sorted(half):
+            said = "%s changed, and its last line has no line break, so it may be half written: read again in %g s"
+            logger.warning(said, name, _EVERY_S)
+        due, self._held = changed | self._held, frozenset()
+        for group, renew in (
+            (_SERVER, self._renew_server),
+            (_ADMIN, self._renew_admin),
+            (_ENGINES, self._renew_engines),
+            (_KEYS, self._renew_keys),
+            (_OPERATORS, self._renew_operator_keys),
+        ):
+            concerned = [name for name in group if name in due]
+            if not half.isdisjoint(concerned):
+                self._held |= frozenset(concerned)
+            elif concerned:
+                self._reload(concerned, renew, settings)
+
+    def _reload(self, names: list[str], renew: Callable[[Settings], None], settings: Settings) -> None:
+        try:
+            renew(settings)
+        except ConfigError as exc:
+            self.counters.file_reloads["failed",] += 1
+            logger.warning("%s changed and cannot be used, so what was read before stays: %s", ", ".join(names), exc)
+            return
+        self.counters.file_reloads["ok",] += 1
+        logger.info("%s changed and was read again", ", ".join(names))
+
+    def _renew_server(self, settings: Settings) -> None:
+        if self.server_tls is not None:
+            renew_server_tls(self.server_tls, settings)
+
+    def _renew_admin(self, settings: Settings) -> None:
+        if self.admin_tls is not None:
+            renew_admin_tls(self.admin_tls, settings)
+
+    def _renew_engines(self, settings: Settings) -> None:
+        renew_engine_tls(self.engine_tls, settings)
+
+    def _renew_keys(self, settings: Settings) -> None:
+        known, shown = client_keys(settings), engine_keys(settings)
+        self._check_unchanged(settings, _KEYS)
+        self.keyring.keys = known
+        self.outbound.change(shown)
+
+    def _renew_operator_keys(self, settings: Settings) -> None:
+        admin = operator_key(settings)
+        join = join_key(settings)
+        self._check_unchanged(settings, _OPERATORS)
+        self.admin_key.change(admin)
+        self.join_key.change(join)
+
+    def _check_unchanged(self, settings: Settings, names: tuple[str, ...]) -> None:
+        """Raise ConfigError if one of the files was written while it was read: the next look finds it changed."""
+        now = stamps_of(settings)
+        if any(now.get(name) != self._seen.get(name) for name in names):
+            raise ConfigError("it was written meanwhile")
+
+
+def stamps_of(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
+    """Return of each file that settings name what changes when it is replaced, also behind a symbolic link."""
+    return _stamps(settings, (*_SERVER, *_ADMIN, *_ENGINES, *_KEYS, *_OPERATORS))
+
+
+def key_stamps(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
+    """Return the same of the files of keys alone."""
+    return _stamps(settings, (*_KEYS, *_OPERATORS))
+
+
+def half_written(settings: Settings, stamps: Mapping[str, tuple[str, _Stamp]]) -> frozenset[str]:
+    """Return the settings whose files of keys have no last line break, or were written since they had these stamps."""
+    now = key_stamps(settings)
+    return frozenset(
+        name for name, (path, stamp) in now.items() if stamps.get(name) != (path, stamp) or not _ends_with_line(stamp)
+    )
+
+
+def _stamps(settings: Settings, names: tuple[str, ...]) -> Mapping[str, tuple[str, _Stamp]]:
+    paths: dict[str, str | None] = {name: getattr(settings, name) for name in names}
+    return {name: (path, _stamp(path, name in _LINES)) for name, path in paths.items() if path is not None}
+
+
+def _is_replaced(before: tuple[str, _Stamp] | None, path: str, stamp: _Stamp) -> bool:
+    """Tell whether the same file has changed; another file was read when its setting changed (SIGHUP)."""
+    return before is not None and before[0] == path and before[1] != stamp
+
+
+def _stamp(path: str, has_lines: bool) -> _Stamp:  # noqa: FBT001 (of one caller)
+    try:
+        found = Path(path).stat()
+        is_whole = not has_lines or Path(path).read_bytes()[-1:] == b"\n"
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size, is_whole
+
+
+def _ends_with_line(stamp: _Stamp) -> bool:
+    return stamp is None or stamp[3]

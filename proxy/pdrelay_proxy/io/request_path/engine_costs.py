@@ -1,0 +1,286 @@
+"""What it takes an engine to serve a request, for policies; and what its legs took, from those that send them.
+
+Only the policy ``expected_ttft`` asks for it: with any other there is none of these, and nothing is measured.
+"""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Final
+
+from pdrelay_proxy.core.admission.engine_outlook import EngineOutlook, OwnTimes, Step
+from pdrelay_proxy.core.expected_time import ExpectedTime
+from pdrelay_proxy.core.fleet.engine_speed import UNKNOWN, EngineSpeed, Line, LineFit, Priors
+from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.fleet.token_counts import TokenCounts
+from pdrelay_proxy.core.model import Instance, InstanceId, RequestId, Role, RoutingHints
+from pdrelay_proxy.io.request_path.caches import Caches
+
+_PRIORS_S: Final = 1.0  # seconds for which what is likely of an engine is not computed again
+_SURE: Final = 1.0  # measurements from which on an engine tells something about the others
+_DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
+_LOOKED_AT: Final = 64  # engines of a role of which an outlook is made
+
+
+class EngineCosts:
+    """Estimates, and learns from legs."""
+
+    def __init__(
+        self, registry: Registry, caches: Caches, clock: Callable[[], float], *, weight: float, itl_most_s: float | None
+    ) -> None:
+        """``weight``: for how many tokens a request's time between tokens counts beside its time to first token.
+
+        ``itl_most_s``: the longest pause that a prompt may cause in streams of a decode engine that computes it alone;
+        None: prompts are always split.
+        """
+        self._registry = registry
+        self._caches = caches
+        self._clock = clock  # seconds; the one of the fleet
+        self._weight = weight
+        self._itl_most_s = itl_most_s
+        self._tokens = TokenCounts()
+        self._priors: dict[Role, Priors] = {}
+        self._priors_at = -_PRIORS_S
+        self._expected: tuple[RoutingHints, ExpectedTime] | None = None
+
+    # ---- what a choice would cost
+
+    def prefill(self, instance: Instance, ask: RoutingHints) -> ExpectedTime:
+        """Return what a prefill engine's part of a request takes."""
+        return self._computing(self._registry.get(instance.id), instance, ask, is_there=False)
+
+    def decode(self, instance: Instance, ask: RoutingHints) -> ExpectedTime:
+        """Return what a decode engine's part takes that gets what it lacks from a prefill engine."""
+        member = self._registry.get(instance.id)
+        tokens, hit = self._counts(instance, ask, is_there=False)
+        if member is None:
+            return ExpectedTime(tokens=tokens, decode_hit=hit)
+        speed, priors, now = member.speed, self._likely(_DECODE), self._clock()
+        line = speed.transfer.among(priors.transfer, now)
+        step_s = self._step_s(speed, priors, now)
+        return ExpectedTime(
+            tokens=tokens,
+            transfer_s=line.at(speed.loading.left(line.slope_s, now) + tokens - hit),
+            decode_s=step_s,
+            burden_s=step_s * self._weight,
+            decode_hit=hit,
+        )
+
+    def alone(self, instance: Instance, ask: RoutingHints) -> ExpectedTime:
+        """Return what a request takes that a decode engine serves alone."""
+        member = self._registry.get(instance.id)
+        found = self._computing(member, instance, ask, is_there=True)
+        if member is None:
+            return found
+        step_s = self._step_s(member.speed, self._likely(_DECODE), self._clock())
+        return ExpectedTime(  # its first token comes out of the step that computes the end of the prompt
+            tokens=found.tokens,
+            queue_s=found.queue_s,
+            prefill_s=found.prefill_s,
+            pause_s=step_s + found.pause_s,
+            burden_s=found.burden_s + step_s * self._weight,
+            decode_hit=found.prefill_hit,
+        )
+
+    def spares(self, alone: ExpectedTime) -> bool:
+        """Tell whether a decode engine can compute a prompt without a pause in its streams that is too long."""
+        most = self._itl_most_s
+        return most is not None and alone.pause_s <= most
+
+    def spares_alone(self, instance: Instance, ask: RoutingHints) -> bool:
+        """Tell the same of an engine and a prompt."""
+        return self.spares(self.alone(instance, ask))
+
+    @property
+    def may_be_alone(self) -> bool:
+        """Whether a decode engine ever computes a prompt alone because that is faster."""
+        return self._itl_most_s is not None
+
+    def cached(self, instance: Instance, ask: RoutingHints) -> int:
+        """Return how many bytes of the prompt a decode engine has."""
+        return self._caches.matched(instance, ask, is_there=True)
+
+    def matched(self, instance: Instance, ask: RoutingHints) -> int:
+        """Return how many bytes of the prompt an engine has, or will soon."""
+        return self._caches.matched(instance, ask) if ask.prompt else 0
+
+    def recent(self, instance: Instance) -> float:
+        """Return the tokens of the legs that an engine was sent lately."""
+        member = self._registry.get(instance.id)
+        return 0.0 if member is None else member.speed.recent(self._clock())
+
+    def chose(self, ask: RoutingHints, expected: ExpectedTime) -> None:
+        """A request goes where this is expected."""
+        self._expected = ask, expected
+
+    def take_expected(self, ask: RoutingHints) -> ExpectedTime | None:
+        """Return what was expected of the latest choice, once, if it was this request's."""
+        latest, self._expected = self._expected, None
+        return None if latest is None or latest[0].prompt is not ask.prompt else latest[1]  # also of one sent again
+
+    def _computing(
+        self, member: Member | None, instance: Instance, ask: RoutingHints, *, is_there: bool
+    ) -> ExpectedTime:
+        tokens, hit = self._counts(instance, ask, is_there=is_there)
+        if member is None:
+            return ExpectedTime(tokens=tokens, prefill_hit=hit)
+        speed, now = member.speed, self._clock()
+        line = speed.prefill.among(self._likely(instance.role).prefill, now)
+        ahead = speed.computing.left(line.slope_s, now) + _elsewhere(member, now) * speed.tokens_mean
+        # Requests behind this one wait for what it has computed, the busier the engine. Without that, conversations
+        # leave the engine that has them for the first shorter queue, and at high load all compute more than is new.
+        new, busy = max(1, tokens - hit), speed.busy(line.slope_s, now)
+        return ExpectedTime(
+            tokens=tokens,
+            queue_s=ahead * line.slope_s,
+            prefill_s=line.at(new),
+            pause_s=(ahead + new) * line.slope_s,
+            burden_s=new * line.slope_s * busy * busy,
+            prefill_hit=hit,
+        )
+
+    def _step_s(self, speed: EngineSpeed, priors: Priors, now: float) -> float:
+        return speed.step.among(priors.step, now).at(len(speed.entered) + 1)
+
+    def _counts(self, instance: Instance, ask: RoutingHints, *, is_there: bool) -> tuple[int, int]:
+        """Return the tokens of a prompt, and how many of them an engine has."""
+        if not ask.prompt:
+            return 0, 0
+        per_byte = self._tokens.per_byte(ask)
+        matched = self._caches.matched(instance, ask, is_there=is_there)
+        tokens = max(1, int(len(ask.prompt) * per_byte))
+        return tokens, min(int(matched * per_byte), tokens)
+
+    def _likely(self, role: Role) -> Priors:
+        """Return what the engines of a role are like, as their median."""
+        now = self._clock()
+        if now >= self._priors_at + _PRIORS_S or not self._priors:
+            self._priors_at = now
+            for each in (Role.PREFILL, _DECODE):
+                speeds = [member.speed for member in self._registry.members() if member.as_role(each) is not None]
+                before = self._priors.get(Role.PREFILL, UNKNOWN) if each is _DECODE else UNKNOWN
+                self._priors[each] = Priors(
+                    _median([speed.prefill for speed in speeds], before.prefill),
+                    _median([speed.transfer for speed in speeds], before.transfer),
+                    _median([speed.step for speed in speeds], before.step),
+                )
+        return self._priors[role]
+
+    # ---- what the targets of classes are held against
+
+    def outlook(self, prefill: Sequence[Instance], decode: Sequence[Instance]) -> EngineOutlook | None:
+        """Return what these engines still have to do; None: those that compute prompts were not measured lately."""
+        now = self._clock()
+        computing, decoding = self._members(prefill or decode), self._members(decode)
+        if not any(member.speed.prefill.is_known(now) for member in computing):
+            return None
+        steps = [self._step(member.speed, now) for member in decoding]
+        is_known = any(member.speed.step.is_known(now) for member in decoding)
+        return EngineOutlook([self._queue_s(member, now) for member in computing], steps if is_known else ())
+
+    def own_times(
+        self,
+        prefill: Sequence[Instance],
+        decode: Sequence[Instance],
+        ask: RoutingHints,
+        outlook: EngineOutlook,
+        *,
+        alone_new: int,
+    ) -> OwnTimes:
+        """Return what a request takes beyond the shortest queue, at the engines where its first token comes first.
+
+        ``alone_new``: a decode engine that lacks fewer bytes of the prompt serves it alone.
+        """
+        now, found = self._clock(), list[ExpectedTime]()
+        lone, decoding = self._looked_at(decode), self._looked_at(decode)
+        if prefill:
+            size = ask.blocks.size if alone_new and ask.prompt else 0
+            lone = [one for one in lone if self.may_be_alone or (size and size - self.cached(one, ask) < alone_new)]
+            first = min([self.prefill(one, ask) for one in self._looked_at(prefill)], key=_ttft_s)
+            second = min([self.decode(one, ask) for one in decoding], key=_ttft_s)
+            found.append(self._measured(first.followed_by(second), decoding, now))
+        found += [self.alone(one, ask) for one in lone]
+        best = min(found, key=_ttft_s)
+        return OwnTimes(best.prefill_s, max(best.prefill_s, best.ttft_s - outlook.queue_s))
+
+    def _measured(self, expected: ExpectedTime, decode: Sequence[Instance], now: float) -> ExpectedTime:
+        """Leave out what was not measured: until then it is what an engine of another model would take."""
+        speeds = [member.speed for member in self._members(decode)]
+        return ExpectedTime(
+            tokens=expected.tokens,
+            queue_s=expected.queue_s,
+            prefill_s=expected.prefill_s,
+            transfer_s=expected.transfer_s if any(speed.transfer.is_known(now) for speed in speeds) else 0.0,
+            decode_s=expected.decode_s if any(speed.step.is_known(now) for speed in speeds) else 0.0,
+        )
+
+    def _looked_at(self, among: Sequence[Instance]) -> Sequence[Instance]:
+        """Return as many as are looked at, evenly from all."""
+        return among if len(among) <= _LOOKED_AT else among[:: -(-len(among) // _LOOKED_AT)]
+
+    def _members(self, among: Sequence[Instance]) -> list[Member]:
+        found = [self._registry.get(one.id) for one in self._looked_at(among)]
+        return [member for member in found if member is not None]
+
+    def _queue_s(self, member: Member, now: float) -> float:
+        speed = member.speed
+        line = speed.prefill.among(self._likely(member.instance.role).prefill, now)
+        return (speed.computing.left(line.slope_s, now) + _elsewhere(member, now) * speed.tokens_mean) * line.slope_s
+
+    def _step(self, speed: EngineSpeed, now: float) -> Step:
+        line, streams = speed.step.among(self._likely(_DECODE).step, now), len(speed.entered)
+        return line.at(streams + 1), line.slope_s, streams
+
+    # ---- what legs take
+
+    def reserved(self, instance: Instance, request: RequestId) -> None:
+        """A request has a slot at a decode engine."""
+        if (member := self._registry.get(instance.id)) is not None:
+            member.speed.reserve(request)
+
+    def sent(
+        self, instance: Instance, request: RequestId, ask: RoutingHints, *, computes: bool, is_timed: bool = True
+    ) -> None:
+        """A leg is sent to an engine, which computes what it lacks of the prompt, or gets that from another engine.
+
+        ``is_timed``: how long that takes will be told, by ``answered``.
+        """
+        member = self._registry.get(instance.id)
+        if member is None:
+            return
+        tokens, hit = self._counts(instance, ask, is_there=computes and instance.role is _DECODE)
+        if tokens and not is_timed:
+            member.speed.reserve(request)
+            self._caches.sent(instance, ask)
+        elif tokens:  # else it has none that are known
+            priors = self._likely(instance.role)
+            member.speed.send(request, max(1, tokens - hit), priors, self._clock(), computes=computes)
+            self._caches.sent(instance, ask)
+
+    def answered(self, instance: Instance, request: RequestId, ask: RoutingHints, counted: int | None) -> None:
+        """A leg has its answer, or the first token of its stream; ``counted``: tokens of the prompt, if it says."""
+        if (member := self._registry.get(instance.id)) is not None:
+            member.speed.answered(request, self._likely(instance.role), self._clock())
+        if counted is not None:
+            self._tokens.counted(ask, counted)
+
+    def stepped(self, instance: InstanceId, gaps: list[float]) -> None:
+        """The streams of a decode engine got their tokens so many seconds apart, in the last moment."""
+        if gaps and (member := self._registry.get(instance)) is not None:
+            member.speed.stepped(sum(gaps) / len(gaps), self._likely(_DECODE), self._clock())
+
+
+def _elsewhere(member: Member, now: float) -> int:
+    """Return how many requests an engine has of other routers and workers, as far as is known."""
+    load = member.load
+    return max(load.elsewhere + load.at_peers, load.waiting(now=now) - load.own)
+
+
+def _ttft_s(expected: ExpectedTime) -> float:
+    return expected.ttft_s
+
+
+def _median(fits: list[LineFit], otherwise: Line) -> Line:
+    lines = [fit.line for fit in fits if fit.line is not None and fit.count >= _SURE]
+    if not lines:
+        return otherwise
+    return Line(median([line.base_s for line in lines]), median([line.slope_s for line in lines]))

@@ -1,0 +1,103 @@
+"""What each policy is made of, and the fleet that they choose from."""
+
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
+
+from pdrelay_proxy.core.fleet.cache_index import CacheIndex
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.known_prompts import KnownPrompts
+from pdrelay_proxy.core.routing.alone_bound import AloneBound
+from pdrelay_proxy.core.routing.pairing import PairPolicy, PairSelector, Policy, PolicyPerLeg
+from pdrelay_proxy.core.routing.policies.expected_ttft import ExpectedTtft
+from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
+from pdrelay_proxy.core.routing.policies.power_of_two import PowerOfTwo
+from pdrelay_proxy.core.routing.policies.prefix import Prefix
+from pdrelay_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
+from pdrelay_proxy.core.routing.policies.session import Session
+from pdrelay_proxy.core.routing.policy_parts import PolicyParts
+from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
+from pdrelay_proxy.core.routing.share_bound import ShareBounds
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.request_path.caches import Caches
+from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
+from pdrelay_proxy.io.request_path.prompt_learner import PromptLearner
+from pdrelay_proxy.io.routing_plugins import installed_policy
+from pdrelay_proxy.settings import PolicyName, Settings
+
+Dice: TypeAlias = Callable[[int], int]  # dice(n): 0 to n-1
+
+
+ITL_WEIGHT: Final = 4.0  # tokens for which the time between tokens counts beside the time to first token
+_REMEMBERING: Final = (PolicyName.PREFIX, PolicyName.EXPECTED_TTFT)
+# They send an engine more than others for what it has; the load or turns bound the others.
+_LOYAL: Final = frozenset({PolicyName.PREFIX, PolicyName.SESSION})
+_OWN: Final[Mapping[str, Callable[[PolicyParts], Policy]]] = {
+    PolicyName.ROUND_ROBIN: lambda parts: RoundRobin(Rotation(parts.turn), Rotation(parts.turn)),
+    PolicyName.LEAST_LOADED: lambda parts: LeastLoaded(parts.load, parts.turn),
+    PolicyName.POWER_OF_TWO: lambda parts: PowerOfTwo(parts.load, parts.dice),
+    PolicyName.SESSION: lambda parts: Session(LeastLoaded(parts.load, parts.turn)),
+    PolicyName.PREFIX: lambda parts: Prefix(parts.load, LeastLoaded(parts.load, parts.turn), parts.caches),
+}
+
+
+def policy_of(name: str, parts: PolicyParts) -> Policy:
+    """Build the policy of one leg: the router's own, or one that is installed. Raises ConfigError."""
+    build = _OWN.get(name)
+    return installed_policy(name, parts) if build is None else build(parts)
+
+
+def fleet_of(
+    settings: Settings,
+    registry: Registry,
+    learned: PushCoordinates,
+    clock: Callable[[], float],
+    dice: Dice,
+    *,
+    turn: int = 0,
+    index: CacheIndex | None = None,
+    known: KnownPrompts | None = None,
+) -> LiveFleet:
+    """Return the engines under the policies of the settings; raises ConfigError: there is no such policy.
+
+    ``turn``: where policies begin, so that several workers do not all begin with the same engine; ``index``: what
+    engines tell of their caches; ``known``: the tokens of texts, to look them up there.
+    """
+    names = settings.prefill_policy, settings.decode_policy
+    if settings.return_kv and settings.decode_policy not in _REMEMBERING:
+        names_known = " or ".join(_REMEMBERING)
+        raise ConfigError(f"return_kv needs decode_policy {names_known}: others forget what decode engines have cached")
+    by_turns = set(names) == {PolicyName.ROUND_ROBIN}
+    if by_turns and not settings.classes:
+        # one for both legs together, or they would advance in step
+        choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
+        return LiveFleet(registry, PairSelector(registry, choice), learned, clock)
+    caches = Caches(PromptMemory(settings.prefix_lifetime_s), registry, clock, index, known)
+    learner, itl_s = None if known is None else PromptLearner(known, clock), settings.max_decode_itl_s or None
+    if PolicyName.EXPECTED_TTFT in names:
+        if len(set(names)) > 1:
+            raise ConfigError("expected_ttft chooses both engines: write it as prefill_policy and as decode_policy")
+        costs = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=itl_s)
+        weighing = ExpectedTtft(costs, dice)
+        bound = AloneBound(registry, clock, costs.spares_alone if costs.may_be_alone else None)
+        pairs = PairSelector(registry, weighing, weighing, bound, weighing=weighing, bounds=ShareBounds(registry))
+        return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=costs)
+    parts = PolicyParts(Loads(registry, clock).of, dice, turn, caches)
+    prefill, decode = (policy_of(name, parts) for name in names)
+    timing: EngineCosts | None = None
+    if settings.classes or (itl_s and settings.decode_policy == PolicyName.PREFIX):
+        timing = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=itl_s)
+    prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches, notes=timing is None)
+    if timing is not None and settings.prefill_policy == PolicyName.PREFIX:
+        prefill = prefix.copy()  # the costs note what engines are sent, once they have looked at what these have
+    if settings.decode_policy != PolicyName.PREFIX:
+        holders = prefill.holders if isinstance(prefill, Prefix) else None
+        choice = RoundRobin(Rotation(turn), Rotation(turn)) if by_turns else PolicyPerLeg(prefill, decode)
+        bounds = ShareBounds(registry) if set(names) & _LOYAL else None
+        pairs = PairSelector(registry, choice, prefill_holders=holders, bounds=bounds)
+        return LiveFleet(registry, pairs, learned, clock, caches, learner=learner, costs=timing)
+    choice = PolicyPerLeg(prefill, prefix, decode_first=True)
+    bound = AloneBound(registry, clock, timing.spares_alone if timing is not None and timing.may_be_alone else None)
+    pairs = PairSelector(registry, choice, prefix, bound, bounds=ShareBounds(registry))
+    return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=timing)

@@ -1,0 +1,470 @@
+"""What happens to requests and their legs, as one stream of events: counters, histograms, recent stats and the log.
+
+The request calls this at the transitions of its life (requests/lifecycle.py); nothing else counts requests. Nearly all
+calls are deferred (io/request_path/deferred.py): they cost least when they are made for many requests at a time. Spans
+get the same events from the request itself, for they have to be opened before a leg is sent (io/traces.py).
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Final
+
+from pdrelay_proxy.core.class_record import ClassOutcome, ClassRecord
+from pdrelay_proxy.core.counters import Counters
+from pdrelay_proxy.core.model import Instance, InstanceId, LegOrder, RequestId
+from pdrelay_proxy.core.protocol.fault_table import Failure, is_engines
+from pdrelay_proxy.core.protocol.kv_transfer_check import Arrival, arrival
+from pdrelay_proxy.core.recent_stats import RecentStats
+from pdrelay_proxy.core.request_history import RequestHistory
+from pdrelay_proxy.core.request_record import (
+    MoveOutcome,
+    MoveReason,
+    PromptRecord,
+    RequestOutcome,
+    RequestRecord,
+    Retry,
+)
+from pdrelay_proxy.io.logs import dropped_lines, lines_together
+from pdrelay_proxy.io.request_path.access_log import log_requests
+from pdrelay_proxy.io.request_path.deferred import DeferredCalls
+from pdrelay_proxy.io.request_path.pair_notes import PairNotes
+
+logger = logging.getLogger(__name__)
+_OK: Final = "ok"
+_ENGINES_AT_ONCE: Final = 20
+_STREAM_ABORTED: Final = RequestOutcome.STREAM_ABORTED  # looking a member up takes as long as a call
+_SERVER_ERROR: Final = RequestOutcome.SERVER_ERROR
+_AT_ONCE: Final = LegOrder.CONCURRENT
+_UNKNOWN: Final = Arrival.UNKNOWN
+_MET: Final = ClassOutcome.MET
+_CONNECTION_CLOSED: Final = Failure.CONNECTION_CLOSED
+_JUDGED: Final = frozenset({_MET, ClassOutcome.MISSED, ClassOutcome.REFUSED, ClassOutcome.EXPIRED})
+# For the status page: what became of the leg.
+_FAILED: Final[Mapping[Failure, str]] = {
+    Failure.UNREACHABLE: "did not reach the engine",
+    Failure.BAD_RESPONSE: "failed",
+    Failure.HTTP_5XX: "was answered with 5xx",
+    Failure.TIMEOUT: "timed out",
+    Failure.ENGINE_RESTARTED: "met an engine that had restarted",
+    Failure.BUSY: "was turned away: the engine is busy",
+    Failure.NO_KV_PARAMS: "was answered without KV, or without its model's name",
+    Failure.REFUSED: "was refused",
+    Failure.UNKNOWN_MODEL: "was refused by an engine that does not know the model",
+    Failure.NO_SUCH_PATH: "was refused: the engine has no such path",
+    Failure.WRONG_KEY: "was refused: the engine wants another key than the router shows",
+    Failure.ANSWER_REFUSED: "had an answer that the router does not pass on",
+    Failure.CONNECTION_CLOSED: "met a connection that the engine was closing",
+    Failure.ROUTER_LACKS: "was not sent: the router lacks descriptors, ports or memory",
+    Failure.NETWORK: "found no way to the engine",
+}
+_SAID: Final[Mapping[Failure, str]] = {
+    Failure.WRONG_KEY: "%(engine)s wants another API key than this router shows to it (PDRELAY_%(pool)s_API_KEY)",
+    Failure.NO_KV_PARAMS: "%(engine)s has answered without KV of the prompt (it keeps as much as it may, or has no "
+    "connector that sends KV), or without its model's name where a request named none: another "
+    "prefill engine, or a decode engine alone, serves such requests",
+}
+_SAY_AGAIN_S: Final = 3600.0
+
+
+class _Engine:
+    """The times of one engine's good legs, in seconds, until they are added up."""
+
+    __slots__ = ("answered", "at", "instance", "over")
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.answered: list[float] = []  # until the answer
+        self.over: list[float] = []  # until the end
+        self.at = 0.0  # the time of the latest of both
+
+    def add_up(self, counters: Counters, recent: RecentStats) -> None:
+        """Put them where they are read."""
+        name = self.instance.id
+        if self.answered:
+            counters.answer_times(self.instance).observe_all(self.answered)
+            recent.answers[name].add_all(self.answered, now=self.at)
+            self.answered.clear()
+        if self.over:
+            counters.legs[name, self.instance.role, _OK] += len(self.over)
+            recent.legs[name].add_all(self.over, now=self.at)
+            self.over.clear()
+
+
+class _Kind:
+    """The numbers of the requests that are alike in all labels, until they are added up. Times are seconds."""
+
+    __slots__ = (
+        "decode",
+        "durations",
+        "has_transfer",
+        "is_failed",
+        "is_part",
+        "mode",
+        "outcome",
+        "path",
+        "reason",
+        "ttft",
+        "unqueued",
+    )
+
+    def __init__(self, path: str, record: RequestRecord) -> None:
+        self.path = path
+        self.outcome = record.outcome
+        self.is_part = isinstance(record, PromptRecord)
+        self.is_failed = not self.is_part and (self.outcome is _SERVER_ERROR or self.outcome is _STREAM_ABORTED)
+        self.mode = record.mode
+        self.reason: str = record.single_reason or "none"
+        self.decode = None if record.decode is None else record.decode.instance
+        # A push whose legs went out at once may tell in its answer whether the KV cache arrived.
+        self.has_transfer = record.prefill is not None and record.status == 200 and record.push is not _AT_ONCE
+        self.durations: list[float] = []
+        self.ttft: list[float] = []
+        self.unqueued = 0  # requests that were admitted at once
+
+    def add_up(self, counters: Counters, recent: RecentStats, *, now: float) -> None:
+        """Put them where they are read."""
+        count = len(self.durations)
+        if not count:
+            return
+        if self.decode is not None:
+            counters.routed[self.mode, self.reason] += count
+            if self.has_transfer:
+                counters.transfers[self.decode, _UNKNOWN] += count
+        if not self.is_part:
+            counters.requests[self.path, self.outcome] += count
+            counters.durations.of((self.path, self.outcome)).observe_all(self.durations)
+            recent.requests.add_all(self.durations, now=now, failed=self.is_failed)
+            if self.unqueued:
+                counters.queue_times.of((self.path,)).counts[0] += self.unqueued
+            if self.ttft:
+                counters.ttft.of((self.path,)).observe_all(self.ttft)
+                recent.ttft.add_all(self.ttft, now=now)
+        self.ttft.clear()
+        self.durations.clear()
+        self.unqueued = 0
+
+
+class Telemetry:
+    """Takes in what happens to requests and their legs, and adds it up."""
+
+    def __init__(
+        self,
+        counters: Counters,
+        clock: Callable[[], float],
+        history: RequestHistory | None = None,
+        pairs: PairNotes | None = None,
+    ) -> None:
+        """``pairs``: is told what happens between two engines; None: nothing is."""
+        self._counters = counters
+        self._history = RequestHistory(0) if history is None else history
+        self._recent = RecentStats()
+        self._said = dict[tuple[InstanceId, Failure], float]()  # when it was told to the operator
+        self.transfers_expected: Counter[InstanceId] = Counter()  # by decode engine, ever
+        self.legs_under_way: Callable[[], Iterable[InstanceId]] = tuple  # the engine of each
+        self._clock = clock  # seconds; only differences count
+        self.later = DeferredCalls(lines_together, self._finish)
+        self._over: list[RequestRecord] = []  # whose lines are to be written
+        self._engines: dict[InstanceId, _Engine] = {}
+        self._kinds: dict[tuple[str, bool, str | None, str | None, str | None, str, bool, bool], _Kind] = {}
+        self._handoffs: list[float] = []  # seconds between a prefill answer and its decode leg, to be counted
+        # By path, and by engine where that is wanted: seconds between two reads of a stream, to be counted.
+        self._gaps: dict[tuple[str, InstanceId | None], list[float]] = {}
+        self.stepped: Callable[[InstanceId, list[float]], None] | None = None  # gets them; None: by path will do
+        self._pairs = pairs
+
+    @property
+    def counters(self) -> Counters:
+        """The counters, with all that has happened."""
+        self.later.settle()
+        self._add_up()
+        return self._counters
+
+    @property
+    def recent(self) -> RecentStats:
+        """The last five minutes, with all that has happened."""
+        self.later.settle()
+        self._add_up()
+        return self._recent
+
+    @property
+    def history(self) -> RequestHistory:
+        """The latest requests that are over, with all that has happened."""
+        self.later.settle()
+        return self._history
+
+    def settled_pairs(self) -> PairNotes:
+        """Return what is known of pairs of engines, with all that has happened; raises LookupError: nothing is."""
+        if self._pairs is None:
+            raise LookupError("pairs are not noted")
+        self.later.settle()
+        return self._pairs
+
+    @property
+    def pairs(self) -> PairNotes | None:
+        """What is told of pairs of engines; None: nothing is."""
+        return self._pairs
+
+    @property
+    def in_flight(self) -> Mapping[InstanceId, int]:
+        """How many legs each engine has now; engines without one are missing."""
+        return Counter(self.legs_under_way())
+
+    def counters_in_steps(self) -> Generator[None, None, Counters]:
+        """Return the counters after steps of a millisecond or so: thousands of engines may have had legs.
+
+        What happens between two steps may be missing: the next scrape has it.
+        """
+        self.later.settle()
+        engines, gaps = list(self._engines.values()), list(self._gaps.items())
+        for start in range(0, len(engines), _ENGINES_AT_ONCE):
+            for engine in engines[start : start + _ENGINES_AT_ONCE]:
+                engine.add_up(self._counters, self._recent)
+            yield
+        for start in range(0, len(gaps), _ENGINES_AT_ONCE):
+            self._count_gaps(gaps[start : start + _ENGINES_AT_ONCE])
+            yield
+        self._add_up_requests()
+        return self._counters
+
+    def keep(self, instances: frozenset[InstanceId]) -> None:
+        """Drop what is kept of removed instances: a fleet that changes must not grow it."""
+        self._add_up()
+        self._engines.clear()
+        self._kinds.clear()
+        for key in [key for key in self._gaps if key[1] is not None and key[1] not in instances]:
+            del self._gaps[key]  # what a stream there still adds is nobody's
+        self._counters.keep(instances)
+        self._recent.keep(instances)
+        if self._pairs is not None:
+            self._pairs.keep(instances)
+        self._said = {key: at for key, at in self._said.items() if key[0] in instances}
+        for gone in self.transfers_expected.keys() - instances:
+            del self.transfers_expected[gone]
+
+    # ---- legs
+
+    def legs_over(self, instance: Instance, answered_s: list[float], over_s: list[float], at: float) -> None:
+        """Good legs of an engine were answered, and were over, so long after they were sent."""
+        engine = self._engine(instance)
+        engine.answered += answered_s
+        engine.over += over_s
+        engine.at = at
+
+    def leg_ended(
+        self, instance: Instance, seconds: float, failure: Failure | None, request: RequestId, at: float
+    ) -> None:
+        """A leg is over."""
+        if failure is None:
+            engine = self._engine(instance)
+            engine.over.append(seconds)
+            engine.at = at
+            return
+        self._counters.legs[instance.id, instance.role, failure] += 1
+        if failure in _SAID:
+            self._say(instance, failure, at)
+        failed = is_engines(failure)  # a client's mistake is none of the engine's
+        self._recent.legs[instance.id].add_all([seconds], failed=failed, now=at)
+        if failed:
+            self._recent.failed(request, instance.id, f"a leg {_FAILED[failure]}", now=at)
+
+    def _say(self, instance: Instance, failure: Failure, at: float) -> None:
+        """Tell the operator what one alone can mend: each request would say it again."""
+        key = instance.id, failure
+        said_at = self._said.get(key)
+        if said_at is None or at >= said_at + _SAY_AGAIN_S:
+            self._said[key] = at
+            logger.warning(_SAID[failure], {"engine": instance.id, "pool": instance.pool.upper()})
+
+    def pair_failed(self, prefill: InstanceId, decode: InstanceId, failure: Failure, at: float) -> None:
+        """A decode leg has failed whose prefill engine had answered."""
+        if self._pairs is not None:
+            self._pairs.leg_failed(prefill, decode, failure, at)
+
+    def pair_blamed(self, record: RequestRecord, decode: InstanceId) -> None:
+        """Another pair has served what a decode engine answered with 5xx."""
+        if self._pairs is not None:
+            self._pairs.blamed(record, decode, self._clock())
+
+    def handed_over(self, seconds: float) -> None:
+        """The decode leg of a request was sent so long after its prefill leg was answered."""
+        self._handoffs.append(seconds)
+
+    def transfer_expected(self, decode: InstanceId) -> None:
+        """A decode engine has begun to answer a leg that followed its prefill leg: it should have got KV cache."""
+        self.transfers_expected[decode] += 1
+
+    def gaps(self, path: str, instance: InstanceId | None = None) -> list[float]:
+        """Return what takes the seconds between two reads of a stream of this path; see ``count_gaps``."""
+        label = self._counters.label(path)
+        found = self._gaps.get((label, instance))
+        if found is None:
+            found = self._gaps[label, instance] = []
+            self._counters.inter_token.of((label,))
+        return found
+
+    def count_gaps(self) -> None:
+        """Put the times between reads into their histograms: many at once cost a fraction of each at its read."""
+        self._count_gaps(self._gaps.items())
+
+    def _count_gaps(self, by_stream: Iterable[tuple[tuple[str, InstanceId | None], list[float]]]) -> None:
+        for (label, instance), gaps in by_stream:
+            if gaps:
+                self._counters.inter_token.of((label,)).observe_all(gaps)
+                if instance is not None and self.stepped is not None:
+                    self.stepped(instance, gaps)
+                gaps.clear()
+
+    # ---- requests
+
+    def request_over(self, record: RequestRecord) -> None:
+        """A request is over."""
+        kind = self._kind(record)
+        kind.durations.append(record.duration_s)
+        if record.queue_s == 0:
+            kind.unqueued += 1
+        elif record.queue_s is not None:
+            self._counters.queue_times.observe((kind.path,), record.queue_s)
+        if record.ttft_s is not None:
+            kind.ttft.append(record.ttft_s)
+        if record.push is _AT_ONCE:
+            self._push_over(record)
+        pairs, prefill, decode = self._pairs, record.prefill, record.decode
+        if pairs is not None and prefill is not None and decode is not None:
+            pairs.request_over(record, prefill, decode)
+        if record.of_class is not None:
+            self._class_over(record, record.of_class)
+        if record.retries:
+            self._count_retries(record.retries)
+        if kind.is_failed:
+            aborted = ", and the stream was aborted" if kind.outcome is _STREAM_ABORTED else ""
+            reason = f"answered with {record.status}{aborted}"
+            self._recent.failed(record.request_id, kind.path, reason, now=self._clock())
+        self._over.append(record)
+        if not self.later.is_settling:
+            self._log()
+
+    def _count_retries(self, retries: Sequence[Retry]) -> None:
+        for retry in retries:
+            if retry.reason is not _CONNECTION_CLOSED:  # it says nothing about an engine, or the request
+                self._counters.retries[retry.role, retry.reason] += 1
+
+    def _finish(self) -> None:
+        """End a batch of events."""
+        self._add_up()
+        self._log()
+
+    def _log(self) -> None:
+        if self._over:
+            over, self._over = self._over, []
+            log_requests(over)
+            self._history.add(over)
+
+    def _class_over(self, record: RequestRecord, of_class: ClassRecord) -> None:
+        """Count what became of a request by its class."""
+        outcome = of_class.outcome
+        if outcome is not None:
+            self._counters.class_requests[of_class.name, outcome] += 1
+            if outcome in _JUDGED:
+                is_missed, now = outcome is not _MET, self._clock()
+                self._recent.classes[of_class.name].add_all([record.ttft_s or 0.0], now=now, failed=is_missed)
+
+    def _push_over(self, record: RequestRecord) -> None:
+        """Count whether the KV cache of a push arrived; its answer may tell."""
+        end, decode = record.take_end(), record.decode
+        if record.status != 200 or record.prefill is None or decode is None:
+            return
+        result = arrival(end if decode.own_usage is None else decode.own_usage)
+        self._counters.transfers[decode.instance, result] += 1
+        if result is Arrival.NONE:
+            self._counters.transfers_missing[(decode.instance,)] += 1
+
+    def _kind(self, record: RequestRecord) -> _Kind:
+        decode = None if record.decode is None else record.decode.instance
+        path = self._counters.label(record.path)
+        is_200, outcome = record.status == 200, record.outcome
+        is_part, has_prefill = isinstance(record, PromptRecord), record.prefill is not None
+        key = path, is_200, record.single_reason, decode, record.push, outcome, has_prefill, is_part
+        found = self._kinds.get(key)
+        if found is None:
+            found = self._kinds[key] = _Kind(path, record)
+        return found
+
+    # ---- other events
+
+    def released(self, prefill: Instance, /, *, freed: bool) -> None:
+        """A prefill engine was asked to free blocks that nobody will read."""
+        self._counters.releases[prefill.id, "freed" if freed else "failed"] += 1
+
+    def differed(self, prefill: InstanceId, decode: InstanceId, /) -> None:
+        """The two engines of a request made different prompts of it."""
+        self._counters.mismatches[prefill, decode] += 1
+
+    def kv_return_looked_up(self, *, named: bool) -> None:
+        """A prefill leg was sent that names a decode engine with KV of earlier answers, or for which none is known."""
+        self._counters.return_kv_legs[("named" if named else "unknown",)] += 1
+
+    def stream_moved(self, reason: MoveReason, outcome: MoveOutcome, gap_s: float | None) -> None:
+        """A stream has moved, so long after it was cut; or it did not."""
+        self._counters.streams_moved[(reason, outcome)] += 1
+        if gap_s is not None:
+            self._counters.move_gaps.observe(gap_s)
+
+    def cache_missed(self, decode: InstanceId, /) -> None:
+        """A decode engine that was to have most of a prompt in its cache had far less."""
+        self._counters.cache_misses[(decode,)] += 1
+
+    def transfers_missing(self, decode: InstanceId, legs: int) -> None:
+        """By its own counters a decode engine got no KV cache for so many legs."""
+        self._counters.transfers_missing[(decode,)] += legs
+        reason = f"no KV cache arrived for {legs} legs"
+        self._recent.failed(RequestId("-"), decode, reason, now=self._clock())
+
+    def admin_action(self, action: str, outcome: str) -> None:
+        """An operator did something, or somebody tried to."""
+        self._counters.admin[action, outcome] += 1
+
+    def replaced_host(self, prefill: Instance, said: str) -> None:
+        """A prefill engine's answer named a host that no decode engine can reach."""
+        if not self._counters.unreachable_hosts[(prefill.id,)]:
+            logger.warning(
+                "%s names %r as the host of its KV cache, where no decode engine can reach it: %s is put in its place. "
+                "Set VLLM_NIXL_SIDE_CHANNEL_HOST there",
+                prefill.id,
+                said[:100],
+                prefill.address.host,
+            )
+        self._counters.unreachable_hosts[(prefill.id,)] += 1
+
+    def stalled_client(self) -> None:
+        """The connection of a client that reads nothing was closed."""
+        self._counters.write_timeouts[()] += 1
+
+    def refused_connection(self, reason: str) -> None:
+        """A connection was closed before its request was served."""
+        self._counters.connections_refused[(reason,)] += 1
+
+    # ---- adding up
+
+    def _engine(self, instance: Instance) -> _Engine:
+        found = self._engines.get(instance.id)
+        if found is None:
+            found = self._engines[instance.id] = _Engine(instance)
+        return found
+
+    def _add_up(self) -> None:
+        """Put what has happened into the counters and the recent stats: many events at once cost a fraction of each."""
+        self.count_gaps()
+        for engine in self._engines.values():
+            engine.add_up(self._counters, self._recent)
+        self._add_up_requests()
+
+    def _add_up_requests(self) -> None:
+        counters, recent, now = self._counters, self._recent, self._clock()
+        counters.log_lines_dropped[()] = dropped_lines()
+        for kind in self._kinds.values():
+            kind.add_up(counters, recent, now=now)
+        if self._handoffs:
+            counters.handoff.observe_all(self._handoffs)
+            recent.gaps.add_all(self._handoffs, now=now)
+            self._handoffs.clear()

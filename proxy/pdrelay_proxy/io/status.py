@@ -1,0 +1,283 @@
+"""The numbers of the status page: what the router knows now, and what the last five minutes were like."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdrelay_proxy.core.counters import Key
+from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
+from pdrelay_proxy.core.fleet.pair_matrix import PairMatrix
+from pdrelay_proxy.core.fleet.pair_rows import worst_rows
+from pdrelay_proxy.core.fleet.registry import Member, Registry
+from pdrelay_proxy.core.model import InstanceId
+from pdrelay_proxy.core.recent_stats import SPAN_S
+from pdrelay_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups_in_steps
+from pdrelay_proxy.core.schemas import Bin
+from pdrelay_proxy.core.schemas.pairs import PairRow
+from pdrelay_proxy.core.schemas.roles import RolesPart
+from pdrelay_proxy.core.steps import finish
+from pdrelay_proxy.core.workers.reports import Part, Whole, bin_of
+from pdrelay_proxy.io.build import find_build
+from pdrelay_proxy.io.request_path.pair_notes import PairNotes
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
+
+_STEP_S: Final = 5
+_MINUTE_S: Final = 60
+_STEPS: Final = SPAN_S // _STEP_S
+_QUIET: Final = Bin(0, 0, None, None)
+_ID_SHOWN: Final = 13  # characters: "pdrelay-" and eight digits
+_FAILURES: Final = 50  # that are shown
+_AT_ONCE: Final = 16  # engines in one step
+_PAIRS: Final = 24  # that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Minute:
+    """The last minute; means are seconds, None where nothing happened."""
+
+    requests_per_s: float
+    failed: int
+    ttft_s: float | None
+    gap_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The last five minutes in steps, the oldest first; times are seconds."""
+
+    step_s: int
+    requests: list[int]
+    failed: list[int]
+    ttft_mean_s: list[float | None]
+    ttft_worst_s: list[float | None]
+    gap_mean_s: list[float | None]
+    gap_worst_s: list[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One instance."""
+
+    id: str
+    role: str
+    state: str
+    why: str
+    in_flight: int
+    legs_per_s: float  # of those that ended, last minute
+    failed: int  # legs, last five minutes
+    answer_s: float | None  # mean of the last five minutes
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """The queue; ``refused`` since the start."""
+
+    waiting: int
+    admitted: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClassStatus:
+    """Requests of one class that had a target: those within it, and those that missed it or were refused."""
+
+    name: str
+    met_per_s: float  # last minute
+    met: int  # last five minutes
+    missed: int  # the same, with those that were refused
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairsStatus:
+    """Pairs of engines, as far as the worker that is asked has seen them."""
+
+    known: int
+    resting: int
+    worst: list[PairRow]  # those that fail, and then those that were used last
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Something that went wrong."""
+
+    ago_s: float
+    request: str
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything at once."""
+
+    version: str  # with the commit, and whether the request path is compiled
+    uptime_s: float
+    last_minute: Minute
+    series: Series
+    instances: list[Engine]
+    warnings: Sequence[str]  # what is wrong with the fleet as a whole
+    groups: Sequence[EngineGroup]  # of engines that fit each other; empty: all of them do
+    pairs: PairsStatus
+    roles: RolesPart | None  # None: the router does not decide on them, or has not yet
+    queue: QueueStatus
+    classes: list[ClassStatus]  # none: there are none, or nothing came for five minutes
+    failures: list[Failed]
+    worker: int  # which process has answered; the numbers are those of all
+    workers: int  # how many there are that answer
+
+
+class Status:
+    """Puts the numbers together when somebody asks for them."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        engines: Registry,
+        clock: Callable[[], float],
+        may_be_alone: Callable[[], bool] = lambda: True,
+        pairs: PairNotes | None = None,
+        *,
+        roles: Callable[[], RolesPart | None] = lambda: None,
+        warnings: FleetWarnings | None = None,
+    ) -> None:
+        self._telemetry = telemetry
+        self._engines = engines
+        self._clock = clock  # the one of ``telemetry``
+        self._may_be_alone = may_be_alone  # decode engines may serve alone, by the settings of now
+        self._pairs = PairNotes(engines, PairMatrix(0)) if pairs is None else pairs
+        self._roles = roles  # what this worker has decided on them; None: nothing
+        self._warnings = warnings or FleetWarnings()
+        self._start = clock()
+
+    def part(self) -> Part:
+        """Return what this process has seen, for whoever adds it up."""
+        return finish(self._part_in_steps())
+
+    def _part_in_steps(self) -> Generator[None, None, Part]:
+        now, recent = self._clock(), self._telemetry.recent
+        self._telemetry.keep(frozenset(member.instance.id for member in self._engines.members()))
+        legs, span, answers = dict[InstanceId, Bin](), dict[InstanceId, Bin](), dict[InstanceId, Bin]()
+        for number, (name, ring) in enumerate(tuple(recent.legs.items())):
+            if number % _AT_ONCE == 0:
+                yield
+            legs[name], span[name] = ring.last(_MINUTE_S, now=now), ring.last(SPAN_S, now=now)
+        for number, (name, ring) in enumerate(tuple(recent.answers.items())):
+            if number % _AT_ONCE == 0:
+                yield
+            answers[name] = ring.last(SPAN_S, now=now)
+        yield
+        rings = {"requests": recent.requests, "ttft": recent.ttft, "gaps": recent.gaps}
+        return Part(
+            minute={name: ring.last(_MINUTE_S, now=now) for name, ring in rings.items()},
+            series={name: ring.bins(now=now, step_s=_STEP_S) for name, ring in rings.items()},
+            legs=legs,
+            span=span,
+            answers=answers,
+            failures=[(now - one.at, _short(one.request), one.where, one.reason) for one in recent.failures],
+            classes={
+                name: (ring.last(_MINUTE_S, now=now), ring.last(SPAN_S, now=now))
+                for name, ring in recent.classes.items()
+            },
+            roles=self._roles(),
+        )
+
+    def now(self, whole: Whole) -> Snapshot:
+        """Return what is known now, by all workers."""
+        return finish(self.in_steps(whole))
+
+    def in_steps(self, whole: Whole) -> Generator[None, None, Snapshot]:
+        """Put the same together in steps of some engines, of a millisecond or so each."""
+        workers = whole.all
+        own = yield from self._part_in_steps()
+        parts, in_flight = [own, *(one.part for one in whole.others)], [one.legs for one in workers]
+        engines = list[Engine]()
+        for number, member in enumerate(self._engines.members()):
+            if number % _AT_ONCE == 0:
+                yield
+            engines.append(_engine(member, parts, in_flight))
+        yield
+        groups = yield from fleet_groups_in_steps(self._engines, may_be_alone=self._may_be_alone())
+        yield
+        failures = sorted((Failed(*failure) for part in parts for failure in part.failures), key=lambda one: one.ago_s)
+        requests, ttft, gaps = (
+            bin_of(part.minute.get(name, _QUIET) for part in parts) for name in ("requests", "ttft", "gaps")
+        )
+        return Snapshot(
+            version=str(find_build()),
+            uptime_s=self._clock() - self._start,
+            last_minute=Minute(requests.count / _MINUTE_S, requests.failed, ttft.mean, gaps.mean),
+            series=_series(parts),
+            instances=engines,
+            warnings=self._warnings.texts,
+            groups=groups,
+            pairs=self._pair_status(),
+            roles=next((part.roles for part in parts if part.roles is not None), None),
+            queue=QueueStatus(
+                sum(one.waiting for one in workers),
+                sum(one.admitted for one in workers),
+                sum(sum(one.refused.values()) for one in workers),
+            ),
+            classes=_classes(parts, [self._telemetry.counters.class_waiting, *_waiting(whole)]),
+            failures=failures[:_FAILURES],
+            worker=whole.own.worker,
+            workers=whole.serving,
+        )
+
+    def _pair_status(self) -> PairsStatus:
+        pairs = self._pairs
+        worst = worst_rows(pairs.matrix, pairs.health, pairs.modes, pairs.find, _PAIRS, now=self._clock())
+        return PairsStatus(len(pairs.matrix), pairs.health.resting, worst)
+
+
+def _waiting(whole: Whole) -> list[Mapping[Key, int]]:
+    """Return what waits at the other workers, by class."""
+    return [one.counts.counters.get("class_waiting", {}) for one in whole.others]
+
+
+def _classes(parts: Sequence[Part], waiting: Sequence[Mapping[Key, int]]) -> list[ClassStatus]:
+    found = list[ClassStatus]()
+    for name in sorted({name for part in parts for name in part.classes}):
+        bins = [part.classes[name] for part in parts if name in part.classes]
+        minute, span = bin_of(one for one, _ in bins), bin_of(one for _, one in bins)
+        met_per_s = (minute.count - minute.failed) / _MINUTE_S
+        waits = sum(counts.get((name,), 0) for counts in waiting)
+        if span.count:
+            found.append(ClassStatus(name, met_per_s, span.count - span.failed, span.failed, waits))
+    return found
+
+
+def _series(parts: Sequence[Part]) -> Series:
+    quiet = [_QUIET] * _STEPS
+    requests, ttft, gaps = (
+        [bin_of(bins) for bins in zip(*(part.series.get(name, quiet) for part in parts), strict=True)]
+        for name in ("requests", "ttft", "gaps")
+    )
+    return Series(
+        _STEP_S,
+        [one.count for one in requests],
+        [one.failed for one in requests],
+        [one.mean for one in ttft],
+        [one.worst for one in ttft],
+        [one.mean for one in gaps],
+        [one.worst for one in gaps],
+    )
+
+
+def _engine(member: Member, parts: Sequence[Part], in_flight: Sequence[Mapping[InstanceId, int]]) -> Engine:
+    instance = member.instance
+    return Engine(
+        id=instance.id,
+        role=member.role if member.turn is None else f"{member.role}, to {member.turn.to}",
+        state=member.life.state,
+        why=member.life.why,
+        in_flight=sum(legs.get(instance.id, 0) for legs in in_flight),
+        legs_per_s=bin_of(part.legs.get(instance.id, _QUIET) for part in parts).count / _MINUTE_S,
+        failed=bin_of(part.span.get(instance.id, _QUIET) for part in parts).failed,
+        answer_s=bin_of(part.answers.get(instance.id, _QUIET) for part in parts).mean,
+    )
+
+
+def _short(request: str) -> str:
+    """Return the beginning of an id: enough to find it in the log, and not the name of a request."""
+    return request if len(request) <= _ID_SHOWN else request[:_ID_SHOWN] + "..."

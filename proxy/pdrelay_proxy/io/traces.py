@@ -1,0 +1,159 @@
+"""Spans: a request, its legs, the handoff between them, and what engines noted.
+
+OpenTelemetry stops at this file, and loads with it.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from pdrelay_proxy.core.model import Headers, Instance, Role
+from pdrelay_proxy.core.request_record import RequestOutcome, RequestRecord
+from pdrelay_proxy.core.request_timeline import Row, router_timeline
+from pdrelay_proxy.io.engine_spans import AddRows
+from pdrelay_proxy.io.request_path.access_log import fields
+
+_CONTEXT: Final = TraceContextTextMapPropagator()  # W3C: traceparent, tracestate
+_NAMES: Final = frozenset(name.encode() for name in _CONTEXT.fields)
+_ELSEWHERE: Final = frozenset({"path", "status", "mode", "retries"})  # fields of the log that spans name otherwise
+_BAD: Final = 400  # statuses from here on are errors
+_MOST_EVENTS: Final = 64  # of one span, the first ones; OpenTelemetry keeps the last 128
+_MOST_NS: Final = 1 << 63  # since the epoch
+_MOST_ROWS: Final = 256  # of the engines of one request, the first ones
+
+
+class Traces:
+    """The spans of one router; the environment's OTEL_* variables apply as in every OpenTelemetry program."""
+
+    def __init__(self, paths: frozenset[str], processor: SpanProcessor) -> None:
+        name = Resource({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "pdrelay")})
+        self._provider = TracerProvider(resource=Resource.create().merge(name), shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("pdrelay_proxy")
+        self._paths = paths
+        self.ended: Callable[[RequestRecord, AddRows], None] | None = None  # is told of each request that is over
+
+    @classmethod
+    def to(cls, endpoint: str, paths: frozenset[str]) -> "Traces":
+        """Send the spans by OTLP over HTTP to a collector at this base URL, in batches and from a thread."""
+        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
+        return cls(paths, BatchSpanProcessor(exporter))
+
+    def close(self) -> None:
+        """Send what is left; may take seconds."""
+        self._provider.shutdown()
+
+    def request(self, record: RequestRecord, headers: Headers) -> "TracedRequest":
+        """Open the span of a request, under the client's own if it has one."""
+        parent = _CONTEXT.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
+        path = record.path
+        name = f"POST {path}" if path in self._paths else "request"
+        attributes = {"url.path": path, "pdrelay.request_id": record.request_id}
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)
+        return TracedRequest(self._tracer, span, record, self.ended)
+
+
+class TracedRequest:
+    """The span of one request; those of its legs hang under it."""
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        span: Span,
+        record: RequestRecord,
+        ended: Callable[[RequestRecord, AddRows], None] | None,
+    ) -> None:
+        self._tracer = tracer
+        self._ended = ended
+        self._legs = dict[str, Context]()  # the last one of each engine
+        self._span = span
+        self._context = set_span_in_context(span)
+        self._record = record
+        self._handed_ns: int | None = None  # when the prefill engine had answered, since the epoch
+
+    def leg(self, instance: Instance, headers: Headers) -> tuple["TracedLeg", Headers]:
+        """Open the span of a leg; return it, and the headers that name it to the engine in place of the client's."""
+        if instance.role is Role.DECODE and self._handed_ns is not None:
+            self._tracer.start_span("handoff", self._context, start_time=self._handed_ns).end()
+        attributes = {"pdrelay.instance": instance.id, "pdrelay.role": instance.role}
+        span = self._tracer.start_span(f"{instance.role} leg", self._context, SpanKind.CLIENT, attributes)
+        carrier: dict[str, str] = {}
+        self._legs[instance.id] = context = set_span_in_context(span)
+        _CONTEXT.inject(carrier, context)
+        others = tuple(header for header in headers if header[0] not in _NAMES)
+        return TracedLeg(span), (*others, *((name.encode(), value.encode()) for name, value in carrier.items()))
+
+    def handed_over(self) -> None:
+        """The prefill engine has answered: the time until the decode leg is sent is the handoff."""
+        self._handed_ns = time.time_ns()
+
+    def end(self) -> None:
+        """The request is over: its record says how."""
+        span, record = self._span, self._record
+        outcome = record.outcome
+        span.set_attribute("http.response.status_code", record.status)
+        for name, value in fields(record).items():
+            if value is not None and name not in _ELSEWHERE:
+                span.set_attribute(f"pdrelay.{name}", value if isinstance(value, int | float) else str(value))
+        span.set_attribute("pdrelay.outcome", outcome)
+        span.set_attribute("pdrelay.mode", record.mode)
+        span.set_attribute("pdrelay.retries", len(record.retries))
+        if outcome in (RequestOutcome.SERVER_ERROR, RequestOutcome.STREAM_ABORTED):
+            span.set_status(StatusCode.ERROR, record.error)
+        if span.is_recording():  # a sampler may have left it out
+            self._add_timeline(time.time_ns())
+            if self._ended is not None and self._legs:
+                self._ended(record, self._add_engine_rows)
+        span.end()
+
+    def _add_timeline(self, now_ns: int) -> None:
+        """Add the router's rows of ``pdrelay why`` as events, each at its begin, in nanoseconds since the epoch."""
+        record = self._record
+        began_ns = now_ns - int(record.duration_s * 1e9)
+        for row in router_timeline(record, record.duration_s).rows[:_MOST_EVENTS]:
+            attributes: dict[str, str | float] = {"pdrelay.where": row.where, "pdrelay.duration_ms": row.duration_ms}
+            if row.note:
+                attributes["pdrelay.note"] = row.note
+            self._span.add_event(row.what, attributes, began_ns + int(row.begin_ms * 1e6))
+
+    def _add_engine_rows(self, began_at: float, rows: Sequence[Row]) -> None:
+        """Add the engines' rows as spans of their legs; ``began_at``: of the request, in seconds since the epoch."""
+        began_ns = int(began_at * 1e9)
+        for row in rows[:_MOST_ROWS]:
+            attributes = {"pdrelay.instance": row.where} | ({"pdrelay.note": row.note} if row.note else {})
+            begin_ns = began_ns + int(row.begin_ms * 1e6)
+            end_ns = begin_ns + int(row.duration_ms * 1e6)
+            if not 0 <= begin_ns <= end_ns < _MOST_NS:  # an engine's clock; the exporter would drop all it has with it
+                continue
+            under = self._legs.get(row.leg, self._context)
+            span = self._tracer.start_span(row.what, under, SpanKind.INTERNAL, attributes, start_time=begin_ns)
+            span.end(end_ns)
+
+
+class TracedLeg:
+    """The span of one leg."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def answered(self, status: int) -> None:
+        """The head of the response is here."""
+        self._span.add_event("answered")
+        self._span.set_attribute("http.response.status_code", status)
+        if status >= _BAD:
+            self._span.set_status(StatusCode.ERROR)
+
+    def end(self, error: Exception | None) -> None:
+        """The leg is over; ``error``: why it has failed."""
+        if error is not None:
+            self._span.set_status(StatusCode.ERROR, str(error))
+        self._span.end()

@@ -1,0 +1,266 @@
+"""One connection to an engine: sends a request, and gives the response, as its reader finds it, to a handler."""
+
+import asyncio
+import select
+from collections.abc import Sequence
+from typing import Final, Protocol, cast
+
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.io.wire.request_head import Heads
+from pdrelay_proxy.io.wire.response_handler import ResponseHandler
+from pdrelay_proxy.io.wire.response_reader import ResponseReader
+from pdrelay_proxy.io.wire.simple_response import CONTENT_TYPE, SimpleResponses, parse_single_chunk
+
+# An engine that closes an idle connection as a request is written to it is heard of after one round trip; one that has
+# read the request and dies later has failed it.
+STALE_S: Final = 1.0
+
+
+class Owner(Protocol):
+    """Keeps connections; the calls never wait and never raise."""
+
+    def opened(self, connection: "Connection", /) -> None:
+        """It can be used."""
+        ...
+
+    def ended(self, connection: "Connection", /) -> None:
+        """It can be used no more: once, and as soon as that is known."""
+        ...
+
+    def closed(self, connection: "Connection", /) -> None:
+        """Its socket is closed: once, and after it has ended."""
+        ...
+
+
+class Peer:
+    """What is kept of one address: connections, the one used last at the end, and the beginnings of requests."""
+
+    __slots__ = ("address", "heads", "idle", "is_forgotten", "responses")
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.idle: list[Connection] = []
+        self.heads = Heads(address)
+        self.responses = SimpleResponses()
+        self.is_forgotten = False  # nothing waited there: the next request to it gets another one of these
+
+
+class Connection:
+    """Sends one request at a time, and gives what comes back to its ResponseHandler. It is an asyncio.Protocol.
+
+    It is not derived from that class: mypyc would not clear weak references to what is.
+    """
+
+    _transport: asyncio.Transport  # nobody gets the connection before it has one
+
+    def __init__(self, peer: Peer, owner: Owner) -> None:
+        self.peer = peer  # what it leads to
+        self.clock = asyncio.get_running_loop().time
+        self.heard_at = self.clock()  # when it began, a request was sent, some of an answer came, or reading went on
+        self._owner = owner
+        self._poll = select.poll()
+        self._reader = ResponseReader()
+        self._reply: ResponseHandler | None = None
+        self._begun = False  # it has been told of the head
+        self._usable = True  # as far as we know another request may be sent when this one is done
+        self._ended = False
+        self._held_up = False  # the engine has to wait
+        self._paused = False  # there is too much to write
+        self._is_reused = False  # it has served a request before this one
+        self._unwritten = False  # the engine has closed it before the request could be written
+
+    # For its owner
+
+    @property
+    def idle(self) -> bool:
+        """Tell whether it has no request."""
+        return self._reply is None
+
+    @property
+    def held_up(self) -> bool:
+        """Tell whether the engine has to wait for us."""
+        return self._held_up
+
+    def is_silent(self) -> bool:
+        """Tell whether nothing waits to be read, not even the engine's end of the connection."""
+        return not self._poll.poll(0)
+
+    def start(self, call: ResponseHandler, head: bytes, body: Sequence[bytes | memoryview]) -> bool:
+        """Send a request at once, however long it is, and tell ``call`` of its answer; False: it is over.
+
+        ``body``: its pieces. Several are written in one go, and not copied for it.
+        """
+        transport = self._transport
+        if transport.is_closing():
+            return False
+        self._reply, call.source = call, self
+        self.heard_at = self.clock()
+        first = body[0]
+        if len(body) == 1 and isinstance(first, bytes):
+            transport.write(head + first)
+        else:
+            transport.writelines([head, *body])
+        self._unwritten = transport.is_closing()
+        return True
+
+    @property
+    def is_sent(self) -> bool:
+        """Tell whether the engine has all of the request, or will have it in a moment."""
+        return not (self._paused or self._unwritten)
+
+    def rest(self) -> bool:
+        """Let go of a request that is answered; False: no other may follow."""
+        done = self._reply is None or self._reply.complete
+        if not (self._usable and done) or self._transport.get_write_buffer_size():
+            return False
+        self._reply = None
+        self._is_reused = True
+        self._reader.loose = 0
+        if self._held_up:
+            self.resume_reading()
+        return True
+
+    def pause_reading(self) -> None:
+        """Let the engine wait."""
+        self._held_up = True
+        if self._reader.is_tls and (self._reply is None or self._reply.complete):
+            self._usable = False  # what comes now is read, and neither decrypted nor seen by ``silent``
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Go on."""
+        if self._held_up:
+            self.heard_at = self.clock()  # nothing could be heard before
+        self._held_up = False
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def give_up(self, error: EngineError) -> bool:
+        """Close it, and give whoever waits for an answer that error; tell whether somebody did."""
+        reply = self._reply
+        if reply is None or reply.complete or reply.error is not None:
+            return False
+        reply.give_up(error)
+        return True
+
+    def abort(self) -> None:
+        """Close it at once; whoever waits for an answer gets an error."""
+        self._transport.abort()
+        self._end(None)
+
+    def dismiss(self) -> None:
+        """Forget a connection that nobody has got, whether or not the event loop will tell its end."""
+        if hasattr(self, "_transport"):
+            self.abort()
+        self._closed()
+
+    # For the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport."""
+        self._transport = cast("asyncio.Transport", transport)  # create_connection makes no other
+        self._owner.opened(self)
+        sock = None if transport.is_closing() else transport.get_extra_info("socket")
+        if sock is None:  # it was reset as it opened: a uvloop transport has no socket then
+            self._usable = False
+            transport.close()
+        else:
+            self._poll.register(sock.fileno(), select.POLLIN)
+            self._reader.is_tls = transport.get_extra_info("ssl_object") is not None
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the engine has sent."""
+        reply = self._reply
+        if reply is None or reply.complete:
+            self._unasked()
+            return
+        self.heard_at = self.clock()
+        try:
+            piece = parse_single_chunk(data) if self._reader.between else None
+            if piece is None:
+                self._read(reply, data)
+            else:
+                self._reader.loose = 0
+                reply.chunk_arrived(data, piece)
+        except Exception as bug:  # noqa: BLE001 (whatever it is, it is not the engine's: who is told says what follows)
+            self._crash(reply, bug)
+
+    def _read(self, reply: ResponseHandler, data: bytes) -> None:
+        """Take what is no chunk that has come alone."""
+        reader = self._reader
+        body = None if reader.in_response else self.peer.responses.match(data)
+        if body is not None:
+            self._usable = self._usable and not (reader.is_tls and self._held_up)  # of which the reader knows nothing
+            reply.arrived_whole(CONTENT_TYPE, body)
+            return
+        fault = reader.feed(data)
+        if reader.headed and not self._begun:
+            self._begun = True
+            reply.began(reader.status, reader.content_type, reader.load)
+        if reader.pieces:
+            pieces, reader.pieces = reader.pieces, []
+            reply.arrived(pieces[0] if len(pieces) == 1 else b"".join(pieces), last=reader.done)
+        if reader.done:
+            self._answered(reply, clean=fault is None)
+        elif fault is not None:
+            error = EngineError(f"{reply.engine} answered with something that is not HTTP/1.1: {fault}")
+            error.__cause__ = fault
+            reply.give_up(error)
+
+    def _crash(self, reply: ResponseHandler, bug: Exception) -> None:
+        reply.crashed(bug)
+        if self._reply is reply:
+            self.abort()
+
+    def eof_received(self) -> None:
+        """Note that the engine sends no more: the end of an answer without a length, and of no other."""
+        reply = self._reply
+        if reply is None or reply.complete:
+            self._unasked()
+        elif self._reader.until_eof:
+            self._answered(reply, clean=False)
+        else:
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note that it is over."""
+        self._end(exc)
+        self._closed()
+
+    def pause_writing(self) -> None:
+        """Write no more for now."""
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        self._paused = False
+
+    def _answered(self, reply: ResponseHandler, *, clean: bool) -> None:
+        reader = self._reader
+        self._usable = self._usable and clean and reader.keeps and not (reader.is_tls and self._held_up)
+        reader.forget_head()
+        self._begun = False
+        reply.ended()
+
+    def _closed(self) -> None:
+        self._owner.closed(self)
+        self._reader.close()
+
+    def _unasked(self) -> None:
+        """Drop a connection on which something comes that nobody asked for; an answer is never made of it."""
+        self._usable = False
+        if self._reply is None:
+            self.abort()
+
+    def _end(self, exc: BaseException | None) -> None:
+        if self._ended:
+            return
+        self._ended, self._usable = True, False
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            is_unheard = self._is_reused and not self._reader.in_response
+            is_stale = is_unheard and self.clock() - self.heard_at < STALE_S
+            reply.broke_off(exc, was_stale=is_stale, was_sent=self.is_sent)
+        self._owner.ended(self)

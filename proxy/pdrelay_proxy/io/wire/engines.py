@@ -1,0 +1,98 @@
+"""vLLM over HTTP, by the router's own client."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Self
+
+from pdrelay_proxy.core.admission.keys import Outbound
+from pdrelay_proxy.core.model import EngineResponse, Headers, Instance, LegRequest
+from pdrelay_proxy.errors import EngineTimeout
+from pdrelay_proxy.io.fair_timeout import FairTimeout
+from pdrelay_proxy.io.wire.connection_guard import Guard
+from pdrelay_proxy.io.wire.engine_tls import EngineTls
+from pdrelay_proxy.io.wire.leg_sender import LegSender
+from pdrelay_proxy.io.wire.pool import Dial, Pool
+from pdrelay_proxy.io.wire.response_handler import ResponseHandler
+from pdrelay_proxy.io.wire.whole_response import WholeAnswer
+from pdrelay_proxy.settings import Settings
+
+
+class WireEngines:
+    """Keeps connections to every engine; use it as a context manager.
+
+    It speaks HTTP/1.1 alone, follows no redirect, keeps no cookie, and asks for no compression. A request is written to
+    one connection once: nothing is sent again behind the back of who asked.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        outbound: Outbound | None = None,
+        tls: EngineTls | None = None,
+        guard: Guard | None = None,
+        dial: Dial | None = None,
+    ) -> None:
+        self._probe_timeout_s = settings.health_check_timeout_s
+        self._pool = Pool(
+            keepalive_s=settings.engine_keepalive_s,
+            connect_timeout_s=settings.connect_timeout_s,
+            tls=tls,
+            guard=guard,
+            dial=dial,
+        )
+        self._teller = LegSender(self._pool, outbound or Outbound())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._pool.close()
+
+    @property
+    def pool(self) -> Pool:
+        """The connections, for those who look after them."""
+        return self._pool
+
+    @property
+    def teller(self) -> LegSender:
+        """Asks by the same connections, and has answers told."""
+        return self._teller
+
+    def give_up(self, instance: Instance, *, silent_s: float) -> int:
+        """End the requests to an engine that hangs: those that heard nothing from it for so long; return how many."""
+        return self._pool.give_up(instance, silent_s=silent_s)
+
+    async def ask(self, leg: LegRequest, *, timeout_s: float) -> EngineResponse:
+        """Post, and wait at most so many seconds for the whole answer; giving up closes the connection.
+
+        Raises:
+            EngineTimeout: the answer did not come in time.
+            EngineError: the engine cannot be reached, broke off, or answered with more than 4 MiB.
+        """
+        return await self._whole(leg.instance, partial(self._teller.post, leg=leg), timeout_s)
+
+    async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> EngineResponse:
+        """Get the engine's list of models, ``bare``: without showing a key; raises what ``ask`` raises."""
+        asked = partial(self._teller.get, instance=instance, path="/v1/models", headers=headers, bare=bare)
+        return await self._whole(instance, asked, self._probe_timeout_s)
+
+    async def _whole(
+        self, instance: Instance, send: Callable[[ResponseHandler], None], timeout_s: float
+    ) -> EngineResponse:
+        call = WholeAnswer(instance.id)
+        try:
+            async with FairTimeout(timeout_s):
+                send(call)
+                answer = await call.answer
+        except TimeoutError as exc:
+            if call.source is None:
+                raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from exc
+            raise EngineTimeout(f"{instance.id} did not answer within {timeout_s:g} s") from exc
+        finally:
+            if call.complete:
+                self._teller.done(call)
+            else:
+                call.drop()
+            del call  # an error leads to this frame, and the call to the error: a circle
+        return answer

@@ -1,0 +1,154 @@
+"""What the process listens with: uvicorn's configuration for each port, and the second port beside its server."""
+
+import asyncio
+import logging
+import resource
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Literal, cast
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from pdrelay_proxy.api.admin_protocol import admin_protocol
+from pdrelay_proxy.api.clients import Bounds, Clients
+from pdrelay_proxy.api.endpoint_protocol import endpoint_protocol
+from pdrelay_proxy.app import Router
+from pdrelay_proxy.io.descriptors import OWN_DESCRIPTORS
+from pdrelay_proxy.io.workers.context import WorkerContext
+from pdrelay_proxy.io.workers.listening import bound, url_of
+from pdrelay_proxy.settings import CONNECTIONS, Settings
+
+_ADMIN_CONNECTIONS: Final = 256  # of the admin port: the kubelet, some Prometheus, some operators
+_ADMIN_PER_ADDRESS: Final = 64  # one of them that holds its connections leaves the kubelet its own
+logger = logging.getLogger(__name__)
+
+
+def main_protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
+    """Return what serves the connections of the main port."""
+    admission, telemetry = router.live.gate.admission, router.telemetry
+    bounds = Bounds(
+        settings.head_timeout_s,
+        settings.body_timeout_s,
+        _connections(settings),
+        settings.max_connections_per_address,
+        settings.overload_status,
+    )
+    clients = Clients(bounds, on_refused=telemetry.refused_connection, hold=admission.hold, charge=admission.charge)
+    return endpoint_protocol(
+        router.requests,
+        clients,
+        write_timeout_s=settings.client_write_timeout_s,
+        on_write_timeout=telemetry.stalled_client,
+        realtime=settings.realtime,
+    )
+
+
+def main_config(router: Router, settings: Settings) -> uvicorn.Config:
+    """Return what uvicorn serves the main port by."""
+    tls = router.tls
+    return uvicorn.Config(
+        router.app,
+        host=settings.host,
+        port=settings.port,
+        http=main_protocol(router, settings),
+        ws=_websockets(settings),
+        ws_max_size=settings.realtime_max_message_bytes,
+        ws_per_message_deflate=False,  # a small message could become a large one
+        ssl_context_factory=None if tls is None else lambda _config, _default: tls,
+        **_common(settings),
+    )
+
+
+class AdminListener:
+    """The admin port. It is bound when this is made, so that a port that is taken is noticed before anything begins."""
+
+    def __init__(self, router: Router, settings: Settings, place: WorkerContext | None) -> None:
+        """Bind; raises ConfigError: it cannot listen there."""
+        admission, telemetry = router.live.gate.admission, router.telemetry
+        bounds = Bounds(
+            settings.head_timeout_s,
+            settings.body_timeout_s,
+            min(_ADMIN_CONNECTIONS, _wanted(settings)),
+            min(_ADMIN_PER_ADDRESS, _wanted(settings)),
+        )
+        clients = Clients(bounds, on_refused=telemetry.refused_connection, hold=admission.hold, charge=admission.charge)
+        protocol = admin_protocol(
+            clients, write_timeout_s=settings.client_write_timeout_s, on_write_timeout=telemetry.stalled_client
+        )
+        app = cast("Any", router.admin_app)
+        self._config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", **_common(settings))
+        self._tls = router.admin_tls
+        self._host = settings.admin_host or settings.host
+        port = settings.admin_port if place is None else place.admin_port
+        self._sockets = bound(self._host, port or 0, shared=place is not None)
+        self._is_alone = place is None  # else the supervisor names the port
+
+    async def listen(self, state: ServerState) -> Sequence[asyncio.Server]:
+        """Begin; ``state`` is that of the main port's server, which ends the connections of both."""
+        self._config.load()
+        loop = asyncio.get_running_loop()
+        kind = cast("Any", self._config.http_protocol_class)
+        made: Callable[[], asyncio.Protocol] = partial(kind, config=self._config, server_state=state, app_state={})
+        servers = [
+            await loop.create_server(made, sock=one, ssl=self._tls, backlog=self._config.backlog)
+            for one in self._sockets
+        ]
+        if self._is_alone:
+            logger.info("the admin port is %s", url_of(self._host, self._port, is_tls=self._tls is not None))
+        return servers
+
+    @property
+    def _port(self) -> int:
+        return int(self._sockets[0].getsockname()[1])
+
+
+def _common(settings: Settings) -> dict[str, Any]:
+    return {
+        "log_config": None,
+        "access_log": False,  # the router writes its own line for every request
+        "server_header": False,
+        "timeout_keep_alive": settings.client_keepalive_s,
+        "timeout_graceful_shutdown": 1,  # by then we have waited; this is for connections to close
+    }
+
+
+def _websockets(settings: Settings) -> type[asyncio.Protocol] | Literal["none"]:
+    """Return what serves the connections of /v1/realtime once they are WebSockets."""
+    if not settings.realtime:
+        return "none"
+    from pdrelay_proxy.api.websocket_protocol import GuardedWebSocket  # noqa: PLC0415 (what it imports is an extra)
+
+    return GuardedWebSocket
+
+
+def _connections(settings: Settings) -> int:
+    """Return how many connections of clients there may be, of which each may need one to an engine.
+
+    Too few descriptors are worth a warning only where the operator asks for a number of connections.
+    """
+    wanted, (descriptors, _) = _wanted(settings), resource.getrlimit(resource.RLIMIT_NOFILE)
+    own = OWN_DESCRIPTORS + (0 if settings.admin_port is None else min(_ADMIN_CONNECTIONS, wanted))
+    most = max(1, (descriptors - own) // 2)
+    if descriptors == resource.RLIM_INFINITY or wanted <= most:
+        return wanted
+    said = "max_connections is %d, and %d descriptors are enough for %d: more are refused (raise ulimit -n)"
+    logger.log(logging.DEBUG if settings.max_connections is None else logging.WARNING, said, wanted, descriptors, most)
+    return most
+
+
+def _wanted(settings: Settings) -> int:
+    if settings.max_connections is not None:
+        return settings.max_connections  # of a worker: its share
+    return CONNECTIONS // settings.workers
+
+
+def main_sockets(settings: Settings, place: WorkerContext | None) -> list[socket.socket]:
+    """Bind the sockets of the main port, of which workers share theirs. Raises ConfigError: it cannot listen there.
+
+    Not uvicorn: it would end the process with a line of its own, and take clients of IPv6 alone at ``::``.
+    """
+    if place is not None:
+        return list(bound(settings.host, place.port))
+    return list(bound(settings.host, settings.port, shared=False))

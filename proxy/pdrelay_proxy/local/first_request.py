@@ -1,0 +1,103 @@
+"""One chat request through the router, and what its headers and the engines' metrics tell about it."""
+
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import httpx
+
+from pdrelay_proxy.local.errors import LocalError
+
+QUESTION = (
+    "A river begins as rain on a hill, the rain finds a stream, and the stream finds a valley. "
+    "Where does the river end, and who builds a bridge over it?"
+)
+TIMEOUT_S = 120.0  # vLLM's own connector was seen to take 31 s for a decode leg on two cores
+METRICS_WAIT_S = 3.0  # engines publish a transfer a moment after it
+BYTES_MOVED = ("vllm:pdrelay_bytes_transferred_total", "vllm:nixl_bytes_transferred_sum")
+
+
+@dataclass(frozen=True, slots=True)
+class LegTiming:
+    """One engine's part in a request."""
+
+    engine: str  # its name in the router
+    ms: float | None  # None: the router did not say
+
+
+@dataclass(frozen=True, slots=True)
+class FirstAnswer:
+    """What came back."""
+
+    text: str
+    seconds: float  # as the client saw it
+    legs: dict[str, LegTiming]  # by the name of the leg: prefill, decode
+    bytes_moved: int | None  # None: no engine has a metric for it
+    request_id: str | None  # that of the router; None: it did not say
+
+
+def request_body(model: str, question: str = QUESTION, *, max_tokens: int = 24) -> dict[str, object]:
+    """Return a chat request whose answer is the same every time."""
+    messages = [{"role": "user", "content": question}]
+    return {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+
+
+def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
+    """Send the request and find out what it caused. Raises LocalError in one sentence.
+
+    ``mover_urls`` are those of the engines that count what they move: decode engines in pull, prefill engines in push.
+    """
+    with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
+        before = _total_bytes(client, mover_urls)
+        start = time.monotonic()
+        url = f"{router_url}/v1/chat/completions"
+        try:
+            response = client.post(url, json=request_body(model))
+        except httpx.TimeoutException as exc:
+            raise LocalError(f"the first request got no answer within {TIMEOUT_S:.0f} s") from exc
+        except httpx.TransportError as exc:
+            raise LocalError(f"the first request did not get through to {url}: {exc}") from exc
+        if not response.is_success:
+            said = f"status {response.status_code}: {response.text[:500]}"
+            raise LocalError(f"the first request was answered with {said}")
+        seconds = time.monotonic() - start
+        legs = parse_server_timing(response.headers.get("server-timing", ""))
+        now, deadline = before, time.monotonic() + METRICS_WAIT_S
+        while before is not None and now == before and time.monotonic() < deadline:
+            time.sleep(0.1)
+            now = _total_bytes(client, mover_urls) or before
+    try:
+        text = response.json()["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise LocalError(f"the first request was answered with something else: {response.text[:500]}")
+    moved = None if now is None or before is None else now - before
+    return FirstAnswer(text, seconds, legs, moved, response.headers.get("x-request-id"))
+
+
+def parse_server_timing(header: str) -> dict[str, LegTiming]:
+    """Read `prefill;desc="prefill-0";dur=41.2, decode;desc="decode-0"`; what is not understood is left out."""
+    legs: dict[str, LegTiming] = {}
+    for match in re.finditer(r'(\w+);desc="([^"]*)"(?:;dur=([\d.]+))?', header):
+        name, engine, ms = match.groups()
+        legs[name] = LegTiming(engine, float(ms) if ms else None)
+    return legs
+
+
+def metric_total(exposition: str, names: Sequence[str] = BYTES_MOVED) -> int | None:
+    """Sum a metric over its labels in a Prometheus text; None when none of the names is there."""
+    pattern = re.compile(rf"^(?:{'|'.join(map(re.escape, names))})(?:{{[^}}]*}})? (\S+)", re.MULTILINE)
+    values = [float(value) for value in pattern.findall(exposition)]
+    return int(sum(values)) if values else None
+
+
+def _total_bytes(client: httpx.Client, urls: Sequence[str]) -> int | None:
+    known = list[int]()
+    for url in urls:
+        with suppress(httpx.TransportError):
+            total = metric_total(client.get(f"{url}/metrics").text)
+            known += [] if total is None else [total]
+    return sum(known) if known else None

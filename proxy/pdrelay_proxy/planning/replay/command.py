@@ -1,0 +1,261 @@
+"""``pdrelay replay``: what each policy would make of a trace; docs/replay.md tells what is simulated."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from math import inf, isfinite
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pdrelay_proxy.core.roles.work_meter import RoleTargets
+from pdrelay_proxy.planning.replay import chart
+from pdrelay_proxy.planning.replay.admission import classes_of
+from pdrelay_proxy.planning.replay.engine import EngineModel
+from pdrelay_proxy.planning.replay.roles import RolesPlan
+from pdrelay_proxy.planning.replay.routers import CHOICES
+from pdrelay_proxy.planning.replay.simulation import Replayed, SimulatedFleet, replay
+from pdrelay_proxy.planning.replay.summary import Summary, Targets, summarise
+from pdrelay_proxy.planning.replay.trace_files import Arrivals, read_trace
+from pdrelay_proxy.planning.replay.traces import Conversations, NoReplay, Phase, Trace, phases
+from pdrelay_proxy.settings import Settings
+
+_MOST_ENGINES: Final = 1000  # of a role
+_MOST_TURNS: Final = 1_000_000
+_MOST_MEAN: Final = 1_000_000  # tokens
+_DEFAULT_POLICIES: Final = ("round_robin", "prefix")
+_HEAD: Final = (
+    *("", "TTFT p50", "p95", "p99", "later p50", "ITL p50", "p99"),
+    *("hits P", "D", "of best", "computed/new", "good", "uneven P", "D"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    said = "Mooncake's JSON lines; prompt_tokens,output_tokens as CSV or JSON lines; or vLLM's multi-turn conversations"
+    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help=said)
+    said = f"one of {', '.join(CHOICES)}, or one for each leg as session/prefix; repeat the flag to compare "
+    said += f"(default: {' and '.join(_DEFAULT_POLICIES)})"
+    parser.add_argument("--policy", action="append", metavar="POLICY", help=said)
+    add = partial(parser.add_argument_group("traffic").add_argument, type=_positive)
+    add("--sessions", type=_count, metavar="N", help="number of conversations to generate instead of reading a trace")
+    add("--turns", type=_count, default=8, metavar="N", help="turns of a generated conversation (default: %(default)s)")
+    shared = "tokens at the beginning that all generated conversations share (default: %(default)s)"
+    add("--system-tokens", type=_count, default=1000, metavar="N", help=shared)
+    add("--prompt-tokens", default=500, metavar="N", help="mean prompt tokens that a turn adds (default: %(default)s)")
+    add("--output-tokens", default=200, metavar="N", help="mean tokens of an answer (default: %(default)s)")
+    said = "a phase of traffic: seconds, requests a second, mean tokens of prompts and of answers; repeat it"
+    add("--phase", type=_phase, action="append", metavar="S:R:P:O", help=said)
+    said = "conversations (or requests, of a file of lengths) that begin in a second (default: %(default)s)"
+    add("--rate", default=2.0, metavar="R", help=said)
+    add("--think", default=5.0, metavar="S", help="mean seconds from an answer to the next turn (default: %(default)s)")
+    add("--speed", default=1.0, metavar="X", help="factor by which timestamps pass faster (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of all random choices (default: %(default)s)")
+    option = parser.add_argument_group("engines").add_argument
+    option("--prefill", type=_engines, default=4, metavar="N", help="number of prefill engines (default: %(default)s)")
+    option("--decode", type=_engines, default=4, metavar="N", help="number of decode engines (default: %(default)s)")
+    option(
+        "--engine",
+        type=Path,
+        metavar="FILE",
+        help="JSON file with the speed and the cache of an engine (docs/replay.md)",
+    )
+    option("--decode-engine", type=Path, metavar="FILE", help="the same for decode engines, if they differ")
+    option("--odd-engine", type=Path, metavar="FILE", help="the same for the last prefill engine, if it differs")
+    said = "tokens of a block; Mooncake's traces have their own (default: %(default)s)"
+    option("--block-size", type=_count, default=16, metavar="N", help=said)
+    option("--kv-events", action="store_true", help="engines tell what they have cached, and prompts are token ids")
+    said = (
+        "auto: engines change their role as with --roles of pdrelay serve, for --ttft and --itl (default: %(default)s)"
+    )
+    option("--roles", choices=("off", "auto"), default="off", help=said)
+    _add_classes(parser.add_argument_group("classes").add_argument)
+    option = parser.add_argument_group("output").add_argument
+    said = "most seconds to the first token of a request that counts as served well (default: no limit)"
+    option("--ttft", type=_positive, default=inf, metavar="S", help=said)
+    said = "most mean seconds between two tokens of such a request (default: no limit)"
+    option("--itl", type=_positive, default=inf, metavar="S", help=said)
+    option("--json", action="store_true", help="print the results as JSON")
+    option("--plot", type=Path, metavar="FILE", help="write a plot as SVG")
+    parser.set_defaults(run=run)
+
+
+def _add_classes(option: Callable[..., object]) -> None:
+    said = "classes of requests, as pdrelay serve takes them; a line of the trace may name its own (docs/slo.md)"
+    option("--classes", nargs="+", default=(), metavar="CLASS", help=said)
+    option("--default-class", metavar="NAME", help="class of requests that name none")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row for each policy; return the exit code: 0, or 2 if that cannot be replayed."""
+    try:
+        trace = _trace(args)
+        decode_model = None if args.decode_engine is None else _engine_model(args.decode_engine)
+        odd_model = None if args.odd_engine is None else _engine_model(args.odd_engine)
+        fleet = SimulatedFleet(
+            args.prefill,
+            args.decode,
+            _engine_model(args.engine),
+            decode_model,
+            odd_model,
+            kv_events=args.kv_events,
+            roles=_roles(args),
+            classes=_classes(args.classes, args.default_class),
+        )
+        policies: Sequence[str] = args.policy or _DEFAULT_POLICIES
+        targets = Targets(args.ttft, args.itl)
+        by_class: Mapping[str, Targets] = {}
+        if fleet.classes is not None:
+            trace, by_class = trace.in_class(classes_of(fleet.classes).default.name), _targets(fleet.classes)
+        replays = [replay(trace, policy, fleet, seed=args.seed) for policy in policies]
+        rows = [summarise(each, targets, by_class) for each in replays]
+        title = f"{len(trace.turns):,} requests on {args.prefill} prefill and {args.decode} decode engines"
+        if args.plot is not None:
+            _write(args.plot, chart.draw(rows, title))
+    except NoReplay as exc:
+        sys.stderr.write(f"pdrelay replay: {exc}\n")
+        return 2
+    as_json = json.dumps([asdict(row) for row in rows], indent=2) + "\n"
+    sys.stdout.write(as_json if args.json else _as_text(rows, title) + _turns_text(replays))
+    return 0
+
+
+def _roles(args: argparse.Namespace) -> RolesPlan | None:
+    if args.roles == "off":
+        return None
+    if not (isfinite(args.ttft) and isfinite(args.itl)):
+        raise NoReplay("--roles auto needs --ttft and --itl: engines turn to keep them")
+    if args.kv_events or args.decode_engine or args.odd_engine:
+        raise NoReplay("--roles auto needs engines that are alike, without --kv-events")
+    return RolesPlan(RoleTargets(args.ttft, args.itl))
+
+
+def _classes(texts: Sequence[str], default: str | None) -> Settings | None:
+    """Return settings with these classes; None: there are none. Raises NoReplay."""
+    if not texts and default is None:
+        return None
+    settings = Settings(classes=tuple(texts), default_class=default)
+    classes_of(settings)
+    return settings
+
+
+def _targets(settings: Settings) -> Mapping[str, Targets]:
+    """Return the targets of each class."""
+    classes = classes_of(settings).by_name.values()
+    return {one.name: Targets(one.ttft_s or inf, one.itl_s or inf) for one in classes}
+
+
+def _trace(args: argparse.Namespace) -> Trace:
+    if [args.trace, args.sessions, args.phase].count(None) != 2:
+        raise NoReplay("give either a trace or --sessions or --phase")
+    if args.phase is not None:
+        expected = sum(one.seconds * one.per_s for one in args.phase)
+        if expected > _MOST_TURNS:
+            raise NoReplay(f"these phases have about {expected:,.0f} requests, more than {_MOST_TURNS:,}")
+        return phases(args.phase, args.block_size, args.seed)
+    if args.trace is not None:
+        return read_trace(args.trace, Arrivals(args.rate, args.think, args.block_size, args.speed, args.seed))
+    if args.sessions * args.turns > _MOST_TURNS:
+        raise NoReplay(f"{args.sessions:,} sessions of {args.turns:,} turns are more than {_MOST_TURNS:,} requests")
+    lengths = args.system_tokens, args.prompt_tokens, args.output_tokens
+    return Conversations(args.sessions, args.turns, args.rate, args.think, *lengths).generate(
+        args.block_size, args.seed
+    )
+
+
+def _engine_model(path: Path | None) -> EngineModel:
+    if path is None:
+        return EngineModel()
+    try:
+        return msgspec.json.decode(path.read_bytes()[:65536], type=EngineModel)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise NoReplay(f"{path} does not describe an engine: {getattr(exc, 'strerror', None) or exc}") from exc
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise NoReplay(f"{path} cannot be written: {exc.strerror}") from exc
+
+
+def _as_text(rows: Sequence[Summary], title: str) -> str:
+    cells = [_HEAD, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    pad: Sequence[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
+    lines = ["  ".join(fill(cell, w) for fill, cell, w in zip(pad, row, widths, strict=True)) for row in cells]
+    lines += [line for row in rows for line in _class_lines(row)]
+    return "\n".join([f"{title}, {rows[0].seconds:,.0f} s", "", *lines, ""])
+
+
+def _turns_text(replays: Sequence[Replayed]) -> str:
+    """Write a line for each engine that turned."""
+    lines = [
+        f"{each.policy}: at {one.began:,.0f} s an engine turns to {one.role}, from {one.ended:,.0f} s on "
+        f"{one.prefill} prefill and {one.decode} decode engines"
+        for each in replays
+        for one in each.turned
+    ]
+    return "\n".join(["", *lines, ""]) if lines else ""
+
+
+def _class_lines(row: Summary) -> Sequence[str]:
+    """Write what became of each class."""
+    return [
+        f"{row.policy}, class {one.name}: {one.requests:,} requests, {one.good:.1%} good, {one.refused:.1%} refused, "
+        f"TTFT p50 {_ms(one.ttft_p50)}, p95 {_ms(one.ttft_p95)}, {one.tokens_per_s:,.0f} tokens/s"
+        for one in row.classes
+    ]
+
+
+def _cells(row: Summary) -> tuple[str, ...]:
+    return (
+        row.policy,
+        *map(_ms, (row.ttft_p50, row.ttft_p95, row.ttft_p99, row.later_ttft_p50, row.itl_p50, row.itl_p99)),
+        *("-" if share is None else f"{share:.0%}" for share in (row.prefill_hits, row.decode_hits, row.best_hits)),
+        f"{row.computed_per_new:.2f}",
+        f"{row.good:.1%}",
+        *("-" if more is None else f"{more:.2f}" for more in (row.prefill_unevenness, row.decode_unevenness)),
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 10:
+        return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
+    return f"{seconds:.0f} s"
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if isfinite(value) and 0 < value <= 1e9:
+        return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
+def _phase(text: str) -> Phase:
+    parts = text.split(":")
+    if len(parts) != 4:
+        raise argparse.ArgumentTypeError(f"{text!r} is no phase: write seconds:requests a second:prompt:answer tokens")
+    seconds, per_s, prompt, output = map(_positive, parts)
+    if max(prompt, output) > _MOST_MEAN:
+        raise argparse.ArgumentTypeError(f"{text!r} has a mean of more than {_MOST_MEAN:,} tokens")
+    return Phase(seconds, per_s, prompt, output)
+
+
+def _count(text: str, most: int = _MOST_TURNS) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most:,}")
+
+
+def _engines(text: str) -> int:
+    return _count(text, _MOST_ENGINES)

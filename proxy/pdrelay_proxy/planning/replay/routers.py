@@ -1,0 +1,275 @@
+"""Who gets a request: the router's own policies on its own fleet, and a model of vllm-router's for comparison."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from random import Random
+from typing import Final, TypeAlias
+
+import msgspec
+
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.engine_outlook import EngineOutlook, OwnTimes
+from pdrelay_proxy.core.fleet.cache_index import CacheIndex
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import ANY, Api, Instance, InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
+from pdrelay_proxy.core.request_record import RequestRecord
+from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.schemas import NamedMetrics
+from pdrelay_proxy.core.schemas.kv_events import BlockRemoved, BlockStored, KvEventBatch
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
+from pdrelay_proxy.io.request_path.policies import fleet_of
+from pdrelay_proxy.io.routing_plugins import installed_policies
+from pdrelay_proxy.planning.replay.kv_cache import CacheEvents
+from pdrelay_proxy.planning.replay.traces import BYTES_PER_TOKEN, IDS_LEAST, NoReplay, Trace, token_ids
+from pdrelay_proxy.settings import PolicyName, Settings
+
+Load: TypeAlias = Callable[[Instance], float]
+_TICK_S: Final = 0.25  # as requests/service.py
+_USAGE: Final = b'{"usage":{"prompt_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}'  # of an answer
+VLLM_ROUTER: Final = "vllm-router"
+CHOICES: Final = (*map(str, PolicyName), VLLM_ROUTER)
+
+
+class VllmRouter:
+    """vllm-router's default policy, ``cache_aware``, as src/policies/cache_aware.rs of vllm-project/router has it.
+
+    The engine that was sent the longest beginning of this text, if that is more than 0.3 of the text; else, or if the
+    loads differ by more than 64 requests and by half, the one with the fewest requests. Not modelled: its session keys
+    and that its tree forgets (beyond 2**26 characters).
+    """
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._sent = OrderedDict[bytes, InstanceId]()  # who was sent a block last, named by all text before it, too
+
+    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
+        """Return one of these engines."""
+        loads = [self._load(instance) for instance in among]
+        chosen = among[loads.index(min(loads))]
+        blocks = _chain(bytes(ask.prompt))
+        matched = next((count for count, block in enumerate(blocks) if block not in self._sent), len(blocks))
+        uneven = max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads)
+        if blocks and matched / len(blocks) > 0.3 and not uneven:
+            best = self._sent[blocks[matched - 1]]
+            chosen = next(instance for instance in among if instance.id == best)
+        self._sent.update(dict.fromkeys(blocks, chosen.id))
+        return chosen
+
+    def copy(self) -> "VllmRouter":
+        """Return itself: a replay rehearses nothing."""
+        return self
+
+
+def _chain(text: bytes, size: int = 512) -> Sequence[bytes]:
+    names, name = list[bytes](), b""
+    for start in range(0, len(text), size):
+        name = blake2b(text[start : start + size], key=name, digest_size=12).digest()
+        names.append(name)
+    return names
+
+
+class FollowedCache:
+    """The KV events of one engine: writes them as vLLM does, and has the router's index read them."""
+
+    def __init__(self, index: CacheIndex, engine: InstanceId, block_tokens: int) -> None:
+        """Raises NoReplay: so small blocks cannot be told apart by their token ids."""
+        if block_tokens < IDS_LEAST:
+            raise NoReplay(f"blocks of {block_tokens} tokens are too small for KV events: {IDS_LEAST} tell them apart")
+        self._index, self._engine, self._block_tokens = index, engine, block_tokens
+        index.open(engine, {engine: None})
+        self._apply()
+
+    def stored(self, name: int, before: int | None) -> None:
+        """A block is in the cache from now on."""
+        self._apply(BlockStored([name], [*token_ids(name, self._block_tokens)], self._block_tokens, before))
+
+    def removed(self, name: int) -> None:
+        """A block is gone."""
+        self._apply(BlockRemoved([name]))
+
+    def _apply(self, *events: BlockStored | BlockRemoved) -> None:
+        batch = KvEventBatch(0.0, [msgspec.Raw(msgspec.msgpack.encode(event)) for event in events])
+        for _ in self._index.apply(self._engine, batch):
+            pass
+
+
+class ReplayRouter:
+    """Chooses engines for the turns of a trace, and keeps count of what they have, as the router does."""
+
+    def __init__(
+        self,
+        choice: str,
+        engines: tuple[int, int],
+        trace: Trace,
+        clock: Callable[[], float],
+        seed: int,
+        *,
+        kv_events: bool = False,
+        classes: Settings | None = None,
+    ) -> None:
+        """``choice``: a policy, or one for each leg (``prefix/session``), and perhaps when an engine serves alone.
+
+        That is ``:2048``, so many new bytes, and ``:20ms``, the longest pause in its streams. Raises NoReplay: there is
+        no such policy. ``engines``: how many prefill and decode engines. ``kv_events``: these tell what they have
+        cached, and prompts are token ids, as a router can look them up there. ``classes``: settings that have some.
+        """
+        names, self._least, itl_s = _parsed(choice)
+        self._index = CacheIndex() if kv_events else None
+        self.fleet = _fleet(
+            names, clock, Random(seed).randrange, self._index, replace(classes or Settings(), max_decode_itl_s=itl_s)
+        )
+        facts = EngineCapabilities(adapters=frozenset())
+        for role, number in zip((Role.PREFILL, Role.DECODE), engines, strict=True):
+            for engine in range(number):
+                self.fleet.registry.add(role, Address("http", f"{role}-{engine}", 8000), facts=facts)
+        self._trace, self._clock = trace, clock
+        self._asked = dict[int, tuple[RoutingHints, RequestRecord]]()
+        self._asks = dict[int, RoutingHints]()  # of turns that are not sent yet
+        self._gaps = dict[InstanceId, list[float]]()  # between the tokens of streams, since they were looked at
+        self._looked = 0.0
+
+    def events(self, engine: InstanceId) -> CacheEvents | None:
+        """Return where an engine publishes what is in its cache; None: nobody follows it."""
+        return None if self._index is None else FollowedCache(self._index, engine, self._trace.block_tokens)
+
+    def choose(self, number: int) -> tuple[Instance | None, Instance]:
+        """Return the engines of a turn's legs; no prefill engine: the decode engine serves it alone.
+
+        This is the one place that decides between one engine and two.
+        """
+        fleet, request, ask = self.fleet, RequestId(str(number)), self._ask(number)
+        del self._asks[number]
+        self._look()
+        reason, cached = fleet.small(fleet.usable(Role.DECODE), ask, self._least)
+        if reason is None and fleet.is_faster_alone(fleet.usable(Role.DECODE), ask):
+            reason = SingleEngineReason.FASTER
+        record = RequestRecord(request, Api.CHAT.value, single_reason=reason)
+        record.cached = cached, ask.blocks.size
+        self._asked[number] = ask, record
+        prefill, decode = fleet.any_pair(ask) if reason is None else (None, fleet.one(fleet.usable(Role.DECODE), ask))
+        fleet.enter(decode, request)  # before the prefill leg, as requests/attempt.py
+        if fleet.costs is not None:
+            fleet.costs.reserved(decode, request)
+        if prefill is not None:
+            fleet.enter(prefill, request)
+            self._sent(prefill, number, computes=True)
+        else:
+            if fleet.remembers:
+                fleet.computes(decode, request, ask)
+            self._sent(decode, number, computes=True)
+        return prefill, decode
+
+    def own_times(self, number: int, outlook: EngineOutlook) -> OwnTimes | None:
+        """Return what a turn takes beyond the queues of the engines; None: nothing was measured."""
+        self._look()
+        return self.fleet.own_times(self._ask(number), outlook, self._least)
+
+    def drop(self, number: int) -> None:
+        """A turn is refused."""
+        self._asks.pop(number, None)
+
+    def _ask(self, number: int) -> RoutingHints:
+        found = self._asks.get(number)
+        if found is None:
+            prompt = self._trace.text(number) if self._index is None else self._trace.ids(number)
+            found = self._asks[number] = RoutingHints(session=self._trace.turns[number].session, prompt=prompt)
+        return found
+
+    def handed_over(self, decode: Instance, number: int) -> None:
+        """The decode leg is sent behind a prefill engine's answer."""
+        self._sent(decode, number, computes=False)
+
+    def first_token(self, decode: Instance, number: int) -> None:
+        """A decode engine has sent the first token."""
+        self.fleet.computed(decode, RequestId(str(number)))
+        if self.fleet.costs is not None:
+            self.fleet.costs.answered(decode, RequestId(str(number)), self._asked[number][0], None)
+
+    def stepped(self, decode: InstanceId, gap_s: float) -> None:
+        """The streams of a decode engine got their next tokens so long after the ones before."""
+        if self.fleet.costs is not None:
+            self._gaps.setdefault(decode, []).append(gap_s)
+
+    def _sent(self, instance: Instance, number: int, *, computes: bool) -> None:
+        if self.fleet.costs is not None:
+            self.fleet.costs.sent(instance, RequestId(str(number)), self._asked[number][0], computes=computes)
+
+    def _look(self) -> None:
+        """Have the policy learn from what streams waited, as often as the router does."""
+        costs, now = self.fleet.costs, self._clock()
+        if costs is not None and now >= self._looked + _TICK_S:
+            self._looked = now
+            for decode, gaps in self._gaps.items():
+                costs.stepped(decode, gaps)
+            self._gaps.clear()
+
+    def prefilled(self, prefill: Instance, number: int, waiting: int, kv_use: float) -> None:
+        """A prefill engine has answered, and reports its load with the answer."""
+        self.fleet.registry.member(prefill.id).load.reported(NamedMetrics(waiting, kv_use), now=self._clock())
+        ask, tokens = self._asked[number][0], self._trace.turns[number].prompt_tokens
+        if self.fleet.caches is not None:
+            self.fleet.prefilled(prefill, RequestId(str(number)), ask, tokens)
+        self._left(prefill, number)
+
+    def answered(self, decode: Instance, number: int, cached_tokens: int) -> None:
+        """The last token of an answer has come, and with it how much of the prompt was cached."""
+        turn, (ask, record) = self._trace.turns[number], self._asked.pop(number)
+        record.wrote(_USAGE % (turn.prompt_tokens, cached_tokens))
+        record.relayed += turn.output_tokens * BYTES_PER_TOKEN
+        self.fleet.remember(decode, ask, record)
+        self._left(decode, number)
+
+    def _left(self, instance: Instance, number: int) -> None:
+        self.fleet.answered(instance, RequestId(str(number)), 0.0)
+        self.fleet.leave(instance, RequestId(str(number)))
+
+
+def _parsed(choice: str) -> tuple[str, int, float]:
+    """Return the policies, the bytes below which one engine serves alone, and the seconds its streams may wait."""
+    names, *bounds = choice.split(":")
+    least, itl_s = 0, 0.0
+    for alone in bounds:
+        number = alone.removesuffix("ms")
+        if not (number.isascii() and number.isdigit() and len(number) < 10):
+            raise NoReplay(
+                f"{alone!r} in the policy {choice!r} is neither a number of bytes (--min-split-new-bytes) "
+                "nor of milliseconds, as 20ms (--max-decode-itl)"
+            )
+        if number == alone:
+            least = int(number)
+        else:
+            itl_s = int(number) / 1e3
+    return names, least, itl_s
+
+
+def _fleet(
+    choice: str,
+    clock: Callable[[], float],
+    dice: Callable[[int], int],
+    index: CacheIndex | None,
+    settings: Settings,
+) -> LiveFleet:
+    """Return an empty fleet with its policies."""
+    names = choice.split("/") if "/" in choice else [choice, choice]
+    if len(names) != 2 or not set(names) <= {*CHOICES, *installed_policies()}:
+        raise NoReplay(f"there is no policy {choice!r}: name one, or one/other, of {', '.join(CHOICES)}")
+    learned = PushCoordinates(at_once=True)
+    if VLLM_ROUTER not in names:
+        settings = replace(settings, prefill_policy=names[0], decode_policy=names[1])
+        try:
+            return fleet_of(settings, Registry(settings), learned, clock, dice, index=index)
+        except ConfigError as exc:
+            raise NoReplay(str(exc)) from exc
+    if settings.classes:
+        raise NoReplay(f"{VLLM_ROUTER} has no classes")
+    if names[0] != names[1]:
+        raise NoReplay(f"{VLLM_ROUTER} chooses both engines, so it has no partner")
+    registry = Registry(Settings())
+    load = Loads(registry, clock).of
+    pairs = PairSelector(registry, PolicyPerLeg(VllmRouter(load), VllmRouter(load)))
+    return LiveFleet(registry, pairs, learned, clock)

@@ -1,0 +1,209 @@
+"""A trace, a router and engines, in virtual time: what every request of the trace waits for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from pdrelay_proxy.core.model import Instance, Role
+from pdrelay_proxy.planning.replay.admission import ReplayGate
+from pdrelay_proxy.planning.replay.engine import EngineLog, EngineModel, EventLoop, VirtualEngine, VirtualLeg
+from pdrelay_proxy.planning.replay.roles import RolesPlan, SimulatedRoles, TurnedEngine
+from pdrelay_proxy.planning.replay.routers import ReplayRouter
+from pdrelay_proxy.planning.replay.traces import NoReplay, Trace, Turn
+from pdrelay_proxy.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFleet:
+    """The engines; those of a role are alike, and any decode engine can serve alone."""
+
+    prefill: int
+    decode: int
+    model: EngineModel = field(default_factory=EngineModel)
+    decode_model: EngineModel | None = None  # None: the same
+    odd_model: EngineModel | None = None  # of the last prefill engine, if that is another
+    kv_events: bool = False  # engines publish what is in their caches, and the router follows it
+    roles: RolesPlan | None = None  # engines turn; None: each keeps its role
+    classes: Settings | None = None  # settings that have classes; None: all requests are alike
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one turn. Times are seconds of the replay."""
+
+    turn: Turn
+    came: float
+    new_tokens: int  # of the prompt that no prompt and no answer had before
+    best_hit: int  # tokens of the prompt that the best of all caches had when it came
+    first: float = 0.0  # when its first token came
+    ended: float = 0.0  # when its last one did
+    legs: list[tuple[Role, VirtualLeg]] = field(default_factory=list[tuple[Role, VirtualLeg]])
+
+    @property
+    def ttft_s(self) -> float:
+        """Return the time to the first token."""
+        return self.first - self.came
+
+    @property
+    def itl_s(self) -> float:
+        """Return the mean time between two of its tokens."""
+        return (self.ended - self.first) / max(1, self.turn.output_tokens - 1)
+
+    @property
+    def hit(self) -> int:
+        """Return the tokens of the prompt that the engine that computed it had."""
+        return self.legs[0][1].cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What became of a trace."""
+
+    policy: str
+    served: Sequence[Served]
+    engines: Sequence[tuple[Role, EngineLog]]
+    turned: Sequence[TurnedEngine] = ()
+    refused: Sequence[Turn] = ()  # at once, or after they had waited
+
+
+def replay(trace: Trace, policy: str, fleet: SimulatedFleet, *, seed: int) -> Replayed:
+    """Serve a trace. Raises NoReplay: there is no such policy, or a turn is larger than an engine."""
+    return _Replay(trace, policy, fleet, seed).run()
+
+
+class _Replay:
+    def __init__(self, trace: Trace, policy: str, fleet: SimulatedFleet, seed: int) -> None:
+        self._trace, self._policy = trace, policy
+        models = {Role.PREFILL: fleet.model, Role.DECODE: fleet.decode_model or fleet.model}
+        self._loop = EventLoop()
+        self._router = ReplayRouter(
+            policy,
+            (fleet.prefill, fleet.decode),
+            trace,
+            lambda: self._loop.now,
+            seed,
+            kv_events=fleet.kv_events,
+            classes=fleet.classes,
+        )
+        self._gate = None if fleet.classes is None else ReplayGate(fleet.classes, self._router, self._loop, trace)
+        instances = (*self._router.fleet.known(Role.PREFILL), *self._router.fleet.known(Role.DECODE))
+        by_id = {one.id: models[one.role] for one in instances}
+        if fleet.odd_model is not None:
+            by_id[instances[fleet.prefill - 1].id] = fleet.odd_model
+        self._engines = {
+            name: VirtualEngine(
+                model,
+                trace.block_tokens,
+                self._loop,
+                partial(self._router.stepped, name),
+                seed=seed * len(by_id) + number,
+                events=self._router.events(name),
+            )
+            for number, (name, model) in enumerate(by_id.items())
+        }
+        self._roles = {one.id: one.role for one in instances}
+        self._roles_of_engines = (
+            None
+            if fleet.roles is None
+            else SimulatedRoles(fleet.roles, self._router.fleet.registry, self._engines, self._roles, self._loop)
+        )
+        self._ended_count = 0
+        self._served = list[Served]()
+        self._refused = list[Turn]()
+        self._known = set[int]()  # blocks of all prompts and answers so far
+        self._next = dict[int, list[int]]()  # turn -> the turns that wait for it
+
+    def run(self) -> Replayed:
+        for number, turn in enumerate(self._trace.turns):
+            if not all(engine.fits(turn.prompt_tokens, turn.output_tokens) for engine in self._engines.values()):
+                size = turn.prompt_tokens + turn.output_tokens
+                raise NoReplay(f"request {number} has {size:,} tokens, and an engine has room for fewer (kv_tokens)")
+            if turn.goes_on is not None and turn.waits:
+                self._next.setdefault(turn.goes_on, []).append(number)
+            else:
+                self._loop.after(turn.at_s, partial(self._come, number))
+        turning = self._roles_of_engines
+        if turning is not None:
+            turning.start(lambda: self._ended_count == len(self._trace.turns))
+        self._loop.run()
+        names = {id(engine): name for name, engine in self._engines.items()}  # the last one of an engine that turned
+        logs = [(self._roles[name], self._engines[name].log) for name in names.values()]
+        turned = () if turning is None else turning.turned
+        return Replayed(self._policy, self._served, logs, turned, self._refused)
+
+    def _come(self, number: int) -> None:
+        came = self._loop.now
+        if self._gate is None:
+            self._start(number, came)
+        else:
+            self._gate.arrive(number, partial(self._start, number, came), partial(self._refuse, number))
+
+    def _refuse(self, number: int) -> None:
+        """A turn is not served; its client goes on with the conversation all the same."""
+        self._refused.append(self._trace.turns[number])
+        self._ended_count += 1
+        self._router.drop(number)
+        self._go_on(number)
+
+    def _start(self, number: int, came: float) -> None:
+        turn = self._trace.turns[number]
+        one = Served(turn, came, self._new_tokens(turn), self._best_hit(turn))
+        self._served.append(one)
+        prefill, decode = self._router.choose(number)
+        if prefill is None:
+            self._decode(number, one, decode, None)
+            return
+        leg = VirtualLeg(self._trace.full_blocks(turn), turn.prompt_tokens, 1, kept=True)
+        leg.ended = partial(self._prefilled, number, one, prefill, decode, leg)
+        self._send(one, prefill, leg)
+
+    def _prefilled(self, number: int, one: Served, prefill: Instance, decode: Instance, leg: VirtualLeg) -> None:
+        engine = self._engines[prefill.id]
+        self._router.prefilled(prefill, number, len(engine.waiting), engine.kv_use)
+        self._router.handed_over(decode, number)
+        self._decode(number, one, decode, (engine, leg))
+
+    def _decode(
+        self, number: int, one: Served, decode: Instance, source: tuple[VirtualEngine, VirtualLeg] | None
+    ) -> None:
+        blocks, answer = self._trace.full_blocks(one.turn), self._trace.answer_blocks(one.turn)
+        leg = VirtualLeg(blocks, one.turn.prompt_tokens, one.turn.output_tokens, answer, source)
+        leg.first = partial(self._first, number, one, decode)
+        leg.ended = partial(self._ended, number, one, decode, leg)
+        self._send(one, decode, leg)
+
+    def _send(self, one: Served, instance: Instance, leg: VirtualLeg) -> None:
+        one.legs.append((instance.role, leg))
+        self._engines[instance.id].send(leg)
+
+    def _first(self, number: int, one: Served, decode: Instance) -> None:
+        one.first = self._loop.now
+        self._router.first_token(decode, number)
+
+    def _ended(self, number: int, one: Served, decode: Instance, leg: VirtualLeg) -> None:
+        one.ended = self._loop.now
+        self._ended_count += 1
+        self._known.update(self._trace.answer_blocks(one.turn))
+        self._router.answered(decode, number, leg.cached_tokens)
+        if self._gate is not None:
+            self._gate.leave(number)
+        self._go_on(number)
+
+    def _go_on(self, number: int) -> None:
+        for waiting in self._next.get(number, ()):
+            self._loop.after(self._trace.turns[waiting].at_s, partial(self._come, waiting))
+
+    def _best_hit(self, turn: Turn) -> int:
+        """Return how many tokens of a prompt some engine need not compute; the last one is always computed."""
+        size = self._trace.block_tokens
+        blocks = self._trace.full_blocks(turn)
+        most = max(engine.cached(blocks) for engine in self._engines.values())
+        return size * min(most, (turn.prompt_tokens - 1) // size)
+
+    def _new_tokens(self, turn: Turn) -> int:
+        blocks = self._trace.full_blocks(turn)
+        known = next((count for count, name in enumerate(blocks) if name not in self._known), len(blocks))
+        self._known.update(blocks)
+        return turn.prompt_tokens - min(known, (turn.prompt_tokens - 1) // self._trace.block_tokens) * (
+            self._trace.block_tokens
+        )

@@ -1,0 +1,221 @@
+"""What every check gets: what is under test, the reference, fresh prompts, and the means to compare."""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdrelay_proxy.proving.core.answer import SMALLEST_TOLERANCE, Answer, Malformed, self_difference
+from pdrelay_proxy.proving.core.cards import ModelFacts
+from pdrelay_proxy.proving.core.finding import Finding, FindingName
+from pdrelay_proxy.proving.core.holdings import Holdings, read_holdings
+from pdrelay_proxy.proving.core.latencies import Latencies
+from pdrelay_proxy.proving.core.question import Prompts, Question
+from pdrelay_proxy.proving.core.reply import Reply, findings_of, is_uncompared, read_reply, together
+from pdrelay_proxy.proving.http_server import HttpServer
+from pdrelay_proxy.proving.peers import Peers
+from pdrelay_proxy.proving.services import EnginePairs, Service
+
+LARGEST_TOLERANCE: Final = 0.5  # of a logprob; beyond it a comparison says nothing
+_SAFETY: Final = 4.0  # a few questions do not show the largest difference
+_SLOW: Final = 10.0  # times the reference: more than the most requests at once explain
+_METRICS_S: Final = 10.0
+_REFERENCE_AT_ONCE: Final = 4
+
+
+class CheckSkipped(Exception):
+    """There is nothing of the kind to check; the message says what is missing."""
+
+
+class CheckAborted(Exception):
+    """The check could not be done; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long the suite waits, in seconds."""
+
+    request_s: float = 60.0  # for an answer
+    idle_s: float = 10.0  # for blocks after the last answer
+    lease_s: float = 30.0  # kv_lease_duration of the prefill engines
+    seconds: float = 600.0  # for the whole run
+
+
+@dataclass
+class Bench:
+    """One run: what is asked, and what became of it."""
+
+    service: Service
+    reference: Service | None
+    router: HttpServer | None
+    prefill: Sequence[HttpServer]
+    decode: Sequence[HttpServer]
+    facts: ModelFacts
+    block_size: int
+    limits: Limits
+    peers: Peers
+    prompts: Prompts
+    tolerance: float = SMALLEST_TOLERANCE
+    requests: int = 0  # that were sent to the service
+    loads: list[Latencies] = field(default_factory=list[Latencies])
+    usual: dict[str, Holdings] = field(default_factory=dict[str, Holdings])  # what engines hold at rest
+    down: str = ""  # which engine is down, and since when: nothing more is checked then
+    uncompared: int = 0  # answers to questions that the reference did not answer
+    unanswered: str = ""  # what it said to the latest of these
+    _right: dict[str, Answer | None] = field(default_factory=dict[str, Answer | None])
+    _took_s: dict[str, float] = field(default_factory=dict[str, float])  # by the reference, for an answer
+    _refused: set[str] = field(default_factory=set[str])
+
+    @property
+    def engines(self) -> list[HttpServer]:
+        """All engines under test."""
+        return [*self.prefill, *self.decode]
+
+    @property
+    def pairs(self) -> EnginePairs:
+        """The engines, between which we are the router; raises CheckSkipped."""
+        if not isinstance(self.service, EnginePairs):
+            raise CheckSkipped("it needs the engines themselves (--prefill, --decode), not a router in front of them")
+        return self.service
+
+    @property
+    def past_lease_s(self) -> float:
+        """Seconds after which a lease that nothing renews is over."""
+        return 1.1 * self.limits.lease_s
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(2, min(1500, (self.facts.max_model_len or 2048) - 64))
+
+    async def ask(self, question: Question) -> Reply:
+        """Ask the service."""
+        self.requests += 1
+        return await self.service.ask(question, timeout_s=self.limits.request_s)
+
+    async def leave(self, question: Question, *, after_s: float, after_events: int | None = None) -> Reply:
+        """Ask the service and hang up."""
+        self.requests += 1
+        return await self.service.leave(
+            question, timeout_s=self.limits.request_s, after_s=after_s, after_events=after_events
+        )
+
+    async def ask_all(self, questions: Sequence[Question], *, at_once: int) -> list[Reply]:
+        """Ask the service many questions, so many at a time."""
+        turns = asyncio.Semaphore(at_once)
+
+        async def one(question: Question) -> Reply:
+            async with turns:
+                return await self.ask(question)
+
+        return list(await asyncio.gather(*map(one, questions)))
+
+    async def right_answer(self, question: Question) -> Answer | None:
+        """Ask the reference, each question once; None: there is none, or it has no answer to this (``unanswered``)."""
+        if self.reference is None:
+            return None
+        key = repr(question)
+        if key not in self._right:
+            reply = await self.reference.ask(question, timeout_s=self.limits.request_s)
+            self._took_s[key] = reply.seconds
+            try:
+                self._right[key] = read_reply(question, reply)
+            except Malformed as exc:
+                self._right[key], self.unanswered = None, f"{question}: {exc}"
+                if reply.is_refusal:
+                    self._refused.add(key)
+        return self._right[key]
+
+    def is_refused(self, question: Question) -> bool:
+        """Tell whether the reference has said that it does not serve a question."""
+        return repr(question) in self._refused
+
+    async def right_answers(self, questions: Sequence[Question]) -> list[Answer | None]:
+        """Ask the reference many."""
+        turns = asyncio.Semaphore(_REFERENCE_AT_ONCE)
+
+        async def one(question: Question) -> Answer | None:
+            async with turns:
+                return await self.right_answer(question)
+
+        return list(await asyncio.gather(*map(one, questions)))
+
+    async def compare(
+        self, questions: Sequence[Question], *, at_once: int = 1, may_fail: bool = False
+    ) -> list[Finding]:
+        """Ask the service and the reference, and return what differs."""
+        replies = await self.ask_all(questions, at_once=at_once)
+        return await self.judge(questions, replies, may_fail=may_fail)
+
+    async def judge(
+        self, questions: Sequence[Question], replies: Sequence[Reply], *, may_fail: bool = False
+    ) -> list[Finding]:
+        """Compare replies with the reference's answers; ``uncompared`` counts those that it has none for."""
+        right = await self.right_answers(questions)
+        if self.reference is not None:
+            asked = zip(questions, replies, right, strict=True)
+            self.uncompared += sum(is_uncompared(question, reply, answer) for question, reply, answer in asked)
+        found = [
+            finding
+            for question, reply, answer in zip(questions, replies, right, strict=True)
+            for finding in findings_of(question, reply, answer, self.tolerance, may_fail=may_fail)
+        ]
+        if not may_fail:
+            for question, reply in zip(questions, replies, strict=True):
+                found += self.slow(f"{question}", reply, self._took_s.get(repr(question)))
+        return together(found, len(questions))
+
+    def slow(self, asked: str, reply: Reply, reference_s: float | None) -> list[Finding]:
+        """Tell whether an answer waited for the end of a lease; ``reference_s``: how long the reference's took."""
+        if reference_s is None or reply.failure() or reply.seconds < max(self.limits.lease_s, _SLOW * reference_s):
+            return []
+        seen = f"{reply.seconds:.1f} s, where the single engine took {reference_s:.1f} s and a lease lasts"
+        return [Finding(FindingName.SLOW_ANSWER, f"{asked}: {seen} {self.limits.lease_s:g} s")]
+
+    async def calibrate(self) -> str:
+        """Find out by how much the reference differs from itself, and return what was found, in a sentence."""
+        if self.reference is None:
+            return "There is no reference: answers are compared with nothing."
+        asked = self.prompts.mixed(6, longest=self.longest)
+        first = [await _answer(self.reference, question, self.limits) for question in asked]
+        again = await asyncio.gather(*(_answer(self.reference, question, self.limits) for question in asked))
+        worst = max(self_difference(one, other) for one, other in zip(first, again, strict=True))
+        self.tolerance = min(LARGEST_TOLERANCE, max(SMALLEST_TOLERANCE, _SAFETY * worst))
+        said = (
+            f"{self.reference.name} differs from itself by {worst:.2g} in a logprob; {self.tolerance:.2g} is allowed."
+        )
+        return said + (
+            " So much hides wrong KV: its answers are not stable." if self.tolerance >= LARGEST_TOLERANCE else ""
+        )
+
+    async def holdings(self, server: HttpServer) -> Holdings | None:
+        """Look at an engine; None: it does not say."""
+        reply = await server.get("/metrics", timeout_s=_METRICS_S)
+        return None if reply.failure() else read_holdings(reply.body.decode(errors="replace"))
+
+    async def loaded(self) -> float | None:
+        """Return the tokens that decode engines have got from others so far; None: one of them does not say."""
+        seen = [await self.holdings(server) for server in self.decode]
+        counts = [None if each is None else each.loaded for each in seen]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known and len(known) == len(counts) else None
+
+
+async def _answer(reference: Service, question: Question, limits: Limits) -> Answer:
+    """Ask the reference; raises CheckAborted."""
+    try:
+        return read_reply(question, await reference.ask(question, timeout_s=limits.request_s))
+    except Malformed as exc:
+        raise CheckAborted(f"the reference {reference.name} does not answer ({question}): {exc}") from exc
+
+
+def new_prompts(seed: int) -> Prompts:
+    """Return prompts that depend on a seed."""
+    return Prompts(random.Random(seed))
+
+
+def now() -> float:
+    """Return the time of the suite, in seconds."""
+    return time.monotonic()

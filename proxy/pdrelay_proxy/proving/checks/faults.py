@@ -1,0 +1,183 @@
+"""Engines that are frozen, killed and started again: no wrong text, no answer that never comes, no block that stays."""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final, Self
+
+from pdrelay_proxy.proving.bench import Bench, CheckAborted, now
+from pdrelay_proxy.proving.check import Check, CheckRun, Seen
+from pdrelay_proxy.proving.checks.handovers import Offered, refill
+from pdrelay_proxy.proving.core.finding import Finding, FindingName
+from pdrelay_proxy.proving.core.question import Question, Shape
+from pdrelay_proxy.proving.core.reply import Reply
+from pdrelay_proxy.proving.http_server import HttpServer
+from pdrelay_proxy.proving.idleness import is_strand, seconds_until_free
+from pdrelay_proxy.proving.peers import Deed
+
+_SENT_S: Final = 0.5  # until a leg has reached its engine
+_BUSY_S: Final = 3.0  # for which a decode engine is given work
+_RESTART_S: Final = 300.0
+_FROZEN_S: Final = 5.0
+
+
+async def _offers(bench: Bench, count: int) -> list[Offered]:
+    """Have prompts computed by the first prefill engine, whose right answers are known then."""
+    lengths = [bench.block_size * (2 + number) + 7 * number for number in range(count)]
+    asked = [Question(Shape.IDS, bench.prompts.ids(min(length, bench.longest))) for length in lengths]
+    await bench.right_answers(asked)
+    return [await Offered(bench, question).make(bench.pairs.prefill[0]) for question in asked]
+
+
+async def _judge(bench: Bench, offers: Sequence[Offered], replies: Sequence[Reply]) -> list[Finding]:
+    return await bench.judge([offer.question for offer in offers], replies, may_fail=True)
+
+
+@asynccontextmanager
+async def _frozen(bench: Bench, role: str) -> AsyncGenerator[None]:
+    """Freeze the first engine of a role, and thaw it whatever happens: what fails half-way may have frozen it."""
+    try:
+        await bench.peers.do(role, Deed.FREEZE)
+        yield
+    finally:
+        await bench.peers.do(role, Deed.THAW)
+
+
+async def decode_frozen(bench: Bench) -> Seen:
+    """Freeze the decode engine between the legs until the leases are over and the blocks have other prompts."""
+    decode, offers = bench.pairs.decode[0], await _offers(bench, 8)
+    async with _frozen(bench, "decode"):
+        answering = [asyncio.create_task(offer.take(decode)) for offer in offers]
+        await asyncio.sleep(bench.past_lease_s)
+        note = await refill(bench, bench.pairs.prefill[0])
+    return Seen(await _judge(bench, offers, await asyncio.gather(*answering)), [note])
+
+
+async def decode_frozen_left(bench: Bench) -> Seen:
+    """Freeze the decode engine between the legs; the clients leave meanwhile."""
+    decode, offers = bench.pairs.decode[0], await _offers(bench, 4)
+    async with _frozen(bench, "decode"):
+        await asyncio.gather(*(offer.leave(decode, after_s=_SENT_S) for offer in offers))
+    return Seen(await bench.compare(bench.prompts.mixed(3, longest=200)), idle_s=bench.limits.lease_s + 5)
+
+
+async def decode_busy_left(bench: Bench) -> Seen:
+    """Clients leave while their requests wait in the decode engine's queue, before it has read anything."""
+    decode = bench.pairs.decode[0]
+    work = await _Work.measured(bench, decode)
+    offers = await _offers(bench, 4)
+    async with work.waiting() as note:
+        await asyncio.gather(*(offer.leave(decode, after_s=_SENT_S) for offer in offers))
+    return Seen(await bench.compare(bench.prompts.mixed(3, longest=200)), [note])
+
+
+async def decode_killed(bench: Bench) -> Seen:
+    """Kill the decode engine while requests wait in its queue; the prefill engine's blocks must come back."""
+    decode = bench.pairs.decode[0]
+    work = await _Work.measured(bench, decode)
+    began = now()
+    offers = await _offers(bench, 6)
+    async with work.waiting() as note:
+        answering = [asyncio.create_task(offer.take(decode)) for offer in offers]
+        await asyncio.sleep(_SENT_S)
+        await bench.peers.do("decode", Deed.KILL)
+        killed = now()
+        findings = await _judge(bench, offers, await asyncio.gather(*answering))
+    held = await seconds_until_free(bench, bench.pairs.prefill[0], killed)
+    if held > bench.limits.idle_s:
+        prefill = bench.pairs.prefill[0].name
+        name = FindingName.BLOCKS_STRANDED if is_strand(bench, prefill, now() - began) else FindingName.BLOCKS_HELD
+        findings.append(Finding(name, f"{prefill} held its blocks for {held:.1f} s after the decode engine was dead"))
+    await _restart(bench, "decode", decode)
+    findings += await bench.compare(bench.prompts.mixed(3, longest=200))
+    return Seen(findings, [note, f"the prefill engine's blocks were back {held:.1f} s after the kill"])
+
+
+async def prefill_frozen(bench: Bench) -> Seen:
+    """Freeze the prefill engine for some seconds while the decode engine wants its blocks."""
+    decode, offers = bench.pairs.decode[0], await _offers(bench, 4)
+    async with _frozen(bench, "prefill"):
+        answering = [asyncio.create_task(offer.take(decode)) for offer in offers]
+        await asyncio.sleep(min(_FROZEN_S, bench.limits.lease_s / 2))
+    return Seen(await _judge(bench, offers, await asyncio.gather(*answering)))
+
+
+async def prefill_killed(bench: Bench) -> Seen:
+    """Kill the prefill engine between the legs, and start it again."""
+    prefill, decode, offers = bench.pairs.prefill[0], bench.pairs.decode[0], await _offers(bench, 4)
+    await bench.peers.do("prefill", Deed.KILL)
+    findings = await _judge(bench, offers, await asyncio.gather(*(offer.take(decode) for offer in offers)))
+    await _restart(bench, "prefill", prefill)
+    return Seen(findings + await bench.compare(bench.prompts.mixed(3, longest=200)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Prompts of a decode engine's own that are as long as it takes, and how long one takes it.
+
+    That is measured before prompts are computed for it: a lease may end while a slow engine takes one.
+    """
+
+    bench: Bench
+    decode: HttpServer
+    length: int  # tokens
+    once: float  # seconds
+
+    @classmethod
+    async def measured(cls, bench: Bench, decode: HttpServer) -> Self:
+        length = max(2, (bench.facts.max_model_len or 2048) - 8)
+        began = now()
+        await cls(bench, decode, length, 0.0).do()
+        return cls(bench, decode, length, max(0.001, now() - began))
+
+    async def do(self) -> None:
+        """Have one computed."""
+        asked = Question(Shape.IDS, self.bench.prompts.ids(self.length), max_tokens=1, logprobs=False)
+        body = asked.body(self.bench.facts.name)
+        await self.decode.post(asked.path, body, timeout_s=self.bench.limits.request_s)
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncGenerator[str]:
+        """Keep the engine computing for some seconds; what comes in the block waits behind it."""
+        count = min(64, math.ceil(min(_BUSY_S, self.bench.limits.lease_s / 2) / self.once))
+        working = [asyncio.create_task(self.do()) for _ in range(count)]
+        try:
+            await asyncio.sleep(min(0.2, self.once))
+            yield f"{self.decode.name} was busy with {count} prompts of {self.length} tokens, {self.once:.2f} s each"
+        finally:
+            await asyncio.gather(*working)
+
+
+async def _restart(bench: Bench, role: str, server: HttpServer) -> None:
+    """Start an engine again and wait until it serves; raises CheckAborted."""
+    await bench.peers.do(role, Deed.RESTART)
+    end = now() + _RESTART_S
+    while (reply := await server.get("/health", timeout_s=5.0)).failure():
+        if now() > end:
+            raise CheckAborted(f"{server.name} does not serve {_RESTART_S:g} s after its restart: {reply.failure()}")
+        await asyncio.sleep(0.5)
+    bench.pairs.forget()
+    if (seen := await bench.holdings(server)) is not None:
+        bench.usual[server.name] = seen
+
+
+_FREEZE_D: Final = (("decode", Deed.FREEZE), ("decode", Deed.THAW))
+_FREEZE_P: Final = (("prefill", Deed.FREEZE), ("prefill", Deed.THAW))
+_KILL_D: Final = (("decode", Deed.KILL), ("decode", Deed.RESTART))
+_KILL_P: Final = (("prefill", Deed.KILL), ("prefill", Deed.RESTART))
+
+
+def _direct(name: str, about: str, run: CheckRun, seconds: float, deeds: Sequence[tuple[str, Deed]] = ()) -> Check:
+    return Check(name, "faults", about, run, seconds, tuple(deeds), is_direct=True)
+
+
+CHECKS = (
+    _direct("busy-left", "clients that leave a busy decode engine's queue", decode_busy_left, 30.0),
+    _direct("decode-frozen", "a decode engine that sleeps past its leases", decode_frozen, 90.0, _FREEZE_D),
+    _direct("decode-frozen-left", "clients that leave an engine that sleeps", decode_frozen_left, 45.0, _FREEZE_D),
+    _direct("prefill-frozen", "a prefill engine that sleeps for 5 s", prefill_frozen, 30.0, _FREEZE_P),
+    _direct("decode-killed", "a decode engine that dies with a queue", decode_killed, 60.0, _KILL_D),
+    _direct("prefill-killed", "a prefill engine that dies between the legs", prefill_killed, 60.0, _KILL_P),
+)

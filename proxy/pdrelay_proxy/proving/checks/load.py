@@ -1,0 +1,76 @@
+"""Load: how long clients wait for the first token and between tokens, against the single engine."""
+
+import asyncio
+from typing import Final
+
+from pdrelay_proxy.proving.bench import Bench, now
+from pdrelay_proxy.proving.check import Check, Seen
+from pdrelay_proxy.proving.core.finding import Finding, FindingName
+from pdrelay_proxy.proving.core.latencies import Latencies, latencies, percentile
+from pdrelay_proxy.proving.core.question import Question, Shape
+from pdrelay_proxy.proving.core.reply import Reply, together
+from pdrelay_proxy.proving.services import Service
+
+_REQUESTS: Final = 32
+_AT_ONCE: Final = 8
+_TOKENS: Final = 32
+_LENGTHS: Final = (64, 256, 700)  # tokens of the prompts, in turn
+
+
+async def load(bench: Bench) -> Seen:
+    """Run the same load through what is under test and through the single engine."""
+    findings: list[Finding] = []
+    answers: list[list[Reply]] = []
+    services = [bench.service] if bench.reference is None else [bench.service, bench.reference]
+    for service in services:
+        figures, failed, good = await _run(bench, service)
+        bench.loads.append(figures)
+        answers.append(good)
+        if service is bench.service:
+            bench.requests += _REQUESTS
+            findings = failed
+    reference_s = max((reply.seconds for reply in answers[-1]), default=None) if len(answers) > 1 else None
+    findings += [each for reply in answers[0] for each in bench.slow("a stream of the load", reply, reference_s)]
+    return Seen(together(findings, _REQUESTS), [_sentence(figures) for figures in bench.loads])
+
+
+async def _run(bench: Bench, service: Service) -> tuple[Latencies, list[Finding], list[Reply]]:
+    turns = asyncio.Semaphore(_AT_ONCE)
+    began = now()
+
+    async def one(question: Question) -> Reply:
+        async with turns:
+            return await service.ask(question, timeout_s=bench.limits.request_s)
+
+    asked = [
+        Question(
+            Shape.IDS,
+            bench.prompts.ids(min(_LENGTHS[number % len(_LENGTHS)], bench.longest)),
+            stream=True,
+            max_tokens=_TOKENS,
+            fields={"ignore_eos": True, "stream_options": None},
+            logprobs=False,
+        )
+        for number in range(_REQUESTS)
+    ]
+    replies = await asyncio.gather(*map(one, asked))
+    seconds = now() - began
+    good = [reply for reply in replies if not reply.failure()]
+    streams = [(reply.sent_at, reply.event_times[:-1]) for reply in good]  # the last event is [DONE]
+    failed = [
+        Finding(FindingName.NO_ANSWER if reply.is_late else FindingName.REQUEST_FAILED, reply.failure())
+        for reply in replies
+        if reply.failure()
+    ]
+    return latencies(service.name, streams, failed=len(failed), seconds=seconds), failed, good
+
+
+def _sentence(figures: Latencies) -> str:
+    parts = [f"{figures.requests} requests, {_AT_ONCE} at a time, {figures.tokens_per_second:.0f} tokens/s"]
+    for name, values in (("TTFT", figures.ttft), ("ITL", figures.itl)):
+        shown = [percentile(values, percent) for percent in (50, 90, 99)]
+        parts.append(f"{name} " + " / ".join("-" if each is None else f"{each * 1e3:.1f}" for each in shown) + " ms")
+    return f"{figures.label}: {'; '.join(parts)} (p50 / p90 / p99)"
+
+
+CHECKS = (Check("load", "load", "time to the first token and between tokens, and that of a single engine", load, 40.0),)

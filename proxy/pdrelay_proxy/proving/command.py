@@ -1,0 +1,405 @@
+"""``pdrelay prove``: flags to a run, its progress, its page and its exit code (docs/prove.md)."""
+
+import argparse
+import asyncio
+import os
+import signal
+import ssl
+import sys
+import tempfile
+from collections.abc import Coroutine, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from random import SystemRandom
+from types import FrameType
+from typing import Final
+
+from pdrelay_proxy.commands.flag_values import seconds, server_url
+from pdrelay_proxy.commands.tables import printable, shortened
+from pdrelay_proxy.core.address import dns_name
+from pdrelay_proxy.core.admission.keys import outbound_key
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.files import read_text
+from pdrelay_proxy.local.errors import ChildFailed
+from pdrelay_proxy.local.processes import Child, Command, open_fleet
+from pdrelay_proxy.proving.bench import Bench, CheckAborted, Limits, new_prompts, now
+from pdrelay_proxy.proving.check import Check
+from pdrelay_proxy.proving.core.answer import Malformed
+from pdrelay_proxy.proving.core.cards import ModelFacts, read_models
+from pdrelay_proxy.proving.core.finding import CheckReport
+from pdrelay_proxy.proving.core.run_report import COULD_NOT_RUN, RunReport, line
+from pdrelay_proxy.proving.http_server import HttpServer, Transport, open_transport
+from pdrelay_proxy.proving.idleness import wait_rest
+from pdrelay_proxy.proving.peers import Deed, Peers
+from pdrelay_proxy.proving.report.html_page import write_html
+from pdrelay_proxy.proving.report.json_page import write_json
+from pdrelay_proxy.proving.report.markdown import write_markdown
+from pdrelay_proxy.proving.services import EnginePairs, OneServer, Service
+from pdrelay_proxy.proving.suite import ALL_CHECKS, UsageSamples, chosen, run_checks
+
+_WRITERS: Final = {".html": write_html, ".md": write_markdown, ".json": write_json}
+_ROLES: Final = (Role.PREFILL.value, Role.DECODE.value)
+_KEYS: Final = {  # variables, as the router has them
+    "router": "PDRELAY_ROUTER_API_KEY",
+    "prefill": "PDRELAY_PREFILL_API_KEY",
+    "decode": "PDRELAY_DECODE_API_KEY",
+    "reference": "PDRELAY_REFERENCE_API_KEY",
+}
+_POLL_S: Final = 0.5
+_QUICK_S: Final = 10.0  # for health checks and lists of models
+_DEFAULT_BLOCK: Final = 16  # tokens; vLLM's own default, where engines do not say
+_GRACE_S: Final = 30.0
+_PID_DIGITS: Final = 7  # Linux has at most 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Who is asked."""
+
+    router: HttpServer | None
+    prefill: Sequence[HttpServer]
+    decode: Sequence[HttpServer]
+    reference: HttpServer | None
+
+    @property
+    def all(self) -> list[HttpServer]:
+        """Every one of them."""
+        return [*self.prefill, *self.decode, *(each for each in (self.router, self.reference) if each is not None)]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    add("--prefill", action="append", default=[], metavar="URL", help="URL of a prefill engine; repeat it for each")
+    add("--decode", action="append", default=[], metavar="URL", help="URL of a decode engine; repeat it for each")
+    add("--router", metavar="URL", help="router to send requests to (default: none; the suite routes itself)")
+    add("--reference", metavar="URL", help="single engine with the same model, whose answers are taken as right")
+    add("--model", metavar="NAME", help="model to ask (default: the first that is listed)")
+    add("--start", action="append", default=[], metavar="COMMAND", help="command to start first and to stop at the end")
+    add(
+        "--start-seconds",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds until all must answer (default: %(default)g)",
+    )
+    for role in _ROLES:
+        for deed in Deed:
+            add(f"--{deed}-{role}", metavar="COMMAND", help=f"command to {deed} the first {role} engine")
+        add(
+            f"--{role}-pid",
+            type=_pid,
+            metavar="PID",
+            help=f"process id of the first {role} engine on this machine, for signals",
+        )
+    limits = Limits()
+    add(
+        "--seconds",
+        type=seconds,
+        default=limits.seconds,
+        metavar="S",
+        help="seconds for the whole run (default: %(default)g)",
+    )
+    add(
+        "--timeout",
+        type=seconds,
+        default=limits.request_s,
+        metavar="S",
+        help="seconds for an answer (default: %(default)g)",
+    )
+    idle = "seconds in which blocks must be free (default: %(default)g)"
+    add("--idle-seconds", type=seconds, default=limits.idle_s, metavar="S", help=idle)
+    said = "kv_lease_duration of the prefill engines, in seconds (default: %(default)g)"
+    add("--lease-seconds", type=seconds, default=limits.lease_s, metavar="S", help=said)
+    block = "--block-size of the engines (default: what their metrics say, else 16)"
+    add("--block-size", type=int, metavar="TOKENS", help=block)
+    add("--seed", type=int, metavar="N", help="seed of the prompts (default: a new one each time)")
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run only this check or group (see --list); repeat it for more",
+    )
+    add("--skip", action="append", default=[], metavar="NAME", help="leave out this check or group; repeat it for more")
+    add("--list", action="store_true", help="print the checks and stop")
+    add(
+        "--report", action="append", default=[], metavar="FILE", help="write a report to this file: .html, .md or .json"
+    )
+    for name, variable in _KEYS.items():
+        add(f"--{name}-key-file", metavar="FILE", help=f"file with the API key for --{name} (default: ${variable})")
+    add("--ca", metavar="FILE", help="PEM file with the only authorities to trust for https URLs")
+    said = "name that the certificates of https engines must have (default: the host of each URL)"
+    add("--engine-server-name", metavar="NAME", help=said)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the suite; return the exit code: 0 all green, 1 findings, 2 it could not run."""
+    if args.list:
+        sys.stdout.write("".join(f"{check.group:10} {check.name:22} {check.about}\n" for check in ALL_CHECKS))
+        return 0
+    try:
+        checks = _check_flags(args)
+        with _ended_like_ctrl_c() as running, _started(args) as children:
+            report = asyncio.run(running.until_ended(_prove(args, checks, children)))
+        for path in args.report:
+            _write(path, report)
+    except (ConfigError, CheckAborted, ChildFailed) as exc:
+        sys.stderr.write(f"pdrelay prove: {printable(shortened(str(exc)))}\n")  # words of engines may be in it
+        return COULD_NOT_RUN
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.stderr.write("pdrelay prove: interrupted; no page was written\n")
+        return COULD_NOT_RUN
+    sys.stdout.write(f"{report.verdict}\n")
+    return report.exit_code
+
+
+def _check_flags(args: argparse.Namespace) -> list[Check]:
+    if bool(args.prefill) != bool(args.decode) or not (args.prefill or args.router):
+        raise ConfigError("name engines of both roles (--prefill URL --decode URL), or a router (--router URL)")
+    for path in args.report:
+        if Path(path).suffix not in _WRITERS:
+            raise ConfigError(f"--report {path}: its name must end in {', '.join(_WRITERS)}")
+        if not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"--report {path}: its folder does not exist")
+    try:
+        return chosen(args.only, args.skip)
+    except KeyError as exc:
+        raise ConfigError(f"{exc.args[0]} is neither a check nor a group: see --list") from exc
+
+
+class _Running:
+    """What a signal ends: the run, or what is before and behind it."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[RunReport] | None = None
+
+    async def until_ended(self, run: Coroutine[object, object, RunReport]) -> RunReport:
+        """Run it; raises CancelledError when a signal has come."""
+        self._task = asyncio.ensure_future(run)
+        try:
+            return await self._task
+        finally:
+            self._task = None
+
+    def interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        """End it well. SIGINT is not raised for that: a job in the background of a script ignores it."""
+        if self._task is None:
+            raise KeyboardInterrupt
+        self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+
+@contextmanager
+def _ended_like_ctrl_c() -> Generator[_Running]:
+    """End well by SIGTERM and SIGHUP, too: an engine may be frozen."""
+    running = _Running()
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:  # one that is ignored stays so: nohup
+        signal.signal(number, running.interrupt)
+    try:
+        yield running
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def _started(args: argparse.Namespace) -> Generator[list[Child]]:
+    """Start what --start says, and stop it at the end."""
+    if not args.start:
+        yield []
+        return
+    logs = Path(tempfile.mkdtemp(prefix="pdrelay-prove-"))
+    sys.stderr.write(f"pdrelay prove: logs of what is started: {logs}\n")
+    with open_fleet(logs, grace_s=_GRACE_S) as fleet:
+        yield [
+            fleet.start(Command(f"start-{number}", ("/bin/sh", "-c", command), os.environ, ""))
+            for number, command in enumerate(args.start)
+        ]
+
+
+async def _prove(args: argparse.Namespace, checks: Sequence[Check], children: Sequence[Child]) -> RunReport:
+    transport = open_transport(_tls(args))
+    try:
+        servers = _servers(args, transport)
+        await _wait_ready(servers, args.start_seconds if children else 0.0, children)
+        return await _measure(args, checks, servers, rest_s=args.idle_seconds if children else 0.0)
+    finally:
+        await transport.close()
+
+
+async def _measure(args: argparse.Namespace, checks: Sequence[Check], servers: Servers, *, rest_s: float) -> RunReport:
+    """``rest_s``: until the engines must be at rest. What was started may ask first, as ``pdrelay up`` does."""
+    began, when = now(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    seed = SystemRandom().randrange(10**9) if args.seed is None else args.seed
+    bench = await _bench(args, servers, seed)
+    notes = [await _at_rest(bench, now() + rest_s), await bench.calibrate()]
+    for note in notes:
+        sys.stderr.write(f"{note}\n")
+    samples = UsageSamples(began)
+    reports = await run_checks(bench, checks, samples, _Progress(len(checks), began, bench).tell)
+    return RunReport(
+        subject=f"{bench.service.name}, model {bench.facts.name}",
+        reference="nothing" if bench.reference is None else bench.reference.name,
+        version=version("pdrelay"),
+        when=when,
+        seed=seed,
+        seconds=now() - began,
+        tolerance=bench.tolerance,
+        notes=notes,
+        checks=reports,
+        loads=bench.loads,
+        usage=samples.of,
+    )
+
+
+async def _bench(args: argparse.Namespace, servers: Servers, seed: int) -> Bench:
+    front = servers.router or servers.decode[0]
+    facts = await _facts(front, args.model)
+    pairs = EnginePairs(servers.prefill, servers.decode, facts.name)
+    service: Service = pairs if servers.router is None else OneServer(servers.router, facts.name)
+    # Without one of its own: a prefill engine computes all of a prompt itself, and reads no KV.
+    alone = servers.reference or (servers.prefill[0] if servers.prefill else None)
+    commands = {
+        (role, deed): command for role in _ROLES for deed in Deed if (command := getattr(args, f"{deed}_{role}"))
+    }
+    pids = {role: pid for role in _ROLES if (pid := getattr(args, f"{role}_pid")) is not None}
+    bench = Bench(
+        service=service,
+        reference=None if alone is None else OneServer(alone, facts.name),
+        router=servers.router,
+        prefill=servers.prefill,
+        decode=servers.decode,
+        facts=facts,
+        block_size=args.block_size or _DEFAULT_BLOCK,
+        limits=Limits(args.timeout, args.idle_seconds, args.lease_seconds, args.seconds),
+        peers=Peers(commands, pids),
+        prompts=new_prompts(seed),
+    )
+    if args.block_size is None:
+        seen = [found.block_size for server in bench.engines if (found := await bench.holdings(server)) is not None]
+        bench.block_size = next((size for size in seen if size is not None), _DEFAULT_BLOCK)
+    return bench
+
+
+async def _facts(server: HttpServer, wanted: str | None) -> ModelFacts:
+    reply = await server.get("/v1/models", timeout_s=_QUICK_S)
+    if reply.failure():
+        raise CheckAborted(f"{server.name} at {server.url} lists no models: {reply.failure()}")
+    try:
+        return read_models(reply.body, wanted)
+    except Malformed as exc:
+        raise CheckAborted(f"{server.name} at {server.url}: {exc}") from exc
+
+
+async def _at_rest(bench: Bench, deadline: float) -> str:
+    """Look at the engines before anything is asked: what they hold then is not ours."""
+    unknown: list[str] = []
+    for server in bench.engines:
+        seen = await wait_rest(bench, server, deadline)
+        if seen is None:
+            unknown.append(server.name)
+            continue
+        bench.usual[server.name] = seen
+        if held := seen.beyond(None):
+            raise CheckAborted(f"{server.name} at {server.url} is not at rest: {held}. Take other clients away first")
+    if not bench.engines:
+        return "Blocks are not watched: name the engines behind the router, too (--prefill, --decode)."
+    return f"Without vLLM's metrics: {', '.join(unknown)}." if unknown else "All engines are at rest."
+
+
+async def _wait_ready(servers: Servers, seconds: float, children: Sequence[Child]) -> None:
+    """Wait until all serve; raises CheckAborted."""
+    deadline = now() + seconds
+    while True:
+        replies = await asyncio.gather(*(server.get("/health", timeout_s=_QUICK_S) for server in servers.all))
+        missing = [(server, reply) for server, reply in zip(servers.all, replies, strict=True) if reply.failure()]
+        if not missing:
+            return
+        for child in children:
+            if child.exit_code:  # one that ended with 0 has left something that runs
+                child.raise_if_dead()
+        if now() >= deadline:
+            server, reply = missing[0]
+            raise CheckAborted(f"{server.name} at {server.url} does not serve: {reply.failure()}")
+        await asyncio.sleep(_POLL_S)
+
+
+class _Progress:
+    """Says on standard error how far the run is: a line for each check, and one that moves on a terminal."""
+
+    def __init__(self, checks: int, began: float, bench: Bench) -> None:
+        self._checks = checks
+        self._began = began
+        self._bench = bench
+
+    def tell(self, number: int, check: Check, report: CheckReport | None) -> None:
+        """Hear of a check that begins, or has ended."""
+        is_terminal = sys.stderr.isatty()
+        if report is not None:
+            sys.stderr.write(f"{chr(13) + chr(27) + '[K' if is_terminal else ''}{line(report)}\n")
+        elif is_terminal:
+            spent = f"{now() - self._began:.0f} of {self._bench.limits.seconds:.0f} s"
+            sys.stderr.write(f"\r\x1b[K[{number}/{self._checks}] {check.name} ... {spent}")
+        sys.stderr.flush()
+
+
+def _servers(args: argparse.Namespace, transport: Transport) -> Servers:
+    def named(name: str, url: str, kind: str) -> HttpServer:
+        wanted = None if kind == "router" else args.engine_server_name
+        return HttpServer(name, server_url(url), transport, _key(args, kind), server_name=wanted)
+
+    return Servers(
+        router=None if args.router is None else named("router", args.router, "router"),
+        prefill=[named(f"prefill-{number}", url, "prefill") for number, url in enumerate(args.prefill)],
+        decode=[named(f"decode-{number}", url, "decode") for number, url in enumerate(args.decode)],
+        reference=None if args.reference is None else named("reference", args.reference, "reference"),
+    )
+
+
+def _tls(args: argparse.Namespace) -> ssl.SSLContext | None:
+    urls = [*args.prefill, *args.decode, *filter(None, (args.router, args.reference))]
+    if args.engine_server_name is not None and dns_name(args.engine_server_name) is None:
+        raise ConfigError(f"--engine-server-name {args.engine_server_name!r} is not a DNS name")
+    if not any(url.startswith("https://") for url in urls):
+        for flag, value in (("--ca", args.ca), ("--engine-server-name", args.engine_server_name)):
+            if value is not None:
+                raise ConfigError(f"{flag} is for URLs that begin with https://, and there is none")
+        return None
+    context = ssl.create_default_context()
+    if args.ca is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # these authorities and no others
+        try:
+            context.load_verify_locations(cadata=read_text(args.ca))
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"--ca {args.ca} has no certificate in PEM") from exc
+    return context
+
+
+def _key(args: argparse.Namespace, name: str) -> str | None:
+    path: str | None = getattr(args, f"{name}_key_file")
+    if path is not None:
+        return outbound_key(read_text(path), path)
+    found = os.environ.get(_KEYS[name], "")
+    return outbound_key(found, f"${_KEYS[name]}") if found else None
+
+
+def _write(path: str, report: RunReport) -> None:
+    """Write a page for this user alone: prompts and addresses may be in it."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(_WRITERS[Path(path).suffix](report))
+    except OSError as exc:
+        raise ConfigError(f"--report {path} cannot be written: {exc.strerror}") from exc
+
+
+def _pid(text: str) -> int:
+    """Read the number of one process: signals to 0, -1 and -N go to many."""
+    if text.isascii() and text.isdigit() and len(text) <= _PID_DIGITS and int(text) > 1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not the number of an engine's process: write one above 1")

@@ -1,0 +1,91 @@
+"""What an engine holds, out of its metrics: vLLM's cache usage and queues, and pdrelay's tables."""
+
+import re
+from dataclasses import dataclass
+from math import isfinite
+from typing import Final
+
+_LINE: Final = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}\n]*)\})? (\S+)", re.MULTILINE)
+_LABEL: Final = re.compile(r'\b(\w+)="([^"]*)"')  # \b: else a long word is looked through from each of its letters
+_USAGE: Final = "vllm:kv_cache_usage_perc"
+_QUEUES: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_TABLES: Final = (
+    "vllm:pdrelay_leases_held",
+    "vllm:pdrelay_blocks_held",
+    "vllm:pdrelay_requests_waiting_for_remote_kv",
+    "vllm:pdrelay_blocks_quarantined",
+)
+_WATCHED: Final = {_USAGE, *_QUEUES, *_TABLES}
+_BY_SOURCE: Final = "vllm:prompt_tokens_by_source_total"
+_NOTHING: Final = 1e-6  # of a cache's usage
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """One look at an engine."""
+
+    usage: float  # share of the KV cache, 0 to 1
+    requests: float  # running and waiting
+    tables: tuple[tuple[str, float], ...]  # pdrelay's tables that are not empty
+    loaded: float | None  # tokens of prompts that came from another engine; None: it does not count them
+    computed: float | None  # and that it computed itself
+    block_size: int | None  # tokens
+    blocks: int | None  # of the whole cache
+
+    def beyond(self, usual: "Holdings | None") -> str:
+        """Say what is held beyond what is usual; empty: nothing."""
+        found: list[str] = []
+        share = self.usage - (usual.usage if usual else 0.0)
+        known = dict(usual.tables) if usual else {}
+        if share > _NOTHING:
+            blocks = f" ({round(share * self.blocks)} blocks)" if self.blocks else ""
+            found.append(f"{share:.2%} of its KV cache{blocks}")
+        found += [
+            f"{value:g} {name.removeprefix('vllm:pdrelay_').replace('_', ' ')}"
+            for name, value in self.tables
+            if value > known.get(name, 0.0)
+        ]
+        if (requests := self.requests - (usual.requests if usual else 0.0)) > 0:
+            found.append(f"{requests:g} running or waiting requests")
+        return ", ".join(found)
+
+
+def read_holdings(exposition: str) -> Holdings | None:
+    """Read an engine's metrics, all ranks together; None: they are not a vLLM engine's, or NaN is among them."""
+    totals: dict[str, float] = {}
+    block_size = blocks = None
+    usage: list[float] = []
+    for name, labels, number in _LINE.findall(exposition):
+        known = dict(_LABEL.findall(labels))
+        if name == "vllm:cache_config_info":
+            block_size = _count(known.get("block_size", "")) or block_size
+            blocks = _count(known.get("num_gpu_blocks", "")) or blocks
+            continue
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        if not isfinite(value):
+            if name in _WATCHED:
+                return None  # NaN is more than nothing in no comparison
+            continue
+        if name == _USAGE:
+            usage.append(value)
+        key = f"{name}|{known.get('source', '')}" if name == _BY_SOURCE else name
+        totals[key] = totals.get(key, 0.0) + value
+    if not usage:
+        return None
+    tables = tuple((name, totals[name]) for name in _TABLES if totals.get(name, 0.0) > 0)
+    return Holdings(
+        usage=max(usage),
+        requests=sum(totals.get(name, 0.0) for name in _QUEUES),
+        tables=tables,
+        loaded=totals.get(f"{_BY_SOURCE}|external_kv_transfer"),
+        computed=totals.get(f"{_BY_SOURCE}|local_compute"),
+        block_size=block_size,
+        blocks=blocks,
+    )
+
+
+def _count(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 and int(text) > 0 else None

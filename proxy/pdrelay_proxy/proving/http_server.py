@@ -1,0 +1,115 @@
+"""A server under test over HTTP: bounded answers, and clients that hang up. httpx and its exceptions stop here."""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+import msgspec
+
+from pdrelay_proxy.proving.core.reply import Reply
+
+LARGEST_BODY: Final = 8 << 20  # bytes of an answer, of which 32 may come at once; more is cut off and told
+_DATA: Final = b"data:"
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What all servers of a run have in common."""
+
+    client: httpx.AsyncClient
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.client.aclose()
+
+
+def open_transport(tls: ssl.SSLContext | None) -> Transport:
+    """Open a client without proxies, redirects and connections that are kept: engines come and go."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if tls is None else tls
+    return Transport(httpx.AsyncClient(trust_env=False, timeout=None, limits=limits, verify=verify))
+
+
+class HttpServer:
+    """An engine or a router: its name in reports, and its URL."""
+
+    def __init__(
+        self, name: str, url: str, transport: Transport, key: str | None = None, *, server_name: str | None = None
+    ) -> None:
+        """``server_name``: the name that its certificate must have; None: the host of its URL."""
+        self.name = name
+        self.url = url
+        self._client = transport.client
+        self._extensions = {} if server_name is None else {"sni_hostname": server_name}
+        self._headers = {"accept-encoding": "identity"} | ({} if key is None else {"authorization": f"Bearer {key}"})
+
+    async def post(
+        self, path: str, body: Mapping[str, object] | bytes, *, timeout_s: float, request_id: str | None = None
+    ) -> Reply:
+        """Post a body and read the whole answer; what goes wrong is in the reply, and nothing raises."""
+        content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        headers = {"content-type": "application/json", **({} if request_id is None else {"x-request-id": request_id})}
+        return await self._exchange("POST", path, content, headers, timeout_s)
+
+    async def get(self, path: str, *, timeout_s: float) -> Reply:
+        """Get a path."""
+        return await self._exchange("GET", path, b"", {}, timeout_s)
+
+    async def leave(
+        self,
+        path: str,
+        body: Mapping[str, object],
+        *,
+        after_s: float,
+        after_events: int | None = None,
+        request_id: str | None = None,
+    ) -> Reply:
+        """Post a body and hang up after so many seconds, or as soon as so many events came."""
+        headers = {"content-type": "application/json", **({} if request_id is None else {"x-request-id": request_id})}
+        return await self._exchange(
+            "POST", path, msgspec.json.encode(body), headers, after_s, after_events=after_events
+        )
+
+    async def _exchange(
+        self,
+        method: str,
+        path: str,
+        content: bytes,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        *,
+        after_events: int | None = None,
+    ) -> Reply:
+        sent_at = time.monotonic()
+        received, times = bytearray(), list[float]()
+        status, why, is_late = None, "", False
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._client.stream(
+                    method,
+                    self.url + path,
+                    content=content,
+                    headers=self._headers | dict(headers),
+                    extensions=self._extensions,
+                ) as response,
+            ):
+                status = response.status_code
+                async for piece in response.aiter_raw():
+                    received += piece
+                    times += [time.monotonic()] * piece.count(_DATA)
+                    if len(received) > LARGEST_BODY:
+                        why = f"{self.name} answered more than {LARGEST_BODY} bytes"
+                        break
+                    if after_events is not None and len(times) >= after_events:
+                        why = "hung up"
+                        break
+        except TimeoutError:
+            why, is_late = f"{self.name} gave no whole answer within {timeout_s:g} s", True
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as exc:  # UnicodeError: a name that is none
+            why = f"{self.name}: {str(exc) or type(exc).__name__}"
+        return Reply(status, bytes(received), why, is_late, sent_at, time.monotonic() - sent_at, tuple(times))

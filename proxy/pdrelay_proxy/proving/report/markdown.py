@@ -1,0 +1,71 @@
+"""The page as Markdown."""
+
+from collections.abc import Sequence
+
+from pdrelay_proxy.proving.core.latencies import PERCENTILES, percentile
+from pdrelay_proxy.proving.core.run_report import RunReport, plain, sign
+
+
+def write_markdown(report: RunReport) -> str:
+    """Return the page."""
+    lines = [f"# pdrelay prove: {_cell(report.subject)}", "", f"**{report.verdict}**", ""]
+    lines += [f"- Compared with: {_cell(report.reference)}"]
+    lines += [f"- {report.when}, {report.seconds:.0f} s, pdrelay {report.version}, seed {report.seed}"]
+    lines += [f"- {_cell(note)}" for note in report.notes]
+    lines += ["", "## Findings", ""]
+    found = [
+        (check.name, str(finding.name), finding.seen, finding.means)
+        for check in report.checks
+        for finding in check.findings
+    ]
+    lines += _table(("check", "finding", "seen", "means"), found) if found else ["None."]
+    lines += ["", "## Checks", ""]
+    rows = [
+        (
+            check.group,
+            check.name,
+            sign(check.state),
+            str(check.requests),
+            f"{check.seconds:.1f} s",
+            "" if check.idle_s is None else f"{check.idle_s:.1f} s",
+            "; ".join([check.about, *([check.reason] if check.reason else []), *check.notes]),
+        )
+        for check in report.checks
+    ]
+    lines += _table(("group", "check", "result", "requests", "time", "idle after", "what"), rows)
+    if report.loads:
+        lines += [
+            "",
+            "## Load",
+            "",
+            *_table(("", "requests", "failed", "tokens/s", "TTFT ms", "ITL ms"), _loads(report)),
+        ]
+        lines += ["", f"Times: {', '.join(f'p{percent}' for percent in PERCENTILES)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _loads(report: RunReport) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for load in report.loads:
+        times = [
+            ", ".join(
+                "-" if (value := percentile(values, percent)) is None else f"{value * 1e3:.1f}"
+                for percent in PERCENTILES
+            )
+            for values in (load.ttft, load.itl)
+        ]
+        rows.append((load.label, str(load.requests), str(load.failed), f"{load.tokens_per_second:.0f}", *times))
+    return rows
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return lines + [f"| {' | '.join(map(_cell, row))} |" for row in rows]
+
+
+def _cell(text: str) -> str:
+    """Escape what Markdown or HTML in it would read as more than words: engines' words are in it."""
+    flat = plain(text)
+    for character in "\\`*_[]|#!":
+        flat = flat.replace(character, f"\\{character}")
+    return flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

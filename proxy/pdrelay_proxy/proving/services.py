@@ -1,0 +1,191 @@
+"""Who serves a request: one engine, a router, or two engines between which the suite is the router."""
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+
+from pdrelay_proxy.proving.core.answer import Malformed
+from pdrelay_proxy.proving.core.handover import (
+    Handover,
+    decode_body,
+    prefill_body,
+    push_params,
+    read_handover,
+    with_transfer,
+)
+from pdrelay_proxy.proving.core.question import Json, Question
+from pdrelay_proxy.proving.core.reply import Reply
+from pdrelay_proxy.proving.http_server import HttpServer
+
+
+class PrefillFailed(Exception):
+    """A prefill leg gave no kv_transfer_params; ``reply`` is what came of it."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply.failure())
+        self.reply = reply
+
+
+class Service(Protocol):
+    """Whatever answers questions."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the report."""
+        ...
+
+    async def ask(self, question: Question, *, timeout_s: float) -> Reply:
+        """Ask a question; what goes wrong is in the reply."""
+        ...
+
+    async def leave(
+        self, question: Question, *, timeout_s: float, after_s: float, after_events: int | None = None
+    ) -> Reply:
+        """Ask, and hang up after so many seconds, or as soon as so many events of the stream came.
+
+        ``timeout_s``: for an answer that must come before there is a stream: a prefill engine's.
+        """
+        ...
+
+
+class OneServer:
+    """A single engine, or a router."""
+
+    def __init__(self, server: HttpServer, model: str) -> None:
+        self.server = server
+        self._model = model
+
+    @property
+    def name(self) -> str:
+        """The server's."""
+        return self.server.name
+
+    async def ask(self, question: Question, *, timeout_s: float) -> Reply:
+        """Post it."""
+        return await self.server.post(
+            question.path, question.body(self._model), timeout_s=timeout_s, request_id=new_request_id()
+        )
+
+    async def leave(
+        self, question: Question, *, timeout_s: float, after_s: float, after_events: int | None = None
+    ) -> Reply:
+        """Post it and hang up."""
+        del timeout_s  # a router keeps its own
+        body = question.body(self._model)
+        return await self.server.leave(
+            question.path, body, after_s=after_s, after_events=after_events, request_id=new_request_id()
+        )
+
+
+class EnginePairs:
+    """Prefill and decode engines in turn, and the two legs of each request. Pushing engines get both at once."""
+
+    def __init__(self, prefill: Sequence[HttpServer], decode: Sequence[HttpServer], model: str) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.model = model
+        self._turns = itertools.cycle(itertools.product(prefill, decode))
+        self._where: dict[str, Json] = {}  # pushing prefill engines, by name
+
+    @property
+    def name(self) -> str:
+        """How many there are."""
+        return f"{len(self.prefill)}P{len(self.decode)}D"
+
+    @property
+    def is_push(self) -> bool:
+        """Whether a prefill engine has said that it pushes."""
+        return bool(self._where)
+
+    def forget(self) -> None:
+        """Learn again where prefill engines are: one was started again."""
+        self._where.clear()
+
+    async def ask(self, question: Question, *, timeout_s: float) -> Reply:
+        """Send both legs."""
+        prefill, decode = next(self._turns)
+        return await self.ask_pair(question, prefill, decode, timeout_s=timeout_s)
+
+    async def ask_pair(self, question: Question, prefill: HttpServer, decode: HttpServer, *, timeout_s: float) -> Reply:
+        """Send both legs to a certain pair."""
+        if (where := self._where.get(prefill.name)) is not None:
+            return await self._at_once(question, prefill, decode, where, timeout_s=timeout_s)
+        return await self._in_turn(question, prefill, decode, timeout_s=timeout_s)
+
+    async def _in_turn(self, question: Question, prefill: HttpServer, decode: HttpServer, *, timeout_s: float) -> Reply:
+        request, transfer = new_request_id(), new_transfer()
+        try:
+            first, handover = await self.prefill_leg(question, prefill, request, transfer, timeout_s=timeout_s)
+        except PrefillFailed as exc:
+            return exc.reply
+        params = with_transfer(handover, transfer)
+        left_s = max(0.1, timeout_s - first.seconds)
+        reply = await self.decode_leg(question, decode, params, request, timeout_s=left_s)
+        return replace(reply, sent_at=first.sent_at, seconds=first.seconds + reply.seconds)
+
+    async def _at_once(
+        self, question: Question, prefill: HttpServer, decode: HttpServer, where: Json, *, timeout_s: float
+    ) -> Reply:
+        request, transfer = new_request_id(), new_transfer()
+        params = push_params(where, question, request, transfer)
+        answering = asyncio.create_task(self.decode_leg(question, decode, params, request, timeout_s=timeout_s))
+        try:
+            await self.prefill_leg(question, prefill, request, transfer, timeout_s=timeout_s)
+            return await answering
+        except PrefillFailed as exc:
+            return answering.result() if answering.done() else exc.reply
+        finally:
+            answering.cancel()
+            await asyncio.wait([answering])
+
+    async def prefill_leg(
+        self, question: Question, prefill: HttpServer, request: str, transfer: str, *, timeout_s: float
+    ) -> tuple[Reply, Handover]:
+        """Have a prompt computed, and return how a decode engine gets its KV; raises PrefillFailed."""
+        body = prefill_body(question, self.model, transfer)
+        reply = await prefill.post(question.path, body, timeout_s=timeout_s, request_id=request)
+        if reply.failure():
+            raise PrefillFailed(reply)
+        try:
+            handover = read_handover(reply.body)
+        except Malformed as exc:
+            raise PrefillFailed(replace(reply, why=f"{prefill.name}: {exc}")) from exc
+        if handover.is_push:
+            self._where[prefill.name] = handover.coordinates()
+        return reply, handover
+
+    async def decode_leg(
+        self, question: Question, decode: HttpServer, params: Json | msgspec.Raw, request: str, *, timeout_s: float
+    ) -> Reply:
+        """Ask a decode engine."""
+        body = decode_body(question, self.model, params)
+        return await decode.post(question.path, body, timeout_s=timeout_s, request_id=request)
+
+    async def leave(
+        self, question: Question, *, timeout_s: float, after_s: float, after_events: int | None = None
+    ) -> Reply:
+        """Send both legs and close them both: a router whose client hangs up."""
+        prefill, decode = next(self._turns)
+        request, transfer = new_request_id(), new_transfer()
+        try:
+            first, handover = await self.prefill_leg(question, prefill, request, transfer, timeout_s=timeout_s)
+        except PrefillFailed as exc:
+            return exc.reply
+        body = decode_body(question, self.model, with_transfer(handover, transfer))
+        reply = await decode.leave(question.path, body, after_s=after_s, after_events=after_events, request_id=request)
+        return replace(reply, sent_at=first.sent_at)
+
+
+def new_request_id() -> str:
+    """Draw the name of a request, which both of its legs have."""
+    return f"prove-{uuid.uuid4().hex}"
+
+
+def new_transfer() -> str:
+    """Draw the name of a transfer."""
+    return uuid.uuid4().hex

@@ -1,0 +1,155 @@
+"""The list of all checks, and the loop that runs them within the time there is."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdrelay_proxy.proving.bench import Bench, CheckAborted, CheckSkipped, now
+from pdrelay_proxy.proving.check import Check, Seen
+from pdrelay_proxy.proving.checks import clients, equality, faults, features, handovers, load, many
+from pdrelay_proxy.proving.core.finding import CheckReport, CheckState, Finding, FindingName
+from pdrelay_proxy.proving.idleness import wait_idle
+from pdrelay_proxy.proving.peers import DeedFailed
+from pdrelay_proxy.proving.services import EnginePairs
+
+ALL_CHECKS: Final[tuple[Check, ...]] = (
+    *equality.CHECKS,
+    *many.CHECKS,
+    *clients.CHECKS,
+    *features.CHECKS,
+    *load.CHECKS,
+    *faults.CHECKS,
+    *handovers.CHECKS,  # the last: engines were seen to die of them
+)
+_HEALTH_S: Final = 10.0
+_SAMPLED_EVERY_S: Final = 2.0
+_SAMPLES: Final = 2_000  # of an engine
+
+
+@dataclass
+class UsageSamples:
+    """How much of each engine's KV cache was in use, over the run."""
+
+    began: float
+    of: dict[str, list[tuple[float, float]]] = field(default_factory=dict[str, list[tuple[float, float]]])
+
+    async def take(self, bench: Bench) -> None:
+        """Look at all engines again and again, until cancelled."""
+        while True:
+            for server in bench.engines:
+                samples = self.of.setdefault(server.name, [])
+                if len(samples) < _SAMPLES and (seen := await bench.holdings(server)) is not None:
+                    samples.append((now() - self.began, seen.usage))
+            await asyncio.sleep(_SAMPLED_EVERY_S)
+
+
+def chosen(only: Sequence[str], skip: Sequence[str]) -> list[Check]:
+    """Return the checks that names of checks or groups leave; raises KeyError for a name that is none."""
+    names = {check.name for check in ALL_CHECKS} | {check.group for check in ALL_CHECKS}
+    for name in (*only, *skip):
+        if name not in names:
+            raise KeyError(name)
+    return [
+        check
+        for check in ALL_CHECKS
+        if (not only or {check.name, check.group} & set(only)) and not {check.name, check.group} & set(skip)
+    ]
+
+
+async def run_checks(
+    bench: Bench, checks: Sequence[Check], samples: UsageSamples, told: Callable[[int, Check, CheckReport | None], None]
+) -> list[CheckReport]:
+    """Run checks one after the other; ``told`` hears of each when it begins (None) and when it has ended."""
+    sampling = asyncio.create_task(samples.take(bench))
+    reports: list[CheckReport] = []
+    try:
+        for number, check in enumerate(checks, start=1):
+            told(number, check, None)
+            report = await _run_one(bench, check, samples.began)
+            reports.append(report)
+            told(number, check, report)
+    finally:
+        sampling.cancel()
+        await asyncio.wait([sampling])
+    return reports
+
+
+async def _run_one(bench: Bench, check: Check, began: float) -> CheckReport:
+    start, before, uncompared = now(), bench.requests, bench.uncompared
+    if (missing := _missing(bench, check)) or (missing := _no_time(bench, check, start - began)):
+        return CheckReport(
+            check.name, check.group, check.about, CheckState.SKIPPED, start - began, 0.0, 0, reason=missing
+        )
+    state, reason, seen = CheckState.PASSED, "", Seen()
+    try:
+        async with asyncio.timeout(max(check.seconds, bench.limits.seconds - (start - began)) + bench.limits.request_s):
+            seen = await check.run(bench)
+    except CheckSkipped as exc:
+        state, reason = CheckState.SKIPPED, str(exc)
+    except (CheckAborted, DeedFailed) as exc:
+        state, reason = CheckState.ABORTED, str(exc)
+    except TimeoutError:
+        state, reason = CheckState.ABORTED, f"it took more than {now() - start:.0f} s"
+    if state is CheckState.PASSED and (missed := bench.uncompared - uncompared):
+        state = CheckState.ABORTED
+        reason = f"{missed} of {bench.requests - before} answers were compared with nothing, as the reference did not "
+        reason += f"answer: {bench.unanswered}"
+    ended = now()
+    dead = await _dead(bench)
+    if dead:
+        bench.down = f"{dead[0].seen.partition(':')[0]} is down since the check {check.name}"
+    findings = [*seen.findings, *dead]
+    bound_s = bench.limits.idle_s if seen.idle_s is None else seen.idle_s
+    idle = await wait_idle(
+        bench, ended, began=start, bound_s=bound_s, dead={each.seen.partition(":")[0] for each in dead}
+    )
+    findings += idle.findings
+    if findings:
+        state = CheckState.FAILED
+    return CheckReport(
+        name=check.name,
+        group=check.group,
+        about=check.about,
+        state=state,
+        began_s=start - began,
+        seconds=now() - start,
+        requests=bench.requests - before,
+        findings=tuple(findings),
+        notes=tuple(seen.notes),
+        reason=reason,
+        idle_s=idle.seconds,
+    )
+
+
+def _missing(bench: Bench, check: Check) -> str:
+    """Say what a check needs and is not there; empty: nothing."""
+    if bench.down:
+        return bench.down
+    if check.is_direct and not isinstance(bench.service, EnginePairs):
+        return "it needs the engines themselves (--prefill and --decode without --router)"
+    if check.needs_reference and bench.reference is None:
+        return "it needs a single engine to compare with (--reference)"
+    for role, deed in check.deeds:
+        if not bench.peers.can(role, deed):
+            return f"nothing says how to {deed} the first {role} engine (--{deed}-{role})"
+    return ""
+
+
+def _no_time(bench: Bench, check: Check, spent_s: float) -> str:
+    left = bench.limits.seconds - spent_s
+    return (
+        f"it takes about {check.seconds:.0f} s, and {max(0.0, left):.0f} s are left (--seconds)"
+        if left < check.seconds
+        else ""
+    )
+
+
+async def _dead(bench: Bench) -> list[Finding]:
+    servers = [*bench.engines, *([bench.router] if bench.router is not None else [])]
+    replies = await asyncio.gather(*(server.get("/health", timeout_s=_HEALTH_S) for server in servers))
+    return [
+        Finding(FindingName.ENGINE_DOWN, f"{server.name}: {reply.failure()}")
+        for server, reply in zip(servers, replies, strict=True)
+        if reply.failure()
+    ]

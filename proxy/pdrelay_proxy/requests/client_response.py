@@ -1,0 +1,252 @@
+"""What the client of one request gets: a stream, a whole answer, or an error, with the head that belongs to it.
+
+requests/response.py writes the bytes. The pieces of a plain stream go from the decode leg to that writer; they come by
+here only if something has to be remembered of them.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+from pdrelay_proxy.core.admission.lifetime import Stage
+from pdrelay_proxy.core.fleet.pair_health import Pair, PairTrouble
+from pdrelay_proxy.core.model import LegOrder
+from pdrelay_proxy.core.protocol.continuation import Continuation
+from pdrelay_proxy.core.protocol.fault_table import failure_of
+from pdrelay_proxy.core.protocol.first_token import STREAM, FirstToken, Spliced
+from pdrelay_proxy.core.protocol.replay import behind
+from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST
+from pdrelay_proxy.errors import EngineError, ProxyError, TurnedAway
+from pdrelay_proxy.requests.attempt import Attempt
+from pdrelay_proxy.requests.error_body import error_body, error_headers, last_event
+from pdrelay_proxy.requests.legs import DecodeLeg
+from pdrelay_proxy.requests.life import RequestLife
+from pdrelay_proxy.requests.response import NO_SNIFFING, STREAM_LINES, ResponseWriter, head_lines
+from pdrelay_proxy.requests.stream_moves import StreamCut, StreamMove
+
+_OK: Final = 200
+_BUG: Final = 500
+_EVENT: Final = b"data:"
+_CONCURRENT: Final = LegOrder.CONCURRENT  # looking a member up takes as long as a call
+_SERVING: Final = Stage.SERVING
+logger = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+class ClientResponse:
+    """The response to one request."""
+
+    __slots__ = ("_keeps", "_life", "added_lines", "cut", "events", "failure", "is_paused", "replay", "writer")
+
+    def __init__(self, life: RequestLife, writer: ResponseWriter) -> None:
+        self._life = life
+        self._keeps = False  # the end of the stream matters
+        self.writer = writer
+        self.added_lines = b""  # of the head, for pages of other sites
+        self.is_paused = False  # the client reads slowly: the engine has to wait
+        self.cut: StreamMove | None = None  # the stream is to be cut now
+        self.replay: Continuation | None = None  # of a stream that another engine continues, or could continue
+        self.failure: Exception | None = None  # the error that the client got
+        self.events = 0  # of its stream, if tokens are counted, or there are classes
+
+    # ---- a stream from an engine
+
+    def begin_with_token(self, attempt: Attempt, first: FirstToken, *, can_resume: bool) -> None:
+        """Begin a stream with the prefill engine's token; ``can_resume``: another engine may go on with the stream."""
+        life = self._life
+        life.record.ttft_s = life.elapsed_s()
+        self.writer.begin(_OK, self._head_lines(STREAM, STREAM_LINES), first.events(), streams=True, last=first.is_all)
+        attempt.token_shown()
+        if first.is_all:
+            life.record.answered = True
+            self.writer.end()
+        else:
+            self.replay = behind(first) if can_resume else Spliced(first)
+
+    def begin_stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
+        """Write the head with the first event: the head's time is the first token's."""
+        piece, replay, writer, keeps_end = leg.take_shown(), self.replay, self.writer, self._keeps_end()
+        self._keeps = keeps_end
+        is_plain = replay is None and not keeps_end
+        attempt.stream_to(leg, writer.write if is_plain else self._write_on, writer.relay if is_plain else None)
+        if self.is_paused:
+            attempt.pause()
+        if replay is not None:
+            piece = replay.gap() + replay.feed(piece)
+        if keeps_end:
+            self._keep_end(piece)
+        if not writer.begun:
+            life = self._life
+            life.record.ttft_s = life.elapsed_s()
+            lines = self._head_lines(leg.content_type, STREAM_LINES)
+            writer.begin(_OK, lines, piece, streams=True, last=leg.is_last and replay is None)
+        elif piece:  # another engine has begun the stream, and broke off; or a comment has
+            if self._life.record.ttft_s is None:
+                self._life.record.ttft_s = self._life.elapsed_s()
+            writer.write(piece)
+
+    def _write_on(self, piece: bytes) -> None:
+        """Write more of a stream whose end is kept, or which another engine could continue."""
+        replay = self.replay
+        if replay is not None:
+            piece = replay.feed(piece)
+        if piece:
+            if self._keeps:
+                self._keep_end(piece)
+            self.writer.write(piece)
+        if replay is not None and replay.broken:
+            self._life.wake()  # last: what goes on from here may end the response
+
+    def check_stream(self, leg: DecodeLeg) -> None:
+        """Raise LegFailed's error or EngineError if the stream of a leg is broken, or StreamCut if it is to be cut."""
+        if leg.fault is not None:
+            raise leg.fault.error
+        if self.replay is not None and self.replay.broken:
+            raise EngineError("the engine sent an error in its stream")
+        move = self.cut
+        if move is not None and not leg.is_over:
+            self.cut = None
+            raise StreamCut(move)
+
+    def was_cut(self) -> bool:
+        """Tell whether the stream was cut as it should be; if not, it stays whole."""
+        left, self.cut = self.cut, None
+        return left is None
+
+    def end_stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
+        """Write the end of a stream; raises EngineError: it is not complete."""
+        rest, complete = leg.finish()
+        if not complete:
+            error = EngineError(f"{leg.engine} ended its stream without [DONE]")
+            leg.failure = failure_of(error)
+            raise error
+        attempt.close(leg)
+        self._life.record.answered = True
+        if self._keeps_end():
+            self._keep_end(rest)
+        self.writer.end(rest if self.replay is None else self.replay.feed(rest))
+
+    # ---- what is no stream, or is made of several
+
+    def write_leg(self, attempt: Attempt, leg: DecodeLeg) -> None:
+        """Write the whole answer of a leg; raises EngineError: a stream was to go on with it."""
+        body = leg.take_shown()
+        if self._keeps_end():
+            self._keep_end(body)
+        attempt.close(leg)
+        if self.writer.begun:
+            raise EngineError(f"{leg.engine} answered with something that is no stream")  # it cannot be the rest of one
+        self._life.record.answered = True
+        self.writer.begin(_OK, self._head_lines(leg.content_type), body, streams=False)
+
+    def write_whole(self, content_type: bytes, body: bytes) -> None:
+        """Write an answer that is no stream."""
+        if self._keeps_end():
+            self._keep_end(body)
+        self._life.record.answered = True
+        self.writer.begin(_OK, self._head_lines(content_type), body, streams=False)
+
+    def write_events(self, events: bytes) -> None:
+        """Write some of a stream that the router has put together."""
+        if self._keeps_end():
+            self._keep_end(events)
+        life = self._life
+        if life.record.ttft_s is None:  # a comment may have begun the stream
+            life.record.ttft_s = life.elapsed_s()
+        if self.writer.begun:
+            self.writer.write(events)
+        else:
+            self.writer.begin(_OK, self._head_lines(STREAM, STREAM_LINES), events, streams=True)
+
+    def end_events(self, events: bytes) -> None:
+        """Write the end of a stream that the router has put together."""
+        if self._keeps_end():
+            self._keep_end(events)
+        if not self.writer.begun:  # the stream has no token
+            self.writer.begin(_OK, self._head_lines(STREAM, STREAM_LINES), b"", streams=True, last=True)
+        self._life.record.answered = True
+        self.writer.end(events)
+
+    # ---- errors
+
+    def write_error(self, error: Exception) -> int:
+        """Write what went wrong, or hang up on the client; return the status for the log."""
+        try:
+            return self._write_error(error)
+        except Exception as bug:
+            logger.exception("request %s cannot be answered", self._life.record.request_id)
+            bug.with_traceback(None)
+            self.writer.keep_alive = False
+            return _BUG
+
+    def _write_error(self, error: Exception) -> int:
+        record, writer = self._life.record, self.writer
+        if isinstance(error, ClientGone):
+            return CLIENT_CLOSED_REQUEST
+        if not isinstance(error, ProxyError):
+            logger.error("request %s failed", record.request_id, exc_info=error)
+        error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
+        error.__context__ = None  # and so does this
+        record.error = str(error)
+        self.failure = error
+        if writer.begun:
+            writer.keep_alive = writer.keep_alive and not isinstance(error, TurnedAway)
+            event = last_event(error, record.path)
+            if self._keeps_end():
+                self._keep_end(event)
+            record.answered = True
+            writer.end(event)
+            return _OK
+        overload = self._life.of.settings.overload_status
+        status, content_type, body = error_body(error, record.path, overload)
+        lines = self._head_lines(content_type.encode("latin-1"))
+        for name, value in error_headers(error, overload).items():
+            lines += f"{name}: {value}\r\n".encode("latin-1")
+        writer.begin(status, lines, body, streams=False)
+        return status
+
+    # ---- heads and ends
+
+    def stream_lines(self) -> bytes:
+        """Return the lines of the head of a stream that has no event yet."""
+        return self._head_lines(STREAM, STREAM_LINES)
+
+    def _head_lines(self, content_type: bytes, last_lines: bytes = NO_SNIFFING) -> bytes:
+        of = self._life.of
+        if of.lifetime.stage is not _SERVING:
+            self.writer.keep_alive = False
+        if self.added_lines:
+            last_lines += self.added_lines
+        wanted = of.settings.server_timing
+        return head_lines(
+            self._life.record,
+            content_type,
+            shows_times=wanted is not False,
+            tells_cache=wanted is not None or not of.intake.keyring.has_several,
+            trouble=self._trouble(of.fleet.registry.pairs.troubles),
+            last_lines=last_lines,
+        )
+
+    def _trouble(self, troubles: Mapping[Pair, PairTrouble]) -> str:
+        """Return why the request's decode engine does not load KV of its prefill engine, as it showed last."""
+        record = self._life.record
+        if not troubles or record.prefill is None or record.decode is None:
+            return ""
+        found = troubles.get((record.prefill.instance, record.decode.instance))
+        return "" if found is None else found.reason.value
+
+    def _keeps_end(self) -> bool:
+        """Tell whether the size and the end of the response matter: whether blocks have arrived, or will be found."""
+        life = self._life
+        of = life.of
+        return life.record.push is _CONCURRENT or of.fleet.remembers or of.gate.admission.counts_answers
+
+    def _keep_end(self, piece: bytes) -> None:
+        if piece:
+            life = self._life
+            life.record.wrote(piece)
+            if life.of.gate.admission.counts_answers:
+                self.events += piece.count(_EVENT)

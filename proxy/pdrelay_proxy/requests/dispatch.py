@@ -1,0 +1,417 @@
+"""Sends one request to its engines: chooses them, sends the legs in order, and repeats what may be repeated.
+
+requests/attempt.py is one try. What the client gets of it is up to requests/client_response.py.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from pdrelay_proxy.core.model import (
+    Api,
+    GenerationRequest,
+    Instance,
+    InstanceId,
+    LegOrder,
+    PrefillResult,
+    Role,
+    SingleEngineReason,
+)
+from pdrelay_proxy.core.protocol import push, request_bodies
+from pdrelay_proxy.core.protocol.disaggregation import PROMPTS, may_share, solo_reason
+from pdrelay_proxy.core.protocol.fault_table import RetryScope
+from pdrelay_proxy.core.raw_json import NULL, Pieces, encode_in_pieces
+from pdrelay_proxy.core.routing.retries import LegFailed, RetryAttempts
+from pdrelay_proxy.core.routing.routing_hints import with_model
+from pdrelay_proxy.errors import NoInstance, NoMatchingInstance, ProxyError
+from pdrelay_proxy.requests.attempt import Attempt
+from pdrelay_proxy.requests.client_response import ClientResponse
+from pdrelay_proxy.requests.intake import RequestPlan
+from pdrelay_proxy.requests.leg_bodies import decode_body
+from pdrelay_proxy.requests.legs import DecodeLeg, PrefillLeg
+from pdrelay_proxy.requests.life import RequestLife
+from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
+from pdrelay_proxy.requests.stream_moves import RequestKind, StreamMove, StuckPrompts
+from pdrelay_proxy.settings import Settings
+
+# Looking a member up takes as long as a call.
+_PULL, _PUSH, _SINGLE, _RETRY = RequestEvent.PULL, RequestEvent.PUSH, RequestEvent.SINGLE, RequestEvent.RETRY
+_PREFILLED, _FIRST_TOKEN = RequestEvent.PREFILLED, RequestEvent.FIRST_TOKEN
+_NEXT_DECODE, _FIRST_EVENT = RequestEvent.NEXT_DECODE, RequestEvent.FIRST_EVENT
+_CONTINUING: Final = RequestState.CONTINUING
+_PREFILL: Final = Role.PREFILL
+_DECODE: Final = Role.DECODE
+_SEVERAL: Final = SingleEngineReason.N
+_CHAT: Final = Api.CHAT
+_CONCURRENT: Final = LegOrder.CONCURRENT
+_READ: Final = push.TransferMode.PULL
+
+
+class Dispatch:
+    """What one request has at its engines."""
+
+    __slots__ = ("_attempt", "_client", "_life", "_plan", "settings")
+
+    def __init__(self, life: RequestLife, plan: RequestPlan, settings: Settings, client: ClientResponse) -> None:
+        """``settings``: those that were in force when the request was admitted."""
+        self._life = life
+        self._plan = plan
+        self._client = client
+        self._attempt: Attempt | None = None  # since engines were chosen
+        self.settings = settings
+
+    # ---- for those who look after all requests
+
+    @property
+    def engines(self) -> Sequence[InstanceId]:
+        """List the engines of the legs that are under way."""
+        return () if self._attempt is None else self._attempt.engines
+
+    @property
+    def kind(self) -> RequestKind:
+        """Return what decides which engines can serve it."""
+        ask = self._plan.ask
+        return ask.model, ask.rank
+
+    @property
+    def looks_back(self) -> bool:
+        """Tell whether no other engine would go on exactly with the stream: the engines' own defaults begin anew."""
+        of = self._life.of
+        return of.handovers.look_back(self._plan.ask.model, of.fleet.registry.get)
+
+    def pause(self) -> None:
+        """Have the engine wait."""
+        if self._attempt is not None:
+            self._attempt.pause()
+
+    def resume(self) -> None:
+        """Let the engine go on."""
+        if self._attempt is not None:
+            self._attempt.resume()
+
+    def look(self, now: float) -> None:
+        """See whether a leg has taken too long; a client that reads slowly is not held against the engine."""
+        if self._attempt is not None:
+            self._attempt.look(now, paused=self._client.is_paused)
+
+    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
+        """Let go of a decode engine that is left, while the prefill engine has not answered."""
+        if self._attempt is not None:
+            self._attempt.change_slot(leaving, stuck)
+
+    def close_attempt(self) -> Attempt | None:
+        """Drop what is under way; return the attempt."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.close_all()
+        return attempt
+
+    # ---- tries
+
+    async def answer(
+        self,
+        call: GenerationRequest | None,
+        retries: RetryAttempts,
+        single_body: Pieces | None = None,
+        *,
+        can_split: bool = False,
+        shows_token: bool = False,
+        move: StreamMove | None = None,
+    ) -> None:
+        """Try until an engine has given the whole answer.
+
+        ``single_body``: the body for one decode engine that serves the request alone; ``can_split``: its fields were
+        looked at, and need no engine of their own; ``shows_token``: the client may see the token of the prefill engine;
+        ``move``: it is the rest of a stream that was cut.
+
+        Raises:
+            ProxyError: the error for the client.
+        """
+        failed: LegFailed | None = None
+        life = self._life
+        while True:
+            attempt = self._attempt = Attempt(life, self._plan, self.settings, retries, shows_token)
+            attempt.move = move
+            try:
+                prefill, decode = self._choose(attempt, call, single_body, can_split=can_split)
+                lent_by = self._send_first(attempt, call, prefill, decode)
+                if lent_by is not None:
+                    while lent_by.handover is None:
+                        lent_by.raise_failure()
+                        await life
+                    if move is not None:
+                        move.handed_over(lent_by.instance)
+                    if self._hand_over(attempt, call, lent_by, decode):
+                        return
+                await self._decode(attempt, call, attempt.slot_or(decode), lent_by)
+                return
+            except LegFailed as latest:
+                failed = latest.with_traceback(None)  # it leads here: a circle
+            except NoInstance:
+                if failed is None:
+                    raise
+                raise failed.error from None
+            self._start_over(failed)
+
+    def _start_over(self, failed: LegFailed) -> None:
+        """Return if the request may be sent again, else raise the error for the client."""
+        life, attempt, role = self._life, self.close_attempt(), failed.instance.role
+        move = None if attempt is None else attempt.move
+        if move is not None and role is _PREFILL and move.is_lent_by(failed.instance):
+            move.lender_failed()
+        if life.state is _CONTINUING or attempt is None or not attempt.may_repeat(failed, attempt.usable(role)):
+            raise failed.error
+        if life.broken:  # what is sent again from the start is held against the engine by ``RetryAttempts.accused``
+            life.broken = [each for each in life.broken if each.instance is not failed.instance]
+        if not self._client.writer.begun:
+            life.cache_usage = None  # another engine computes the prompt
+        life.record.set_aside(role, failed.failure)
+        life.record.start_over()
+        life.on(_RETRY)
+
+    # ---- ROUTING
+
+    def _choose(
+        self, attempt: Attempt, call: GenerationRequest | None, single_body: Pieces | None, *, can_split: bool
+    ) -> tuple[Instance | None, Instance]:
+        """Choose the prefill engine and the decode engine; None: the latter serves the request alone."""
+        fleet, record = self._life.of.fleet, self._life.record
+        if attempt.move is not None:
+            return self._choose_for_move(attempt, attempt.move, single_body)
+        if call is None:
+            record.single_reason, single_body = self._plan.single_reason, self._plan.body
+        elif attempt.retries.is_alone and single_body is None:
+            record.single_reason = SingleEngineReason.PREFILL_FAILED
+            single_body = encode_in_pieces(call.fields, PROMPTS[call.api], call.shared)
+        elif single_body is None:
+            reason = None if can_split else solo_reason(call.api, call.fields)
+            if reason is _SEVERAL and may_share(call.api, call.fields) and fleet.shares_loads():
+                reason = None
+            record.single_reason = attempt.small_reason() if reason is None else reason
+            pair = self._choose_pair(attempt) if record.single_reason is None else None
+            if pair is not None and pair[0] is not None:
+                return pair
+            attempt.body = single_body = encode_in_pieces(call.fields, PROMPTS[call.api], call.shared)
+            if pair is not None:
+                record.single_reason = SingleEngineReason.FEW_MATCH
+                attempt.take_expected()
+                return pair
+        elif record.moves and (home := self._home(attempt)) is not None:
+            attempt.body = single_body
+            return None, attempt.one([home])
+        attempt.body = single_body
+        return None, attempt.one(fleet.usable(_DECODE))
+
+    def pair_for_move(self, source: InstanceId, lender: Instance | None) -> tuple[Instance, Instance] | None:
+        """Choose two engines that can go on with a stream; None: there are none now."""
+        retries, leg = (
+            RetryAttempts(0, {source, *self._life.of.fleet.registry.relief.full()}),
+            self._life.record.prefill,
+        )
+        try:
+            return self._pair_for_move(retries, lender, None if leg is None else leg.instance)
+        except ProxyError:
+            return None
+
+    def _pair_for_move(
+        self, retries: RetryAttempts, lender: Instance | None, met: InstanceId | None
+    ) -> tuple[Instance, Instance]:
+        """Choose the engine that the stream leaves, which has its KV cache, and a decode engine that may read from it.
+
+        Without one, a prefill engine computes the prompt and the tokens so far: ``met``, which has the prompt, or else
+        another one.
+        """
+        fleet, ask = self._life.of.fleet, self._plan.ask.once_more()
+        decodes = self._with_room([one for one in fleet.usable(_DECODE) if one.id not in retries.avoided])
+        if not decodes:
+            raise NoInstance("no other decode engine can go on with the stream")
+        if lender is not None and (readers := fleet.readers(lender, decodes)):
+            return lender, fleet.pair([lender], readers, ask)[1]
+        prefills = retries.among(fleet.usable(_PREFILL))
+        own = [one for one in prefills if one.id == met and fleet.fitting(one, decodes)]
+        prefill, decode = fleet.pair(own or prefills, decodes, ask)
+        if prefill is None:
+            raise NoMatchingInstance("no prefill engine can go on with the stream")
+        return prefill, decode
+
+    def _home(self, attempt: Attempt) -> Instance | None:
+        """Return the engine that a stream has moved from, if no other can go on with it now that it broke off."""
+        if any(one.id not in attempt.retries.avoided for one in attempt.usable(_DECODE)):
+            return None
+        member = self._life.of.fleet.registry.get(self._life.record.moves[-1].source)
+        if member is None or member.instance.id in attempt.retries.avoided:
+            return None
+        return member.as_home()
+
+    def _choose_for_move(
+        self, attempt: Attempt, move: StreamMove, single_body: Pieces | None
+    ) -> tuple[Instance | None, Instance]:
+        """Choose the engines that go on with a stream; alone, if all else fails, the one that it came from."""
+        if single_body is None:
+            pair, move.pair = move.pair, None
+            return pair or self._pair_for_move(attempt.retries, move.lender, move.met)
+        attempt.body = single_body
+        others = self._with_room([one for one in attempt.usable(_DECODE) if one.id not in attempt.retries.avoided])
+        return None, attempt.one(others or [move.source])
+
+    def _with_room(self, decodes: Sequence[Instance]) -> Sequence[Instance]:
+        """Leave out the engines that streams leave for want of KV room, if there are others."""
+        full = self._life.of.fleet.registry.relief.full()
+        return ([one for one in decodes if one.id not in full] or decodes) if full else decodes
+
+    def _choose_pair(self, attempt: Attempt) -> tuple[Instance | None, Instance] | None:
+        """Choose two engines, or a decode engine whose turn it is alone.
+
+        None: there is no prefill engine, and any decode engine may serve the request alone.
+        """
+        fleet, hints, may_be_alone = self._life.of.fleet, self._plan.ask, self.settings.decode_only_fallback
+        try:
+            if not attempt.retries.avoided:
+                if not fleet.missing.is_denied(self._plan.path):
+                    return fleet.any_pair(hints, may_be_alone=may_be_alone)
+            else:
+                hints = hints.once_more()
+            decodes = attempt.again(_DECODE)
+            prefills = attempt.again(_PREFILL)
+            return fleet.pair(prefills, decodes, hints, may_be_alone=may_be_alone)
+        except NoMatchingInstance:
+            if not self.settings.decode_only_fallback:
+                raise
+            self._life.record.single_reason = SingleEngineReason.NO_MATCH
+        except NoInstance:
+            if not self.settings.decode_only_fallback:
+                raise
+            fleet.usable(_DECODE)  # raises NoInstance, if that is why
+            self._life.record.single_reason = SingleEngineReason.NO_PREFILL
+        return None
+
+    # ---- PREFILLING, BOTH, DECODING
+
+    def _send_first(
+        self, attempt: Attempt, call: GenerationRequest | None, prefill: Instance | None, decode: Instance
+    ) -> PrefillLeg | None:
+        """Send what can be sent before an engine has answered; return the leg whose answer the decode leg needs."""
+        life = self._life
+        if call is None or prefill is None:
+            life.on(_SINGLE)
+            return None
+        attempt.hold_slot(decode)
+        coordinates = None
+        if attempt.move is None:
+            attempt.mode = life.of.fleet.mode_of(prefill, decode)
+            if attempt.mode is not _READ:
+                coordinates = life.of.learned.coordinates(prefill.id)
+        if coordinates is not None and self._plan.learns_model:
+            self._plan.ask.model = life.of.handovers.model_of(prefill.id)
+            if self._plan.ask.model is None:
+                coordinates = None  # its answer tells which model the decode engine must serve
+            call = self._named(call)
+        if coordinates is None:
+            life.on(_PULL)
+            reuses = self.settings.reuse_prompt_tokens and life.of.fleet.passes_ids(call, decode)
+            return attempt.send_prefill(call, prefill, reuses=reuses)
+        record = life.record
+        record.push, record.transfer, attempt.coordinates = _CONCURRENT, attempt.transfer, coordinates
+        params = push.decode_params(coordinates, call.api, attempt.id, attempt.transfer)
+        fields = request_bodies.decode_fields(request_bodies.named(call.api, call.fields, attempt.id), params)
+        attempt.body = encode_in_pieces(fields, PROMPTS[call.api], call.shared)
+        life.on(_PUSH)
+        attempt.send_prefill(call, prefill, reuses=False)
+        return None
+
+    def _hand_over(self, attempt: Attempt, call: GenerationRequest | None, leg: PrefillLeg, decode: Instance) -> bool:
+        """Make the decode leg's body of the prefill engine's answer; True: that answer is all the client gets."""
+        first, life = leg.first, self._life
+        if first is None:
+            life.on(_PREFILLED)
+        else:
+            life.on(_FIRST_TOKEN)
+            self._client.begin_with_token(attempt, first, can_resume=self.settings.resume_streams)
+            if first.is_all:
+                attempt.settle(leg)
+                return True
+        if call is not None and leg.handover is not None:
+            self._write_body(attempt, call, leg, leg.handover, attempt.slot_or(decode))
+        return False
+
+    def _named(self, call: GenerationRequest) -> GenerationRequest:
+        """Return a request that names no model with the one that its prefill engine serves, if that is known."""
+        model = self._plan.ask.model
+        if not self._plan.learns_model or model is None:
+            return call
+        return GenerationRequest(
+            call.api, with_model(call.api, call.fields, model), call.headers, call.rank, call.shared
+        )
+
+    def _write_body(
+        self, attempt: Attempt, call: GenerationRequest, leg: PrefillLeg, handover: PrefillResult, decode: Instance
+    ) -> None:
+        """Write a decode leg's body, as its engine can take it."""
+        life, ids, call = self._life, None, self._named(call)
+        if attempt.move is not None:
+            ids = attempt.move.ids
+        elif handover.ids is not NULL and (call.api is not _CHAT or life.of.fleet.takes_chat_ids(decode)):
+            ids = handover.ids
+        attempt.body = decode_body(call, life.record, attempt.id, handover, leg.first, ids=ids)
+
+    async def _decode(
+        self, attempt: Attempt, call: GenerationRequest | None, decode: Instance, lent_by: PrefillLeg | None
+    ) -> None:
+        """Get the answer from a decode engine, or from another one if this one got nothing of the request.
+
+        ``lent_by``: the leg whose blocks the decode engine reads.
+
+        Raises:
+            LegFailed: none has begun to answer.
+            EngineError: a stream broke off, or is not complete.
+        """
+        leg, life = attempt.send_decode(decode), self._life
+        try:
+            while not leg.has_begun():
+                failed = attempt.failed()
+                if failed is None:
+                    await life
+                else:
+                    decode = self._next_decode(attempt, failed, lent_by)
+                    if call is not None and lent_by is not None and lent_by.handover is not None:
+                        self._write_body(attempt, call, lent_by, lent_by.handover, decode)
+                    life.on(_NEXT_DECODE)
+                    leg = attempt.send_decode(decode)
+        finally:
+            if lent_by is not None:
+                attempt.settle(lent_by)
+        if leg.lines is not None:
+            await self._stream(attempt, leg)
+        else:
+            self._client.write_leg(attempt, leg)
+
+    def _next_decode(self, attempt: Attempt, failed: LegFailed, lent_by: PrefillLeg | None) -> Instance:
+        """Choose another engine for a decode leg; raises LegFailed if none may have it."""
+        if failed.rule.again is not RetryScope.DECODE:
+            raise failed
+        if lent_by is not None:
+            attempt.note_read(lent_by)
+        others = attempt.others(failed.instance, lent_by)
+        if not others or not attempt.may_repeat(failed, others):
+            raise failed
+        self._life.record.set_aside(_DECODE, failed.failure)
+        failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
+        decode = attempt.one(others)
+        if attempt.prefill is not None:
+            self._life.of.fleet.took_over(attempt.prefill.instance, decode, self._plan.ask)
+        return decode
+
+    # ---- STREAMING
+
+    async def _stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
+        """Stream an answer to its end; raises EngineError: it broke off, or is not complete; StreamCut: it moves."""
+        life, client = self._life, self._client
+        life.on(_FIRST_EVENT)
+        client.begin_stream(attempt, leg)
+        move, attempt.move = attempt.move, None
+        if move is not None:
+            move.goes_on()
+        while not leg.is_over:
+            client.check_stream(leg)
+            await life
+        client.check_stream(leg)
+        client.end_stream(attempt, leg)

@@ -1,0 +1,289 @@
+"""From a head and a body to a plan: who asks, whether they may, and what the engines are asked.
+
+Nothing is counted here and nothing waits. What is wrong with a request is raised, for the client.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from pdrelay_proxy.core.admission.cache_salts import Salts
+from pdrelay_proxy.core.admission.keys import ANYBODY, Keyring
+from pdrelay_proxy.core.admission.lifetime import Lifetime
+from pdrelay_proxy.core.admission.priority import limited
+from pdrelay_proxy.core.admission.prompt_estimate import MEDIUM_TOKENS, prompt_tokens
+from pdrelay_proxy.core.admission.service_classes import ServiceClass, ServiceClasses
+from pdrelay_proxy.core.http.content_codings import Coding, coding_of, decoded
+from pdrelay_proxy.core.http.multipart import boundary_of, check_form, content_type
+from pdrelay_proxy.core.http.origins import Sites
+from pdrelay_proxy.core.model import (
+    Api,
+    GenerationRequest,
+    Headers,
+    PassthroughRequest,
+    RoutingHints,
+    SingleEngineReason,
+)
+from pdrelay_proxy.core.protocol.client_media import ANY_HOST, check_media
+from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
+from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, EndpointKind
+from pdrelay_proxy.core.protocol.prompt_arrays import prompts_of
+from pdrelay_proxy.core.protocol.request_bodies import TEMPLATES, check_chat_template, check_wanted_now, parse
+from pdrelay_proxy.core.protocol.response_filter import media_type
+from pdrelay_proxy.core.raw_json import TRUE, Fields, Pieces, encode, long_fields, text
+from pdrelay_proxy.core.routing.routing_hints import (
+    TELLS_MODEL,
+    ask_of_call,
+    ask_of_errand,
+    model_of,
+    rank_of,
+    with_model,
+)
+from pdrelay_proxy.core.routing.session_ids import SessionIds
+from pdrelay_proxy.errors import BodyTooLarge, UnsupportedMedia
+from pdrelay_proxy.settings import ClientKvParams, Settings
+
+JSON_TYPE: Final = b"application/json"
+# X-Request-Id is missing on purpose: engines match the halves of a request by it, so it must be ours and unique.
+PASSED_ON: Final = frozenset(
+    {b"authorization", b"traceparent", b"tracestate", b"baggage", b"x-session-id", b"x-vllm-priority"}
+)
+_WITHOUT_KEY: Final = PASSED_ON - {b"authorization"}
+_LARGE: Final = 64 * 1024  # bytes of a body; of a smaller one it costs less to copy its fields than to share them
+_RANK: Final = b"x-data-parallel-rank"
+_CLASS: Final = b"x-request-class"
+_FORM_TYPE: Final = b"multipart/form-data"
+_FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
+_NOTHING: Final[Mapping[bytes, bytes]] = {}
+_FORMS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is EndpointKind.FORM)
+_STRIP: Final = ClientKvParams.STRIP
+_APIS: Final = {api.value: api for api in Api}
+
+
+class RequestHead:
+    """The head of a request for an endpoint; names of headers are in lower case."""
+
+    __slots__ = ("caller", "coding", "headers", "path", "shown")
+
+    def __init__(
+        self, path: str, headers: Sequence[tuple[bytes, bytes]], shown: Mapping[bytes, bytes] | None = None
+    ) -> None:
+        """``shown``: the headers by name, of several with one name the first; None: they are looked at here."""
+        self.path = path
+        self.caller = ANYBODY  # the name of the client's key, once the head is judged
+        self.coding: Coding | None = None  # of the body, once the head is judged; None: it is not compressed
+        self.headers = headers
+        self.shown: Mapping[bytes, bytes] = dict(reversed(headers)) if shown is None else shown
+
+    def forget(self) -> None:
+        """Let go of the headers."""
+        self.headers, self.shown = (), _NOTHING
+
+
+@dataclass(slots=True, init=False)
+class RequestPlan:
+    """What the engines are asked. It does not change."""
+
+    path: str
+    headers: Headers  # those of the client's headers that engines may see
+    ask: RoutingHints  # what the choice of engines may depend on
+    streams: bool
+    call: GenerationRequest | None  # of an endpoint that generates text; None: one engine gets ``body``
+    body: Pieces
+    content_type: bytes
+    priority: int
+    tokens: int | None  # about how many its prompt has; None: not looked at
+    single_reason: SingleEngineReason  # why one engine gets ``body``
+    learns_model: bool  # it names none, and which one it means is told by its prefill engine's answer
+    prompts: Sequence[msgspec.Raw]  # of a request with several; else none
+
+    def __init__(  # noqa: PLR0917 (by name they cost 1,000 instructions more)
+        self,
+        path: str,
+        headers: Headers,
+        ask: RoutingHints,
+        priority: int,
+        call: GenerationRequest | None = None,
+        tokens: int | None = None,
+        *,
+        body: Pieces | None = None,
+        content_type: bytes = JSON_TYPE,
+        single_reason: SingleEngineReason = SingleEngineReason.ONE_LEG,
+    ) -> None:
+        self.path = path
+        self.headers = headers
+        self.ask = ask
+        self.streams = call is not None and call.streams()
+        self.prompts = ()
+        self.call = call
+        self.body = [] if body is None else body
+        self.content_type = content_type
+        self.priority = priority
+        self.tokens = tokens
+        self.single_reason = single_reason
+        self.learns_model = False
+
+
+@dataclass(slots=True)
+class Intake:
+    """What a request is judged by before it is admitted."""
+
+    settings: Settings
+    lifetime: Lifetime
+    keyring: Keyring
+    sites: Sites
+    salts: Salts | None = None
+    sessions: SessionIds | None = None  # None: no policy asks for them
+    media_hosts: frozenset[str] = frozenset()  # from which engines may fetch media, in lower case
+    # Returns the model that a request means which names none; None: no engine has said what it serves. Raises
+    # BadRequest: it must name one. Without it any engine may serve such a request.
+    model_of_unnamed: Callable[[], str | None] | None = None
+
+    def check(self, head: RequestHead) -> str:
+        """Judge a head; return the name of the client's key.
+
+        Raises:
+            CrossSite, Misdirected, UnsupportedMedia, ClosingDown, Unauthorized, BodyTooLarge: it is not let in.
+        """
+        headers, shown, has_keys = head.headers, head.shown, self.keyring.keys is not None
+        is_elsewhere = not self.sites.admits(shown.get(b"host", b""), has_keys=has_keys)
+        if is_elsewhere or not (has_keys or _FROM_BROWSERS.isdisjoint(shown)):
+            self.sites.check("POST", tuple(headers), has_keys=has_keys)
+        declared = shown.get(b"content-type")
+        if not has_keys and not declared and b"x-api-key" not in shown:
+            # The page of another web site could send an undeclared body unasked, and not that header.
+            raise UnsupportedMedia("the body is not declared: send Content-Type: application/json")
+        self.lifetime.check()
+        caller = self.keyring.caller(tuple(headers)) if has_keys else ANYBODY
+        if declared != JSON_TYPE or head.path in _FORMS:
+            _check_media(head.path, declared or b"")
+        check_length(shown.get(b"content-length", b""), self.settings.max_body_bytes)
+        if b"content-encoding" in shown:
+            declared = b",".join([value for name, value in headers if name == b"content-encoding"])
+            head.coding = coding_of(declared)
+        return caller
+
+    def class_of(self, head: RequestHead, classes: ServiceClasses) -> ServiceClass:
+        """Return the class of a request.
+
+        Raises:
+            BadRequest, ClassNotAllowed: it names a class that its client may not use.
+        """
+        asked = [value for name, value in head.headers if name == _CLASS] if _CLASS in head.shown else ()
+        return classes.of_request(self.keyring.classes_of(head.caller), asked)
+
+    def decoded(self, head: RequestHead, body: bytes) -> bytes:
+        """Return a body as it was before the client has compressed it; raises BadRequest, BodyTooLarge."""
+        return body if head.coding is None else decoded(head.coding, body, self.settings.max_body_bytes)
+
+    def read(self, head: RequestHead, body: bytes) -> Fields:
+        """Read a body, of a form nothing but its model; a long one is read in a thread. Raises BadRequest."""
+        if head.path in _FORMS:
+            model = check_form(boundary_of(head.shown.get(b"content-type", b"")), body)
+            return {} if model is None else {"model": text(model)}
+        settings = self.settings
+        fields = parse(body, strip_private=settings.client_kv_params is _STRIP)
+        if not settings.trust_request_chat_template and not TEMPLATES.isdisjoint(fields):
+            check_chat_template(fields)
+        names_media = self.salts is None or not self.salts.apply
+        if self.limits_media():
+            check_media(fields, self.media_hosts, may_have_ids=names_media)
+        elif not names_media:
+            check_media(fields, None, may_have_ids=False)
+        return fields
+
+    def limits_media(self) -> bool:
+        """Tell whether engines may fetch media from some hosts only; keys may come with a SIGHUP."""
+        if self.media_hosts:
+            return ANY_HOST not in self.media_hosts
+        return self.keyring.keys is not None or self.settings.tls_client_ca is not None
+
+    def examine(self, head: RequestHead, body: bytes, *, counts_tokens: bool) -> tuple[Fields, int | None]:
+        """Read a body; tell also about how many tokens its prompt has: of a form, or where they count."""
+        fields = self.read(head, body)
+        if head.path in _FORMS:
+            return fields, MEDIUM_TOKENS
+        return fields, prompt_tokens(fields, len(body)) if counts_tokens else None
+
+    def plan(self, head: RequestHead, body: bytes, fields: Fields, tokens: int | None = None) -> RequestPlan:
+        """Say what the engines are asked; raises BadRequest.
+
+        A request that names no model means the one that all engines serve, for as long as it lasts. ``tokens``: about
+        how many the prompt has.
+        """
+        path, headers, shown, caller = head.path, head.headers, head.shown, head.caller
+        api = _APIS.get(path)
+        if api is not None:
+            check_wanted_now(api, fields)
+        wanted = PASSED_ON if self.settings.forward_client_key else _WITHOUT_KEY
+        passed_on = () if wanted.isdisjoint(shown) else tuple([each for each in headers if each[0] in wanted])
+        passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(caller))
+        if self.salts is not None and self.salts.apply and path not in UNCACHED and path not in _FORMS:
+            asked = self.salts.salted(asked, caller)
+        session = None if self.sessions is None else self.sessions.of(shown, fields)
+        rank = rank_of(shown[_RANK]) if _RANK in shown else None
+        model, is_unknown, why_alone = model_of(fields), False, SingleEngineReason.ONE_LEG
+        if model is None and self.model_of_unnamed is not None:
+            model = self.model_of_unnamed()
+            is_unknown = model is None
+            asked = asked if api is None or model is None else with_model(api, asked, model)
+        if api is not None and is_unknown and api not in TELLS_MODEL:
+            why_alone = SingleEngineReason.UNKNOWN_MODEL
+        elif api is not None:
+            shared: Sequence[str] = ()
+            if len(body) > _LARGE:
+                shared = [name for name in long_fields(asked) if name != PROMPTS[api]]
+            call = GenerationRequest(api, asked, passed_on, rank, shared)
+            plan = RequestPlan(path, passed_on, ask_of_call(call, session, model), priority, call, tokens)
+            plan.learns_model = is_unknown
+            plan.prompts = prompts_of(api, asked)
+            return plan
+        if path in _FORMS:
+            declared = content_type(boundary_of(shown.get(b"content-type", b"")))
+            errand = PassthroughRequest(path, body, passed_on, declared, model=model, rank=rank)
+        else:
+            strips = self.settings.client_kv_params is _STRIP
+            clean = encode(asked) if strips or asked is not fields else body
+            errand = PassthroughRequest(path, clean, passed_on, model=model, rank=rank)
+        plan = RequestPlan(
+            path,
+            passed_on,
+            ask_of_errand(errand, session),
+            priority,
+            body=[errand.body],
+            content_type=errand.content_type,
+            tokens=tokens,
+            single_reason=why_alone,
+        )
+        plan.streams = api is not None and asked.get("stream") == TRUE
+        return plan
+
+
+def _check_media(path: str, declared: bytes) -> None:
+    """Accept a body that is declared as what the endpoint reads; JSON need not be declared.
+
+    Raises:
+        UnsupportedMedia: it is declared as something else.
+    """
+    if path not in _FORMS:
+        check_json(declared)
+        return
+    if media_type(declared) != _FORM_TYPE:
+        raise UnsupportedMedia(
+            f"the body must be multipart/form-data, not {declared.decode('latin-1') or 'undeclared'}"
+        )
+    boundary_of(declared)  # raises UnsupportedMedia
+
+
+def check_json(declared: bytes) -> None:
+    """Accept a body that is declared as JSON, or not declared at all; raises UnsupportedMedia."""
+    if declared and media_type(declared) != JSON_TYPE:
+        raise UnsupportedMedia(f"the body must be application/json, not {declared.decode('latin-1')}")
+
+
+def check_length(declared: bytes, most: int) -> None:
+    """Accept the Content-Length of a body that may have so many bytes; raises BodyTooLarge."""
+    if declared.isdigit() and int(declared) > most:
+        raise BodyTooLarge(f"the body has {int(declared)} bytes, and {most} is the most this router takes")

@@ -1,0 +1,410 @@
+"""The two legs of a request, as their engines' responses arrive.
+
+A leg gets its response by callbacks of the event loop's reads (io/wire/response_handler.py), and tells its attempt
+(requests/attempt.py) what matters: the prefill engine's answer, the first event of a stream, the end, a failure. The
+pieces of a stream behind its first event go to the client at once.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from pdrelay_proxy.core.http.bounded_body import ANSWER_MOST
+from pdrelay_proxy.core.model import EngineResponse, Instance, PrefillResult
+from pdrelay_proxy.core.protocol.engine_errors import refusal
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.protocol.first_token import FirstToken
+from pdrelay_proxy.core.protocol.response_filter import check_type, is_stream
+from pdrelay_proxy.core.protocol.sse import LINE_MOST, Beginning, WholeLines, error_status, first_data
+from pdrelay_proxy.core.protocol.usage import prompt_tokens_in, with_cache_usage_in
+from pdrelay_proxy.core.raw_json import Fields
+from pdrelay_proxy.core.request_record import LegRecord
+from pdrelay_proxy.core.routing.retries import LegFailed
+from pdrelay_proxy.errors import AnswerRefused, EngineError, Refused
+from pdrelay_proxy.io.wire.response_handler import ResponseHandler
+
+_OK: Final = 200
+
+
+class LegSpan(Protocol):
+    """The span of a leg, where spans are wanted."""
+
+    def answered(self, status: int) -> None:
+        """The head of the response is here."""
+        ...
+
+    def end(self, error: Exception | None) -> None:
+        """The leg is over."""
+        ...
+
+
+class LegOwner(ABC):
+    """The attempt that a leg belongs to. None of the calls waits or raises."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def prefill_answered(self, leg: "PrefillLeg", body: bytes, /) -> None:
+        """The whole response of the prefill engine is here."""
+
+    @abstractmethod
+    def stream_begun(self, leg: "DecodeLeg", counted: int | None, /) -> None:
+        """The first event of a stream is here, and it is no error; ``counted``: tokens of the prompt, if it says."""
+
+    @abstractmethod
+    def prompt_counted(self, leg: "DecodeLeg", counted: int, /) -> None:
+        """The end of a stream says how many tokens the prompt has."""
+
+    @abstractmethod
+    def stream_ended(self, leg: "DecodeLeg", /) -> None:
+        """All of the stream is here."""
+
+    @abstractmethod
+    def decode_answered(self, leg: "DecodeLeg", body: bytes, /) -> None:
+        """The whole response of a decode engine is here, and it is no stream."""
+
+    @abstractmethod
+    def leg_failed(self, leg: "EngineLeg", error: EngineError | Refused, /) -> None:
+        """Nothing more will come of it."""
+
+    @abstractmethod
+    def hold(self, leg: "EngineLeg", size: int, /) -> None:
+        """Charge bytes of an answer that is kept until it is complete; the request ends where there are too many."""
+
+    @abstractmethod
+    def crash(self, bug: Exception, /) -> None:
+        """The router has a bug: one of these calls has raised."""
+
+
+class EngineLeg(ResponseHandler):
+    """What both legs have in common. Times are seconds of the request's clock."""
+
+    __slots__ = (
+        "answered_s",
+        "content_type",
+        "due",
+        "failure",
+        "fault",
+        "held",
+        "instance",
+        "is_closed",
+        "owner",
+        "record",
+        "sent_at",
+        "span",
+        "status",
+        "was_sent",
+    )
+
+    def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
+        ResponseHandler.__init__(self, instance.id)
+        self.owner = owner
+        self.instance = instance
+        self.sent_at = sent_at
+        self.due = due  # when the engine has had all its time; None: never
+        self.record = LegRecord(instance.id, None, sent_at)
+        self.fault: LegFailed | None = None  # why nothing more will come of it
+        self.failure: Failure | None = None  # how it is counted
+        self.answered_s: float | None = None  # seconds until its good answer, if that is counted with its end
+        self.held = 0  # bytes of its answer that are charged
+        self.is_closed = False  # it is counted, and nothing more comes of it
+        self.was_sent = False  # the engine had all of the request when it was closed
+        self.span: LegSpan | None = None
+        self.status = 0
+        self.content_type = b""
+
+    def arrived_whole(self, content_type: bytes, body: bytes) -> None:
+        """All of an answer of status 200, which is no stream, has come at once."""
+        if self.error is not None:
+            return
+        self.status, self.content_type, self.complete = _OK, content_type, True
+        if self.span is not None:
+            self.span.answered(_OK)
+        self.answered(body)
+
+    @abstractmethod
+    def answered(self, body: bytes) -> None:
+        """It is complete, and no stream."""
+
+    def response(self, body: bytes) -> EngineResponse:
+        """Return all of its answer."""
+        return EngineResponse(self.status, self.content_type.decode("latin-1"), body)
+
+    @property
+    def may_be_read(self) -> bool:
+        """Tell whether the engine has, or had, all of the request."""
+        return self.was_sent if self.is_closed else self.is_sent
+
+    @property
+    @abstractmethod
+    def has_good_beginning(self) -> bool:
+        """Tell whether the engine has taken the request: the first event of a stream is here, or the head of a 200."""
+
+    def raise_failure(self) -> None:
+        """Raise LegFailed if it has failed."""
+        if self.fault is not None:
+            raise self.fault
+
+    def fail(self, error: EngineError) -> None:
+        """It broke off, or was given up."""
+        self.owner.leg_failed(self, error)
+
+    def crashed(self, bug: Exception) -> None:
+        """The router has a bug."""
+        self.owner.crash(bug)
+
+    def _too_long(self) -> EngineError:
+        return AnswerRefused(f"{self.engine} answered with more than {ANSWER_MOST} bytes")
+
+
+class PrefillLeg(EngineLeg):
+    """The leg that computes the prompt."""
+
+    __slots__ = (
+        *("_pieces", "_size", "first", "handed_over_at", "handover", "is_followed", "is_read", "learns", "load"),
+        *("reuses", "shows"),
+    )
+
+    def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
+        EngineLeg.__init__(self, owner, instance, sent_at, due)
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self.load = b""  # its endpoint-load-metrics header: how busy the engine is; empty: it does not say
+        self.handover: PrefillResult | None = None  # what its answer is good for, once that is here
+        self.handed_over_at = 0.0
+        self.is_followed = False  # a decode leg was sent behind its answer
+        self.is_read = False  # a decode engine has come, or may have come, for its blocks
+        self.learns = False  # it was asked for the tokens of the prompt, for later prompts
+        self.reuses = False  # the same, for the decode engine
+        self.shows = False  # it was asked for a token that the client may see
+        self.first: FirstToken | None = None  # the token that the client gets from it
+
+    @property
+    def has_good_beginning(self) -> bool:
+        """Tell whether the engine has taken the request."""
+        return self.status == _OK
+
+    def began(self, status: int, content_type: bytes, load: bytes) -> None:
+        """Its head is here."""
+        self.status, self.content_type = status, content_type
+        if self.span is not None:
+            self.span.answered(status)
+        self.load = load
+
+    def arrived(self, piece: bytes, *, last: bool = False) -> None:  # noqa: ARG002 (the end is told)
+        """Keep what comes."""
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if self._size > ANSWER_MOST:
+            self.give_up(self._too_long())
+        else:
+            self.owner.hold(self, len(piece))
+
+    def end(self) -> None:
+        """All of it is here."""
+        body, self._pieces = b"".join(self._pieces), []
+        self.answered(body)
+
+    def answered(self, body: bytes) -> None:
+        """It is complete."""
+        self.owner.prefill_answered(self, body)
+
+
+class DecodeLeg(EngineLeg):
+    """The leg whose answer the client gets."""
+
+    __slots__ = (
+        "_beginning",
+        "_clock",
+        "_is_stream",
+        "_pieces",
+        "_size",
+        "cache_usage",
+        "counted",
+        "counts",
+        "follows",
+        "gaps",
+        "heard",
+        "is_last",
+        "is_over",
+        "lines",
+        "read_at",
+        "relay",
+        "shown",
+        "sink",
+    )
+
+    def __init__(
+        self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None, clock: Callable[[], float]
+    ) -> None:
+        EngineLeg.__init__(self, owner, instance, sent_at, due)
+        self._clock = clock
+        self.gaps: list[float] | None = None  # takes the seconds between the reads of a stream, once it has begun
+        self.read_at = 0.0  # the latest of them
+        self._beginning: Beginning | None = None  # of a stream whose first event is not complete
+        self._pieces: list[bytes] = []  # of what is no stream; of a stream the last two, while it counts
+        self._size = 0  # bytes of those
+        self._is_stream = False
+        self.lines: WholeLines | None = None  # of a stream that has begun well
+        self.shown: bytes | None = None  # what the client gets first: the beginning of a stream, or a whole answer
+        self.sink: Callable[[bytes], object] | None = None  # takes what comes behind that
+        self.relay: Callable[[bytes], object] | None = None  # the same for a whole chunk, as it came
+        self.is_last = False  # the end of the stream has come with its beginning
+        self.is_over = False  # all of the answer is here
+        self.follows = False  # it was sent behind the answer of a prefill engine
+        self.heard = False  # something has come since the last look at the time
+        self.counts = True  # it may still say how many tokens the prompt has
+        self.counted: int | None = None  # what it has said
+        self.cache_usage: Fields | None = None  # what the client is told of the prefill engine's cache
+
+    @property
+    def has_good_beginning(self) -> bool:
+        """Tell whether the engine has taken the request."""
+        return self.lines is not None or (self.status == _OK and not self._is_stream)
+
+    def has_begun(self) -> bool:
+        """Tell whether it has begun well; what is complete with its beginning is waited for."""
+        return self.shown is not None and (self.is_over or not self.is_last)
+
+    def take_shown(self) -> bytes:
+        """Return what the client gets first, once."""
+        shown, self.shown = self.shown, None
+        return b"" if shown is None else shown
+
+    def finish(self) -> tuple[bytes, bool]:
+        """Return what is left of a stream that has ended, and whether it was complete."""
+        return (b"", False) if self.lines is None else self.lines.finish()
+
+    def began(self, status: int, content_type: bytes, load: bytes) -> None:  # noqa: ARG002 (prefill's load counts)
+        """Its head is here."""
+        self.status, self.content_type = status, content_type
+        if self.span is not None:
+            self.span.answered(status)
+        self._is_stream = status == 200 and is_stream(content_type)
+
+    def arrived(self, piece: bytes, *, last: bool = False) -> None:
+        """Pass on what may be shown."""
+        lines = self.lines
+        if lines is not None:
+            try:
+                passing = lines.feed(piece)
+            except EngineError as error:
+                self.give_up(error)
+                return
+            if passing:
+                if self.cache_usage is not None:
+                    passing = self._with_cache_usage(passing, self.cache_usage)
+                self._pass_on(lines, passing)
+        elif self._is_stream:
+            self._begin(piece, last=last)
+        else:
+            self._pieces.append(piece)
+            self._size += len(piece)
+            if self._size > ANSWER_MOST:
+                self.give_up(self._too_long())
+            else:
+                self.owner.hold(self, len(piece))
+
+    def chunk_arrived(self, chunk: bytes, piece: bytes) -> None:
+        """Pass on a token: as it came, where nothing of it has to be held back or taken out."""
+        lines, relay = self.lines, self.relay
+        if lines is None or relay is None:
+            self.arrived(piece)
+            return
+        try:
+            passing = lines.feed(piece)
+        except EngineError as error:
+            self.give_up(error)
+            return
+        if self.cache_usage is not None and passing:
+            passing = self._with_cache_usage(passing, self.cache_usage)
+        if passing is piece:
+            self._note(lines, passing)
+            relay(chunk)
+        elif passing:
+            self._pass_on(lines, passing)
+
+    def _with_cache_usage(self, passing: bytes, said: Fields) -> bytes:
+        """Have the client told of the prefill engine's cache."""
+        told = with_cache_usage_in(passing, said)
+        if told is not passing:
+            self.record.own_usage = passing
+        return told
+
+    def _note(self, lines: WholeLines, passing: bytes) -> None:
+        """Take in what passes tells, and when it came."""
+        self.heard = True
+        if self.gaps is not None:
+            now = self._clock()
+            self.gaps.append(now - self.read_at)
+            self.read_at = now
+        if lines.erred:
+            self.failure = Failure.BAD_RESPONSE  # now, for many clients hang up at an error
+        if self.counts:
+            self._pieces.append(passing)
+            if len(self._pieces) > 2:
+                del self._pieces[0]
+
+    def _pass_on(self, lines: WholeLines, passing: bytes) -> None:
+        self._note(lines, passing)
+        if self.sink is not None:
+            self.sink(passing)
+        elif self.shown is not None:
+            self.shown += passing
+
+    def _begin(self, piece: bytes, *, last: bool) -> None:
+        """Wait for the first event: it tells a request that has failed from one that has begun."""
+        beginning, received = self._beginning, piece
+        data = first_data(piece) if beginning is None else None
+        if data is None:
+            if beginning is None:
+                beginning = self._beginning = Beginning()
+            data = beginning.feed(piece)
+            if data is None:
+                if beginning.line_size > LINE_MOST:
+                    said = f"{self.engine} sent a line of more than {LINE_MOST} bytes in its stream"
+                    self.give_up(AnswerRefused(said))
+                elif len(beginning.received) > ANSWER_MOST:
+                    self.give_up(AnswerRefused(f"{self.engine} sent more than {ANSWER_MOST} bytes and no event"))
+                return
+            received = bytes(beginning.received)
+        if (status := error_status(data)) is not None:
+            self.drop()
+            self.owner.leg_failed(self, refusal(self.engine, status, data))
+        else:
+            lines = WholeLines(self.engine)
+            try:
+                check_type(self.engine, self.content_type)
+                shown = lines.feed(received)
+                if self.cache_usage is not None:
+                    shown = self._with_cache_usage(shown, self.cache_usage)
+            except EngineError as error:
+                self.give_up(error)
+                return
+            self.lines, self.shown, self.is_last, self._beginning = lines, shown, last, None
+            self.heard = True
+            if lines.erred:
+                self.failure = Failure.BAD_RESPONSE
+            self.owner.stream_begun(self, prompt_tokens_in(received) if self.counts else None)
+
+    def end(self) -> None:
+        """All of it is here."""
+        self.is_over = True
+        if self.lines is not None or self._is_stream:
+            if self.counts and self._pieces:
+                self._count_prompt()
+            self.owner.stream_ended(self)
+            return
+        body, self._pieces = b"".join(self._pieces), []
+        self.answered(body)
+
+    def _count_prompt(self) -> None:
+        """Look for the usage, which engines write into the first event or the last ones: to look at each costs more."""
+        counted = prompt_tokens_in(b"".join(self._pieces))
+        if counted is not None:
+            self.owner.prompt_counted(self, counted)
+
+    def answered(self, body: bytes) -> None:
+        """It is complete, and no stream."""
+        self.is_over = True
+        self.owner.decode_answered(self, body)

@@ -1,0 +1,411 @@
+"""A request with several prompts, while it is served: a request of its own for each, some of them at a time.
+
+Each part is routed, tried again and resumed like any other request, and two of them may go to different engines. What
+one of them fails with is what all of them fail with; the others are dropped then.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, Protocol, TypeAlias
+
+import msgspec
+
+from pdrelay_proxy.core.admission.ticket import Ticket
+from pdrelay_proxy.core.http.bounded_body import ANSWER_MOST
+from pdrelay_proxy.core.model import GenerationRequest, InstanceId, LegOrder, Role, SingleEngineReason
+from pdrelay_proxy.core.protocol.disaggregation import may_share, solo_reason
+from pdrelay_proxy.core.protocol.prompt_arrays import MergedAnswer, MergedStream, choices_of, one_of, words_of
+from pdrelay_proxy.core.request_record import PromptParts, PromptRecord, RequestRecord
+from pdrelay_proxy.core.routing.routing_hints import ask_of_call
+from pdrelay_proxy.errors import (
+    AnswerRefused,
+    BadRequest,
+    BodyTooLarge,
+    EngineError,
+    NoInstance,
+    ProxyError,
+    Refused,
+    RouterFull,
+)
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
+from pdrelay_proxy.requests.intake import JSON_TYPE, RequestPlan
+from pdrelay_proxy.requests.life import RequestLife
+from pdrelay_proxy.requests.response import ResponseWriter
+from pdrelay_proxy.requests.stream_moves import StuckPrompts
+
+_PART_SIZE: Final = 16 * 1024  # bytes of a part that is served, but for its prompt and the fields that all share
+# parts of one array that are under way: other clients' requests shall not wait behind them
+AT_ONCE_AT_LEAST: Final = 16
+AT_ONCE_AT_MOST: Final = 64
+AT_ONCE_EACH_ENGINE: Final = 8
+_OK: Final = 200
+_CLIENTS_FAULT: Final = range(400, 500)
+
+
+class PromptRequest(Protocol):
+    """One request of the array (requests/request.py)."""
+
+    @property
+    def engines(self) -> Sequence[InstanceId]:
+        """List the engines of the legs that are under way."""
+        ...
+
+    @property
+    def failure(self) -> Exception | None:
+        """Return the error that its client was to get, once it is over; None: there was none."""
+        ...
+
+    @property
+    def record(self) -> RequestRecord:
+        """Return what has happened to it."""
+        ...
+
+    def begin(self) -> None:
+        """Serve it."""
+        ...
+
+    def pause(self) -> None:
+        """Have the engine wait."""
+        ...
+
+    def resume(self) -> None:
+        """Go on."""
+        ...
+
+    def interrupt(self, error: Exception, /) -> None:
+        """End it."""
+        ...
+
+    def look(self, now: float, /) -> None:
+        """See whether something has taken too long."""
+        ...
+
+    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts, /) -> None:
+        """Let go of a decode engine that is left, while the prompt is computed elsewhere."""
+        ...
+
+
+NewRequest: TypeAlias = Callable[[ResponseWriter, RequestPlan, int], PromptRequest]  # for the prompt at a place
+
+
+def size_of_array(plan: RequestPlan, size: int, most: int) -> int:
+    """Return how many bytes a request with several prompts is charged; ``size``: of its body; ``most``: of all.
+
+    All parts share the bytes of its long fields, but each has two connections to engines, whose buffers may hold them,
+    and a head and objects of its own.
+
+    Raises:
+        BodyTooLarge: it would be more than the router may hold.
+    """
+    at_once = min(len(plan.prompts), AT_ONCE_AT_MOST)
+    beside = max(0, size - bytes_of(plan.prompts))
+    charged = size + at_once * (beside + _PART_SIZE)
+    if charged > most and beside > _PART_SIZE:
+        raise BodyTooLarge(
+            f"each of the {len(plan.prompts)} prompts is sent with the other fields, which have {beside} bytes: for "
+            f"{at_once} prompts at a time that is more than the router may hold (max_inflight_bytes)"
+        )
+    return min(charged, most)
+
+
+def bytes_of(prompts: Sequence[msgspec.Raw]) -> int:
+    """Return how many bytes some prompts have: by them each has its share of their work."""
+    return sum([len(memoryview(prompt)) for prompt in prompts])
+
+
+def may_divide(fleet: LiveFleet, call: GenerationRequest, plan: RequestPlan) -> bool:
+    """Tell whether the request for one of the prompts would be split between two engines."""
+    fields = one_of(call.fields, plan.prompts[0])
+    reason = solo_reason(call.api, fields)
+    if reason is not None:
+        shares = reason is SingleEngineReason.N and may_share(call.api, fields) and fleet.shares_loads()
+        if not shares:
+            return False
+    try:
+        return bool(fleet.usable(Role.PREFILL))
+    except NoInstance:
+        return False
+
+
+def parts_at_once(fleet: LiveFleet) -> int:
+    """Return how many parts of one array may be under way: by the role that has fewer engines."""
+    try:
+        engines = min(len(fleet.usable(Role.PREFILL)), len(fleet.usable(Role.DECODE)))
+    except NoInstance:
+        engines = 0
+    return min(max(AT_ONCE_AT_LEAST, engines * AT_ONCE_EACH_ENGINE), AT_ONCE_AT_MOST)
+
+
+class PromptArray:
+    """The parts of one request, and what has come of them."""
+
+    __slots__ = (
+        "_at_once",
+        "_begun",
+        "_bytes",
+        "_call",
+        "_client",
+        "_failure",
+        "_held",
+        "_left",
+        "_life",
+        "_new",
+        "_parts",
+        "_pieces",
+        "_places",
+        "_plan",
+        "_prompts",
+        "_size",
+        "_stream",
+        "_ticket",
+        "_whole",
+    )
+
+    def __init__(
+        self,
+        life: RequestLife,
+        client: ClientResponse,
+        plan: RequestPlan,
+        call: GenerationRequest,
+        ticket: Ticket,
+        *,
+        new: NewRequest,
+    ) -> None:
+        """``ticket``: of the whole request; ``new``: makes the request for one prompt."""
+        prompts = plan.prompts
+        name, n = f"cmpl-{life.record.request_id}", choices_of(call.fields)  # the answer's id; choices of each prompt
+        life.record.push = LegOrder.EACH_PROMPT
+        self._life = life  # woken when there is news
+        self._at_once = parts_at_once(life.of.fleet)
+        self._client = client
+        self._plan = plan
+        self._call = call
+        self._prompts = prompts
+        self._bytes = bytes_of(prompts)
+        self._ticket = ticket
+        self._places: list[Ticket] = []  # of parts under way, but for one, which is served at that of the whole
+        self._new = new
+        self._parts: dict[int, PromptRequest] = {}  # by place: those under way
+        self._begun = 0  # parts that were begun
+        self._left = len(prompts)  # parts that have no whole answer
+        self._failure: Exception | None = None  # of the first part that has failed
+        self._held = 0  # bytes of the answers that are charged
+        self._size = 0  # bytes of the answers that are no streams
+        self._pieces: list[bytes] = []  # of the stream, not written yet
+        self._whole = MergedAnswer(name, n)
+        self._stream = MergedStream(name, n)
+
+    # ---- for the request that has the prompts
+
+    async def answer(self) -> None:
+        """Serve each of the prompts by itself, and give the client one answer.
+
+        Raises:
+            ProxyError: the error for the client.
+        """
+        try:
+            await self._serve_all()
+            if self._plan.streams:
+                self._client.end_events(self._stream.end())
+            else:
+                self._client.write_whole(JSON_TYPE, self._whole.whole())
+        finally:
+            self._free()
+
+    async def _serve_all(self) -> None:
+        """Serve each of the prompts, and write what comes of streams."""
+        try:
+            while True:
+                self._begin_more()
+                if self._pieces:
+                    pieces, self._pieces = self._pieces, []
+                    self._client.write_events(b"".join(pieces))
+                if not self._left:
+                    break
+                await self._life
+        except Refused as refused:
+            raise error_in_stream(refused) if self._client.writer.begun else refused from None
+        finally:
+            self._drop()
+
+    def _free(self) -> None:
+        """Give back the bytes of answers that are kept no more."""
+        if self._held:
+            self._life.of.gate.free(self._held)
+            self._held = 0
+
+    def _begin_more(self) -> None:
+        """Begin as many parts as may be under way; raises what one of them has failed with."""
+        while self._failure is None and self._begun < len(self._prompts) and self._has_place():
+            place, plan, call = self._begun, self._plan, self._call
+            fields = one_of(call.fields, self._prompts[place])
+            own = GenerationRequest(call.api, fields, call.headers, call.rank, call.shared)
+            ask = ask_of_call(own, plan.ask.session, plan.ask.model)
+            own_plan = RequestPlan(plan.path, plan.headers, ask, plan.priority, call=own)
+            own_plan.learns_model = plan.learns_model
+            self._begun += 1
+            part = self._parts[place] = self._new(_PartWriter(self, place), own_plan, place)
+            if self._client.is_paused:
+                part.pause()
+            part.begin()
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
+    def _has_place(self) -> bool:
+        """Take a place for one more part, if there may be one: the first one under way has that of the whole."""
+        if len(self._parts) >= self._at_once:
+            return False
+        if not self._parts:
+            return True
+        share = bytes_of(self._prompts[self._begun : self._begun + 1]) / self._bytes
+        place = self._life.of.gate.take_place(self._ticket, share)
+        if place is None:
+            return False
+        self._places.append(place)
+        return True
+
+    def _leave_places(self, kept: int) -> None:
+        """Give back the places that are too many for so many parts under way."""
+        while len(self._places) > max(0, kept - 1):
+            self._life.of.gate.leave_place(self._places.pop())
+
+    def _drop(self) -> None:
+        """End the parts that are under way."""
+        parts, self._parts = tuple(self._parts.values()), {}
+        for part in parts:
+            part.interrupt(ClientGone())
+            self._note(part)
+        self._leave_places(0)
+
+    def _note(self, part: PromptRequest) -> None:
+        """Keep what happened to a part that is over, where the whole request is kept."""
+        record, own = part.record, self._life.record
+        if own.parts is None:
+            own.parts = PromptParts()
+        if isinstance(record, PromptRecord):
+            own.parts.add(record)
+
+    @property
+    def engines(self) -> Sequence[InstanceId]:
+        """List the engines of the legs that are under way."""
+        return [engine for part in self._parts.values() for engine in part.engines]
+
+    def pause(self) -> None:
+        """Have the engines wait: the client is slow."""
+        for part in self._parts.values():
+            part.pause()
+
+    def resume(self) -> None:
+        """Go on."""
+        for part in self._parts.values():
+            part.resume()
+
+    def look(self, now: float) -> None:
+        """See whether some leg has taken too long."""
+        for part in tuple(self._parts.values()):
+            part.look(now)
+        if self._begun < len(self._prompts) and len(self._parts) < self._at_once:
+            self._life.wake()  # other requests may have left places
+
+    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
+        """Let go of decode engines that are left, while the prompts are computed elsewhere."""
+        for part in self._parts.values():
+            part.change_slot(leaving, stuck)
+
+    # ---- for the parts
+
+    def answered(self, place: int, body: bytes) -> None:
+        """The prompt at a place has its whole answer."""
+        self._size += len(body)
+        if self._plan.streams:
+            self._fail(EngineError("an engine answered with something that is no stream"))
+        elif self._size > ANSWER_MOST:
+            self._fail(AnswerRefused(f"the answers to all prompts have more than {ANSWER_MOST} bytes"))
+        else:
+            try:
+                self._life.of.gate.hold(len(body))
+            except RouterFull as full:
+                self._fail(full.with_traceback(None))
+            else:
+                self._held += len(body)
+                self._whole.take(place, body)
+
+    def streamed(self, place: int, lines: bytes) -> None:
+        """Some lines of the stream for the prompt at a place are here."""
+        if self._failure is not None or place not in self._parts:
+            return
+        if not self._plan.streams:
+            self._fail(EngineError("an engine answered with a stream that was not asked for"))
+        else:
+            try:
+                piece = self._stream.feed(place, lines)
+            except EngineError as error:
+                self._fail(error.with_traceback(None))
+            else:
+                if not piece:
+                    return
+                self._pieces.append(piece)
+        self._life.wake()  # last: what goes on from here may end the part
+
+    def part_over(self, place: int, rest: bytes) -> None:
+        """A part is over; ``rest``: the last lines of its stream."""
+        part = self._parts.get(place)
+        if part is None:
+            return  # it was dropped
+        self._note(part)
+        if part.failure is not None:
+            self._fail(part.failure)
+        elif rest:
+            self.streamed(place, rest)
+        self._parts.pop(place, None)
+        self._leave_places(len(self._parts))
+        self._left -= 1
+        self._life.wake()
+
+    def _fail(self, error: Exception) -> None:
+        if self._failure is None:
+            self._failure = error
+
+
+class _PartWriter:
+    """Implements ResponseWriter for one part."""
+
+    __slots__ = ("_array", "_place", "_rest", "begun", "keep_alive")
+
+    def __init__(self, array: PromptArray, place: int) -> None:
+        self._array = array
+        self._place = place
+        self._rest = b""
+        self.begun = False
+        self.keep_alive = True
+
+    def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:  # noqa: ARG002
+        """Take a whole answer, or the beginning of a stream; what is neither is told by ``part_over``."""
+        self.begun = True
+        if streams:
+            self._array.streamed(self._place, body)
+        elif status == _OK:
+            self._array.answered(self._place, body)
+
+    @property
+    def relay(self) -> Callable[[bytes], object] | None:
+        """There are no chunks here."""
+        return None
+
+    def write(self, piece: bytes, /) -> None:
+        """Take a piece of a stream."""
+        self._array.streamed(self._place, piece)
+
+    def end(self, piece: bytes = b"", /) -> None:
+        """Keep the last piece of a stream: it may be the error that the part has ended with."""
+        self._rest = piece
+
+    def close(self) -> None:
+        """The part is over."""
+        self._array.part_over(self._place, self._rest)
+
+
+def error_in_stream(refused: Refused) -> ProxyError:
+    """Return the error for a refusal whose status comes too late: the stream has begun."""
+    words = words_of(refused.body) or str(refused)
+    return BadRequest(words) if refused.status in _CLIENTS_FAULT else EngineError(words)

@@ -1,0 +1,95 @@
+"""Gives blocks back that a prefill engine keeps, or is about to keep, for a decode leg that is never sent."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Final, Protocol, Self
+
+from pdrelay_proxy.core.model import EngineResponse, Instance, LegRequest
+from pdrelay_proxy.core.ports import Releases
+from pdrelay_proxy.errors import EngineError
+
+_MOST: Final = 64  # at the same time; more than that is a router that has lost all its decode engines
+_TRIES: Final = 3  # engines that are asked; one that cannot be reached tells nobody
+_TIMEOUT_S: Final = 5.0  # an engine says no within milliseconds
+_OK: Final = 200
+_REFUSED: Final = 400
+
+
+class ReleaseSender(Protocol):
+    """Sends one leg, and waits for its whole answer."""
+
+    async def ask(self, leg: LegRequest, *, timeout_s: float) -> EngineResponse:
+        """Post; raises EngineError."""
+        ...
+
+
+class Releaser:
+    """Use it as a context manager: at the end it waits for what is under way."""
+
+    def __init__(self, engines: ReleaseSender, told: Sequence[Releases] = ()) -> None:
+        self._engines = engines
+        self._told = told
+        self._background = Background(_MOST)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._background.drain(_TIMEOUT_S)
+
+    def release(self, prefill: Instance, legs: Sequence[LegRequest], abandoning: LegRequest) -> None:
+        """Have one of these legs refused by a decode engine; if none does, have the prefill engine serve the last one.
+
+        Returns at once. Decode engines come first: vLLM's own connector listens to them alone.
+        """
+        self._start(prefill, [*((leg, _REFUSED) for leg in legs[:_TRIES]), (abandoning, _OK)])
+
+    def abandon(self, prefill: Instance, leg: LegRequest) -> None:
+        """Have this leg served; returns at once."""
+        self._start(prefill, [(leg, _OK)])
+
+    def _start(self, prefill: Instance, legs: Sequence[tuple[LegRequest, int]]) -> None:
+        if not self._background.start(partial(self._release, prefill, legs)):
+            self._tell(prefill, freed=False)
+
+    async def _release(self, prefill: Instance, legs: Sequence[tuple[LegRequest, int]]) -> None:
+        """Send legs until one is answered with the status that stands beside it."""
+        for leg, good in legs:
+            try:
+                answer = await self._engines.ask(leg, timeout_s=_TIMEOUT_S)
+            except EngineError:
+                continue
+            if answer.status == good:
+                self._tell(prefill, freed=True)
+                return
+        self._tell(prefill, freed=False)
+
+    def _tell(self, prefill: Instance, *, freed: bool) -> None:
+        for one in self._told:
+            one.released(prefill, freed=freed)
+
+
+class Background:
+    """Work that no request waits for; bounded, and over when the router is."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Callable[[], Coroutine[None, None, None]]) -> bool:
+        """Start it, unless so many others are still at work: then return False."""
+        if len(self._tasks) >= self._most:
+            return False
+        task = asyncio.create_task(work())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return True
+
+    async def drain(self, seconds: float) -> None:
+        """Let what is at work come to its end, for so many seconds at most."""
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=seconds)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)

@@ -1,0 +1,466 @@
+"""One request, from its head to its end: what the client's connection calls, and the coroutine that serves it.
+
+The coroutine has no task (requests/life.py): it is resumed by the event loop's reads, and by the one timer that
+looks at the time of all requests (requests/service.py). It may await nothing but its life. The attempt takes in what
+the legs say (requests/attempt.py), and the coroutine goes on when there is something to decide. The pieces of a stream
+go from the decode leg to the client without it.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from pdrelay_proxy.core.admission.ticket import Ticket, TicketState
+from pdrelay_proxy.core.model import Instance, InstanceId, RequestId
+from pdrelay_proxy.core.protocol.continuation import Continuation
+from pdrelay_proxy.core.raw_json import Fields
+from pdrelay_proxy.core.request_record import PromptRecord, RequestRecord
+from pdrelay_proxy.core.routing.retries import RetryAttempts, held_to_account
+from pdrelay_proxy.core.served_tokens import served_tokens
+from pdrelay_proxy.errors import BodyTooLarge, OutOfTime, ProxyError
+from pdrelay_proxy.requests.body_reader import LARGE
+from pdrelay_proxy.requests.canaries import KeptResponse
+from pdrelay_proxy.requests.class_entry import arrive_in_class, judge
+from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
+from pdrelay_proxy.requests.dispatch import Dispatch
+from pdrelay_proxy.requests.intake import Intake, RequestHead, RequestPlan
+from pdrelay_proxy.requests.life import RequestLife
+from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
+from pdrelay_proxy.requests.prompt_array import PromptArray, may_divide, size_of_array
+from pdrelay_proxy.requests.response import ResponseWriter
+from pdrelay_proxy.requests.resumed_stream import ResumedStream, may_be_resumed
+from pdrelay_proxy.requests.service import Requests, RequestSpan
+from pdrelay_proxy.requests.stream_comments import CommentedResponse
+from pdrelay_proxy.requests.stream_moves import RequestKind, StreamMove, StuckPrompts
+from pdrelay_proxy.requests.upload import Upload
+from pdrelay_proxy.settings import FirstTokenFrom
+
+_OK: Final = 200
+# Looking a member up takes as long as a call.
+_QUEUED, _ADMITTED, _END = RequestEvent.QUEUED, RequestEvent.ADMITTED, RequestEvent.END
+_FROM_PREFILL: Final = FirstTokenFrom.PREFILL
+_WAITING: Final = TicketState.WAITING
+_STREAMING: Final = RequestState.STREAMING
+_NO_HEAD: Final = RequestHead("", ())
+
+
+class Request:
+    """One request. To uvicorn's protocol it is the cycle of its connection."""
+
+    __slots__ = (
+        "_array",
+        "_body",
+        "_client",
+        "_comments",
+        "_dispatch",
+        "_ends_at",
+        "_head",
+        "_life",
+        "_of",
+        "_plan",
+        "_ticket",
+        "_total_s",
+        "disconnected",
+        "response_complete",
+    )
+
+    def __init__(
+        self,
+        of: Requests,
+        response: ResponseWriter,
+        path: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        shown: Mapping[bytes, bytes] | None = None,
+        *,
+        record: PromptRecord | None = None,
+        plan: RequestPlan | None = None,
+    ) -> None:
+        """``headers`` and ``shown`` as in RequestHead; ``record`` and ``plan``: of a part of a request."""
+        head = self._head = RequestHead(path, headers, shown)
+        span: RequestSpan | None = None
+        found = RequestRecord(of.new_id(), path, of.ids.of(head.shown)) if record is None else record
+        if of.spans is not None:
+            span = of.spans.request(found, tuple(headers))
+        self._of = of
+        self._life = RequestLife(of, found, span)
+        self._client = ClientResponse(self._life, response)
+        self._body: bytes | Upload = b""  # as far as it has come, and is not read
+        self._ticket: Ticket | None = None
+        self._plan = plan  # of a part, until that is served
+        self._ends_at: float | None = None  # when all of it has taken too long
+        self._total_s: float | None = None  # seconds that it may take in all; None: for ever
+        self._dispatch: Dispatch | None = None  # since it was admitted
+        self._comments: CommentedResponse | None = None  # None: its stream has none
+        self._array: PromptArray | None = None  # while each of its prompts is served by itself
+        self.disconnected = self.response_complete = False
+
+    # ---- the client's side: what the protocol calls
+
+    @property
+    def keep_alive(self) -> bool:
+        """Tell whether the connection stays open behind the response."""
+        return self._client.writer.keep_alive
+
+    @keep_alive.setter
+    def keep_alive(self, value: bool) -> None:
+        self._client.writer.keep_alive = value
+
+    @property
+    def response_started(self) -> bool:
+        """Tell whether some of the response was written."""
+        return self._client.writer.begun
+
+    @property
+    def message_event(self) -> "Request":
+        """Uvicorn sets it when the client has gone."""
+        return self
+
+    def set(self) -> None:
+        """Give up everything if the client has gone."""
+        if self.disconnected and not self.response_complete:
+            self.interrupt(ClientGone())
+
+    def leave(self) -> None:
+        """The client has gone."""
+        self.disconnected = True
+        self.set()
+
+    def check(self) -> bool:
+        """Judge the head; False: the request is refused, and answered. One that is let in is under way from here on."""
+        origins = self._of.origins
+        if origins is not None:
+            added = origins.headers(self._head.shown.get(b"origin"))
+            self._client.added_lines = b"".join([b"%b: %b\r\n" % header for header in added])
+        try:
+            self._head.caller = self._of.intake.check(self._head)
+        except ProxyError as error:
+            self._end(self._client.write_error(error))
+        else:
+            self._of.begun(self)
+        return not self.response_complete
+
+    def take(self, piece: bytes, *, is_all: bool = False) -> None:
+        """Take a piece of the body; ``is_all``: there was and will be no other."""
+        if self.response_complete:
+            return  # it was refused
+        try:
+            size, most = len(self._body) + len(piece), self._of.settings.max_body_bytes
+            if size > most:
+                raise BodyTooLarge(f"the body has more than {most} bytes, the most this router takes")
+            if is_all:
+                self._body = piece  # it is charged where it is admitted, in a moment
+                return
+            if isinstance(self._body, bytes):
+                self._body = Upload(self._of.gate)
+            self._body.add(piece)
+        except ProxyError as error:
+            self._end(self._client.write_error(error))
+
+    def begin(self, body: bytes = b"") -> None:
+        """Serve the request: it is complete; ``body``: all of it, if none was taken before."""
+        if body:
+            self.take(body, is_all=True)
+        if not self.response_complete:
+            self._life.begin(self._live())
+
+    def pause(self) -> None:
+        """Have the engines wait: the client is slow, which is not held against them."""
+        self._client.is_paused = True
+        if self._array is not None:
+            self._array.pause()
+        elif self._dispatch is not None:
+            self._dispatch.pause()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._client.is_paused = False
+        if self._array is not None:
+            self._array.resume()
+        elif self._dispatch is not None:
+            self._dispatch.resume()
+
+    def interrupt(self, error: Exception) -> None:
+        """End the request with this error, at the next point at which it waits."""
+        if self._life.is_running:
+            self._life.interrupt(error)
+        elif not self.response_complete:
+            self._end(self._client.write_error(error))  # its body has not come
+
+    # ---- for those who look after all requests
+
+    @property
+    def state(self) -> RequestState:
+        """Tell where the request is."""
+        return self._life.state
+
+    @property
+    def record(self) -> RequestRecord:
+        """Return what has happened to it."""
+        return self._life.record
+
+    @property
+    def failure(self) -> Exception | None:
+        """Return the error that the client got; None: it got none."""
+        return self._client.failure
+
+    @property
+    def engines(self) -> Sequence[InstanceId]:
+        """List the engines of the legs that are under way."""
+        if self._array is not None:
+            return self._array.engines
+        return () if self._dispatch is None else self._dispatch.engines
+
+    # ---- for a stream that is to go on at another engine (requests/stream_moves.py)
+
+    @property
+    def streams_from(self) -> InstanceId | None:
+        """Return the engine whose stream the client gets now."""
+        leg = self._life.record.decode
+        return leg.instance if leg is not None and self._life.state is _STREAMING else None
+
+    @property
+    def continuation(self) -> Continuation | None:
+        """Return what another engine could go on with; None: with nothing."""
+        return self._client.replay
+
+    @property
+    def kind(self) -> RequestKind:
+        """Return what decides which engines can serve it, once it was admitted."""
+        return (None, None) if self._dispatch is None else self._dispatch.kind
+
+    @property
+    def looks_back(self) -> bool:
+        """Tell whether no other engine would go on exactly with the stream, once it was admitted."""
+        return self._dispatch is not None and self._dispatch.looks_back
+
+    def pair_for_move(self, source: InstanceId, lender: Instance | None) -> tuple[Instance, Instance] | None:
+        """Choose two engines that can go on with the stream of ``source``; None: there are none now.
+
+        ``lender``: that engine, if it may be the first of the two.
+        """
+        return None if self._dispatch is None else self._dispatch.pair_for_move(source, lender)
+
+    def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
+        """Let go of a decode engine that is left, while the prompt is computed elsewhere."""
+        if self._array is not None:
+            self._array.change_slot(leaving, stuck)
+        elif self._dispatch is not None:
+            self._dispatch.change_slot(leaving, stuck)
+
+    def cut(self, move: StreamMove) -> bool:
+        """Cut the stream at once; False: it does not wait for more of it."""
+        self._client.cut = move
+        self._life.wake()
+        return self._client.was_cut()
+
+    def look(self, now: float) -> None:
+        """See whether something has taken too long."""
+        if self._comments is not None and not self._client.is_paused:
+            self._comments.look(now)
+        if self._ends_at is not None and now >= self._ends_at:
+            self.interrupt(self._out_of_time())
+        elif self._array is not None:
+            self._array.look(now)
+        elif self._dispatch is not None:
+            self._dispatch.look(now)
+
+    def _out_of_time(self) -> OutOfTime:
+        if self._client.writer.begun:
+            return OutOfTime(f"the stream was not complete within {self._total_s:g} s")
+        return OutOfTime(f"the request was not done within {self._total_s:g} s")
+
+    # ---- the life
+
+    async def _live(self) -> None:
+        """Serve the request to its end, whatever that is; nothing is raised."""
+        status = _OK
+        try:
+            plan = self._plan
+            if plan is None:
+                size = len(self._body)
+                is_long = size > LARGE or self._head.coding is not None
+                plan, size = await self._read_long() if is_long else (self._read(), size)
+                if self._of.fleet.missing.is_denied(plan.path):
+                    self._of.fleet.check_path(plan.path, plan.ask)
+                ticket = self._take_ticket(plan, size)
+                self._comment_when_quiet(plan)  # from here on: nothing else comes in the queue
+                if ticket.state is _WAITING:
+                    await self._wait_for_turn(ticket)
+                dispatch = self._admit(plan, ticket)
+            else:
+                dispatch = self._join(plan)
+            call, settings = plan.call, dispatch.settings
+            continues = settings.resume_streams or settings.first_token_from is _FROM_PREFILL
+            whole = self._ticket  # None: it is a part itself
+            if call is not None and whole is not None and plan.prompts and may_divide(self._of.fleet, call, plan):
+                self._array = PromptArray(self._life, self._client, plan, call, whole, new=self._part)
+                await self._array.answer()
+            elif call is not None and continues and may_be_resumed(call):
+                await ResumedStream(self._life, dispatch, self._client).answer(call)
+            else:
+                await dispatch.answer(call, RetryAttempts(settings.retries))
+        except Exception as error:  # noqa: BLE001 (the client gets each, and what is a bug is logged)
+            status = self._client.write_error(error)
+        try:
+            if self._dispatch is not None:
+                self._dispatch.close_attempt()
+            self._hold_broken(status)
+        finally:
+            self._end(status)
+
+    def _hold_broken(self, status: int) -> None:
+        """Hold engines to account for what they did not bring to its end."""
+        broken = self._life.broken
+        if not broken:
+            return
+        served_by: InstanceId | None = None
+        decode = self._life.record.decode
+        if decode is not None and status == _OK and self._client.failure is None:
+            served_by = decode.instance
+        for each in held_to_account(broken, served_by):
+            self._of.fleet.broke_off(each)
+
+    def _comment_when_quiet(self, plan: RequestPlan) -> None:
+        """Have comments in a stream, if the settings want them."""
+        interval_s = self._of.settings.stream_comment_interval_s
+        if plan.streams and interval_s:
+            client = self._client
+            now = self._of.clock()
+            client.writer = self._comments = CommentedResponse(client.writer, interval_s, client.stream_lines, now=now)
+
+    def _admit(self, plan: RequestPlan, ticket: Ticket) -> Dispatch:
+        """Begin the request's time, and have it go by the rules of now; raises TurnedAway if it has no place."""
+        of, life = self._of, self._life
+        of.gate.check(ticket)
+        life.on(_ADMITTED)
+        if life.record.queue_s is None:
+            life.record.queue_s = 0.0
+        settings, now = of.settings, of.clock()
+        life.record.admitted_s = now - life.record.began_at
+        of.budget.came(now)
+        seconds = settings.stream_timeout_s if plan.streams else settings.total_timeout_s
+        if seconds is not None:
+            self._total_s, self._ends_at = seconds, now + seconds
+        canaries, call = of.canaries, plan.call
+        if canaries is not None and call is not None and canaries.takes(call):
+            self._client.writer = KeptResponse(self._client.writer, call)
+        dispatch = self._dispatch = Dispatch(life, plan, settings, self._client)
+        return dispatch
+
+    def _join(self, plan: RequestPlan) -> Dispatch:
+        """Begin as a part of a request that is admitted, whose time is also that of its parts."""
+        of, life = self._of, self._life
+        life.on(_ADMITTED)
+        of.budget.came(of.clock())
+        dispatch = self._dispatch = Dispatch(life, plan, of.settings, self._client)
+        return dispatch
+
+    def _part(self, writer: ResponseWriter, plan: RequestPlan, place: int) -> "Request":
+        """Return a request of its own for the prompt at a place."""
+        own = self._life.record
+        record = PromptRecord(RequestId(f"{own.request_id}-p{place}"), plan.path, client_id=own.client_id)
+        return Request(self._of, writer, plan.path, plan.headers, record=record, plan=plan)
+
+    # ---- RECEIVED and WAITING
+
+    def _take_body(self) -> bytes:
+        """Return all of the body, once; what is charged for it stays charged."""
+        body = self._body
+        if isinstance(body, bytes):
+            self._body = b""
+            return body
+        self._life.record.received_s = self._life.elapsed_s()
+        return body.whole()
+
+    def _free_body(self) -> None:
+        body, self._body = self._body, b""
+        if not isinstance(body, bytes):
+            body.free()
+
+    def _read(self) -> RequestPlan:
+        """Return what the engines will get."""
+        intake, head, body = self._of.intake, self._head, self._take_body()
+        fields, tokens = intake.examine(head, body, counts_tokens=self._of.gate.admission.counts_tokens)
+        return intake.plan(head, body, fields, tokens)
+
+    async def _read_long(self) -> tuple[RequestPlan, int]:
+        """Read a long body, or a compressed one, in a thread, so that other requests do not wait; return its bytes."""
+        intake, head, body = self._of.intake, self._head, self._take_body()
+        counts_tokens = self._of.gate.admission.counts_tokens
+        future = self._of.examiner.submit(partial(_examined, intake, head, body, counts_tokens=counts_tokens))
+        future.add_done_callback(lambda _: self._life.wake())
+        try:
+            while not future.done():
+                await self._life
+        finally:
+            future.cancel()  # the client has left: what no thread has begun is not read any more
+        body, fields, tokens = future.result()
+        return intake.plan(head, body, fields, tokens), len(body)
+
+    def _take_ticket(self, plan: RequestPlan, size: int) -> Ticket:
+        """Return the ticket of a request whose body has so many bytes: admitted, waiting or refused."""
+        if self._body:
+            self._free_body()  # its bytes are charged with the ticket from now on
+        of, levels = self._of, self._of.gate.admission.levels
+        if plan.prompts:
+            size = size_of_array(plan, size, of.gate.admission.limits.max_inflight_bytes)
+        if levels is None:
+            caller, prompts = self._head.caller, len(plan.prompts) or 1
+            ticket = self._ticket = of.gate.arrive(caller, plan.priority, size, plan.tokens, prompts=prompts)
+        else:
+            ticket = self._ticket = arrive_in_class(self._life, levels.classes, self._head, plan, size)
+        self._head.forget()  # the connection keeps us until its next request
+        return ticket
+
+    async def _wait_for_turn(self, ticket: Ticket) -> None:
+        """Wait in the queue."""
+        gate, life, start = self._of.gate, self._life, self._of.clock()
+        life.on(_QUEUED)
+        gate.watch(ticket, life.wake)
+        try:
+            while ticket.state is _WAITING:
+                await life
+        finally:
+            gate.unwatch(ticket)
+            life.record.queue_s = self._of.clock() - start
+
+    # ---- OVER
+
+    def _end(self, status: int) -> None:
+        """The request is over: count it, and let go of everything."""
+        of, life, client = self._of, self._life, self._client
+        life.on(_END)
+        self.response_complete = True
+        life.end()
+        self._plan = self._dispatch = self._array = self._comments = client.replay = (
+            None  # the connection keeps us until its next one
+        )
+        self._head = _NO_HEAD
+        life.record.over(status, of.clock() - life.record.began_at)
+        try:
+            of.over(self)
+            ticket, self._ticket = self._ticket, None
+            if ticket is not None:
+                if of.gate.admission.counts_answers:
+                    judge(life.record, status, ticket, client.events)
+                    of.gate.leave(ticket, served_tokens(life.record, status, ticket.tokens, client.events))
+                else:
+                    of.gate.leave(ticket)
+            if self._body:
+                self._free_body()
+            if of.canaries is not None and isinstance(client.writer, KeptResponse):
+                of.canaries.over(life.record, client.writer)
+            of.telemetry.later.add(of.request_over, life.record)
+            if life.span is not None:
+                life.span.end()
+        finally:
+            client.writer.close()  # or the connection would wait for ever
+
+
+def _examined(
+    intake: Intake, head: RequestHead, body: bytes, *, counts_tokens: bool
+) -> tuple[bytes, Fields, int | None]:
+    """Return a body without its coding, and what it says."""
+    plain = intake.decoded(head, body)
+    fields, tokens = intake.examine(head, plain, counts_tokens=counts_tokens)
+    return plain, fields, tokens

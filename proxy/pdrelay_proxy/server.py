@@ -1,0 +1,230 @@
+"""The process: a listening server, what signals mean to it, and how it comes to its end."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, cast
+
+import uvicorn
+import uvloop
+
+from pdrelay_proxy.app import Router
+from pdrelay_proxy.core.admission.lifetime import Step
+from pdrelay_proxy.errors import AddressError, ConfigError
+from pdrelay_proxy.io.background import meanwhile
+from pdrelay_proxy.io.files import renew_admin_tls, renew_server_tls
+from pdrelay_proxy.io.workers.context import END, HURRY, READY, WorkerContext, heard
+from pdrelay_proxy.io.workers.listening import url_of
+from pdrelay_proxy.listeners import AdminListener, main_config, main_sockets
+from pdrelay_proxy.options import needs_restart
+from pdrelay_proxy.settings import Settings
+
+_YOUNG_MOST: Final = 5_000  # objects made, less those that have gone, before the garbage collector looks at them
+_TICK_S: Final = 0.05  # seconds between two looks at what is still in flight
+_DATE_S: Final = 1.0  # seconds between two Date headers
+logger = logging.getLogger(__name__)
+
+
+class _Loop(uvloop.Loop):
+    """uvloop's, which has no other place for the time that a TLS handshake may take."""
+
+    def __init__(self, handshake_s: float) -> None:
+        super().__init__()
+        self._handshake_s = handshake_s
+
+    async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:  # noqa: ANN401 (asyncio's signature)
+        """Listen; a client that does not get on with its handshake is closed like one that sends no head."""
+        if kwargs.get("ssl") is not None:
+            kwargs.setdefault("ssl_handshake_timeout", self._handshake_s)
+        return cast("asyncio.Server", await super().create_server(*args, **kwargs))
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: uvicorn would stop listening at the first.
+
+    ``line`` tells a supervisor that this listens; without one a log line says where (``url``).
+    """
+
+    def __init__(self, config: uvicorn.Config, admin: AdminListener | None, line: int | None, *, url: str) -> None:
+        super().__init__(config)
+        self._admin = admin
+        self._line = line
+        self._url = url
+        self._ending = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Capture none."""
+        yield
+
+    async def main_loop(self) -> None:
+        """Make the Date header anew once a second; uvicorn wakes ten times for it, to see whether it shall end."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), _DATE_S)
+
+    def end(self) -> None:
+        """Stop listening, and serve to the end what has begun."""
+        self.should_exit = True
+        self._ending.set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        if self._admin is not None:
+            self.servers.extend(await self._admin.listen(self.server_state))
+        if self._line is None:
+            logger.info("running on %s", self._url)
+            return
+        with contextlib.suppress(OSError):  # a supervisor that has gone is noticed elsewhere
+            os.write(self._line, READY)
+
+
+def run(router: Router, settings: Settings, again: Callable[[], Settings], place: WorkerContext | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, and to the end of what is in flight then; return the exit code.
+
+    ``again`` reads the settings once more, for SIGHUP; it raises ConfigError. ``place``: that of one of several
+    workers, which listen at one address, and which the end of their supervisor tells to end, too.
+
+    Raises:
+        ConfigError: the router cannot listen where it should.
+    """
+    if place is not None:
+        logger.info("worker %d is process %d", place.number, os.getpid())
+    raise_descriptors()
+    sockets = main_sockets(settings, place)
+    admin = None if router.admin_app is None else AdminListener(router, settings, place)
+    # The garbage collector looks at what is made from now on, and seldom: what waits to be told of the requests of one
+    # moment (io/request_path/deferred.py) is more than it takes to call it, and soon gone without it.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_MOST, *gc.get_threshold()[1:])
+    url = url_of(settings.host, int(sockets[0].getsockname()[1]), is_tls=router.tls is not None)
+    server = _Server(main_config(router, settings), admin, None if place is None else place.line, url=url)
+    process = _Process(server, router, settings, again, sockets=sockets)
+    with (
+        contextlib.nullcontext() if place is None else place.kept(),
+        asyncio.Runner(loop_factory=partial(_Loop, settings.head_timeout_s)) as runner,
+    ):
+        runner.run(process.run(None if place is None else place.line))
+    return 0
+
+
+def raise_descriptors() -> None:
+    """Let this process have as many descriptors as it may; the usual soft limit is for programs that call select."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError) as exc:  # macOS says infinity, and does not mean it
+        logger.warning("the limit of descriptors stays at %d: %s", soft, exc)
+
+
+class _Process:
+    """One server, from its start to its end."""
+
+    def __init__(
+        self,
+        server: _Server,
+        router: Router,
+        settings: Settings,
+        again: Callable[[], Settings],
+        *,
+        sockets: list[socket.socket],
+    ) -> None:
+        self._server = server
+        self._sockets = sockets
+        self._lifetime = router.lifetime
+        self._live = router.live
+        self._tls, self._admin_tls = router.tls, router.admin_tls
+        self._settings = settings
+        self._again = again
+        self._told = asyncio.Event()
+        self._signalled = False
+        self._hurried = asyncio.Event()
+
+    async def run(self, line: int | None) -> None:
+        """Serve to the end; ``line``: to a supervisor, whose end is this one's."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_end)
+        loop.add_signal_handler(signal.SIGHUP, self._on_reload)
+        if line is not None:
+            loop.add_reader(line, self._on_line, line)
+        async with meanwhile(self._end_when_told()):
+            await self._server.serve(self._sockets)
+
+    def _on_end(self) -> None:
+        if self._signalled:
+            self._hurry()
+        self._signalled = True
+        self._told.set()
+
+    def _hurry(self) -> None:
+        logger.warning("second signal: shutting down now; %d requests are cut off", self._lifetime.in_flight)
+        self._hurried.set()
+
+    def _on_line(self, line: int) -> None:
+        """Hear the supervisor. A signal may say the same to all processes at once: the two of them are one order."""
+        said = heard(line)
+        if said is None:
+            asyncio.get_running_loop().remove_reader(line)
+            logger.warning("the supervisor has gone: this worker ends, too")
+            self._told.set()
+            return
+        if END in said:
+            self._told.set()
+        if HURRY in said:
+            self._hurry()
+
+    def _on_reload(self) -> None:
+        """Go by the settings as they are now; what needs a restart stays as it was, and is named."""
+        old = self._settings
+        try:
+            read = self._again()
+            fixed = needs_restart(old, read)
+            new = replace(read, **{name: getattr(old, name) for name in fixed})
+            change = self._live.prepared(old, new)
+            if self._tls is not None:
+                renew_server_tls(self._tls, old)
+            if self._admin_tls is not None:
+                renew_admin_tls(self._admin_tls, old)
+        except (ConfigError, AddressError) as exc:
+            logger.warning("the settings stay as they were: %s", exc)
+            return
+        change()
+        self._settings = new
+        logger.info("the settings were read again%s", "".join(f"; {name} needs a restart" for name in fixed))
+        logging.getLogger().setLevel(new.log_level.upper())
+
+    async def _end_when_told(self) -> None:
+        await self._told.wait()
+        settings, lifetime = self._settings, self._lifetime
+        lifetime.on(Step.TOLD)
+        logger.info("shutting down: /ready answers 503; new requests are served for %g s more", settings.drain_grace_s)
+        await self._unless_hurried(asyncio.sleep(settings.drain_grace_s))
+        lifetime.on(Step.GRACE_OVER)
+        logger.info("refusing new requests; %d in flight have %g s", lifetime.in_flight, settings.shutdown_timeout_s)
+        await self._unless_hurried(self._idle(settings.shutdown_timeout_s))
+        if lifetime.in_flight:
+            logger.warning("%d requests are cut off", lifetime.in_flight)
+            self._server.config.timeout_graceful_shutdown = 0
+        self._server.end()
+
+    async def _idle(self, seconds: float) -> None:
+        """Wait until nothing is in flight, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._lifetime.in_flight:  # noqa: ASYNC110 (it is counted in a core, which knows no events)
+                    await asyncio.sleep(_TICK_S)
+
+    async def _unless_hurried(self, waiting: Awaitable[None]) -> None:
+        async with meanwhile(waiting) as task, meanwhile(self._hurried.wait()) as hurried:
+            await asyncio.wait((task, hurried), return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,505 @@
+"""Everything a user of the router can choose, each declared once: type, default, kind, meaning, chart value, SIGHUP.
+
+The name of a field is the key in the configuration file; with hyphens and without ``_s`` it is the flag. ``options.py``
+reads the declarations for the command line, the file and SIGHUP, ``helm/generate.py`` for the chart's schema and
+docs/options.md.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Final, TypeVar
+
+_T = TypeVar("_T")
+ENDLESS: Final = 1 << 62  # above every sensible number, and below infinity
+CONNECTIONS: Final = 16384  # of clients, at all workers together, where the operator sets no number
+
+
+class ClientKvParams(StrEnum):
+    """What happens to KV transfer parameters that a client sends."""
+
+    REFUSE = "refuse"  # answer 400
+    STRIP = "strip"  # drop them and serve the request
+
+
+class KvTransferMode(StrEnum):
+    """Who moves the KV cache: the prefill engine writes it (push), or the decode engine reads it (pull)."""
+
+    AUTO = "auto"  # as each prefill engine says in its answers
+    PULL = "pull"  # always one leg after the other
+    PUSH = "push"  # every prefill engine pushes; one that says it does not is an error
+
+
+class FirstTokenFrom(StrEnum):
+    """Which engine makes the first token that the client of a stream gets."""
+
+    DECODE = "decode"  # always the decode engine
+    PREFILL = "prefill"  # where the decode engine can go on behind it exactly; else the decode engine
+
+
+class KvEvents(StrEnum):
+    """Whether the router asks engines what they have cached."""
+
+    OFF = "off"
+    AUTO = "auto"  # each engine that tells it; of the others the router knows what it has sent
+
+
+class SlicePairing(StrEnum):
+    """Whether the two engines of a request are of one slice: one zone, rack or NVLink domain."""
+
+    OFF = "off"  # slices play no part
+    PREFER = "prefer"  # another slice takes part only where one lacks engines of a role
+    REQUIRE = "require"  # never two slices; an engine without a slice pairs with those that have none either
+
+
+class LogLevel(StrEnum):
+    """The least severe records that the log shows."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """How the log looks."""
+
+    TEXT = "text"  # lines for people
+    JSON = "json"  # one object for each event
+
+
+class PolicyName(StrEnum):
+    """How the engine of one leg is chosen."""
+
+    ROUND_ROBIN = "round_robin"  # in turn; if both legs are, every prefill engine meets every decode engine
+    LEAST_LOADED = "least_loaded"
+    POWER_OF_TWO = "power_of_two"  # the less loaded of two that chance picks
+    SESSION = "session"  # the same engine for all requests of a session; without one, the least loaded
+    PREFIX = "prefix"  # the engine that has seen the longest beginning of the prompt, unless it is overloaded
+    EXPECTED_TTFT = "expected_ttft"  # for both legs: the two engines whose first token is expected first
+
+
+class QueueOrder(StrEnum):
+    """Which request of a priority is next when there is a place for one that waits."""
+
+    ARRIVAL = "arrival"
+    FAIR = "fair"  # one of the key that was served the fewest tokens
+
+
+class RolesMode(StrEnum):
+    """Whether the router decides which engines are prefill and which are decode engines."""
+
+    OFF = "off"
+    DRY_RUN = "dry-run"  # it says what it would do
+    AUTO = "auto"  # engines turn
+
+
+class OverloadStatus(StrEnum):
+    """What a request gets that comes while the router or all engines have no room."""
+
+    SERVICE_UNAVAILABLE = "503"
+    TOO_MANY_REQUESTS = "429"  # meshes and load balancers eject who answers 503
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One sort of value, as it is written in the file and as an argument."""
+
+    right: str  # ends the sentence about a wrong one: "'soon' is not a time: write a number of seconds above 0"
+    metavar: str  # of a text: what options.py checks it for
+    value_type: type = str  # in TOML, where a whole number may stand for a float
+    least: float = -ENDLESS
+    above: float | None = None  # less than any value
+    most: float = ENDLESS
+    choices: tuple[str, ...] = ()
+    is_open: bool = False  # there may be more choices: options.py checks for them by the metavar
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What is declared of a setting, beside its name, type and default."""
+
+    group: "Group"
+    help: str  # the meaning
+    unset: str = "none"  # what holds without a value
+    live: bool = False  # takes effect when the file is read again (SIGHUP); the others need a restart
+    chart: str = ""  # the chart's value that sets it; empty: router.settings
+    environment: str = ""  # the variable of a secret, which is neither flag nor key
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A part of ``--help`` and of docs/options.md."""
+
+    title: str
+
+    def option(self, default: _T, help: str, *, unset: str = "none", live: bool = False, chart: str = "") -> _T:
+        """Declare a field of Settings."""
+        return field(default=default, metadata={"option": Option(self, help, unset, live, chart)})
+
+    def secret(self, environment: str, help: str, *, unset: str, chart: str = "") -> str | None:
+        """Declare one that comes from the environment alone: ps shows flags, and people show files around."""
+        said = Option(self, help, unset, chart=chart, environment=environment)
+        return field(default=None, repr=False, metadata={"option": said})
+
+
+Switch = Annotated[bool, Kind("a switch: write true or false", "{true,false}", bool, choices=("true", "false"))]
+PolicyChoice = Annotated[
+    str,
+    Kind(
+        f"a policy: write {', '.join(PolicyName)}, or the name of one that is installed",
+        "POLICY",
+        choices=tuple(PolicyName),
+        is_open=True,
+    ),
+]
+File = Annotated[str, Kind("", "FILE")]
+LabelKey = Annotated[
+    str, Kind("the key of a label: write such as pdrelay/slice or topology.kubernetes.io/zone", "LABEL")
+]
+PoolName = Annotated[str, Kind("the name of an InferencePool: write lower-case letters, digits, '-' and '.'", "POOL")]
+Selector = Annotated[str, Kind("", "LABEL=VALUE")]
+Address = Annotated[str, Kind("", "ENGINE")]
+Peer = Annotated[str, Kind("", "PEER")]
+Network = Annotated[str, Kind("", "NETWORK")]
+Origin = Annotated[str, Kind("an origin: write https://host or https://host:port, or * for all", "ORIGIN")]
+HeaderName = Annotated[str, Kind("the name of a header: write such as X-Correlation-Id", "HEADER_NAME")]
+Host = Annotated[str, Kind("the name of a host: write it without scheme and port, or * for all", "HOST")]
+DnsName = Annotated[str, Kind("a DNS name: write it without scheme, port and *, such as engines.llm.svc", "DNS_NAME")]
+Url = Annotated[str, Kind("a URL: write http://host:port or https://host:port", "URL")]
+Store = Annotated[str, Kind("a store: write memory, file:PATH, kubernetes:CONFIGMAP or redis://host:port/0", "STORE")]
+ClassText = Annotated[str, Kind("", "CLASS")]
+SessionName = Annotated[
+    str, Kind("a name: write a header, or body:FIELD or body:FIELD.FIELD for a field of the body", "HEADER")
+]
+Port = Annotated[int, Kind("a port: write a number from 0 to 65535", "PORT", int, 0, most=65535)]
+Bytes = Annotated[int, Kind("a size: write a whole number of bytes, 1 or more", "BYTES", int, 1, unit="B")]
+SomeBytes = Annotated[int, Kind("a size: write a whole number of bytes, 0 or more", "BYTES", int, 0, unit="B")]
+Count = Annotated[int, Kind("a count: write a whole number, 1 or more", "N", int, 1)]
+Natural = Annotated[int, Kind("a count: write a whole number, 0 or more", "N", int, 0)]
+Processes = Annotated[int, Kind("a number of workers: write one from 1 to 64", "N", int, 1, most=64)]
+Retries = Annotated[int, Kind("a number of retries: write one from 0 to 10", "N", int, 0, most=10)]
+_DIGITS: Final = 10**9 - 1
+Priority = Annotated[
+    int, Kind("a priority: write a whole number of at most 9 digits", "N", int, -_DIGITS, most=_DIGITS)
+]
+Seconds = Annotated[float, Kind("a time: write a number of seconds above 0", "SECONDS", float, above=0, unit="s")]
+SomeSeconds = Annotated[float, Kind("a time: write a number of seconds, 0 or more", "SECONDS", float, 0, unit="s")]
+WholeSeconds = Annotated[
+    int, Kind("a time: write a whole number of seconds, 1 or more", "SECONDS", int, 1, most=1 << 31, unit="s")
+]
+Ratio = Annotated[float, Kind("a share: write a number above 0, at most 1", "RATIO", float, above=0, most=1)]
+Rate = Annotated[float, Kind("a rate: write a number of requests a second, above 0", "N", float, above=0, unit="/s")]
+
+FIRST: Final = Group("what most routers need")
+ENGINES: Final = Group("engines, and how a request is split between them")
+HEALTH: Final = Group("health of engines")
+ROLES: Final = Group("roles of engines")
+RETRIES: Final = Group("retries")
+LIMITS: Final = Group("admission and limits")
+TIMEOUTS: Final = Group("timeouts")
+SECURITY: Final = Group("security")
+ADMIN: Final = Group("admin port")
+TELEMETRY: Final = Group("logs, metrics and traces")
+WORKERS: Final = Group("workers")
+KUBERNETES: Final = Group("Kubernetes")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The choices, in the order of ``--help``."""
+
+    # fmt: off
+    prefill: tuple[Address, ...] = FIRST.option((),
+        "addresses of the prefill engines, as host:port or http(s)://host:port",
+        live=True, chart="router.discovery.prefill")
+    decode: tuple[Address, ...] = FIRST.option((),
+        "addresses of the decode engines, as host:port or http(s)://host:port",
+        live=True, chart="router.discovery.decode")
+    host: str = FIRST.option("127.0.0.1", "address to listen on", chart="listenAddress")
+    port: Port = FIRST.option(8000, "TCP port to listen on; 0: the system chooses one", chart="router.port")
+    api_keys_file: File | None = FIRST.option(None,
+        "file with the API keys of clients, one name:key a line", live=True, chart="router.apiKeys.secretName")
+    prefill_policy: PolicyChoice = FIRST.option(PolicyName.ROUND_ROBIN,
+        "policy that chooses the prefill engine of a request")
+    decode_policy: PolicyChoice = FIRST.option(PolicyName.ROUND_ROBIN,
+        "policy that chooses the decode engine of a request")
+    kv_transfer_mode: KvTransferMode = FIRST.option(KvTransferMode.AUTO,
+        "pull: a request goes to the prefill engine, then to the decode engine; push: to both at once; auto: as each "
+        "prefill engine says")
+    log_level: LogLevel = FIRST.option(LogLevel.INFO, "least severe level that is logged", live=True)
+
+    required_model: str | None = ENGINES.option(None,
+        "model that an engine must serve to be added at run time", unset="any")
+    allowed_instances: tuple[Network, ...] = ENGINES.option((),
+        "networks, addresses and names at which engines may be added at run time",
+        unset="loopback and private networks", chart="router.allowedInstances")
+    store: Store = ENGINES.option("memory",
+        "where engines added at run time are kept: memory, file:PATH, kubernetes:CONFIGMAP or redis://...",
+        chart="router.store.type")
+    decode_only_fallback: bool = ENGINES.option(True,
+        "decode engines serve alone while there is no prefill engine; false: such requests get 503", live=True)
+    slice_pairing: SlicePairing = ENGINES.option(SlicePairing.OFF,
+        "whether both engines of a request must be of one slice (a zone, rack or NVLink domain)")
+    min_split_new_bytes: SomeBytes = ENGINES.option(0,
+        "a decode engine serves a prompt alone if its cache lacks fewer bytes than this of the prompt's JSON; also "
+        "the limit for all prompts that it computes alone at a time", live=True)
+    max_decode_itl_s: SomeSeconds = ENGINES.option(0.0,
+        "longest pause in its streams for which a decode engine computes a prompt alone; 0: with expected_ttft it "
+        "serves only short prompts alone")
+    prefix_lifetime_s: Seconds = ENGINES.option(1800.0,
+        "time without use after which the policies prefix and expected_ttft forget what an engine has cached")
+    kv_events: KvEvents = ENGINES.option(KvEvents.OFF,
+        "auto: the policies prefix and expected_ttft go by the KV events of engines that publish them")
+    reuse_prompt_tokens: bool = ENGINES.option(True,
+        "only the prefill engine renders and tokenizes a prompt, if the decode engine can take token ids", live=True)
+    return_kv: bool = ENGINES.option(False,
+        "prefill engines read the KV of earlier answers from decode engines; the connector of both needs return_kv, "
+        "too")
+    first_token_from: FirstTokenFrom = ENGINES.option(FirstTokenFrom.DECODE,
+        "prefill: clients of streams get the prefill engine's token at once, where the decode engine can continue "
+        "exactly", live=True)
+    session_names: tuple[SessionName, ...] = ENGINES.option((),
+        "headers, or body:FIELD, that name a session; they come before the built-in names",
+        unset="the built-in names only")
+    peers: tuple[Peer, ...] = ENGINES.option((),
+        "where the fleet's other routers listen (UDP), as host:port or one DNS name for all; routers tell each other "
+        "the load of engines", chart="router.peers.enabled")
+    peer_port: Port = ENGINES.option(8001,
+        "UDP port on which this router listens to its peers", chart="router.peers.port")
+    decode_slots: Count | None = ENGINES.option(None,
+        "requests that a decode engine serves at the same time (its --max-num-seqs), for /capacity", unset="unknown")
+    load_reports: bool = ENGINES.option(True, "ask prefill engines for their load, if the prefill policy uses it")
+    realtime: bool = ENGINES.option(False, "serve /v1/realtime: each WebSocket session is relayed to one decode engine")
+    drain_idle_time_s: Seconds = ENGINES.option(60.0,
+        "time without a request after which a draining prefill engine counts as drained, if its metrics do not show "
+        "it earlier")
+
+    health_check_interval_s: SomeSeconds = HEALTH.option(5.0,
+        "time between two health checks of an engine; 0: no health checks")
+    health_check_timeout_s: Seconds = HEALTH.option(5.0, "time for one health check")
+    health_check_failures: Count = HEALTH.option(2, "consecutive health checks that fail before an engine is ejected")
+    unresponsive_timeout_s: Seconds = HEALTH.option(30.0,
+        "time without an answer to a health check after which the engine's requests are cancelled and retried "
+        "elsewhere")
+    circuit_breaker_failures: Count = HEALTH.option(5, "consecutive requests that fail before an engine is ejected")
+    circuit_breaker_failure_ratio: Ratio = HEALTH.option(0.5,
+        "share of an engine's requests that fail within the window before it is ejected")
+    circuit_breaker_window_s: Seconds = HEALTH.option(30.0, "length of the window for the failure ratio")
+    circuit_breaker_min_requests: Count = HEALTH.option(20,
+        "requests in the window below which the failure ratio does not count")
+    ejection_time_s: Seconds = HEALTH.option(5.0,
+        "time before an ejected engine gets one request again; doubled after each one that fails")
+    max_ejection_time_s: Seconds = HEALTH.option(60.0, "longest time before an ejected engine gets one request again")
+    engine_metrics_interval_s: Seconds = HEALTH.option(15.0,
+        "time between two reads of the metrics of all decode engines, which show whether KV arrives")
+    pair_failures: Natural = HEALTH.option(3,
+        "consecutive transfers between two engines that fail before the pair rests (gets no requests); 0: never")
+    canary_every: Natural = HEALTH.option(0,
+        "one in this many greedy requests is repeated by its prefill engine alone, to compare both texts; 0: none")
+    pair_rest_time_s: Seconds = HEALTH.option(30.0,
+        "time before a resting pair gets one request again; doubled after each one that fails")
+    max_pair_rest_time_s: Seconds = HEALTH.option(600.0, "longest time before a resting pair gets one request again")
+
+    roles: RolesMode = ROLES.option(RolesMode.OFF,
+        "auto: engines change between prefill and decode with the load; dry-run: the router only says which one "
+        "would")
+    target_ttft_s: Seconds | None = ROLES.option(None, "time to first token that --roles tries to keep")
+    target_itl_s: Seconds | None = ROLES.option(None, "mean time between two tokens that --roles tries to keep")
+    min_prefill: Count = ROLES.option(1, "fewest prefill engines that --roles leaves")
+    min_decode: Count = ROLES.option(1, "fewest decode engines that --roles leaves")
+    turns_per_hour: Count = ROLES.option(6, "most role changes in an hour")
+    turn_cooldown_s: Seconds = ROLES.option(60.0, "shortest time between two role changes")
+    roles_interval_s: Seconds = ROLES.option(5.0, "time between two looks at the load of all engines")
+    turn_timeout_s: Seconds = ROLES.option(120.0,
+        "time after which an engine serves its new role, even if something of the old one is left")
+
+    retries: Retries = RETRIES.option(2,
+        "failed legs (requests to one engine) of a client's request that are retried before it gets the error; 0: "
+        "nothing is sent twice that an engine may have read",
+        live=True)
+    retry_budget_ratio: Ratio = RETRIES.option(0.2,
+        "limit for the retries of all requests together, as a share of the requests")
+    retry_budget_min_rate: Rate = RETRIES.option(1.0,
+        "retries a second that are always allowed, however few requests there are")
+    resume_streams: bool = RETRIES.option(False, "another decode engine continues a stream that breaks off", live=True)
+    move_concurrency: Count = RETRIES.option(8,
+        "most streams that move at the same time away from engines drained with --move", live=True)
+    move_timeout_s: Seconds = RETRIES.option(10.0,
+        "time that an engine has for its part in moving a stream; then the stream continues on another engine",
+        live=True)
+    move_above: Ratio | None = RETRIES.option(None,
+        "share of a decode engine's KV cache in use from which some of its streams move to engines with room")
+
+    max_concurrency: Count = LIMITS.option(4096,
+        "requests served at the same time; further ones wait in the queue", live=True)
+    max_queue: Natural = LIMITS.option(1024, "requests that wait in the queue; further ones get 503", live=True)
+    max_queue_wait_s: Seconds = LIMITS.option(30.0, "longest time in the queue; then the request gets 503", live=True)
+    max_inflight_bytes: Bytes = LIMITS.option(1 << 30,
+        "bodies of all requests that are served or wait, together; further ones get 503", live=True)
+    max_body_bytes: Bytes = LIMITS.option(16 << 20, "body of one request; a larger one gets 413")
+    max_rate: Rate | None = LIMITS.option(None,
+        "requests a second of all clients together; further ones get 503", live=True)
+    max_key_concurrency: Count | None = LIMITS.option(None,
+        "requests of one API key that are served or wait; further ones get 429", live=True)
+    max_key_rate: Rate | None = LIMITS.option(None, "requests a second of one API key; further ones get 429", live=True)
+    max_key_tokens_per_minute: Count | None = LIMITS.option(None,
+        "prompt and answer tokens a minute of one API key; further requests get 429", live=True)
+    queue_order: QueueOrder = LIMITS.option(QueueOrder.ARRIVAL,
+        "which request of a priority leaves the queue next; fair: one of the API key that was served the fewest "
+        "tokens", live=True)
+    share_limits: bool = LIMITS.option(False,
+        "max_rate, max_key_rate and max_key_tokens_per_minute hold for all routers together; needs peers", live=True)
+    min_priority: Priority = LIMITS.option(0,
+        "lowest number, so the most urgent priority, that clients may use if their API key sets none", live=True)
+    classes: tuple[ClassText, ...] = LIMITS.option((),
+        "request classes with targets, as NAME:ttft=SECONDS,on_miss=queue; in the file also tables [classes.NAME]",
+        live=True, chart="router.classes")
+    default_class: str | None = LIMITS.option(None,
+        "class of requests that name none and whose API key has none; needed with classes",
+        live=True, chart="router.defaultClass")
+    max_connections: Count | None = LIMITS.option(None,
+        "connections of clients; further ones get 503 and are closed",
+        unset=f"{CONNECTIONS}, or as many as the file descriptors allow")
+    overload_status: OverloadStatus = LIMITS.option(OverloadStatus.SERVICE_UNAVAILABLE,
+        "status of requests for which the router or its engines have no room; 429 keeps meshes from ejecting the "
+        "router")
+    max_connections_per_address: Count | None = LIMITS.option(None,
+        "connections of one client address; behind a proxy all clients have the same address")
+
+    realtime_max_sessions: Count = LIMITS.option(256,
+        "sessions of /v1/realtime at the same time; further ones are refused", live=True)
+    realtime_max_message_bytes: Bytes = LIMITS.option(1 << 20,
+        "one message of a /v1/realtime session, in either direction")
+
+    connect_timeout_s: Seconds = TIMEOUTS.option(5.0, "time to open a connection to an engine")
+    prefill_timeout_s: Seconds = TIMEOUTS.option(300.0,
+        "time for a whole prefill leg, with its time in the engine's queue", live=True)
+    first_token_timeout_s: Seconds = TIMEOUTS.option(300.0,
+        "time from sending a streamed decode leg to its first event", live=True)
+    stream_idle_timeout_s: Seconds = TIMEOUTS.option(120.0, "longest pause between two pieces of a stream", live=True)
+    stream_comment_interval_s: SomeSeconds = TIMEOUTS.option(0.0,
+        "time without an event after which a stream gets an SSE comment, for proxies that close quiet connections; 0: "
+        "none", live=True)
+    total_timeout_s: Seconds = TIMEOUTS.option(3600.0,
+        "time for a response that is not streamed, with all retries", live=True)
+    stream_timeout_s: Seconds | None = TIMEOUTS.option(None, "time for a whole streamed response", live=True)
+    realtime_idle_timeout_s: Seconds = TIMEOUTS.option(60.0,
+        "longest pause between two messages of a /v1/realtime session", live=True)
+    realtime_timeout_s: Seconds = TIMEOUTS.option(3600.0, "time for a whole /v1/realtime session", live=True)
+    handoff_timeout_s: Seconds = TIMEOUTS.option(20.0,
+        "time from a prefill engine's answer until the decode leg must be sent", live=True)
+    client_write_timeout_s: Seconds = TIMEOUTS.option(300.0,
+        "time in which a client must read some of its response; then its connection is closed")
+    head_timeout_s: Seconds = TIMEOUTS.option(10.0,
+        "time to receive the head of a request, from the start of the connection or of the request")
+    body_timeout_s: Seconds = TIMEOUTS.option(30.0,
+        "time to receive the body of a request, plus one second for each 16 KiB received")
+    engine_keepalive_s: Seconds = TIMEOUTS.option(4.0,
+        "time that an idle connection to an engine stays open; vLLM closes it after 5 s")
+    client_keepalive_s: WholeSeconds = TIMEOUTS.option(75, "time that an idle connection of a client stays open")
+    drain_grace_s: SomeSeconds = TIMEOUTS.option(0.0,
+        "time after SIGTERM in which new requests are still served, while /ready answers 503",
+        live=True, chart="router.drain.graceSeconds")
+    shutdown_timeout_s: WholeSeconds = TIMEOUTS.option(30,
+        "time after that in which requests in flight may finish", live=True, chart="router.drain.shutdownSeconds")
+
+    allow_unauthenticated: bool = SECURITY.option(False,
+        "serve clients on other machines without API keys", chart="router.apiKeys.secretName")
+    allowed_hosts: tuple[Host, ...] = SECURITY.option((),
+        "further names by which clients may call the router (Host header); *: any", chart="router.allowedHosts")
+    allowed_origins: tuple[Origin, ...] = SECURITY.option((),
+        "origins of web pages that may call the endpoints from a browser (CORS); *: any; needs api_keys_file")
+    tls_cert: File | None = SECURITY.option(None,
+        "PEM file with the router's certificate and its chain; the router then serves https",
+        chart="router.tls.secretName")
+    tls_key: File | None = SECURITY.option(None, "PEM file with its private key", chart="router.tls.secretName")
+    tls_client_ca: File | None = SECURITY.option(None,
+        "PEM file with authorities; clients must present a certificate of one of them",
+        chart="router.tls.clientCaSecretName")
+    engine_ca: File | None = SECURITY.option(None,
+        "PEM file with the authorities of https engines", unset="the system's", chart="engineTls.caSecretName")
+    engine_cert: File | None = SECURITY.option(None,
+        "PEM file with the certificate that the router presents to engines", chart="engineTls.clientSecretName")
+    engine_key: File | None = SECURITY.option(None, "PEM file with its private key", chart="engineTls.clientSecretName")
+    engine_server_name: DnsName | None = SECURITY.option(None,
+        "DNS name that the certificate of every https engine must have, whatever its address (pods have only IPs)",
+        unset="the host in each engine's address", chart="engineTls.serverName")
+    prefill_api_key_file: File | None = SECURITY.option(None,
+        "file with the API key that the router sends to prefill engines", live=True, chart="prefill.apiKey.secretName")
+    decode_api_key_file: File | None = SECURITY.option(None,
+        "file with the API key that the router sends to decode engines", live=True, chart="decode.apiKey.secretName")
+    prefill_api_key: str | None = SECURITY.secret("PDRELAY_PREFILL_API_KEY",
+        "API key for prefill engines, if prefill_api_key_file is not set",
+        unset="no key is sent", chart="prefill.apiKey.secretName")
+    decode_api_key: str | None = SECURITY.secret("PDRELAY_DECODE_API_KEY",
+        "API key for decode engines, if decode_api_key_file is not set",
+        unset="no key is sent", chart="decode.apiKey.secretName")
+    admin_key_file: File | None = SECURITY.option(None,
+        "file with the admin key, which /instances, /pairs and /requests require as X-Api-Key; it may have a "
+        "second line with another one", live=True, chart="router.adminKey.secretName")
+    admin_key: str | None = SECURITY.secret("ADMIN_API_KEY",
+        "admin key, if admin_key_file is not set", unset="/instances answers 404", chart="router.adminKey.secretName")
+    join_key_file: File | None = SECURITY.option(None,
+        "file with the join key, by which an engine's host adds, drains, undrains and removes engines at its own "
+        "address, and no others; it may have a second line with another one", live=True)
+    forward_client_key: bool = SECURITY.option(False,
+        "pass the client's Authorization header to engines whose pool has no API key")
+    client_kv_params: ClientKvParams = SECURITY.option(ClientKvParams.REFUSE,
+        "what happens to a client's own kv_transfer_params; refuse: 400; strip: they are removed")
+    allowed_media_domains: tuple[Host, ...] = SECURITY.option((),
+        "hosts from which engines may fetch images, audio and videos that clients name by URL; *: any",
+        unset="with API keys or client certificates none (data: URLs only), else any",
+        chart="model.allowedMediaDomains")
+    trust_request_chat_template: bool = SECURITY.option(False,
+        "clients may send a chat template of their own; the engines need --trust-request-chat-template, too")
+    cache_salt_per_key: Switch | None = SECURITY.option(None,
+        "clients with different API keys share no entries of the engines' prefix caches, nor media that they name by "
+        "an id", unset="true where api_keys_file names more than one client")
+    cache_salt_secret: str | None = SECURITY.secret("PDRELAY_CACHE_SALT_SECRET",
+        "secret for cache_salt_per_key, the same for all routers of a fleet",
+        unset="each client's own key", chart="router.cacheSalt.secretName")
+    peer_secret: str | None = SECURITY.secret("PDRELAY_PEER_SECRET",
+        "secret that the routers of a fleet prove to each other, for peers",
+        unset="peers is refused", chart="router.peers.secret.name")
+    public_metrics: bool = SECURITY.option(False, "show /, /stats, /metrics and /capacity without an API key")
+
+    admin_port: Port | None = ADMIN.option(None,
+        "separate TCP port for metrics, status page and /instances, which then leave the main port; 0: the system "
+        "chooses one", unset="they are on the main port", chart="router.adminPort")
+    admin_host: str | None = ADMIN.option(None,
+        "address to listen on for the admin port", unset="the same as host", chart="listenAddress")
+    admin_tls_cert: File | None = ADMIN.option(None,
+        "PEM file with the certificate of the admin port and its chain; that port asks for no client certificate",
+        unset="plain http", chart="router.tls.secretName")
+    admin_tls_key: File | None = ADMIN.option(None, "PEM file with its private key", chart="router.tls.secretName")
+
+    log_format: LogFormat = TELEMETRY.option(LogFormat.TEXT,
+        "text: lines for people; json: one JSON object for each event")
+    request_id_headers: tuple[HeaderName, ...] = TELEMETRY.option((),
+        "request headers in which a client may name its request; the first that it sends counts",
+        unset="X-Request-Id")
+    otlp_endpoint: Url | None = TELEMETRY.option(None,
+        "base URL of the collector that gets the spans (OTLP over HTTP)", unset="OTEL_EXPORTER_OTLP_ENDPOINT")
+    request_history: Natural = TELEMETRY.option(1000,
+        "finished requests whose timeline pdrelay why can still show; 0: none")
+    pair_history: Natural = TELEMETRY.option(1024,
+        "pairs of engines, the last used ones, that pdrelay pairs can still show; 0: none")
+    server_timing: Switch | None = TELEMETRY.option(None,
+        "tell clients which engines served a request, for how many milliseconds, and what they had cached "
+        "(Server-Timing header)",
+        unset="true, without what engines had cached where api_keys_file names more than one client")
+
+    workers: Processes = WORKERS.option(1,
+        "processes that serve together as one router; more than 1 on Linux only", chart="router.workers")
+
+    kubernetes_selector: Selector | None = KUBERNETES.option(None,
+        "label selector of the pods that are engines", unset="no pods", chart="router.discovery.enabled")
+    kubernetes_inference_pool: PoolName | None = KUBERNETES.option(None,
+        "InferencePool whose pods are the engines, instead of a selector",
+        unset="no pods", chart="router.discovery.inferencePool")
+    slice_label: LabelKey = KUBERNETES.option("pdrelay/slice", "label or annotation of pods that names their slice")
+    kubernetes_namespace: str | None = KUBERNETES.option(None,
+        "namespace of the pods, of the InferencePool and of the store's ConfigMap",
+        unset="the router's own", chart="router.discovery.enabled")
+    # fmt: on

@@ -1,0 +1,134 @@
+"""A pretended engine's prefix cache: blocks of token ids, the least recently used ones evicted, told as vLLM does."""
+
+import asyncio
+import hashlib
+import threading
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Sequence
+from typing import Final
+
+import msgspec
+
+from pdrelay_proxy.testing.rules import Json
+
+_POLL_S: Final = 0.002  # tests use a cache from other threads than the one that serves it
+_LIFE_S: Final = 5.0
+
+
+class PrefixCache:
+    """So many blocks of so many tokens; the events are those of rank 0."""
+
+    def __init__(self, blocks: int, *, size: int = 16) -> None:
+        self.readers: list[deque[bytes]] = []  # batches that each connection has yet to send
+        self._most = blocks
+        self._size = size
+        self._held: OrderedDict[bytes, Json] = OrderedDict()  # how each was stored, the next to go first
+        self._lock = threading.Lock()
+
+    def use(self, ids: Sequence[int], salt: str | None = None) -> int:
+        """Compute a prompt; return how many of its tokens were there."""
+        with self._lock:
+            blocks = self._blocks(ids, salt)
+            names = list(blocks)[: self._most]
+            hit = next((place for place, name in enumerate(names) if name not in self._held), len(names))
+            new = [name for name in names[hit:] if name not in self._held]
+            for name in reversed(names):  # the end of a prompt goes before its beginning
+                self._held[name] = blocks[name]
+                self._held.move_to_end(name)
+            gone = [self._held.popitem(last=False)[0] for _ in range(len(self._held) - self._most)]
+            events = [*map(_removed, gone), *(blocks[name] for name in new)]
+            self._publish(events)
+            return min(hit, (len(ids) - 1) // self._size) * self._size
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._held.clear()
+            self._publish([{"type": "AllBlocksCleared"}])
+
+    def has(self, ids: Sequence[int], salt: str | None = None) -> int:
+        """Return how many tokens of a prompt are there, and need not be computed."""
+        hit, parent = 0, None
+        with self._lock:
+            while hit < (len(ids) - 1) // self._size:
+                parent = self._name(ids, hit * self._size, parent, salt)
+                if parent not in self._held:
+                    break
+                hit += 1
+        return hit * self._size
+
+    async def frames(self) -> AsyncGenerator[bytes]:
+        """Say what there is, and from then on what changes."""
+        waiting = deque[bytes]()
+        with self._lock:
+            self.readers.append(waiting)
+            state = _parents_first(self._held)
+            waiting += [_batch([{"type": "AllBlocksCleared"}, *state]), _batch([])]
+        number, silent_s = 0, 0.0
+        try:
+            while True:
+                while waiting:
+                    payload = waiting.popleft()
+                    yield (len(payload) + 8).to_bytes(4, "big") + number.to_bytes(8, "big") + payload
+                    number, silent_s = number + 1, 0.0
+                await asyncio.sleep(_POLL_S)
+                silent_s += _POLL_S
+                if silent_s > _LIFE_S:
+                    yield bytes(4)
+                    silent_s = 0.0
+        finally:
+            self.readers.remove(waiting)
+
+    def _publish(self, events: Sequence[Json]) -> None:
+        if events:
+            for waiting in self.readers:
+                waiting.append(_batch(events))
+
+    def _name(self, ids: Sequence[int], start: int, parent: bytes | None, salt: str | None) -> bytes:
+        """Return the hash of the block that begins there."""
+        tokens = array("I", ids[start : start + self._size]).tobytes()
+        keys = b"" if start or salt is None else salt.encode()
+        return hashlib.sha256(b"%b|%b|%b" % (parent or b"", tokens, keys)).digest()
+
+    def _blocks(self, ids: Sequence[int], salt: str | None) -> dict[bytes, Json]:
+        """Return the full blocks of a prompt by their hashes, as events tell of them."""
+        found, parent = dict[bytes, Json](), None
+        for start in range(0, len(ids) // self._size * self._size, self._size):
+            tokens, keys = list(ids[start : start + self._size]), None if start or salt is None else (salt,)
+            name = self._name(ids, start, parent, salt)
+            found[name] = {
+                "type": "BlockStored",
+                "block_hashes": [name],
+                "parent_block_hash": parent,
+                "token_ids": tokens,
+                "block_size": self._size,
+                "lora_id": None,
+                "medium": "GPU",
+                "lora_name": None,
+                "extra_keys": [keys],
+                "group_idx": 0,
+                "kv_cache_spec_kind": "full_attention",
+            }
+            parent = name
+        return found
+
+
+def _removed(name: bytes) -> Json:
+    return {"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU", "group_idx": 0}
+
+
+def _batch(events: Sequence[Json]) -> bytes:
+    return msgspec.msgpack.encode([0.0, events, 0])
+
+
+def _parents_first(held: OrderedDict[bytes, Json]) -> list[Json]:
+    """Order stored blocks so that each comes behind the one before it, if that is there."""
+    found = dict[bytes, Json]()
+    for name in held:
+        chain, each = list[bytes](), name
+        while each in held and each not in found:
+            chain.append(each)
+            each = held[each]["parent_block_hash"]
+        found.update((each, held[each]) for each in reversed(chain))
+    return list(found.values())

@@ -1,1 +1,0 @@
-"""Subcommands of ``xpyd``: the router itself, and those that talk to a running one."""

@@ -1,1 +1,0 @@
-"""``xpyd plan``: how many engines a traffic needs. Nothing here serves requests."""

@@ -96,7 +96,6 @@ def build(
             serving.reader,
             engines.wire,
             serving.releaser,
-            *filter(None, [requests.canaries]),
             reloads.running(),
             *background.running(),
             requests,

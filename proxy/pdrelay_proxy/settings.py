@@ -295,8 +295,6 @@ class Settings:
         "time between two reads of the metrics of all decode engines, which show whether KV arrives")
     pair_failures: Natural = HEALTH.option(3,
         "consecutive transfers between two engines that fail before the pair rests (gets no requests); 0: never")
-    canary_every: Natural = HEALTH.option(0,
-        "one in this many greedy requests is repeated by its prefill engine alone, to compare both texts; 0: none")
     pair_rest_time_s: Seconds = HEALTH.option(30.0,
         "time before a resting pair gets one request again; doubled after each one that fails")
     max_pair_rest_time_s: Seconds = HEALTH.option(600.0, "longest time before a resting pair gets one request again")

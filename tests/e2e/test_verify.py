@@ -3,13 +3,11 @@
 import json
 from types import SimpleNamespace
 
-import httpx
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.local.recipe import Connector, Role, transfer_config
-from pdrelay_proxy.proving.core.finding import FindingName
-from support.cluster import ROOT, Watch, engine_spec, faulty_decode, start_engine, wait_until
+from support.cluster import ROOT, Watch, engine_spec, start_engine
 from support.questions import compare, questions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -39,8 +37,7 @@ def spoiling(name, model, **options):
 
 def is_thorough(test, params):
     """Tell what is only for ``make test-thorough``: which way spoilt blocks came makes no difference to a router."""
-    mode = params.get("spoilt")
-    return mode is TransferMode.PULL if "canary" in test else mode is TransferMode.PUSH and "without" in test
+    return params.get("spoilt") is TransferMode.PUSH and "without" in test
 
 
 @pytest.fixture(scope="module", params=TransferMode, ids=lambda mode: mode.value)
@@ -86,51 +83,3 @@ def test_with_checksums_no_text_is_wrong(spoilt, start_router, reference_answer)
     assert decode.delta("vllm:pdrelay_loads_unchecked_total") == 0
     ended = sum(decode.delta(f"vllm:pdrelay_{name}_total") for name in ("loads", "loads_skipped_local"))
     assert prefill.delta("vllm:pdrelay_prefills_sampled_total") == failed + ended
-
-
-def canaries(url):
-    """Return how many requests the router has repeated, by how the texts compare."""
-    name = "pdrelay_canaries_total"
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return {line.split('"')[1]: float(line.split(" ")[1]) for line in lines if line.startswith(f"{name}{{")}
-
-
-def ask_with_canaries(url, asked, reference_answer):
-    """Ask every question, and wait until its repetition is over; return what was counted, and the wrong texts."""
-    wrong = []
-    for number, question in enumerate(asked):
-        _, found = compare(url, [question], reference_answer)
-        wrong += [name for name, each in found.items() if any(one.startswith(FindingName.WRONG_TEXT) for one in each)]
-        wait_until(lambda n=number: sum(canaries(url).values()) > n, seconds=30, what="the canary is over")
-    return canaries(url), wrong
-
-
-def test_a_canary_finds_wrong_texts_and_the_pair_rests(spoilt, start_router, reference_answer):
-    """Without checksums. The prefill engine repeats each request alone, out of its own cache."""
-    args = ("--canary-every", "1")
-    url = start_router(f"router-canary-{spoilt.mode}", [spoilt.blind], [spoilt.d], args=args)
-    counted, wrong = ask_with_canaries(url, questions(ASKED, seed=43), reference_answer)
-
-    assert 2 <= counted["different"] <= len(wrong)
-    assert 'pdrelay_pair_failures_total{reason="wrong_kv"}' in httpx.get(f"{url}/metrics").text
-
-
-@pytest.mark.thorough  # a fifth of the spoilt blocks of the one above takes five times as long
-def test_a_canary_finds_one_wrong_block_in_a_hundred(fleet, model, engines, start_router, reference_answer):
-    """The share at which ``pdrelay prove`` finds wrong texts, too."""
-    with faulty_decode(fleet, model, "one-percent-canary", "SpoilingConnector", SPOILT_SHARE="0.01") as spec:
-        url = start_router("router-canary-rare", [engines.p0], [spec], args=("--canary-every", "1", *STUBBORN))
-        counted, wrong = ask_with_canaries(url, questions(200, seed=45), reference_answer)
-
-    print(f"{counted} of 200, {len(wrong)} wrong texts")
-    assert 1 <= counted["different"] <= len(wrong)
-
-
-def test_a_canary_of_engines_that_are_well_finds_nothing(engines, start_router, reference_answer):
-    """A false alarm would take engines out that are well."""
-    url = start_router("router-canary-well", [engines.p0], [engines.d0], args=("--canary-every", "1"))
-    counted, wrong = ask_with_canaries(url, questions(ASKED, seed=44), reference_answer)
-
-    assert wrong == []
-    assert counted["equal"] > ASKED // 2
-    assert counted["different"] == counted["failed"] == 0

@@ -52,7 +52,6 @@ def router_exposition():
     counters.cache_misses[(decode.id,)] += 1
     counters.mismatches[prefill.id, decode.id] += 1
     counters.return_kv_legs[("named",)] += 1
-    counters.canaries[("different",)] += 1
     counters.durations.observe(("/v1/completions", "ok"), 0.1)
     for times in (counters.ttft, counters.inter_token, counters.queue_times):
         times.observe(("/v1/completions",), 0.1)

@@ -13,7 +13,6 @@ from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.http.allowed_origins import AllowedOrigins
 from pdrelay_proxy.core.http.origins import Sites
-from pdrelay_proxy.core.protocol.canary import CanaryOutcome
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
 from pdrelay_proxy.core.protocol.realtime import REALTIME_PATH
@@ -27,7 +26,6 @@ from pdrelay_proxy.io.request_path.ids import new_id, new_transfer
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.io.workers.group import WorkerGroup
 from pdrelay_proxy.requests.body_reader import BodyReader
-from pdrelay_proxy.requests.canaries import Canaries
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.intake import Intake
 from pdrelay_proxy.requests.leg_bodies import LegBodies
@@ -103,7 +101,6 @@ def build_requests(
         origins=AllowedOrigins(settings.allowed_origins) if settings.allowed_origins else None,
         reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
         spans=traces,
-        canaries=_canaries(settings, engines, counters=counters, clock=clock),
         worker=(group.number, group.of),
     )
     fleet.later, fleet.bounds = telemetry.later, counters.lone_prompts_bound
@@ -124,22 +121,9 @@ def _counters(engines: EngineSide, gate: Gate) -> Counters:
         turns=engines.registry.turns,
     )
     counters.class_waiting = gate.admission.waiting_by_class
-    counters.canaries.update({(outcome.value,): 0 for outcome in CanaryOutcome})
     if crossings is not None:
         counters.slice_crossings = crossings.counted
     return counters
-
-
-def _canaries(
-    settings: Settings, engines: EngineSide, *, counters: Counters, clock: Callable[[], float]
-) -> Canaries | None:
-    """Return what has requests answered once more; None: nothing shall."""
-    if not settings.canary_every:
-        return None
-    differs = engines.pairs.answer_differs
-    return Canaries(
-        settings.canary_every, engines.wire, engines.registry, counters.canaries, differs=differs, clock=clock
-    )
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:

@@ -102,7 +102,6 @@ class Counters:
     slice_crossings: Counter[Key] = field(default_factory=Counter)  # CrossingReason
     lone_prompts_bound: Counter[Key] = field(default_factory=Counter)  # BoundOutcome of core/routing/alone_bound.py
     pair_failures: Counter[Key] = field(default_factory=Counter)  # PairFailure of core/fleet/pair_health.py
-    canaries: Counter[Key] = field(default_factory=Counter)  # CanaryOutcome of core/protocol/canary.py
     pairs_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
     return_kv_legs: Counter[Key] = field(default_factory=Counter)  # named, unknown

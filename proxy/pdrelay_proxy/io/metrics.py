@@ -222,8 +222,6 @@ class _Collector:
             "Transfers between two engines that failed, as decode engines show them, and by legs that ended with 5xx."
         )
         yield from self._counted.counter("pdrelay_pair_failures", text, ("reason",), "pair_failures")
-        text = "Greedy requests that were to be repeated by their prefill engine alone, by how the texts compare."
-        yield from self._counted.counter("pdrelay_canaries", text, ("outcome",), "canaries")
         text = "Pairs of engines that were forgotten to make room for others (pair_history)."
         yield from self._counted.counter("pdrelay_pairs_dropped", text, (), "pairs_dropped")
         text = "Pairs of engines that get no requests, because their transfers fail; by the worker that is asked."

@@ -19,7 +19,6 @@ from pdrelay_proxy.core.routing.retries import RetryAttempts, held_to_account
 from pdrelay_proxy.core.served_tokens import served_tokens
 from pdrelay_proxy.errors import BodyTooLarge, OutOfTime, ProxyError
 from pdrelay_proxy.requests.body_reader import LARGE
-from pdrelay_proxy.requests.canaries import KeptResponse
 from pdrelay_proxy.requests.class_entry import arrive_in_class, judge
 from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
 from pdrelay_proxy.requests.dispatch import Dispatch
@@ -341,9 +340,6 @@ class Request:
         seconds = settings.stream_timeout_s if plan.streams else settings.total_timeout_s
         if seconds is not None:
             self._total_s, self._ends_at = seconds, now + seconds
-        canaries, call = of.canaries, plan.call
-        if canaries is not None and call is not None and canaries.takes(call):
-            self._client.writer = KeptResponse(self._client.writer, call)
         dispatch = self._dispatch = Dispatch(life, plan, settings, self._client)
         return dispatch
 
@@ -448,8 +444,6 @@ class Request:
                     of.gate.leave(ticket)
             if self._body:
                 self._free_body()
-            if of.canaries is not None and isinstance(client.writer, KeptResponse):
-                of.canaries.over(life.record, client.writer)
             of.telemetry.later.add(of.request_over, life.record)
             if life.span is not None:
                 life.span.end()

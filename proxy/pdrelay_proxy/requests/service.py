@@ -18,7 +18,6 @@ from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.io.wire.response_handler import ResponseHandler
 from pdrelay_proxy.requests.body_reader import BodyReader
-from pdrelay_proxy.requests.canaries import Canaries
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.intake import Intake
 from pdrelay_proxy.requests.leg_bodies import LegBodies
@@ -109,7 +108,6 @@ class Requests:
     ids: ClientIds = field(default_factory=ClientIds)
     origins: AllowedOrigins | None = None  # None: no web page may read answers
     spans: Spans | None = None
-    canaries: Canaries | None = None
     worker: tuple[int, int] = (0, 1)  # the number of this worker of the router, and how many there are
     _under_way: "dict[Request, None]" = field(default_factory=lambda: dict["Request", None]())
     _timer: asyncio.TimerHandle | None = None

@@ -22,7 +22,6 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from pdrelay_proxy.core.protocol.canary import CANARY
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.testing import rules
 from pdrelay_proxy.testing.loads import SimulatedLoads
@@ -254,8 +253,6 @@ class Sim:
             body, fault = rules.of_another_prompt(body), None
         replies = self._replies(request, body, made)
         self._use_cache(body, made, entry)
-        if self._prefills(body) and _request_id(request).endswith(CANARY):
-            return _json(rules.with_logprobs(replies.whole()))
         if self._prefills(body):
             return await self._prefill(request, replies, fault, abandoned=transfer)
         return await self._decode(request, replies, entry, fault)
@@ -344,9 +341,7 @@ class Sim:
     def _check(self, raw: bytes, body: Json, request: Request) -> None:
         if not rules.prompts_of(body) or rules.token_limit(body) < 0:
             raise ValueError("no prompt, or no tokens")
-        if self._prefills(body) and _request_id(request).endswith(CANARY):
-            rules.check_canary(body)
-        elif self._prefills(body):
+        if self._prefills(body):
             rules.check_prefill_leg(body, pushes=self._mode == "push", limits=_LIMITS[request.url.path])
         elif body.get("kv_transfer_params") is not None and [*body["kv_transfer_params"]] != ["prompt_token_ids"]:
             self._check_decode(raw, body, _request_id(request))

@@ -148,25 +148,6 @@ def check_prefill_leg(body: Json, *, pushes: bool = False, limits: Sequence[str]
         raise Violation("a prefill leg must name its transfer")
 
 
-def check_canary(body: Json) -> None:
-    """Raise Violation unless a request asks a prefill engine for a whole answer of its own."""
-    if body.get("kv_transfer_params") is not None or body.get("stream") is not False or not body.get("logprobs"):
-        raise Violation("a canary must ask for a whole answer with logprobs, and for no KV cache")
-
-
-def with_logprobs(answer: Json) -> Json:
-    """Return a whole answer of which every word is certain."""
-    for choice in answer["choices"]:
-        words = re.findall(r" \w+", choice["text"] if "text" in choice else choice["message"]["content"])
-        choice["logprobs"] = {
-            "tokens": words,
-            "token_logprobs": [0.0] * len(words),
-            "top_logprobs": [{word: 0.0} for word in words],
-            "content": [{"token": word, "logprob": 0.0, "top_logprobs": []} for word in words],
-        }
-    return answer
-
-
 def abandoned(body: Json) -> str | None:
     """Return the transfer that a request says is abandoned; None if it says nothing of the kind."""
     params: Json = body.get("kv_transfer_params") or {}

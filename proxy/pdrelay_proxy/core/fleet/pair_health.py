@@ -40,7 +40,7 @@ class PairFailure(FastStrEnum):
     LEASE = auto()  # the prefill engine had freed the blocks
     PEER_LOST = auto()  # the prefill engine's connection closed
     STAGING = auto()  # host memory was too small, or copying failed
-    WRONG_KV = auto()  # it got other KV than the prefill engine had: by checksums, or by an answer that was repeated
+    WRONG_KV = auto()  # it got other KV than the prefill engine had: by checksums
 
 
 # Those that do not mend themselves: an operator reads each in the log as soon as a decode engine shows it.
@@ -63,7 +63,6 @@ OF_THE_PAIR: Final = LASTING | {
     PairFailure.WRONG_KV,
 }
 _WRONG_KV: Final = PairFailure.WRONG_KV  # looking a member up takes as long as a call
-DOUBT_S: Final = 3600.0  # within which a second answer that differs has a pair rest
 
 
 class PairState(FastStrEnum):
@@ -136,7 +135,6 @@ class PairHealth:
         self.unkept = 0  # pairs that should rest, and did not because too many do
         self._pairs: dict[Pair, FailingPair] = {}
         self.troubles: dict[Pair, PairTrouble] = {}  # as decode engines show them now
-        self._doubts: dict[Pair, float] = {}  # when an answer of a pair differed last
         self._avoided: dict[InstanceId, set[InstanceId]] = {}  # prefill engines, by the decode engine
 
     def __len__(self) -> int:
@@ -205,19 +203,6 @@ class PairHealth:
                 self.troubles[pair] = each
         return news
 
-    def doubted(self, pair: Pair, *, now: float) -> FailingPair | None:
-        """Take in an answer that differs from that of one engine; return the pair if it begins to rest by it.
-
-        One answer may have a reason of its own, so it takes a second one within an hour.
-        """
-        before = self._doubts.pop(pair, None)
-        if before is not None and now - before <= DOUBT_S:
-            return self.failed(pair, _WRONG_KV, 2, now=now)
-        if len(self._doubts) >= self._most:
-            del self._doubts[next(iter(self._doubts))]
-        self._doubts[pair] = now
-        return None
-
     def worked(self, pair: Pair, *, only: PairFailure | None = None) -> FailingPair | None:
         """Forget the failures of a pair; return it if it was resting. ``only``: unless it fails for another reason."""
         found = self._pairs.get(pair)
@@ -230,8 +215,6 @@ class PairHealth:
 
     def forget(self, engine: InstanceId) -> Sequence[Pair]:
         """Forget all pairs of an engine, which is gone or another one by now; return them."""
-        for pair in [pair for pair in self._doubts if engine in pair]:
-            del self._doubts[pair]
         for pair in [pair for pair in self.troubles if engine in pair]:
             del self.troubles[pair]
         gone = [pair for pair in self._pairs if engine in pair]
@@ -241,8 +224,6 @@ class PairHealth:
 
     def keep(self, engines: frozenset[InstanceId]) -> None:
         """Forget the pairs of engines that are no longer known."""
-        for pair in [pair for pair in self._doubts if not engines.issuperset(pair)]:
-            del self._doubts[pair]
         for pair in [pair for pair in self.troubles if not engines.issuperset(pair)]:
             del self.troubles[pair]
         for pair in [pair for pair in self._pairs if not engines.issuperset(pair)]:

@@ -92,14 +92,6 @@ class PairNotes:
         if before is None or self.matrix.works_elsewhere(pair, before.since):
             self._failed(pair, {PairFailure.ENGINE_ERROR: 1}, PairFailure.ENGINE_ERROR, 1, now)
 
-    def answer_differs(self, pair: Pair, now: float) -> None:
-        """The prefill engine alone has made another text than the pair (requests/canaries.py)."""
-        self.health.failures[(_WRONG_KV.value,)] += 1
-        rests = self.health.doubted(pair, now=now)
-        if rests is not None:
-            self._warn_of_wrong_kv(pair, rests)
-        self._registry.settle_rests(pair[1])
-
     # ---- what decode engines show
 
     def loads(self, decode: Instance, news: Sequence[PeerNews], now: float) -> list[str]:

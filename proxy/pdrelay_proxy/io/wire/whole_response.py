@@ -7,7 +7,7 @@ from pdrelay_proxy.core.model import EngineResponse
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.io.wire.response_handler import ResponseHandler
 
-# Bytes: it is charged to no request. A list of 2,000 adapters has 500 KB, a canary compares 256 KiB.
+# Bytes: it is charged to no request. A list of 2,000 adapters has 500 KB.
 READ_MOST: Final = 4 * 1024 * 1024
 
 

@@ -257,29 +257,6 @@ def test_one_wrong_block_has_a_pair_rest_for_as_long_as_any_may():
     assert pairs.resting == 0
 
 
-def test_two_answers_that_differ_within_an_hour_have_a_pair_rest():
-    """One may have a reason of its own."""
-    pairs = health()
-    assert pairs.doubted(PAIR, now=0.0) is None
-    assert pairs.doubted(PAIR, now=3601.0) is None
-    assert pairs.resting == 0
-
-    assert pairs.doubted(PAIR, now=7000.0).reason is PairFailure.WRONG_KV
-    assert pairs.resting == 1
-
-
-def test_doubts_are_bounded_and_forgotten_with_their_engines():
-    """One for each pair of a large fleet would fill the memory."""
-    pairs = PairHealth(SETTINGS, most=2)
-    for number in range(3):
-        pairs.doubted((f"prefill-{number}", "decode-0"), now=0.0)
-    assert len(pairs._doubts) == 2
-    pairs.forget("prefill-1")
-    pairs.keep(frozenset({"prefill-0", "decode-0"}))
-
-    assert pairs._doubts == {}
-
-
 def test_without_rests_wrong_kv_changes_nothing():
     """``--pair-failures 0``."""
     pairs = health(pair_failures=0)

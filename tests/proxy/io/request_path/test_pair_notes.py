@@ -249,13 +249,3 @@ def test_a_wrong_block_among_many_loads_has_the_pair_rest(world, caplog):
 
     assert PAIR not in world.pairs()
     assert "KV of prefill-0 arrives wrong at decode-0 (wrong_kv), so the pair rests for 600 s" in caplog.text
-
-
-def test_two_answers_that_differ_have_the_pair_rest(world):
-    """And are counted as failures of the pair."""
-    world.notes.answer_differs(PAIR, 0.0)
-    assert PAIR in world.pairs()
-    world.notes.answer_differs(PAIR, 1.0)
-
-    assert PAIR not in world.pairs()
-    assert world.notes.health.failures[("wrong_kv",)] == 2

@@ -202,39 +202,39 @@ hooks: $(STAMPS)/dev ## check every commit before it is made
 
 .PHONY: bench-connector
 bench-connector: $(STAMPS)/dev ## the connector beside vLLM's own: docs/benchmarks/connector.md, 20 minutes, on an idle machine; ONLY=ABCD QUICK=1
-	$(BIN)/python tests/benchmarks/connector/bench.py $(if $(ONLY),--only $(ONLY)) $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python benchmarks/connector/bench.py $(if $(ONLY),--only $(ONLY)) $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: bench-shapes
 bench-shapes: $(STAMPS)/dev ## moving KV between engines of unequal shapes: docs/benchmarks/shapes.md, 4 minutes, on an idle machine; QUICK=1
-	$(BIN)/python tests/benchmarks/shapes/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python benchmarks/shapes/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: bench-router
 bench-router: $(STAMPS)/dev ## the router beside others: docs/benchmarks/router.md, 30 minutes, on an idle machine; ONLY=short,chat ROUNDS=5 QUICK=1
-	$(BIN)/python tests/benchmarks/router/bench.py $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python benchmarks/router/bench.py $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: bench-chats
 bench-chats: $(STAMPS)/dev ## chats of several turns on real engines, beside an oracle: docs/benchmarks/chats.md, 8 minutes, on an idle machine; QUICK=1
-	$(BIN)/python tests/benchmarks/chats/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python benchmarks/chats/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: fit
 fit: $(STAMPS)/dev ## the engine of pdrelay replay fitted to a real one: .pdrelay/bench/fit.md is a part of docs/replay.md, 4 minutes, on an idle machine
-	$(BIN)/python tests/benchmarks/replay/fit.py
+	$(BIN)/python benchmarks/replay/fit.py
 
 .PHONY: bench-first-token
 bench-first-token: $(STAMPS)/dev ## P's token at the client, beside P's own answers: docs/benchmarks/first-token.md, 2 minutes, on an idle machine; QUICK=1
-	$(BIN)/python tests/benchmarks/first_token/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python benchmarks/first_token/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: bench-roles
 bench-roles: $(STAMPS)/dev ## roles that follow the traffic, on real engines: docs/benchmarks/roles.md, 15 minutes, on an idle machine; QUICK=1
-	$(BIN)/python tests/benchmarks/roles/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python benchmarks/roles/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: soak
 soak: $(STAMPS)/dev ## the router for a long time: docs/benchmarks/soak.md, 35 minutes; MINUTES=30
-	$(BIN)/python tests/benchmarks/router/soak.py $(if $(MINUTES),--minutes $(MINUTES))
+	$(BIN)/python benchmarks/router/soak.py $(if $(MINUTES),--minutes $(MINUTES))
 
 .PHONY: sim-fleet
 sim-fleet: $(STAMPS)/dev ## a simulated fleet of 1,000 engines: docs/benchmarks/fleet.md, one minute; QUICK=1
-	$(BIN)/python tests/benchmarks/discovery/simulate.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+	$(BIN)/python benchmarks/discovery/simulate.py $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 ##@ Ship
 
@@ -317,7 +317,7 @@ lock: $(VENV)/bin/python ## write requirements-*.txt anew from requirements-*.in
 	$(LOCK) requirements-dev.in -o requirements-dev.txt
 	$(LOCK) -c requirements-engine.txt $(addprefix --no-emit-package=,$(HERE)) requirements-torch.txt -o requirements-cuda.txt
 	$(BIN)/python -P tests/support/try_versions.py lock
-	echo 'vllm-router==0.1.17' | $(LOCK) -c requirements-engine.txt - -o tests/benchmarks/router/requirements-peer.txt
+	echo 'vllm-router==0.1.17' | $(LOCK) -c requirements-engine.txt - -o benchmarks/router/requirements-peer.txt
 
 # What PyTorch needs and requirements-engine.txt has: without CUDA's libraries it would be all.
 HERE := torch filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy typing-extensions

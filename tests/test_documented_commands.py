@@ -63,7 +63,7 @@ def _flags_in(paths):
 
 def scripts_of(page):
     """What the programs beside a page, or those that wrote it, take."""
-    paths = (ROOT / "tests/benchmarks").rglob("*.py") if page.parent.name == "benchmarks" else page.parent.glob("*.py")
+    paths = (ROOT / "benchmarks").rglob("*.py") if page.parent.name == "benchmarks" else page.parent.glob("*.py")
     return set() if page.parent == ROOT else {flag for path in paths for flag in _in_script(path)}
 
 

@@ -1,6 +1,6 @@
 """Roles that follow the traffic, on real engines: one turns because of what the router has measured at all of them.
 
-``tests/benchmarks/roles/bench.py`` has minutes of it, beside every static split.
+``benchmarks/roles/bench.py`` has minutes of it, beside every static split.
 """
 
 import asyncio

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "helm" / "images"
 LOCKED = sorted(
-    p for folder in ("", "helm/images", "tests/benchmarks/router") for p in (ROOT / folder).glob("requirements-*.txt")
+    p for folder in ("", "helm/images", "benchmarks/router") for p in (ROOT / folder).glob("requirements-*.txt")
 )
 
 

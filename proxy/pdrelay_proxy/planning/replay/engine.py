@@ -23,7 +23,7 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How fast an engine is and what it has room for.
 
     The defaults follow from the size of a model of 8e9 parameters in 16 bit and the data sheet of a GPU with 80 GB.
-    They are no measurement: tests/benchmarks/replay/fit.py measures an engine.
+    They are no measurement: benchmarks/replay/fit.py measures an engine.
     """
 
     step_s: Seconds = 0.008  # of any step: reading the weights, starting the kernels

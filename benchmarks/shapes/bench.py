@@ -18,7 +18,7 @@ from benchmarks import page
 from benchmarks.shapes import report
 from benchmarks.shapes.cases import CASES, LENGTHS
 
-TESTS = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 WAYS = {"Shared memory, as NIXL chooses by itself": {}, "TCP over loopback": {"UCX_TLS": "tcp"}}  # environments
 ROUNDS, QUICK_ROUNDS = 7, 1
 
@@ -78,7 +78,7 @@ def running(env):
 
 @contextmanager
 def started(reads, env):
-    env = {**os.environ, "PYTHONPATH": str(TESTS), "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "WARN", **env}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "WARN", **env}
     command = [sys.executable, "-m", "benchmarks.shapes.side", str(reads)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as process:
         try:

@@ -106,7 +106,7 @@ def _spec(kind, role, model, host, stamps, args):
     elsewhere = dict(host.options) if host else {}
     if host:
         elsewhere["extra_env"] = {"UCX_NET_DEVICES": DATA, **elsewhere["extra_env"]}  # vLLM's own takes all
-    env = {"PYTHONPATH": str(ROOT / "tests"), "PDRELAY_BENCH_STAMPS": str(stamps), **elsewhere.pop("extra_env", {})}
+    env = {"PYTHONPATH": str(ROOT), "PDRELAY_BENCH_STAMPS": str(stamps), **elsewhere.pop("extra_env", {})}
     spec = engine_spec(
         f"{kind.slug}-{role.value}",
         model,

@@ -5,7 +5,7 @@ it, ITL by batch and context, each by itself, least squares. What shows under lo
 step costs for each prompt, how much steps of a size differ) is found by simulating loads that were measured, with other
 seeds and sizes than those that judge the fit. Below four minutes on an idle machine:
 
-    python tests/benchmarks/replay/fit.py
+    python benchmarks/replay/fit.py
 
 writes .pdrelay/bench/engine.json, for ``pdrelay replay --engine``, and .pdrelay/bench/fit.md, a part of docs/replay.md.
 """
@@ -24,7 +24,7 @@ import httpx
 import msgspec
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from pdrelay_proxy.local.model import ensure_model
 from pdrelay_proxy.local.processes import open_fleet

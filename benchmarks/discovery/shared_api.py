@@ -90,7 +90,7 @@ class _Follower:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,  # each says that the server is gone
-                cwd=page.ROOT / "tests",
+                cwd=page.ROOT,
             )
         )
 

@@ -1,7 +1,7 @@
 """``GET /ready`` over HTTP, beside requests, while a real router process probes thousands of null engines.
 
 Some of them are lost: they accept connections and answer nothing. The engines, the clients and this page's clock share
-one core, the router has the other. ``make sim-fleet`` runs it; alone: ``python tests/benchmarks/discovery/ready.py``.
+one core, the router has the other. ``make sim-fleet`` runs it; alone: ``python benchmarks/discovery/ready.py``.
 """
 
 import contextlib

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "tests")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from benchmarks.connector.client import Client, prompts  # noqa: E402
 from pdrelay_proxy.core.protocol.push import TransferMode  # noqa: E402

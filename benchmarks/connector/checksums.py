@@ -1,6 +1,6 @@
 """What the checksums of sampled blocks cost each engine, in CPU time of the thread that takes them.
 
-``nice .venv/bin/python tests/benchmarks/connector/checksums.py`` prints the table of docs/verify.md: a cache in host
+``nice .venv/bin/python benchmarks/connector/checksums.py`` prints the table of docs/verify.md: a cache in host
 memory as Llama 3.1 8B has it on one rank (32 layers, 8 KV heads of 128 dimensions, bfloat16, blocks of 16 tokens), in
 the layout that the connector asks for. Medians of five runs.
 """
@@ -11,7 +11,7 @@ import time
 import warnings
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "connector"), str(ROOT / "tests")]
 
 with warnings.catch_warnings():

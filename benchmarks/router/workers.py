@@ -1,6 +1,6 @@
 """How much more two workers serve than one, on two cores.
 
-``python tests/benchmarks/router/workers.py`` writes docs/benchmarks/workers.md and .json; ``--quick`` makes short runs
+``python benchmarks/router/workers.py`` writes docs/benchmarks/workers.md and .json; ``--quick`` makes short runs
 and writes to .pdrelay/bench. Nothing else may run meanwhile. The engines compute nothing and the load generator
 compares every answer; but they take processor time of the same two cores, so three things are measured: how far the
 whole comes from one core to two, what the router alone costs a request, and how both go with one worker on two cores.
@@ -108,7 +108,7 @@ def page(seen, about):
         for name, (rate, cost, router, whole) in found.items()
     ]
     lines = TEXT.format(
-        command=" ".join(["tests/benchmarks/router/workers.py", *sys.argv[1:]]),
+        command=" ".join(["benchmarks/router/workers.py", *sys.argv[1:]]),
         about=about,
         connections=PLAN["connections"],
         rows="\n".join(rows),

@@ -1,6 +1,6 @@
 """What classes of requests are worth in overload (docs/slo.md): chats and batch jobs, more than engines can compute.
 
-``python tests/benchmarks/replay/classes.py [POLICY]...`` prints a row for each load, policy and class; some minutes.
+``python benchmarks/replay/classes.py [POLICY]...`` prints a row for each load, policy and class; some minutes.
 """
 
 import random

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).parents[3]
-sys.path[:0] = [str(ROOT / "tests")]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from benchmarks import page  # noqa: E402 (the path is made above)
 from benchmarks.router import trial  # noqa: E402 (the path is made above)

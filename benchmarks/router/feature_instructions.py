@@ -1,7 +1,7 @@
 """What a request costs the router in memory, in instructions: no socket, no clock, engines that answer at once.
 
-    python -P tests/benchmarks/router/feature_instructions.py  # every case, of the pdrelay_proxy on PYTHONPATH
-    python -P tests/benchmarks/router/feature_instructions.py "all, ids" "defaults, ids"
+    python -P benchmarks/router/feature_instructions.py  # every case, of the pdrelay_proxy on PYTHONPATH
+    python -P benchmarks/router/feature_instructions.py "all, ids" "defaults, ids"
 
 Needs valgrind, its header files and a C compiler; half a minute for each case. Imports and the first requests are not
 counted.

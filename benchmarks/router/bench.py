@@ -98,7 +98,7 @@ def one(cores, router, name, *, quick):
 def about(cores, args, missing):
     """Return what the numbers were measured with."""
     return {
-        "command": " ".join(["tests/benchmarks/router/bench.py", *sys.argv[1:]]),
+        "command": " ".join(["benchmarks/router/bench.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": page.machine(),
         "apart": cores.router != cores.rest,

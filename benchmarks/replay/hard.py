@@ -1,6 +1,6 @@
 """Loads that tell policies apart (docs/replay.md): a rush, a prefill engine half as fast, prompts of 100,000 tokens.
 
-``python tests/benchmarks/replay/hard.py [POLICY]...`` prints a row for each; a minute of CPU for each policy.
+``python benchmarks/replay/hard.py [POLICY]...`` prints a row for each; a minute of CPU for each policy.
 """
 
 import random

@@ -33,7 +33,7 @@ the others as they are; with `QUICK=1` it sends few requests, to see whether all
 with one thread each and `--max-num-batched-tokens {CHUNK}`; NIXL 1.5.1. The pairs of engines run one at
 a time, in {seen["counts"]["rounds"]} rounds of turns. Requests are sent one after the other, over one HTTP client
 that keeps its connections; no two prompts begin alike. Every connector runs in a wrapper that notes two times a
-request (`tests/benchmarks/connector/stamped.py`).""")
+request (`benchmarks/connector/stamped.py`).""")
     return f"# The connector beside vLLM's own\n\n{about}\n{setting}"
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import httpx
 import msgspec
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "tests")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from pdrelay_connector.core.kv_events.event_hub import KVEventHub  # noqa: E402
 from pdrelay_proxy.local.model import ensure_model  # noqa: E402

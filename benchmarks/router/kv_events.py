@@ -1,6 +1,6 @@
 """What following KV events costs the router: CPU microseconds for each block told of, and for each prompt looked up.
 
-``python -P tests/benchmarks/router/kv_events.py``: a table, of the modules that are imported (plain or compiled).
+``python -P benchmarks/router/kv_events.py``: a table, of the modules that are imported (plain or compiled).
 """
 
 import asyncio

@@ -7,7 +7,7 @@ import platform
 import textwrap
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def parser_of(doc, quick):

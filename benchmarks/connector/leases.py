@@ -1,6 +1,6 @@
 """What a message costs an engine that holds many leases, and a decode engine whose queue is aborted.
 
-``nice .venv/bin/python tests/benchmarks/connector/leases.py`` prints the table of docs/benchmarks/leases.md: the cores
+``nice .venv/bin/python benchmarks/connector/leases.py`` prints the table of docs/benchmarks/leases.md: the cores
 alone, with a link that goes nowhere. Each figure is CPU time of the thread, and the median of three runs.
 """
 
@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "connector"), str(ROOT / "tests")]
 
 from pdrelay_connector.core.counters import Counters  # noqa: E402

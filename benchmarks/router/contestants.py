@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from support.compiled import NoCompiler, compiled
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".pdrelay/bench-peers"  # a virtual environment
 RUST_ROUTER = "vllm-router==0.1.17"  # as in the file
 PEERS_LOCKED = Path(__file__).with_name("requirements-peer.txt")
@@ -38,7 +38,7 @@ def _pdrelay(prefill, decode, ports):
 
 
 def _found_compiled(*places):
-    return f"PYTHONPATH={os.pathsep.join([str(compiled()), str(ROOT / 'tests'), *places])}"
+    return f"PYTHONPATH={os.pathsep.join([str(compiled()), str(ROOT), *places])}"
 
 
 _PLACES = 8  # of 32 connections: three requests of four wait for one
@@ -131,4 +131,4 @@ def environment():
     """Return the environment of routers and helpers. They start from bytecode, as what is installed does."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     compiled = str(ROOT / ".pdrelay/bench/bytecode")
-    return {**kept, "PYTHONPATH": str(ROOT / "tests"), "PYTHONUNBUFFERED": "1", "PYTHONPYCACHEPREFIX": compiled}
+    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONPYCACHEPREFIX": compiled}

@@ -1,6 +1,6 @@
 """Every tenth request is a wrong one: what the other nine notice of it, and what the engines are blamed for.
 
-    python tests/benchmarks/router/wrong_requests.py --seconds 60
+    python benchmarks/router/wrong_requests.py --seconds 60
 
 One prefill and three decode engines (simulated) are behind one router, each in a process of its own, as are the
 clients that send what is wrong. First all requests are good, then every tenth is of a kind of :data:`WRONG`, in turn.
@@ -24,8 +24,8 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
-sys.path[:0] = [str(ROOT / "tests")]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import httpx  # noqa: E402 (the path is made above)
 import psutil  # noqa: E402 (the path is made above)

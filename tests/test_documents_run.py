@@ -15,7 +15,6 @@ import httpx
 import pytest
 
 from pdrelay_connector.settings import read_settings, remarks
-from pdrelay_proxy.api.schemas import CapacityReport
 from pdrelay_proxy.app import build
 from pdrelay_proxy.cli import build_parser, main
 from pdrelay_proxy.core.routing.policy_parts import PolicyParts
@@ -225,14 +224,6 @@ def test_a_configuration_of_the_connector_is_one(text):
     extra = config.get("kv_connector_extra_config", {})
     assert read_settings(extra, {})
     assert remarks(extra, {}) == []
-
-
-def test_the_answer_of_capacity_has_the_fields_of_its_schema():
-    """Gateways are configured by the page."""
-    (block,) = blocks((ROOT / "docs/cells.md").read_text(), "json")
-
-    shown = json.loads(block)
-    assert CapacityReport.model_validate(shown).model_dump() == shown
 
 
 def test_the_policy_of_ones_own_chooses():

@@ -268,7 +268,7 @@ class Settings:
     peer_port: Port = ENGINES.option(8001,
         "UDP port on which this router listens to its peers", chart="router.peers.port")
     decode_slots: Count | None = ENGINES.option(None,
-        "requests that a decode engine serves at the same time (its --max-num-seqs), for /capacity", unset="unknown")
+        "requests that a decode engine serves at the same time (its --max-num-seqs), for --roles", unset="unknown")
     load_reports: bool = ENGINES.option(True, "ask prefill engines for their load, if the prefill policy uses it")
     realtime: bool = ENGINES.option(False, "serve /v1/realtime: each WebSocket session is relayed to one decode engine")
     drain_idle_time_s: Seconds = ENGINES.option(60.0,
@@ -460,7 +460,7 @@ class Settings:
     peer_secret: str | None = SECURITY.secret("PDRELAY_PEER_SECRET",
         "secret that the routers of a fleet prove to each other, for peers",
         unset="peers is refused", chart="router.peers.secret.name")
-    public_metrics: bool = SECURITY.option(False, "show /, /stats, /metrics and /capacity without an API key")
+    public_metrics: bool = SECURITY.option(False, "show /, /stats and /metrics without an API key")
 
     admin_port: Port | None = ADMIN.option(None,
         "separate TCP port for metrics, status page and /instances, which then leave the main port; 0: the system "

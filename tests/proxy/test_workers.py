@@ -277,7 +277,6 @@ def test_metrics_and_status_are_those_of_all_workers_whoever_is_asked(shared):
         assert found["pdrelay_instance_state", "decode", "decode-0", "healthy"] == 1
         assert found["pdrelay_legs_in_flight", "prefill", "prefill-0"] == 0
     assert after[zero]["process_resident_memory_bytes",] > 1.5 * _resident(crew.pids[0])
-    assert {client.get("/capacity").json()["max_concurrency"] for client in (zero, one)} == {4096}
 
     def stats():
         return [client.get("/stats").json() for client in (zero, one)]

@@ -1,7 +1,6 @@
 """Which routes are at which port: with an admin port, the main one has those that clients use, and nothing else.
 
-Probes of load balancers in front of the main port need `/health` or `/ready` there, and gateways above `/capacity`, so
-both ports have these.
+Probes of load balancers in front of the main port need `/health` or `/ready` there, so both ports have these.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence

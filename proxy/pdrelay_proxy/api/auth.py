@@ -23,7 +23,6 @@ _OPEN: Final = frozenset(
         "/",
         "/metrics",
         "/stats",
-        "/capacity",
         "/docs",
         "/openapi.json",
         "/health",

@@ -10,11 +10,11 @@ from typing import Any, Final, TypeAlias
 from pydantic import BaseModel
 
 from pdrelay_proxy.api.endpoint_document import SHAPES
-from pdrelay_proxy.api.schemas import AnthropicErrorResponse, CapacityReport, ErrorResponse, OperatorError
+from pdrelay_proxy.api.schemas import AnthropicErrorResponse, ErrorResponse, OperatorError
 
 Answers: TypeAlias = dict[int | str, dict[str, Any]]  # of a route, by status: as FastAPI takes them
 PLACE: Final = "#/components/schemas/"
-_MODELS: Final = (ErrorResponse, AnthropicErrorResponse, OperatorError, CapacityReport)
+_MODELS: Final = (ErrorResponse, AnthropicErrorResponse, OperatorError)
 
 
 def error_answers(model: type[BaseModel], described: Mapping[int | str, str]) -> Answers:

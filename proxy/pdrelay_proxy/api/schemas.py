@@ -266,30 +266,6 @@ class FleetHealth(Health):
     warnings: list[str] | None = Field(default=None, description="in sentences; absent: nothing is wrong")
 
 
-class EngineCounts(BaseModel):
-    """The engines of one role; those that are drained do not count."""
-
-    engines: int
-    serving: int = Field(description="those that get requests now")
-
-
-class CapacityReport(BaseModel):
-    """How much more the engines behind this router can take."""
-
-    weight: int = Field(ge=0, le=100, description="0 only if no request can be served; 1 to 100: what is left")
-    can_serve: bool
-    serving_share: float = Field(description="part of the engines that serve, of the role that has lost more")
-    prefill: EngineCounts
-    decode: EngineCounts
-    decode_slots: int | None = Field(description="of all decode engines that serve; null without decode_slots")
-    free_decode_slots: int | None
-    kv_room: float | None = Field(description="free part of the KV cache of decode engines; null: none has shown it")
-    requests_running: int = Field(description="in this router")
-    requests_waiting: int = Field(description="in this router's queue")
-    max_concurrency: int = Field(description="of this router, without workers that do not answer")
-    models: list[str] = Field(description="of decode engines that serve, at most 1000")
-
-
 class ErrorDetail(BaseModel):
     """What is wrong, in the shape of OpenAI's API."""
 

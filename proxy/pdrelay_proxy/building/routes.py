@@ -8,7 +8,6 @@ from starlette.routing import WebSocketRoute
 from pdrelay_proxy.api.admin import admin_routes
 from pdrelay_proxy.api.applications import Routes
 from pdrelay_proxy.api.audit import Audit
-from pdrelay_proxy.api.capacity import CapacityMeter, capacity_routes
 from pdrelay_proxy.api.endpoint_asgi import Endpoints
 from pdrelay_proxy.api.endpoint_routes import CLIENT_KEYS, endpoint_routes
 from pdrelay_proxy.api.instances import InstanceAdmin, instance_routes
@@ -52,18 +51,12 @@ def build_routes(
     onlookers = Onlookers(require_any_key(admin_key, keyring), browsers, keys)
     scrapers = Onlookers() if settings.public_metrics else onlookers
     everybody, discovery = background.everybody, background.discovery
-    capacity = CapacityMeter(
-        engines.registry, discovery, serving.lifetime, lambda: requests.settings, everybody=everybody, clock=clock
-    )
     metrics = Metrics(serving.telemetry, engines.registry, discovery.freshness)
     audit = Audit(serving.telemetry.admin_action, clock)
     access = OperatorAccess(admin_key, join_key, audit, settings.max_body_bytes)
     return Routes(
         clients=(model_routes(serving.models, keys),),
-        probes=(
-            probe_routes(engines.fleet, discovery, serving.lifetime, engines.warnings),
-            capacity_routes(capacity, scrapers),
-        ),
+        probes=(probe_routes(engines.fleet, discovery, serving.lifetime, engines.warnings),),
         operators=(
             liveness_routes(),
             page_routes(background.status, metrics, everybody, scrapers),

@@ -4,11 +4,10 @@ import argparse
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
-from pdrelay_proxy.commands.router_client import CommandFailed, Json, RouterClient, add_access_arguments, run_command
+from pdrelay_proxy.commands.router_client import Json, RouterClient, add_access_arguments, run_command
 from pdrelay_proxy.commands.tables import in_lines, widths_of
 
 _BAR: Final = 30  # characters that stand for the whole time
@@ -21,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_access_arguments(parser)
     parser.add_argument("--router-only", action="store_true", help="do not ask the engines (one may hang)")
-    parser.add_argument("--trace", metavar="FILE", help="also write a trace for ui.perfetto.dev or chrome://tracing")
     parser.set_defaults(run=run)
 
 
@@ -33,16 +31,7 @@ def run(args: argparse.Namespace) -> int:
 def _answer(router: RouterClient, args: argparse.Namespace) -> str:
     which = "?engines=false" if args.router_only else ""
     found = router.ask_any_worker(f"/requests/{quote(args.name, safe='')}{which}")
-    if args.trace:
-        _write(Path(args.trace), chrome_trace(found["requests"]))
     return json.dumps(found) + "\n" if args.json else text(found)
-
-
-def _write(path: Path, found: Json) -> None:
-    try:
-        path.write_text(json.dumps(found), encoding="utf-8")
-    except OSError as exc:
-        raise CommandFailed(f"{path} cannot be written: {exc.strerror}") from exc
 
 
 def text(found: Json) -> str:
@@ -94,33 +83,3 @@ def _cells(row: Json, total_ms: float, what: str) -> tuple[str, str, str, str, s
     bar = " " * before + ("#" * length or "|")
     where = "" if row["leg"] or row["where"] == "router" else f" {row['where']}"
     return f"{row['begin_ms']:.1f}", f"{duration:.1f}", what + where, bar, row["note"]
-
-
-def chrome_trace(requests: Sequence[Json]) -> Json:
-    """Return the rows in the JSON trace event format: one process a request, one thread a place."""
-    events: list[Json] = []
-    for process, request in enumerate(requests):
-        places: dict[str, int] = {}
-        events.append(_name("process_name", process, 0, request["request_id"]))
-        for row in request["rows"]:
-            kind = "lease" if row["what"].startswith(("lease", "write KV")) else ""
-            place = f"{row['where'] if row['leg'] else 'router'} {kind}".strip()
-            if place not in places:
-                places[place] = len(places)
-                events.append(_name("thread_name", process, places[place], place))
-            events.append(
-                {
-                    "name": row["what"],
-                    "ph": "X",
-                    "pid": process,
-                    "tid": places[place],
-                    "ts": request["began_at"] * 1e6 + row["begin_ms"] * 1e3,
-                    "dur": row["duration_ms"] * 1e3,
-                    "args": {"where": row["where"], "note": row["note"]},
-                }
-            )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}

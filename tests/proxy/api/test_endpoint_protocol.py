@@ -395,7 +395,7 @@ def test_no_proxy_holds_a_stream_back(both, name):
 READ = ["/health", "/ready", "/readiness", "/live", "/liveness", "/metrics", "/", "/stats", "/docs", "/openapi.json"]
 
 
-@pytest.mark.parametrize("path", [*READ, "/v1/models", "/v1/models?a=b", "/capacity"])
+@pytest.mark.parametrize("path", [*READ, "/v1/models", "/v1/models?a=b"])
 def test_head_is_answered_as_get_is(both, path):
     """Load balancers ask so (HAProxy's httpchk), and take a 405 for a router that is down."""
     for served in both:

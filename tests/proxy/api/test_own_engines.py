@@ -169,7 +169,7 @@ async def test_the_key_opens_nothing_else(settings, tmp_path):
         reads = {path: (await client.get(path)).status_code for path in ("/pairs", "/requests/x", "/requests/x?a=b")}
         shown = {
             path: (await client.get(path)).status_code
-            for path in ("/status", "/metrics", "/stats", "/", "/docs", "/openapi.json", "/capacity", "/v1/models")
+            for path in ("/status", "/metrics", "/stats", "/", "/docs", "/openapi.json", "/v1/models")
         }
         (state,) = [row["state"] for row in (await rows(client)).values()]
 

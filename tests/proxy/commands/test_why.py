@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.sdk.trace import SpanProcessor
 
 from pdrelay_proxy.commands.router_client import run_command
-from pdrelay_proxy.commands.why import add_arguments, chrome_trace, text
+from pdrelay_proxy.commands.why import add_arguments, text
 from pdrelay_proxy.io.traces import Traces
 from pdrelay_proxy.settings import Settings
 from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
@@ -54,16 +54,6 @@ def test_a_request_is_shown_as_rows(running, why):
     assert "decode leg decode-0" in out
 
 
-def test_a_trace_is_written_for_perfetto(running, why, tmp_path):
-    """In the JSON trace event format."""
-    file = tmp_path / "trace.json"
-    code, *_ = why(served(running), "--trace", str(file))
-
-    assert code == 0
-    events = json.loads(file.read_text())["traceEvents"]
-    assert {"prefill leg", "decode leg"} <= {event["name"] for event in events if event["ph"] == "X"}
-
-
 def test_an_unknown_request_is_an_error(why):
     """In a sentence."""
     code, out, err = why("pdrelay-nobody")
@@ -71,14 +61,6 @@ def test_an_unknown_request_is_an_error(why):
     assert (code, out) == (1, "")
     assert err.startswith("pdrelay why: ")
     assert "There is no request 'pdrelay-nobody' among those under way and the last 0 that are over" in err
-
-
-def test_a_file_that_cannot_be_written_is_an_error(running, why, tmp_path):
-    """Nothing is printed as if it had been."""
-    code, out, err = why(served(running), "--trace", str(tmp_path / "no" / "trace.json"))
-
-    assert (code, out) == (1, "")
-    assert "cannot be written: No such file or directory" in err
 
 
 def test_the_parts_of_a_leg_are_below_it_with_a_bar():
@@ -110,15 +92,6 @@ def access():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return parser.parse_args(["pdrelay-0"])
-
-
-def test_the_trace_has_a_thread_for_each_place():
-    """Microseconds since the epoch, so that traces of several routers fit together."""
-    events = chrome_trace([REQUEST])["traceEvents"]
-    found = {event["name"]: event for event in events if event["ph"] == "X"}
-
-    assert (found["compute"]["ts"], found["compute"]["dur"]) == (511_000.0, 30_000.0)
-    assert found["compute"]["tid"] != found["prefill leg"]["tid"]
 
 
 WAIT = 0.2  # seconds

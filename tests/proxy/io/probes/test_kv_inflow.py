@@ -124,7 +124,7 @@ async def test_it_looks_for_as_long_as_the_router_serves(caplog):
 
 
 def test_a_round_at_a_large_fleet_is_over_in_time_and_does_not_burst():
-    """What it shows is old after a minute, for ``/capacity`` and ``--move-above``; a zone may not answer at all."""
+    """What it shows is old after a minute, for ``--move-above``; a zone may not answer at all."""
     registry, asked = Registry(), dict[str, float]()
     engines = [registry.add(Role.DECODE, Address("http", "h", port)) for port in range(1, 501)]
     silent = {one.id for one in engines[100:150]}

@@ -17,7 +17,7 @@ def test_no_name_comes_twice():
     names = [new() for new in (new_id, new_transfer) for _ in range(2_000)]
 
     assert len({name.removeprefix("pdrelay-").removeprefix("xfer-") for name in names}) == len(names)
-    assert {len(name) for name in names} == {len("pdrelay-") + 32}
+    assert {len(name) for name in names} == {len("pdrelay-") + 32, len("xfer-") + 32}
 
 
 def test_the_state_of_pythons_generator_does_not_tell_the_names():

@@ -21,7 +21,6 @@ from pdrelay_connector.core.session.handshake import Secrets
 from pdrelay_connector.errors import ExpiredKvParams, ForgedKvParams, UnsignedKvParams
 
 LABEL: Final = b"pdrelay connector: offer of a prefill engine, version 1"  # the key is for nothing else
-LATER: Final = frozenset({"pdrelay_adapter"})  # fields that protocol 9 does not have
 CLOCK_SKEW: Final = 300.0  # s that the clocks of two engines may differ (as Kerberos allows, RFC 4120, section 1.6)
 
 
@@ -74,17 +73,10 @@ class Signatures:
 def _signature(secret: bytes, offer: PullParams) -> bytes:
     """Return the signature in hexadecimal digits: over every field, in their order, in MessagePack.
 
-    Numbers, texts and their lengths have one encoding each there, as msgspec writes them. An absent field of
-    :data:`LATER` is left out, so that an engine of another protocol finds the signature right: it meets this one, and
-    says that the protocols differ.
+    Numbers, texts and their lengths have one encoding each there, as msgspec writes them.
     """
     key = hmac.digest(secret, LABEL, hashlib.sha256)
-    unsigned = replace(offer, pdrelay_signature=None)
-    fields = [
-        value
-        for name, value in zip(PullParams.__struct_fields__, msgspec.structs.astuple(unsigned), strict=True)
-        if value is not None or name not in LATER
-    ]
+    fields = msgspec.structs.astuple(replace(offer, pdrelay_signature=None))
     return hmac.digest(key, msgspec.msgpack.encode(fields), hashlib.sha256).hex().encode()
 
 

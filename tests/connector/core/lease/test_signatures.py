@@ -30,31 +30,6 @@ OTHER = {
     "pdrelay_signature": "0" * 64,
 }  # fmt: skip
 
-# OFFER as an engine of protocol 9 signs it with the secret "one".
-OF_PROTOCOL_9 = """{
-    "do_remote_prefill": true, "do_remote_decode": false, "remote_engine_id": "p0", "remote_request_id": "cmpl-1",
-    "remote_host": "10.0.0.1", "remote_port": 5600, "remote_block_ids": [[4, 2], [0, 7]], "remote_num_tokens": 30,
-    "tp_size": 1, "dcp_size": 1, "pp_size": 1, "transfer_mode": "pull", "remote_blocks_expiry_time": null,
-    "pdrelay_prompt": "d1", "transfer_id": null, "pdrelay_block_sizes": [16, 16], "pdrelay_expires_at": 1800000030,
-    "pdrelay_signature": "5a34ca486e50f522d233ba21f53af81d0eb130b233bb0998a8d68a1f3ae6310e"
-}"""
-
-
-def test_an_offer_of_the_protocol_before_is_no_forgery():
-    """It has the right secret. D meets P, and the handshake says that their protocols differ."""
-    offer = parse_pull_params(json.loads(OF_PROTOCOL_9))
-
-    assert D.check(offer, now=NOW)
-    with pytest.raises(ForgedKvParams):
-        knowing(b"two").check(offer, now=NOW)
-    with pytest.raises(ForgedKvParams):
-        D.check(changed(offer, pdrelay_adapter=""), now=NOW)
-
-
-def test_an_engine_of_the_protocol_before_finds_our_signature_right():
-    """So it says that the protocols differ, and not that the secrets do."""
-    assert P.sign(OFFER).pdrelay_signature == json.loads(OF_PROTOCOL_9)["pdrelay_signature"]
-
 
 @pytest.mark.parametrize("adapter", [None, "b:0", ""], ids=repr)
 def test_the_adapter_of_an_offer_cannot_be_changed(adapter):

@@ -13,6 +13,10 @@ from pdrelay_proxy.commands.interrupts import INTERRUPTED, ctrl_c_ends_at_once
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {  # name -> the module that declares its flags, and what it does
     "serve": ("pdrelay_proxy.commands.serve", "run the router in front of running engines"),
     "up": ("pdrelay_proxy.local.up", "start vLLM or simulated engines and the router on this machine, to try them"),
+    "check": (
+        "pdrelay_proxy.proving.readiness_command",
+        "look in ten seconds whether engines are ready for traffic, with a request whose KV must move",
+    ),
     "instances": (
         "pdrelay_proxy.commands.instances",
         "list, add, drain, change and remove the engines of a running router",
@@ -27,7 +31,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {  # name -> the module that d
     "prove": ("pdrelay_proxy.proving.command", "test running engines from outside and report what is wrong"),
     "doctor": ("pdrelay_proxy.commands.doctor", "examine the network between two engine hosts"),
 }
-_EXACT: Final = ("serve", "up", "why", "prove", "doctor")  # their flags are written in full
+_EXACT: Final = ("serve", "up", "check", "why", "prove", "doctor")  # their flags are written in full
 # What the extra named proxy brings (pyproject.toml).
 _ROUTER_PACKAGES: Final = frozenset(
     {"fastapi", "httpcore", "httptools", "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn", "uvloop"}

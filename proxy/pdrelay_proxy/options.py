@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import partial
@@ -85,20 +85,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for group, options in itertools.groupby(OPTIONS.values(), lambda one: one.option.group):
         part = parser.add_argument_group(group.title)
         for one in options:
-            more: dict[str, Any] = {"nargs": "+", "action": "extend"} if one.is_list else {}
-            action = part.add_argument(
-                one.flag,
-                dest=one.name,
-                type=partial(read, one.kind),
-                default=argparse.SUPPRESS,
-                metavar=one.kind.metavar,
-                help=f"{one.option.help}{_open_choices(one.kind)} (default: {one.default_text})",
-                **more,
-            )
-            if choices := one.kind.choices:
-                action.completer = lambda choices=choices, **_: choices  # type: ignore[attr-defined]
+            _add_flag(part.add_argument, one)
         if group is FIRST:
             part.add_argument("--config", metavar="FILE", help=file)
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Declare the flags of some options, for another command that goes by them."""
+    for name in names:
+        _add_flag(parser.add_argument, OPTIONS[name])
+
+
+def _add_flag(add: Callable[..., argparse.Action], one: Setting) -> None:
+    more: dict[str, Any] = {"nargs": "+", "action": "extend"} if one.is_list else {}
+    action = add(
+        one.flag,
+        dest=one.name,
+        type=partial(read, one.kind),
+        default=argparse.SUPPRESS,
+        metavar=one.kind.metavar,
+        help=f"{one.option.help}{_open_choices(one.kind)} (default: {one.default_text})",
+        **more,
+    )
+    if choices := one.kind.choices:
+        action.completer = lambda choices=choices, **_: choices  # type: ignore[attr-defined]
 
 
 def _open_choices(kind: Kind) -> str:

@@ -17,6 +17,7 @@ class SimulatedLoads:
         ] = {}  # prefill engines by id, and why: handshake, secret, transfer or another of PairFailure
         self.recomputes = True  # what it cannot load (kv_load_failure_policy); else such requests fail
         self.are_shown = False  # as our connector does, by prefill engine, and the engine's own id
+        self.info = dict[str, str]()  # what more the connector says of itself, such as its kv_role
         self.moved = dict[str, tuple[float, float]]()  # by the other engine's id: bytes of KV, and seconds for them
         self._counts = Counter[tuple[str, str]]()  # by prefill engine and outcome
 
@@ -56,4 +57,5 @@ class SimulatedLoads:
         for peer, (moved, seconds) in self.moved.items():
             lines.append(f'vllm:pdrelay_peer_bytes_total{{{labels},peer="{peer}"}} {moved}\n')
             lines.append(f'vllm:pdrelay_peer_transfer_seconds_total{{{labels},peer="{peer}"}} {seconds}\n')
-        return "".join([f'vllm:pdrelay_connector_info{{{labels},engine_id="{engine_id}"}} 1.0\n', *lines])
+        own = "".join([f',{name}="{value}"' for name, value in {"engine_id": engine_id, **self.info}.items()])
+        return "".join([f"vllm:pdrelay_connector_info{{{labels}{own}}} 1.0\n", *lines])

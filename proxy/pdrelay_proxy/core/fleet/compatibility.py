@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.fleet import push_coordinates
+from pdrelay_proxy.core.fleet.engine_metrics import Numbers
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.one_line import one_line
 from pdrelay_proxy.core.protocol.push import EngineMode
@@ -91,6 +92,19 @@ class EngineCapabilities:
             found.started or self.started,
             self.bases if found.bases is None else found.bases,
         )
+
+
+def shown_facts(numbers: Numbers) -> EngineCapabilities:
+    """Return what an engine's connector says of itself in its metrics."""
+    return EngineCapabilities(
+        connector=numbers.connector,
+        mode=EngineMode(numbers.mode) if numbers.mode in tuple(EngineMode) else None,
+        protocol=numbers.protocol,
+        fingerprint=numbers.fingerprint,
+        engine_id=numbers.engine_id,
+        kv_role=numbers.kv_role,
+        started=numbers.started,
+    )
 
 
 def _is_line(text: str | None) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pdrelay_proxy.core.fleet.compatibility import compared, difference, fit, have_common_model
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Member, Registry, first_of, listed
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
@@ -125,3 +126,31 @@ def _without_partner(own: Sequence[Member], others: Sequence[Member]) -> Mapping
         if bases and bases.isdisjoint(served):
             found.setdefault(bases, []).append(member.instance.id)
     return found
+
+
+def pair_differences(members: Sequence[Member]) -> Mapping[tuple[InstanceId, InstanceId], str]:
+    """Say why engines of one model cannot share requests, by decode and prefill engine; of engines alike, the first.
+
+    A rollout of hundreds of engines has tens of thousands of such pairs, of two kinds.
+    """
+    refused = frozenset[str]().union(*(member.facts.incompatible or () for member in members))
+    # By the slice that they pair within: that those of two slices are apart is what the operator wants.
+    prefills: dict[str | None, dict[object, Member]] = {}
+    decodes: dict[str | None, dict[object, Member]] = {}
+    for member in members:
+        facts = member.facts
+        if member.as_role(Role.PREFILL) is not None:
+            own = facts.engine_id if facts.engine_id in refused else None
+            prefills.setdefault(facts.pairs_within, {}).setdefault((compared(facts), own), member)
+        if member.as_role(Role.DECODE) is not None:
+            key = compared(facts), facts.incompatible
+            decodes.setdefault(facts.pairs_within, {}).setdefault(key, member)
+    return {
+        (decode.instance.id, prefill.instance.id): difference(prefill.facts, decode.facts)
+        for within, some in decodes.items()
+        for decode in some.values()
+        for prefill in prefills.get(within, {}).values()
+        if prefill is not decode
+        and not fit(prefill.facts, decode.facts)
+        and have_common_model(prefill.facts, decode.facts)  # those of two models need not fit
+    }

@@ -2,18 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final, Protocol
 
-from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, compared, difference, fit, have_common_model
-from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
+from pdrelay_proxy.core.fleet.compatibility import shown_facts
+from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings, pair_differences
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.look_exchange import LookExchange
 from pdrelay_proxy.core.fleet.probe_schedule import ProbeSchedule, keeps_blocks
 from pdrelay_proxy.core.fleet.registry import Member, Registry
-from pdrelay_proxy.core.model import Instance, InstanceId, Role
-from pdrelay_proxy.core.protocol.push import EngineMode
+from pdrelay_proxy.core.model import Instance, InstanceId
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed, ProbeNotMade
 from pdrelay_proxy.settings import Settings
@@ -65,7 +64,7 @@ class Prober:
         self._looks = looks
         self._told: dict[InstanceId, tuple[HealthState, str, bool]] = {}  # and whether it should be up by now
         self._compared = -1  # changes of the registry when pairs of engines were last compared
-        self._differences: dict[tuple[InstanceId, InstanceId], str] = {}
+        self._differences: Mapping[tuple[InstanceId, InstanceId], str] = {}
         self._warnings = warnings or FleetWarnings()
         self._is_lacking = False  # a probe could not be made, and none was since
 
@@ -126,32 +125,8 @@ class Prober:
         self._told = told
 
     def _tell_differences(self) -> None:
-        """Log, once, each two engines that cannot share requests; of engines that are alike, the first.
-
-        A rollout of hundreds of engines has tens of thousands of such pairs, of two kinds.
-        """
-        members = self._registry.members()
-        refused = frozenset[str]().union(*(member.facts.incompatible or () for member in members))
-        # By the slice that they pair within: that those of two slices are apart is what the operator wants.
-        prefills: dict[str | None, dict[object, Member]] = {}
-        decodes: dict[str | None, dict[object, Member]] = {}
-        for member in members:
-            facts = member.facts
-            if member.as_role(Role.PREFILL) is not None:
-                own = facts.engine_id if facts.engine_id in refused else None
-                prefills.setdefault(facts.pairs_within, {}).setdefault((compared(facts), own), member)
-            if member.as_role(Role.DECODE) is not None:
-                key = compared(facts), facts.incompatible
-                decodes.setdefault(facts.pairs_within, {}).setdefault(key, member)
-        found = {
-            (decode.instance.id, prefill.instance.id): difference(prefill.facts, decode.facts)
-            for within, some in decodes.items()
-            for decode in some.values()
-            for prefill in prefills.get(within, {}).values()
-            if prefill is not decode
-            and not fit(prefill.facts, decode.facts)
-            and have_common_model(prefill.facts, decode.facts)  # those of two models need not fit
-        }
+        """Log, once, each two engines that cannot share requests; of engines that are alike, the first."""
+        found = pair_differences(self._registry.members())
         new = [(pair, why) for pair, why in found.items() if self._differences.get(pair) != why]
         for (decode_id, prefill_id), why in new[:_MOST_SAID]:
             logger.warning("%s shares no request with %s: %s", decode_id, prefill_id, why)
@@ -208,16 +183,5 @@ class Prober:
         self._registry.learn(name, look)
         if is_whole and is_new:
             with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself
-                shown = await self._checks.numbers(member.instance)
-                mode = EngineMode(shown.mode) if shown.mode in tuple(EngineMode) else None
-                facts = EngineCapabilities(
-                    connector=shown.connector,
-                    mode=mode,
-                    protocol=shown.protocol,
-                    fingerprint=shown.fingerprint,
-                    engine_id=shown.engine_id,
-                    kv_role=shown.kv_role,
-                    started=shown.started,
-                )
-                self._registry.learn(name, facts)
+                self._registry.learn(name, shown_facts(await self._checks.numbers(member.instance)))
         member.life.seen(now=self._clock())

@@ -1,0 +1,238 @@
+"""Looks at engines before traffic: whether they live and fit, and one request for each of them whose KV must move."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Final
+
+from pdrelay_proxy.building.engines import EngineSide, Fabric, build_engines
+from pdrelay_proxy.core.fleet.compatibility import shown_facts
+from pdrelay_proxy.core.fleet.fleet_warnings import fleet_warnings, pair_differences
+from pdrelay_proxy.core.fleet.peer_loads import read_failures
+from pdrelay_proxy.core.fleet.peer_rates import read_moved
+from pdrelay_proxy.core.fleet.registry import Member
+from pdrelay_proxy.core.model import InstanceId, Role
+from pdrelay_proxy.io.probes.checks import ProbeFailed
+from pdrelay_proxy.io.workers.group import worker_group
+from pdrelay_proxy.local.first_request import METRICS_WAIT_S, metric_total
+from pdrelay_proxy.proving.core.answer import Malformed
+from pdrelay_proxy.proving.core.holdings import Holdings, read_holdings
+from pdrelay_proxy.proving.core.question import Prompts, Question, Shape
+from pdrelay_proxy.proving.core.readiness import (
+    KvCounters,
+    MemberPair,
+    PairCounters,
+    ReadinessLine,
+    Sign,
+    choose_pairs,
+    common_model,
+    engine_line,
+    failure_with,
+    moved_between,
+    prompt_length,
+)
+from pdrelay_proxy.proving.core.reply import Reply, read_reply
+from pdrelay_proxy.proving.http_server import HttpServer, open_transport
+from pdrelay_proxy.proving.services import EnginePairs
+from pdrelay_proxy.settings import Settings
+
+_LOOK_SHARE: Final = 0.3  # of all seconds, for what an engine is
+_ASK_SHARE: Final = 0.7  # until then the requests must have ended
+_POLL_S: Final = 0.1  # an engine publishes what it counts a moment after its answer
+_FEW_TOKENS: Final = 4  # of an answer
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineMetrics:
+    """What an engine's metrics say at a moment."""
+
+    counters: KvCounters
+    failures: dict[str, str]  # why it loads no KV, by the other engine's id
+    holdings: Holdings | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """A request that both engines of a pair have got."""
+
+    pair: MemberPair
+    question: Question
+    reply: Reply
+
+
+async def examine(settings: Settings, *, seconds: float) -> AsyncGenerator[ReadinessLine]:
+    """Yield each finding as soon as it is there; all within so many seconds.
+
+    Raises:
+        AddressError, AlreadyKnown, ConfigError: as ``build_engines`` says.
+    """
+    looking = replace(settings, health_check_timeout_s=seconds * _LOOK_SHARE)
+    engines = build_engines(looking, worker_group(None, looking, time.monotonic), Fabric())
+    check = _ReadinessCheck(engines, time.monotonic(), seconds)
+    members = engines.registry.members()
+    lines = await asyncio.gather(*map(check.look, members))
+    for line in lines:
+        yield line
+    alive = [member for member, line in zip(members, lines, strict=True) if line.sign is Sign.OK]
+    for warning in fleet_warnings(engines.registry):
+        yield ReadinessLine(Sign.FAILED, "engines", warning.text)
+    for (decode, prefill), why in pair_differences(alive).items():
+        yield ReadinessLine(Sign.FAILED, f"{decode} with {prefill}", f"they share no request: {why}")
+    async for line in check.exchange_kv(_first_ranks(alive)):
+        yield line
+
+
+class _ReadinessCheck:
+    """One run."""
+
+    def __init__(self, engines: EngineSide, began: float, seconds: float) -> None:
+        self._engines = engines
+        self._began = began
+        self._seconds = seconds
+
+    def _left(self, share: float = 1.0) -> float:
+        """Return the seconds until that share of all is over."""
+        return max(0.05, self._began + self._seconds * share - time.monotonic())
+
+    async def look(self, member: Member) -> ReadinessLine:
+        """Learn what an engine is."""
+        instance = member.instance
+        has_key = self._engines.outbound.key_of(instance.pool) is not None
+        try:
+            async with asyncio.timeout(self._left(_LOOK_SHARE) + _POLL_S):
+                self._engines.registry.learn(instance.id, await self._engines.checks.look(instance))
+                with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself
+                    numbers = await self._engines.checks.numbers(instance)
+                    self._engines.registry.learn(instance.id, shown_facts(numbers))
+        except ProbeFailed as sick:
+            return ReadinessLine(Sign.FAILED, instance.id, f"{instance.address.url} {sick}")
+        except TimeoutError:
+            said = f"{instance.address.url} answers too slowly: not all within {self._seconds * _LOOK_SHARE:g} s"
+            return ReadinessLine(Sign.FAILED, instance.id, said)
+        return engine_line(member, has_key=has_key)
+
+    async def exchange_kv(self, members: Sequence[Member]) -> AsyncGenerator[ReadinessLine]:
+        """Send a request through each pair, and look whether its KV has moved."""
+        pairs = choose_pairs(members)
+        for member in members:
+            if not any(member in pair for pair in pairs):
+                yield ReadinessLine(
+                    Sign.FAILED,
+                    member.instance.id,
+                    "it exchanged no KV: no engine of the other role that answers fits it",
+                )
+        if not pairs:
+            return
+        before = await self._read_all(pairs)
+        sizes = [seen.holdings.block_size for seen in before.values() if seen.holdings and seen.holdings.block_size]
+        asked = await self._ask_all(pairs, prompt_length(sizes))
+        counts = Counter(each.pair[1].instance.id for each in asked if not each.reply.failure())
+        waiting = list(asked)
+        deadline = time.monotonic() + min(METRICS_WAIT_S, self._left() - 2 * _POLL_S)
+        while True:
+            is_last = time.monotonic() >= deadline
+            now = await self._read_all([each.pair for each in waiting])
+            left = list[_Exchange]()
+            for each in waiting:
+                line = _judge(each, before, now, counts[each.pair[1].instance.id], is_last=is_last)
+                if line is None:
+                    left.append(each)
+                else:
+                    yield line
+            if not left:
+                return
+            waiting = left
+            await asyncio.sleep(_POLL_S)
+
+    async def _ask_all(self, pairs: Sequence[MemberPair], length: int) -> Sequence[_Exchange]:
+        """Ask all of them at the same time; each engine is asked at least once."""
+        tls = self._engines.tls
+        transport = open_transport(tls.context)
+        prompts = Prompts(random.SystemRandom())
+
+        def server(member: Member) -> HttpServer:
+            instance = member.instance
+            key = self._engines.outbound.key_of(instance.pool)
+            return HttpServer(instance.id, instance.address.url, transport, key, server_name=tls.server_name)
+
+        async def ask(pair: MemberPair) -> _Exchange:
+            prefill, decode = map(server, pair)
+            model = common_model(pair[0].facts, pair[1].facts) or ""
+            question = Question(Shape.IDS, prompts.ids(length), max_tokens=_FEW_TOKENS, logprobs=False)
+            service = EnginePairs([prefill], [decode], model)
+            reply = await service.ask_pair(question, prefill, decode, timeout_s=self._left(_ASK_SHARE))
+            return _Exchange(pair, question, reply)
+
+        try:
+            return await asyncio.gather(*map(ask, pairs))
+        finally:
+            await transport.close()
+
+    async def _read_all(self, pairs: Sequence[MemberPair]) -> dict[InstanceId, _EngineMetrics]:
+        """Read the metrics of all engines of these pairs."""
+        members = {member.instance.id: member for pair in pairs for member in pair}
+        shown = await asyncio.gather(*map(self._read, members.values()))
+        return dict(zip(members, shown, strict=True))
+
+    async def _read(self, member: Member) -> _EngineMetrics:
+        text = b""
+        with suppress(ProbeFailed, TimeoutError):
+            async with asyncio.timeout(self._left()):
+                text = await self._engines.checks.metrics(member.instance)
+        failures = {peer: trouble.why or str(trouble.reason) for peer, trouble in read_failures(text).items()}
+        words = text.decode(errors="replace")
+        holdings = read_holdings(words)
+        moved_bytes = None
+        with suppress(ValueError, OverflowError):  # a counter that is no number
+            moved_bytes = metric_total(words)
+        counters = KvCounters(read_moved(text), moved_bytes, None if holdings is None else holdings.loaded)
+        return _EngineMetrics(counters, failures, holdings)
+
+
+def _judge(
+    asked: _Exchange,
+    before: dict[InstanceId, _EngineMetrics],
+    now: dict[InstanceId, _EngineMetrics],
+    requests: int,
+    *,
+    is_last: bool,
+) -> ReadinessLine | None:
+    """Say what became of a request; None: its engines have not counted it yet."""
+    prefill, decode = asked.pair
+    about = f"{prefill.instance.id} to {decode.instance.id}"
+    failure = asked.reply.failure() or _malformed(asked)
+    why = failure_with(now[decode.instance.id].failures, prefill.facts.engine_id)
+    if failure:
+        return ReadinessLine(Sign.FAILED, about, f"the request failed: {failure}{f' ({why})' if why else ''}")
+    counters = PairCounters(*(seen[each.instance.id].counters for each in (prefill, decode) for seen in (before, now)))
+    tokens = len(asked.question.prompt)
+    moved = moved_between(asked.pair, counters, tokens=tokens, requests=requests)
+    if moved:
+        return ReadinessLine(Sign.OK, about, f"{moved} moved, answered in {asked.reply.seconds * 1000:.0f} ms")
+    has_metrics = all(now[each.instance.id].holdings is not None for each in asked.pair)  # what lacks will not come
+    if not why and not is_last and not (moved is None and has_metrics):
+        return None
+    if moved is None:
+        said = "answered, and neither engine counts what moves: whether KV moved cannot be known"
+        return ReadinessLine(Sign.UNKNOWN, about, said)
+    said = f"answered, and no KV moved: {decode.instance.id} computed the prompt itself"
+    return ReadinessLine(Sign.FAILED, about, f"{said}, because {why}" if why else f"{said}; its log says why")
+
+
+def _malformed(asked: _Exchange) -> str:
+    try:
+        read_reply(asked.question, asked.reply)
+    except Malformed as exc:
+        return str(exc)
+    return ""
+
+
+def _first_ranks(members: Sequence[Member]) -> Sequence[Member]:
+    """Leave out all data-parallel ranks of an engine but the first: they have one address and one secret."""
+    of_engine = groupby(members, key=lambda each: (each.instance.role is Role.PREFILL, each.instance.address))
+    return [next(ranks) for _, ranks in of_engine]

@@ -10,7 +10,7 @@ from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.local import first_request, preflight
 from pdrelay_proxy.local.errors import LocalError
 from pdrelay_proxy.local.model_folder import check_model, prepare_model
-from pdrelay_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command, router_command
+from pdrelay_proxy.local.plan import EngineKind, LocalPlan, engine_command, router_command
 from pdrelay_proxy.local.preflight import safe_dtype
 from pdrelay_proxy.local.processes import open_fleet
 
@@ -41,7 +41,7 @@ def main():
         #    the KV cache of the prompt instead of computing it; in push mode the prefill engine brings it there.
         mover = Role.PREFILL if plan.mode is TransferMode.PUSH else Role.DECODE
         mover_urls = [f"http://{address}" for address in plan.addresses(mover)]
-        answer = first_request.ask(plan.router_url, mover_urls, MODEL_NAME)
+        answer = first_request.ask(plan.router_url, mover_urls, plan.served_name)
 
     # 6. Where it went, as the router's Server-Timing header tells, and what was moved, as the engine that moves counts.
     print(f"question: {first_request.QUESTION}")

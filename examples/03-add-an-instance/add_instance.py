@@ -5,18 +5,18 @@ import os
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 
-from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.local.errors import LocalError
 from pdrelay_proxy.local.first_request import parse_server_timing, request_body
 from pdrelay_proxy.local.model_folder import prepare_model
-from pdrelay_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command
+from pdrelay_proxy.local.plan import EngineKind, LocalPlan, engine_command
 from pdrelay_proxy.local.preflight import check_packages, safe_dtype
 from pdrelay_proxy.local.processes import open_fleet
-from pdrelay_proxy.local.recipe import Connector, EngineSpec
+from pdrelay_proxy.local.recipe import Connector
 
 REQUESTS = 6
 
@@ -27,7 +27,10 @@ def main():
     if not key:
         sys.exit("add_instance: set ADMIN_API_KEY to the value that the router was started with")
 
-    with httpx.Client(base_url=args.router, timeout=120, trust_env=False) as router, decode_engine(args) as address:
+    with (
+        httpx.Client(base_url=args.router, timeout=120, trust_env=False) as router,
+        decode_engine(args, model := served_model(router)) as address,
+    ):
         before = status(router)
         print(f"before: {before['prefill_node_count']} prefill, {before['decode_node_count']} decode")
 
@@ -36,7 +39,9 @@ def main():
         print(f"after:  {after['prefill_node_count']} prefill, {after['decode_node_count']} decode")
 
         # The question changes, so that no engine answers from its prefix cache.
-        served = Counter(ask(router, f"Question {number}: where does the river end?") for number in range(REQUESTS))
+        served = Counter(
+            ask(router, model, f"Question {number}: where does the river end?") for number in range(REQUESTS)
+        )
         for engine, count in sorted(served.items()):
             print(f"{engine} decoded {count} of {REQUESTS} requests")
         if len(served) < after["decode_node_count"]:
@@ -61,9 +66,14 @@ def add(router, address, key):
     print(answer.json()["message"])
 
 
-def ask(router, question):
+def served_model(router):
+    """Return the name of the model that the other engines serve; `make up` keeps it in a folder of that name."""
+    return router.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+
+
+def ask(router, model, question):
     """Return the name of the engine that decoded."""
-    answer = router.post("/v1/chat/completions", json=request_body(MODEL_NAME, question, max_tokens=8))
+    answer = router.post("/v1/chat/completions", json=request_body(model, question, max_tokens=8))
     answer.raise_for_status()
     return parse_server_timing(answer.headers["server-timing"])["decode"].engine
 
@@ -73,25 +83,18 @@ def status(router):
 
 
 @contextmanager
-def decode_engine(args):
+def decode_engine(args, model):
     """Give the address of a decode engine: of the one that was named, or of a new one."""
     if args.instance:
         yield args.instance
         return
-    plan = LocalPlan(kind=EngineKind(args.engine))
-    spec = EngineSpec(
-        name="decode-new",
-        port=args.port,
-        model=args.model,
-        served_name=MODEL_NAME,
-        role=Role.DECODE,
-        connector=Connector(args.connector),
-        side_channel_port=args.side_channel_port,
-        dtype=safe_dtype(),
-    )
+    folder = args.model or LocalPlan().model.with_name(model)
+    kind, connector = EngineKind(args.engine), Connector(args.connector)
+    plan = LocalPlan(kind=kind, connector=connector, model=folder, decode_port=args.port, dtype=safe_dtype())
+    spec = replace(plan.engines()[-1], name="decode-new", side_channel_port=args.side_channel_port)
     if plan.kind is EngineKind.VLLM:
         check_packages(spec.connector)
-        prepare_model(args.model)
+        prepare_model(folder)
     with open_fleet(plan.log_dir) as fleet:
         engine = fleet.start(engine_command(plan, spec, os.environ))
         print(f"starting a decode engine on {spec.address}, log {engine.log}")
@@ -115,7 +118,7 @@ def read_arguments():
     parser.add_argument("--connector", choices=[kind.value for kind in Connector], default="pdrelay")
     parser.add_argument("--port", type=int, default=8299)
     parser.add_argument("--side-channel-port", type=int, default=5699)
-    parser.add_argument("--model", type=Path, default=LocalPlan().model)
+    parser.add_argument("--model", type=Path, help="folder of the model (that of `make up`)")
     parser.add_argument("--once", action="store_true", help="stop the new engine at the end")
     return parser.parse_args()
 

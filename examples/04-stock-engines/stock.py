@@ -12,13 +12,14 @@ from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.local import first_request
 from pdrelay_proxy.local.errors import LocalError
 from pdrelay_proxy.local.model_folder import prepare_model
-from pdrelay_proxy.local.plan import MODEL_NAME, LocalPlan
+from pdrelay_proxy.local.plan import LocalPlan
 from pdrelay_proxy.local.preflight import check_packages
 from pdrelay_proxy.local.processes import Command, open_fleet
 from pdrelay_proxy.local.recipe import PYTHON_MODULE, Connector, EngineSpec, engine, shell_line
 
 # In float32 an engine that decodes after a transfer and one that does everything agree to the last bit.
 EXACT = ("--dtype", "float32")
+MODEL_NAME = "tiny"  # what clients call the model
 
 
 def main():
@@ -59,6 +60,7 @@ def start_engines(fleet, args):
             name=f"stock-{role.value}",
             port=port,
             model=args.model,
+            served_name=MODEL_NAME,
             role=role,
             connector=Connector.NIXL,
             mode=args.mode,

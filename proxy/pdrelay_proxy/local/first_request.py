@@ -10,10 +10,7 @@ import httpx
 
 from pdrelay_proxy.local.errors import LocalError
 
-QUESTION = (
-    "A river begins as rain on a hill, the rain finds a stream, and the stream finds a valley. "
-    "Where does the river end, and who builds a bridge over it?"
-)
+QUESTION = "What is the capital of France?"
 TIMEOUT_S = 120.0  # vLLM's own connector was seen to take 31 s for a decode leg on two cores
 METRICS_WAIT_S = 3.0  # engines publish a transfer a moment after it
 BYTES_MOVED = ("vllm:pdrelay_bytes_transferred_total", "vllm:nixl_bytes_transferred_sum")

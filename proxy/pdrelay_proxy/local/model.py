@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.processes import make_directory
+from pdrelay_proxy.local.bf16_file import Bf16Tensor, write_bf16_file
+from pdrelay_proxy.local.made_folder import is_made, make_once, write_json
 
 VERSION = 1  # raised whenever the same parameters would give different files
-FINGERPRINT = "pdrelay-model.json"  # written last: the parameters that the files were made from
 
 HIDDEN, HEADS, KV_HEADS, FEED_FORWARD, VOCABULARY = 256, 8, 4, 512, 512
 BEGIN, END, MESSAGE, PAD = "<|begin|>", "<|end|>", "<|message|>", "<|pad|>"  # tokens 0 to 3
@@ -67,56 +63,30 @@ class TinyModel:
 def ensure_model(directory: Path, model: TinyModel | None = None) -> bool:
     """Write the model unless it is already there; True when files were written.
 
-    Another process may do the same at the same time: whoever renames last finds the work done.
     Raises LocalError when the directory holds something else.
     """
     model = model or TinyModel()
-    if is_complete(directory, model):
-        return False
-    if directory.exists() and any(directory.iterdir()) and not (directory / FINGERPRINT).exists():
-        message = f"{directory} is neither empty nor a model written by pdrelay: choose another directory"
-        raise LocalError(message)
-    make_directory(directory.parent)
-    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        _write(staging, model)
-        staging.chmod(0o755)  # mkdtemp makes it private
-        try:
-            staging.rename(directory)
-        except OSError:  # an older model is there, or somebody was faster
-            if not is_complete(directory, model):
-                shutil.rmtree(directory)
-                staging.rename(directory)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return True
+    return make_once(directory, _fingerprint(model), lambda staging: _write(staging, model))
 
 
 def is_complete(directory: Path, model: TinyModel) -> bool:
     """Whether the directory holds this very model."""
-    try:
-        found = json.loads((directory / FINGERPRINT).read_text())
-    except (OSError, ValueError):
-        return False
-    return bool(found == _fingerprint(model))
+    return is_made(directory, _fingerprint(model))
 
 
 def _write(directory: Path, model: TinyModel) -> None:
     tokenizer = _tokenizer()
     tokenizer.save(str(directory / "tokenizer.json"))
-    _write_json(directory / "tokenizer_config.json", _tokenizer_config(model))
-    _write_json(directory / "config.json", _config(model))
-    _write_json(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 3})
-    _write_safetensors(directory / "model.safetensors", _weights(model, _speakable(tokenizer)))
-    _write_json(directory / FINGERPRINT, _fingerprint(model))
+    write_json(directory / "tokenizer_config.json", _tokenizer_config(model))
+    write_json(directory / "config.json", _config(model))
+    write_json(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 3})
+    weights = _weights(model, _speakable(tokenizer))
+    tensors = [Bf16Tensor(name, values.shape, partial(weights.__getitem__, name)) for name, values in weights.items()]
+    write_bf16_file(directory / "model.safetensors", tensors)
 
 
 def _fingerprint(model: TinyModel) -> dict[str, int]:
     return {"version": VERSION, **asdict(model)}
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
 def _tokenizer() -> Tokenizer:
@@ -201,20 +171,3 @@ def _weights(model: TinyModel, speakable: NDArray[np.bool_]) -> dict[str, NDArra
     head = matrix(VOCABULARY, HIDDEN, gain=HEAD_GAIN)
     weights["lm_head.weight"] = np.where(speakable[:, np.newaxis], head, np.float32(0))
     return weights
-
-
-def _write_safetensors(path: Path, tensors: dict[str, NDArray[np.float32]]) -> None:
-    """Write bf16 tensors; by hand because numpy has no bf16 and importing torch takes seconds."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    chunks: list[bytes] = []
-    offset = 0
-    for name, tensor in tensors.items():
-        bits = tensor.view(np.uint32)
-        rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # to nearest even, like torch
-        chunk = (rounded >> np.uint32(16)).astype("<u2").tobytes()
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [offset, offset + len(chunk)]}
-        chunks.append(chunk)
-        offset += len(chunk)
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    path.write_bytes(b"".join([len(encoded).to_bytes(8, "little"), encoded, *chunks]))

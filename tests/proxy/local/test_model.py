@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from pdrelay_proxy.local.errors import LocalError
+from pdrelay_proxy.local.made_folder import FINGERPRINT
 from pdrelay_proxy.local.model import (
-    FINGERPRINT,
     HEADS,
     HIDDEN,
     VERSION,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.plan import EngineKind, LocalPlan, engine_command, router_command
+from pdrelay_proxy.local.plan import SMOLLM2_FOLDER, TINY_FOLDER, EngineKind, LocalPlan, engine_command, router_command
 from pdrelay_proxy.local.recipe import Connector
 
 
@@ -26,6 +26,17 @@ def test_no_two_processes_share_a_port():
     ports = [port for port, _, _ in LocalPlan(prefill=4, decode=5).ports()]
 
     assert len(ports) == len(set(ports)) == 1 + 2 * (4 + 5)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(TINY_FOLDER, "tiny"), (SMOLLM2_FOLDER, "SmolLM2-135M-Instruct"), (Path("/"), "model"), (Path("/m/x/../y"), "y")],
+)
+def test_clients_call_a_model_by_the_name_of_its_folder(model, name):
+    """Whatever it is, it was called tiny."""
+    plan = LocalPlan(model=model)
+
+    assert {spec.served_name for spec in plan.engines()} == {plan.served_name} == {name}
 
 
 def test_all_engines_have_the_same_dtype():

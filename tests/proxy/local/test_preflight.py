@@ -7,8 +7,8 @@ import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.plan import EngineKind, LocalPlan
-from pdrelay_proxy.local.preflight import GIB, Machine, check, free_memory, look, safe_dtype
+from pdrelay_proxy.local.plan import SMOLLM2_FOLDER, EngineKind, LocalPlan
+from pdrelay_proxy.local.preflight import GIB, Machine, check, free_memory, look, safe_dtype, why_too_small
 from pdrelay_proxy.local.recipe import Connector
 
 pytestmark = pytest.mark.edges
@@ -64,6 +64,23 @@ def test_what_is_missing_is_said_with_the_way_out(found, says):
     (line,) = complaints(LocalPlan(prefill=2, decode=2), **found)
 
     assert says in line
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ({"free_memory": 3 * GIB}, "it needs about 3.4 GiB of memory, and 3.0 GiB are free"),
+        ({"free_disk": GIB // 2}, "it needs about 0.75 GiB of disk, and 0.50 GiB are free"),
+        ({"free_memory": None}, None),
+    ],
+)
+def test_a_machine_that_is_too_small_for_the_english_model_may_serve_the_tiny_one(found, says, monkeypatch, tmp_path):
+    """It is said, and nothing is refused."""
+    monkeypatch.chdir(tmp_path)
+    machine = dataclasses.replace(GOOD, **found)
+
+    assert why_too_small(LocalPlan(model=SMOLLM2_FOLDER), machine) == says
+    check(LocalPlan(), machine)
 
 
 def test_unknown_memory_is_no_reason_to_refuse():

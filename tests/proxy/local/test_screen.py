@@ -38,6 +38,17 @@ def test_a_terminal_rewrites_its_line():
     )
 
 
+def test_other_progress_has_a_label_of_its_own():
+    """A download is no wait for engines."""
+    out = Terminal()
+    screen = Screen(out)
+
+    screen.progress("model", "7 of 93 MB fetched", 1)
+    screen.done_waiting()
+
+    assert out.getvalue() == "\r\x1b[K  model     7 of 93 MB fetched\r\x1b[K"
+
+
 def test_an_interrupted_wait_keeps_its_line():
     """It says what was waited for when somebody lost patience."""
     out = Terminal()

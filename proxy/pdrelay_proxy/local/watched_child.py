@@ -1,0 +1,85 @@
+"""A child process that writes files into a folder: how far it is, and when it is given up."""
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdrelay_proxy.core.one_line import one_line
+from pdrelay_proxy.local.errors import LocalError
+from pdrelay_proxy.local.processes import open_file
+
+POLL_S = 0.1
+LOG = "log"  # in its folder
+MOST_WORDS = 300  # characters of its log in a sentence
+
+
+@dataclass(frozen=True, slots=True)
+class ChildLimits:
+    """When a child is given up."""
+
+    silence_s: float  # without a byte more in its folder
+    most_s: float  # in all
+    most_bytes: int  # in its folder
+
+
+def run_watched(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    limits: ChildLimits,
+    *,
+    report: Callable[[int, float], None],
+    last_words: Callable[[str], str],
+) -> None:
+    """Run a program to its end; `report` gets the size of its largest file, and the seconds, again and again.
+
+    Raises LocalError with the limit it was ended for or its exit code, and with the `last_words` of its log.
+    """
+    start = time.monotonic()
+    moved_at, most_seen = start, 0
+    log = folder / LOG
+    with open_file(log, append=False) as output:
+        process = subprocess.Popen(
+            argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends it
+        )
+    try:
+        while process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_S)
+            now, sizes = time.monotonic(), _sizes(folder)
+            if sum(sizes) > most_seen:
+                moved_at, most_seen = now, sum(sizes)
+            report(max(sizes, default=0), now - start)
+            if most_seen > limits.most_bytes:
+                raise LocalError(f"it wrote more than {limits.most_bytes:,} bytes")
+            if now - moved_at > limits.silence_s:
+                raise LocalError(f"for {limits.silence_s:.0f} s nothing came{_quoted(log, last_words)}")
+            if now - start > limits.most_s:
+                raise LocalError(f"it was not done after {limits.most_s:.0f} s{_quoted(log, last_words)}")
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    if process.returncode != 0:
+        raise LocalError(f"it ended with exit code {process.returncode}{_quoted(log, last_words)}")
+
+
+def _sizes(folder: Path) -> list[int]:
+    sizes = list[int]()
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # it was removed meanwhile
+            sizes.append(path.stat().st_size)
+    return sizes
+
+
+def _quoted(log: Path, last_words: Callable[[str], str]) -> str:
+    words = last_words(log.read_text(errors="replace"))
+    return f": {one_line(words)[:MOST_WORDS]}" if words else ""

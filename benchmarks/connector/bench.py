@@ -23,7 +23,7 @@ from benchmarks import page
 from benchmarks.connector import measure, report
 from benchmarks.connector.client import Client, prompts
 from benchmarks.connector.models import tiny_model, wide_model
-from benchmarks.connector.pairs import KINDS, LINKED, NIXL_PULL, PULL, PUSH_CHUNK, running
+from benchmarks.connector.pairs import KINDS, LINKED, NIXL_PULL, PULL, PUSH, running
 from support.netns import lab_available, open_lab
 
 LIMITS = (100, 1000)  # Mbit/s
@@ -47,7 +47,7 @@ def main():
         for round_ in range(counts["rounds"]):
             share = {name: -(-count // counts["rounds"]) for name, count in counts.items()}
             on_one_host(round_, share, seen, client, prompt)
-            on_two_hosts(round_, share, seen, client, prompt, LINKED if not args.quick else (PULL, PUSH_CHUNK))
+            on_two_hosts(round_, share, seen, client, prompt, LINKED if not args.quick else (PULL, PUSH))
     done = {name: count for name, count in counts.items() if name in chosen or name == "rounds"}
     report.write(with_earlier(args.out, {"machine": page.machine(), "counts": done, **seen}), args.out)
     print(args.out.with_suffix(".md").read_text())

@@ -40,12 +40,11 @@ class Kind:
 
 
 PULL = Kind("pdrelay pull", Connector.PDRELAY)
-PUSH_REQUEST = Kind("pdrelay push, request", Connector.PDRELAY, TransferMode.PUSH, (("push_granularity", "request"),))
-PUSH_CHUNK = Kind("pdrelay push, chunk", Connector.PDRELAY, TransferMode.PUSH, (("push_granularity", "chunk"),))
+PUSH = Kind("pdrelay push", Connector.PDRELAY, TransferMode.PUSH)
 NIXL_PULL = Kind("NixlConnector", Connector.NIXL)
 NIXL_PUSH = Kind("NixlPushConnector", Connector.NIXL, TransferMode.PUSH)
-KINDS = (PULL, NIXL_PULL, NIXL_PUSH, PUSH_REQUEST, PUSH_CHUNK)
-LINKED = (PULL, NIXL_PUSH, PUSH_REQUEST, PUSH_CHUNK)  # compared over a link
+KINDS = (PULL, NIXL_PULL, NIXL_PUSH, PUSH)
+LINKED = (PULL, NIXL_PUSH, PUSH)  # compared over a link
 
 
 @dataclass

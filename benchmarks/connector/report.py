@@ -5,7 +5,7 @@ import statistics
 from benchmarks import page
 from benchmarks.chart import draw, linear
 from benchmarks.connector.models import KV_BYTES
-from benchmarks.connector.pairs import CHUNK, LEG_LENGTHS, LENGTHS, LINKED, NIXL_PULL, PULL, PUSH_CHUNK
+from benchmarks.connector.pairs import CHUNK, LEG_LENGTHS, LENGTHS, LINKED, NIXL_PULL, PULL, PUSH
 from benchmarks.page import paragraph, table
 
 SLOW = 100  # Mbit/s: the link at which streaming must pay
@@ -95,17 +95,17 @@ the schedulers of the engines see it: what the transfer adds to a request. Milli
 
 def _times_shorter(found):
     """How many times shorter the exposed time of streaming is than each other's."""
-    if PUSH_CHUNK.name not in found:
+    if PUSH.name not in found:
         return ""
     rows = []
     for name in found:
-        if name != PUSH_CHUNK.name:
+        if name != PUSH.name:
             ratios = [
-                _median(found[name], length, "exposed") / _median(found[PUSH_CHUNK.name], length, "exposed")
+                _median(found[name], length, "exposed") / _median(found[PUSH.name], length, "exposed")
                 for length in LENGTHS
             ]
             rows.append([name, *(f"{ratio:.1f}" for ratio in ratios)])
-    return f"\nThe same, as a multiple of {PUSH_CHUNK.name}:\n\n{table(['connector', *_heads()], rows)}"
+    return f"\nThe same, as a multiple of {PUSH.name}:\n\n{table(['connector', *_heads()], rows)}"
 
 
 def _compute(seen):

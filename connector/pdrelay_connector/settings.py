@@ -37,13 +37,6 @@ class Mode(StrEnum):
         return self is not Mode.PULL
 
 
-class Granularity(StrEnum):
-    """When a prefill engine pushes."""
-
-    CHUNK = "chunk"  # what a step has computed, while the next one runs
-    REQUEST = "request"  # everything, when the prompt is done
-
-
 class Backend(NamedTuple):
     """One of NIXL's backends, with the parameters that its plugin takes, such as ``num_workers`` of UCX."""
 
@@ -56,7 +49,6 @@ class Settings:
     """One engine's choices. All times are seconds on the monotonic clock."""
 
     mode: Mode = Mode.PULL
-    push_granularity: Granularity = Granularity.CHUNK
     registration_timeout: float = 480.0  # s that a decode engine waits for a push, its prefill's queue included
     kv_lease_duration: float = 30.0  # s that a prefill engine keeps finished blocks until the first renewal
     transfer_timeout: float = 30.0  # s from a decode request's blocks being allocated to its KV being there
@@ -222,7 +214,7 @@ def _in_our_names(extra_config: Mapping[str, object]) -> dict[str, object]:
     return {SAME.get(key, key): value for key, value in extra_config.items() if key not in {*INSTEAD, *ALWAYS}}
 
 
-CHOICES: Mapping[str, type[StrEnum]] = {"mode": Mode, "push_granularity": Granularity}
+CHOICES: Mapping[str, type[StrEnum]] = {"mode": Mode}
 
 
 def _choice(key: str, value: object) -> StrEnum:

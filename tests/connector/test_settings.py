@@ -25,7 +25,6 @@ from pdrelay_connector.settings import (
     SECRET_FILE_VARIABLE,
     SECRET_VARIABLE,
     Backend,
-    Granularity,
     Mode,
     Settings,
     read_settings,
@@ -129,8 +128,7 @@ def test_a_choice_that_there_is_not_names_its_key_and_the_choices(key, value):
 
 
 def test_pull_is_the_default():
-    """And whoever pushes pushes while it computes."""
-    assert (Settings().mode, Settings().push_granularity) == (Mode.PULL, Granularity.CHUNK)
+    assert Settings().mode is Mode.PULL
 
 
 @given(st.floats(0.5, 1e6), st.floats(0.1, 1e6))

@@ -60,7 +60,7 @@ def test_pull_is_green(prove, engines):
 @pytest.mark.thorough  # two minutes: it waits for a lease, and these engines are no faster for it
 def test_push_is_green(prove, pushing, engines):
     """All checks where prefill engines write, chunk by chunk and whole requests at once."""
-    code, page = prove([pushing.chunk, pushing.request], [pushing.d0, pushing.d1], engines.reference)
+    code, page = prove([pushing.p0, pushing.p1], [pushing.d0, pushing.d1], engines.reference)
 
     assert findings(page) == {}
     assert code == 0

@@ -1,4 +1,4 @@
-"""Push on real engines: the same promise as pull's, whichever leg comes first, in chunks or in one piece."""
+"""Push on real engines: the same promise as pull's, whichever leg comes first."""
 
 import itertools
 import threading
@@ -21,33 +21,21 @@ COMPUTED, CACHED, LOADED = (
     f"vllm:prompt_tokens_by_source_total|{source}"
     for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
 )
-GRANULARITIES = ["chunk", "request"]
 BORROWING = "vllm:pdrelay_requests_waiting_for_remote_kv"
 fresh = itertools.count(1000)  # numbers of prompts that no engine has in its cache
 
 
-def is_thorough(test, params):
-    """Tell what is only for ``make test-thorough``: what a part is makes no difference to who is served with which."""
-    name = {params.get("granularity"), params.get("pair")}
-    return "request" in name and test in {
-        "test_fifty_prompts_through_the_router",
-        "test_prompts_that_share_a_beginning_and_come_at_the_same_time",
-    }
+@pytest.fixture(scope="module")
+def pair(pushing):
+    """A prefill engine, a decode engine, and how the second finds the first."""
+    return pushing.p0, pushing.d0, coordinates(pushing.p0, pushing.d0)
 
 
-@pytest.fixture(scope="module", params=GRANULARITIES)
-def pair(request, pushing):
-    """A prefill engine of either granularity, the decode engine, and how the second finds the first."""
-    p = getattr(pushing, request.param)
-    return p, pushing.d0, coordinates(p, pushing.d0)
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_fifty_prompts_through_the_router(pushing, start_router, reference_answer, granularity):
+def test_fifty_prompts_through_the_router(pushing, start_router, reference_answer):
     """1P1D, all kinds of requests: equal, and both legs are sent at once from the second request on."""
-    p, d = getattr(pushing, granularity), pushing.d0
-    asked = questions(50, seed=10 + GRANULARITIES.index(granularity))
-    url = start_router(f"router-push-{granularity}", [p], [d])
+    p, d = pushing.p0, pushing.d0
+    asked = questions(50, seed=10)
+    url = start_router("router-push", [p], [d])
     with Watch(p) as prefill, Watch(d) as decode:
         answers, wrong = compare(url, asked, reference_answer)
 
@@ -61,7 +49,7 @@ def test_fifty_prompts_through_the_router(pushing, start_router, reference_answe
 def test_two_pairs_through_the_router(pushing, start_router, reference_answer):
     """2P2D: equal, and every decode engine was written to by every prefill engine."""
     asked = questions(30, seed=12)
-    specs = (pushing.chunk, pushing.request, pushing.d0, pushing.d1)
+    specs = (pushing.p0, pushing.p1, pushing.d0, pushing.d1)
     url = start_router("router-push-2p2d", specs[:2], specs[2:])
     watches = [Watch(spec) for spec in specs]
     with ExitStack() as stack:
@@ -135,22 +123,18 @@ def test_prefix_cache_hits_on_either_engine(pair, reference_answer, on_prefill, 
     assert writes.delta("vllm:pdrelay_bytes_transferred_total") == blocks * BLOCK_BYTES
 
 
-def test_chunks_travel_while_the_next_is_computed(pushing):
-    """1,500 tokens in steps of 64 are written in many pieces by one engine, in one by the other."""
-    pieces = {}
-    for name in GRANULARITIES:
-        p = getattr(pushing, name)
-        where, d_waits = coordinates(p, pushing.d0), threading.Event()
-        with Watch(p) as writes, ThreadPoolExecutor(1) as pool:
-            question = ids(prompt_of(next(fresh), 1500))
-            answer = pool.submit(push, p, pushing.d0, question, where, prefill_after=d_waits)
-            wait_until(lambda: metrics(pushing.d0)[BORROWING] == 1, seconds=30, what="D has lent its blocks")
-            d_waits.set()
-            answer.result()
-        pieces[name] = writes.delta("vllm:pdrelay_transfer_seconds_count")
+def test_blocks_travel_while_the_next_are_computed(pair):
+    """1,500 tokens in steps of 64 are written in many pieces."""
+    p, d, where = pair
+    d_waits = threading.Event()
+    with Watch(p) as writes, ThreadPoolExecutor(1) as pool:
+        question = ids(prompt_of(next(fresh), 1500))
+        answer = pool.submit(push, p, d, question, where, prefill_after=d_waits)
+        wait_until(lambda: metrics(d)[BORROWING] == 1, seconds=30, what="D has lent its blocks")
+        d_waits.set()
+        answer.result()
 
-    assert pieces["request"] == 1
-    assert pieces["chunk"] >= 5
+    assert writes.delta("vllm:pdrelay_transfer_seconds_count") >= 5
 
 
 def test_a_prefill_that_is_preempted(pair, reference_answer):
@@ -173,7 +157,7 @@ def test_a_prefill_that_is_preempted(pair, reference_answer):
 
 def test_a_decode_engine_that_waits_sleeps(pushing):
     """vLLM alone would step a thousand times a second, beside the prefill that needs the machine."""
-    p, d = pushing.chunk, pushing.d0
+    p, d = pushing.p0, pushing.d0
     where = coordinates(p, d)
     may_begin = threading.Event()
     with ThreadPoolExecutor(1) as pool:

@@ -86,7 +86,7 @@ def test_the_younger_apis_stream(one_pair, engines, path):
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_several_answers_cost_one_prefill_and_one_load(mode, one_pair, engines, pushing, start_router):
     """Each is the one that a single engine gives for its seed, streamed or not; and nothing is held afterwards."""
-    p, d = (engines.p0, engines.d0) if mode == "pull" else (pushing.chunk, pushing.d0)
+    p, d = (engines.p0, engines.d0) if mode == "pull" else (pushing.p0, pushing.d0)
     url = one_pair if mode == "pull" else start_router("router-several", [p], [d])
     asked = [
         {"model": "tiny", "prompt": f"{number} {WORDS}", "max_tokens": 12, "temperature": 0.9, "seed": 5, "n": 4}
@@ -122,7 +122,7 @@ def test_several_answers_cost_one_prefill_and_one_load(mode, one_pair, engines, 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_each_of_several_prompts_goes_over_two_legs(mode, kind, one_pair, engines, pushing, start_router):
     """The choices and the usage are those of one engine, streamed or not; D has loaded each of the prompts."""
-    p, d = (engines.p0, engines.d0) if mode == "pull" else (pushing.chunk, pushing.d0)
+    p, d = (engines.p0, engines.d0) if mode == "pull" else (pushing.p0, pushing.d0)
     url = one_pair if mode == "pull" else start_router(f"router-prompts-{kind}", [p], [d])
     mark = 40 + 200 * (mode == "push")  # no prompt is in a cache
     ids = [[*range(mark + place, mark + place + 90 + 31 * place)] for place in range(6)]

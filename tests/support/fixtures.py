@@ -50,17 +50,14 @@ def engines(fleet, model, reference):
 
 @pytest.fixture(scope="session")
 def pushing(fleet, model):
-    """Two prefill engines, one pushing chunk by chunk and one a whole request at once, and two decode engines.
+    """Two prefill engines that push, and two decode engines.
 
     The prefill engines compute 256 tokens a step, and 64 of a prompt where others wait; their cache is small.
     """
     common = {"connector": Connector.PDRELAY, "mode": TransferMode.PUSH}
     args = ("--max-num-batched-tokens", "256", "--long-prefill-token-threshold", "64")
     prefill = {"role": Role.PREFILL, "kv_cache_mib": 16, "extra_args": args, **common}
-    specs = {
-        name: engine_spec(f"p-{name}", model, extra_connector_config={"push_granularity": name}, **prefill)
-        for name in ("chunk", "request")
-    }
+    specs = {name: engine_spec(f"push-{name}", model, **prefill) for name in ("p0", "p1")}
     specs |= {name: engine_spec(f"push-{name}", model, role=Role.DECODE, **common) for name in ("d0", "d1")}
     children = [start_engine(fleet, spec) for spec in specs.values()]
     fleet.wait_ready(children, timeout_s=300)

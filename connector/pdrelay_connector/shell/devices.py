@@ -37,8 +37,8 @@ def check_events(device: str) -> None:
     """Raise :exc:`~pdrelay_connector.errors.UnsupportedCache` unless torch has events for that device."""
     if device != HOST and not hasattr(_module(device), "Event"):
         raise UnsupportedCache(
-            f"push_granularity is 'chunk', and torch has no events for {device!r} that tell when a chunk is computed; "
-            "it must be 'request' there"
+            f"the mode pushes, and torch has no events for {device!r} that tell when a part of a prompt is computed; "
+            'mode must be "pull" there'
         )
 
 

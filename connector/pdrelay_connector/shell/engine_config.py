@@ -24,7 +24,7 @@ from pdrelay_connector.core.ids import Address, EngineId
 from pdrelay_connector.core.layout.buffer_device import is_staged, with_platform
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 from pdrelay_connector.errors import SettingsError, UnsupportedCache
-from pdrelay_connector.settings import Granularity, Mode, Settings, read_settings
+from pdrelay_connector.settings import Mode, Settings, read_settings
 from pdrelay_connector.shell import vllm_versions
 from pdrelay_connector.shell.devices import check_copies, check_events
 from pdrelay_connector.shell.first_token import first_token, looks_back
@@ -82,7 +82,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         raise SettingsError(
             'mode is "auto" and KV goes through host memory; set mode to "pull" or "push" on all engines'
         )
-    if transfer.is_kv_producer and settings.mode.pushes and settings.push_granularity is Granularity.CHUNK:
+    if transfer.is_kv_producer and settings.mode.pushes:
         check_events(current_platform.device_type)
     model = config.model_config
     groups = tuple(_group(group.kv_cache_spec) for group in cache.kv_cache_groups)

@@ -23,7 +23,7 @@ from pdrelay_connector.core.messages import RankSums
 from pdrelay_connector.core.push.push_job import ComputedBlocks, TransferOver
 from pdrelay_connector.core.verify.sampling import SampledBlock, Sampling
 from pdrelay_connector.errors import InvalidKvParams
-from pdrelay_connector.settings import Granularity, Mode
+from pdrelay_connector.settings import Mode
 from pdrelay_connector.shell.block_shortage import BlockShortage
 from pdrelay_connector.shell.decode_modes import (
     BlockTables,
@@ -77,8 +77,7 @@ class PrefillRequests:
             self._shortage = BlockShortage(engine_config.groups, threshold=settings.revoke_after)
         self._push_progress: PushProgress | None = None  # only where KV is pushed
         if engine_config.is_producer and settings.mode.pushes:
-            is_chunked = settings.push_granularity is Granularity.CHUNK
-            self._push_progress = PushProgress(engine_config.groups, is_chunked=is_chunked)
+            self._push_progress = PushProgress(engine_config.groups)
 
     def begin(self, request: Request, params: Mapping[str, Any]) -> None:
         """Truncate a new request if need be, and start its transfer, in push.

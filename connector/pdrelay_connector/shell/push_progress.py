@@ -25,9 +25,8 @@ class _PrefillProgress:
 class PushProgress:
     """Everything runs on the engine thread. Progress is vLLM's ``num_computed_tokens``."""
 
-    def __init__(self, groups: Sequence[CacheGroup], *, is_chunked: bool) -> None:
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self._groups = groups
-        self._is_chunked = is_chunked
         self._prefills: dict[str, _PrefillProgress] = {}  # by vLLM's id of the request
         self._names: set[RequestId] = set()  # of their transfers, and of those that are leased
         self._pending: list[ComputedBlocks | TransferOver] = []  # for the next step, even if the model computes nothing
@@ -80,7 +79,7 @@ class PushProgress:
         """
         pieces, self._pending = self._pending, []
         state = output.kv_connector_block_state
-        if not self._is_chunked or state is None:
+        if state is None:
             return pieces
         entering = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         for own in (output.num_scheduled_tokens.keys() & self._prefills.keys()) - entering:

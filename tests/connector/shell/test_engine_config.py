@@ -78,9 +78,9 @@ def test_devices_with_streams_and_events_are_taken(device):
 
 
 @pytest.mark.parametrize("device", ["npu", "tpu"])
-def test_devices_without_events_are_refused_for_chunks(device):
-    """There is no sign that a chunk is computed. By request, the first output token is the sign."""
-    with pytest.raises(UnsupportedCache, match=f"torch has no events for '{device}' .* it must be 'request'"):
+def test_devices_without_events_cannot_push(device):
+    """There is no sign that a part of a prompt is computed."""
+    with pytest.raises(UnsupportedCache, match=f"torch has no events for '{device}' .* must be \"pull\" there"):
         check_events(device)
 
 

@@ -21,8 +21,8 @@ T = RequestId("t")
 class Engine:
     """vLLM's scheduler, as far as the streams notice it: a step's tokens count after the step was announced."""
 
-    def __init__(self, *groups, is_chunked=True):
-        self.streams = PushProgress(groups or [CacheGroup(SIZE)], is_chunked=is_chunked)
+    def __init__(self, *groups):
+        self.streams = PushProgress(groups or [CacheGroup(SIZE)])
         self.tables = {}
         self.running = set()
 
@@ -156,17 +156,6 @@ def test_a_preemption_that_finds_its_blocks_cached_tells_them_again_too(engine):
     engine.streams.finish(request, ([7, 8, 9],))
 
     assert engine.step() == [(T, 1, [7, 8, 9], True)]
-
-
-def test_by_request_all_blocks_are_announced_at_the_end():
-    """For networks where many small writes cost more than waiting."""
-    engine = Engine(is_chunked=False)
-    request = engine.begin()
-    assert engine.step((request, 8, [7, 8])) == []
-    assert engine.step((request, 2, [7, 8, 9])) == []
-    engine.streams.finish(request, ([7, 8, 9],))
-
-    assert engine.step() == [(T, 0, [7, 8, 9], True)]
 
 
 def test_without_block_tables_all_blocks_are_announced_at_the_end(engine):

@@ -40,7 +40,7 @@ from pdrelay_connector.core.lease.signatures import Signatures
 from pdrelay_connector.core.messages import MAX_ID, LentBlocks, RankSums
 from pdrelay_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadChecks, LoadResult, PeerLost
 from pdrelay_connector.errors import UnsupportedCache
-from pdrelay_connector.settings import Granularity, Mode, Settings
+from pdrelay_connector.settings import Mode, Settings
 
 pytestmark = [pytest.mark.edges, pytest.mark.timeout(240)]  # importing vLLM takes half a minute on a busy machine
 SIZE, BLOCKS = 4, 20
@@ -1196,7 +1196,7 @@ def test_a_request_with_push_params_registers_its_blocks(pushing):
 
 def test_params_that_came_with_another_prompt_serve_their_own(pushing):
     """P compares the prompts, and refuses the first: the second must not take it for one that loads its prompt."""
-    wrong = pushing.request(BOOKING, name="d-a", prompt=PROMPT[::-1])
+    wrong = pushing.p1(BOOKING, name="d-a", prompt=PROMPT[::-1])
     pushing.side.on_new_request(wrong)
     right = pushing.arrive(name="d-b")
     assert pushing.side.matched_tokens(wrong, 0) == (9, True)
@@ -1338,14 +1338,6 @@ def test_a_prefill_beyond_what_may_be_held_is_abandoned():
     engine.stop()
 
     assert engine.asks() == [("grant", "a"), ("push_coordinator.abandoned", "b")]
-
-
-def test_by_request_no_block_is_announced_before_the_end():
-    """The setting reaches the streams."""
-    engine = PushEngine(push_granularity=Granularity.REQUEST)
-    engine.stop()
-
-    assert not engine.side._prefills._push_progress._is_chunked
 
 
 def test_an_engine_that_only_waits_for_pushes_waits_in_its_step(pushing):

@@ -31,7 +31,7 @@ from pdrelay_connector.core.layout.transfer_plan import TokenRange
 from pdrelay_connector.core.lease.signatures import Signatures
 from pdrelay_connector.core.messages import LentBlocks
 from pdrelay_connector.errors import InvalidKvParams, PromptMismatch, UnsupportedCache
-from pdrelay_connector.settings import Granularity, Mode, Settings
+from pdrelay_connector.settings import Mode, Settings
 from support import state_mutants as mutants
 from support.mutation import NOTICED
 
@@ -66,7 +66,7 @@ class Prefills:
         self.pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
         self.prefills = PrefillRequests(
             engine(groups, is_producer=is_producer),
-            Settings(mode=mode, push_granularity=Granularity.CHUNK),
+            Settings(mode=mode),
             lambda _: None,
             pool=lambda: self.pool,
             counters=Counters(),
@@ -233,7 +233,7 @@ def test_in_push_d_lends_one_block_for_the_state():
 
 def test_in_push_a_state_is_announced_at_the_end_of_the_prompt_only():
     """Every step before it changes it, or writes another block."""
-    progress, asked = PushProgress(ALIGNED, is_chunked=True), request()
+    progress, asked = PushProgress(ALIGNED), request()
     asked.num_computed_tokens = 8
     progress.begin(asked, "t", "digest")
     output = SimpleNamespace(

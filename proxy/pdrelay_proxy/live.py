@@ -1,7 +1,7 @@
 """What can be changed while the router serves: engines, keys and limits, all of them or, if one is wrong, none."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
@@ -13,7 +13,15 @@ from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.http.origins import check_open
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.errors import AlreadyKnown, ConfigError, IdLogBusy
-from pdrelay_proxy.io.files import client_keys, engine_keys, join_key, operator_key
+from pdrelay_proxy.io.files import (
+    admin_tls,
+    client_keys,
+    engine_keys,
+    engine_tls,
+    join_key,
+    operator_key,
+    server_tls,
+)
 from pdrelay_proxy.io.peers import check_peers
 from pdrelay_proxy.io.reloads import half_written, key_stamps
 from pdrelay_proxy.requests.gate import Gate
@@ -118,43 +126,79 @@ def _kept(name: str, read: T, known: T) -> T:
 
 def check(settings: Settings) -> None:
     """Raise ConfigError if the router would be open to others, or two settings contradict each other."""
-    check_open(settings)
-    check_admin_port(settings)
+    for look in _CHECKS:
+        look(settings)
+
+
+def faults(settings: Settings) -> Sequence[str]:
+    """Return what ``check`` would raise and what is wrong with the files of the settings: all of it, each once."""
+    found = dict[str, None]()
+    for look in (*_CHECKS, *_FILES):
+        try:
+            look(settings)
+        except ConfigError as exc:
+            found[str(exc)] = None
+    return [*found]
+
+
+def _check_limits(settings: Settings) -> None:
     if settings.max_inflight_bytes < settings.max_body_bytes:
         raise ConfigError(
             f"max_inflight_bytes is {settings.max_inflight_bytes}, and one body may have {settings.max_body_bytes} "
             "(max_body_bytes): write at least that"
         )
+
+
+def _check_key_limits(settings: Settings) -> None:
     of_keys = settings.max_key_concurrency, settings.max_key_rate, settings.max_key_tokens_per_minute
     if settings.api_keys_file is None and any(of_keys):
         raise ConfigError(
             "max_key_concurrency, max_key_rate and max_key_tokens_per_minute need api_keys_file: "
             "without keys all clients are one"
         )
+
+
+def _check_shared_limits(settings: Settings) -> None:
     if settings.share_limits and not settings.peers:
         raise ConfigError("share_limits needs peers: routers that do not know each other share nothing")
+
+
+def _check_queue_order(settings: Settings) -> None:
     if settings.api_keys_file is None and settings.queue_order is QueueOrder.FAIR:
         raise ConfigError("queue_order fair needs api_keys_file: without keys all clients are one")
-    ServiceClasses.of(settings.classes, settings.default_class)  # raises ConfigError
-    check_peers(settings)
-    _check_roles(settings)
+
+
+def _check_moves(settings: Settings) -> None:
     if settings.move_above is not None and not settings.resume_streams:
         raise ConfigError(
             f"move_above is {settings.move_above:g}, and no stream could move: write resume_streams = true, too"
         )
+
+
+def _check_caches(settings: Settings) -> None:
     policies = {settings.prefill_policy, settings.decode_policy}
     if settings.kv_events is KvEvents.AUTO and policies.isdisjoint(_BY_CACHE):
         raise ConfigError(
             "kv_events is auto, and no policy asks for it: write prefill_policy or decode_policy prefix, "
             "or both expected_ttft"
         )
+
+
+def _check_pods(settings: Settings) -> None:
     if settings.kubernetes_selector is not None and settings.kubernetes_inference_pool is not None:
         raise ConfigError("kubernetes_inference_pool has a selector of its own: leave out kubernetes_selector")
+
+
+def _check_decode_itl(settings: Settings) -> None:
     if settings.max_decode_itl_s and settings.decode_policy not in _BY_CACHE:
         raise ConfigError(
             "max_decode_itl_s needs decode_policy expected_ttft or prefix: no other knows what decode engines have to "
             "compute of a prompt"
         )
+
+
+def _check_classes(settings: Settings) -> None:
+    ServiceClasses.of(settings.classes, settings.default_class)
 
 
 def check_admin_port(settings: Settings) -> None:
@@ -191,3 +235,31 @@ def _check_roles(settings: Settings) -> None:
             "roles is auto, and several routers (peers) would decide at the same time, because store is memory: write "
             "kubernetes:CONFIGMAP, redis://... or file:PATH"
         )
+
+
+# Each raises ConfigError.
+_CHECKS: Final[Sequence[Callable[[Settings], object]]] = (
+    check_open,
+    check_admin_port,
+    _check_limits,
+    _check_key_limits,
+    _check_shared_limits,
+    _check_queue_order,
+    _check_classes,
+    check_peers,
+    _check_roles,
+    _check_moves,
+    _check_caches,
+    _check_pods,
+    _check_decode_itl,
+)
+_FILES: Final[Sequence[Callable[[Settings], object]]] = (
+    addresses_of,
+    client_keys,
+    engine_keys,
+    operator_key,
+    join_key,
+    server_tls,
+    admin_tls,
+    engine_tls,
+)

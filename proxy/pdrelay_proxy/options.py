@@ -33,6 +33,7 @@ _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")  # of Kubernetes (RFC 1123)
 _NUMBER: Final = re.compile(r"[-+.0-9eE]{1,40}")
 _SIZES: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"))
+_OTLP_VARIABLE: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _WORDS: Final[Mapping[type, str]] = {
     str: "a string, in quotes",
     int: "a whole number",
@@ -101,7 +102,7 @@ def _add_flag(add: Callable[..., argparse.Action], one: Setting) -> None:
     action = add(
         one.flag,
         dest=one.name,
-        type=partial(read, one.kind),
+        type=partial(_read_flag, one),
         default=argparse.SUPPRESS,
         metavar=one.kind.metavar,
         help=f"{one.option.help}{_open_choices(one.kind)} (default: {one.default_text})",
@@ -116,30 +117,105 @@ def _open_choices(kind: Kind) -> str:
     return f": {', '.join(kind.choices)}, or one that is installed" if kind.is_open else ""
 
 
+@dataclass(frozen=True, slots=True)
+class WrongFlag:
+    """What stands in the place of a flag's value that is none: all that is wrong can be said at once."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen for a setting, and where."""
+
+    value: object
+    source: str  # a flag, a file or a variable
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Everything that was chosen; other settings have their defaults. ``wrong``: sentences, by the name in the file."""
+
+    right: Mapping[str, Choice]
+    wrong: Mapping[str, str]
+
+    def settings(self) -> Settings:
+        """Return the settings, without what is wrong."""
+        values: dict[str, Any] = {name: choice.value for name, choice in self.right.items()}
+        return Settings(**values)
+
+
 def serve_settings(args: argparse.Namespace) -> Settings:
-    """Put the settings together; raises ConfigError: the file cannot be read, or says what is not allowed."""
+    """Put the settings together; raises ConfigError: the file cannot be read, or something says what is not allowed."""
+    choices = choose(args)
+    for sentence in choices.wrong.values():
+        raise ConfigError(sentence)
+    return choices.settings()
+
+
+def choose(args: argparse.Namespace) -> Choices:
+    """Read environment, file and flags, of which the later ones win; raises ConfigError: the file is none."""
+    right = dict[str, Choice]()
+    wrong = dict[str, str]()
     # What every program with OpenTelemetry reads in the environment; a file or an argument says it better.
-    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    standard: Mapping[str, object] = {"otlp_endpoint": endpoint} if endpoint else {}
-    found: Mapping[str, object] = {} if args.config is None else read_file(args.config)
-    given: Mapping[str, object] = {name: value for name, value in vars(args).items() if name in OPTIONS}
-    chosen: dict[str, Any] = {**standard, **found, **given}
-    for name, value in chosen.items():
-        if OPTIONS[name].is_list:
-            chosen[name] = tuple(value)
+    if endpoint := os.environ.get(_OTLP_VARIABLE):
+        right["otlp_endpoint"] = Choice(endpoint, _OTLP_VARIABLE)
+    file: str | None = args.config
+    parts = [*([] if file is None else [_choices_of_file(file)]), _choices_of_flags(args)]
+    for part in parts:
+        for name, choice in part.items():
+            right.pop(name, None)
+            wrong.pop(name, None)
+            if isinstance(choice, Choice):
+                right[name] = choice
+            else:
+                wrong[name] = choice
     for name, one in SECRETS.items():  # never arguments: ps would show those
         if secret := os.environ.get(one.option.environment):
-            chosen[name] = secret
-    return Settings(**chosen)
+            right[name] = Choice(secret, one.option.environment)
+    return Choices(right, wrong)
+
+
+def _choices_of_file(path: str) -> Mapping[str, Choice | str]:
+    """Read a file: what it chooses by the names of settings, or what is wrong with that."""
+    found = dict[str, Choice | str]()
+    for name, value in _file_values(path).items():
+        try:
+            found[name] = _choice(name, _line(path, name, value), path)
+        except ConfigError as exc:
+            found[name] = str(exc)
+    return found
+
+
+def _choices_of_flags(args: argparse.Namespace) -> Mapping[str, Choice | str]:
+    found = dict[str, Choice | str]()
+    given: Mapping[str, object] = vars(args)
+    for name in [name for name in OPTIONS if name in given]:
+        value = given[name]
+        wrong = [each.sentence for each in _several(value) if isinstance(each, WrongFlag)]
+        found[name] = wrong[0] if wrong else _choice(name, value, OPTIONS[name].flag)
+    return found
+
+
+def _choice(name: str, value: object, source: str) -> Choice:
+    return Choice(tuple(_several(value)) if OPTIONS[name].is_list else value, source)
+
+
+def _several(value: object) -> list[object]:
+    return cast("list[object]", value) if isinstance(value, list) else [value]
 
 
 def read_file(path: str) -> Mapping[str, object]:
     """Read a file: values by the names of settings. Raises ConfigError: it is no TOML, or a key or value is wrong."""
+    return {name: _line(path, name, value) for name, value in _file_values(path).items()}
+
+
+def _file_values(path: str) -> Mapping[str, object]:
     try:
         found: dict[str, object] = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"{path} is not TOML: {exc}") from exc
-    return {name: _line(path, name, value) for name, value in found.items()}
+    return found
 
 
 def _line(path: str, name: str, value: object) -> object:
@@ -250,6 +326,14 @@ def read(kind: Kind, text: str) -> object:
         said = f"{text!r} is not {kind.right}" if kind.right else "it is empty: leave it out or write a value"
         raise argparse.ArgumentTypeError(said)
     return value
+
+
+def _read_flag(setting: Setting, text: str) -> object:
+    """Do the same for a flag; what is wrong is said when the settings are put together, in argparse's words."""
+    try:
+        return read(setting.kind, text)
+    except argparse.ArgumentTypeError as exc:
+        return WrongFlag(f"argument {setting.flag}: {exc}")
 
 
 def _value(kind: Kind, text: str) -> object | None:

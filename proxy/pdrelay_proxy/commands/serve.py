@@ -22,11 +22,20 @@ logger = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add_options(parser)
+    said = "say what is wrong with flags, file and environment, and start nothing"
+    parser.add_argument("--check", action="store_true", help=said)
+    said = "print the settings in effect and where each comes from, without secrets, and start nothing"
+    parser.add_argument("--print-config", action="store_true", help=said)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; return the exit code."""
+    if args.check or args.print_config:
+        # Imported for this alone: a router that serves needs none of it.
+        from pdrelay_proxy.commands import settings_report  # noqa: PLC0415
+
+        return settings_report.check_settings(args) if args.check else settings_report.print_settings(args)
     _fill_standard_descriptors()
     place = own_place()
     try:

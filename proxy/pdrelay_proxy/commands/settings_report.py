@@ -1,0 +1,103 @@
+"""``pdrelay serve --check`` and ``--print-config``: what is wrong with the settings, and what they are."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from pdrelay_proxy.commands.tables import printable
+from pdrelay_proxy.core.workers.limit_shares import share_of
+from pdrelay_proxy.errors import AddressError, AlreadyKnown, ConfigError
+from pdrelay_proxy.live import faults
+from pdrelay_proxy.options import OPTIONS, SECRETS, Choices, Setting, check_engines, choose
+from pdrelay_proxy.settings import Settings
+
+RIGHT, WRONG = 0, 2
+_CREDENTIALS: Final = re.compile(r"(?<=//)[^/@\s]*@")  # of a URL, before its host
+_VALUE_WIDTH: Final = 48  # columns, before the source
+
+
+def check_settings(args: argparse.Namespace) -> int:
+    """Say of each wrong setting what would be right; return the exit code."""
+    wrong = find_faults(args)
+    for sentence in wrong:
+        sys.stderr.write(f"pdrelay serve: {printable(sentence)}\n")
+    if wrong:
+        return WRONG
+    sys.stdout.write("The settings are right. Engines were not asked: pdrelay check does that.\n")
+    return RIGHT
+
+
+def print_settings(args: argparse.Namespace) -> int:
+    """Print all settings in effect, as a file of them; return the exit code."""
+    try:
+        choices = choose(args)
+    except ConfigError as exc:
+        sys.stderr.write(f"pdrelay serve: {printable(str(exc))}\n")
+        return WRONG
+    sys.stdout.write(printable(settings_text(choices)))
+    for sentence in choices.wrong.values():
+        sys.stderr.write(f"pdrelay serve: {printable(sentence)}\n")
+    return WRONG if choices.wrong else RIGHT
+
+
+def find_faults(args: argparse.Namespace) -> Sequence[str]:
+    """Return what is wrong: each value that is none, each contradiction, each file."""
+    try:
+        choices = choose(args)
+    except ConfigError as exc:
+        return [str(exc)]
+    settings = choices.settings()
+    # A setting that is wrong has its default here: what follows from that is no fault of its own.
+    follow = [one for one in faults(settings) if not any(_names(one, name) for name in choices.wrong)]
+    found = [*choices.wrong.values(), *follow]
+    return found or _fault_of_building(settings, args.config)
+
+
+def settings_text(choices: Choices) -> str:
+    """Write the settings as a file of pdrelay serve, with the source of each behind it; never a secret."""
+    settings = choices.settings()
+    lines = list[str]()
+    group = ""
+    for setting in OPTIONS.values():
+        if setting.option.group.title != group:
+            group = setting.option.group.title
+            lines += [f"# {group[0].upper()}{group[1:]}"]
+        choice = choices.right.get(setting.name)
+        lines.append(_line(setting, getattr(settings, setting.name), "default" if choice is None else choice.source))
+    lines.append("# Secrets, from the environment")
+    for name, secret in SECRETS.items():
+        state = "set, and not shown" if getattr(settings, name) is not None else "not set"
+        lines.append(f"# {name}: {state} ({secret.option.environment})")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _line(setting: Setting, value: object, source: str) -> str:
+    if value is None or value == ():
+        return f"{f'# {setting.name}: {setting.option.unset}':<{_VALUE_WIDTH}}  # {source}"
+    written = json.dumps(value, ensure_ascii=False)  # as TOML writes it
+    hidden = _CREDENTIALS.sub("***@", written)
+    comment = "# " if hidden != written else ""
+    return f"{f'{comment}{setting.name} = {hidden}':<{_VALUE_WIDTH}}  # {source}"
+
+
+def _names(sentence: str, setting: str) -> bool:
+    return re.search(rf"\b{setting}\b", sentence) is not None
+
+
+def _fault_of_building(settings: Settings, config: str | None) -> Sequence[str]:
+    """Build the router, which starts nothing, for what shows only then: an extra that is missing, a policy."""
+    from pdrelay_proxy.app import build  # noqa: PLC0415 (it takes a second, and most faults need none of it)
+
+    try:
+        check_engines(settings, config)
+        if settings.workers > 1:
+            share_of(settings, 0, settings.workers)
+        build(settings)
+    except AlreadyKnown as exc:
+        return [f"{exc}: name every engine once"]
+    except (ConfigError, AddressError) as exc:
+        return [str(exc)]
+    return []

@@ -1196,7 +1196,7 @@ def test_a_request_with_push_params_registers_its_blocks(pushing):
 
 def test_params_that_came_with_another_prompt_serve_their_own(pushing):
     """P compares the prompts, and refuses the first: the second must not take it for one that loads its prompt."""
-    wrong = pushing.p1(BOOKING, name="d-a", prompt=PROMPT[::-1])
+    wrong = pushing.request(BOOKING, name="d-a", prompt=PROMPT[::-1])
     pushing.side.on_new_request(wrong)
     right = pushing.arrive(name="d-b")
     assert pushing.side.matched_tokens(wrong, 0) == (9, True)

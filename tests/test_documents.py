@@ -28,9 +28,9 @@ def test_no_example_listens_on_every_address(path):
     assert not re.search(r"(--host[ =]|_HOST=)(0\.0\.0\.0|::)", path.read_text())
 
 
-def test_the_engines_of_the_readme_have_a_secret_and_a_key():
+def test_the_engines_on_two_hosts_have_a_secret_and_a_key():
     """And the router its clients' keys; the warning is in the first paragraph."""
-    section = (ROOT / "README.md").read_text().partition("## Your own GPU engines")[2].partition("\n## ")[0]
+    section = (ROOT / "docs/two-hosts.md").read_text().partition("\n")[2]
     first, _, rest = section.strip().partition("\n\n")
 
     assert first.startswith("**The engines' network must be closed.**")
@@ -46,12 +46,13 @@ def test_the_engines_of_the_readme_have_a_secret_and_a_key():
 
 
 def _measured():
-    """Yield each row of the README's numbers: what is shown, and the text of the page that it links to."""
-    table = (ROOT / "README.md").read_text().partition("\n## Measured\n")[2].partition("\n## ")[0]
-    for what, ours, theirs, link in re.findall(
-        r"(?m)^\| ([^|]*) \| ([^|]*) \| ([^|]*) \| \[.*\]\(([^)#]*).*\) \|$", table
-    ):
-        yield pytest.param(f"{ours} {theirs}", (ROOT / link).read_text(), id=what)
+    """Yield each row of the numbers: what is shown, and the text of the page that it links to."""
+    for name in ("README.md", "docs/measured.md"):
+        page = ROOT / name
+        for what, ours, theirs, link in re.findall(
+            r"(?m)^\| ([^|]*) \| ([^|]*) \| ([^|]*) \| \[.*\]\(([^)#]*).*\) \|$", page.read_text()
+        ):
+            yield pytest.param(f"{ours} {theirs}", (page.parent / link).read_text(), id=f"{name}: {what}")
 
 
 @pytest.mark.parametrize(("shown", "page"), [*_measured()])

@@ -21,6 +21,7 @@ from pdrelay_proxy.core.discovery.store_url import split_prefix
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.http.address_allowlist import AllowList
 from pdrelay_proxy.core.http.allowed_origins import is_origin
+from pdrelay_proxy.core.routing.kv_reuse import reused_kv
 from pdrelay_proxy.errors import AddressError, ConfigError
 from pdrelay_proxy.io.files import read_text
 from pdrelay_proxy.io.routing_plugins import installed_policies
@@ -170,6 +171,10 @@ def choose(args: argparse.Namespace) -> Choices:
                 right[name] = choice
             else:
                 wrong[name] = choice
+    if "reuse_kv" in right and right["reuse_kv"].value:
+        chosen = {name: choice.value for name, choice in right.items()}
+        source = f"reuse_kv ({right['reuse_kv'].source})"
+        right |= {name: Choice(value, source) for name, value in reused_kv(chosen).items() if name not in wrong}
     for name, one in SECRETS.items():  # never arguments: ps would show those
         if secret := os.environ.get(one.option.environment):
             right[name] = Choice(secret, one.option.environment)

@@ -227,6 +227,9 @@ class Settings:
     kv_transfer_mode: KvTransferMode = FIRST.option(KvTransferMode.AUTO,
         "pull: a request goes to the prefill engine, then to the decode engine; push: to both at once; auto: as each "
         "prefill engine says")
+    reuse_kv: bool = FIRST.option(False,
+        "use the KV that engines have: sets prefill_policy and decode_policy prefix, kv_events auto, return_kv, "
+        "min_split_new_bytes 1500 and short_prompts_alone false, each unless you set it")
     log_level: LogLevel = FIRST.option(LogLevel.INFO, "least severe level that is logged", live=True)
 
     required_model: str | None = ENGINES.option(None,
@@ -244,6 +247,9 @@ class Settings:
     min_split_new_bytes: SomeBytes = ENGINES.option(0,
         "a decode engine serves a prompt alone if its cache lacks fewer bytes than this of the prompt's JSON; also "
         "the limit for all prompts that it computes alone at a time", live=True)
+    short_prompts_alone: bool = ENGINES.option(True,
+        "with min_split_new_bytes, a decode engine also serves shorter prompts alone of which it has nothing; false: "
+        "only those of which it has the beginning, such as the next turn of a chat")
     max_decode_itl_s: SomeSeconds = ENGINES.option(0.0,
         "longest pause in its streams for which a decode engine computes a prompt alone; 0: with expected_ttft it "
         "serves only short prompts alone")

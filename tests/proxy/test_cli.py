@@ -258,7 +258,7 @@ def main_with(monkeypatch, module, argv):
 
 
 def test_help_begins_with_what_most_routers_need(capsys):
-    """Ten flags; the rest by concern, each with its default and unit."""
+    """Eleven flags; the rest by concern, each with its default and unit."""
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     shown = capsys.readouterr().out
@@ -266,7 +266,7 @@ def test_help_begins_with_what_most_routers_need(capsys):
     first = re.findall(r"(?m)^  (--[\w-]+)", parts[4])
 
     assert parts[3] == "what most routers need"
-    assert len(first) == 10
+    assert len(first) == 11
     assert {"--prefill", "--decode", "--config"} < {*first}
     assert parts[5::2] == [
         "engines, and how a request is split between them", "health of engines", "roles of engines", "retries",

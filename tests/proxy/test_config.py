@@ -7,7 +7,7 @@ import pytest
 from pdrelay_proxy.cli import build_parser, main
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.options import DECLARED, OPTIONS, SECRETS, needs_restart, read, read_file, serve_settings
-from pdrelay_proxy.settings import KvTransferMode, LogLevel, Settings
+from pdrelay_proxy.settings import KvEvents, KvTransferMode, LogLevel, Settings
 
 
 @pytest.fixture
@@ -170,6 +170,23 @@ def test_what_needs_a_restart_is_named():
     new = dataclasses.replace(Settings(), port=1, host="::", max_queue=3, log_level=LogLevel.DEBUG, prefill=("a:1",))
 
     assert needs_restart(Settings(), new) == ["host", "port"]
+
+
+def test_one_setting_chooses_all_that_uses_kv_and_others_win(config):
+    """A flag or a line of the file that says otherwise stays; and what needs what was left out is left out, too."""
+    all_of_it = config("reuse_kv = true")
+    by_time = config('prefill_policy = "expected_ttft"', "--reuse-kv", "true", "--min-split-new-bytes", "0")
+    by_turns = config('decode_policy = "round_robin"', "--reuse-kv", "true")
+
+    used = {"prefill_policy": "prefix", "decode_policy": "prefix", "kv_events": KvEvents.AUTO, "return_kv": True}
+    alone = {"min_split_new_bytes": 1500, "short_prompts_alone": False}
+    assert all_of_it == Settings(reuse_kv=True, **used, **alone)
+    expected = {"prefill_policy": "expected_ttft", "decode_policy": "expected_ttft"}
+    assert by_time == Settings(reuse_kv=True, **used | expected, short_prompts_alone=False)
+    assert by_turns == Settings(
+        reuse_kv=True, prefill_policy="prefix", decode_policy="round_robin", kv_events=KvEvents.AUTO
+    )
+    assert config("reuse_kv = false") == Settings()
 
 
 def test_an_empty_file_changes_nothing(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api
+from pdrelay_proxy.core.routing.kv_reuse import reused_kv
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from pdrelay_proxy.testing.rules import expected_text
@@ -73,6 +74,20 @@ async def test_later_turns_of_a_chat_are_served_by_its_decode_engine(mode, strea
     size = len(json.dumps(chat.messages[:-1], separators=(",", ":"), ensure_ascii=False))
     assert f"of {size - 1} bytes" in chat.timings[-1]
     assert not engines["d0"].violations
+
+
+async def test_short_prompts_are_split_and_their_follow_ups_are_not():
+    """With ``reuse_kv``: what is new is a prefill engine's, and a short turn that follows is the decode engine's."""
+    engines = sims(1, 1)
+    async with router(engines, replace(STICKY, **reused_kv({}))) as client:
+        chat, other = Chat(client, "Hello?"), Chat(client, "Who is there?")
+        for each in (chat, other):
+            for _ in range(3):
+                await each.turn()
+
+    assert [is_alone(timing) for timing in chat.timings + other.timings] == [False, True, True] * 2
+    assert len(engines["p0"].log) == 2
+    assert not engines["p0"].violations + engines["d0"].violations
 
 
 async def test_a_long_new_part_is_split_again():

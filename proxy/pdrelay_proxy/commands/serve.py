@@ -7,6 +7,7 @@ import sys
 
 from pdrelay_proxy.commands.interrupts import ctrl_c_ends_at_once
 from pdrelay_proxy.core.http.origins import check_open
+from pdrelay_proxy.core.routing.kv_reuse import unused_kv
 from pdrelay_proxy.core.workers.limit_shares import share_of
 from pdrelay_proxy.errors import AlreadyKnown, ConfigError
 from pdrelay_proxy.io import logs
@@ -74,6 +75,8 @@ def _supervise(settings: Settings, args: argparse.Namespace) -> int:
 
 def _log_beginning(settings: Settings, args: argparse.Namespace) -> None:
     logger.info("pdrelay %s", find_build())
+    if (unused := unused_kv(settings)) is not None:
+        logger.info("%s", unused)
     warn_without_engines(settings, args.config)
 
 

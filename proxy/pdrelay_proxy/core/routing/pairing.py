@@ -145,6 +145,7 @@ class PairSelector:
     prefill_holders: Callable[[Among, RoutingHints], Among] | None = None
     # How much one engine gets while revisions are mixed; None: the policies see to it themselves.
     bounds: ShareBounds | None = None
+    short_alone: bool = True  # a decode engine serves short prompts alone, though it has nothing of them
     _whole: list[Candidates] = field(default_factory=list[Candidates])  # all usable engines, as they were last
     _parts: list[Candidates] = field(default_factory=list[Candidates])  # some of them, the latest last
     _found: _FoundHolders = field(default_factory=_FoundHolders)
@@ -251,12 +252,14 @@ class PairSelector:
         It does if it lacks fewer than ``least`` bytes, those of others included that it computes alone now. ``alone``:
         those that may serve it alone, if they are known. Raises what ``pair`` raises.
         """
-        if len(ask.prompt) < least:
+        if self.short_alone and len(ask.prompt) < least:
             return SingleEngineReason.SHORT, 0
         if not least or self.holder is None or self.bound is None:
             return None, 0
         among = self._within_bound(self._alone(decode, ask) if alone is None else alone, ask)
         found = self.holder.holding(among, ask, least, self.bound)
+        if not self.short_alone and not found.cached:
+            return None, 0  # all of a short prompt is new
         self.bound.count(found)
         if not found.engines:
             return None, found.cached
@@ -288,6 +291,7 @@ class PairSelector:
             weighing,
             self.prefill_holders,
             None if self.bounds is None else self.bounds.copy(),
+            self.short_alone,
         )
 
     def _alone(self, decode: Among, ask: RoutingHints) -> Among:

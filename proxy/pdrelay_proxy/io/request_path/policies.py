@@ -68,11 +68,12 @@ def fleet_of(
     if settings.return_kv and settings.decode_policy not in _REMEMBERING:
         names_known = " or ".join(_REMEMBERING)
         raise ConfigError(f"return_kv needs decode_policy {names_known}: others forget what decode engines have cached")
+    short_alone = settings.short_prompts_alone
     by_turns = set(names) == {PolicyName.ROUND_ROBIN}
     if by_turns and not settings.classes:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
-        return LiveFleet(registry, PairSelector(registry, choice), learned, clock)
+        return LiveFleet(registry, PairSelector(registry, choice, short_alone=short_alone), learned, clock)
     caches = Caches(PromptMemory(settings.prefix_lifetime_s), registry, clock, index, known)
     learner, itl_s = None if known is None else PromptLearner(known, clock), settings.max_decode_itl_s or None
     if PolicyName.EXPECTED_TTFT in names:
@@ -81,7 +82,10 @@ def fleet_of(
         costs = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=itl_s)
         weighing = ExpectedTtft(costs, dice)
         bound = AloneBound(registry, clock, costs.spares_alone if costs.may_be_alone else None)
-        pairs = PairSelector(registry, weighing, weighing, bound, weighing=weighing, bounds=ShareBounds(registry))
+        shares = ShareBounds(registry)
+        pairs = PairSelector(
+            registry, weighing, weighing, bound, weighing=weighing, bounds=shares, short_alone=short_alone
+        )
         return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=costs)
     parts = PolicyParts(Loads(registry, clock).of, dice, turn, caches)
     prefill, decode = (policy_of(name, parts) for name in names)
@@ -95,9 +99,9 @@ def fleet_of(
         holders = prefill.holders if isinstance(prefill, Prefix) else None
         choice = RoundRobin(Rotation(turn), Rotation(turn)) if by_turns else PolicyPerLeg(prefill, decode)
         bounds = ShareBounds(registry) if set(names) & _LOYAL else None
-        pairs = PairSelector(registry, choice, prefill_holders=holders, bounds=bounds)
+        pairs = PairSelector(registry, choice, prefill_holders=holders, bounds=bounds, short_alone=short_alone)
         return LiveFleet(registry, pairs, learned, clock, caches, learner=learner, costs=timing)
     choice = PolicyPerLeg(prefill, prefix, decode_first=True)
     bound = AloneBound(registry, clock, timing.spares_alone if timing is not None and timing.may_be_alone else None)
-    pairs = PairSelector(registry, choice, prefix, bound, bounds=ShareBounds(registry))
+    pairs = PairSelector(registry, choice, prefix, bound, bounds=ShareBounds(registry), short_alone=short_alone)
     return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=timing)

@@ -1,0 +1,39 @@
+"""Which settings have a router use the KV that its engines have, and which of them one does not use."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from pdrelay_proxy.settings import KvEvents, PolicyName, Settings
+
+# What a later turn of a chat may have of new JSON for its decode engine to compute it: docs/routing.md has the numbers.
+FOLLOW_UP_BYTES: Final = 1500
+_BY_CACHE: Final = frozenset({PolicyName.PREFIX, PolicyName.EXPECTED_TTFT})
+
+
+def reused_kv(chosen: Mapping[str, object]) -> Mapping[str, object]:
+    """Return what ``reuse_kv`` sets beside what was chosen: the rest of it, as far as both go together."""
+    policies = [chosen.get(name) for name in ("prefill_policy", "decode_policy")]
+    usual = PolicyName.EXPECTED_TTFT if PolicyName.EXPECTED_TTFT in policies else PolicyName.PREFIX  # it chooses both
+    prefill, decode = [usual if policy is None else policy for policy in policies]
+    wanted: dict[str, object] = {"prefill_policy": prefill, "decode_policy": decode}
+    if _BY_CACHE & {prefill, decode}:
+        wanted["kv_events"] = KvEvents.AUTO
+    if decode in _BY_CACHE:  # others forget what decode engines have
+        wanted |= {"return_kv": True, "min_split_new_bytes": FOLLOW_UP_BYTES, "short_prompts_alone": False}
+    return {name: value for name, value in wanted.items() if name not in chosen}
+
+
+def unused_kv(settings: Settings) -> str | None:
+    """Say in a sentence what a router does not use; None: it uses all of it, or what its operator left of that."""
+    if settings.reuse_kv:
+        return None
+    unused = {
+        "engines are not chosen by what they have cached (prefill_policy, decode_policy)": _BY_CACHE.isdisjoint(
+            {settings.prefill_policy, settings.decode_policy}
+        ),
+        "KV events are not read (kv_events)": settings.kv_events is KvEvents.OFF,
+        "KV of answers does not go back (return_kv)": not settings.return_kv,
+        "short follow-ups go over two engines (min_split_new_bytes)": not settings.min_split_new_bytes,
+    }
+    found = [what for what, is_unused in unused.items() if is_unused]
+    return f"{'; '.join(found)}: --reuse-kv true uses all that the engines offer" if found else None

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import httpx
 
+from pdrelay_proxy.io.served_by import parse_server_timing
 from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.first_request import parse_server_timing, request_body
+from pdrelay_proxy.local.first_request import request_body
 from pdrelay_proxy.local.model_folder import prepare_model
 from pdrelay_proxy.local.plan import EngineKind, LocalPlan, engine_command
 from pdrelay_proxy.local.preflight import check_packages, safe_dtype

@@ -21,6 +21,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {  # name -> the module that d
         "pdrelay_proxy.commands.instances",
         "list, add, drain, change and remove the engines of a running router",
     ),
+    "chat": ("pdrelay_proxy.commands.chat", "talk to a model through a running router, and see who served each answer"),
     "why": ("pdrelay_proxy.commands.why", "show where the time of one request went"),
     "pairs": (
         "pdrelay_proxy.commands.pairs",
@@ -31,7 +32,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {  # name -> the module that d
     "prove": ("pdrelay_proxy.proving.command", "test running engines from outside and report what is wrong"),
     "doctor": ("pdrelay_proxy.commands.doctor", "examine the network between two engine hosts"),
 }
-_EXACT: Final = ("serve", "up", "check", "why", "prove", "doctor")  # their flags are written in full
+_EXACT: Final = ("serve", "up", "check", "chat", "why", "prove", "doctor")  # their flags are written in full
 # What the extra named proxy brings (pyproject.toml).
 _ROUTER_PACKAGES: Final = frozenset(
     {"fastapi", "httpcore", "httptools", "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn", "uvloop"}

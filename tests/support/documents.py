@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "examples", "helm")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 PAGES.remove(ROOT / "CHANGELOG.md")  # it names what is gone
-COMMANDS = ("serve", "up", "check", "plan", "replay", "instances", "pairs", "why", "doctor", "prove")
+COMMANDS = ("serve", "up", "check", "chat", "plan", "replay", "instances", "pairs", "why", "doctor", "prove")
 END = {"|", "&&", "||", "&", ";", ">"}  # of a command in a line
 _BLOCK = re.compile(r"(?ms)^ *```(\w*)\n(.*?)^ *```")
 

@@ -1,6 +1,5 @@
 """One chat request through the router, and what its headers and the engines' metrics tell about it."""
 
-import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -8,20 +7,12 @@ from dataclasses import dataclass
 
 import httpx
 
+from pdrelay_proxy.io.served_by import LegTiming, metric_total, parse_server_timing
 from pdrelay_proxy.local.errors import LocalError
 
 QUESTION = "What is the capital of France?"
 TIMEOUT_S = 120.0  # vLLM's own connector was seen to take 31 s for a decode leg on two cores
 METRICS_WAIT_S = 3.0  # engines publish a transfer a moment after it
-BYTES_MOVED = ("vllm:pdrelay_bytes_transferred_total", "vllm:nixl_bytes_transferred_sum")
-
-
-@dataclass(frozen=True, slots=True)
-class LegTiming:
-    """One engine's part in a request."""
-
-    engine: str  # its name in the router
-    ms: float | None  # None: the router did not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +64,6 @@ def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
         raise LocalError(f"the first request was answered with something else: {response.text[:500]}")
     moved = None if now is None or before is None else now - before
     return FirstAnswer(text, seconds, legs, moved, response.headers.get("x-request-id"))
-
-
-def parse_server_timing(header: str) -> dict[str, LegTiming]:
-    """Read `prefill;desc="prefill-0";dur=41.2, decode;desc="decode-0"`; what is not understood is left out."""
-    legs: dict[str, LegTiming] = {}
-    for match in re.finditer(r'(\w+);desc="([^"]*)"(?:;dur=([\d.]+))?', header):
-        name, engine, ms = match.groups()
-        legs[name] = LegTiming(engine, float(ms) if ms else None)
-    return legs
-
-
-def metric_total(exposition: str, names: Sequence[str] = BYTES_MOVED) -> int | None:
-    """Sum a metric over its labels in a Prometheus text; None when none of the names is there."""
-    pattern = re.compile(rf"^(?:{'|'.join(map(re.escape, names))})(?:{{[^}}]*}})? (\S+)", re.MULTILINE)
-    values = [float(value) for value in pattern.findall(exposition)]
-    return int(sum(values)) if values else None
 
 
 def _total_bytes(client: httpx.Client, urls: Sequence[str]) -> int | None:

@@ -244,6 +244,7 @@ def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, answer: FirstAns
     body = json.dumps(first_request.request_body(plan.served_name, "Why is the sky blue?", max_tokens=48))
     url = f"{plan.router_url}/v1/chat/completions"
     screen.line("Try it from another terminal:")
+    screen.line(f"  {_own_command()} chat --url={plan.router_url}")
     screen.line(f"  curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
     if answer.request_id is not None:
         screen.line(f"  {_own_command()} why --router={plan.admin_url} {answer.request_id}")

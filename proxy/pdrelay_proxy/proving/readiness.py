@@ -18,8 +18,9 @@ from pdrelay_proxy.core.fleet.peer_rates import read_moved
 from pdrelay_proxy.core.fleet.registry import Member
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.io.probes.checks import ProbeFailed
+from pdrelay_proxy.io.served_by import metric_total
 from pdrelay_proxy.io.workers.group import worker_group
-from pdrelay_proxy.local.first_request import METRICS_WAIT_S, metric_total
+from pdrelay_proxy.local.first_request import METRICS_WAIT_S
 from pdrelay_proxy.proving.core.answer import Malformed
 from pdrelay_proxy.proving.core.holdings import Holdings, read_holdings
 from pdrelay_proxy.proving.core.question import Prompts, Question, Shape

@@ -1,0 +1,175 @@
+"""``pdrelay chat``: a conversation in the terminal, and for each turn how it was served (docs/real-model.md)."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Final
+
+from pdrelay_proxy.commands.chat_client import KEY_VARIABLE, ChatClient, ChatTurn, Message
+from pdrelay_proxy.commands.flag_values import server_url
+from pdrelay_proxy.commands.kv_meter import KvMeter
+from pdrelay_proxy.commands.router_client import ROUTER_VARIABLE, CommandFailed
+from pdrelay_proxy.commands.tables import in_lines, printable, shortened
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.served_by import LegTiming
+
+_PROMPT: Final = "> "
+_NEW: Final = "/new"  # a line that begins another conversation
+_MAX_TOKENS: Final = 256
+_MOST_TOKENS: Final = 1_000_000
+_LONGEST_LINE: Final = 1 << 20  # bytes of a question that is piped
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add, router = parser.add_argument, os.environ.get(ROUTER_VARIABLE) or "http://127.0.0.1:8000"
+    said = f"URL of the router (default: ${ROUTER_VARIABLE}, now {router})"
+    add("--url", default=router, metavar="URL", help=said)
+    add("--model", metavar="NAME", help="model to talk to (default: the first one that the router serves)")
+    said = "most tokens of an answer (default: %(default)s)"
+    add("--max-tokens", type=_tokens, default=_MAX_TOKENS, metavar="N", help=said)
+    add("--system", metavar="TEXT", help="system message at the beginning (default: that of the chat template)")
+    said = f"A key for clients goes into {KEY_VARIABLE}. {_NEW} begins another conversation; Ctrl-C stops an answer"
+    parser.epilog = f"{said}, Ctrl-D ends."
+    parser.set_defaults(run=run)
+
+
+def _tokens(text: str) -> int:
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= _MOST_TOKENS:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens: write one from 1 to {_MOST_TOKENS}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until the input ends; return the exit code: 0, 1 an answer failed, 2 it could not be asked like this."""
+    try:
+        url = server_url(args.url).removesuffix("/v1")
+        with ChatClient(url, os.environ.get(KEY_VARIABLE)) as client:
+            model = _choose_model(client, args.model)
+            first: list[Message] = [] if args.system is None else [{"role": "system", "content": _utf8(args.system)}]
+            body = {"model": model, "max_tokens": args.max_tokens, "temperature": 0}
+            return _TerminalChat(client, KvMeter(url), body, first).talk()
+    except (CommandFailed, ConfigError) as exc:
+        _complain(exc)
+        return 2 if isinstance(exc, ConfigError) else 1
+
+
+def _choose_model(client: ChatClient, name: str | None) -> str:
+    served = client.models()
+    if name is None and not served:
+        raise CommandFailed(f"{client.url} serves no model yet")
+    if name is not None and name not in served:
+        raise CommandFailed(f"{client.url} does not serve {name}: it serves {', '.join(served) or 'nothing yet'}")
+    return name or served[0]
+
+
+class _TerminalChat:
+    """All messages so far, which each question is sent with."""
+
+    def __init__(self, client: ChatClient, meter: KvMeter, body: Mapping[str, object], first: list[Message]) -> None:
+        self._client = client
+        self._meter = meter
+        self._body = body
+        self._first = first
+        self._messages = [*first]
+        self._is_terminal = sys.stdin.isatty()
+
+    def talk(self) -> int:
+        """Answer each line of the input."""
+        code = 0
+        if self._is_terminal:
+            keys = f"Ctrl-C stops an answer, {_NEW} begins anew, Ctrl-D ends"
+            _write(f"{self._body['model']} at {self._client.url}. {keys}.\n")
+        for line in _lines(is_terminal=self._is_terminal):
+            if line == _NEW:
+                self._messages = [*self._first]
+                continue
+            try:
+                self._answer(line)
+            except CommandFailed as exc:
+                _complain(exc)
+                code = 1
+                if not self._is_terminal:  # what follows may build on the answer
+                    break
+        return code
+
+    def _answer(self, question: str) -> None:
+        turn = ChatTurn()
+        asked: list[Message] = [*self._messages, {"role": "user", "content": question}]
+        self._meter.start()
+        try:
+            self._client.answer({**self._body, "messages": asked}, turn, _write_words)
+        except KeyboardInterrupt:  # what came of it is part of the conversation
+            pass
+        finally:
+            _write("\n" if turn.text else "")
+        if turn.text or turn.is_whole:
+            self._messages = [*asked, {"role": "assistant", "content": turn.text}]
+        engines = [turn.legs[name].engine for name in ("prefill", "decode") if name in turn.legs]
+        _write(f"  {printable(in_lines(facts_of(turn, self._meter.moved(engines))))}\n")
+
+
+def facts_of(turn: ChatTurn, moved: str) -> str:
+    """Return the line below an answer."""
+    facts = [_served_by(turn.legs)]
+    facts.append("no token" if turn.first_s is None else f"first token after {turn.first_s * 1e3:.0f} ms")
+    rate = turn.tokens_per_s
+    facts.append("tokens/s unknown" if rate is None else f"{rate:.1f} tokens/s")
+    facts.append(f"KV moved: {moved if turn.legs else 'unknown (the router does not say who served)'}")
+    return ", ".join(facts) + ("" if turn.is_whole else "; stopped")
+
+
+def _served_by(legs: Mapping[str, LegTiming]) -> str:
+    decode = legs.get("decode")
+    if decode is None:
+        return "P and D unknown"
+    if prefill := legs.get("prefill"):
+        return f"P {prefill.engine}, D {decode.engine}"
+    reason = f" ({legs['reason'].engine})" if "reason" in legs else ""
+    return f"D {decode.engine} alone{reason}"
+
+
+def _lines(*, is_terminal: bool) -> Iterator[str]:
+    """Yield what is typed, or piped; empty lines are no questions."""
+    for line in _typed() if is_terminal else _piped():
+        if text := _utf8(line).strip():
+            yield text
+
+
+def _typed() -> Iterator[str]:
+    with suppress(ImportError):
+        importlib.import_module("readline")  # with it `input` edits its line and has a history
+    while True:
+        try:
+            yield input(_PROMPT)
+        except EOFError:
+            _write("\n")
+            return
+        except KeyboardInterrupt:
+            _write("\n")  # Ctrl-C at the prompt drops the line, as in a shell
+
+
+def _piped() -> Iterator[str]:
+    while line := sys.stdin.buffer.readline(_LONGEST_LINE):
+        yield line.decode(errors="replace")
+
+
+def _utf8(text: str) -> str:
+    """Return a text without halves of characters, which a terminal in another encoding may send."""
+    return text.encode(errors="replace").decode()
+
+
+def _write_words(words: str) -> None:
+    _write(printable(words))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _complain(exc: Exception) -> None:
+    sys.stderr.write(f"pdrelay chat: {printable(in_lines(shortened(str(exc))))}\n")

@@ -1,0 +1,97 @@
+"""How many bytes of KV one request moved: what its two engines count before it, and after."""
+
+import argparse
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Final
+
+import httpx
+
+from pdrelay_proxy.commands.router_client import CommandFailed, RouterClient
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.served_by import metric_total
+
+_FINISHED: Final = ("vllm:request_success_total",)
+_TIMEOUT_S: Final = 2.0  # of a question to an engine
+_WAIT_S: Final = 3.0  # an engine publishes what it counts a moment after its answer
+_POLL_S: Final = 0.1
+_MOST_ENGINES: Final = 32  # that are asked before each question
+_LARGEST: Final = 8 << 20  # bytes of an engine's metrics
+
+_Counts = tuple[int, int]  # bytes moved, and requests that ended
+
+
+class KvMeter:
+    """Finds the engines with the router's key for operators, and reads their metrics."""
+
+    def __init__(self, url: str) -> None:
+        """Ask the router where its engines are; ``why_not`` is set where it cannot be known."""
+        self.why_not: str | None = None
+        self._addresses: Mapping[str, str] = {}
+        try:
+            with RouterClient(_access(url)) as router:
+                rows = router.ask("/instances")["instances"]
+            self._addresses = {row["id"]: row["address"] for row in rows}
+            if len(rows) > _MOST_ENGINES:
+                self.why_not = f"there are {len(rows)} engines, too many to ask"
+        except ConfigError:
+            self.why_not = "without the admin key"
+        except CommandFailed:
+            self.why_not = "the router does not say where its engines are"
+        except (LookupError, TypeError):
+            self.why_not = "the router answers something else than a router does"
+        self._before: Mapping[str, _Counts] = {}
+
+    def start(self) -> None:
+        """Read what all engines have counted so far: nobody knows yet which of them will serve."""
+        if self.why_not is None:
+            self._before = self._read(self._addresses)
+
+    def moved(self, names: Collection[str], sleep: Callable[[float], None] = time.sleep) -> str:
+        """Say how much the engines that served a request have moved since ``start``, when they count it as over."""
+        if self.why_not is not None:
+            return f"unknown ({self.why_not})"
+        before = {name: self._before[name] for name in names if name in self._before}
+        if not before or len(before) < len(names):
+            return "unknown (the engines have no metric for it, or cannot be reached from here)"
+        until = time.monotonic() + _WAIT_S
+        while True:
+            now = self._read(before)
+            if len(now) < len(before):
+                return "unknown (an engine cannot be reached from here)"
+            requests = [now[name][1] - count for name, (_, count) in before.items()]
+            if min(requests) > 0 or time.monotonic() >= until:
+                break
+            sleep(_POLL_S)
+        size = sum(now[name][0] - count for name, (count, _) in before.items())
+        if min(requests) == 0:
+            return f"{size:,} bytes so far"
+        return f"{size:,} bytes" + (", those of other requests included" if max(requests) > 1 else "")
+
+    def _read(self, names: Collection[str]) -> Mapping[str, _Counts]:
+        found = dict[str, _Counts]()
+        with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+            for name in names:
+                with suppress(httpx.HTTPError, httpx.InvalidURL, UnicodeError):
+                    text = _get(client, f"http://{self._addresses[name]}/metrics")
+                    moved, finished = metric_total(text), metric_total(text, _FINISHED)
+                    if moved is not None and finished is not None:
+                        found[name] = (moved, finished)
+        return found
+
+
+def _get(client: httpx.Client, url: str) -> str:
+    content = b""
+    with client.stream("GET", url) as response:
+        for piece in response.iter_bytes():
+            content += piece
+            if len(content) > _LARGEST:
+                break
+    return content.decode(errors="replace")
+
+
+def _access(url: str) -> argparse.Namespace:
+    """Return what the flags of a command for operators say when only the router is given."""
+    nothing = dict.fromkeys(("key_file", "ca", "pin", "server_name", "client_cert", "client_key"))
+    return argparse.Namespace(router=url, timeout=_TIMEOUT_S, **nothing)

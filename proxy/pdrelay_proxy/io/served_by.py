@@ -1,0 +1,31 @@
+"""What an answer and the engines tell about one request: who served it, and how much KV was moved."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BYTES_MOVED = ("vllm:pdrelay_bytes_transferred_total", "vllm:nixl_bytes_transferred_sum")
+
+
+@dataclass(frozen=True, slots=True)
+class LegTiming:
+    """One engine's part in a request."""
+
+    engine: str  # its name in the router
+    ms: float | None  # None: the router did not say
+
+
+def parse_server_timing(header: str) -> dict[str, LegTiming]:
+    """Read `prefill;desc="prefill-0";dur=41.2, decode;desc="decode-0"`; what is not understood is left out."""
+    legs: dict[str, LegTiming] = {}
+    for match in re.finditer(r'(\w+);desc="([^"]*)"(?:;dur=([\d.]+))?', header):
+        name, engine, ms = match.groups()
+        legs[name] = LegTiming(engine, float(ms) if ms else None)
+    return legs
+
+
+def metric_total(exposition: str, names: Sequence[str] = BYTES_MOVED) -> int | None:
+    """Sum a metric over its labels in a Prometheus text; None when none of the names is there."""
+    pattern = re.compile(rf"^(?:{'|'.join(map(re.escape, names))})(?:{{[^}}]*}})? (\S+)", re.MULTILINE)
+    values = [float(value) for value in pattern.findall(exposition)]
+    return int(sum(values)) if values else None

@@ -132,35 +132,6 @@ def test_what_a_page_names_exists(page, vllm):
     assert mistakes(page.read_text(), page, vllm) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "mistake"),
-    [
-        ("`pdrelay serve --retry-share 1`", "serve --retry-share"),
-        ("```\npdrelay serve --decode d:1 \\\n  --resume true   # a comment\n```", "serve --resume"),
-        ("```sh\nkubectl exec pod -- pdrelay instances stop decode-0\n```", "instances stop"),
-        ("`pdrelay up --mode push`", "up --mode"),
-        ("`pdrelay plan --requests 3`", "plan --requests"),
-        ("```\nvllm serve M --tensor-parallelism 2 | tee log\n```", "serve --tensor-parallelism"),
-        (
-            "`.venv/bin/python examples/01-quickstart/quickstart.py`, `examples/01-quickstart/quickstart.py --fast`",
-            "--fast",
-        ),
-        ("with `--break-after 5` an engine", "--break-after"),
-        ("`make test-al`", "make test-al"),
-        ("```\nmake up ENGINES=sim\n```", "make ENGINES="),
-        ("`probe_interval_s`", "probe_interval_s"),
-        ("`min_prompt_chars: 100` in the settings", "min_prompt_chars"),
-        ('`prefil = ["p0:8100"]`', "prefil ="),
-        ("```toml\nport = 1\nrest_s = 2\n```", "rest_s ="),
-        ("`router.instancesAllow`", "router.instancesAllow"),
-        ("write `router.settings.resume: true`", "router.settings.resume"),
-    ],
-)
-def test_a_name_that_is_gone_is_found(text, mistake, vllm):
-    """The check of the check: old names, and slips of the pen."""
-    assert [found for found in mistakes(text, ROOT / "README.md", vllm) if found.endswith(mistake)] != []
-
-
 def test_where_the_chart_sets_an_option_is_a_value_of_it():
     """The declarations say so, and docs/options.md shows it."""
     assert [s.option.chart for s in OPTIONS.values() if s.option.chart and not has_value(s.option.chart)] == []

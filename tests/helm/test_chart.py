@@ -15,7 +15,7 @@ from support.helm_care import ALL
 from support.helm_chart import CASES, CI, HELMS, ROOT, Chart, Refused, default
 from support.helm_checks import CHECKS
 from support.helm_objects import COMPONENT, container, env, flag, ident, kind, pods, pool, router, templates
-from support.helm_schemas import VERSIONS, wrong
+from support.helm_schemas import EACH_VERSION, wrong
 
 pytestmark = pytest.mark.processes
 
@@ -35,7 +35,7 @@ def test_both_helms_make_the_same_objects(case):
     assert default(case, "helm3") == default(case, "helm4")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", EACH_VERSION)
 @pytest.mark.parametrize("case", CASES)
 def test_every_object_is_what_kubernetes_expects(case, version):
     """Strictly: an unknown field is an error, as a server-side apply makes it one."""

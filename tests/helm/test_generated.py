@@ -63,15 +63,6 @@ def test_a_setting_is_described_by_its_default(generate):
     }  # fmt: skip
 
 
-def test_a_value_that_changed_would_be_noticed(generate):
-    """The check of the check."""
-    text = (CHART / "values.yaml").read_text()
-    page = (CHART / "README.md").read_text()
-
-    assert generate.readme(page, text) == page
-    assert generate.readme(page, text.replace("leaseSeconds: 30", "leaseSeconds: 31")) != page
-
-
 def test_notes_tell_how_to_go_on():
     """And what is open: no keys, no secret."""
     usual, quiet = notes(), notes("-f", str(CHART / "ci" / "2p4d-values.yaml"))

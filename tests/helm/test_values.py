@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import re
-import shutil
 
 import pytest
 import yaml
@@ -542,27 +541,6 @@ def test_what_must_fit_on_both_sides_makes_a_new_revision_of_both():
     assert len(set(found)) == len(found)
     assert {revision(Chart(), values) for values in ALONE} == {found[0]}
     assert revision(Chart(), {"revision": "mine", **MUST_FIT[0]}) == "mine"
-
-
-@pytest.mark.parametrize(
-    ("text", "instead", "values"),
-    [
-        ("(toJson $pool.extraArgs)", '""', MUST_FIT[11]),
-        ("(toJson $pool.extraEnv)", '""', MUST_FIT[12]),
-        ('list "prefill" "decode" -}}\n{{- $pool', 'list "prefill" -}}\n{{- $pool', MUST_FIT[11]),
-        ("(toJson $c.extraConfig)", '""', MUST_FIT[8]),
-        ("$c.secret.name", '""', MUST_FIT[9]),
-    ],
-)
-def test_a_revision_that_forgets_something_is_noticed(text, instead, values, tmp_path):
-    """The test above fails for such a chart."""
-    chart = Chart(shutil.copytree(CHART, tmp_path / "pdrelay"))
-    path = chart.folder / "templates" / "_helpers.tpl"
-    before = path.read_text()
-    assert text in before
-    path.write_text(before.replace(text, instead))
-
-    assert revision(chart) == revision(chart, values)
 
 
 def test_a_router_asks_for_a_core_for_each_of_its_processes():

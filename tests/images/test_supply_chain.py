@@ -96,23 +96,6 @@ def test_everything_that_is_installed_is_checked_by_its_hash():
     assert len(found - without) >= 6
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "\tpip install uv",
-        '@$(PIP) "uv>=0.11"',
-        "RUN python -m pip install --no-cache-dir \\\n    vllm",
-        "    run([sys.executable, '-m', 'pip', '-q', 'install', 'x'])",
-        "add nixl --only-binary :all:\nadd --only-binary :all: nixl",
-        "uv tool install ruff",
-        "pip3 install -r requirements.txt",
-    ],
-)
-def test_an_install_without_hashes_is_seen(line):
-    """However it is written."""
-    assert [one for one in installs(line) if "--require-hashes" not in one]
-
-
 @pytest.mark.parametrize("file", LOCKED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_locked_file_has_hashes_and_names_no_index(file):
     """A second index could answer for any name; the file works with the index that a builder trusts."""

@@ -99,6 +99,7 @@ def test_late_bytes_of_a_hung_peer_reach_quarantined_blocks_only(start):
     assert same(p, ALL[:4], d, ALL[:4])
 
 
+@pytest.mark.slow  # processes import NIXL again and again
 def test_engines_come_and_go_without_leaving_anything_open(start):
     """A decode engine outlives many prefill engines."""
     (d,) = start("d")

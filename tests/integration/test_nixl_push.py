@@ -56,6 +56,7 @@ def test_what_has_landed_is_there_bit_exact(start):
         assert d.ask("digests", blocks=others) == before
 
 
+@pytest.mark.slow  # two processes import NIXL; the rule is told in connector/core/push
 def test_a_second_attempt_overwrites_the_first(start):
     """A preempted prefill starts again in other blocks; what counts is what its last attempt computed."""
     p, d = start("p", "d")
@@ -108,6 +109,7 @@ def test_a_writer_killed_in_the_middle(start):
     assert same(again, ALL, d, ALL)
 
 
+@pytest.mark.slow  # two processes import NIXL; the rule is told in connector/core/push
 def test_a_writer_that_hangs(start):
     """Its silence fails the request in time; its blocks come back when it goes on and says that it has stopped."""
     p, d = start("p", "d", block_bytes=BIG, timeout=SHORT)

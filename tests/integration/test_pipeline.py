@@ -15,7 +15,12 @@ FROM, INTO = [3, 4, 5, 9, 2], [10, 12, 11, 1, 30]
 
 @pytest.mark.parametrize(
     ("p", "d"),
-    [((TWO, 1), (ONE, 1)), ((ONE, 1), (TWO, 1)), ((TWO, 2), (THREE, 1)), ((THREE, 1), ((2, 1), 2))],
+    [
+        ((TWO, 1), (ONE, 1)),
+        pytest.param((ONE, 1), (TWO, 1), marks=pytest.mark.slow),
+        pytest.param((TWO, 2), (THREE, 1), marks=pytest.mark.slow),
+        pytest.param((THREE, 1), ((2, 1), 2), marks=pytest.mark.slow),
+    ],
     ids=["2-to-1", "1-to-2", "2-of-tp2-to-3", "3-to-2-of-tp2"],
 )
 @pytest.mark.parametrize("mode", ["pull", "push"])

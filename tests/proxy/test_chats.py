@@ -1,7 +1,6 @@
 """Whatever happens between the turns of chats: no wrong text, no lease that nobody ends, nothing left over."""
 
 import asyncio
-import json
 
 import pytest
 from hypothesis import HealthCheck, Phase, given
@@ -66,7 +65,6 @@ def play(runner, options, rounds, seed):
 
 SCENES = given(options=OPTIONS, rounds=ROUNDS, seed=st.integers(0, 2**16))
 FIXED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-BREAKS_OFF = SimulatedFault(FaultKind.ERROR_EVENT, 2, times=1)
 
 
 @hypothesis_settings(max_examples=14, phases=[Phase.explicit, Phase.generate], derandomize=True, **FIXED)
@@ -83,19 +81,3 @@ def test_chats_get_the_text_of_one_engine_and_leave_nothing_behind(runner, optio
 def test_the_same_of_many_more_chats(runner, options, rounds, seed):
     """Any of them, each time others; a scene takes too long to make it smaller."""
     play(runner, options, rounds, seed)
-
-
-def test_the_scenes_have_what_they_are_about(runner):
-    """Turns of a decode engine alone, turns with P's token first, and streams that another engine goes on with."""
-    options = {"first_token_from": FirstTokenFrom.PREFILL, "resume_streams": True, "kv_events": KvEvents.AUTO}
-    every = [Ask(chat, is_long=True) for chat in CHATS]
-    rounds = [([], every[:2]), ([], every), ([], [Ask(chat) for chat in CHATS])]
-    rounds += [([("fail", name, BREAKS_OFF) for name in DECODE], every), ([("evict", "d0", CACHE_BLOCKS)], every)]
-    scene = play(runner, options, rounds, 1)
-
-    assert scene.whole == sum(len(asks) for _, asks in rounds)
-    legs = [json.loads(entry.body) for name in DECODE for entry in scene.engines[name].log]
-    assert [leg for leg in legs if leg.get("kv_transfer_params") is None]  # alone
-    assert [leg for leg in legs if leg["max_tokens"] == every[0].tokens - 1]  # behind P's token
-    assert [leg for leg in legs if leg["max_tokens"] < every[0].tokens - 1]  # goes on with a stream
-    assert {entry.cached for name in DECODE for entry in scene.engines[name].log} > {0}

@@ -124,6 +124,7 @@ def test_a_long_prompt_holds_up_nobody(router, prompt):
     assert worst < MOMENT_S
 
 
+@pytest.mark.slow  # sixteen megabytes
 def test_a_long_prompt_is_served(router):
     """As long as the limit says."""
     answer, _ = post(router, "/v1/completions", b'{"prompt":"%b","max_tokens":2}' % (b"x" * (SIZE - 100)))

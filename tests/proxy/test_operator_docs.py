@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -77,15 +76,3 @@ def test_every_alert_has_a_section_with_all_five_parts(alert):
     section = _sections(ROOT / "docs/runbook.md")[alert]
 
     assert re.findall(r"(?m)^\*\*(\w+)\.\*\* \S", section) == PARTS
-
-
-def test_the_shell_functions_of_the_runbook_are_shell():
-    """Whoever pastes them gets functions and no error."""
-    block = re.search(r"(?s)```\n(NS=.*?)```", (ROOT / "docs/runbook.md").read_text())[1]
-    names = " ".join(re.findall(r"(?m)^(\w+)\(\)", block))
-    done = subprocess.run(
-        ["bash", "-euc", f"{block}\ntype {names} >/dev/null"], capture_output=True, text=True, check=False
-    )
-
-    assert (done.returncode, done.stderr) == (0, "")
-    assert names == "pods logs m every out back"

@@ -84,7 +84,7 @@ def test_openais_client_works_unchanged(stage):
         assert sdk.completions.create(**BODY).choices[0].text
 
 
-@pytest.mark.parametrize("more", [(), ("--workers", "2")])
+@pytest.mark.parametrize("more", [(), pytest.param(("--workers", "2"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_router_for_others_without_keys_does_not_start(more, host):
     """One sentence, and what would be right."""

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "pdrelay"
 TOOLS = ROOT / ".pdrelay" / "tools"
 CI = sorted((CHART / "ci").glob("*.yaml"))
-HELMS = ("helm3", "helm4")
+HELMS = (pytest.param("helm3", marks=pytest.mark.slow), "helm4")  # what one renders, the other does: test_chart.py
 LEAST = {  # what a rendering needs that no site is in
     "acceptDrawnSecrets": True,
     "router": {"image": {"repository": "registry.example.com/pdrelay/router"}},
@@ -48,13 +48,21 @@ class Chart:
         return [_drawn(one) if one["kind"] == "Secret" else one for one in self.render(values, **more) if one]
 
     def text(self, values=None, *, ci=None, helm="helm4", release="r", namespace="ns"):
-        with least_values(self.least) as base:
-            files = [*base, *(["-f", str(CHART / "ci" / f"{ci}-values.yaml")] if ci else [])]
-            argv = ["template", release, str(self.folder), "-n", namespace, *files]
-            return run(helm, *argv, *(["-f", "-"] if values else []), stdin=json.dumps(values or {}))
+        render = _render_once if self.folder == CHART else _render
+        return render(self.folder, json.dumps(dict(self.least)), json.dumps(values or {}), ci, helm, release, namespace)
 
     def lint(self, *, ci=None, helm="helm4"):
         return run(helm, "lint", "--strict", str(self.folder), *(["-f", str(ci)] if ci else []))
+
+
+def _render(folder, least, values, ci, helm, release, namespace):
+    with least_values(json.loads(least)) as base:
+        files = [*base, *(["-f", str(CHART / "ci" / f"{ci}-values.yaml")] if ci else [])]
+        argv = ["template", release, str(folder), "-n", namespace, *files]
+        return run(helm, *argv, *(["-f", "-"] if json.loads(values) else []), stdin=values)
+
+
+_render_once = functools.cache(_render)  # the chart itself does not change while tests run
 
 
 @contextmanager

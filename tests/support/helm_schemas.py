@@ -15,6 +15,8 @@ from support.helm_objects import WORKLOADS, templates
 
 CRDS = ROOT / "tests" / "helm" / "crds"
 VERSIONS = tuple(f"1.{minor}.0" for minor in range(29, 38))
+# For parametrize: what the oldest and the newest take, those between them take.
+EACH_VERSION = (VERSIONS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in VERSIONS[1:-1]), VERSIONS[-1])
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """`pdrelay up` as a user sees it, with simulated engines: real processes, a real router, real signals."""
 
-import itertools
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ import pytest
 from pdrelay_proxy.local.errors import ChildFailed
 from pdrelay_proxy.local.screen import Screen
 from pdrelay_proxy.local.up import _explain
-from support.cluster import ROOM, free_ports
+from support.cluster import free_ports
 from support.small_disk import HOW, WORDS, small_disk
 
 pytestmark = pytest.mark.processes
@@ -102,6 +101,7 @@ def test_once_shows_an_answer_and_leaves_nothing_behind(tmp_path):
     }
 
 
+@pytest.mark.slow  # `up` starts engines and a router, and each imports what it runs
 def test_it_says_who_moves_the_kv_cache_and_what_to_paste(tmp_path):
     """And the engines do as it says: after the first request both legs go out at once."""
     with up(tmp_path, "--engine", "sim", "--kv-transfer-mode", "push") as process:
@@ -213,6 +213,7 @@ def test_a_name_on_the_hub_is_refused_and_no_folder_of_that_name_is_made(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow  # `up` starts engines and a router, and each imports what it runs
 def test_commands_for_operators_work_behind_a_plain_up(tmp_path):
     """The line that it prints is pasted as it is; the others find the key in the same folder."""
     with up(tmp_path, "--engine", "sim") as process:
@@ -238,6 +239,7 @@ def test_commands_for_operators_work_behind_a_plain_up(tmp_path):
     assert not [text for text in told if key in text]
 
 
+@pytest.mark.slow  # `up` starts engines and a router, and each imports what it runs
 def test_a_key_of_the_environment_is_used_as_it_is(tmp_path, monkeypatch):
     """A second one would be one too many."""
     monkeypatch.setenv("ADMIN_API_KEY", "sesame-of-the-operator")
@@ -252,6 +254,7 @@ def test_a_key_of_the_environment_is_used_as_it_is(tmp_path, monkeypatch):
     assert not (tmp_path / ".pdrelay/admin-key").exists()
 
 
+@pytest.mark.slow  # `up` starts engines and a router, and each imports what it runs
 def test_every_port_can_be_moved(tmp_path):
     """Also that of the routes for operators, where the printed lines then lead."""
     (admin,) = free_ports(1)
@@ -292,13 +295,3 @@ def test_an_argument_without_a_flag_is_no_option_of_engines(tmp_path):
         _, err = process.communicate()
 
     assert (process.returncode, err) == (2, "pdrelay: unrecognized arguments: hermes\n")
-
-
-def test_the_ports_that_follow_a_tests_port_belong_to_that_test():
-    """The side channel of a second engine has the port after the first one's: another test's engine must not be there.
-
-    So it happened: `pdrelay up` refused to start, because a test's engine of the same session listened there.
-    """
-    ports = sorted(free_ports(100))
-
-    assert all(after - before >= ROOM for before, after in itertools.pairwise(ports))

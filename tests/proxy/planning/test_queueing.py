@@ -55,6 +55,7 @@ FORMULAS = {"least loaded": shared_queue, "in turn": queues_in_turn}
 @pytest.mark.parametrize("busy", [0.5, 0.7, 0.85])
 @pytest.mark.parametrize("servers", [1, 4, 16])
 @pytest.mark.parametrize("dispatch", FORMULAS)
+@pytest.mark.slow  # eighteen simulations
 def test_the_predicted_wait_is_that_of_a_simulation(dispatch, servers, busy):
     """Utilisation within 2 %, mean wait within 15 % or 6 % of a service, its p95 within 20 % or 10 % of a service."""
     dice = random.Random(f"{dispatch} {servers} {busy}")

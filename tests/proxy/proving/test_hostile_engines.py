@@ -85,6 +85,7 @@ def test_answers_that_make_no_sense_are_findings(well, capsys, garbage):
 @pytest.mark.parametrize(
     "labels", [b"a" * 2_000_000, b'a="' * 500_000, b'a="b' * 500_000, b",a=" * 500_000], ids=["one", "a", "b", "c"]
 )
+@pytest.mark.slow  # megabytes of metrics
 def test_metrics_of_one_long_line_are_read_in_time(well, capsys, labels):
     """A pattern that begins anew at each letter would take days, and a run that reads does not hear a signal."""
     metrics = IDLE + b"vllm:cache_config_info{" + labels + b"} 1.0\n"

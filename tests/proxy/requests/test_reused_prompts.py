@@ -190,7 +190,7 @@ IMAGE = [{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_u
         (Api.COMPLETIONS, {"prompt": [1, 2, 3]}),
         (Api.CHAT, {"messages": [{"role": "user", "content": IMAGE}]}),
         (Api.CHAT, {"messages": [{"role": "user", "content": "x" * LONGEST_PROMPT}]}),
-        (Api.COMPLETIONS, {"prompt": "x" * LONGEST_PROMPT}),
+        pytest.param(Api.COMPLETIONS, {"prompt": "x" * LONGEST_PROMPT}, marks=pytest.mark.slow),
     ],
     ids=["prompt-text", "suffix", "ids", "image", "long-chat", "long-text"],
 )
@@ -208,6 +208,7 @@ async def test_engines_are_not_asked_for_ids_that_nobody_takes(api, change):
     assert "return_token_ids" not in engines.asked(Role.PREFILL)[0]
 
 
+@pytest.mark.slow  # a prompt of sixteen megabytes
 async def test_an_answer_with_all_ids_of_the_longest_prompt_is_read():
     """One token for each byte, of a vocabulary of millions."""
     engines = Engines(spoil=_every_byte)

@@ -73,7 +73,7 @@ class Fleet:
 
 
 @pytest.mark.parametrize("chance", [random.Random(1).random, lambda: 1.0], ids=["any jitter", "most jitter"])
-@pytest.mark.parametrize("answer_s", [0.05, 0.3])
+@pytest.mark.parametrize("answer_s", [0.05, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_a_lost_zone_is_found_and_the_others_are_still_probed(answer_s, chance):
     """200 of 2,000 engines answer nothing any more: with 16 places for all, no living engine was probed for 22 s.
 

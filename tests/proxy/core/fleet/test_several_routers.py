@@ -4,6 +4,8 @@ import pytest
 
 from support.several_routers import SERVICE_S, mean_and_p95, waits
 
+pytestmark = pytest.mark.slow  # thousands of requests each, in virtual time
+
 
 def mean(routers, policy, requests=5000, **options):
     return mean_and_p95(waits(routers=routers, policy=policy, requests=requests, **options))[0]

@@ -17,7 +17,6 @@ from pdrelay_proxy.io.discovery.reflector import WatchTimes
 from pdrelay_proxy.live import check
 from pdrelay_proxy.options import OPTIONS, read
 from pdrelay_proxy.settings import Settings
-from support.helm_schemas import wrong
 from support.kube_api import KubeApi, Refusal, pod, pool
 from support.sim import until_async
 
@@ -66,14 +65,6 @@ async def following():
         world = World(api)
         async with world.source.running():
             yield api, world
-
-
-def test_the_pool_of_these_tests_is_one_by_its_real_crd():
-    """Strictly: fields that the CRD does not know are refused."""
-    named = {"apiVersion": "inference.networking.k8s.io/v1", "kind": "InferencePool", "metadata": {"name": "llm"}}
-
-    assert wrong({**named, **pool({"app": "pdrelay"}, 8000, 8001)}, "1.33.0") == []
-    assert wrong({**named, **pool({"app": "pdrelay"}, 0, targetPort=1)}, "1.33.0") != []
 
 
 async def test_the_pods_of_the_pool_are_the_engines_at_its_port():

@@ -210,7 +210,7 @@ def imagined_in(world, seed, turns):
     return imagined
 
 
-@pytest.mark.parametrize("blocks", [300, 800])
+@pytest.mark.parametrize("blocks", [300, pytest.param(800, marks=pytest.mark.slow)])
 def test_chats_hit_what_they_would_if_all_were_known_and_nothing_is_imagined(blocks):
     """Random chats with evictions, restarts, and clients that change what was said.
 

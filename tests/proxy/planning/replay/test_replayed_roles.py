@@ -37,6 +37,7 @@ def good(found):
     return summarise(found, TARGETS).good
 
 
+@pytest.mark.slow  # several replays of an hour
 def test_engines_that_turn_serve_more_than_any_split():
     """1.3 times the best one: the reason to let them turn. docs/roles.md has 16 engines and hours."""
     static = [good(served(prefill, 6 - prefill)) for prefill in (4, 5)]  # the best two
@@ -50,6 +51,7 @@ def test_engines_that_turn_serve_more_than_any_split():
 
 
 @pytest.mark.parametrize("options", [{}, {"controllers": 2}, {"dies_every_s": 150.0}], ids=["one", "doubled", "killed"])
+@pytest.mark.slow  # three replays of an hour
 def test_no_request_is_lost_whatever_happens_to_the_controller(options):
     """Turns are drains: who decides on them, and whether they go on, is nothing that a request sees."""
     found = served(3, 3, plan(**options))

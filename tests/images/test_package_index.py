@@ -1,0 +1,190 @@
+"""A package index on loopback: what product and documents tell people to install is ours, beside another's family.
+
+The index has our wheel, an empty wheel for each library that we need, and wheels of another family of packages with the
+name that this product had before: it is for the same job, and its command must stay its own.
+"""
+
+import base64
+import csv
+import functools
+import hashlib
+import http.server
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+OTHER = "x" + "pyd"  # on PyPI: a router, and its family
+FAMILY = [OTHER, *(f"{OTHER}-{part}" for part in ("proxy", "sim", "bench", "acc", "plan"))]
+EXTRAS = ["proxy", "connector", "tracing", "completion", "redis", "realtime"]
+SENTENCE = re.compile(r"pip install '((?:pdrelay|" + OTHER + r")[^']*)'")
+TOLD = [*(ROOT / "proxy").rglob("*.py"), *(ROOT / "connector").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+TOLD += [*ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md"), *(ROOT / "helm").rglob("*.md")]
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+def write_wheel(folder, name, version, *, command=None):
+    """Write a wheel with an empty package, and a command if it has one."""
+    module = name.replace("-", "_")
+    info = f"{module}-{version}.dist-info"
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    if command is not None:
+        files[f"{module}_of_another/__init__.py"] = "def main():\n    print('another')\n"
+        files[f"{info}/entry_points.txt"] = f"[console_scripts]\n{command} = {module}_of_another:main\n"
+    lines = []
+    with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
+            lines.append(f"{path},sha256={digest},{len(text)}")
+            wheel.writestr(path, text)
+        wheel.writestr(f"{info}/RECORD", "\n".join([*lines, f"{info}/RECORD,,"]) + "\n")
+
+
+def needed():
+    """Return the libraries that our extras name, with the versions that are installed here."""
+    found = {}
+    for text in importlib.metadata.requires("pdrelay"):
+        name = Requirement(text).name
+        found[name.lower()] = importlib.metadata.version(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    """The address of the index."""
+    folder = tmp_path_factory.mktemp("index")
+    wheels = folder / "wheels"
+    wheels.mkdir()
+    argv = [ROOT / "helm/images/build-wheel.sh", ROOT, wheels]
+    done = subprocess.run(
+        argv, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for name, version in needed().items():
+        write_wheel(wheels, name, version)
+    for name in FAMILY:
+        write_wheel(wheels, name, "1.8.0", command=name)
+    for wheel in wheels.iterdir():
+        project = folder / "simple" / wheel.name.partition("-")[0].replace("_", "-").lower()
+        project.mkdir(parents=True, exist_ok=True)
+        shutil.move(wheel, project)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/simple"
+        server.shutdown()
+        thread.join()
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder as an index, whose pages are lists of links (PEP 503)."""
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+def pip(index, *arguments, python=sys.executable):
+    argv = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "--isolated"]
+    argv += [arguments[0], *(["--quiet", "--index-url", index, "--no-cache-dir"] if arguments[0] == "install" else [])]
+    return subprocess.run([*argv, *arguments[1:]], capture_output=True, text=True, check=False, timeout=120)
+
+
+def environment(folder, python):
+    """Make an empty environment of a Python; return its interpreter."""
+    if python == sys.executable:
+        venv.create(folder, with_pip=False)
+    else:
+        subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    return folder / "bin/python"
+
+
+def files_of(folder):
+    """Return the files of each distribution that is installed, as its RECORD names them."""
+    found = {}
+    for record in folder.glob("lib/python*/site-packages/*.dist-info/RECORD"):
+        with record.open(newline="") as lines:
+            found[record.parent.name] = {
+                (record.parent.parent / line[0]).resolve() for line in csv.reader(lines) if "__pycache__" not in line[0]
+            }
+    return found
+
+
+def pythons():
+    """Return this Python, and the others that are supported and to be had here."""
+    yield pytest.param(sys.executable, id="this")
+    for minor in (11, 12, 13, 14):
+        found = [*Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"), shutil.which(f"python3.{minor}")]
+        if minor != sys.version_info.minor and found[0]:
+            yield pytest.param(str(found[0]), id=f"3.{minor}")
+
+
+@pytest.mark.parametrize("python", [*pythons()])
+@pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
+def test_both_families_live_side_by_side(index, tmp_path, python, order):
+    """In either order: no file belongs to two, and each command is its own."""
+    here = environment(tmp_path / "env", python)
+    for wanted in [["pdrelay[proxy,connector]"], FAMILY][::order]:
+        done = pip(index, "install", *wanted, python=here)
+        assert done.returncode == 0, done.stderr
+
+    files = files_of(tmp_path / "env")
+    assert {f"pdrelay-{importlib.metadata.version('pdrelay')}.dist-info"} < files.keys()
+    names = list(files)
+    shared = [files[a] & files[b] for number, a in enumerate(names) for b in names[:number]]
+    assert not any(shared)
+    checked = pip(index, "check", python=here)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    theirs = subprocess.run([tmp_path / "env/bin" / OTHER], capture_output=True, text=True, check=True, timeout=60)
+    assert theirs.stdout == "another\n"
+    assert (tmp_path / "env/bin/pdrelay").exists()
+
+
+def test_the_command_runs_from_an_environment_of_its_own(index, tmp_path):
+    """As pipx and uvx do: with the extra for the router, and without vLLM."""
+    here = environment(tmp_path / "env", sys.executable)
+    assert pip(index, "install", "pdrelay[proxy]", python=here).returncode == 0
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    for found in Path(sysconfig.get_path("purelib")).iterdir():
+        if not found.name.startswith(("pdrelay", "vllm", "nixl", "torch", "__editable__", "_pdrelay")):
+            (libraries / found.name).symlink_to(found)
+    argv = [tmp_path / "env/bin/pdrelay", "--version"]
+    said = subprocess.run(
+        argv, env={"PYTHONPATH": str(libraries)}, capture_output=True, text=True, check=False, timeout=60
+    )
+
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout.startswith(f"pdrelay {importlib.metadata.version('pdrelay')} ")
+
+
+def sentences():
+    return sorted({found for path in TOLD for found in SENTENCE.findall(path.read_text())})
+
+
+@pytest.mark.parametrize("wanted", sorted({*sentences(), *(f"pdrelay[{extra}]" for extra in EXTRAS)}))
+def test_what_people_are_told_to_install_is_ours(index, tmp_path, wanted):
+    """Errors of the product and pages of the documents: each sentence installs this product, with an extra it has."""
+    report = tmp_path / "report.json"
+    done = pip(index, "install", "--dry-run", "--ignore-installed", "--report", str(report), wanted)
+
+    assert done.returncode == 0, done.stderr
+    assert "does not provide the extra" not in done.stderr
+    names = {one["metadata"]["name"].lower() for one in json.loads(report.read_text())["install"]}
+    assert "pdrelay" in names
+    assert names.isdisjoint(FAMILY)

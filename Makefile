@@ -246,6 +246,11 @@ images-pin: ## ask for the digests of the images' bases: helm/images/bases.lock
 images: ## build both images from these bases, with docker; TAG=0.1.0
 	@helm/images/build.sh $(TAG)
 
+.PHONY: release
+release: $(STAMPS)/dev $(STAMPS)/helm ## sdist, wheels, chart, bills of materials and digests in dist/release, up to where an upload would begin
+	@CYCLONEDX=$(CURDIR)/$(BIN)/cyclonedx-py HELM=$(CURDIR)/.pdrelay/tools/helm4 \
+		helm/images/release.sh dist/release $(CURDIR)/$(VENV)/bin/python
+
 .PHONY: sbom
 sbom: $(STAMPS)/dev ## what the images install, with hashes, as CycloneDX: dist/sbom
 	@CYCLONEDX=$(CURDIR)/$(BIN)/cyclonedx-py helm/images/sbom.sh dist/sbom

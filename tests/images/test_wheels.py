@@ -18,6 +18,7 @@ pytestmark = pytest.mark.processes
 IMAGES = ROOT / "helm" / "images"
 # What stands for python -m pip wheel: a file with the name that hatchling would give it.
 PYTHON = """#!/bin/sh
+[ "$2" != hatchling ] || { date +SDIST_TIME >"$7/pdrelay-0.1.0.tar.gz"; exit; }
 while [ "$1" != --wheel-dir ]; do shift; done
 tag=py3-none-any
 [ "${HATCH_BUILD_HOOK_ENABLE_CUSTOM:-}" != true ] || tag=cp3TH-cp3TH-linux_x86_64
@@ -64,6 +65,48 @@ def test_a_release_without_a_folder_is_refused():
     done = script()
 
     assert (done.returncode, done.stderr) == (2, "wheels.sh: give the folder, and the Pythons to compile for\n")
+
+
+def release(folder, pythons, tmp_path, **more):
+    """Run release.sh with pretended Pythons and helm."""
+    helm = tmp_path / "helm"
+    helm.write_text('#!/bin/sh\necho chart >"$4/pdrelay-0.1.0.tgz"\n')
+    helm.chmod(0o755)
+    more = {"HELM": str(helm), "AUDITWHEEL": "none", "CYCLONEDX": "cat", **more}
+    argv = [IMAGES / "release.sh", folder, *pythons]
+    return subprocess.run(argv, env=os.environ | more, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_a_release_has_all_files_and_their_digests(pythons, tmp_path):
+    """It ends where an upload would begin."""
+    folder = tmp_path / "release"
+    done = release(folder, pythons, tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert {
+        "SHA256SUMS", "pdrelay-0.1.0.tar.gz", "pdrelay-0.1.0.tgz", "pdrelay-0.1.0-py3-none-any.whl",
+        "pdrelay-0.1.0-cp312-cp312-linux_x86_64.whl", "sbom/router.cdx.json",
+    } <= names  # fmt: skip
+    check = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, check=False)
+    assert check.returncode == 0
+    assert "twine upload" in done.stdout
+
+
+def test_a_release_that_is_not_the_same_twice_is_refused(pythons, tmp_path):
+    """The file that differs is named."""
+    Path(pythons[0]).write_text(PYTHON.replace("TH", "12").replace("+SDIST_TIME", "+%N"))
+    done = release(tmp_path / "release", pythons, tmp_path)
+
+    assert done.returncode == 1
+    assert "pdrelay-0.1.0.tar.gz was built twice, and differs" in done.stderr
+
+
+def test_a_folder_with_other_files_is_no_place_for_a_release(pythons, tmp_path):
+    """They would be signed, too."""
+    done = release(tmp_path, pythons, tmp_path)
+
+    assert (done.returncode, "is not empty" in done.stderr) == (2, True)
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,10 @@ def release(folder, pythons, tmp_path, **more):
     helm = tmp_path / "helm"
     helm.write_text('#!/bin/sh\necho chart >"$4/pdrelay-0.1.0.tgz"\n')
     helm.chmod(0o755)
-    more = {"HELM": str(helm), "AUDITWHEEL": "none", "CYCLONEDX": "cat", **more}
+    sbom = tmp_path / "cyclonedx"
+    sbom.write_text('#!/bin/sh\nwhile [ "$1" != --output-file ]; do shift; done\ncat >"$2"\n')
+    sbom.chmod(0o755)
+    more = {"HELM": str(helm), "AUDITWHEEL": "none", "CYCLONEDX": str(sbom), **more}
     argv = [IMAGES / "release.sh", folder, *pythons]
     return subprocess.run(argv, env=os.environ | more, capture_output=True, text=True, check=False, timeout=60)
 

@@ -1,0 +1,99 @@
+"""A hundred English questions through a running `make up`, and to one engine alone: are the texts equal?
+
+``.venv/bin/python benchmarks/answers/ask.py`` beside a `make up` asks the router at port 8000, and the decode engine at
+port 8200 by itself: a cache salt of its own makes it compute the whole prompt. Greedy; one request at a time.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+
+import httpx
+
+from pdrelay_proxy.io.served_by import metric_total, parse_server_timing
+
+COUNTRIES = (
+    *("France", "Spain", "Italy", "Germany", "Japan", "Egypt", "Canada", "Brazil", "India", "China"),
+    *("Kenya", "Norway", "Greece", "Peru", "Poland", "Portugal", "Austria", "Turkey", "Cuba", "Ireland"),
+)
+THINGS = (
+    *("the sky blue", "the sea salty", "grass green", "snow white", "ice slippery", "bread soft", "glass clear"),
+    *("the moon bright", "iron heavy", "honey sweet", "fire hot", "the desert dry", "winter cold", "rust red"),
+    *("milk white", "coffee bitter", "silk smooth", "sand loose", "the wind strong", "gold rare"),
+)
+TRADES = (
+    *("a baker", "a sailor", "a teacher", "a doctor", "a carpenter", "a farmer", "a pilot", "a judge", "a tailor"),
+    *("a fisherman", "a librarian", "a gardener", "a mason", "a postman", "a cook", "a painter", "a nurse"),
+    *("a blacksmith", "a shepherd", "an astronomer"),
+)
+NOUNS = (
+    *("a river", "a bridge", "a volcano", "a library", "a train", "a clock", "an island", "a forest", "a magnet"),
+    *("a telescope", "a bicycle", "a battery", "an orchestra", "a glacier", "a compass", "a harbour", "a desert"),
+    *("a parliament", "a harvest", "a lighthouse"),
+)
+ANIMALS = (
+    *("bees", "wolves", "owls", "salmon", "camels", "ants", "dolphins", "bats", "penguins", "spiders", "horses"),
+    *("elephants", "frogs", "storks", "squirrels", "octopuses", "lions", "tortoises", "beavers", "swallows"),
+)
+QUESTIONS = (
+    *(f"What is the capital of {country}?" for country in COUNTRIES),
+    *(f"Why is {thing}?" for thing in THINGS),
+    *(f"Write two sentences about the morning of {trade}." for trade in TRADES),
+    *(f"Explain to a child in a few words what {noun} is, and name one that is famous." for noun in NOUNS),
+    *(f"What do {animals} eat, and how do they find it? Answer in a short list." for animals in ANIMALS),
+)
+
+
+def main():
+    args = read_arguments()
+    with httpx.Client(timeout=300, trust_env=False) as client:
+        model = client.get(f"{args.router}/v1/models").raise_for_status().json()["data"][0]["id"]
+        moved = {engine: bytes_moved(client, engine) for engine in args.engine}
+        different, times, legs = [], {"router": [], "alone": []}, set()
+        for number, question in enumerate(QUESTIONS[: args.count]):
+            routed, seconds, header = ask(client, args.router, model, question, args.max_tokens)
+            times["router"].append(seconds)
+            legs.add(tuple(sorted(name for name in parse_server_timing(header) if name in ("prefill", "decode"))))
+            alone, seconds, _ = ask(client, args.engine[-1], model, question, args.max_tokens, cache_salt="alone")
+            times["alone"].append(seconds)
+            if routed != alone:
+                different.append(number)
+                print(f"{number}: {question}\n  through the router: {routed!r}\n  one engine alone:   {alone!r}")
+            elif number % 20 == 0:
+                print(f"{number}: {question} {routed!r}")
+        moved = {engine: (bytes_moved(client, engine) or 0) - (before or 0) for engine, before in moved.items()}
+    count = min(args.count, len(QUESTIONS))
+    print(f"{count - len(different)} of {count} texts are equal; legs {sorted(legs)}; bytes of KV moved {moved}")
+    print("median seconds of an answer: " + ", ".join(f"{who} {statistics.median(t):.2f}" for who, t in times.items()))
+    sys.exit(bool(different))
+
+
+def ask(client, url, model, question, max_tokens, **more):
+    body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, **more}
+    start = time.monotonic()
+    answer = client.post(f"{url}/v1/chat/completions", json={**body, "max_tokens": max_tokens}).raise_for_status()
+    text = answer.json()["choices"][0]["message"]["content"]
+    return text, time.monotonic() - start, answer.headers.get("server-timing", "")
+
+
+def bytes_moved(client, engine):
+    return metric_total(client.get(f"{engine}/metrics").text)
+
+
+def read_arguments():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--router", default="http://127.0.0.1:8000")
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        default=["http://127.0.0.1:8100", "http://127.0.0.1:8200"],
+        help="the last is asked alone",
+    )
+    parser.add_argument("--count", type=int, default=len(QUESTIONS))
+    parser.add_argument("--max-tokens", type=int, default=48)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

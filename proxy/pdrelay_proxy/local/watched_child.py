@@ -36,7 +36,7 @@ def run_watched(
 ) -> None:
     """Run a program to its end; `report` gets the size of its largest file, and the seconds, again and again.
 
-    Raises LocalError with the limit it was ended for or its exit code, and with the `last_words` of its log.
+    Raises LocalError with the `last_words` of its log, and with the limit that it was ended for.
     """
     start = time.monotonic()
     moved_at, most_seen = start, 0
@@ -69,7 +69,7 @@ def run_watched(
             process.kill()
             process.wait()
     if process.returncode != 0:
-        raise LocalError(f"it ended with exit code {process.returncode}{_quoted(log, last_words)}")
+        raise LocalError(_words(log, last_words) or f"it ended with exit code {process.returncode}")
 
 
 def _sizes(folder: Path) -> list[int]:
@@ -81,5 +81,9 @@ def _sizes(folder: Path) -> list[int]:
 
 
 def _quoted(log: Path, last_words: Callable[[str], str]) -> str:
-    words = last_words(log.read_text(errors="replace"))
-    return f": {one_line(words)[:MOST_WORDS]}" if words else ""
+    words = _words(log, last_words)
+    return f": {words}" if words else ""
+
+
+def _words(log: Path, last_words: Callable[[str], str]) -> str:
+    return one_line(last_words(log.read_text(errors="replace")))[:MOST_WORDS]

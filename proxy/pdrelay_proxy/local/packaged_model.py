@@ -147,7 +147,8 @@ def _convert(gguf: Path, staging: Path, work: Path, model: PackagedModel, report
 
     def tell(_: int, seconds: float) -> None:
         size = weights.stat().st_size if weights.exists() else 0
-        report(f"{100 * size // model.safetensors_bytes} % converted", seconds)
+        share = f"{100 * size // model.safetensors_bytes} % converted"
+        report(share if size else "reading the weights, to convert them", seconds)
 
     argv = [*PYTHON_MODULE, "pdrelay_proxy.local.gguf_model", str(gguf), str(staging)]
     limits = ChildLimits(CONVERT_MOST_S, CONVERT_MOST_S, most_bytes=2 * (model.wheel_bytes + model.gguf_bytes))

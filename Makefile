@@ -16,7 +16,7 @@ PREFILL   ?= 1
 DECODE    ?= 1
 ENGINE    ?= vllm
 CONNECTOR ?= pdrelay
-MODE      ?= pull
+MODE      ?=
 PORT      ?= 8000
 PREFILL_PORT      ?= 8100
 DECODE_PORT       ?= 8200
@@ -28,6 +28,7 @@ ARGS      ?=
 ONCE      ?=
 KV_EVENTS ?=
 RETURN_KV ?=
+REUSE_KV  ?=
 TRY       ?=
 VERSIONS  ?=
 SECONDS   ?= 60
@@ -48,7 +49,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What is wrong with the variables of `make up` is said before anything is installed, which takes minutes and 5 GB.
 ifneq ($(filter up,$(MAKECMDGOALS)),)
 UP_PORTS   := PORT PREFILL_PORT DECODE_PORT SIDE_CHANNEL_PORT ADMIN_PORT
-UP_NAMES   := PREFILL DECODE ENGINE CONNECTOR MODE $(UP_PORTS) MODEL READY_TIMEOUT ONCE KV_EVENTS RETURN_KV ARGS
+UP_NAMES   := PREFILL DECODE ENGINE CONNECTOR MODE $(UP_PORTS) MODEL READY_TIMEOUT ONCE REUSE_KV KV_EVENTS RETURN_KV ARGS
 UP_UNKNOWN := $(filter-out $(UP_NAMES) PYTHON,$(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name))))
 is_choice   = $(and $(filter 1,$(words $($(1)))),$(filter $(2),$($(1))))
 is_port     = $(shell case '$(subst ','"'"',$($(1)))' in (''|*[!0-9]*|??????*) ;; (*) [ $($(1)) -ge 1 ] && [ $($(1)) -le 65535 ] && echo yes ;; esac)
@@ -57,16 +58,17 @@ $(if $(UP_UNKNOWN),$(error make up has no variable $(UP_UNKNOWN): it has $(UP_NA
 $(foreach name,PREFILL DECODE,$(if $(call is_choice,$(name),$(shell seq 1 32)),,$(error $(name)=$($(name)) is not a number of engines: write one from 1 to 32)))
 $(if $(call is_choice,ENGINE,vllm sim),,$(error ENGINE=$(ENGINE) is not a kind of engines: write vllm or sim))
 $(if $(call is_choice,CONNECTOR,pdrelay nixl),,$(error CONNECTOR=$(CONNECTOR) is not a connector: write pdrelay or nixl))
-$(if $(call is_choice,MODE,pull push auto),,$(error MODE=$(MODE) is not a way to move KV: write pull, push or auto))
+$(if $(if $(MODE),$(call is_choice,MODE,pull push auto),unset),,$(error MODE=$(MODE) is not a way to move KV: write pull, push or auto))
 $(foreach name,$(if $(ADMIN_PORT),$(UP_PORTS),$(filter-out ADMIN_PORT,$(UP_PORTS))),$(if $(call is_port,$(name)),,$(error $(name)=$($(name)) is not a port: write a number from 1 to 65535)))
 $(if $(call is_time,READY_TIMEOUT),,$(error READY_TIMEOUT=$(READY_TIMEOUT) is not a time: write seconds))
 endif
 is_on = $(filter-out 0 no off false,$(1))
 
 .PHONY: up
-up: $(STAMPS)/$(UP) ## start engines and the router here: PREFILL=1 DECODE=1 ENGINE=vllm|sim CONNECTOR=pdrelay|nixl MODE=pull|push|auto PORT=8000 PREFILL_PORT=8100 DECODE_PORT=8200 SIDE_CHANNEL_PORT=5600 ADMIN_PORT= MODEL=tiny|FOLDER READY_TIMEOUT=300 ONCE=1 KV_EVENTS=1 RETURN_KV=1 ARGS="options of vLLM"
+up: $(STAMPS)/$(UP) ## start engines and the router here: PREFILL=1 DECODE=1 ENGINE=vllm|sim CONNECTOR=pdrelay|nixl MODE=pull|push|auto PORT=8000 PREFILL_PORT=8100 DECODE_PORT=8200 SIDE_CHANNEL_PORT=5600 ADMIN_PORT= MODEL=tiny|FOLDER READY_TIMEOUT=300 ONCE=1 REUSE_KV=0 KV_EVENTS=1 RETURN_KV=1 ARGS="options of vLLM"
 	@$(BIN)/pdrelay up --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --connector $(CONNECTOR) \
-		--kv-transfer-mode $(MODE) --port $(PORT) --prefill-port $(PREFILL_PORT) --decode-port $(DECODE_PORT) \
+		$(if $(MODE),--kv-transfer-mode $(MODE) )$(if $(filter 0 no off false,$(REUSE_KV)),--reuse-kv false )--port $(PORT) \
+		--prefill-port $(PREFILL_PORT) --decode-port $(DECODE_PORT) \
 		--side-channel-port $(SIDE_CHANNEL_PORT) $(if $(ADMIN_PORT),--admin-port $(ADMIN_PORT)) \
 		$(if $(MODEL),--model '$(MODEL)') $(if $(READY_TIMEOUT),--ready-timeout $(READY_TIMEOUT)) \
 		$(if $(call is_on,$(ONCE)),--once) $(if $(call is_on,$(KV_EVENTS)),--kv-events) \

@@ -21,7 +21,15 @@ import yaml
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "proxy"), str(HERE.parent / "connector")]
 
-from pdrelay_connector.settings import AT_LEAST, BOUNDS, CHOICES, FROM_ENVIRONMENT, Settings  # noqa: E402 (found only now)
+from pdrelay_connector.settings import (  # noqa: E402 (found only now)
+    AT_LEAST,
+    AUTO,
+    AUTOMATIC,
+    BOUNDS,
+    CHOICES,
+    FROM_ENVIRONMENT,
+    Settings,
+)
 from pdrelay_proxy.options import DECLARED, OPTIONS, Setting  # noqa: E402
 from pdrelay_proxy.settings import ENDLESS, Kind  # noqa: E402
 
@@ -150,6 +158,8 @@ def _router(kind: Kind) -> Schema:
 
 
 def _connector(field: "dataclasses.Field[Any]") -> Schema:
+    if field.name in AUTOMATIC:
+        return {"enum": [True, False, AUTO]}
     if type(field.default) in KINDS:
         return {"type": KINDS[type(field.default)]}
     if field.name in CHOICES:

@@ -94,7 +94,14 @@ def test_every_variable_reaches_the_command(checkout):
         "SIDE_CHANNEL_PORT=4",
         "ADMIN_PORT=5",
     ]
-    words += ["MODEL=my/model", "READY_TIMEOUT=60", "ONCE=1", "KV_EVENTS=0", "ARGS=--tool-call-parser hermes"]
+    words += [
+        "MODEL=my/model",
+        "READY_TIMEOUT=60",
+        "ONCE=1",
+        "KV_EVENTS=0",
+        "MODE=pull",
+        "ARGS=--tool-call-parser hermes",
+    ]
 
     found = " ".join(steps(checkout, "up", *words).replace("\\\n", " ").split())
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from types import NoneType
-from typing import NamedTuple, cast
+from typing import Final, Literal, NamedTuple, cast
 
 from pdrelay_connector.errors import SettingsError
 
@@ -65,7 +65,8 @@ class Settings:
     revoke_after: float = 10.0  # s that a prefill lacks blocks before unread leases are revoked; 0: never
     verify_share: float = 0.0  # of prefills, of which sampled blocks are compared after their transfer; 0: of none
     verify_blocks: int = 8  # blocks that are compared of each of them, at most
-    return_kv: bool = False  # lend what the prefix cache has to prefill engines, and ask decode engines for the same
+    # Lend what the prefix cache has to prefill engines, and ask decode engines for the same; "auto": if it can.
+    return_kv: bool | Literal["auto"] = False
     return_timeout: float = 1.0  # s that a prefill waits for a decode engine to say what it has of the prompt
     engine_loop_timeout: float = 300.0  # s without a turn of the engine's loop before it renews nothing; 0: never
     backends: tuple[Backend, ...] = (Backend("UCX"),)  # of NIXL, in the order in which it should prefer them
@@ -225,17 +226,20 @@ def _choice(key: str, value: object) -> StrEnum:
         raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be {known}") from None
 
 
+AUTO: Final = "auto"  # of a switch: on where this engine can do it
+AUTOMATIC: Final = frozenset({"return_kv"})
 _SWITCH, _TEXT = ((bool,), "true or false"), ((str,), "a text")
 KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "host_staging": ((bool, NoneType), "true, false or null"),
-    **dict.fromkeys(("allow_open_data_plane", "allow_open_side_channel", "return_kv"), _SWITCH),
+    **dict.fromkeys(("allow_open_data_plane", "allow_open_side_channel"), _SWITCH),
+    "return_kv": ((bool,), 'true, false or "auto"'),
     **dict.fromkeys(("tls_cert", "tls_key", "tls_ca", "tls_server_name"), _TEXT),
 }
 
 
 def _of_kind(key: str, value: object) -> object:
     types, words = KINDS[key]
-    if isinstance(value, types):
+    if isinstance(value, types) or (key in AUTOMATIC and value == AUTO):
         return value
     raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be {words}")
 

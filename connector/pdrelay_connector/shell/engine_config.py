@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -24,11 +25,12 @@ from pdrelay_connector.core.ids import Address, EngineId
 from pdrelay_connector.core.layout.buffer_device import is_staged, with_platform
 from pdrelay_connector.core.layout.cache_groups import CacheGroup
 from pdrelay_connector.errors import SettingsError, UnsupportedCache
-from pdrelay_connector.settings import Mode, Settings, read_settings
+from pdrelay_connector.settings import AUTO, Mode, Settings, read_settings
 from pdrelay_connector.shell import vllm_versions
 from pdrelay_connector.shell.devices import check_copies, check_events
 from pdrelay_connector.shell.first_token import first_token, looks_back
 
+logger = init_logger("vllm.pdrelay")
 SUPPORTED = (
     FullAttentionSpec,
     MLAAttentionSpec,
@@ -120,15 +122,14 @@ def _check_stages(engine_config: EngineConfig) -> None:
 def _prefix_hash(config: VllmConfig, settings: Settings, groups: tuple[CacheGroup, ...]) -> str:
     """Return the hash of cached blocks if this engine can lend them (``return_kv``); raises ``SettingsError``.
 
-    Refused is what was not tried, groups that do not keep all tokens and drafts among it. In push, workers stage what
-    they write, and nothing that is read.
+    With ``auto`` an engine that cannot starts without. Refused is what was not tried, groups that do not keep all
+    tokens and drafts among it. In push, workers stage what they write, and nothing that is read.
     """
     if not settings.return_kv:
         return ""
     transfer = config.kv_transfer_config
-    if not (transfer.is_kv_producer and transfer.is_kv_consumer):
-        raise SettingsError(f"return_kv is on and kv_role is {transfer.kv_role}; it must be kv_both")
     reasons = {
+        f"kv_role is {transfer.kv_role}, not kv_both": not (transfer.is_kv_producer and transfer.is_kv_consumer),
         "the model has several KV cache groups": len(groups) != 1,
         "its layers do not keep all tokens": any(group.state or group.frees_early for group in groups),
         "speculative decoding is on": config.speculative_config is not None,
@@ -137,6 +138,9 @@ def _prefix_hash(config: VllmConfig, settings: Settings, groups: tuple[CacheGrou
         "KV is pushed through host memory": settings.mode is Mode.PUSH and _is_staged_here(config, settings),
     }
     for reason, holds in reasons.items():
+        if holds and settings.return_kv == AUTO:
+            logger.info("pdrelay: KV of answers does not go back here (return_kv is auto): %s", reason)
+            return ""
         if holds:
             raise SettingsError(f"return_kv is on and {reason}; switch return_kv off")
     return str(config.cache_config.prefix_caching_hash_algo)

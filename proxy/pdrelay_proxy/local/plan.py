@@ -35,6 +35,7 @@ class LocalPlan:
     connector: Connector = Connector.PDRELAY
     mode: EngineMode = EngineMode.PULL
     return_kv: bool = False  # prefill engines read KV of earlier answers from decode engines
+    reuse_kv: bool = False  # the router uses the KV that engines have, and ours offer all that they can
     port: int = 8000  # of the router
     prefill_port: int = 8100  # of the first prefill engine
     decode_port: int = 8200  # of the first decode engine
@@ -77,6 +78,22 @@ class LocalPlan:
         """Where engines that tell of their caches have their sockets."""
         return self.home / "kv-events"
 
+    @property
+    def tells_events(self) -> bool:
+        """Whether engines tell what they have cached: our connector brings the route for it."""
+        return self.kv_events or (self.reuse_kv and self._has_ours)
+
+    @property
+    def _has_ours(self) -> bool:
+        return self.connector is Connector.PDRELAY and self.kind is EngineKind.VLLM
+
+    @property
+    def _returned_kv(self) -> dict[str, object]:
+        """What the connector is told: an engine that cannot return KV starts without, unless that was asked for."""
+        if self.return_kv:
+            return {"return_kv": True}
+        return {"return_kv": "auto"} if self.reuse_kv and self._has_ours else {}
+
     def engines(self) -> tuple[EngineSpec, ...]:
         """Return all engines, prefill first; their names are those that the router gives them."""
         kinds = ((Role.PREFILL, self.prefill, self.prefill_port), (Role.DECODE, self.decode, self.decode_port))
@@ -94,9 +111,9 @@ class LocalPlan:
                 connector=self.connector,
                 mode=self.mode,
                 side_channel_port=self.side_channel_port + number,
-                extra_connector_config={"return_kv": True} if self.return_kv else {},
+                extra_connector_config=self._returned_kv,
                 cache_dir=self.home / "cache",
-                kv_events=self.kv_events_dir if self.kv_events else None,
+                kv_events=self.kv_events_dir if self.tells_events else None,
                 timelines=self.connector is Connector.PDRELAY,
                 dtype=self.dtype,
                 extra_args=self.engine_args,
@@ -137,6 +154,9 @@ def router_command(plan: LocalPlan, inherited: Mapping[str, str]) -> Command:
         argv += ["--admin-port", str(plan.admin_port)]
     if plan.has_own_key:
         argv += ["--admin-key-file", str(plan.key_file)]
+    if plan.reuse_kv:
+        argv += ["--reuse-kv", "true"]
+        return Command("router", argv, inherited, f"{plan.router_url}/health")
     if plan.kv_events:
         argv += ["--kv-events", "auto"]
     if plan.return_kv:

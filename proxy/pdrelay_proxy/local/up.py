@@ -52,6 +52,11 @@ MOVING = {
     EngineMode.PUSH: "prefill pushes the KV cache (--kv-transfer-mode push)",
     EngineMode.AUTO: "the router says for each request who moves the KV cache (--kv-transfer-mode auto)",
 }
+_MOVERS = {  # who counts what moves
+    EngineMode.PULL: (Role.DECODE,),
+    EngineMode.PUSH: (Role.PREFILL,),
+    EngineMode.AUTO: (Role.PREFILL, Role.DECODE),
+}
 _DEFAULT = LocalPlan()
 
 
@@ -82,8 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine", choices=engines, default=str(_DEFAULT.kind), help=kind)
     add("--connector", choices=connectors, default=str(_DEFAULT.connector), help=ours)
     said = "pull: decode engines read the KV cache; push: prefill engines write it; auto: the router chooses "
-    said += "(default: %(default)s)"
-    add("--kv-transfer-mode", dest="mode", choices=modes, default=str(_DEFAULT.mode), help=said)
+    said += "(default: auto with our connector and --reuse-kv, else pull)"
+    add("--kv-transfer-mode", dest="mode", choices=modes, help=said)
+    said = "engines tell what they have cached and return the KV of answers, and the router uses all of it "
+    said += "(default: true)"
+    add("--reuse-kv", choices=["true", "false"], default="true", help=said)
     add("--return-kv", action="store_true", help="prefill engines read the KV of earlier answers (our connector, pull)")
     for flag, default, owner in (
         ("--port", _DEFAULT.port, "the router"),
@@ -114,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
     plan = LocalPlan(
         kind=EngineKind(args.engine),
         connector=Connector(args.connector),
-        mode=EngineMode(args.mode),
+        mode=EngineMode(args.mode or _usual_mode(args)),
+        reuse_kv=args.reuse_kv == "true",
         return_kv=args.return_kv,
         model=named_folder(args.model or (TINY_NAME if args.engine == EngineKind.SIM else None)),
         dtype=preflight.safe_dtype(),
@@ -139,6 +148,12 @@ def run(args: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
+def _usual_mode(args: argparse.Namespace) -> EngineMode:
+    """Return what pays where engines offer it: the router measures which way is faster, for each pair."""
+    is_ours = args.engine == EngineKind.VLLM and args.connector == Connector.PDRELAY
+    return EngineMode.AUTO if is_ours and args.reuse_kv == "true" else EngineMode.PULL
+
+
 def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) -> int:
     engines, moving = f"{plan.prefill} prefill and {plan.decode} decode", MOVING[plan.mode]
     if plan.kind is EngineKind.SIM:
@@ -161,8 +176,7 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) 
     with open_fleet(plan.log_dir, grace_s=GRACE_S) as fleet:
         try:
             _start(plan, fleet, screen, ready_timeout_s)
-            mover = Role.PREFILL if plan.mode == EngineMode.PUSH else Role.DECODE  # it knows how much it moves
-            movers = [f"http://{address}" for address in plan.addresses(mover)]
+            movers = [f"http://{address}" for role in _MOVERS[plan.mode] for address in plan.addresses(role)]
             answer = first_request.ask(plan.router_url, movers, plan.served_name)
             _show(answer, plan, screen)
             if not once:
@@ -194,7 +208,7 @@ def _prepare_model(model: Path, screen: Screen) -> Path:
 
 def make_home(plan: LocalPlan) -> None:
     """Make the folder of logs, caches, sockets and the model, for this user alone."""
-    for folder in (plan.home, plan.kv_events_dir) if plan.kv_events else (plan.home,):
+    for folder in (plan.home, plan.kv_events_dir) if plan.tells_events else (plan.home,):
         make_directory(folder)
         folder.chmod(DIRECTORY)
 

@@ -142,13 +142,14 @@ FULL = (CacheGroup(16),)
 @pytest.mark.parametrize("mode", Mode)
 def test_an_engine_that_returns_kv_knows_its_hash(mode):
     assert _prefix_hash(returning(), Settings(return_kv=True, mode=mode), FULL) == "sha256"
+    assert _prefix_hash(returning(), Settings(return_kv="auto", mode=mode), FULL) == "sha256"
     assert _prefix_hash(returning(), Settings(), FULL) == ""
 
 
 @pytest.mark.parametrize(
     ("transfer", "choices", "groups", "reason"),
     [
-        ({"is_kv_producer": False, "kv_role": "kv_consumer"}, {}, FULL, "kv_role is kv_consumer; it must be kv_both"),
+        ({"is_kv_producer": False, "kv_role": "kv_consumer"}, {}, FULL, "kv_role is kv_consumer, not kv_both"),
         ({}, {}, (*FULL, *FULL), "the model has several KV cache groups"),
         ({}, {}, (CacheGroup(16, window=64),), "its layers do not keep all tokens"),
         ({}, {}, (CacheGroup(16, state="x"),), "its layers do not keep all tokens"),
@@ -160,6 +161,7 @@ def test_what_was_not_tried_with_return_kv_is_refused(transfer, choices, groups,
     """A window or a state that is read for the wrong token is a wrong text with status 200."""
     with pytest.raises(SettingsError, match=reason):
         _prefix_hash(returning(**transfer), Settings(return_kv=True, **choices), groups)
+    assert _prefix_hash(returning(**transfer), Settings(return_kv="auto", **choices), groups) == ""  # it starts without
 
 
 def test_drafts_and_engines_without_a_prefix_cache_are_refused():

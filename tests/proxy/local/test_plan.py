@@ -115,6 +115,22 @@ def test_a_plan_that_returns_kv_sets_both_sides():
     assert "--return-kv" not in router_command(LocalPlan(), {}).argv
 
 
+def test_engines_offer_what_the_router_uses():
+    """Ours tell of their caches and return KV where they can; others are served without, and simulated ones too."""
+    ours, others, pretended = (
+        LocalPlan(reuse_kv=True, **more) for more in ({}, {"connector": Connector.NIXL}, {"kind": EngineKind.SIM})
+    )
+
+    assert {spec.kv_events for spec in ours.engines()} == {Path(".pdrelay/kv-events")}
+    assert all(spec.extra_connector_config == {"return_kv": "auto"} for spec in ours.engines())
+    assert {spec.kv_events for plan in (others, pretended) for spec in plan.engines()} == {None}
+    assert not any(spec.extra_connector_config for plan in (others, pretended) for spec in plan.engines())
+    for plan in (ours, others, pretended):
+        assert router_command(plan, {}).argv[-2:] == ["--reuse-kv", "true"]
+    asked_for = LocalPlan(reuse_kv=True, return_kv=True).engines()
+    assert all(spec.extra_connector_config == {"return_kv": True} for spec in asked_for)  # it is refused, if it cannot
+
+
 def test_options_for_engines_go_to_all_of_them_and_not_to_the_router():
     """Tools need a parser on both sides: either engine may answer alone."""
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")

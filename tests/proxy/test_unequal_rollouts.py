@@ -1,6 +1,6 @@
 """Rollouts of 4P/16D and 16P/4D while clients ask: a whole router in memory, and simulated engines.
 
-core/routing/test_unequal_rollout.py has the same for all policies, and how it was when P was chosen first.
+core/routing/test_share_bound.py has the bound of every policy.
 """
 
 import asyncio

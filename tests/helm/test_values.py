@@ -381,6 +381,7 @@ def test_engines_that_need_no_model_hub_may_be_kept_from_it(values):
 
 
 @pytest.mark.parametrize(("values", "sentence"), CONTRADICTIONS, ids=lambda one: str(one)[:60])
+@pytest.mark.slow  # a hundred renderings; make test-helm has them
 def test_values_that_contradict_each_other_are_refused_in_a_sentence(values, sentence):
     """Each would be a pod that never starts, a lost request, or a hole."""
     with pytest.raises(Refused) as refusal:

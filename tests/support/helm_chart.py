@@ -39,17 +39,21 @@ class Chart:
     folder: Path = CHART
     least: Mapping[str, object] = field(default_factory=lambda: LEAST, hash=False)
 
-    def render(self, values=None, *, ci=None, helm="helm4", release="r", namespace="ns"):
+    def render(self, values=None, **more):
         """Return the objects; Refused if there are none."""
-        return yaml.load_all(self.text(values, ci=ci, helm=helm, release=release, namespace=namespace), LOADER)
+        return yaml.load_all(self.text(values, **more), LOADER)
 
     def objects(self, values=None, **more):
         """Return the objects; what was drawn at random reads DRAWN, so that two renderings can be compared."""
-        return [_drawn(one) if one["kind"] == "Secret" else one for one in self.render(values, **more) if one]
-
-    def text(self, values=None, *, ci=None, helm="helm4", release="r", namespace="ns"):
         render = _render_once if self.folder == CHART else _render
-        return render(self.folder, json.dumps(dict(self.least)), json.dumps(values or {}), ci, helm, release, namespace)
+        found = yaml.load_all(render(*self._order(values, **more)), LOADER)
+        return [_drawn(one) if one["kind"] == "Secret" else one for one in found if one]
+
+    def text(self, values=None, **more):
+        return _render(*self._order(values, **more))
+
+    def _order(self, values=None, *, ci=None, helm="helm4", release="r", namespace="ns"):
+        return self.folder, json.dumps(dict(self.least)), json.dumps(values or {}), ci, helm, release, namespace
 
     def lint(self, *, ci=None, helm="helm4"):
         return run(helm, "lint", "--strict", str(self.folder), *(["-f", str(ci)] if ci else []))

@@ -20,7 +20,7 @@ CALM = 160  # requests between two steps: ten for each engine of the larger pool
 EVERY = 4  # pods that have gone until there is a calm
 MOST = 1.5  # times its fair share that an engine may get
 WORK = 2.5  # times the same that a D does where prompts that it computes alone count as requests do
-EACH, BEYOND = 1.45, 8  # what session and prefix keep to with so few requests: docs/rollouts.md
+EACH, BEYOND = 1.45, 8  # what session and prefix keep to with so few requests: docs/instances.md
 
 
 async def _change(client, verb, body):

@@ -1,7 +1,7 @@
 """The edge's tests with the oldest and the newest libraries that pyproject.toml allows, in environments of their own.
 
-``python -P tests/support/bounds.py`` tries both and writes docs/versions.md; with ``--try uvicorn==0.60.0`` it tries
-these instead of the newest, and writes nothing.
+``python -P tests/support/bounds.py`` tries both and writes a part of docs/releasing.md; with
+``--try uvicorn==0.60.0`` it tries these instead of the newest, and writes nothing.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / ".pdrelay/bounds"
-RESULT = ROOT / "docs/versions.md"
+RESULT = ROOT / "docs/releasing.md"
 SHOWN = ("uvicorn", "httptools", "fastapi", "starlette", "pydantic", "httpx")
 TESTS = ("tests/proxy/api", "tests/proxy/test_endpoints.py", "tests/proxy/test_clients_that_do_not_read.py")
 TOOLS = (
@@ -73,11 +73,10 @@ def tried(name, wanted):
 
 
 def written(results):
-    """Return the document."""
+    """Return the part of the page between its two headings."""
     rows = [[one, *(found[one] for _, (found, _, _) in results)] for one in SHOWN]
     rows.append(["tests", *(last for _, (_, last, _) in results)])
     lines = [
-        "# Versions of libraries",
         "",
         "The edge derives from classes of uvicorn that are no public interface. So `pyproject.toml` bounds uvicorn and",
         "httptools from both sides, and `make test-bounds` runs the edge's tests with the oldest and the newest",
@@ -108,8 +107,9 @@ def main():
     results = [("oldest", tried("oldest", oldest(requirements()))), ("newest", tried("newest", requirements()))]
     if not all(passed for _, (_, _, passed) in results):
         return 1
-    _, heading, others = RESULT.read_text().partition("\n## vLLM\n")
-    RESULT.write_text(written(results) + heading + others)
+    before, heading, others = RESULT.read_text().partition("\n## Library versions\n")
+    _, next_heading, rest = others.partition("\n### vLLM\n")
+    RESULT.write_text(before + heading + written(results) + next_heading + rest)
     return 0
 
 

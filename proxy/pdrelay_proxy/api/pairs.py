@@ -1,4 +1,4 @@
-"""``GET /pairs``: what was seen of the pairs of engines, for operators (docs/pairs.md)."""
+"""``GET /pairs``: what was seen of the pairs of engines, for operators (docs/faults.md)."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice

@@ -207,7 +207,7 @@ class ExplainResponse(BaseModel):
         "a prefill engine (split), because its streams would wait for too long"
     )
     resting_pairs: list[RestingPair] = Field(
-        description="Pairs that get no requests because their transfers fail (docs/pairs.md), at most 20"
+        description="Pairs that get no requests because their transfers fail (docs/faults.md), at most 20"
     )
     expected_ms: dict[str, float] | None = Field(
         description="Milliseconds that the request is expected to wait for its first token, by term (expected_ttft)"

@@ -1,4 +1,4 @@
-"""``pdrelay pairs``: which prefill and decode engines have met, and which cannot (docs/pairs.md)."""
+"""``pdrelay pairs``: which prefill and decode engines have met, and which cannot (docs/faults.md)."""
 
 import argparse
 import json

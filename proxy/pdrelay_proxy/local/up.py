@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="DIR", help=said)
     said = "seconds that an engine which starts may write nothing to its log (default: %(default)g)"
     add("--ready-timeout", type=_timeout, default=READY_TIMEOUT_S, metavar="S", help=said)
-    said = "engines tell the router what they have cached (docs/kv-events-router.md)"
+    said = "engines tell the router what they have cached (docs/kv-events.md)"
     add("--kv-events", action="store_true", help=said)
     add("--once", action="store_true", help="send one request, show the answer and stop")
     parser.usage = "pdrelay up [OPTION]... [-- OPTION_OF_VLLM...]"

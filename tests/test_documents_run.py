@@ -1,11 +1,14 @@
 """What the documents tell people to type works: commands are parsed or run, requests sent, snippets and files read."""
 
 import argparse
+import ast
 import contextlib
 import io
 import itertools
 import json
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import httpx
@@ -13,7 +16,8 @@ import pytest
 
 from pdrelay_connector.settings import read_settings, remarks
 from pdrelay_proxy.app import build
-from pdrelay_proxy.cli import build_parser
+from pdrelay_proxy.cli import build_parser, main
+from pdrelay_proxy.core.routing.policy_parts import PolicyParts
 from pdrelay_proxy.options import serve_settings
 from pdrelay_proxy.settings import Settings
 from support.certificates import Authority
@@ -25,6 +29,7 @@ pytestmark = pytest.mark.processes
 
 KEY = "of-a-client-0123456789"
 MODEL = "qwen3-8b"  # of docs/kubernetes.md
+TLS = {"--ca", "--pin"}
 PLACES = {  # what stands for a word of one's own, and such a word; others are in the fixture `fleet`
     "URL": "http://p:8100", "N": "2", "S": "5", "ID": "decode-0", "NAME": "name", "TRACE": "trace.jsonl",
     "SECONDS:RATE:PROMPT:OUTPUT": "60:1:100:10", "file:": "file:f", "$@": "list",
@@ -143,12 +148,60 @@ def fleet(tmp_path, monkeypatch):
         }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "found", [one for one in _complete("instances", "pairs", "why") if TLS.isdisjoint(one)], ids=_id
+)
+def test_a_command_that_asks_a_router_is_done(found, fleet, capsys):
+    """Against simulated engines. Those that trust a certificate are only parsed here: test_instances.py runs them."""
+    name, *arguments = (fleet.get(word, PLACES.get(word, word)) for word in found)
+    arguments = [re.sub("^pdrelay-[0-9a-f]{32}$", fleet["NAME"], word) for word in arguments]
+
+    code = main([name, "--router", fleet["router"], *arguments])
+
+    assert (code, capsys.readouterr().err) == (0, "")
+
+
 CURL = argparse.ArgumentParser()
 CURL.add_argument("-H", dest="headers", action="append", default=[])
 CURL.add_argument("-d", dest="data")
 for letter in "siNk":
     CURL.add_argument(f"-{letter}", action="store_true")
 CURL.add_argument("url")
+
+
+def _requests():
+    for page in PAGES:
+        text = page.read_text()
+        for line in (*block_lines(text), *spans(text)):
+            if line.startswith("curl -") and "http" in line.replace("localhost:", "http:"):
+                yield pytest.param(line, id=f"{page.relative_to(ROOT)}: {line[:40]}")
+
+
+@pytest.mark.parametrize("line", [*_requests()])
+def test_a_request_is_answered(line, fleet):
+    """With 200, by a router whose clients need a key, or by an engine, whose route /v1/pdrelay/kv_events is."""
+    line = line.replace("$KEY", KEY).replace("$ADMIN_API_KEY", "sesame").partition(" | ")[0]
+    for written, here in fleet.items():
+        line = line.replace(written, here)
+    args = CURL.parse_args(shlex.split(line)[1:])
+    path = httpx.URL(args.url if "://" in args.url else f"http://{args.url}").path
+    headers = dict(header.split(": ") for header in args.headers)
+    if not headers:  # the page says where it needs a key
+        headers["X-Api-Key"] = KEY
+    at = fleet["HOST:PORT"] if path == "/v1/pdrelay/kv_events" else fleet["router"]
+
+    with httpx.stream("POST" if args.data else "GET", f"http://{at}{path}", headers=headers, content=args.data) as got:
+        assert got.status_code == 200
+        if args.i:  # the page has readers look at it
+            assert re.search("prefill;.*decode;", got.headers["server-timing"])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text(), "sh")], ids=lambda page: page.name)
+def test_a_shell_block_is_shell(page):
+    """Quotes and continued lines included."""
+    for block in blocks(page.read_text(), "sh"):
+        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def _configurations():
@@ -171,3 +224,18 @@ def test_a_configuration_of_the_connector_is_one(text):
     extra = config.get("kv_connector_extra_config", {})
     assert read_settings(extra, {})
     assert remarks(extra, {}) == []
+
+
+def test_the_policy_of_ones_own_chooses():
+    """The class is pasted, built of the parts that a router gives, and chooses the engine with the smaller load."""
+    (block,) = blocks((ROOT / "docs/expected-ttft.md").read_text(), "python")
+    namespace = {}
+    exec(compile(ast.parse(block), "docs/expected-ttft.md", "exec"), namespace)
+
+    policy = namespace["MyPolicy"](PolicyParts(load=len, dice=lambda n: 0, turn=0, caches=None))
+    assert policy.copy().one(["bbb", "a", "cc"]) == "a"
+
+
+def test_every_python_block_is_one_of_those_above():
+    """A new one wants its test."""
+    assert [page.name for page in PAGES for _ in blocks(page.read_text(), "python")] == ["expected-ttft.md"]

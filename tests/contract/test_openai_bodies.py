@@ -253,7 +253,7 @@ def test_every_field_has_been_considered(models, api):
     assert not fields - set(bodies_of(api)) - REFUSED
 
 
-@pytest.mark.parametrize("recording", sorted((ROOT / "versions").glob("*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("recording", sorted((ROOT / "tests/versions").glob("*.json")), ids=lambda file: file.stem)
 @pytest.mark.parametrize("api", Api)
 def test_every_field_of_any_known_version_has_been_considered(recording, api):
     """As their sources have them (``tests/contract/test_versions.py``)."""

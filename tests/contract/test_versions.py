@@ -10,7 +10,7 @@ import pytest
 
 from support.vllm_signatures import MEMBERS, ROOT, SHELL, imported, recorded
 
-RECORDINGS = {file.stem: file for file in sorted((ROOT / "versions").glob("*.json"))}
+RECORDINGS = {file.stem: file for file in sorted((ROOT / "tests/versions").glob("*.json"))}
 INSTALLED = Path(find_spec("vllm").origin).parent
 VERSIONS_FILE = SHELL / "vllm_versions.py"
 AGAIN = "python -P tests/support/try_versions.py record [WHEEL]"

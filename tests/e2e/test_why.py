@@ -4,8 +4,10 @@ docs/why.md lists which test puts time into which row.
 """
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
@@ -41,6 +43,7 @@ TOKEN_S = 0.001  # that P takes for each token of a prompt
 SLOW_MS = SLOW_S * 1e3
 WAITING = "vllm:pdrelay_requests_waiting_for_remote_kv"
 RUNNING = "vllm:num_requests_running"
+TOKENS = "vllm:generation_tokens_total"
 LOADING = ("allocate blocks", "order to the worker", "handshake", "read KV", "fence")
 CLIENT_ID = "of-this-test"
 
@@ -357,6 +360,57 @@ def test_200_ms_between_the_router_and_an_engine_show_in_the_row_of_their_half(p
 
     assert ms(found, "", f"{leg} leg") >= SLOW_MS
     assert ms(found, "", "hand over") < SLOW_MS / 2
+
+
+def test_200_ms_of_a_first_event_on_its_way_show_in_its_row(pair):
+    """D has sent the head before it had a token. The answer is kept until D has had one for so long."""
+    side = pair.near
+
+    def try_once(attempt):
+        tokens = metrics(side.spec).get(TOKENS, 0)
+        side.valve.hold(Passing.ANSWER)
+        with ThreadPoolExecutor() as pool:
+            try:
+                asked = pool.submit(ask, side.router, [300 + attempt] * 40)
+                wait_until(lambda: metrics(side.spec)[TOKENS] > tokens, seconds=60, what="D has a token")
+                time.sleep(SLOW_S)
+            finally:
+                side.valve.release()
+            name, waited = asked.result()
+        return timeline(side.router, name, of={"prefill-0", "decode-0"}), waited
+
+    found = check_only_slow(try_once, ("decode", "first event"))
+
+    assert ms(found, "", "decode leg") >= SLOW_MS
+
+
+@only_in_push
+def test_200_ms_of_a_client_that_leaves_before_a_token_show_in_the_row_finish(pair):
+    """Whatever its engine waited for: here D waits for the writes of P, which does not get its leg."""
+    router, valve = pair.near.router, pair.prefill_valve
+
+    def try_once(attempt):
+        name = f"leaves-{attempt}"
+        body = json.dumps({"model": MODEL_NAME, "prompt": [350 + attempt] * 40, "max_tokens": 8}).encode()
+        host, port = router.removeprefix("http://").split(":")
+        valve.hold(Passing.REQUEST)
+        try:
+            began = time.monotonic()
+            with socket.create_connection((host, int(port)), timeout=60) as client:
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+                head += f"X-Request-Id: {name}\r\nContent-Length: {len(body)}\r\n\r\n"
+                client.sendall(head.encode() + body)
+                wait_until(lambda: metrics(pair.near.spec).get(WAITING) == 1, seconds=60, what="D waits for the writes")
+                time.sleep(SLOW_S)
+            waited = (time.monotonic() - began) * 1e3
+            wait_until(lambda: metrics(pair.near.spec).get(WAITING) == 0, seconds=60, what="D has given it up")
+        finally:
+            valve.release()
+        return timeline(router, name, of={"decode-0"}), waited
+
+    found = check_only_slow(try_once, ("decode", "finish"), most_ms=inf)  # it is looked at now and then
+
+    assert found["outcome"] == "client_disconnected"
 
 
 @only_in_push

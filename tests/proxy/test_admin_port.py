@@ -1,13 +1,16 @@
 """The admin port, by its clients: what is at which port, what guards it, and what a flood of the other does to it."""
 
+import json
 import re
 import signal
 import socket
 import ssl
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from support.certificates import Authority
 from support.cluster import free_ports
@@ -114,6 +117,41 @@ def test_engines_join_and_leave_by_the_join_key_and_touch_no_other(tmp_path, wor
     assert [(row["address"], row["state"] in ("draining", "drained")) for row in known] == [("192.0.2.1:80", False)]
 
 
+def test_without_an_admin_port_the_main_one_has_everything(tmp_path):
+    """As before: one port for a laptop, or behind a proxy of one's own."""
+    with fleet() as (_, _, flags):
+        router = RouterProcess(tmp_path / "router.log", *flags)
+        try:
+            router.started()
+            until(lambda: status(router.url, "/health") == 200)
+            found = {path: status(router.url, path, headers=KEY) for path in BOTH | MAIN | ADMIN}
+        finally:
+            router.kill()
+
+    assert set(found.values()) == {200}
+
+
+def test_the_admin_port_answers_for_all_workers(tmp_path):
+    """Whichever of them gets the connection."""
+    with two_ports(tmp_path, workers=2) as (router, _):
+        until(lambda: status(router.url, "/health") == 200)
+        for _ in range(12):
+            with httpx.Client(base_url=router.url, timeout=20) as client:
+                assert client.post(PATH, json=BODY).status_code == 200
+
+        def requests():
+            text = httpx.get(router.admin + "/metrics", timeout=20).text
+            families = {one.name: one for one in text_string_to_metric_families(text)}
+            return sum(
+                sample.value for sample in families["pdrelay_requests"].samples if sample.name.endswith("_total")
+            )
+
+        until(lambda: {requests() for _ in range(6)} == {12})
+        answering = {httpx.get(router.admin + "/stats", timeout=20).json()["worker"] for _ in range(60)}
+
+    assert answering == {0, 1}
+
+
 HOSTILE = {
     "a head without an end": (b"GET /live HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 70_000, 431),
     "a target without an end": (b"GET /" + b"a" * 70_000, 414),
@@ -167,6 +205,22 @@ def test_a_flood_of_the_main_port_leaves_probes_their_answers(tmp_path):
     assert found == [200, 200, 200]
 
 
+def test_one_address_cannot_have_all_connections_of_the_admin_port(tmp_path):
+    """Those of the kubelet come from another one. More than 64 from one are refused."""
+    with two_ports(tmp_path, engines=False) as (router, _), ExitStack() as stack:
+        for _ in range(65):
+            stack.enter_context(RawClient(router.ports[1]))
+        with RawClient(router.ports[1]) as one_more:
+            refused = one_more.send(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n").answer()
+        with RawClient(router.ports[1], address="127.0.0.2") as kubelet:
+            answer = kubelet.send(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n").answer()
+        main = status(router.url, "/ready")
+
+    assert refused.status == 503
+    assert b"max_connections_per_address" in refused.body
+    assert (answer.status, main) == (200, 200)
+
+
 def test_probes_need_no_certificate_where_clients_do(tmp_path):
     """The kubelet has none to show. What shows addresses wants the operator's key there."""
     authority = Authority(tmp_path, "ca")
@@ -211,6 +265,48 @@ def test_the_admin_port_has_a_certificate_of_its_own(tmp_path):
     assert before != after
 
 
+def test_a_process_uses_renewed_certificates_and_keys_without_a_signal(tmp_path):
+    """As the kubelet swaps mounted secrets: cert-manager renews them, and sends no SIGHUP. Both ports, and the keys."""
+    authority = Authority(tmp_path, "ca")
+    trusting = ssl.create_default_context(cafile=authority.own.cert)
+
+    def mount(version, key):
+        (folder := tmp_path / version).mkdir()
+        pair = authority.sign(version)
+        for name, text in {
+            "tls.crt": Path(pair.cert).read_text(), "tls.key": Path(pair.key).read_text(), "keys": f"me:{key}\n",
+        }.items():  # fmt: skip
+            (folder / name).write_text(text)
+        (tmp_path / "next").symlink_to(version)
+        (tmp_path / "next").rename(tmp_path / "mounted")
+
+    def serials(router):
+        found = []
+        for port in router.ports:
+            with (
+                socket.create_connection(("127.0.0.1", port), timeout=20) as plain,
+                trusting.wrap_socket(plain, server_hostname="127.0.0.1") as tls,
+            ):
+                found.append(tls.getpeercert()["serialNumber"])
+        return found
+
+    def asked(router, key):
+        return status(router.url, "/v1/models", verify=trusting, headers={"Authorization": f"Bearer {key}"})
+
+    mount("v1", "sk-old-of-16-chars")
+    cert, key, keys = (str(tmp_path / "mounted" / name) for name in ("tls.crt", "tls.key", "keys"))
+    files = ["--tls-cert", cert, "--tls-key", key, "--admin-tls-cert", cert, "--admin-tls-key", key]
+    with two_ports(tmp_path, *files, "--api-keys-file", keys) as (router, _):
+        before = serials(router), asked(router, "sk-old-of-16-chars"), asked(router, "sk-new-of-16-chars")
+        mount("v2", "sk-new-of-16-chars")
+        until(lambda: router.said.count("changed and was read again") == 3, seconds=60)
+        after = serials(router), asked(router, "sk-old-of-16-chars"), asked(router, "sk-new-of-16-chars")
+
+    assert (before[1:], after[1:]) == ((200, 401), (401, 200))
+    assert len({*before[0], *after[0]}) == 2
+    assert "settings were read again" not in router.said
+
+
 def test_metrics_want_a_key_where_clients_need_one_and_probes_do_not(tmp_path):
     """The port changes nothing about keys."""
     keys = tmp_path / "keys"
@@ -252,7 +348,7 @@ def test_the_document_of_the_admin_port_names_the_paths_of_both(tmp_path):
     assert not {path for path in found if found[path].get("x-pdrelay-main-port")} & (ADMIN | BOTH)
 
 
-@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -281,3 +377,15 @@ def test_two_ports_that_are_one_are_refused(tmp_path):
 
     assert router.child.wait(timeout=60) == 2
     assert f"port and admin_port are both {port}: write two" in router.said
+
+
+def test_an_answer_of_the_admin_port_is_read_over_one_connection(tmp_path):
+    """Prometheus keeps its connection; a second request behind the first one is served after it."""
+    with two_ports(tmp_path) as (router, _), RawClient(router.ports[1]) as client:
+        ask = b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        client.send(ask % b"metrics" + ask % b"live")
+        first, second = client.answer(), client.answer()
+
+    assert first.status == second.status == 200
+    assert b"pdrelay_requests_total" in first.body
+    assert json.loads(second.body) == {"status": "ok"}

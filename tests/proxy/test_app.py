@@ -1,13 +1,15 @@
 """The whole router, from a client's request to its bytes, in front of engines that check every rule of the two legs."""
 
 import json
+import logging
 import re
 
+import httpx
 import pytest
 
 from pdrelay_proxy.app import build
 from pdrelay_proxy.errors import AddressError, AlreadyKnown
-from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from pdrelay_proxy.testing.rules import expected_text
 from support.sim import router, sims
@@ -48,6 +50,21 @@ async def test_two_engines_give_the_text_of_one(path, body, stream, mode):
     assert not violations(engines)
 
 
+async def test_every_pair_serves_and_says_so():
+    """Server-Timing tells a client which two engines made its text, and how long each took."""
+    engines, seen = sims(2, 2), set()
+    async with router(engines) as client:
+        for _ in range(4):
+            response = await client.post(TEXT[0], json=TEXT[1])
+            prefill, decode = response.headers["server-timing"].split(", ")
+            assert float(prefill.partition("dur=")[2]) > 0
+            assert float(decode.partition("dur=")[2]) > 0
+            seen.add((prefill.partition(";dur")[0], decode.partition(";dur")[0]))
+
+    assert seen == {(f'prefill;desc="prefill-{p}"', f'decode;desc="decode-{d}"') for p in (0, 1) for d in (0, 1)}
+    assert not violations(engines)
+
+
 async def test_both_legs_have_one_fresh_id_which_the_client_learns():
     """Engines match the halves of a request by it: a client's own id could match another request's half."""
     engines, ids = sims(), []
@@ -60,7 +77,7 @@ async def test_both_legs_have_one_fresh_id_which_the_client_learns():
     legs = [[entry.headers["x-request-id"] for entry in engines[name].log] for name in ("p0", "d0")]
     assert legs == [ids, ids]
     assert len(set(ids)) == 2
-    assert all(one.startswith("pdrelay-") and len(one) == 40 for one in ids)
+    assert all(one.startswith("pdrelay-") and len(one) == 37 for one in ids)
 
 
 async def test_engines_see_only_what_they_should_of_a_clients_headers():
@@ -80,6 +97,24 @@ async def test_engines_see_only_what_they_should_of_a_clients_headers():
         assert headers["accept-encoding"] == "identity"
 
 
+@pytest.mark.parametrize("named", [{"x-claude-code-session-id": "s"}, {"x-task": "s"}, {"prompt_cache_key": "s"}])
+async def test_a_session_stays_on_its_engines(named):
+    """Whatever its client calls it; explain says the same, and other sessions go elsewhere."""
+    engines, headers = sims(4, 4), {name: value for name, value in named.items() if "-" in name}
+    body = TEXT[1] | {name: value for name, value in named.items() if "-" not in name}
+    chosen = {"prefill_policy": PolicyName.SESSION, "decode_policy": PolicyName.SESSION, "session_names": ("X-Task",)}
+    async with router(engines, Settings(admin_key="a", **chosen)) as client:
+        answers = [await client.post(TEXT[0], json=body, headers=headers) for _ in range(8)]
+        others = [await client.post(TEXT[0], json=TEXT[1] | {"user": f"u{number}"}) for number in range(20)]
+        question = {"path": TEXT[0], "body": body, "headers": headers}
+        said = await client.post("/instances/explain", json=question, headers={"x-api-key": "a"})
+
+    pairs = [tuple(part.partition(";dur")[0] for part in each.headers["server-timing"].split(", ")) for each in answers]
+    assert len(set(pairs)) == 1
+    assert [said.json()[leg] in pairs[0][number] for number, leg in enumerate(("prefill", "decode"))] == [True, True]
+    assert len({each.headers["server-timing"].partition(";dur")[0] for each in others}) > 1
+
+
 async def test_what_cannot_be_split_is_served_by_one_engine():
     """n=2 over a transfer would give a wrong text with status 200."""
     engines = sims(1, 2)
@@ -91,6 +126,16 @@ async def test_what_cannot_be_split_is_served_by_one_engine():
     assert [len(engines[name].log) for name in ("d0", "d1")] == [1, 1]
     single = 'mode;desc="single", reason;desc="n", decode;desc="decode-0";dur='
     assert answers[0].headers["server-timing"].startswith(single)
+
+
+async def test_a_body_reaches_a_single_engine_as_it_was():
+    """There is nothing to add to it, and so nothing is touched."""
+    raw = b'{"prompt":["a","b"],"max_tokens":1,"temperature":0.10,"x":1e400}'
+    engines = sims()
+    async with router(engines) as client:
+        await client.post("/v1/completions", content=raw, headers={"content-type": "application/json; charset=utf-8"})
+
+    assert engines["d0"].log[0].body == raw.decode()
 
 
 @pytest.mark.parametrize("private", ["kv_transfer_params", "ec_transfer_params"])
@@ -166,6 +211,35 @@ async def test_failures_of_an_engine_have_a_status_and_name_the_instance(stream)
         assert ":80" not in response.text
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
+async def test_one_bad_engine_among_good_ones_is_not_noticed(mode, caplog):
+    """Its requests go to the others; header and log tell of it."""
+    caplog.set_level(logging.INFO, "pdrelay.access")
+    for bad in ("p1", "d1"):
+        engines = sims(2, 2, mode=mode)
+        engines[bad].inject(SimulatedFault(FaultKind.STATUS, status=500))
+        async with router(engines) as client:
+            responses = [await client.post(TEXT[0], json=TEXT[1]) for _ in range(4)]
+
+        assert {text_of(response) for response in responses} == {expected_text(TEXT[1])}
+        name = f"{engines[bad].role}-1"
+        assert any(f'retry;desc="{name} http_5xx"' in response.headers["server-timing"] for response in responses)
+        assert f" retries='{name} http_5xx'" in caplog.text
+        assert not violations(engines)
+
+
+async def test_a_stream_that_fails_at_once_is_a_failed_request():
+    """vLLM says 200 and then sends the error as first event: the client gets its status and its words."""
+    engines = sims()
+    engines["d0"].inject(SimulatedFault(FaultKind.ERROR_EVENT, after=0, status=503))
+    async with router(engines) as client:
+        response = await client.post(TEXT[0], json=TEXT[1] | {"stream": True})
+
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "injected"
+    assert response.headers["content-type"] == "application/json"
+
+
 async def test_a_stream_without_its_end_is_not_passed_off_as_complete():
     """The client sees an error event and no [DONE], so that no SDK takes half an answer for all of it."""
     engines = sims()
@@ -185,6 +259,63 @@ async def test_a_stream_without_its_end_is_not_passed_off_as_complete():
     assert "[DONE]\n" not in response.text
 
 
+async def test_a_request_by_an_alias_has_both_legs_and_the_models_first_name():
+    """One model takes the place of another while clients go on saying the old name: docs/cells.md."""
+    (path, body), names = TEXT, ("new", "old", "chat")
+    engines = sims(2, 2, model=names[0], aliases=names[1:])
+    async with router(engines) as client:
+        answers = [await client.post(path, json=body | {"model": name}) for name in names]
+        unknown = await client.post(path, json=body | {"model": "other"})
+        listed = (await client.get("/v1/models")).json()["data"]
+
+    for answer in answers:
+        assert (answer.status_code, answer.json()["model"]) == (200, "new")
+        assert answer.json()["choices"][0]["text"] == expected_text(body)
+        assert re.findall(r"(\w+);desc=", answer.headers["server-timing"]) == ["prefill", "decode"]
+    assert unknown.status_code == 404
+    assert [one["id"] for one in listed] == [*names]
+
+
+async def test_models_come_from_any_engine_that_answers():
+    """Decode engines first, and a dead one is passed over."""
+
+    async def dead(request):
+        raise httpx.ConnectError("refused", request=request)
+
+    dead.takes_legs = False
+    async with router({"d0": dead} | sims(1, 0, model="tiny")) as client:
+        response = await client.get("/v1/models")
+    assert [model["id"] for model in response.json()["data"]] == ["tiny"]
+
+    async with router({"d0": dead}) as client:
+        response = await client.get("/v1/models")
+    assert response.status_code == 503
+    assert response.json()["error"].keys() == ERROR
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/v1/completions"), ("DELETE", "/v1/models"), ("POST", "/health")]
+)
+async def test_a_wrong_method_is_told_in_the_shape_clients_know(method, path):
+    """With the header that says which would be right."""
+    async with router(sims()) as client:
+        response = await client.request(method, path)
+
+    assert response.status_code == 405
+    assert response.headers["allow"]
+    assert response.json()["error"]["type"] == "MethodNotAllowedError"
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/responses/resp_1", "/redoc"])
+async def test_what_is_not_there_is_told_in_the_shape_clients_know(path):
+    """Also what FastAPI alone would serve, from a CDN."""
+    async with router(sims()) as client:
+        response = await client.post(path)
+
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == 404
+
+
 async def test_without_engines_there_is_a_sentence_and_not_a_crash():
     """A fresh cluster answers politely, and says what is missing."""
     async with router({}) as client:
@@ -198,6 +329,35 @@ async def test_without_engines_there_is_a_sentence_and_not_a_crash():
     assert split.json()["error"]["message"] == "the router knows no decode instance"
     assert health.json()["error"]["message"] == "the router knows no prefill instance"
     assert no_prefill.json()["error"]["message"] == "the router knows no prefill instance"
+
+
+async def test_every_request_leaves_one_line(caplog):
+    """Ids, engines, reason, status and time; never a body or a key."""
+    caplog.set_level(logging.INFO, "pdrelay_proxy")
+    caplog.set_level(logging.INFO, "pdrelay.access")
+    engines = sims()
+    async with router(engines, Settings(health_check_interval_s=0.0)) as client:  # probes have lines of their own
+        secret = {"headers": {"authorization": "Bearer secret"}}
+        ids = [
+            (await client.post(TEXT[0], json=TEXT[1], **secret)).headers["x-request-id"],
+            (await client.post(TEXT[0], json=TEXT[1] | {"n": 2}, **secret)).headers["x-request-id"],
+            (await client.post(TEXT[0], content=b"secret", headers=JSON | secret["headers"])).headers["x-request-id"],
+        ]
+
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("pdrelay")]
+    assert lines[:2] == ["prefill-0 is at http://p0:80", "decode-0 is at http://d0:80"]
+    split, single, bad = [record.getMessage() for record in caplog.records if record.name == "pdrelay.access"]
+    assert split.startswith(
+        f"request_id={ids[0]} path=/v1/completions prefill=prefill-0 decode=decode-0 status=200 duration_ms="
+    )
+    assert single.startswith(
+        f"request_id={ids[1]} path=/v1/completions prefill=- decode=decode-0 status=200 duration_ms="
+    )
+    assert single.endswith(" single_reason='n'")
+    assert bad.startswith(f"request_id={ids[2]} path=/v1/completions prefill=- decode=- status=400 duration_ms=")
+    assert " error=" in bad
+    assert "once upon" not in caplog.text
+    assert "secret" not in "".join(lines)
 
 
 @pytest.mark.parametrize(("addresses", "error"), [(("nowhere",), AddressError), (("a:1", "http://a:1"), AlreadyKnown)])

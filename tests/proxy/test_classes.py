@@ -10,7 +10,7 @@ from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.settings import PolicyName, Settings
-from pdrelay_proxy.testing.engine import Sim
+from pdrelay_proxy.testing.engine import FaultKind, Sim, SimulatedFault
 from support.clock import Clock
 from support.sim import InMemory, router, sims, until_async
 
@@ -118,6 +118,40 @@ async def test_the_class_is_that_of_the_key_or_of_the_header(keys):
     assert "x-request-class" not in sent
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("x-request-class", "batch"), ("x-request-class", "strict")],
+        [("x-request-class", "batch, strict")],
+        [("x-request-class", "")],
+        [("x-request-class", "a" * 4000)],
+        [("x-request-class", "\xff\x00"[:1])],
+        [("X-REQUEST-CLASS", "chat ; rank=0")],
+        [("x-request-class", "%62atch")],
+    ],
+)
+async def test_hostile_headers(headers):
+    """Each is refused, in a short sentence that repeats nothing odd; none is served in some class."""
+    engines = sims(1, 1)
+    async with router(engines, QUIET) as client:
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+        answer = await client.post(Api.CHAT, json=body(), headers=[*raw, (b"content-type", b"application/json")])
+
+    assert answer.status_code in (400, 403)
+    assert len(answer.json()["error"]["message"]) < 200
+    assert not engines["p0"].log
+
+
+async def test_without_classes_the_header_means_nothing():
+    """As before there were any."""
+    async with router(sims(1, 1), Settings(health_check_interval_s=0.0)) as client:
+        answer = await ask(client, name="gold")
+        outcomes, waiting = await counted(client)
+
+    assert answer.status_code == 200
+    assert (outcomes, waiting) == ({}, {})
+
+
 async def test_a_strict_class_is_refused_what_it_would_miss():
     """With 503, when to try again, and the numbers; what can still meet its target is served."""
     clock = Clock()
@@ -167,6 +201,22 @@ async def test_batch_waits_where_it_can_be_passed(policy):
     assert none["batch"] == 0
 
 
+async def test_without_classes_chats_wait_behind_batch():
+    """What the test before is about: the same requests, in the order in which they came."""
+    clock = Clock()
+    engines = {"p0": SerialSim("prefill", clock, 0.1), "d0": Sim("decode")}
+    began = clock.now
+    async with router(engines, Settings(health_check_interval_s=0.0), clock) as client:
+        batch = [asyncio.ensure_future(ask(client, number + 10)) for number in range(10)]
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        await _while_time_passes(clock, ask(client, 100))
+        first = clock.now - began
+        await _while_time_passes(clock, *batch)
+
+    assert first > 0.5
+
+
 async def test_the_status_page_has_the_share_within_targets():
     """Of the last five minutes, and what waits; a class without a target has no share."""
     async with router(sims(1, 1), QUIET) as client:
@@ -200,6 +250,78 @@ async def test_what_is_refused_is_in_the_log_and_in_the_metrics(caplog):
     assert 'pdrelay_requests_refused_total{reason="class_target"} 1.0' in metrics
     line = next(record.getMessage() for record in caplog.records if "class='strict" in record.getMessage())
     assert re.search(r"class='strict refused, first token expected in \d+ ms'", line)
+
+
+async def test_a_request_that_fails_is_neither_met_nor_missed():
+    """An engine's fault is no matter of admission."""
+    engines = sims(1, 1)
+    async with router(engines, replace(QUIET, retries=0)) as client:
+        engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=500))
+        assert (await ask(client)).status_code == 500
+        outcomes, _ = await counted(client)
+
+    assert outcomes == {("chat", "failed"): 1}
+
+
+async def test_an_answer_that_is_no_stream_shows_no_time():
+    """So it is neither within its targets nor beyond them."""
+    async with router(sims(1, 1), QUIET) as client:
+        assert (await ask(client, streams=False)).status_code == 200
+        outcomes, _ = await counted(client)
+
+    assert outcomes == {("chat", "unmeasured"): 1}
+
+
+async def test_a_client_that_does_not_want_to_wait():
+    """It leaves the queue, and nobody else has to wait for it."""
+    clock = Clock()
+    engines = {"p0": SerialSim("prefill", clock, 0.3), "d0": Sim("decode")}
+    async with router(engines, QUIET, clock) as client:
+        await learn(client, clock)
+        under_way = [asyncio.ensure_future(ask(client, number + 10, "batch")) for number in range(4)]
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert (await counted(client))[1]["batch"] >= 2
+        under_way[-1].cancel()
+        await asyncio.gather(under_way[-1], return_exceptions=True)
+        await _while_time_passes(clock, *under_way[:-1])
+        outcomes, waiting = await counted(client)
+
+    assert outcomes["batch", "disconnected"] == 1
+    assert waiting["batch"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "alice:a-key-of-16-chars class=gold",
+            "gives alice the class gold, which is not a class: write chat, strict or batch",
+        ),
+        ("alice:a-key-of-16-chars class=", "line 1, is not a key: write name:key .*class=NAME,NAME"),
+        ("alice:a-key-of-16-chars class=chat class=batch", "line 1, is not a key"),
+        (
+            "alice:a-key-of-16-chars class=chat\nalice:b-key-of-16-chars",
+            "line 2, gives alice other classes: write the same on each",
+        ),
+    ],
+)
+def test_a_wrong_file_of_keys(tmp_path, text, says):
+    """Found at start."""
+    path = tmp_path / "keys.txt"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=says):
+        build(replace(QUIET, api_keys_file=str(path)))
+
+
+def test_keys_with_classes_where_there_are_none(tmp_path):
+    """Somebody expects targets to be kept."""
+    path = tmp_path / "keys.txt"
+    path.write_text("alice:a-key-of-16-chars class=gold")
+
+    with pytest.raises(ConfigError, match="gives alice the class gold, and the settings have no classes"):
+        build(Settings(api_keys_file=str(path)))
 
 
 async def test_classes_are_read_again():

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -18,6 +19,13 @@ pytestmark = pytest.mark.processes
 
 def settings_of(*argv):
     return serve_settings(build_parser(["serve"]).parse_args(["serve", *argv]))
+
+
+def test_the_defaults_are_those_of_the_settings(monkeypatch):
+    """There is one place where they are written."""
+    monkeypatch.delenv("ADMIN_API_KEY", raising=False)
+
+    assert settings_of() == Settings()
 
 
 def test_every_flag_arrives(monkeypatch):
@@ -219,6 +227,55 @@ def test_a_router_that_only_its_file_can_give_engines_says_so(caplog):
     assert [one.message for one in caplog.records] == [
         "there are no engines, and requests get 503: write prefill and decode into pdrelay.toml and send SIGHUP"
     ]
+
+
+def test_up_is_loaded_only_when_it_is_asked_for(monkeypatch):
+    """It brings libraries that a router does not need."""
+    module = types.ModuleType("pdrelay_proxy.local.up")
+
+    def add_arguments(parser):
+        parser.add_argument("--engine")
+        parser.set_defaults(run=lambda args: 7 if args.engine == "sim" else 1)
+
+    module.add_arguments = add_arguments
+
+    assert main_with(monkeypatch, None, ["serve", "--decode", "a:1", "b:1", "--port", "x"]) == 2
+    assert main_with(monkeypatch, module, ["up", "--engine", "sim"]) == 7
+
+
+def main_with(monkeypatch, module, argv):
+    """Run with this module in the place of ``up``; None makes importing it fail."""
+    import pdrelay_proxy.local
+
+    monkeypatch.setitem(sys.modules, "pdrelay_proxy.local.up", module)
+    monkeypatch.setattr(pdrelay_proxy.local, "up", module, raising=False)
+    if module is None:
+        monkeypatch.delattr(pdrelay_proxy.local, "up")
+    try:
+        return main(argv)
+    except SystemExit as done:
+        return done.code
+
+
+def test_help_begins_with_what_most_routers_need(capsys):
+    """Eleven flags; the rest by concern, each with its default and unit."""
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    parts = re.split(r"(?m)^(\S.*):$", shown)
+    first = re.findall(r"(?m)^  (--[\w-]+)", parts[4])
+
+    assert parts[3] == "what most routers need"
+    assert len(first) == 11
+    assert {"--prefill", "--decode", "--config"} < {*first}
+    assert parts[5::2] == [
+        "engines, and how a request is split between them", "health of engines", "roles of engines", "retries",
+        "admission and limits", "timeouts", "security", "admin port", "logs, metrics and traces", "workers",
+        "Kubernetes",
+    ]  # fmt: skip
+    assert "(default: 16 MiB)" in shown
+    assert "(default: 5 s)" in shown
+    assert "ADMIN_API_KEY" in shown
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from pdrelay_proxy import listeners
 from pdrelay_proxy.api.clients import Clients
 from pdrelay_proxy.api.endpoint_protocol import endpoint_protocol
 from pdrelay_proxy.app import build
@@ -123,6 +124,13 @@ def test_a_client_that_reads_slowly_gets_everything(options):
     found = next((seen for _ in range(5) if (seen := run(scene(), seconds=30)) is not None), None)
 
     assert found is True
+
+
+def test_the_limit_is_an_option():
+    """Some clients are on slow lines."""
+    settings = Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",), client_write_timeout_s=7.0)
+
+    assert listeners.main_config(build(settings), settings).http.write_timeout_s == 7.0
 
 
 async def flood(scope, receive, send):

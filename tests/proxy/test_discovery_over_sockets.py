@@ -114,6 +114,51 @@ def _another():
     return "http://" + stack.enter_context(serving(build(OPEN).app)), stack.close
 
 
+async def test_a_pod_is_not_removed_by_hand_and_what_was_added_by_hand_is(account, monkeypatch):
+    """A pod would be back at once: the router says so instead of pretending."""
+    async with cluster(account, monkeypatch) as (_, _, _, client):
+        rows = await until_rows(client, lambda rows: len(rows) == 2)
+        refused = await client.post("/instances/remove", headers=KEY, json={"id": rows[0]["id"]})
+        assert (refused.status_code, "delete the pod" in refused.text) == (409, True)
+
+        with serving(sims(0, 1)["d0"]) as address:
+            wanted = {"type": "decode", "instance": address}
+            assert (await client.post("/instances/add", headers=KEY, json=wanted)).status_code == 200
+            rows = await rows_of(client, "")
+            assert [row["source"] for row in rows] == ["pods", "pods", "store"]
+            again = await client.post("/instances/add", headers=KEY, json=wanted)
+            assert (again.status_code, again.json()) == (400, {"detail": "Instance already exists."})
+            await client.post("/instances/drain", headers=KEY, json=wanted)
+            await until_rows(client, lambda rows: rows[-1]["state"] == "drained")
+            await client.post("/instances/undrain", headers=KEY, json=wanted)
+            await until_rows(client, lambda rows: rows[-1]["state"] == "healthy")
+            assert (await client.post("/instances/remove", headers=KEY, json=wanted)).status_code == 200
+            assert len(await rows_of(client, "")) == 2
+
+
+async def test_the_last_view_serves_while_the_api_is_away_and_its_age_is_shown(account, monkeypatch):
+    """An API server that restarts stops no request; an alert can see that the view grows old."""
+    async with cluster(account, monkeypatch) as (api, _, at, client):
+        await until_rows(client, lambda rows: len(rows) == 2)
+        port = api.port
+        await api.stop()
+        await asyncio.sleep(1.2)
+        await ask(client)
+        numbers = (await client.get("/metrics")).text
+        assert 'pdrelay_discovery_synced{source="pods"} 1.0' in numbers
+        assert _number(numbers, 'pdrelay_discovery_age_seconds{source="pods"}') > 1
+        assert _number(numbers, 'pdrelay_discovery_age_seconds{source="store"}') < 5
+        assert _number(numbers, 'pdrelay_discovery_engines{source="pods"}') == 2
+
+        api.delete("pods", "d0")
+        await api.start(port)
+        await until_rows(client, lambda rows: [row["address"] for row in rows] == [at["p0"]], seconds=20)
+
+
+def _number(text, name):
+    return next(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name))
+
+
 async def test_the_router_asks_the_api_for_nothing_but_what_its_role_grants(account, monkeypatch):
     """The closure of its RBAC: these calls and no others, in its own namespace."""
     settings = replace(OPEN, store="kubernetes:pdrelay-instances")

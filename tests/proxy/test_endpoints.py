@@ -1,14 +1,15 @@
 """Every path that clients can reach, in front of engines that check the rules of both legs; and those they cannot."""
 
+import asyncio
 import json
 
 import pytest
 
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
-from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.settings import ClientKvParams, Settings
 from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
-from pdrelay_proxy.testing.rules import expected_text, token_ids
+from pdrelay_proxy.testing.rules import expected_text, prompt_ids, token_ids
 from support.sim import router, sims
 
 BODIES = {
@@ -82,6 +83,44 @@ async def test_every_api_that_generates_has_two_legs(api, mode):
     assert not violations(engines)
 
 
+async def test_responses_are_named_in_the_body():
+    """Their engines do not look at X-Request-Id; and a client's own name could be another request's."""
+    engines = sims()
+    async with router(engines) as client:
+        response = await client.post(Api.RESPONSES, json=BODIES[Api.RESPONSES] | {"request_id": "mine"})
+
+    name = f"resp_{response.headers['x-request-id']}"
+    assert response.json()["id"] == name
+    legs = [json.loads(engines[one].log[0].body) for one in ("p0", "d0")]
+    assert [leg["request_id"] for leg in legs] == [name, name]
+    assert legs[0]["store"] is False
+    assert "store" not in legs[1]
+
+
+async def test_an_answer_for_later_is_refused():
+    """It could not be fetched: clients cannot reach the one engine that has it."""
+    engines = sims()
+    async with router(engines) as client:
+        response = await client.post(Api.RESPONSES, json=BODIES[Api.RESPONSES] | {"background": True})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "background"
+    assert not engines["d0"].log
+
+
+@pytest.mark.parametrize("api", [Api.RESPONSES, Api.MESSAGES])
+async def test_a_stream_that_fails_before_its_first_word_is_retried(api):
+    """/v1/responses announces itself before the engine has done anything: that is not yet an answer."""
+    engines = sims(1, 2)
+    after = 2 if api is Api.RESPONSES else 0
+    engines["d0"].inject(SimulatedFault(FaultKind.ERROR_EVENT, after=after, status=500, times=1))
+    async with router(engines) as client:
+        responses = [await client.post(api, json=BODIES[api] | {"stream": True}) for _ in range(2)]
+
+    assert [streamed_text(api, response) for response in responses] == [expected_text(BODIES[api])] * 2
+    assert sum("retry;" in response.headers["server-timing"] for response in responses) == 1
+
+
 @pytest.mark.parametrize("api", [Api.RESPONSES, Api.MESSAGES])
 async def test_a_stream_that_breaks_off_ends_with_an_error_of_its_api(api):
     """Their libraries look for other events than OpenAI's first ones."""
@@ -129,6 +168,32 @@ async def test_a_form_is_passed_through(path):
     assert wrong.status_code == 415
 
 
+async def test_nothing_private_passes_through():
+    """vLLM looks for these fields in more places than one would think."""
+    engines = sims()
+    async with router(engines) as client:
+        embedding = await client.post("/v1/embeddings", json={"input": "a", "kv_transfer_params": {"a": 1}})
+        form = await client.post(
+            "/v1/audio/transcriptions", files={"file": b"x"}, data={"vllm_xargs": '{"kv_transfer_params":"a"}'}
+        )
+    assert [embedding.status_code, form.status_code] == [400, 400]
+    assert not engines["d0"].log
+
+    async with router(engines, Settings(client_kv_params=ClientKvParams.STRIP)) as client:
+        await client.post("/v1/embeddings", json={"input": "a", "kv_transfer_params": {"a": 1}})
+    assert json.loads(engines["d0"].log[0].body) == {"input": "a"}
+
+
+async def test_one_leg_is_sent_again_when_it_fails():
+    """As any other."""
+    engines = sims(0, 2)
+    engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=500))
+    async with router(engines) as client:
+        responses = [await client.post("/v1/embeddings", json={"input": "a"}) for _ in range(2)]
+
+    assert [response.status_code for response in responses] == [200, 200]
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_the_engines_own_paths_do_not_exist(method):
     """Whoever reaches them can stop an engine, or change what it says."""
@@ -165,6 +230,26 @@ async def test_short_prompts_may_be_served_by_one_engine():
     assert 'mode;desc="single", reason;desc="short_prompt"' in short.headers["server-timing"]
     assert "mode;" not in long.headers["server-timing"]
     assert len(engines["p0"].log) == 1
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+async def test_a_prompt_is_tokenized_once(mode):
+    """The decode engine takes the prompt's tokens over, so both legs have the same prompt for certain."""
+    engines = sims(mode=mode)
+    async with router(engines, Settings(admin_key="a")) as client:
+        while b'"0.32.0"' not in (await client.get("/instances", headers={"x-api-key": "a"})).content:
+            await asyncio.sleep(0.001)
+        chat = await client.post(Api.CHAT, json=BODIES[Api.CHAT])
+        text = await client.post(Api.COMPLETIONS, json=BODIES[Api.COMPLETIONS])
+
+    assert text_of(Api.CHAT, chat) == expected_text(BODIES[Api.CHAT])
+    assert text_of(Api.COMPLETIONS, text) == expected_text(BODIES[Api.COMPLETIONS])
+    asked = [json.loads(entry.body) for entry in engines["d0"].log]
+    assert asked[0]["kv_transfer_params"]["prompt_token_ids"] == prompt_ids(BODIES[Api.CHAT]["messages"])
+    assert "return_token_ids" not in asked[0]
+    text_ids = prompt_ids(BODIES[Api.COMPLETIONS]["prompt"])
+    assert asked[1]["prompt"] == (text_ids if mode == "pull" else BODIES[Api.COMPLETIONS]["prompt"])
+    assert not violations(engines)
 
 
 @pytest.mark.parametrize("path", [Api.COMPLETIONS.value, "/tokenize", "/v1/audio/translations"])

@@ -8,12 +8,13 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_proxy.testing.engine import FaultKind, Sim, SimulatedFault
 from pdrelay_proxy.testing.rules import expected_text
 from support.clock import Clock
-from support.sim import router, sims
+from support.sim import InMemory, router, sims
 
 WEIGHING = Settings(
     prefill_policy=PolicyName.EXPECTED_TTFT,
@@ -113,6 +114,99 @@ async def test_a_slow_engine_gets_less():
             await turn(client, [{"role": "user", "content": f"{number} {LONG}"}])
 
     assert len(engines["p0"].log) < 10
+
+
+@pytest.mark.parametrize("itl_s", [0.0, 10.0])
+async def test_a_decode_engine_serves_what_it_has_alone_only_where_it_may(itl_s):
+    """The prefill engine takes 50 ms for anything, and the pause that streams may have decides."""
+    clock = Clock()
+    async with router(timed(clock, p0=0.05, d0=0.001), replace(WEIGHING, max_decode_itl_s=itl_s), clock) as client:
+        messages = [{"role": "user", "content": LONG}]
+        timings = [await turn(client, messages) for _ in range(4)]
+        question = {"path": Api.CHAT, "body": {"model": "sim", "messages": messages}}
+        told = (await client.post("/instances/explain", json=question, headers=KEY)).json()
+
+    alone = ['reason;desc="faster_alone"' in timing for timing in timings]
+    assert ["cached;" in timing for timing in timings] == alone
+    assert alone[1:] == [itl_s > 0] * 3
+    assert (told["rule"] == "single: faster_alone") is (itl_s > 0)
+    assert set(told["expected_ms"]) == {"queue", "prefill", "transfer", "decode", "ttft"}
+
+
+async def test_a_turn_whose_engine_is_gone_is_routed_anew():
+    """Another decode engine has nothing of the conversation: what was expected of the first one says nothing of it."""
+    clock = Clock()
+    engines = timed(clock, p0=0.05, d0=0.001, d1=0.001)
+    network = InMemory(engines, clock)
+    settings = replace(
+        WEIGHING, max_decode_itl_s=10.0, prefill=("p0:80",), decode=("d0:80", "d1:80"), allowed_hosts=("*",)
+    )
+    app = build(settings, fabric=network.fabric).app
+    transport = httpx.ASGITransport(app)
+    async with network.running(app), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        messages = [{"role": "user", "content": LONG}]
+        before = [await turn(client, messages) for _ in range(3)]
+        gone, other = ("d0", "d1") if engines["d0"].log else ("d1", "d0")
+        assert not engines[other].log
+        del engines[gone]
+        await network.close()
+        after = await turn(client, messages)
+
+    assert ['reason;desc="faster_alone"' in timing for timing in before[1:]] == [True, True]
+    assert "unreachable" in after
+    assert 'cached;desc="0 of ' in after or 'prefill;desc="prefill-0"' in after
+    assert [int(hit) for hit in EXPECTED.search(after).groups()[1:2]] == [0]
+
+
+async def test_a_request_that_one_engine_has_to_serve_shows_what_was_expected_of_it():
+    """It has a queue to wait for, too, and leaves nothing in it."""
+    async with router(sims(2, 2), WEIGHING) as client:
+        body = {"model": "sim", "prompt": LONG, "max_tokens": 4, "best_of": 2}
+        answer = await client.post("/v1/completions", json=body)
+        found = await metrics(client)
+
+    assert 'reason;desc="best_of"' in answer.headers["server-timing"]
+    assert EXPECTED.search(answer.headers["server-timing"])
+    assert queued(found) <= {0.0}
+
+
+async def test_a_short_new_part_goes_to_the_decode_engine_by_the_plain_threshold_too():
+    """Bytes are the simple choice, and need no rates."""
+    engines = sims(2, 2)
+    async with router(engines, replace(WEIGHING, min_split_new_bytes=400)) as client:
+        messages = [{"role": "user", "content": LONG}]
+        timings = [await turn(client, messages) for _ in range(4)]
+
+    assert ['reason;desc="cached_prompt"' in timing for timing in timings] == [False, True, True, True]
+    assert all(map(EXPECTED.search, timings)), timings
+
+
+async def test_a_request_that_is_sent_again_shows_what_was_expected_of_its_last_engines():
+    """Both legs went out once more."""
+    engines = sims(2, 1)
+    async with router(engines, WEIGHING) as client:
+        for name in ("p0", "p1"):
+            engines[name].inject(SimulatedFault(FaultKind.STATUS, status=500, times=1))
+        timings = [await turn(client, [{"role": "user", "content": f"{number} {LONG}"}]) for number in range(4)]
+
+    assert sum("retry;" in timing for timing in timings) in (1, 2)
+    assert all(map(EXPECTED.search, timings)), timings
+
+
+async def test_a_decode_engine_whose_turn_it_is_alone_in_a_rollout_shows_what_was_expected():
+    """Four old ones have one prefill engine left, and the other three are new, with one decode engine."""
+    names = {"p0": 1, "p1": 2, "p2": 2, "p3": 2, "d0": 2, "d1": 1, "d2": 1, "d3": 1, "d4": 1}
+    async with router(sims(4, 5), WEIGHING) as client:
+        for row in (await client.get("/instances", headers=KEY)).json()["instances"]:
+            await client.post("/instances/remove", json={"id": row["id"]}, headers=KEY)
+        for name, revision in names.items():
+            role = "prefill" if name[0] == "p" else "decode"
+            told = {"type": role, "instance": f"{name}:80#revision={revision}"}
+            assert (await client.post("/instances/add", json=told, headers=KEY)).status_code == 200
+        timings = [await turn(client, [{"role": "user", "content": f"{number} {LONG}"}]) for number in range(12)]
+
+    assert any('reason;desc="few_matching_engines"' in timing for timing in timings)
+    assert all(map(EXPECTED.search, timings)), timings
 
 
 async def ask(client, number):

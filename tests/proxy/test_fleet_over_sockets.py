@@ -8,7 +8,8 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from pdrelay_proxy.testing.rules import expected_text
 from support.sim import cluster, serving, sims, until_async
 
@@ -18,6 +19,17 @@ pytestmark = pytest.mark.edges
 KEY = {"X-Api-Key": "sesame"}
 # Engines are judged by what they answer, and not by how busy this machine is.
 OPEN = Settings(admin_key="sesame", health_check_interval_s=0.5, health_check_timeout_s=20.0, ejection_time_s=60.0)
+POLICIES = [replace(OPEN, prefill_policy=policy, decode_policy=policy) for policy in PolicyName]
+
+
+async def ask(client, number):
+    """Ask, and return what is wrong with the answer; None: nothing."""
+    body = {"prompt": f"question {number}", "max_tokens": 4}
+    response = await client.post("/v1/completions", json=body)
+    if response.status_code != 200:
+        return response.status_code, response.text, response.headers.get("server-timing")
+    text = response.json()["choices"][0]["text"]
+    return None if text == expected_text(body) else ("other text", text)
 
 
 async def stream(address, number):
@@ -40,6 +52,110 @@ def client_of(cluster):
     # Connections are not kept: one that idles for the router's 5 s may be closed just when the next request is sent.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncClient(base_url=f"http://{cluster.router}", timeout=20, trust_env=False, limits=limits)
+
+
+async def ask_many(client, count, *, at_once=16):
+    """Ask many questions, some at the same time; return what was wrong."""
+    places = asyncio.Semaphore(at_once)
+
+    async def one(number):
+        async with places:
+            return await ask(client, number)
+
+    return [wrong for wrong in await asyncio.gather(*map(one, range(count))) if wrong is not None]
+
+
+FAULTS = {
+    "p0": [
+        SimulatedFault(FaultKind.DROP),  # a reset in place of an answer
+        SimulatedFault(FaultKind.STATUS, status=500),
+        SimulatedFault(FaultKind.FORGET, names=("remote_engine_id",)),
+    ],
+    "d0": [
+        SimulatedFault(FaultKind.STATUS, status=500),
+        SimulatedFault(FaultKind.DROP),
+        SimulatedFault(FaultKind.STATUS, status=502),
+    ],
+}
+
+
+@pytest.mark.parametrize(("sick", "fault"), [(name, fault) for name, faults in FAULTS.items() for fault in faults])
+@pytest.mark.slow  # the same
+async def test_one_of_two_engines_fails_every_request_and_all_are_answered(sick, fault):
+    """200 of 200; and it is left alone after a few, instead of costing every second request a retry."""
+    with cluster(2, 2, OPEN) as running:
+        running.engines[sick].inject(fault)
+        async with client_of(running) as client:
+            wrong = await ask_many(client, 200)
+
+        assert wrong == []
+        assert len(running.engines[sick].log) < 40
+        assert running.engines["d1"].violations == []
+
+
+@pytest.mark.parametrize("settings", POLICIES, ids=lambda one: one.decode_policy.value)
+@pytest.mark.slow  # hundreds of requests for each way to fail
+async def test_an_engine_that_fails_at_once_is_ejected_before_the_budget_of_retries_is_spent(settings):
+    """It has fewer requests than the others, so policies that look at the load send it more than its share."""
+    with cluster(2, 2, settings) as running:
+        running.engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=500))
+        async with client_of(running) as client:
+            wrong = await ask_many(client, 200)
+
+        assert wrong == []
+        assert len(running.engines["d0"].log) <= settings.circuit_breaker_failures + 16  # and what was under way
+
+
+@pytest.mark.parametrize("sick", ["p0", "d0"])
+async def test_an_engine_that_closes_each_connection_upon_a_request_is_ejected_when_no_idle_one_is_left(sick):
+    """A closed idle connection is nobody's failure, and the router has as many of them as there were requests."""
+    with cluster(2, 2, OPEN) as running:
+        async with client_of(running) as client:
+            await ask_many(client, 60)
+            running.engines[sick].inject(SimulatedFault(FaultKind.DROP))
+            served = len(running.engines[sick].log)
+            wrong = await ask_many(client, 200)
+            states = (await client.get("/instances", headers=KEY)).json()["instances"]
+
+        assert wrong == []
+        assert len(running.engines[sick].log) - served < 80
+        role = "prefill" if sick == "p0" else "decode"
+        assert {row["id"]: row["state"] for row in states}[f"{role}-0"] in ("ejected", "half_open")
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_an_engine_that_has_no_room_is_not_broken(status):
+    """Another one serves what it turns away, and it gets its share as soon as it has room."""
+    with cluster(2, 2, OPEN) as running:
+        running.engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=status))
+        async with client_of(running) as client:
+            wrong = await ask_many(client, 30)
+            states = (await client.get("/instances", headers=KEY)).json()["instances"]
+
+        assert wrong == []
+        assert {row["state"] for row in states} == {"healthy"}
+        assert len(running.engines["d0"].log) > 10
+
+
+@pytest.mark.parametrize("settings", POLICIES, ids=lambda one: one.decode_policy.value)
+async def test_an_engine_that_has_recovered_gets_requests_again(settings):
+    """Under every policy: after its trial it has its share."""
+    settings = replace(settings, health_check_interval_s=0.0, ejection_time_s=0.2, circuit_breaker_failures=2)
+    with cluster(2, 2, settings) as running:
+        sick = running.engines["d0"]
+        async with client_of(running) as client:
+            sick.inject(SimulatedFault(FaultKind.STATUS, status=500))
+            assert await ask_many(client, 40) == []
+            sick.inject(None)
+            before = len(sick.log)
+            async with asyncio.timeout(50):  # the more trials have failed, the longer it rests
+                while len(sick.log) == before:
+                    assert await ask_many(client, 1) == []
+                    await asyncio.sleep(0.05)
+            states = await states_of(client)
+
+        assert len(sick.log) == before + 1
+        assert states["decode-0"] == "healthy"
 
 
 async def test_ten_engines_join_drain_and_leave_while_100_streams_run():
@@ -72,6 +188,11 @@ async def test_ten_engines_join_drain_and_leave_while_100_streams_run():
         assert open_there == []
         assert {name: len(sim.log) for name, sim in new.items()} == left
         assert [violation for sim in new.values() for violation in sim.violations] == []
+
+
+async def states_of(client):
+    rows = (await client.get("/instances", headers=KEY)).json()["instances"]
+    return {row["id"]: row["state"] for row in rows}
 
 
 async def add(client, name, address):

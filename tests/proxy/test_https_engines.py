@@ -80,6 +80,22 @@ def test_requests_and_probes_reach_engines_by_the_name_of_all(tmp_path):
         assert fleet.failures() == {}
 
 
+def test_an_engine_that_is_added_by_hand_needs_the_name_as_well(tmp_path):
+    """The router connects to the address that it has looked at, and looks for the name all the same."""
+    with https_fleet(tmp_path, f"DNS:{NAME}") as fleet:
+        stranger = Authority(tmp_path, "others").sign("stranger", f"DNS:{NAME}")
+        with (
+            serving(sims()["d0"], ssl_certfile=fleet.pair.cert, ssl_keyfile=fleet.pair.key) as ours,
+            serving(sims()["d0"], ssl_certfile=stranger.cert, ssl_keyfile=stranger.key) as theirs,
+        ):
+            added = fleet.add(f"https://{ours}")
+            refused = fleet.add(f"https://{theirs}")
+
+            assert added.status_code == 200, added.text
+            until(lambda: fleet.state("decode-1")["state"] == "healthy")
+            assert refused.status_code == 400
+
+
 WRONG = {
     "another name": ("DNS:stranger.llm.svc", NAME, False, "wrong_name", f"that is not for {NAME}"),
     "another authority": (f"DNS:{NAME}", NAME, True, "untrusted", "of no authority that the router trusts (engine_ca)"),

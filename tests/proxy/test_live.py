@@ -141,6 +141,7 @@ def test_limits_and_rules_are_the_new_ones():
 FILES = {"api_keys_file": "a:first-0123456789ab\n"} | dict.fromkeys(
     ("admin_key_file", "join_key_file", "prefill_api_key_file", "decode_api_key_file"), "first-0123456789ab\n"
 )
+KEYS = [b"first-0123456789ab", b"second-0123456789ab", b"second-0123456789"]
 
 
 @pytest.fixture
@@ -149,6 +150,53 @@ def keyed(tmp_path):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text if name != "join_key_file" else f"join-{text}")
     return replace(OLD, **{name: str(tmp_path / name) for name in FILES})
+
+
+def good(live, name):
+    """Return which of the keys is good, or shown to engines."""
+    match name:
+        case "api_keys_file":
+            return [live.keyring.keys.owner(key) is not None for key in KEYS]
+        case "admin_key_file":
+            return [live.admin_key.matches(key) for key in KEYS]
+        case "join_key_file":
+            return [live.join_key.matches(b"join-" + key) for key in KEYS]
+        case _:
+            role = Role.PREFILL if name.startswith("prefill") else Role.DECODE
+            shown = live.outbound.headers(role, ())
+            return [shown == ((b"authorization", b"Bearer " + key),) for key in KEYS]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_key_that_is_half_written_when_the_router_is_told_to_reload_counts_for_nothing(keyed, name, caplog):
+    """The old one stays until the file's last line ends; the log shows none. Another file counts as it is."""
+    live = build(keyed).live
+    path = Path(getattr(keyed, name))
+    second = path.read_text().replace("first", "second")
+    found = []
+    for text in (second[:-3], second):
+        path.write_text(text)
+        live.prepared(keyed, keyed)()
+        found.append(good(live, name))
+    other = path.with_name("other")
+    other.write_text(second[:-3])
+    live.prepared(keyed, replace(keyed, **{name: str(other)}))()
+
+    assert [*found, good(live, name)] == [[True, False, False], [False, True, False], [False, False, True]]
+    assert f"{name} has no line break at its end, or is being written" in caplog.text
+    assert "0123" not in caplog.text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_key_file_that_never_had_a_line_break_is_no_news(keyed, name, caplog):
+    """Secrets that Kubernetes mounts have none, and they are what was read at the start."""
+    path = Path(getattr(keyed, name))
+    path.write_text(path.read_text().rstrip())
+    live = build(keyed).live
+    live.prepared(keyed, keyed)()
+
+    assert good(live, name) == [True, False, False]
+    assert "or is being written" not in caplog.text
 
 
 class Read:

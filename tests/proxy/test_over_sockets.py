@@ -1,14 +1,17 @@
 """What only real connections show: hanging up, breaking off, and bytes that arrive while others are being made."""
 
 import json
+import socket
 
 import httpx
 import openai
 import pytest
 
+from pdrelay_proxy.app import build
+from pdrelay_proxy.settings import Settings
 from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from pdrelay_proxy.testing.rules import expected_text
-from support.sim import cluster, until
+from support.sim import cluster, serving, until
 
 pytestmark = pytest.mark.edges
 
@@ -54,6 +57,22 @@ def test_a_client_that_hangs_up_stops_the_engines(point):
             assert len(running.engines["d0"].log) == 1
 
 
+def test_an_engine_that_is_not_there_is_a_bad_gateway():
+    """The sentence names the instance and not its address."""
+    with socket.socket() as silent:  # bound and not listening: refuses, and no other server can get its port
+        silent.bind(("127.0.0.1", 0))
+        nowhere = f"127.0.0.1:{silent.getsockname()[1]}"
+        settings = Settings(
+            prefill=(nowhere,), decode=(nowhere,), health_check_interval_s=0, decode_only_fallback=False
+        )
+        with serving(build(settings).app) as at:
+            response = httpx.post(f"http://{at}/v1/completions", json=BODY)
+
+    assert response.status_code == 502
+    assert response.headers["server-timing"].count('retry;desc="prefill-0 unreachable"') == 2
+    assert response.json()["error"]["message"] == "prefill-0 cannot be reached"
+
+
 def test_the_official_client_raises_when_a_stream_breaks_off():
     """The error event is there for it: half an answer must not look like a whole one."""
     with cluster() as running, openai.OpenAI(base_url=f"http://{running.router}/v1", api_key="k", max_retries=0) as sdk:
@@ -63,3 +82,77 @@ def test_the_official_client_raises_when_a_stream_breaks_off():
             assert [next(stream).choices[0].index for _ in range(2)] == [0, 0]
             with pytest.raises(openai.APIError, match="decode-0"):
                 next(stream)
+
+
+def test_a_body_over_the_limit_gets_its_answer_on_the_same_connection():
+    """The client may still be sending: what it sends is thrown away, and it can read why."""
+    with cluster(settings=Settings(max_body_bytes=1000)) as running, httpx.Client() as client:
+        for _ in range(2):
+            url = f"http://{running.router}/v1/completions"
+            said = {"content-type": "application/json"}
+            declared = client.post(url, content=b"x" * 5_000_000, headers=said, timeout=20)
+            counted = client.post(url, content=(b"x" * 100_000 for _ in range(50)), headers=said, timeout=20)
+            assert [declared.status_code, counted.status_code] == [413, 413]
+        assert client.post(url, json=BODY).status_code == 200
+        assert len(running.engines["p0"].log) == 1
+
+
+def test_both_engines_are_at_work_at_the_same_time_when_prefill_pushes():
+    """The first answer of a prefill engine tells the router where it is; from then on nobody waits for it."""
+    with cluster(mode="push") as running:
+        post(running)
+        running.engines["p0"]._prefill_s = 60.0
+        with running.open("/v1/completions", BODY):
+            until(lambda: [sim.log[-1].state for sim in running.engines.values()] == ["open", "open"])
+        until(lambda: [sim.log[-1].state for sim in running.engines.values()] == ["hung up", "hung up"])
+        running.engines["p0"]._prefill_s = 0.0
+        response = post(running)
+
+        assert response.json()["choices"][0]["text"] == expected_text(BODY)
+        assert response.headers["server-timing"].startswith('mode;desc="push", ')
+        assert not any(sim.violations for sim in running.engines.values())
+
+
+@pytest.mark.parametrize(("kind", "said"), [(FaultKind.STATUS, "http_5xx"), (FaultKind.DROP, "connection_closed")])
+def test_a_push_that_fails_is_done_again_by_others(kind, said):
+    """The decode engine is told at once, on its connection; it would wait for minutes."""
+    with cluster(2, 2, mode="push") as running:
+        for _ in range(2):
+            post(running)
+        running.engines["p0"].inject(SimulatedFault(kind, times=1))
+        responses = [post(running, BODY | {"stream": True}) for _ in range(2)]
+
+        assert [response.status_code for response in responses] == [200, 200]
+        assert sum(f'retry;desc="prefill-0 {said}"' in one.headers["server-timing"] for one in responses) == 1
+        assert max(response.elapsed.total_seconds() for response in responses) < 20
+        decodes = [entry for name in ("d0", "d1") for entry in running.engines[name].log]
+        until(lambda: sorted(entry.state for entry in decodes) == ["done"] * 4 + ["hung up"])
+        ids = [entry.headers["x-request-id"] for entry in decodes]
+        assert len(set(ids)) == len(ids)
+        assert not any(sim.violations for sim in running.engines.values())
+
+
+def test_a_prefill_engine_that_restarts_is_found_again():
+    """The decode engine that waits for its predecessor is released."""
+    with cluster(mode="push") as running:
+        post(running)
+        running.engines["p0"].restart()
+        routes = [post(running).headers["server-timing"].split(";dur")[0] for _ in range(2)]
+
+    assert routes == ['retry;desc="prefill-0 engine_restarted"', 'mode;desc="push", prefill;desc="prefill-0"']
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_many_clients_at_once_get_their_own_text(mode):
+    """Two halves of different requests never meet."""
+    with cluster(2, 2, token_s=0.001, mode=mode) as running:
+        sockets = [running.open("/v1/completions", BODY | {"prompt": f"story {i}"}) for i in range(20)]
+        for i, client in enumerate(sockets):
+            with client:
+                client.settimeout(20)
+                received = b""
+                while (body := received.partition(b"\r\n\r\n")[2]) == b"" or not body.endswith(b"}"):
+                    received += client.recv(65536)
+            assert json.loads(body)["choices"][0]["text"] == expected_text(BODY | {"prompt": f"story {i}"})
+
+        assert not any(sim.violations for sim in running.engines.values())

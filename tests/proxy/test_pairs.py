@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from pdrelay_proxy.testing.loads import SAID
 from pdrelay_proxy.testing.rules import expected_text
 from support.sim import router, sims
@@ -170,6 +171,102 @@ async def test_one_request_shows_that_they_can_meet_again():
 
     assert tried == 1
     assert CUT in after
+
+
+async def test_an_engine_that_meets_none_serves_alone():
+    """A prefill engine's work would be for nothing."""
+    async with world(1, 1) as running:
+        await running.until_resting()
+        after = await running.ask()
+
+    assert after == (None, "decode-0")
+
+
+async def test_no_request_is_refused_if_all_pairs_rest():
+    """And no engine may serve alone: it is slow, as before."""
+    settings = Settings(
+        admin_key="sesame",
+        health_check_interval_s=0.0,
+        engine_metrics_interval_s=0.01,
+        decode_only_fallback=False,
+    )
+    async with world(1, 1, settings) as running:
+        await running.until_resting()
+        after = await running.ask()
+
+    assert after == CUT
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_that_fail_between_two_engines_are_served_by_others(stream):
+    """With kv_load_failure_policy fail the decode engine ends them with an error; so does it with vLLM's connector."""
+    async with world(shows=False, recomputes=False) as running:
+        async with asyncio.timeout(PATIENCE_S):
+            while (await running.metric("pdrelay_pairs_resting")) != 1:
+                running.now += 1.0
+                await running.ask(stream=stream)
+        after = [await running.ask(stream=stream) for _ in range(8)]
+        _, rows = await running.pairs()
+        page = (await running.client.get("/instances", headers=KEY)).json()["instances"]
+
+    assert CUT not in after
+    assert rows[CUT]["reason"] == "engine_error"
+    assert rows[CUT]["failures"] == {"http_5xx": 3}
+    assert {row["state"] for row in page} <= {"healthy", "starting"}
+
+
+async def test_an_engine_that_fails_everywhere_is_ejected_and_no_pair_is_blamed():
+    """The fault is its own."""
+    async with world(shows=False) as running:
+        running.engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=500))
+        for _ in range(24):
+            running.now += 0.5
+            await running.ask()
+        page = (await running.client.get("/instances", headers=KEY)).json()["instances"]
+        resting = await running.metric("pdrelay_pairs_resting")
+
+    assert {row["id"]: row["state"] for row in page}["decode-0"] == "ejected"
+    assert resting == 0
+
+
+async def test_a_prefill_engine_that_was_restarted_is_met_anew():
+    """It has another id, which the router reads as soon as a decode engine shows one that it does not know."""
+    async with world() as running:
+        await running.until_resting()
+        running.engines["p0"].restart()
+        running.engines["d0"].loads.unmet[running.engines["p0"].engine_id] = "refused"
+        running.now += 31.0
+        async with asyncio.timeout(PATIENCE_S):
+            while (await running.metric('pdrelay_pair_failures_total{reason="refused"}')) is None:
+                running.now += 100.0
+                await running.ask()
+                await asyncio.sleep(0.02)
+        _, rows = await running.pairs()
+
+    assert rows[CUT]["reason"] == "refused"
+
+
+async def test_no_pair_is_kept_and_none_rests_if_an_operator_says_so():
+    """Both are off with 0. What a decode engine shows of its failures now is shown all the same."""
+    settings = Settings(
+        admin_key="sesame",
+        health_check_interval_s=0.0,
+        engine_metrics_interval_s=0.01,
+        pair_failures=0,
+        pair_history=0,
+    )
+    async with world(settings=settings) as running:
+        async with asyncio.timeout(PATIENCE_S):
+            while (await running.metric('pdrelay_pair_failures_total{reason="handshake"}') or 0) < 6:
+                await running.ask()
+                await asyncio.sleep(0.02)
+        found, rows = await running.pairs()
+
+    assert (found["resting"], found["known"], {pair: row["state"] for pair, row in rows.items()}) == (
+        0,
+        0,
+        {CUT: "failing"},
+    )
 
 
 async def test_pairs_are_for_operators():

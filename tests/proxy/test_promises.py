@@ -11,7 +11,9 @@ import logging
 import re
 import socket
 import tracemalloc
+from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +21,9 @@ from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.model import GenerationRequest, Role
 from pdrelay_proxy.io.logs import FACTS
+from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.response import HttpResponse
+from support.raw_engine import listening_in_vain
 from support.reciting import Act, End, good, reciting, whole
 from support.router_process import router_processes
 from support.scenes import answer, post, routing, run, text
@@ -157,6 +161,10 @@ PARTS = (
 PARTS += ("PrefillLeg", "DecodeLeg")
 
 
+def named(*names):
+    return Counter(type(one).__name__ for one in gc.get_objects() if type(one).__name__ in names)
+
+
 def alive(*kinds):
     return sum(type(one) in kinds for one in gc.get_objects())
 
@@ -224,6 +232,35 @@ def test_a_client_that_reads_nothing_does_not_make_the_router_grow(options):
     assert set(whole_ones) == {200}
 
 
+@RESUMING
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(options, stream, hangs_up):
+    """Many clients open a connection for each request, and the collector looks seldom."""
+    slow = Act(((0.0, BEGUN + chunk(EVENT)), (0.3, DONE)) if stream else ((0.3, good("decode", b"")),))
+
+    async def scene():
+        async with staged(**options, request_history=0) as stage:  # else records are kept on purpose
+            await stage.ask(asks(stream=stream))
+            await stage.settled()
+            with no_collector():
+                before = named(*PARTS)
+                for number in range(2, 5):
+                    stage.cast.acts["decode"] += [slow] if hangs_up else []
+                    reader, writer = await stage.client()
+                    writer.write(asks(stream=stream))
+                    if hangs_up:
+                        await until(lambda count=2 * number: len(stage.cast.heard) == count)
+                    else:
+                        await answer(reader)
+                    writer.close()
+                    await until(lambda: not stage.state.connections)
+                await stage.settled()
+                await until(lambda: not named(*PARTS) - before)  # what waits to be told is told in a moment
+
+    play(scene())
+
+
 def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(tmp_path):
     """Nobody who may not come in makes the router hold 16 MiB."""
     keys = tmp_path / "some.keys"
@@ -240,7 +277,78 @@ def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(tmp_path)
     assert play(scene()).startswith(b"HTTP/1.1 401 ")
 
 
+@RESUMING
+@pytest.mark.parametrize("size", [1000, 200_000])
+def test_a_client_that_leaves_is_noticed_however_long_its_body(log, options, size):
+    """Reading is paused for a long body; whoever does not go on with it sees no client go."""
+
+    async def scene():
+        async with staged({"prefill": (SILENT,)}, **options) as stage:
+            _, writer = await stage.client()
+            writer.write(asks(stream=True, prompt="z" * size))
+            await until(lambda: stage.served("prefill") == 1)
+            writer.close()
+            await stage.settled()
+            await until(lambda: lines(log))
+
+    play(scene())
+
+    assert [line["status"] for line in lines(log)] == [499]
+
+
 # Time
+
+
+@pytest.mark.parametrize("silent", ["prefill", "decode"])
+@pytest.mark.parametrize(("limit", "stream"), [("total_timeout_s", False), ("stream_timeout_s", True)])
+def test_a_request_that_is_out_of_time_before_its_first_token_is_a_504(log, silent, limit, stream):
+    """Whichever leg it waits for, and whether or not it would be a stream."""
+
+    async def scene():
+        async with staged({silent: (SILENT,)}, **{limit: 0.15}) as stage:
+            got = await stage.ask(asks(stream=stream))
+            await stage.settled()
+            await until(lambda: lines(log))
+            return got
+
+    got = play(scene())
+
+    assert (got.status, "within 0.15 s" in json.loads(got.body)["error"]["message"]) == (504, True)
+    assert [line["status"] for line in lines(log)] == [504]
+    assert not errors(log)
+
+
+def _opening(port):
+    """Return how many connections to a port are being opened."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[2].endswith(f":{port:04X}") and row[3] == "02" for row in rows)
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["client leaves", "time is over"])
+def test_kv_is_given_back_when_the_connection_to_the_decode_engine_was_being_opened(leaves):
+    """The decode engine has heard nothing: without a word the prefill engine would hold the blocks for minutes."""
+
+    async def scene(at):
+        port = int(at.rpartition(":")[2])
+        limits = {} if leaves else {"total_timeout_s": 0.5}
+        async with staged(first_decode=[at], **limits) as stage:
+            before = _opening(port)
+            reader, writer = await stage.client()
+            writer.write(asks())
+            coming = asyncio.create_task(answer(reader))
+            await until(lambda: coming.done() or _opening(port) > before)
+            status = None
+            if leaves:
+                coming.cancel()
+                writer.transport.abort()
+            else:
+                status = (await coming).status
+            await stage.settled()
+            await until(lambda: stage.cast.releases)
+            return stage.served("prefill"), len(stage.cast.releases), status
+
+    with listening_in_vain() as at:
+        assert play(scene(at)) == (1, 1, None if leaves else 504)
 
 
 # Our own faults
@@ -375,7 +483,77 @@ def test_an_idle_connection_keeps_neither_its_last_request_nor_the_answer(log, s
     assert after == before
 
 
+def test_a_stream_that_ends_before_its_first_event_leaks_no_connection():
+    """It was read to its end, and so the connection is good for the next one."""
+    empty = Act(((0.0, whole(b": hi\n\n", kind=b"text/event-stream")),))
+
+    async def scene():
+        async with staged({"decode": (empty,) * 5}, retries=0, circuit_breaker_failures=100) as stage:
+            statuses = [(await stage.ask(asks(stream=True))).status for _ in range(5)]
+            await stage.settled()
+            await until(lambda: stage.connections("decode") <= 1)
+            return statuses
+
+    assert play(scene()) == [502] * 5
+
+
+def token(text, number):
+    """Return an event from which another engine can go on."""
+    choice = {"index": 0, "text": text, "token_ids": [number], "prompt_token_ids": [1, 2]}
+    return chunk(b"data: " + json.dumps({"id": "cmpl-2", "choices": [choice]}).encode() + b"\n\n")
+
+
+@pytest.mark.parametrize("kind", [Request, GenerationRequest])
+@pytest.mark.parametrize("again", [True, False], ids=["goes on", "breaks off again"])
+def test_a_stream_that_was_resumed_leaves_no_circle(log, kind, again):
+    """Its first failure leads to it, and it must not keep that."""
+    broken = Act(((0.0, BEGUN + token("one", 5)), (0.003, b"")), End.RESET)
+    rest = Act(((0.0, BEGUN + token("two", 6) + DONE),)) if again else broken
+
+    async def scene():
+        acts = {"decode": (broken, rest)}
+        async with staged(acts, {"prefill": (True,), "decode": (True, True)}, resume_streams=True, retries=1) as stage:
+            got = await stage.ask(asks(stream=True, temperature=0))
+            await stage.settled()
+            await until(lambda: not stage.state.connections and len(lines(log)) == 1)
+            return got, alive(kind)
+
+    with no_collector():
+        before = alive(kind)
+        got, after = play(scene())
+
+    assert got.status == 200
+    assert b'"one"' in got.body
+    assert (b'"two"' in got.body, b'"error"' in got.body) == (again, not again)
+    assert after == before
+
+
 # What is counted, and written
+
+
+def test_each_handoff_counts_however_the_decode_engine_answers():
+    """The gap is over when the decode leg is sent."""
+
+    async def scene():
+        async with staged({"decode": (REFUSED, REFUSED)}) as stage:
+            statuses = [(await stage.ask(asks())).status for _ in range(3)]
+            await stage.settled()
+            return statuses, await stage.metric("pdrelay_handoff_gap_seconds_count")
+
+    assert play(scene()) == ([400, 400, 200], 3)
+
+
+@pytest.mark.parametrize(("act", "stream", "counted"), [(None, True, 1), (None, False, 0), (REFUSED, True, 0)])
+def test_only_a_good_stream_has_a_first_token(act, stream, counted):
+    """A whole answer and an error come when they come."""
+
+    async def scene():
+        async with staged({"decode": () if act is None else (act,)}) as stage:
+            status = (await stage.ask(asks(stream=stream))).status
+            await stage.settled()
+            return status, await stage.metric("pdrelay_time_to_first_token_seconds_count")
+
+    assert play(scene()) == (200 if act is None else 400, counted)
 
 
 def test_an_unknown_model_is_not_found_even_at_the_last_place_of_a_second():

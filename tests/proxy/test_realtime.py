@@ -7,7 +7,8 @@ import socket
 import ssl
 import sys
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from datetime import UTC, datetime
 
 import httpx
 import psutil
@@ -20,9 +21,9 @@ from pdrelay_proxy.app import build
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.settings import Settings
 from support.certificates import Authority
-from support.raw_http import RawClient
+from support.raw_http import Over, RawClient
 from support.realtime_engine import HELLO, RealtimeEngine, echo
-from support.router_process import RouterProcess
+from support.router_process import KEY, RouterProcess
 from support.sim import until_async
 
 UPDATE = json.dumps({"type": "session.update", "model": "m"})
@@ -158,6 +159,23 @@ async def test_messages_go_both_ways_as_they_came(stage):
         assert await session.recv() == "abc"
 
     assert stage.engine.paths == ["/v1/realtime"]
+
+
+async def test_operators_see_when_a_session_began_and_what_it_waited_for(stage):
+    """As of any other request; the time until the engine agreed is its leg's."""
+    before = datetime.now(UTC).timestamp()
+    async with stage.connect() as session:
+        name = session.response.headers["x-request-id"]
+    await stage.until_over()
+    after = datetime.now(UTC).timestamp()
+    async with httpx.AsyncClient() as client:
+        found = (await client.get(f"{stage.process.url}/requests/{name}", headers=KEY)).json()
+
+    (told,) = found["requests"]
+    assert before - 0.01 <= told["began_at"] <= after + 0.01  # the machine's clock is corrected at times
+    whole_ms, rows = (after - before) * 1000 + 10, told["rows"]
+    assert rows
+    assert all(0 <= row["begin_ms"] <= row["begin_ms"] + row["duration_ms"] <= whole_ms for row in rows), rows
 
 
 async def test_the_engine_sees_our_id_and_no_key(stage):
@@ -345,6 +363,22 @@ async def test_a_large_message_ends_the_session(stage):
     assert stage.engine.closed == [(1001, "")]
 
 
+async def test_an_engines_large_message_is_its_failure(stage):
+    """The client gets none of it."""
+
+    async def floods(session):
+        await session.send(b"x" * ((1 << 20) + 1))
+        await session.wait_closed()
+
+    stage.engine.behave = floods
+    async with stage.connect() as session:
+        await session.recv()
+        with pytest.raises(ConnectionClosed) as caught:
+            await session.recv()
+
+    assert caught.value.rcvd.code == 1011
+
+
 async def test_a_message_of_too_many_fragments_ends_the_session(stage):
     """Of which any number of small ones is within the size."""
     with RawClient(stage.port) as client:
@@ -385,6 +419,22 @@ async def test_frames_that_carry_nothing_end_the_session(stage, kind):
 
     assert b"\x88" in received
     assert (1008).to_bytes(2, "big") + b"too many frames carry nothing" in received
+
+
+async def test_an_engine_that_sends_frames_that_carry_nothing_is_hung_up_on(stage):
+    """It is told so with 1008, and the client that the engine has failed."""
+
+    async def pings(session):
+        session.transport.write(b"\x89\x00" * 600_000)
+        await session.wait_closed()
+
+    stage.engine.behave = pings
+    async with stage.connect() as session:
+        while not session.close_code:
+            with suppress(ConnectionClosed):
+                await session.recv()
+
+    assert session.close_code == 1011
 
 
 async def test_times_of_a_session(tmp_path):
@@ -481,6 +531,15 @@ async def test_keys_are_wanted_before_the_upgrade(tmp_path):
         assert head["authorization"] == "Bearer of-the-pool"
 
 
+async def test_a_clients_key_is_forwarded_where_the_setting_says_so(tmp_path):
+    """To engines whose pool has none."""
+    async with staged(tmp_path, "--forward-client-key", "true") as stage:
+        async with stage.connect(additional_headers={"Authorization": "Bearer mine"}) as session:
+            await session.recv()
+
+        assert stage.engine.heads[0]["authorization"] == "Bearer mine"
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -500,6 +559,17 @@ async def test_a_page_of_another_site_opens_no_session(stage, headers, status):
 
     assert answer.status == status
     assert not stage.engine.heads
+
+
+async def test_an_engine_without_sessions_is_not_blamed(tmp_path):
+    """Or anybody could have all decode engines ejected."""
+    async with staged(tmp_path, status=403) as stage:
+        for _ in range(12):
+            refused = await stage.refusal()
+
+        assert refused.status_code == 501
+        assert b"does not serve /v1/realtime" in refused.body
+        assert await stage.metric('pdrelay_instance_state{instance="decode-0",role="decode",state="ejected"}') == 0
 
 
 async def test_an_engine_that_cannot_be_reached_is_passed_over(tmp_path):
@@ -534,7 +604,89 @@ async def test_sessions_go_over_tls_on_both_sides(tmp_path):
         assert (await stage.refusal(scheme="wss", ssl=trusting)).status_code == 502
 
 
+async def test_sessions_go_to_engines_by_the_name_of_all(tmp_path):
+    """Pods have addresses that no certificate names; one without the name gets no session, and it is counted."""
+    authority = Authority(tmp_path, "ca")
+    for shown, wanted in (("DNS:engines.llm.svc", True), ("DNS:stranger.llm.svc", False)):
+        theirs = authority.sign("engine", shown)
+        serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        serving.load_cert_chain(theirs.cert, theirs.key)
+        flags = ("--engine-ca", authority.own.cert, "--engine-server-name", "engines.llm.svc")
+        async with staged(tmp_path, *flags, scheme="https://", ssl=serving) as stage:
+            if wanted:
+                async with stage.connect() as session:
+                    assert json.loads(await session.recv()) == HELLO
+                continue
+            refused = await stage.refusal()
+            assert refused.status_code == 502
+            assert b"decode-0 shows a certificate that is not for engines.llm.svc" in refused.body
+            assert await stage.metric('pdrelay_engine_tls_failures_total{instance="decode-0",reason="wrong_name"}') >= 1
+
+
+async def test_workers_share_the_sessions(tmp_path):
+    """Each counts its own, and any of them shows all."""
+    async with staged(tmp_path, "--workers", "2") as stage, AsyncExitStack() as opened:
+        sessions = [await opened.enter_async_context(stage.connect()) for _ in range(8)]
+        for session in sessions:
+            await session.recv()
+        await stage.until_open(8)  # without those of a worker that does not tell them within half a second
+
+
 # Smuggling
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        GET.replace("realtime", "realtime/"),
+        GET.replace("/v1/realtime", "/v1/%72ealtime"),
+        GET.replace("/v1/realtime", "http://localhost/v1/realtime"),
+        GET.replace("/v1/realtime", "//v1/realtime"),
+        GET.replace("/v1/realtime", "/health"),
+        GET.replace("/v1/realtime", "/sleep"),
+        GET.replace("/v1/realtime", "/instances"),
+        GET.replace("GET", "POST"),
+        GET.replace("GET", "HEAD"),
+        GET.replace("1.1", "1.0"),
+        GET + "Content-Length: 5\r\n",
+        GET + "Transfer-Encoding: chunked\r\n",
+    ],
+)
+async def test_only_a_plain_offer_leaves_http(stage, head):
+    """Everything else is served as HTTP, and the connection goes on with it."""
+    body = {"Content": b"01234", "Transfer": b"0\r\n\r\n"}
+    sent = (head + OFFER + "\r\n").encode()
+    for word, piece in body.items():
+        if word in head:
+            sent += piece
+    with RawClient(stage.port) as client:
+        answer = await asyncio.to_thread(lambda: client.send(sent + b"\r\n"[:0]).incoming.until(b"\r\n"))
+
+    assert b" 101 " not in answer
+    assert not stage.engine.heads
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        OFFER.replace("Connection: Upgrade\r\n", ""),
+        OFFER.replace("Upgrade: websocket", "Upgrade: h2c"),
+        OFFER.replace("Upgrade: websocket", "Upgrade: websocket, h2c"),
+        OFFER.replace("Key: AAAAAAAAAAAAAAAAAAAAAA==", "Key: x"),
+        OFFER.replace("Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n", ""),
+        OFFER.replace("Version: 13", "Version: 8"),
+        OFFER + "X: " + "y" * 9000 + "\r\n",
+        OFFER + "X: y\r\n" * 200,
+    ],
+    ids=["no connection", "h2c", "two", "key", "no key", "version", "long", "many"],
+)
+async def test_an_offer_that_is_not_quite_one_is_refused(stage, lines):
+    """With an answer, and at once."""
+    with RawClient(stage.port, timeout=5) as client:
+        answer = await asyncio.to_thread(lambda: client.send((GET + lines + "\r\n").encode()).incoming.until(b"\r\n"))
+
+    assert re.match(rb"HTTP/1.1 4\d\d ", answer)
+    assert not stage.engine.heads
 
 
 async def test_bytes_behind_an_offer_are_refused(stage):
@@ -557,6 +709,52 @@ async def test_http_behind_an_upgrade_is_no_request(stage):
     assert found[:1] + found[2:] == b"\x88" + (1002).to_bytes(2, "big")
 
 
+async def test_an_upgrade_after_requests_on_the_same_connection(stage):
+    """And its timers of idle connections are gone with it."""
+    with RawClient(stage.port) as client:
+        client.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.answer().status in (200, 503)
+        await asyncio.to_thread(opened, client)
+
+
+async def test_an_offer_that_comes_in_two_pieces_becomes_a_session_that_lasts(tmp_path):
+    """The time for the head of a request ends with the head."""
+
+    async def in_two_pieces(client):
+        client.send(GET.encode())
+        await stage.metric("pdrelay_realtime_sessions_open")  # the router has read the first piece meanwhile
+        client.send((OFFER + "\r\n").encode())
+        return await asyncio.to_thread(client.incoming.until, b"\r\n\r\n")
+
+    async with staged(tmp_path, "--head-timeout", "2") as stage:
+        for _ in range(20):
+            with RawClient(stage.port) as client:
+                try:
+                    answer = await in_two_pieces(client)
+                except (Over, httpx.TransportError):  # this machine is busy, and the head took longer than two seconds
+                    continue
+                assert answer.startswith(b"HTTP/1.1 101 ")
+                await asyncio.to_thread(client.incoming.exactly, 2 + len(json.dumps(HELLO)))
+
+                client.sock.settimeout(4)
+                with pytest.raises(TimeoutError):  # neither a frame nor an end
+                    await asyncio.to_thread(client.incoming.exactly, 1)
+                return
+    raise AssertionError("this machine is too busy to send anything in time")
+
+
+async def test_connections_are_counted_across_the_upgrade(tmp_path):
+    """Each holds its place for as long as it is open, and gives it back once."""
+    async with staged(tmp_path, "--max-connections", "2") as stage:
+        for _ in range(5):
+            async with stage.connect() as session:
+                await session.recv()
+                assert await stage.metric("pdrelay_realtime_sessions_open") == 1
+        await stage.until_over()
+
+        assert await stage.metric("pdrelay_realtime_sessions_open") == 0
+
+
 async def test_without_the_setting_there_is_no_such_path(tmp_path):
     """As before: the offer is ignored, and the path is a 404."""
     async with staged(tmp_path, realtime="false") as stage:
@@ -575,3 +773,9 @@ async def test_a_missing_library_is_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"websockets is not installed: pip install 'pdrelay\[realtime\]'"):
         build(Settings(realtime=True))
     build(Settings())
+
+
+async def test_the_query_may_name_one_model(stage):
+    """More would leave it open which engine is meant."""
+    for query in ("?model=a&model=b", "?model=%ff", "?" + "a=b&" * 20, "?model=" + "x" * 5000):
+        assert (await stage.refusal(query)).status_code == 400

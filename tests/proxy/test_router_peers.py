@@ -1,6 +1,7 @@
 """Several routers in one process that tell each other over UDP how busy engines are."""
 
 import asyncio
+import socket
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -9,8 +10,12 @@ import httpx
 import pytest
 
 from pdrelay_proxy.app import Router, build
+from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.fleet.load_exchange import LoadExchange
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import RequestId, Role
+from pdrelay_proxy.core.peer_introductions import PeerIntroductions
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.live import check
 from pdrelay_proxy.settings import PolicyName, Settings
@@ -134,6 +139,35 @@ async def test_a_router_with_another_secret_is_not_heard_and_is_counted():
 
         assert found.heard(0) == 0
         assert found.told(0) == [0, 0]
+
+
+async def test_what_a_router_that_has_gone_had_sent_is_not_taken_in_by_one_that_starts():
+    """Somebody repeats it: tag and time are good, but its router does not know that this one began."""
+    async with fleet(1, 1) as found:
+        router = found.routers[0]
+        registry, name = Registry(), b"gone" * 2
+        member = registry.add(Role.PREFILL, Address("http", "p0", 80))
+        registry.member(member.id).load.enter(RequestId("r"))
+        introductions = PeerIntroductions(name, SECRET.encode())
+        exchange = LoadExchange(registry, name, SECRET.encode(), introductions)
+        wall = time.time()  # noqa: TID251 (as the router's own)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            for data in (introductions.datagram(wall=wall), *exchange.datagrams(now=0.0, wall=wall)):
+                sender.sendto(data, ("127.0.0.1", router.requests.settings.peer_port))
+            counters = router.telemetry.counters
+            await until_async(lambda: counters.peer_datagrams["unknown",] > 0, seconds=30)
+
+        assert found.told(0) == [0]
+        assert counters.peer_datagrams["tag",] == counters.peer_datagrams["clock",] == 0
+
+
+async def test_engines_are_not_asked_for_reports_of_their_load():
+    """They would be added to what the routers tell, and vLLM logs a line for each."""
+    async with fleet(1, 1) as found:
+        found.engines[0].may_answer.set()
+        await found.clients[0].post("/v1/completions", json=BODY)
+
+        assert "endpoint-load-metrics-format" not in found.engines[0].sim.log[-1].headers
 
 
 async def test_a_quota_that_one_router_has_served_is_used_up_at_the_other(tmp_path):

@@ -109,6 +109,18 @@ def test_after_the_grace_requests_are_refused_and_streams_finish(start):
     assert text == expected_text(BODY | {"max_tokens": 80})
 
 
+def test_a_router_without_requests_ends_at_once(start):
+    """Idle connections do not keep it."""
+    with fleet() as (_, _, flags), httpx.Client() as client:
+        process = start(*flags)
+        assert client.get(f"{process.url}/health").status_code == 200
+        process.signal(signal.SIGINT)
+        asked = time.monotonic()
+
+        assert process.child.wait(timeout=20) == 0
+        assert time.monotonic() - asked < 15  # of 30 that requests would get
+
+
 @pytest.mark.parametrize("how", ["a second SIGTERM", "the timeout"])
 def test_what_does_not_finish_is_cut_off(start, how):
     """At once by a second signal, else after the timeout; the stream says so and lacks its [DONE]."""

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.processes
 
 
 BODY = {"prompt": "once upon a time", "max_tokens": 4}
+ENGINES = 60
 
 
 class File:
@@ -101,9 +102,91 @@ async def views(client, found):
     return [{(row["role"], row["address"], row["source"]) for row in some} for some in rows]
 
 
+async def equal_after(client, found, wanted, *, seconds):
+    """Wait until all routers have these engines; return how long it took, without the last look itself."""
+    began = time.monotonic()
+    want = {("decode", address, "store") for address in wanted}
+    while True:
+        took = time.monotonic() - began
+        seen = [view for view in await views(client, found) if view != want]
+        if not seen:
+            return took
+        assert took < seconds, [(sorted(want - view), sorted(view - want)) for view in seen]
+        await asyncio.sleep(0.02)
+
+
 async def order(client, router, verb, address):
     body = {"type": "decode", "instance": address}
     return (await client.post(f"{router.url}/instances/{verb}", headers=KEY, json=body)).status_code
+
+
+@pytest.mark.slow  # 90 changes through three routers, on each kind of store
+@pytest.mark.parametrize("kind", [File, ConfigMap, Redis])
+async def test_of_90_adds_and_removes_at_the_same_time_all_are_kept(kind, tmp_path, capsys):
+    """60 engines are added through three routers and 30 of them removed again through others."""
+    with serving_at(ENGINES, Sim("decode")) as addresses:
+        async with routers(kind, tmp_path) as (_, found, client):
+
+            async def work(number, address):
+                answers = [await order(client, found[number % 3], "add", address)]
+                if number % 2:
+                    other = found[(number + 1) % 3]
+                    answers.append(await _removed(client, other, address))
+                return answers
+
+            answers = await asyncio.gather(*(work(number, address) for number, address in enumerate(addresses)))
+            took = await equal_after(client, found, addresses[::2], seconds=20.0)
+            for router in found:  # a busy machine may have held up one of them: within a second all hear of a change
+                if took < 1.0:
+                    break
+                assert await order(client, router, "remove", addresses[0]) == 200
+                assert await order(client, router, "add", addresses[0]) == 200
+                took = await equal_after(client, found, addresses[::2], seconds=20.0)
+
+    assert took < 1.0
+    flat = [answer for some in answers for answer in some]
+    assert (len(flat), set(flat)) == (90, {200})
+    with capsys.disabled():
+        print(f" {kind.__name__}: equal after {took * 1000:.0f} ms", end="")
+
+
+async def _roles(client, router):
+    return {row["address"]: row["role"] for row in await rows_of(client, router.url)}
+
+
+@pytest.mark.parametrize("kind", [File, ConfigMap, Redis])
+async def test_what_one_router_turns_all_turn(kind, tmp_path):
+    """Also an engine of their settings; one that is started later serves what the store says."""
+    with serving(Sim("both")) as one, serving(Sim("both")) as two, serving(Sim("both")) as three:
+        at = one, two, three
+        flags = ("--prefill", at[0], "--decode", at[1], "--health-check-interval", "0")
+        async with routers(kind, tmp_path, 2, *flags) as (store, found, client):
+            assert await order(client, found[0], "add", at[2]) == 200
+            await _both(client, found, set(at))
+            body = {"type": "decode", "instance": at[1], "to": "prefill"}
+            assert (await client.post(f"{found[1].url}/instances/turn", headers=KEY, json=body)).status_code == 200
+            wanted = {at[0]: "prefill", at[1]: "prefill", at[2]: "decode"}
+            async with asyncio.timeout(20):
+                while [await _roles(client, router) for router in found] != [wanted, wanted]:
+                    await asyncio.sleep(0.02)
+            (tmp_path / "later").mkdir()
+            args = ("--store", store.url, *flags)
+            with router_processes(tmp_path / "later", 1, *args, env=store.env) as (late,):
+                async with asyncio.timeout(20):
+                    while await _roles(client, late) != wanted:
+                        await asyncio.sleep(0.02)
+                assert "turns to" not in late.said
+                answer = await client.post(f"{late.url}/v1/completions", json=BODY)
+
+    assert answer.json()["choices"][0]["text"] == expected_text(BODY)
+
+
+async def _removed(client, router, address):
+    """Remove it through a router that hears of it in a moment."""
+    deadline = time.monotonic() + 20.0
+    while (code := await order(client, router, "remove", address)) == 404 and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    return code
 
 
 @pytest.mark.slow  # the outage lasts some seconds

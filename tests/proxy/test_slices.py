@@ -7,7 +7,7 @@ import httpx
 
 from pdrelay_proxy.app import build
 from pdrelay_proxy.settings import Settings, SlicePairing
-from pdrelay_proxy.testing.engine import Sim
+from pdrelay_proxy.testing.engine import FaultKind, Sim, SimulatedFault
 from pdrelay_proxy.testing.rules import expected_text
 from support.sim import InMemory
 
@@ -50,6 +50,11 @@ async def rows(client):
     return {row["id"]: row for row in found}
 
 
+def served(engines):
+    """Return the slices whose engines have had requests, by role."""
+    return [{name[0] for name, sim in engines.items() if name[2] == part and sim.log} for part in ROLES]
+
+
 async def test_an_engine_has_the_slice_that_an_operator_gives_it():
     """Lists, explanations and metrics show it."""
     async with sliced(SlicePairing.PREFER, "a-p0", "a-d0", "b-d0") as (client, _):
@@ -85,6 +90,27 @@ async def test_required_slices_serve_each_by_itself():
     assert sorted(legs.values()) in ([4, 4, 4, 4], [3, 3, 5, 5])
 
 
+async def test_required_slices_keep_their_blocks_when_a_decode_engine_cannot_be_reached():
+    """The one in the other slice could read them, and must not."""
+    names = ("a-p0", "a-d0", "b-d0")
+    async with sliced(SlicePairing.REQUIRE, *names, away=["a-d0"], decode_only_fallback=False) as (client, engines):
+        response = await client.post("/v1/completions", json=BODY)
+
+    assert response.status_code == 502
+    assert served(engines) == [{"a"}, set()]
+
+
+async def test_preferred_slices_give_their_blocks_away_when_no_decode_engine_there_can_be_reached():
+    """To read them across slices is better than to compute the prompt again."""
+    async with sliced(SlicePairing.PREFER, "a-p0", "a-d0", "b-d0", away=["a-d0"]) as (client, engines):
+        timing = [await ask(client) for _ in range(3)]
+        crossings = await metric(client, "pdrelay_slice_crossings_total")
+
+    assert served(engines) == [{"a"}, {"b"}]
+    assert any("decode-0 unreachable" in one for one in timing)
+    assert crossings['pdrelay_slice_crossings_total{reason="failed"}'] >= 1
+
+
 async def test_blocks_go_to_another_decode_engine_of_the_same_slice_first():
     """Preferred: the request has its prefill in slice b, and one of the two decode engines there is away."""
     names = ("b-p0", "b-d0", "b-d1", "a-d0")
@@ -95,3 +121,14 @@ async def test_blocks_go_to_another_decode_engine_of_the_same_slice_first():
 
     assert failed == {}
     assert engines["b-d1"].log
+
+
+async def test_a_prefill_engine_that_fails_does_not_make_a_pair_of_two_slices():
+    """Required: the request starts again in the other slice, as a whole."""
+    async with sliced(SlicePairing.REQUIRE, "a-p0", "a-d0", "b-p0", "b-d0") as (client, engines):
+        engines["a-p0"].inject(SimulatedFault(FaultKind.STATUS))
+        for _ in range(4):
+            await ask(client)
+
+    assert len(engines["b-d0"].log) + len(engines["a-d0"].log) == 4
+    assert not engines["a-d0"].log

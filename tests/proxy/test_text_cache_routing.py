@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from pdrelay_proxy.core.model import Api
-from pdrelay_proxy.settings import KvTransferMode
+from pdrelay_proxy.settings import KvEvents, KvTransferMode
 from pdrelay_proxy.testing.rules import expected_text, prompt_ids
 from support.cache_followers import FOLLOWING
 from support.cache_followers import explained as explained_by
@@ -114,3 +114,58 @@ def test_later_turns_of_a_chat_are_served_by_its_decode_engine_until_it_has_evic
     assert alone == [False, True, True, False, True, True]
     assert last["cached_known_by"] == {"prefill-0": "events_and_sent", "decode-0": "events_and_sent"}
     assert not found.engines["d0"].violations
+
+
+def test_a_restarted_engine_is_known_to_have_nothing():
+    """Before the memory of what was sent would have noticed."""
+    with cluster(1, 1, FOLLOWING, cache_blocks=200) as found:
+        followed(found)
+        ask(found, chat(LONG))
+        knows(found, chat(LONG), {"prefill-0": whole(chat(LONG)), "decode-0": whole(chat(LONG))})
+        found.engines["d0"].restart()
+        knows(found, chat(LONG), {"prefill-0": whole(chat(LONG)), "decode-0": 0})
+
+        assert not ask(found, chat(LONG))[1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        chat(LONG) | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": LONG}}]}]},
+        {"model": "sim", "prompt": list(range(100, 600)), "max_tokens": 8},
+    ],
+    ids=["image", "ids"],
+)
+def test_engines_are_not_asked_for_ids_that_are_of_no_use(body):
+    """Those of images have more in their blocks, and prompts of ids have them."""
+    with cluster(1, 1, FOLLOWING, cache_blocks=200) as found:
+        followed(found)
+        answer = httpx.post(f"http://{found.router}{path(body)}", json=body)
+
+    assert answer.status_code == 200
+    assert asked_for_ids(found) == [None]
+
+
+def test_engines_are_not_asked_for_ids_without_the_settings():
+    """Events and one tokenization ask for them; nothing else changes for a request."""
+    settings = replace(FOLLOWING, kv_events=KvEvents.OFF, reuse_prompt_tokens=False)
+    with cluster(1, 1, settings, cache_blocks=200) as found:
+        ask(found, chat(LONG))
+        known = explained(found, chat(LONG))
+
+    assert asked_for_ids(found) == [None]
+    assert known["cached_tokens"] == {}
+    assert set(known["cached_known_by"].values()) == {"sent"}
+
+
+def test_what_becomes_of_ids_is_counted():
+    """And their memory is shown."""
+    with cluster(1, 1, FOLLOWING, cache_blocks=200) as found:
+        followed(found)
+        ask(found, chat(LONG))
+        shown = "pdrelay_known_prompts_total"
+        until(lambda: f'{shown}{{event="learned"}} 1.0' in httpx.get(f"http://{found.router}/metrics").text)
+        lines = httpx.get(f"http://{found.router}/metrics").text.splitlines()
+
+    (size,) = (float(line.split()[1]) for line in lines if line.startswith("pdrelay_known_prompt_bytes "))
+    assert 5_000 < size < 50_000

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdrelay_proxy.cli import main
+from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from pdrelay_proxy.testing.rules import expected_text
 from support.router_process import KEY, RouterProcess
 from support.sim import fleet, serving, sims, until
@@ -182,6 +184,78 @@ def test_an_engine_that_one_worker_is_told_of_is_used_by_the_other_within_a_seco
     delays.check()
 
 
+def test_an_engine_that_goes_and_comes_at_once_is_the_same_new_one_for_all(shared):
+    """The other worker may not have seen it go."""
+    delays = Delays()
+    crew, _, _ = shared
+    zero, one = crew.worker(0), crew.worker(1)
+    with guest(zero) as d2:
+        order(zero, "add", type="decode", instance=d2)
+        until(lambda: len(rows(one)) == 4)
+        for _ in range(3):
+            (added,) = rows(zero).keys() - {"prefill-0", "decode-0", "decode-1"}
+            order(zero, "remove", id=added)
+            order(zero, "add", type="decode", instance=d2)
+        delays.wait(lambda: set(rows(zero)) == set(rows(one)) and added not in rows(one))
+        (added,) = rows(zero).keys() - {"prefill-0", "decode-0", "decode-1"}
+        order(one, "remove", id=added)
+        delays.wait(lambda: added not in rows(zero))
+    delays.check()
+
+
+def test_an_order_for_an_engine_that_went_hits_none_that_came_to_its_place(shared):
+    """The other worker did not know of it yet, and took the entry of the new one out of the store."""
+    crew, _, _ = shared
+    zero, one = crew.worker(0), crew.worker(1)
+    with guest(zero) as d2:
+        order(zero, "add", type="decode", instance=d2)
+        (added,) = rows(zero).keys() - {"prefill-0", "decode-0", "decode-1"}
+        for _ in range(5):
+            until(lambda added=added: added in rows(one))
+            order(zero, "remove", id=added)
+            order(zero, "add", type="decode", instance=d2)
+            late = [one.post(f"/instances/{verb}", headers=KEY, json={"id": added}) for verb in ("drain", "remove")]
+            assert [answer.status_code for answer in late] == [404, 404]
+            (added,) = rows(zero).keys() - {"prefill-0", "decode-0", "decode-1"}
+            assert rows(zero)[added]["state"] != "draining"
+        order(zero, "remove", id=added)
+        until(lambda: set(rows(zero)) == set(rows(one)) == {"prefill-0", "decode-0", "decode-1"})
+
+
+def test_an_engine_that_one_worker_drains_is_drained_in_both(shared):
+    """Also one that the settings name, of which no store knows; it is not called drained before both say so."""
+    delays = Delays()
+    crew, engines, _ = shared
+    zero, one = crew.worker(0), crew.worker(1)
+    engines["d0"]._token_s = engines["d1"]._token_s = 0.2  # so that the stream lasts
+    with zero.stream("POST", PATH, json=BODY | {"max_tokens": 60, "stream": True}) as response:
+        busy = re.findall(r'"(decode-\d+)"', response.headers["server-timing"])[0]
+        order(one, "drain", id=busy)
+        until(lambda: rows(one)[busy]["in_flight"] == 1)
+        assert rows(one)[busy]["state"] == "draining"
+        engines["d1" if busy == "decode-0" else "d0"]._token_s = 0.0
+        assert busy not in {post(one) for _ in range(4)}
+        engines["d0"]._token_s = engines["d1"]._token_s = 0.0
+        assert response.read().endswith(b"data: [DONE]\n\n")
+    delays.wait(lambda: all(rows(client)[busy]["state"] == "drained" for client in (zero, one)))
+    assert busy not in {post(zero) for _ in range(4)}
+
+    order(zero, "undrain", id=busy)
+    delays.wait(lambda: rows(one)[busy]["state"] in ("starting", "healthy"))
+    assert {post(one) for _ in range(4)} == {"decode-0", "decode-1"}
+    delays.check()
+
+
+def test_round_robin_is_fair_over_both_workers(shared):
+    """Within one for each worker, and they do not both begin with the first engine."""
+    crew, _, _ = shared
+    zero, one = crew.worker(0), crew.worker(1)
+    seen = Counter(post(client) for _ in range(7) for client in (zero, one))
+
+    assert sum(seen.values()) == 14
+    assert abs(seen["decode-0"] - seen["decode-1"]) <= 2
+
+
 def test_metrics_and_status_are_those_of_all_workers_whoever_is_asked(shared):
     """What clients have counted is what operators see, in each answer."""
     crew, _, _ = shared
@@ -213,6 +287,22 @@ def test_metrics_and_status_are_those_of_all_workers_whoever_is_asked(shared):
 
 def _resident(pid):
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) * 1024
+
+
+def test_an_engine_that_one_worker_breaks_is_broken_in_the_other_within_a_second(shared):
+    """And it is well again for both when it has served its trial with one of them."""
+    delays = Delays()
+    crew, engines, _ = shared
+    zero, one = crew.worker(0), crew.worker(1)
+    engines["d1"].inject(SimulatedFault(FaultKind.STATUS, times=3))
+    # It may be half open by the time of the look: this machine may be busy, and it is ejected for half a second.
+    until(lambda: post(zero) and rows(zero)["decode-1"]["state"] in ("ejected", "half_open"))
+    delays.wait(lambda: rows(one)["decode-1"]["state"] in ("ejected", "half_open"))
+    assert rows(one)["decode-1"]["why"] == rows(zero)["decode-1"]["why"]
+
+    until(lambda: post(one) and rows(one)["decode-1"]["state"] == "healthy")
+    delays.wait(lambda: rows(zero)["decode-1"]["state"] == "healthy")
+    delays.check()
 
 
 def test_load_and_limits_are_those_of_the_router_and_not_of_each_worker(tmp_path):
@@ -263,6 +353,45 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_fail_nothing(tmp_pat
         assert {row["address"] for row in rows(new).values()} == {row["address"] for row in rows(one).values()}
         assert served == requests_of(metrics(new)) > 3
         assert metrics(new)["pdrelay_worker_starts_total", "0"] == 2
+
+
+@pytest.mark.slow  # an engine turns, which takes seconds
+def test_all_workers_turn_an_engine_together(tmp_path):
+    """While one of them has a request there all wait; a worker that is started later serves the new role at once."""
+    with crew_of(tmp_path, "--health-check-interval", "0", kv_both=True) as (crew, engines, _):
+        zero, one = crew.worker(0), crew.worker(1)
+        engines["d0"].inject(SimulatedFault(FaultKind.STALL, after=1))
+        busy = one.build_request("POST", PATH, json=BODY | {"stream": True})
+        began = None
+        while began != "decode-0":
+            response = one.send(busy, stream=True)
+            began = re.findall(r'"(decode-\d+)"', response.headers["server-timing"])[0]
+            if began != "decode-0":
+                response.read()
+        other = crew.worker(1)
+        order(zero, "turn", id="decode-0", to="prefill")
+        until(lambda: rows(other)["decode-0"]["turns_to"] == "prefill")
+        time.sleep(0.5)
+        waiting = [rows(client)["decode-0"] for client in (zero, other)]
+        engines["d0"].inject(None)
+        response.close()
+        until(lambda: {rows(client)["decode-0"]["role"] for client in (zero, other)} == {"prefill"})
+        counted = {key: value for key, value in metrics(zero).items() if key[0] == "pdrelay_turns_total"}
+        os.kill(crew.pids[0], signal.SIGKILL)
+        until(lambda: post(other) and len(crew.pids) == 3, seconds=30)
+        until(lambda: metrics(other)["pdrelay_workers",] == 2)
+        new = crew.worker(0)
+        until(lambda: set(rows(new)) == set(rows(other)))
+
+        assert {(row["role"], row["turns_to"]) for row in waiting} == {("decode", "prefill")}
+        assert counted == {("pdrelay_turns_total", "prefill", "turned"): 1}
+        assert {name: row["role"] for name, row in rows(new).items()} == {
+            "prefill-0": "prefill",
+            "decode-0": "prefill",
+            "decode-1": "decode",
+        }
+        order(new, "turn", id="decode-0", to="decode")
+        until(lambda: {rows(client)["decode-0"]["role"] for client in (new, other)} == {"decode"}, seconds=60)
 
 
 def test_workers_end_when_their_supervisor_is_killed(tmp_path):
@@ -318,7 +447,6 @@ def test_a_reload_reaches_all_workers(shared):
     until(lambda: len(re.findall(r"the settings were read again\n", crew.said)) == 2)
 
 
-@pytest.mark.slow  # six supervisors, which import the router
 def test_what_is_wrong_is_said_once(tmp_path):
     """However many workers there are; the exit code is that of a usage error."""
     with socket.create_server(("127.0.0.1", 0)) as taken, ExitStack() as stack:
@@ -340,7 +468,6 @@ def test_what_is_wrong_is_said_once(tmp_path):
             assert crew.said.count("\n") == 1
 
 
-@pytest.mark.slow  # supervisors import the router
 def test_each_worker_follows_the_caches_of_engines_and_learns_the_tokens_of_its_own_prompts(tmp_path):
     """With --kv-events auto. Of ids each knows what the other has sent, of texts once it has sent them, too."""
     policies = "--prefill-policy prefix --decode-policy prefix --kv-events auto --min-split-new-bytes 400"

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.vllm_signatures import recorded
 
 ROOT = Path(__file__).parents[2]
-LOCKS = ROOT / "versions"  # 0.31.txt: what differs from requirements-engine.txt
+LOCKS = ROOT / "tests/versions"  # 0.31.txt: what differs from requirements-engine.txt
 KEPT = ROOT / ".pdrelay/venvs"
 BASE = Path(sys.prefix)
 PACKAGES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"

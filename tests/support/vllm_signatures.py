@@ -1,7 +1,7 @@
 """What a version of vLLM has of what the connector and the router use, read from its sources alone.
 
 Nothing is imported, so a wheel for another device will do: :func:`recorded` takes the folder of the package ``vllm``,
-installed or unpacked. What it returns is kept in ``versions``, and :mod:`contract.test_versions` judges it.
+installed or unpacked. What it returns is kept in ``tests/versions``, and :mod:`contract.test_versions` judges it.
 """
 
 import ast

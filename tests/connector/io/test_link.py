@@ -156,6 +156,16 @@ def test_nothing_is_heard_after_a_connection_was_lost(net, monkeypatch):
     assert [type(event) for event in net.events(p)] == [ConnectionLost]
 
 
+def test_a_refused_client_receives_the_reason_and_is_closed(net):
+    """An older engine's operator reads it."""
+    p = net.listener()
+    client = net.client(p.address)
+    client.send(changed(client.hello(net), protocol=PROTOCOL + 1))
+
+    assert isinstance(client.receive(net), Refusal)
+    assert client.receive(net) is None
+
+
 def test_a_silent_client_is_closed_in_time(net):
     """A port scanner, or half a handshake: no event follows, and a waiting poll() wakes for the deadline."""
     p = net.listener()
@@ -337,6 +347,15 @@ def test_something_else_on_that_port_fails(net):
 
     assert isinstance(failed, ConnectFailed)
     assert "does not accept our TLS 1.3" in failed.reason
+
+
+def test_something_else_behind_tls_fails(net):
+    """The same, encrypted."""
+    with dialled(net) as (server, d), serve_tls(server) as conn:
+        conn.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        (failed,) = net.events(d)
+
+    assert "allowed" in failed.reason
 
 
 @pytest.mark.parametrize("said", [DropLeases((A,)), RenewLeases((A,)), Refusal("full")])
@@ -559,6 +578,12 @@ def test_a_port_that_is_taken_is_a_settings_error(net):
 
     with pytest.raises(SettingsError, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
         other.listen(p.address, HandshakeServer(WELCOME, in_force(b"")))
+
+
+def test_a_port_beyond_the_last_is_a_settings_error(net):
+    """The data-parallel rank is added to it."""
+    with pytest.raises(SettingsError, match=r"127\.0\.0\.1:65536"):
+        net.link().listen(Address("127.0.0.1", 65536), HandshakeServer(WELCOME, in_force(b"")))
 
 
 def test_it_listens_on_ipv6(net):

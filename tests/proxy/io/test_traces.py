@@ -248,6 +248,28 @@ async def test_a_leg_that_fails_is_a_span_that_failed(spans):
     assert spans[f"POST {PATH}"].attributes["pdrelay.retries"] == 1
 
 
+async def test_a_leg_that_is_refused_is_a_span_that_failed(spans):
+    """By its status; the request is the client's mistake, and none of the router's."""
+    engines = sims()
+    engines["p0"].inject(SimulatedFault(FaultKind.STATUS, status=422))
+    async with traced_router(spans, engines) as client:
+        assert (await client.post(PATH, json=BODY)).status_code == 422
+
+    assert spans["prefill leg"].attributes["http.response.status_code"] == 422
+    assert spans["prefill leg"].status.status_code is StatusCode.ERROR
+    assert spans[f"POST {PATH}"].status.status_code is StatusCode.UNSET
+    assert {span.name for span in spans.all} == {"prefill leg", f"POST {PATH}"}
+
+
+async def test_a_request_that_is_refused_has_a_span_and_no_legs(spans):
+    """Before any engine is asked."""
+    async with traced_router(spans, sims()) as client:
+        assert (await client.post(PATH, json=[])).status_code == 400
+
+    (span,) = spans.all
+    assert span.attributes["http.response.status_code"] == 400
+
+
 @pytest.mark.parametrize(("status", "bad"), [(200, False), (404, False), (499, False), (502, True)])
 def test_the_span_of_a_request_says_how_it_ended(spans, status, bad):
     """A client's mistake is no error of the router."""
@@ -280,3 +302,11 @@ async def test_a_trace_that_the_client_does_not_sample_is_not_sampled(spans):
 
     assert not spans.all
     assert [entry.headers["traceparent"][-3:] for engine in engines.values() for entry in engine.log] == ["-00"] * 2
+
+
+async def test_lists_of_models_leave_no_span_of_a_leg(spans):
+    """They are no legs."""
+    async with traced_router(spans, sims()) as client:
+        assert (await client.get("/v1/models")).status_code == 200
+
+    assert [span.name for span in spans.all] == ["request"]

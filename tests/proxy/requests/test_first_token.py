@@ -7,12 +7,13 @@ import pytest
 from pdrelay_proxy.core.model import Api, EngineResponse, Role
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.settings import FirstTokenFrom
-from support.greedy import event, events, first_answer, ids_of, next_token, read
+from support.greedy import HALF, event, events, first_answer, ids_of, next_token, read
 from support.scripted import JSON, Scripted, call, never, params_of, prefilled, request_id, router_of, until
 
 TEXT = {"stream": True, "temperature": 0, "max_tokens": 8, "prompt": "once"}
 CHAT = {"stream": True, "temperature": 0, "max_tokens": 8, "messages": [{"role": "user", "content": "go on"}]}
 BODIES = {Api.COMPLETIONS: TEXT, Api.CHAT: CHAT}
+HI = {"role": "user", "content": "hi"}
 USAGE = {"stream_options": {"include_usage": True}}
 OFFER = {"apis": ["completions", "chat"], "max_model_len": 4096}
 APIS = pytest.mark.parametrize("api", BODIES)
@@ -322,6 +323,28 @@ async def test_a_stream_that_breaks_off_later_ends_with_an_error(api, retries):
     assert text.startswith(read(client.got)[0])
 
 
+@APIS
+@pytest.mark.parametrize("after", range(1, 8))
+async def test_a_stream_that_breaks_off_later_is_resumed(api, after):
+    """With the token of the prefill engine among those that are not made again."""
+    body = BODIES[api] | USAGE
+    engines = Engines(lambda stream: [*stream[:after], BROKEN])
+    client = await served(engines, body, api, y=2, resume_streams=True)
+
+    assert is_whole(client, body)
+
+
+@APIS
+@pytest.mark.parametrize("how", ["it breaks off", "it is busy"])
+async def test_without_retries_the_client_is_told(api, how):
+    """Behind the token that it has."""
+    client = await served(Engines(NEVER_BEGUN[how]), BODIES[api], api, y=2, retries=0)
+
+    assert client.error is not None
+    assert client.error[0] in ("EngineError", "ServiceUnavailableError")
+    assert b"DONE" not in client.body
+
+
 async def test_a_refusal_is_told_behind_the_token():
     """Another engine would say the same."""
     engines = Engines(lambda _: (400, [b'{"error":{"message":"no"}}'], JSON))
@@ -376,3 +399,14 @@ async def test_the_time_to_the_first_token_ends_with_the_prefill_engines():
 
     assert client.record.ttft_s == 0.0
     assert client.record.last_token_at == 5.0
+
+
+@APIS
+async def test_half_a_character_is_not_shown(api):
+    """Its text comes with that of the next token."""
+    body = BODIES[api] | ({"prompt": "hi"} if api is Api.COMPLETIONS else {"messages": [HI]})
+    assert first_of(body) % HALF == 0
+    engines = Engines()
+
+    assert is_whole(await served(engines, body, api), body)
+    assert engines.asked(Role.DECODE)[0]["max_tokens"] == 8

@@ -9,18 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.admission.lifetime import cut_short
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.engine_metrics import ShownLoad
 from pdrelay_proxy.core.fleet.pair_health import PairFailure, PairState
-from pdrelay_proxy.core.model import Api, EngineResponse, Role
+from pdrelay_proxy.core.model import Api, EngineResponse, EngineRole, Role
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.core.request_record import MoveOutcome
 from pdrelay_proxy.core.request_timeline import router_timeline
 from pdrelay_proxy.core.routing.retries import RetryBudget
-from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.errors import ConfigError, EngineError
 from pdrelay_proxy.io.request_path.access_log import text
+from pdrelay_proxy.live import check
 from pdrelay_proxy.requests.lifecycle import RequestState
-from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.settings import Settings, SlicePairing
 from support.greedy import HALF, event, events, ids_of, read
 from support.scripted import (
     NEVER_BROKEN,
@@ -425,6 +427,31 @@ async def test_a_prompt_that_is_still_computed_gets_another_decode_engine():
     assert fleet.router.is_idle()
 
 
+async def test_a_prompt_that_is_still_computed_stays_within_its_slice():
+    """The KV cache would cross a slow link, as it would not have without the drain."""
+    go_on, prefill = waiting_prefill()
+    breaking = replace(NEVER_BROKEN, slice_pairing=SlicePairing.PREFER)
+    fleet = Fleet(y=3, prefill=prefill, holds_at=(), breaking=breaking)
+    registry = fleet.router.registry
+    for name, where in (("prefill-0", "a"), ("decode-0", "a"), ("decode-1", "b"), ("decode-2", "a")):
+        registry.learn(name, EngineCapabilities(slice=where))
+    registry.drain("decode-2", now=0.0)
+    clients = [fleet.router.start(asked(Api.COMPLETIONS), f"r{number}") for number in range(4)]
+    await until(lambda: len(fleet.engines.legs) == 4)
+    names = "decode-0", "decode-1", "decode-2"
+    near, far, _ = (registry.member(name).load.own for name in names)
+    registry.undrain("decode-2", now=0.0)
+    fleet.drain("decode-0")
+    after = [registry.member(name).load.own for name in names]
+    go_on.set()
+    for client in clients:
+        await client.end()
+
+    assert near > 1
+    assert after == [0, far, near]
+    assert fleet.router.is_idle()
+
+
 async def test_a_prompt_stays_with_a_decode_engine_that_nobody_can_replace():
     """It is served there: nothing else can."""
     go_on, prefill = waiting_prefill()
@@ -437,6 +464,25 @@ async def test_a_prompt_stays_with_a_decode_engine_that_nobody_can_replace():
     await client.end()
 
     assert read(client.body) == whole(Api.COMPLETIONS)
+    assert fleet.router.is_idle()
+
+
+async def test_a_prompt_does_not_change_to_a_decode_engine_of_another_model():
+    """To look for one must not end the look at all other requests."""
+    go_on, prefill = waiting_prefill()
+    fleet = Fleet(prefill=prefill, holds_at=())
+    registry = fleet.router.registry
+    for name, models in (("decode-0", {"a"}), ("decode-1", {"b"})):
+        registry.learn(name, EngineCapabilities(models=frozenset(models)))
+    client = fleet.router.start(asked(Api.COMPLETIONS, model="a"))
+    await until(lambda: fleet.engines.legs)
+    fleet.drain("decode-0")
+    assert registry.member("decode-0").load.own == 1
+    go_on.set()
+    await client.end()
+
+    assert read(client.body)[0] == whole(Api.COMPLETIONS)[0]
+    assert [leg.instance.id for leg in fleet.engines.legs] == ["prefill-0", "decode-0"]
     assert fleet.router.is_idle()
 
 
@@ -574,6 +620,27 @@ async def test_a_stream_that_goes_back_takes_one_retry_of_the_budget():
     assert fleet.outcomes == {("resumed",): 1}
 
 
+async def test_a_stream_goes_back_to_an_engine_of_both_roles_as_to_a_decode_engine():
+    """Its leg is counted and judged as what it is."""
+
+    async def dead(leg):
+        raise EngineError("dead", reached=False)
+
+    fleet = Fleet(then={"decode-0": dead})
+    registry = fleet.router.registry
+    registry.turn("decode-1", EngineRole.BOTH, now=0.0)
+    registry.drain("decode-0", now=0.0)
+    client = fleet.router.start(asked(Api.COMPLETIONS))
+    await until(lambda: fleet.sent)
+    registry.undrain("decode-0", now=0.0)
+    fleet.drain("decode-1")
+    await client.end()
+
+    assert read(client.body) == whole(Api.COMPLETIONS)
+    assert (fleet.engines.legs[-1].instance.id, fleet.engines.legs[-1].instance.role) == ("decode-1", Role.DECODE)
+    assert fleet.outcomes == {("resumed",): 1}
+
+
 async def test_if_all_fail_the_client_gets_an_error():
     """Behind what it has; never another text."""
 
@@ -592,6 +659,25 @@ async def test_if_all_fail_the_client_gets_an_error():
     assert client.error == ("EngineError", "dead, too")
     assert whole(Api.COMPLETIONS)[0].startswith(read(client.got)[0])
     assert fleet.outcomes == {("failed",): 1}
+
+
+async def test_what_the_next_engine_takes_for_reasoning_is_not_left_out():
+    """Its parser has not seen how the answer began. The client gets an error, and no shorter text that seems whole."""
+
+    async def thinks(leg):
+        said = [{"reasoning": "so"}, {"content": ""}]
+        ends = [None, "stop"]
+        choices = [
+            {"index": 0, "delta": delta, "token_ids": [1], "finish_reason": end}
+            for delta, end in zip(said, ends, strict=True)
+        ]
+        return 200, [*(event({"id": "x", "choices": [one]}) for one in choices), b"data: [DONE]\n\n"]
+
+    fleet = Fleet(then={"decode-1": thinks})
+    client = await cut_once(fleet, Api.CHAT)
+
+    assert client.error is not None
+    assert whole(Api.CHAT)[0].startswith(read(client.got)[0])
 
 
 async def test_an_engine_that_breaks_off_behind_the_move_is_followed_by_another():
@@ -714,6 +800,42 @@ async def test_a_client_that_leaves_ends_the_move():
     assert fleet.outcomes == {("disconnected",): 1}
 
 
+@pytest.mark.parametrize(
+    "why",
+    [
+        ("RequestTimeoutError", "the stream was not complete within 1 s"),
+        ("ServiceUnavailableError", "the router has to end before this request is finished"),
+    ],
+    ids=["out of time", "the router ends"],
+)
+async def test_a_request_that_is_over_while_its_stream_moves_says_why(why):
+    """No engine has failed: none gets more of it, and the client does not read that its stream could not move."""
+    now = [0.0]
+
+    async def prefill(leg):
+        if is_rest(leg):
+            await never()
+        return await pulled_prefill(leg)
+
+    fleet = Fleet(prefill=prefill, clock=lambda: now[0], stream_timeout_s=1.0)
+    client = fleet.router.start(asked(Api.COMPLETIONS))
+    await until(lambda: fleet.sent)
+    fleet.drain()
+    await until(lambda: len(fleet.engines.legs) == 3)
+    if "Timeout" in why[0]:
+        now[0] = 1.1
+        client.request.look(now[0])
+    else:
+        client.request.interrupt(cut_short())
+    await client.end()
+
+    assert client.error == why
+    assert len(fleet.engines.legs) == 3
+    assert not fleet.engines.open
+    assert fleet.router.is_idle()
+    assert fleet.outcomes == {("failed",): 1}
+
+
 async def test_in_push_the_prefill_engine_goes_first():
     """The next engine must not ask for tokens before the prefill engine has read what it needs."""
 
@@ -809,8 +931,30 @@ async def test_the_log_and_the_timeline_tell():
     assert rows == [("stream", "decode-0", 2000.0), ("prefill leg", "decode-0", 3000.0)]
 
 
+async def test_two_drains_in_a_row():
+    """The engine that took the stream is drained, too."""
+    fleet = Fleet(y=3, holds_at=[8, 5])
+    client = fleet.router.start(asked(Api.COMPLETIONS))
+    for _ in range(2):
+        await until(lambda: fleet.sent)
+        fleet.sent = 0
+        fleet.drain(client.request.streams_from)
+    await client.end()
+
+    legs = [leg.instance.id for leg in fleet.engines.of(Role.DECODE)]
+    assert read(client.body) == whole(Api.COMPLETIONS)
+    assert len(set(legs)) == 3
+    assert [move.source for move in client.record.moves] == legs[:2]
+    assert len({request_id(leg) for leg in fleet.engines.of(Role.DECODE)}) == 3
+
+
 class TestFullEngines:
     """Streams leave a decode engine that has no KV room, as many as it says, the newest first."""
+
+    def test_streams_that_could_not_move_are_told_at_the_start(self):
+        check(Settings(move_above=0.9, resume_streams=True))
+        with pytest.raises(ConfigError, match=r"move_above is 0\.9, and no stream could move"):
+            check(Settings(move_above=0.9))
 
     def _stopped(self, count):
         fleet = Fleet(holds_at=(8,) * count, breaking=replace(NEVER_BROKEN, move_above=0.95))
@@ -847,6 +991,18 @@ class TestFullEngines:
         assert dict(fleet.router.telemetry.counters.streams_moved) == {("kv_room", "moved"): 1}
         assert {read(client.body)[0] for client in clients} == {whole(Api.COMPLETIONS)[0]}
 
+    async def test_no_stream_goes_to_another_full_engine(self):
+        fleet = self._stopped(2)
+        clients = await self._begun(fleet, 2)
+
+        self._shown(fleet, 1.0, decode_1=1.0, decode_9=0.0)  # there is room, but the router cannot use it
+        fleet.go_on.set()
+        for client in clients:
+            await client.end()
+
+        assert [client.request.record.moves for client in clients] == [(), ()]
+        assert fleet.outcomes == {}
+
     async def test_no_stream_goes_to_another_full_engine_either_if_the_first_one_fails(self):
         """It would be computed anew there, or go on from there at once."""
 
@@ -867,3 +1023,21 @@ class TestFullEngines:
 
         assert read(client.body)[0] == whole(Api.COMPLETIONS)[0]
         assert [leg.instance.id for leg in fleet.engines.of(Role.DECODE)] == ["decode-0", "decode-1", "decode-3"]
+
+    async def test_without_a_target_nothing_is_tried_until_the_next_look_at_kv_caches(self):
+        """Engines are chosen for each stream: that of thousands, four times a second, would take the event loop."""
+        fleet = self._stopped(2)
+        clients = await self._begun(fleet, 2)
+        registry = fleet.router.registry
+
+        registry.drain("decode-1", now=0.0)
+        self._shown(fleet, 1.0, decode_1=0.0)
+        registry.undrain("decode-1", now=0.0)
+        fleet.router.moves.look()
+        assert [client.request.record.moves for client in clients] == [(), ()]
+
+        self._shown(fleet, 1.0, decode_1=0.0)
+        await clients[-1].end()
+        fleet.go_on.set()
+        await clients[0].end()
+        assert [len(client.request.record.moves) for client in clients] == [0, 1]

@@ -196,6 +196,29 @@ async def test_a_stream_that_breaks_off_ends_all():
     assert router.is_idle()
 
 
+async def test_prompts_that_are_still_computed_get_another_decode_engine():
+    """As those of other requests: else the queue of a prefill engine would hold up the engine that is left."""
+    go_on = asyncio.Event()
+
+    async def prefill(leg):
+        await go_on.wait()
+        return await pulled_prefill(leg)
+
+    router = router_of(engines := Scripted(prefill, decode), 1, 2)
+    client = router.start(call(prompt=PROMPTS))
+    await until(lambda: len(engines.legs) == len(PROMPTS))
+    router.registry.drain("decode-0", now=0.0, moves=True)
+    router.moves.look()
+    drained = [one.id for one in router.registry.settle(patience_s=60, now=1.0)]
+    go_on.set()
+    await client.end()
+
+    assert drained == ["decode-0"]
+    assert {leg.instance.id for leg in engines.of(Role.DECODE)} == {"decode-1"}
+    assert [choice["text"] for choice in json.loads(client.body)["choices"]] == ["<zero>", "<one>", "<two>"]
+    assert router.is_idle()
+
+
 async def test_a_part_is_tried_again_by_itself():
     """The others go on."""
     failed = []
@@ -233,6 +256,24 @@ async def test_a_client_that_leaves_ends_all_parts():
     assert router.is_idle()
 
 
+async def test_a_slow_client_has_all_engines_wait():
+    """Also those that are asked later."""
+    engines = Scripted(pulled_prefill, decode)
+    router = router_of(engines)
+    client = router.start(call(prompt=PROMPTS, stream=True))
+    client.request.pause()
+    await until(lambda: len(engines.of(Role.DECODE)) == 3)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    paused = len(client.response.pieces)
+    client.request.resume()
+    await client.end()
+
+    assert paused <= 3  # what was read with the heads
+    assert of_stream(client.body)[0] == {0: "<zero>", 1: "<one>", 2: "<two>"}
+    assert router.is_idle()
+
+
 class Counted:
     """Engines that note how many prompts they have at a time."""
 
@@ -260,6 +301,32 @@ async def test_a_part_takes_a_place_of_its_own(limits, stream):
 
     assert client.status == 200
     assert sides.most == 1
+    assert router.is_idle()
+
+
+async def test_places_that_others_leave_are_taken_by_the_next_parts():
+    """And one that waits comes before them."""
+    waiting = asyncio.Event()
+
+    async def slow(leg):
+        await waiting.wait()
+        return await pulled_prefill(leg)
+
+    engines = Scripted(slow, decode)
+    router = router_of(engines, limits=Settings(max_concurrency=3))
+    first, whole = router.start(call(prompt="first")), router.start(call(prompt=PROMPTS * 2))
+    await until(lambda: len(engines.legs) == 3)
+    behind = router.start(call(prompt="behind"))
+    first.hang_up()
+    await until(lambda: len(engines.legs) == 4)
+    assert asked(engines.legs[3])["prompt"] == "behind"
+    behind.hang_up()
+    whole.request.look(0.0)
+    await until(lambda: len(engines.legs) == 5)
+    waiting.set()
+    await whole.end()
+
+    assert whole.status == 200
     assert router.is_idle()
 
 

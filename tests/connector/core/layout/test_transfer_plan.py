@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pdrelay_connector.core.layout.transfer_plan import (
     TokenRange,
     check_shapes,
+    head_sources,
     heads_of,
     merge,
     needed_ranks,
@@ -372,6 +373,35 @@ def test_a_huge_stretch_costs_nothing_before_its_blocks_are_counted():
     """A peer's numbers are only as good as the blocks it names."""
     with pytest.raises(ProtocolViolation, match="need 4398046511104 of the peer's blocks"):
         pull_route(shaped("LBHNC"), shaped("LBHNC")).spans([TokenRange(0, 0, 1 << 46, [1], [1])])
+
+
+@pytest.mark.parametrize(("ranks", "ranks_here", "heads"), MEETINGS)
+def test_every_head_is_taken_once_from_a_rank_that_has_it(ranks, ranks_here, heads):
+    """And the ranks that keep the same head are asked equally often, or once less."""
+    asked = Counter()
+    for rank_here in range(ranks_here):
+        found = head_sources(heads, ranks, ranks_here, rank_here)
+        taken = [head for owner in found for head in range(owner.first, owner.last)]
+        assert taken == list(range(*heads_of(heads, ranks_here, rank_here)))
+        assert len({owner.rank for owner in found}) == len(found)
+        for rank, first, last in found:
+            kept = heads_of(heads, ranks, rank)
+            assert kept[0] <= first < last <= kept[1]
+        asked.update((head, owner.rank) for owner in found for head in range(owner.first, owner.last))
+    for head in range(heads):
+        loads = [
+            asked[head, rank]
+            for rank in range(ranks)
+            if heads_of(heads, ranks, rank)[0] <= head < heads_of(heads, ranks, rank)[1]
+        ]
+        assert max(loads) - min(loads) <= 1
+
+
+@pytest.mark.parametrize(("ranks", "heads"), SHARDS)
+def test_equal_engines_pair_up(ranks, heads):
+    """Each rank takes everything from the same rank: one peer to meet."""
+    for rank in range(ranks):
+        assert [owner.rank for owner in head_sources(heads, ranks, ranks, rank)] == [rank]
 
 
 @pytest.mark.parametrize(("ranks", "heads"), SHARDS)

@@ -12,11 +12,12 @@ from pdrelay_connector.core.messages import (
     DropLeases,
     FenceResult,
     LeasesLost,
+    Objection,
     RenewLeases,
     Welcome,
 )
-from pdrelay_connector.core.ports import ConnectFailed, MessageReceived, PeerConnected
-from pdrelay_connector.core.results import HandshakeEnded, LeaseLost
+from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from pdrelay_connector.core.results import HandshakeEnded, LeaseLost, PeerLost
 from pdrelay_connector.core.session.peers import MAX_BACKOFF, PATIENCE, PeerTable
 from support.engines import FINGERPRINT, LEASE, changed
 from support.recording_link import ConnectingLink
@@ -78,6 +79,15 @@ def met(harness):
     return harness
 
 
+def test_a_lease_is_claimed_as_soon_as_its_engine_is_met(harness):
+    """Not a heartbeat later: the lease may be short."""
+    harness.start_renewing("a")
+    assert harness.sent == []
+    harness.welcome()
+
+    assert harness.sent == [(1, RenewLeases(("p-a",)))]
+
+
 def test_leases_are_renewed_six_times_as_often_as_they_end(met):
     """Counted from the arrival of the first request."""
     beats, now = [], 0.0
@@ -87,6 +97,25 @@ def test_leases_are_renewed_six_times_as_often_as_they_end(met):
         now = due
 
     assert beats == [pytest.approx(BEAT * number) for number in range(1, 6)]
+
+
+@pytest.mark.parametrize(("lease", "beat"), [(6.0, 1.0), (10 * LEASE, BEAT)], ids=["shorter", "longer"])
+def test_leases_of_another_length_are_renewed_as_often_as_the_shorter_one_needs(harness, lease, beat):
+    """P adds two thirds of its own duration with each renewal: D beat too late for a lease below a quarter of its."""
+    harness.start_renewing("a")
+    harness.start_renewing("b", engine=EngineId("p1"))
+    harness.welcome(lease=lease)
+    harness.welcome(EngineId("p1"))
+    harness.take_sent()
+    beats, now = [], 0.0
+    while now < LEASE - 0.1:
+        due = harness.lease_renewer.advance(now=now)
+        sent, harness.sent = harness.sent, []
+        beats += [now for conn, _ in sent if conn == 1]
+        now = due
+
+    assert beats == pytest.approx([beat * number for number in range(1, len(beats) + 1)])
+    assert len(beats) == round((LEASE - 0.1) // beat)
 
 
 def test_very_many_requests_are_renewed_in_pieces(harness):
@@ -108,6 +137,17 @@ def test_very_many_requests_are_given_back_in_pieces(harness):
 
     drops = [message.requests for _, message in harness.sent if isinstance(message, DropLeases)]
     assert [len(requests) for requests in drops] == [MAX_IDS, 1]
+
+
+def test_what_another_request_still_wants_is_not_given_back(met):
+    """Of two answers to one prompt, one is aborted: the other must not lose its blocks."""
+    met.start_renewing("b", remote="p-a")
+    met.take_sent()
+    met.release("b")
+    assert met.take_sent() == []
+    met.release("a")
+
+    assert met.take_sent() == [(1, DropLeases(("p-a",)))]
 
 
 def test_a_finished_read_is_renewed_no_more_and_not_dropped(met):
@@ -135,6 +175,17 @@ def test_what_is_given_back_to_an_engine_that_refuses_is_forgotten(harness, is_f
     assert len(harness.peers) == 0
 
 
+def test_a_lost_lease_is_reported_and_renewed_no_more(met):
+    """To every request that wanted it: those that have not begun to read compute their own prompts."""
+    met.start_renewing("b", remote="p-a")
+    met.hear(LeasesLost(("p-a", "p-x")))
+
+    assert met.lease_renewer.take_lost() == [LeaseLost("d-a"), LeaseLost("d-b")]
+    assert met.lease_renewer.take_lost() == []
+    assert met.counters.take().counters["leases_lost"] == 2
+    assert (len(met.lease_renewer), met.lease_renewer._leases_by_engine, met.closed) == (0, {}, [])
+
+
 def test_an_engine_cannot_say_that_anothers_leases_lapsed(met):
     """Names are the lending engine's own."""
     met.start_renewing("b", EngineId("p1"), port=5601, remote="p-a")
@@ -142,6 +193,16 @@ def test_an_engine_cannot_say_that_anothers_leases_lapsed(met):
     met.hear(LeasesLost(("p-a",)), EngineId("p1"))
 
     assert met.lease_renewer.take_lost() == [LeaseLost("d-b")]
+
+
+def test_an_engine_whose_loop_hangs_does_not_say_that_it_reads(met):
+    """As it does not renew: nothing here looks at the end of the load."""
+    met.lease_renewer.read_started(RequestId("d-a"), P)
+    met.take_sent()
+    met.turned_at = 0.0
+    met.lease_renewer.advance(now=200.0)
+
+    assert met.sent == []
 
 
 def test_the_drops_of_one_turn_are_one_message(met):
@@ -156,6 +217,16 @@ def test_the_drops_of_one_turn_are_one_message(met):
 
 
 # ---- an engine whose loop hangs
+
+
+def test_a_turn_that_wants_nothing_more_ends_the_withholding(met):
+    """Otherwise the engine would say for ever that it hangs."""
+    met.turned_at = 0.0
+    met.lease_renewer.advance(now=200.0)
+    met.release("a")
+    met.lease_renewer.advance(now=201.0)
+
+    assert not met.lease_renewer.is_withholding
 
 
 def test_an_engine_that_breaks_the_protocol_is_left(met):
@@ -177,6 +248,20 @@ def test_an_unused_engine_that_refused_is_forgotten(harness):
     assert len(harness.peers) == 0
 
 
+def test_a_handshake_is_reported_once_to_who_asked(harness):
+    """When it ends; at once if it has ended; not at all without a question."""
+    harness.start_renewing("a")
+    harness.lease_renewer.report_handshake(P, now=0.0)
+    assert harness.lease_renewer.take_handshakes() == []
+    harness.welcome()
+    assert harness.lease_renewer.take_handshakes() == [HandshakeEnded(P)]
+    harness.start_renewing("b")
+    assert harness.lease_renewer.take_handshakes() == []
+    harness.lease_renewer.report_handshake(P, now=0.0)
+
+    assert harness.lease_renewer.take_handshakes() == [HandshakeEnded(P)]
+
+
 def test_requests_wait_a_little_for_an_engine_that_did_not_answer_before(harness):
     """Its handshake may hang for seconds, and each new request would wait as long."""
     harness.start_renewing("a")
@@ -196,6 +281,14 @@ def test_requests_wait_a_little_for_an_engine_that_did_not_answer_before(harness
     assert harness.lease_renewer.take_handshakes() == [HandshakeEnded(P)]
 
 
+def test_an_engine_whose_connection_ended_is_met_anew(met):
+    """Under its id another process may answer next, with other weights; or it was refused, and has the right ones."""
+    met.lease_renewer.on(ConnectionLost(met.peers.get(P).conn, "closed"), now=1.0)
+
+    assert met.lease_renewer.take_lost_peers() == [PeerLost(P)]
+    assert met.lease_renewer.take_lost_peers() == []
+
+
 def test_a_handshake_that_fails_says_whether_it_can_ever_succeed(harness):
     """A load from an engine that differs must not begin; one that was not reached may be later."""
     harness.start_renewing("a")
@@ -212,6 +305,34 @@ def test_a_handshake_that_fails_says_whether_it_can_ever_succeed(harness):
         HandshakeEnded(P, failure="no route", is_final=False, cause="handshake"),
         HandshakeEnded(other, objection, cause="version"),
     ]
+
+
+def test_an_engine_that_refuses_us_is_asked_again_later(harness):
+    """Another protocol, or another secret until both sides have changed theirs: its KV is not loaded now."""
+    harness.start_renewing("a")
+    harness.lease_renewer.report_handshake(P, now=0.0)
+    harness.lease_renewer.on(
+        ConnectFailed(harness.peers.get(P).conn, "it refused: no proof", is_incompatible=True, cause="secret"), now=0.0
+    )
+
+    refused = HandshakeEnded(P, "it refused: no proof", is_final=False, cause="secret")
+    assert harness.lease_renewer.take_handshakes() == [refused]
+
+
+def test_leases_of_an_engine_that_differs_are_given_back_at_once(harness):
+    """Now and later: P would keep the blocks to the lease's end. They are not renewed meanwhile."""
+    harness.start_renewing("a")
+    conn = harness.peers.get(P).conn
+    differs = Welcome(PROTOCOL, P, changed(FINGERPRINT, vllm="0.31.0"), ())
+    harness.lease_renewer.on(PeerConnected(conn, differs), now=0.0)
+    harness.lease_renewer.release(RequestId("d-a"), P)
+    harness.lease_renewer.advance(now=BEAT)
+    harness.start_renewing("b")
+    harness.lease_renewer.release(RequestId("d-b"), P)
+    harness.lease_renewer.advance(now=2 * BEAT)
+
+    objection = Objection("its vllm is '0.31.0', ours is '0.32.0'; they must be equal")
+    assert harness.sent == [(conn, objection), (conn, DropLeases(("p-a",))), (conn, DropLeases(("p-b",)))]
 
 
 def test_a_prefill_engine_that_can_do_either_hears_what_is_read():

@@ -51,6 +51,17 @@ def test_an_offer_says_everything_that_vllms_own_connector_says():
     assert keys_of_vllm() <= OFFER.to_params().keys()
 
 
+def test_an_offer_asks_the_decode_engine_to_load():
+    """The router passes the object on as it is: it must already be the decode engine's order."""
+    assert OFFER.to_params()["do_remote_prefill"] is True
+    assert OFFER.to_params()["do_remote_decode"] is False
+
+
+def test_an_offer_survives_json():
+    """The router and two HTTP servers print and parse it."""
+    assert parse_pull_params(json.loads(json.dumps(OFFER.to_params()))) == OFFER
+
+
 def test_unknown_keys_are_ignored():
     """A newer prefill engine says more."""
     assert parse_pull_params(params(pdrelay_tomorrow=1)) == OFFER

@@ -14,6 +14,7 @@ from pdrelay_connector.core.messages import (
     LeasesLost,
     RankSums,
     ReadDone,
+    ReadsStarted,
     RenewLeases,
 )
 from pdrelay_connector.core.ports import ConnectionLost, MessageReceived
@@ -58,6 +59,14 @@ def shop():
     return shop
 
 
+def test_a_read_reported_when_its_lease_is_due_does_not_count(shop):
+    """Even if nobody has looked at the clock since: the blocks are as good as given away."""
+    shop.hear(ReadDone(A, READER, 0, 1), now=30.0)
+
+    assert shop.link.sent == [(D, FenceResult(READER, held=False))]
+    assert shop.released() == [("a", "EXPIRED"), ("b", "EXPIRED")]
+
+
 @pytest.mark.parametrize("message", [HELLO, Challenge(4, b""), FenceResult(READER, held=True), LeasesLost((A,))])
 def test_a_message_of_the_wrong_role_closes_the_connection(shop, message):
     """A second hello, or a prefill engine's words: and what he held is free."""
@@ -89,6 +98,13 @@ def test_a_worker_may_drop_what_its_scheduler_holds(shop):
     assert shop.released() == [("a", "DROPPED")]
 
 
+def test_an_unclaimed_lease_accepts_any_engine(shop):
+    """The first word may come over any connection of a decode engine."""
+    shop.hear(DropLeases((A,)), conn=ELSE)
+
+    assert shop.released() == [("a", "DROPPED")]
+
+
 # ---- leases that are revoked
 
 
@@ -101,6 +117,18 @@ def test_no_more_is_revoked_than_is_lacking(shop):
     revoke(shop, RequestId("gone"), B, A)
 
     assert shop.released() == [("b", "REVOKED")]
+
+
+@pytest.mark.parametrize("word", [ReadsStarted((A,)), ReadDone(A, READER, 0, 2)], ids=["reads", "has read in part"])
+def test_what_is_read_is_not_revoked_for_a_while(shop, word):
+    """The request would fail for it. But a reader that vanishes keeps its blocks no longer than a read may take."""
+    shop.hear(RenewLeases((A,)))
+    shop.hear(word, conn=WORKER)
+    revoke(shop, A, now=9.9)
+    assert shop.released() == []
+    revoke(shop, A, now=10.0)
+
+    assert shop.released() == [("a", "REVOKED")]
 
 
 def test_very_many_lost_leases_are_reported_in_pieces():

@@ -11,6 +11,8 @@ from pdrelay_connector.core.messages import (
     LeasesLost,
     PartRefused,
     PartStaged,
+    ReadDone,
+    StagePart,
 )
 from pdrelay_connector.core.ports import MessageReceived
 from pdrelay_connector.core.pull.decode_worker import POLL_INTERVAL, STAGING_TIMEOUT_FACTOR, PullReader
@@ -21,7 +23,7 @@ from pdrelay_connector.core.staging import host_buffer
 from pdrelay_connector.core.staging.slots import Slots
 from pdrelay_connector.errors import IllegalTransition
 from pdrelay_connector.io.in_memory import InMemoryLink, InMemoryTransferAgent
-from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, TIMEOUT, World, changed, rank_info
+from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, TIMEOUT, World, changed, rank_info, right
 from support.recording_agent import RecordingCopier
 
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]
@@ -258,6 +260,20 @@ class StagingEngine:
         for slot, block in zip(slots, blocks, strict=True):
             memory[slot], memory[block] = memory[block], b"another's"
         return slots
+
+
+def test_parts_that_p_stages_are_read_from_its_slots_one_after_the_other():
+    """All that a device that NIXL cannot read keeps is read so."""
+    p = StagingEngine(blocks=5)
+    (blocks,) = p.offer.remote_block_ids
+    for number, part in enumerate((blocks[:3], blocks[3:])):  # a quarter of P's 12 slots at a time
+        assert p.hear() == [StagePart("p-a", "d-a", 0, 1, number, (part,))]
+        p.answer(PartStaged("d-a", number, (p.stage(part),)))
+    assert p.hear() == [ReadDone("p-a", "d-a", 0, 1)]
+    p.answer(FenceResult("d-a", held=True))
+
+    assert p.world.d.result("d-a").failure == ""
+    assert p.world.d.bytes_of(p.into) == [right("p-a", number, 0) for number in range(5)]
 
 
 def test_the_timeline_shows_when_p_was_asked_for_each_part():

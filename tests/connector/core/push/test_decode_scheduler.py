@@ -27,7 +27,7 @@ from pdrelay_connector.core.session.peers import MAX_BACKOFF, QUIET, PeerState
 from pdrelay_connector.errors import IllegalTransition
 from pdrelay_connector.io.client_connections import IDLE_TIMEOUT
 from support.engines import FINGERPRINT, changed, rank_info
-from support.expecting import A, B, ExpectingEngine, P, T
+from support.expecting import ADDRESS, A, B, ExpectingEngine, P, T
 from support.push_engines import WAIT
 
 
@@ -86,6 +86,22 @@ def test_a_request_is_registered_once(harness):
         harness.expect()
 
 
+def test_an_engine_that_cannot_be_met_fails_what_waits_for_it_and_what_comes_next():
+    """Nothing was lent, so nothing lingers."""
+    harness = Harness()
+    harness.expect()
+    harness.happen(ConnectFailed(harness.conn, "no route"))
+    harness.expect(B)  # it is tried again at once
+    harness.happen(ConnectFailed(harness.conn, "no route"))
+
+    assert harness.take_results() == [
+        LoadResult(A, f"{ADDRESS} was not met: no route"),
+        LoadResult(B, f"{ADDRESS} was not met: no route"),
+    ]
+    assert len(harness.push_receiver) == len(harness.lease_renewer) == 0
+    assert harness.counted()["loads_failed_handshake"] == 2
+
+
 # ---- a connection that was quiet for long
 
 
@@ -121,6 +137,29 @@ def test_a_connection_counts_as_quiet_long_before_p_closes_it():
 
 
 # ---- the ends that P tells
+
+
+@pytest.mark.parametrize(
+    ("end", "failure", "counters"),
+    [
+        (PushDone(A, held=True), "", {"loads": 1}),
+        (
+            PushDone(A, held=False),
+            "its lease was over before everything was written",
+            {"reads_discarded": 1, "loads_failed_lease": 1},
+        ),
+        (PushStopped(A, "no prompt"), "P stopped: no prompt", {"loads_failed_transfer": 1}),
+    ],
+    ids=repr,
+)
+def test_p_says_how_it_ends(harness, end, failure, counters):
+    """What was written after the lease is worth nothing; nothing lingers, and nobody renews any more."""
+    assert harness.hear(end)
+
+    assert harness.take_results() == [LoadResult(A, failure)]
+    assert harness.take_results() == []
+    assert len(harness.push_receiver) == len(harness.lease_renewer) == 0
+    assert harness.counted() == counters
 
 
 @pytest.mark.parametrize("end", [PushStopped(A, "slow"), PushDone(A, held=True), PushDone(A, held=False)], ids=repr)
@@ -183,6 +222,44 @@ def test_a_quarantine_outlasts_tcp(quarantine, seconds):
     assert looks > 10  # those of a process that was stopped count when it runs again
 
 
+@pytest.mark.parametrize(("is_elsewhere", "quarantine"), [(True, QUARANTINE), (False, LOCAL_QUARANTINE)])
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_dead_p_of_the_same_machine_has_sent_nothing_into_a_cut(is_elsewhere, quarantine, is_reset):
+    """Its blocks are back in seconds; between machines what was cut off may come as late as its kernel sends it."""
+    harness = Harness()
+    harness.expect()
+    harness.connect(is_elsewhere=is_elsewhere)
+    harness.lose(silent=is_reset, reset=is_reset)
+    if is_reset:
+        harness.happen(ConnectFailed(harness.conn, "refused", has_ended=True))
+    harness.take_results()
+    interval, looks = quarantine
+    for _ in range(looks):
+        assert harness.take_results() == []
+        harness.wait(interval)
+
+    assert harness.take_results() == [BlocksReleased(A)]
+
+
+@pytest.mark.parametrize("how", [{}, {"silent": True}, {"silent": True, "reset": True}], ids=repr)
+def test_a_p_that_is_back_is_asked_whether_it_still_writes(harness, how):
+    """It lives: what its workers do, and for how long one of them hangs, it alone knows."""
+    harness.lose(**how)
+    harness.take_results()
+    harness.expect(B)
+    harness.connect()
+    assert harness.state(A) is ReceiveState.STOPPING
+    assert CancelPushes((A,)) in harness.take_sent()
+    for _ in range(LONG_QUARANTINE[1] + 1):
+        harness.wait(LONG_QUARANTINE[0])
+    harness.hear(PushStalled(A, ""))
+    harness.push_receiver.stop(A)
+    assert BlocksReleased(A) not in harness.take_results()
+    harness.hear(PushStopped(A, ""))
+
+    assert harness.take_results() == [BlocksReleased(A)]
+
+
 def test_a_p_that_is_lost_again_before_it_has_answered_may_still_write(harness):
     """As after the first time."""
     harness.lose(silent=True)
@@ -229,6 +306,19 @@ def test_a_p_whose_place_another_takes_has_died_if_its_kernel_says_so(harness, i
         harness.wait(interval)
 
     assert (BlocksReleased(A) in harness.take_results()) == is_reset
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_p_whose_connection_was_reset_has_died_if_its_port_is_closed(harness, has_ended):
+    """No answer is no proof: P may be stopped, or cut off again. A fresh answer is none either: D may read it late."""
+    harness.happen(MessageReceived(harness.conn, HeartbeatReply()))
+    harness.lose(silent=True, reset=True)
+    harness.take_results()
+    harness.happen(ConnectFailed(harness.conn, "timed out", has_ended=has_ended))
+    for _ in range(QUARANTINE[1]):
+        harness.wait(QUARANTINE[0])
+
+    assert harness.take_results() == [BlocksReleased(A)] * has_ended
 
 
 def test_what_became_of_a_p_is_asked_until_it_is_known(harness):

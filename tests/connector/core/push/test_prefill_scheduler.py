@@ -208,6 +208,16 @@ def test_a_worker_hears_again_only_of_what_it_owes(harness):
 # ---- a decode engine that stops
 
 
+def test_others_pushes_cannot_be_stopped(harness):
+    """A reader's name means something only together with its connection."""
+    harness.introduce(ELSE, "e")
+    harness.register()
+    harness.take_sent()
+    harness.hear(ELSE, CancelPushes((R,)))
+
+    assert harness.take_sent() == [(ELSE, PushStopped(R, ""))]
+
+
 # ---- what is refused
 
 
@@ -374,6 +384,30 @@ def reconnect(harness):
     harness.hear(ELSE, CancelPushes((R,)))
 
 
+def test_a_decode_engine_that_is_back_hears_when_no_worker_writes_any_more(known):
+    """Its blocks stay unused until then: one of the workers may hang for long."""
+    reconnect(known)
+    known.hear(W0, PushAborted(D, R, "gone"))
+    assert known.take_sent() == []
+    known.hear(W1, PushWritten(D, R))
+    assert known.take_sent() == [(ELSE, PushStopped(R, "the connection was lost"))]
+    known.hear(ELSE, CancelPushes((R,)))
+
+    assert known.take_sent() == [(ELSE, PushStopped(R, ""))]
+
+
+def test_what_is_over_when_a_decode_engine_comes_back_is_answered_at_once(known):
+    """Also if one rank was when the connection ended."""
+    known.hear(W0, PushWritten(D, R))
+    known.lose(D)
+    known.hear(W1, PushAborted(D, R, "gone"))
+    known.introduce(ELSE)
+    known.take_sent()
+    known.hear(ELSE, CancelPushes((R,)))
+
+    assert known.take_sent() == [(ELSE, PushStopped(R, ""))]
+
+
 @pytest.mark.parametrize("engine", ["d1", None])
 def test_another_decode_engine_hears_nothing_of_a_push_that_was_lost(known, engine):
     """It has no such request, whatever it is called."""
@@ -425,6 +459,21 @@ def test_a_decode_engine_that_has_left_again_is_told_nothing(known):
 
     assert known.take_sent() == []
     assert known.push_coordinator._draining == {}
+
+
+def test_nothing_is_left_when_everybody_has_left(harness):
+    """Whatever they had asked for."""
+    harness.register()
+    harness.hear(D, RenewLeases((RequestId("u"),)))
+    harness.lose(D)
+    for worker in (W0, W1):
+        harness.hear(worker, PushAborted(D, R, "the decode engine is gone"))
+    harness.lose(W0)
+    harness.now = 2 * PATIENCE
+    harness.turn()
+
+    assert len(harness.push_coordinator) == 0
+    assert harness.push_coordinator._workers._conns == {1: W1}
 
 
 # ---- an engine that is back before its connection ends

@@ -6,6 +6,7 @@ from pdrelay_connector.core.counters import Counters, ForwardingCounters, merge
 from pdrelay_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId, RequestId
 from pdrelay_connector.core.messages import (
     MAX_REASON,
+    PeerGone,
     PeerMemory,
     PushAborted,
     PushWritten,
@@ -24,6 +25,7 @@ from pdrelay_connector.core.ports import (
 from pdrelay_connector.core.push.prefill_worker import PushWriter
 from pdrelay_connector.core.push.push_job import (
     ComputedBlocks,
+    TransferOver,
 )
 from pdrelay_connector.core.session.scheduler_link import RETRY
 from pdrelay_connector.core.transfer.transfers import POLL_INTERVAL
@@ -162,6 +164,17 @@ def test_what_the_device_has_not_finished_is_not_written(harness):
     assert harness.take_sent() == [PushWritten(D, R)]
 
 
+def test_pieces_that_are_not_ready_are_forgotten_with_their_transfer(harness):
+    """Others' stay."""
+    harness.compute(4, ready=lambda: True)
+    harness.compute(5, request="other", ready=lambda: True)
+    harness.writer.add_computed(TransferOver(RequestId(T)), now=0.0, ready=lambda: True)
+    harness.writer.advance(now=0.0)
+
+    assert harness.writer._sources.keys() == {"other"}
+    assert len(harness.writer) == 2  # the other prompt, and a decode engine
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "reason"),
     [
@@ -237,6 +250,17 @@ def test_a_scheduler_that_is_back_hears_how_what_still_flies_ends(harness):
     harness.end(0)
 
     assert harness.take_sent() == [WorkerHello(1, b"token"), PushAborted(D, R, "the decode engine is gone")]
+
+
+def test_the_end_of_a_push_is_told_when_its_decode_engine_has_left(harness):
+    """It may be back, and waits to hear that nothing is written any more."""
+    harness.assign(1, 2)
+    harness.compute(4)
+    harness.hear(PeerGone(D))
+    assert harness.take_sent() == []
+    harness.end(0)
+
+    assert harness.take_sent() == [PushAborted(D, R, "the decode engine is gone")]
 
 
 def test_a_scheduler_that_asks_for_the_end_of_a_push_hears_it_again(harness):

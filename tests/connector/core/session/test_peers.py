@@ -4,11 +4,12 @@ import pytest
 
 from pdrelay_connector.core.counters import Counters
 from pdrelay_connector.core.ids import Address, EngineId
-from pdrelay_connector.core.messages import PROTOCOL, Welcome
+from pdrelay_connector.core.messages import PROTOCOL, Fingerprint, Welcome
 from pdrelay_connector.core.ports import ConnectFailed, ConnectionLost, PeerConnected
 from pdrelay_connector.core.session.peers import (
     MAX_BACKOFF,
     MAX_SILENT,
+    PATIENCE,
     PeerState,
     PeerTable,
     mismatch,
@@ -72,6 +73,24 @@ def test_a_peer_with_a_new_address_is_tried_there_at_once(book):
     assert book.calls() == [ADDRESS]
 
 
+def test_an_offer_ends_the_pause_of_a_peer_that_was_not_reached(book):
+    """It lives: it has just computed a prompt. Requests wait for it a little while, for it may still hang."""
+    peer = book.ensure_connected()
+    assert peer.patience_ends == float("inf")
+    book.fail(peer)
+    book.calls()
+    book.ensure_connected(0.1)
+    assert book.calls() == []
+    book.book.ensure_connected(P, ADDRESS, now=0.2, is_offer=True)
+    assert book.calls() == [ADDRESS]
+    assert peer.patience_ends == 0.2 + PATIENCE
+    book.book.ensure_connected(P, ADDRESS, now=0.3, is_offer=True)
+    assert book.calls() == []
+    book.book.on(PeerConnected(peer.conn, WELCOME), now=0.4)
+
+    assert (peer.is_doubted, peer.patience_ends) == (False, float("inf"))
+
+
 def test_an_offer_does_not_end_the_pause_of_a_peer_that_refuses_us(book):
     """That it lives was known: with another secret each request would cost both a handshake."""
     peer = book.ensure_connected()
@@ -101,6 +120,25 @@ def test_few_silent_peers_are_remembered(book):
     assert len(book.book._silent) == MAX_SILENT
 
 
+def test_another_protocol_is_named_with_both_numbers(book):
+    """A rolling update must tell which side is old."""
+    peer = book.met(welcome=changed(WELCOME, protocol=PROTOCOL + 1))
+
+    assert peer.reason == f"it speaks protocol {PROTOCOL + 1}, we speak {PROTOCOL}"
+
+
+def test_an_engine_that_differs_stays_connected_and_is_not_met_again(book):
+    """Its leases are given back over that connection; if it is lost, a request may meet it again."""
+    peer = book.met(welcome=changed(WELCOME, fingerprint=changed(FINGERPRINT, vllm="0.31.0")))
+    book.calls()
+    assert book.ensure_connected(now=60.0) is peer
+    assert (peer.state, peer.is_refused, book.calls()) == (PeerState.INCOMPATIBLE, True, [])
+    book.book.on(ConnectionLost(peer.conn, "connection reset"), now=60.0)
+
+    assert peer.state is PeerState.GONE
+    assert book.met(now=60.0).state is PeerState.CONNECTED
+
+
 @pytest.mark.parametrize(
     "welcome", [changed(WELCOME, protocol=PROTOCOL + 1), changed(WELCOME, engine=EngineId("p1"))], ids=str
 )
@@ -124,6 +162,21 @@ def test_a_peer_of_another_shape_is_refused_where_its_kv_would_be_read():
 
     assert peer.state is PeerState.INCOMPATIBLE
     assert "they must be equal" in peer.reason
+
+
+@pytest.mark.parametrize("name", Fingerprint.__struct_fields__)
+def test_a_mismatch_names_both_values(name):
+    """An operator must see what to change on which engine."""
+    our = getattr(FINGERPRINT, name)
+    their = our + 1 if isinstance(our, int) else f"{our}-x"
+    sentence = mismatch(FINGERPRINT, changed(FINGERPRINT, **{name: their}))
+
+    its, ours = (
+        (f"its {name} are", "ours are") if name == "weights" else (f"its {name.replace('_', ' ')} is", "ours is")
+    )
+    hint = "it serves another model, or another revision of it: " if name in ("config", "tokenizer", "weights") else ""
+    assert sentence == f"{hint}{its} {their!r}, {ours} {our!r}; they must be equal"
+    assert mismatch(FINGERPRINT, FINGERPRINT) is None
 
 
 @pytest.mark.parametrize("name", ["draft_model", "config", "tokenizer", "weights"])

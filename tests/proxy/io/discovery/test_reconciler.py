@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -163,6 +164,22 @@ def test_nonsense_is_left_out_and_said_once(caplog):
     assert sum("entry decode.y" in line for line in said) == 1
 
 
+def test_that_engines_are_left_out_is_said_once_and_they_come_when_there_is_room(caplog):
+    """An engine that serves nothing, of which no line tells, is looked for in vain."""
+    world = World()
+    leaving = {str(n): f'{{"role":"decode","target":"h{n}:80","leaves":true}}' for n in range(MOST)}
+    world.entries.view(leaving)
+    for _ in range(2):
+        world.entries.view({**leaving, "a": entry_of(A)})
+    assert world.there == []
+
+    del leaving["7"]
+    world.entries.view({**leaving, "a": entry_of(A)})
+    assert [name for name, *_ in world.there] == ["prefill-0"]
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert said == ["store: there are more than 50000 engines: 1 left out until others have gone"]
+
+
 PLACES = st.sampled_from(["a:1", "b:1", "c:1"])
 OBJECTS = st.one_of(
     st.none(),
@@ -241,6 +258,20 @@ def test_a_router_that_followed_a_store_wants_what_one_that_starts_would(steps):
         }
 
 
+def test_a_change_of_one_pod_leaves_the_others_alone():
+    """However many there are."""
+    registry = Registry()
+    pods = Pods(Reconciler(registry, [EngineSource.PODS], lambda: 0.0))
+    wanted = {f"u{n}": Wanted(Role.DECODE, Target.parse(f"h{n}:80"), f"u{n}") for n in range(300)}
+    pods.view(wanted)
+    origins = {member.instance.id: member.origin for member in registry.members()}
+    pods.changed({"u7": replace(wanted["u7"], leaves=True), "u8": None})
+
+    assert len(registry.members()) == 299
+    assert [m.instance.address.host for m in registry.members() if m.life.state is HealthState.DRAINING] == ["h7"]
+    assert sum(member.origin is not origins[member.instance.id] for member in registry.members()) == 1
+
+
 def test_all_engines_are_compared_in_steps_and_only_if_some_came_or_went():
     """In one go, and each second in which any health had changed, it kept requests waiting for 12 ms."""
     world = World()
@@ -283,6 +314,31 @@ def stored(numbers, role=Role.DECODE):
     return {entry_name(one.key): entry_of(one) for one in engines}
 
 
+def test_a_view_of_a_store_is_taken_in_steps_and_heard_when_they_are_done():
+    """The first one of 2,000 entries kept every stream waiting for 290 ms; what has turned is so from the beginning."""
+    registry = Registry()
+    registry.add_target(Role.DECODE, Target.parse("static:80"), now=0)
+    reconciler = Reconciler(registry, [EngineSource.STORE], lambda: 0.0)
+    entries, counts, synced = Entries(reconciler), [1], list[bool]()
+    turns = [Assignment(Key(Role.DECODE, place), EngineRole.PREFILL) for place in ("static:80", "h7:80")]
+    turned = {assignment_name(one.key): assignment_of(one) for one in turns}
+    for _ in entries.in_steps({**stored(range(1000)), **turned}):
+        counts.append(len(registry.members()))
+        synced.append(not reconciler.sources.missing)
+        found = [m for m in registry.members() if m.instance.address.authority in ("static:80", "h7:80")]
+        assert len(counts) < 25 or {m.role for m in found} == {EngineRole.PREFILL}  # they are read first
+
+    assert max(after - before for before, after in pairwise(counts)) <= 20
+    assert not any(synced)
+    assert len(registry.members()) == 1001
+    assert not reconciler.sources.missing
+    assert Counter(m.role for m in registry.members()) == {EngineRole.PREFILL: 2, EngineRole.DECODE: 999}
+
+    counts = [len(registry.members()) for _ in entries.in_steps(stored(range(200)))]
+    assert max(before - after for before, after in pairwise([1001, *counts])) <= 20
+    assert len(registry.members()) == 201
+
+
 async def test_a_view_that_comes_while_another_is_taken_in_waits_and_the_latest_counts():
     """Else a step of the first one would take out again what the second one has brought."""
     world, names = World(), list[set[str]]()
@@ -314,6 +370,17 @@ async def test_a_view_whose_task_is_cancelled_is_taken_in_as_a_whole():
 
     assert task.cancelled()
     assert len(world.registry.members()) == 300
+
+
+def test_an_entry_that_is_renamed_takes_no_engine_out():
+    """However many others change in the same view: the steps go by place, not by name."""
+    world = World()
+    world.entries.view({"old": entry_of(B), **stored(range(300))})
+    before = world.registry.members()[:2]
+    world.entries.view({**stored(range(300, 600)), "new": entry_of(B)})
+
+    assert [member.instance.id for member in before] == ["decode-0", "decode-1"]
+    assert [world.registry.get(member.instance.id) for member in before] == [*before]
 
 
 def test_an_assignment_costs_a_look_at_its_engine_alone():

@@ -25,7 +25,7 @@ def test_several_routers_share_their_load(values):
     policy = one(objects, "NetworkPolicy", "r-pdrelay-router")
 
     assert [flag(args, name) for name in ("--peers", "--peer-port")] == ["r-pdrelay-router-peers.ns.svc:8001", "8001"]
-    assert [flag(args, f"--{leg}-policy") for leg in ("prefill", "decode")] == ["least_loaded"] * 2
+    assert [flag(args, f"--{leg}-policy") for leg in ("prefill", "decode")] == ["prefix"] * 2
     assert {"name": "peers", "containerPort": 8001, "protocol": "UDP"} in pod["ports"]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"]
@@ -52,7 +52,8 @@ def test_their_secret_is_made_and_may_be_ones_own():
 @pytest.mark.parametrize("values", NONE, ids=["one", "workers", "switched off"])
 def test_a_router_that_has_no_peers_has_nothing_of_it(values):
     """Neither a port nor a policy that would be of no use."""
-    objects = Chart().objects({"router": values | ({} if "peers" in values else {"peers": {"port": 9}})})
+    plain = {"settings": {"reuse_kv": False}}
+    objects = Chart().objects({"router": values | plain | ({} if "peers" in values else {"peers": {"port": 9}})})
     args = arguments(objects)
 
     assert not {"--peers", "--prefill-policy"} & set(args)
@@ -61,10 +62,23 @@ def test_a_router_that_has_no_peers_has_nothing_of_it(values):
 
 
 def test_policies_of_ones_own_stay():
-    """Those of router.settings, and those that kvEvents wants."""
-    args = arguments(Chart().objects({"router": {"settings": {"prefill_policy": "round_robin"}}}))
+    """Those of router.settings; beside them those of reuse_kv, and without it those that routers with peers want."""
+    mine = {"prefill_policy": "round_robin"}
+    args = arguments(Chart().objects({"router": {"settings": mine}}))
+    plain = arguments(Chart().objects({"router": {"settings": mine | {"reuse_kv": False}}}))
 
-    assert [flag(args, f"--{leg}-policy") for leg in ("prefill", "decode")] == ["round_robin", "least_loaded"]
+    assert [flag(args, f"--{leg}-policy") for leg in ("prefill", "decode")] == ["round_robin", "prefix"]
+    assert [flag(plain, f"--{leg}-policy") for leg in ("prefill", "decode")] == ["round_robin", "least_loaded"]
+
+
+def test_routers_use_the_kv_that_engines_have():
+    """Unless it is switched off; they ask only engines for events that publish some."""
+    args = arguments(default())
+    plain = arguments(Chart().objects({"router": {"settings": {"reuse_kv": False}}}))
+
+    assert [flag(args, name) for name in ("--reuse-kv", "--kv-events")] == ["true", "off"]
+    assert flag(plain, "--reuse-kv") == "false"
+    assert "--kv-events" not in plain
 
 
 def test_egress_leads_to_the_other_routers():

@@ -207,7 +207,7 @@ bench-connector: $(STAMPS)/dev ## the connector beside vLLM's own: docs/benchmar
 	$(BIN)/python benchmarks/connector/bench.py $(if $(ONLY),--only $(ONLY)) $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: bench-shapes
-bench-shapes: $(STAMPS)/dev ## moving KV between engines of unequal shapes: docs/benchmarks/shapes.md, 4 minutes, on an idle machine; QUICK=1
+bench-shapes: $(STAMPS)/dev ## moving KV between engines of unequal shapes: docs/benchmarks/connector.md, 4 minutes, on an idle machine; QUICK=1
 	$(BIN)/python benchmarks/shapes/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: bench-router
@@ -223,15 +223,15 @@ fit: $(STAMPS)/dev ## the engine of pdrelay replay fitted to a real one: .pdrela
 	$(BIN)/python benchmarks/replay/fit.py
 
 .PHONY: bench-first-token
-bench-first-token: $(STAMPS)/dev ## P's token at the client, beside P's own answers: docs/benchmarks/first-token.md, 2 minutes, on an idle machine; QUICK=1
+bench-first-token: $(STAMPS)/dev ## P's token at the client, beside P's own answers: docs/benchmarks/router.md, 2 minutes, on an idle machine; QUICK=1
 	$(BIN)/python benchmarks/first_token/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: bench-roles
-bench-roles: $(STAMPS)/dev ## roles that follow the traffic, on real engines: docs/benchmarks/roles.md, 15 minutes, on an idle machine; QUICK=1
+bench-roles: $(STAMPS)/dev ## roles that follow the traffic, on real engines: docs/benchmarks/fleet.md, 15 minutes, on an idle machine; QUICK=1
 	$(BIN)/python benchmarks/roles/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 .PHONY: soak
-soak: $(STAMPS)/dev ## the router for a long time: docs/benchmarks/soak.md, 35 minutes; MINUTES=30
+soak: $(STAMPS)/dev ## the router for a long time: docs/benchmarks/router.md, 35 minutes; MINUTES=30
 	$(BIN)/python benchmarks/router/soak.py $(if $(MINUTES),--minutes $(MINUTES))
 
 .PHONY: sim-fleet

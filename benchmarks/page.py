@@ -4,30 +4,49 @@ import argparse
 import json
 import os
 import platform
+import re
 import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs/benchmarks"
+PART_OF = {"workers": "router", "soak": "router", "first-token": "router", "shapes": "connector", "roles": "fleet"}
 
 
 def parser_of(doc, quick):
     """Return a parser with the flags that all benchmarks have; ``quick`` is what a quick run is."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{quick}: does it work? Writes to .pdrelay/bench")
-    parser.add_argument("--out", type=Path, help="the JSON file; the page is written beside it")
+    parser.add_argument("--out", type=Path, help="the JSON file; a page is written beside it")
     return parser
 
 
 def out_of(args, name):
     """Return where the raw numbers go."""
-    return args.out or ROOT / (".pdrelay/bench" if args.quick else "docs/benchmarks") / f"{name}.json"
+    return args.out or (ROOT / ".pdrelay/bench" if args.quick else PAGES) / f"{name}.json"
 
 
 def write(seen, out, parts):
-    """Write the raw numbers, and beside them the page: its parts, but for those that are empty."""
+    """Write the raw numbers and the page: its parts, but for those that are empty."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(_rounded(seen), indent=1, sort_keys=True) + "\n")
-    out.with_suffix(".md").write_text("\n".join(part for part in parts if part))
+    write_page(out, "\n".join(part for part in parts if part))
+
+
+def page_of(out):
+    """Return the page of these raw numbers: beside them, and in the documentation one page has several results."""
+    return out.with_name(f"{PART_OF.get(out.stem, out.stem)}.md") if out.parent == PAGES else out.with_suffix(".md")
+
+
+def write_page(out, text):
+    """Write the text of these raw numbers: a whole page, or what stands between its marks in a page."""
+    page = page_of(out)
+    begin, end = f"<!-- begin: {out.stem} -->\n", f"<!-- end: {out.stem} -->\n"
+    before, marked, rest = page.read_text().partition(begin) if page.exists() else ("", "", "")
+    if marked:
+        part = text if page.stem == out.stem else re.sub(r"(?m)^#", "##", text)
+        text = f"{before}{begin}{part.rstrip()}\n\n{end}{rest.partition(end)[2]}"
+    page.write_text(text)
 
 
 def machine():

@@ -44,7 +44,7 @@ def main():
     seen = measured(args)
     out = page.out_of(args, "chats")
     report.write({"machine": page.machine(), "settings": settings_of(args), "phases": seen}, out)
-    print(out.with_suffix(".md").read_text())
+    print(page.page_of(out).read_text())
     print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
     wrong = [turn for phase in seen.values() for turn in phase["wrong"]]
     if wrong:

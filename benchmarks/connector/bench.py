@@ -50,7 +50,7 @@ def main():
             on_two_hosts(round_, share, seen, client, prompt, LINKED if not args.quick else (PULL, PUSH))
     done = {name: count for name, count in counts.items() if name in chosen or name == "rounds"}
     report.write(with_earlier(args.out, {"machine": page.machine(), "counts": done, **seen}), args.out)
-    print(args.out.with_suffix(".md").read_text())
+    print(page.page_of(args.out).read_text())
     print(f"{time.monotonic() - start:.0f} s; written to {args.out.with_suffix('.*')}")
 
 

@@ -1,8 +1,8 @@
 """What the checksums of sampled blocks cost each engine, in CPU time of the thread that takes them.
 
-``nice .venv/bin/python benchmarks/connector/checksums.py`` prints the table of docs/verify.md: a cache in host
-memory as Llama 3.1 8B has it on one rank (32 layers, 8 KV heads of 128 dimensions, bfloat16, blocks of 16 tokens), in
-the layout that the connector asks for. Medians of five runs.
+``nice .venv/bin/python benchmarks/connector/checksums.py`` prints the table of docs/connector-leases.md: a cache in
+host memory as Llama 3.1 8B has it on one rank (32 layers, 8 KV heads of 128 dimensions, bfloat16, blocks of 16 tokens),
+in the layout that the connector asks for. Medians of five runs.
 """
 
 import statistics
@@ -29,7 +29,7 @@ from pdrelay_connector.core.verify.sampling import Sampling  # noqa: E402
 
 LAYERS, HEADS, DIMENSIONS, TOKENS, BLOCKS, RUNS = 32, 8, 128, 16, 256, 5
 PROMPT = 128  # blocks
-RATE, SHARE, SAMPLED = 20, 0.01, 8  # prefills a second of one engine; the settings that docs/verify.md advises
+RATE, SHARE, SAMPLED = 20, 0.01, 8  # prefills a second of one engine; the settings of docs/connector-leases.md
 
 
 def reader():

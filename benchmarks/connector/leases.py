@@ -1,6 +1,6 @@
 """What a message costs an engine that holds many leases, and a decode engine whose queue is aborted.
 
-``nice .venv/bin/python benchmarks/connector/leases.py`` prints the table of docs/benchmarks/leases.md: the cores
+``nice .venv/bin/python benchmarks/connector/leases.py`` prints the table of docs/benchmarks/connector.md: the cores
 alone, with a link that goes nowhere. Each figure is CPU time of the thread, and the median of three runs.
 """
 

@@ -83,7 +83,7 @@ def main():
         found["ready"] = ready.measure(LARGE, lost=LARGE // 10, requests_s=50, lasts_s=20.0)
     out = page.out_of(args, "fleet")
     report.write(found, out)
-    print(out.with_suffix(".md").read_text())
+    print(page.page_of(out).read_text())
     print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
 
 

@@ -1,8 +1,9 @@
 """How much later than P's own answer its token is at the client (``--first-token-from prefill``), on real engines.
 
-``make bench-first-token`` writes docs/benchmarks/first-token.md and .json. One P, one D, and a router in front of them.
-Each prompt is new, and asked once: P itself for one token, through the router, and through a router that shows D's
-token. The three ways get the same words, or ids, in another order: equal lengths, and nothing that is cached.
+``make bench-first-token`` writes docs/benchmarks/first-token.json and a part of router.md there. One P, one D, and a
+router in front of them. Each prompt is new, and asked once: P itself for one token, through the router, and through a
+router that shows D's token. The three ways get the same words, or ids, in another order: equal lengths, and nothing
+that is cached.
 """
 
 import http.client
@@ -36,7 +37,7 @@ def main():
     seen = {"machine": page.machine(), **measured(QUICK_PROMPTS if args.quick else PROMPTS)}
     out = page.out_of(args, "first-token")
     page.write(seen, out, page_of(seen))
-    print(out.with_suffix(".md").read_text())
+    print(page.page_of(out).read_text())
     print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
 
 

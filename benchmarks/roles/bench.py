@@ -1,7 +1,7 @@
 """Roles that follow the traffic, on real engines: a half of long answers, then a half of long prompts.
 
-``make bench-roles`` writes docs/benchmarks/roles.md and .json. Each row has three engines of its own, and the same
-requests at the same times: both splits that never change, and ``--roles auto``:
+``make bench-roles`` writes docs/benchmarks/roles.json and a part of fleet.md there. Each row has three engines of its
+own, and the same requests at the same times: both splits that never change, and ``--roles auto``:
 
 auto     one router, 1 + 2 at first, which is right for the first half
 wrong    one router, 2 + 1 at first, which is wrong for the first half
@@ -60,7 +60,7 @@ def main():
     seen = report.earlier(out, settings_of(args)) if args.more else {}
     seen |= measured(args)
     report.write({"machine": page.machine(), "settings": settings_of(args), "rows": seen}, out)
-    print(out.with_suffix(".md").read_text())
+    print(page.page_of(out).read_text())
     print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
     if bad := {name: row["wrongs"] for name, row in seen.items() if row["wrong"]}:
         sys.exit(f"answers are not those of a single engine: {bad}")

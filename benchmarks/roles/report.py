@@ -1,4 +1,4 @@
-"""docs/benchmarks/roles.md from the raw numbers."""
+"""A part of docs/benchmarks/fleet.md, from the raw numbers."""
 
 import json
 

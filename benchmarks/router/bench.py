@@ -39,7 +39,7 @@ def main():
         quick = [each for each in seen["about"]["quick"] if each != name] + [name] * args.quick
         seen["about"] = about(cores, args, missing) | {"quick": quick}
         report.write(seen, args.out)
-    print(args.out.with_suffix(".md").read_text())
+    print(page.page_of(args.out).read_text())
     print(f"{time.monotonic() - start:.0f} s; written to {args.out.with_suffix('.*')}")
 
 

@@ -1,7 +1,7 @@
 """What a router is like after a long time: 1,000 streams at once three times, and half an hour of everything.
 
-``make soak`` writes docs/benchmarks/soak.md and .json. One router serves all of it, in front of the null engines, which
-compare every prompt and count every leg; the load generator compares every answer, byte by byte.
+``make soak`` writes docs/benchmarks/soak.json and a part of router.md there. One router serves all of it, in front of
+the null engines, which compare every prompt and count every leg; the load generator compares every answer.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/benchmarks/soak.json")
+    parser.add_argument("--out", type=Path, default=page.PAGES / "soak.json")
     args = parser.parse_args()
     found = {"date": str(datetime.datetime.now(tz=datetime.UTC).date()), "python": f"Python {sys.version.split()[0]}"}
     found |= {"streams": args.streams, "seconds": args.seconds, "minutes": args.minutes}
@@ -136,7 +136,7 @@ def main():
         found["mixed"] = mixed(runner, args.minutes)
         found |= {"growth": growth(found["mixed"]), "faults": runner.faults, "requests": runner.requests}
     args.out.write_text(json.dumps(found, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(report(found))
+    page.write_page(args.out, report(found))
     return 1 if runner.faults else 0
 
 

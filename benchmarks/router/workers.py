@@ -1,9 +1,10 @@
 """How much more two workers serve than one, on two cores.
 
-``python benchmarks/router/workers.py`` writes docs/benchmarks/workers.md and .json; ``--quick`` makes short runs
-and writes to .pdrelay/bench. Nothing else may run meanwhile. The engines compute nothing and the load generator
-compares every answer; but they take processor time of the same two cores, so three things are measured: how far the
-whole comes from one core to two, what the router alone costs a request, and how both go with one worker on two cores.
+``python benchmarks/router/workers.py`` writes docs/benchmarks/workers.json and a part of router.md there; ``--quick``
+makes short runs and writes to .pdrelay/bench. Nothing else may run meanwhile. The engines compute nothing and the load
+generator compares every answer; but they take processor time of the same two cores, so three things are measured: how
+far the whole comes from one core to two, what the router alone costs a request, and how both go with one worker on two
+cores.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks import page
 from benchmarks.router import trial
 from benchmarks.router.contestants import CONTESTANTS, ROOT, Contestant
 
@@ -101,7 +103,8 @@ def numbers(runs):
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-def page(seen, about):
+def written(seen, about):
+    """Return the text of the page."""
     found = {name: numbers(runs) for name, runs in seen.items()}
     rows = [
         f"| {name} | {rate:.0f} | {cost:.3f} | {router:.2f} | {whole:.2f} |"
@@ -134,11 +137,11 @@ def main():
             said = ", ".join(f"{one:.3f}" for one in numbers(seen[name][-1:]))
             print(f"{round_ + 1}/{rounds} {name}: {said}", file=sys.stderr)
     about = f"{time.strftime('%Y-%m-%d', time.gmtime())}, {os.cpu_count()} cores, {rounds} rounds of {seconds:g} s"
-    out = ROOT / (".pdrelay/bench/workers.md" if args.quick else "docs/benchmarks/workers.md")
+    out = (ROOT / ".pdrelay/bench" if args.quick else page.PAGES) / "workers.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page(seen, about))
-    out.with_suffix(".json").write_text(json.dumps(seen, indent=1) + "\n")
-    print(out.read_text())
+    out.write_text(json.dumps(seen, indent=1) + "\n")
+    page.write_page(out, written(seen, about))
+    print(page.page_of(out).read_text())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What it costs to move KV between engines of several shapes, beside copying as many bytes.
 
-``make bench-shapes`` writes docs/benchmarks/shapes.md and .json. Each way that bytes can take has two processes of its
-own; all of them live at once and take turns.
+``make bench-shapes`` writes docs/benchmarks/shapes.json and a part of connector.md there. Each way that bytes can take
+has two processes of its own; all of them live at once and take turns.
 """
 
 import json
@@ -32,7 +32,7 @@ def main():
         seen = measured(readers, lengths, rounds)
     out = page.out_of(args, "shapes")
     report.write({"machine": page.machine(), "rounds": rounds, **seen}, out)
-    print(out.with_suffix(".md").read_text())
+    print(page.page_of(out).read_text())
     print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
 
 

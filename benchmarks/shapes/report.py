@@ -1,4 +1,4 @@
-"""docs/benchmarks/shapes.md from the raw numbers."""
+"""A part of docs/benchmarks/connector.md, from the raw numbers."""
 
 import statistics
 

@@ -43,7 +43,7 @@ UCX_DEFAULTS: Mapping[str, str] = MappingProxyType({
     # A leak in its registration cache; vllm/distributed/nixl_utils.py sets the same.
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
     # Where UCX 1.23 sees no NVLink (PCIe alone, most virtual machines) it READs over TCP in place of CUDA IPC: 0.4 GB/s
-    # instead of 152 (docs/benchmarks/gpu.md). It WRITEs over CUDA IPC anywhere.
+    # instead of 152 (docs/benchmarks/connector.md#on-a-gpu). It WRITEs over CUDA IPC anywhere.
     CUDA_IPC_READS: "on",
 })  # fmt: skip
 # NIXL's exceptions have no common base but Exception: list what the library can raise.

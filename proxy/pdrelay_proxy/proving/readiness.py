@@ -42,7 +42,8 @@ from pdrelay_proxy.proving.http_server import HttpServer, open_transport
 from pdrelay_proxy.proving.services import EnginePairs
 from pdrelay_proxy.settings import Settings
 
-_LOOK_SHARE: Final = 0.3  # of all seconds, for what an engine is
+_ANSWER_SHARE: Final = 0.3  # of all seconds, for one answer to what an engine is
+_LOOK_SHARE: Final = 0.5  # until then an engine must have said all of it
 _ASK_SHARE: Final = 0.7  # until then the requests must have ended
 _POLL_S: Final = 0.1  # an engine publishes what it counts a moment after its answer
 _FEW_TOKENS: Final = 4  # of an answer
@@ -72,7 +73,7 @@ async def examine(settings: Settings, *, seconds: float) -> AsyncGenerator[Readi
     Raises:
         AddressError, AlreadyKnown, ConfigError: as ``build_engines`` says.
     """
-    looking = replace(settings, health_check_timeout_s=seconds * _LOOK_SHARE)
+    looking = replace(settings, health_check_timeout_s=seconds * _ANSWER_SHARE)
     engines = build_engines(looking, worker_group(None, looking, time.monotonic), Fabric())
     check = _ReadinessCheck(engines, time.monotonic(), seconds)
     members = engines.registry.members()
@@ -105,7 +106,7 @@ class _ReadinessCheck:
         instance = member.instance
         has_key = self._engines.outbound.key_of(instance.pool) is not None
         try:
-            async with asyncio.timeout(self._left(_LOOK_SHARE) + _POLL_S):
+            async with asyncio.timeout(self._left(_LOOK_SHARE)):
                 self._engines.registry.learn(instance.id, await self._engines.checks.look(instance))
                 with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself
                     numbers = await self._engines.checks.numbers(instance)

@@ -348,7 +348,7 @@ def test_the_document_of_the_admin_port_names_the_paths_of_both(tmp_path):
     assert not {path for path in found if found[path].get("x-pdrelay-main-port")} & (ADMIN | BOTH)
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

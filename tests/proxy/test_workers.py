@@ -447,6 +447,7 @@ def test_a_reload_reaches_all_workers(shared):
     until(lambda: len(re.findall(r"the settings were read again\n", crew.said)) == 2)
 
 
+@pytest.mark.slow  # six supervisors, which import the router
 def test_what_is_wrong_is_said_once(tmp_path):
     """However many workers there are; the exit code is that of a usage error."""
     with socket.create_server(("127.0.0.1", 0)) as taken, ExitStack() as stack:
@@ -468,6 +469,7 @@ def test_what_is_wrong_is_said_once(tmp_path):
             assert crew.said.count("\n") == 1
 
 
+@pytest.mark.slow  # supervisors import the router
 def test_each_worker_follows_the_caches_of_engines_and_learns_the_tokens_of_its_own_prompts(tmp_path):
     """With --kv-events auto. Of ids each knows what the other has sent, of texts once it has sent them, too."""
     policies = "--prefill-policy prefix --decode-policy prefix --kv-events auto --min-split-new-bytes 400"

@@ -325,11 +325,23 @@ lock: $(VENV)/bin/python ## write requirements-*.txt anew from requirements-*.in
 	$(LOCK) -c requirements-engine.txt $(addprefix --no-emit-package=,$(HERE)) requirements-torch.txt -o requirements-cuda.txt
 	$(BIN)/python -P tests/support/try_versions.py lock
 	echo 'vllm-router==0.1.17' | $(LOCK) -c requirements-engine.txt - -o benchmarks/router/requirements-peer.txt
+	echo 'mkdocs-material==9.8.2' | $(LOCK) - -o requirements-site.txt
 
 # What PyTorch needs and requirements-engine.txt has: without CUDA's libraries it would be all.
 HERE := torch filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy typing-extensions
 
 LOCK := UV_CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate
+
+SITE := .pdrelay/venvs/site
+
+.PHONY: site
+site: $(SITE)/.installed ## docs/ as a site with a search, all links checked: dist/site, by tools in an environment of their own
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
+
+$(SITE)/.installed: requirements-site.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip -qq --disable-pip-version-check install --require-hashes -r requirements-site.txt
+	touch $@
 
 .PHONY: clean
 clean: ## remove .venv, .venv-sim, .pdrelay and every cache

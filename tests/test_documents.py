@@ -46,7 +46,7 @@ def test_the_engines_on_two_hosts_have_a_secret_and_a_key():
 
 def _measured():
     """Yield each row of the numbers: what is shown, and the text of the page that it links to."""
-    for name in ("README.md", "docs/measured.md"):
+    for name in ("README.md", "docs/supported.md"):
         page = ROOT / name
         for what, ours, theirs, link in re.findall(
             r"(?m)^\| ([^|]*) \| ([^|]*) \| ([^|]*) \| \[.*\]\(([^)#]*).*\) \|$", page.read_text()

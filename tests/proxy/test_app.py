@@ -77,7 +77,7 @@ async def test_both_legs_have_one_fresh_id_which_the_client_learns():
     legs = [[entry.headers["x-request-id"] for entry in engines[name].log] for name in ("p0", "d0")]
     assert legs == [ids, ids]
     assert len(set(ids)) == 2
-    assert all(one.startswith("pdrelay-") and len(one) == 37 for one in ids)
+    assert all(one.startswith("pdrelay-") and len(one) == 40 for one in ids)
 
 
 async def test_engines_see_only_what_they_should_of_a_clients_headers():

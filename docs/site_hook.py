@@ -20,9 +20,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     seen = {"README.md"}
     for section in (ROOT / "docs/README.md").read_text().split("\n## ")[1:]:
         pages = []
-        for title, link, _ in LINK.findall(section):
+        for title, link, anchor in LINK.findall(section):
             page = _uri_of(_target_of("docs/README.md", link))
-            if page and page.endswith(".md") and page not in seen:
+            if page and page.endswith(".md") and page not in seen and not anchor:
                 seen.add(page)
                 pages.append({title[0].upper() + title[1:]: page})
         if pages:

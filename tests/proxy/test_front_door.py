@@ -183,6 +183,13 @@ def test_a_head_without_end_is_refused(door, head, before):
     assert "\n" not in sentence
 
 
+def test_heads_without_end_are_refused_by_the_others(another):
+    """With TLS, and by each worker."""
+    for start, piece, status in HEADS.values():
+        with another.open() as client:
+            assert [one.status for one in client.send(start).flood(piece, 500_000).answers()] == [status]
+
+
 @pytest.mark.parametrize("behind", ["one request", "a stream"])
 def test_a_pipelined_head_without_end_is_refused_in_its_turn(door, behind):
     """The answer before it is complete, and the refusal stands behind it."""
@@ -322,6 +329,15 @@ def test_trailers_without_end_are_refused(locked, path):
     assert [one.status for one in found] in ([401], [431], [401, 431], [405])
 
 
+def test_trailers_have_the_limit_of_a_head(door):
+    """64 KiB, 256 lines."""
+    many = b"a: b\r\n" * 256
+    long = b"a: %b\r\n" % (b"x" * (KIB64 - 7))
+    for trailers, status in ((many, 200), (many + b"a: b\r\n", 431), (long, 200), (long[:3] + b"x" + long[3:], 431)):
+        with door.open() as client:
+            assert client.send(chunked(trailers=trailers)).answer().status == status, trailers[:20]
+
+
 # Framing
 
 OK, BAD = 200, 400
@@ -400,6 +416,27 @@ def test_te_chunked_is_read_on_every_path(door):
     for path in ("/health", "/tokenize", "/nowhere"):
         assert door.status(request(path, method="GET", host=False)) == 400
         assert door.status(chunked(path=path, lines=(JSON, "Transfer-Encoding: gzip, chunked"))) == 400
+
+
+@pytest.mark.parametrize("path", [PATH, "/tokenize"])
+def test_a_long_body_in_tiny_chunks_is_refused(door, path):
+    """Megabytes of them took seconds; the body of a client that writes single tokens is no longer than 64 KiB."""
+    short = json.dumps({"prompt": "x" * (KIB64 - 100), "max_tokens": 3}).encode()
+    long = json.dumps({"prompt": "x" * 3 * KIB64, "max_tokens": 3}).encode()
+    lines = (*CHUNKED, "Connection: close")
+
+    assert door.ask(chunked(short, path=path, size=2, lines=lines))[0].status != 400
+    (refused,) = door.ask(chunked(long, path=path, size=2, lines=lines))
+    assert refused.status == 400
+    assert b"64 bytes on average" in refused.body
+    assert door.ask(chunked(long, path=path, size=4096, lines=lines))[0].status != 400
+
+
+def test_what_the_parser_refuses_behind_its_head_has_one_answer(door):
+    """llhttp says so when uvicorn has the head already: the application answered a connection that was half closed."""
+    assert (
+        door.status(request("/v1/nothing", b"0\r\n\r\n", lines=("Transfer-Encoding: chunked\t",), length=False)) == 400
+    )
 
 
 # Upgrades

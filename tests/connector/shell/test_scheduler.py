@@ -1458,6 +1458,24 @@ def test_the_first_handshake_with_an_engine_has_an_end_in_the_timeline(noting):
     assert [step for _, step, _ in steps(noting)] == ["arrived", "queued", "considered", "peer_met", "load_ordered"]
 
 
+def test_the_events_of_a_timeline_are_dated(monkeypatch):
+    """By the wall clock, whatever the other one shows."""
+    monkeypatch.setenv("VLLM_PLUGINS", "pdrelay,pdrelay_timelines")
+    engine = Engine(clock=lambda: 5000.0)
+    engine.arrive()
+    report = engine.side.stats()
+    engine.side.stop()
+
+    assert [each[2] for each in report.data["events"]] == [4990.0, 5000.0]
+
+
+def test_without_the_route_nothing_is_noted(engine):
+    """Nobody could read it."""
+    engine.arrive()
+
+    assert steps(engine) == []
+
+
 def peer_loads(engine):
     return engine.side.stats().data["peer_loads"]
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import socket
+import ssl
 import threading
 import time
 import zlib
@@ -19,6 +20,7 @@ from pdrelay_proxy.core.admission.lifetime import Step
 from pdrelay_proxy.settings import OverloadStatus, Settings
 from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from pdrelay_proxy.testing.rules import abandoned
+from support.certificates import Authority
 from support.raw_http import Answer, RawClient
 from support.sim import serving, sims, until
 
@@ -231,8 +233,28 @@ def test_a_compressed_body_is_read(both, name):
         assert served.ask(CODED[name]).status == 200
 
 
+@pytest.mark.parametrize("name", UNDECODED)
+def test_a_compressed_body_is_refused_in_a_sentence(both, name):
+    """Its bounds are those of what comes out; a coding that is not read is named, with those that are."""
+    request, status = UNDECODED[name]
+    for served in both:
+        answer = served.ask(request)
+        assert answer.status == status
+        assert answer.headers.get("accept-encoding") == ("gzip, deflate, identity" if status == 415 else None)
+        assert "body" in json.loads(answer.body)["error"]["message"]
+
+
 ANTHROPIC = {name: status for name, (_, _, _, status) in MESSAGES.items()}
 ANTHROPIC |= {"messages: GET": 405, "messages: batches": 404}
+
+
+@pytest.mark.parametrize("name", ANTHROPIC)
+def test_an_error_at_the_messages_api_has_anthropics_shape(both, name):
+    """Its clients read no other."""
+    for served in both:
+        answer = served.ask((PLAIN | OTHERS)[name])
+        said = json.loads(answer.body)
+        assert (answer.status, said["type"], said["error"].keys()) == (ANTHROPIC[name], "error", {"type", "message"})
 
 
 OLD = {
@@ -284,6 +306,27 @@ def test_a_client_of_http_1_0_is_told_that_its_stream_broke_off():
     *_, last, end = body.split(b"\n\n")
     assert json.loads(last.strip().removeprefix(b"data: "))["error"]["type"] == "EngineError"
     assert end == b""
+
+
+@pytest.fixture(scope="module")
+def over_tls(tmp_path_factory):
+    authority = Authority(tmp_path_factory.mktemp("tls"), "ca")
+    pair = authority.sign("router")
+    settings = replace(QUIET, tls_cert=str(pair.cert), tls_key=str(pair.key))
+    with routers(sims(), settings, ways=["protocol"]) as (served,):
+        served.tls = ssl.create_default_context(cafile=authority.own.cert)
+        yield served
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_client_over_tls_gets_the_same(both, over_tls, name):
+    """Also one that asks for more before it has its answer."""
+    with both[0].open() as client, over_tls.open() as other:
+        expected = client.send(PLAIN[name]).answer()
+        assert other.send(PLAIN[name]).answer() == expected
+    with over_tls.open() as other:
+        other.send(PLAIN["streamed"] + PLAIN[name])
+        assert (other.answer().status, other.answer()) == (200, expected)
 
 
 def test_a_client_that_expects_it_is_told_to_go_on_before_it_sends_its_body(both):
@@ -389,6 +432,48 @@ def test_what_goes_wrong_at_an_engine_looks_the_same(fault):
 
     assert answers[0] == answers[1]
     assert answers[0].status != 200 or "error" in answers[0].body
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_stream_that_might_go_on_elsewhere_looks_the_same(resume):
+    """Such a stream is not poured: another engine may have to take over."""
+    engines = sims(1, 2)
+    engines["d0"].inject(SimulatedFault(FaultKind.DROP, after=2, times=2))
+    each = []
+    with routers(engines, replace(QUIET, resume_streams=resume)) as found:
+        for served in found:
+            with served.open() as client:
+                each.append([client.send(post(STREAM)).answer() for _ in range(2)])
+
+    assert each[0] == each[1]
+    assert sorted("error" in answer.body for answer in each[0]) == [False, not resume]
+
+
+def test_the_push_way_looks_the_same():
+    """Both legs at once, from the second request on."""
+    with routers(sims(mode="push")) as found:
+        for served in found:
+            with served.open() as client:
+                answers = [client.send(post(STREAM)).answer() for _ in range(2)]
+            assert 'desc="push"' in answers[1].headers["server-timing"]
+            assert answers[0].body == answers[1].body
+
+
+def test_a_key_is_wanted_on_both_ways(tmp_path):
+    """Without one, and with a wrong one, and with the right one."""
+    keys = tmp_path / "keys"
+    keys.write_text("me:open-sesame-0001\n")
+    requests = [
+        post(),
+        post(Authorization="Bearer wrong"),
+        post(Authorization="Bearer open-sesame-0001"),
+        post(X_Api_Key="open-sesame-0001"),
+    ]
+    with routers(sims(), replace(QUIET, api_keys_file=str(keys))) as found:
+        answers = [[served.ask(request) for request in requests] for served in found]
+
+    assert answers[0] == answers[1]
+    assert [answer.status for answer in answers[0]] == [401, 401, 200, 200]
 
 
 APP = "https://app.example"
@@ -530,6 +615,46 @@ def test_a_router_that_leaves_says_so_on_both_ways():
     assert [(answer.status, answer.headers["connection"]) for answer in answers[:2]] == [(200, "close"), (503, "close")]
 
 
+@pytest.mark.parametrize("first", ["plain", "streamed", "not JSON", "GET"])
+def test_several_requests_on_one_connection(both, first):
+    """One after the other, and one behind the other: answers come in the order of the requests."""
+    requests = [(PLAIN | OTHERS)[first], post(STREAM), post(), post(STREAM)]
+    for served in both:
+        with served.open() as client:
+            each = [client.send(request).answer() for request in requests]
+        with served.open() as client:
+            client.send(b"".join(requests))
+            assert [client.answer() for _ in requests] == each
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_body_may_come_in_pieces(way):
+    """Byte by byte at first; the engines hear of it when it is complete."""
+    engines = sims()
+    with routers(engines, ways=[way]) as (served,), served.open() as client:
+        request = post({"prompt": "y" * 200_000, "max_tokens": 4})
+        for byte in request[:250]:
+            client.send(bytes([byte]))
+        client.send(request[250:100_000])
+        time.sleep(0.05)
+        assert not engines["p0"].log
+        assert client.send(request[100_000:]).answer().status == 200
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sent", [100, 60_000, 150_000])
+def test_a_client_that_leaves_within_its_body_costs_no_leg(way, sent):
+    """And nothing is left of its request."""
+    engines = sims()
+    with routers(engines, ways=[way]) as (served,):
+        with served.open() as client:
+            client.send(post({"prompt": "y" * 200_000, "max_tokens": 4})[:sent])
+        with served.open() as client:
+            assert client.send(post()).answer().status == 200
+        until(lambda: served.router.lifetime.in_flight == 0)
+    assert len(engines["p0"].log) == 1
+
+
 def legs_of(engine):
     """What has reached an engine, without the router's word that nobody will come for a transfer."""
     return [entry for entry in engine.log if not abandoned(json.loads(entry.body))]
@@ -624,3 +749,19 @@ def test_a_client_that_leaves_is_noticed_though_it_has_asked_for_more():
             client.sock.recv(10)
         until(lambda: engines["d0"].log[0].state == "hung up")
         until(lambda: served.router.lifetime.in_flight == 0)
+
+
+@pytest.mark.slow  # the same
+def test_a_slow_client_is_waited_for_though_it_has_asked_for_more():
+    """The stream in front goes on when it reads again, and then the next request has its turn."""
+    flood = Flood()
+    with routers({**sims(1, 0), "d0": flood}, ways=["protocol"]) as (served,), served.open() as client:
+        client.send(post(STREAM))
+        until(lambda: flood.sent > 2)
+        time.sleep(0.3)
+        client.send(post(method="GET", path="/health"))
+        time.sleep(0.1)
+        assert flood.sent < Flood.EVENTS / 2
+
+        assert client.answer().body.endswith("data: [DONE]\n\n")
+        assert client.answer().status == 200

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import pdrelay_proxy.api.page
 from pdrelay_proxy.api.page import content_policy
@@ -119,6 +120,41 @@ async def test_failures_are_on_the_page_with_their_reason():
     assert (failure["where"], failure["reason"]) == ("decode-0", "a leg was answered with 5xx")
     assert failure["request"] == response.headers["x-request-id"][:13] + "..."
     assert said["last_minute"]["failed"] == 0
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+async def test_the_metrics_tell_what_became_of_requests(mode):
+    """A scrape after a stream, a request for one engine and one for nobody."""
+    engines = sims(mode=mode)
+    async with router(engines) as client:
+        for body in ({"stream": True}, {"stream": True}, {"n": 2}):
+            await client.post(TEXT[0], json=TEXT[1] | body)
+        engines["p0"].inject(SimulatedFault(FaultKind.STATUS, status=400))
+        await client.post(TEXT[0], json=TEXT[1])
+        await client.get("/v1/something")
+        response = await client.get("/metrics", headers={"accept": "text/plain"})
+
+    seen = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    assert response.headers["content-type"].startswith("text/plain")
+    assert seen["pdrelay_requests_total", "/v1/completions", "ok"] == 3
+    assert seen["pdrelay_requests_total", "/v1/completions", "client_error"] == 1
+    assert seen["pdrelay_requests_total", "client_error", "other"] == 1
+    assert seen["pdrelay_requests_routed_total", "n", "single"] == 1
+    assert seen["pdrelay_time_to_first_token_seconds_count", "/v1/completions"] == 2
+    assert seen["pdrelay_request_duration_seconds_count", "/v1/completions", "ok"] == 3
+    assert seen["pdrelay_request_queue_time_seconds_count", "/v1/completions"] == 4
+    assert seen["pdrelay_inter_token_latency_seconds_count", "/v1/completions"] >= 2
+    assert seen["pdrelay_prefill_seconds_count", "prefill-0"] == 2
+    assert seen["pdrelay_decode_ttft_seconds_count", "decode-0"] == 3
+    assert seen["pdrelay_legs_total", "decode", "decode-0", "ok"] >= 3
+    assert seen["pdrelay_legs_total", "prefill", "prefill-0", "refused"] == 1
+    assert seen["pdrelay_instance_state", "healthy", "prefill", "prefill-0"] == 1
+    assert seen["pdrelay_handoff_gap_seconds_count",] >= {"pull": 2, "push": 1}[mode]
+    assert seen["pdrelay_kv_transfers_total", "decode-0", "unknown"] == 2
 
 
 async def test_an_address_that_no_collector_has_does_not_stop_the_router(monkeypatch):

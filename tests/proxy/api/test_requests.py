@@ -69,6 +69,25 @@ async def test_the_prompts_of_one_request_are_one_request():
     assert (status, {each["request_id"][: len(whole)] for each in found["requests"]}) == (200, {whole})
 
 
+async def test_a_request_with_many_prompts_is_one_entry():
+    """It leaves the requests before it in the history; its notes name prompts that can be asked for."""
+    async with router(sims(), replace(OPEN, request_history=4)) as client:
+        before = (await client.post("/v1/completions", json=PROMPT)).headers["x-request-id"]
+        response = await client.post("/v1/completions", json=PROMPT | {"prompt": ["hello"] * 20})
+        name = response.headers["x-request-id"]
+        _, found = await ask(client, name)
+        said = [note for note in found["requests"][0]["notes"] if note.startswith(f"{name}-p")]
+        _, part = await ask(client, said[0].split()[0])
+        assert (await ask(client, before))[0] == 200
+
+    assert response.status_code == 200
+    assert (len(found["requests"]), found["omitted"], len(said)) == (1, 0, 8)
+    assert found["requests"][0]["mode"] == "each_prompt"
+    assert any(note.startswith("20 prompts are over") for note in found["requests"][0]["notes"])
+    assert said[0].endswith(" ms prefill-0 decode-0")
+    assert [row["what"] for row in part["requests"][0]["rows"]].count("decode leg") == 1
+
+
 async def test_what_engines_noted_is_asked_for_under_their_name_of_the_request():
     """And is put into their leg."""
     engines = sims()
@@ -118,6 +137,17 @@ async def test_a_request_under_way_is_shown_as_far_as_it_has_come():
     (request,) = found["requests"]
     assert (request["state"], request["status"], request["client_id"]) == ("prefilling", None, "mine")
     assert request["rows"][-1]["what"] == "prefill leg"
+
+
+async def test_only_the_latest_requests_are_kept():
+    """``request_history`` says how many; 0: none."""
+    settings = Settings(admin_key="sesame", health_check_interval_s=0.0, request_history=0)
+    async with router(sims(), settings) as client:
+        response = await client.post("/v1/completions", json=PROMPT)
+        status, found = await ask(client, response.headers["x-request-id"])
+
+    assert status == 404
+    assert "last 0 that are over (request_history)" in found["detail"]
 
 
 @pytest.mark.parametrize(("headers", "status"), [({}, 401), ({"X-Api-Key": "wrong"}, 401)])

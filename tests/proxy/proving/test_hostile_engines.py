@@ -132,6 +132,11 @@ def test_a_reference_that_does_not_answer_is_said_at_once(fleet, capsys):
     assert time.monotonic() - began < 12
 
 
+def test_a_name_that_no_resolver_takes_is_said(capsys):
+    assert main(["prove", "--router", "http://xn--"]) == 2
+    assert "does not serve" in capsys.readouterr().err
+
+
 def test_a_status_line_that_is_none_is_said(capsys):
     with raw_engine(closing(b"HTTP/1.1 999999 \x1b[2J\r\n\r\n")) as server:
         code = main(["prove", "--router", server.at])

@@ -7,7 +7,7 @@ import pytest
 
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.http.bounded_body import ANSWER_MOST
-from pdrelay_proxy.core.model import Api, EngineResponse, Role
+from pdrelay_proxy.core.model import Api, EngineResponse, RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.sse import LINE_MOST
 from pdrelay_proxy.errors import EngineError, EngineTimeout
@@ -184,6 +184,21 @@ async def test_an_engine_that_is_gone_is_ejected_even_as_the_last_one():
     assert statuses[-1] == 503
 
 
+async def test_a_request_that_has_failed_elsewhere_is_not_the_trial_of_an_engine():
+    """A wrong request would send one engine after the other back to rest."""
+    router = fleet(y=2)
+    life = router.registry.get("decode-1").life
+    for number in range(5):
+        life.failed(RequestId(f"r{number}"), Failure.UNREACHABLE, now=-10.0)
+    assert life.may_serve(now=0)
+    life.chosen(now=0)
+    life.claimed(RequestId("another request's trial"))
+    assert (await router.serve(wrong("fails"))).status == 500
+    life.released(RequestId("another request's trial"))
+
+    assert life.state is HealthState.HALF_OPEN
+
+
 @pytest.mark.parametrize(
     "first",
     [
@@ -295,6 +310,35 @@ async def test_an_engine_whose_streams_all_break_off_is_ejected_where_others_go_
 
     assert retries == 5
     assert router.registry.get("decode-0").life.state is HealthState.EJECTED
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_the_only_engine_stays_whatever_breaks_off_and_says_so(end):
+    """Its probes are answered, and nothing else could serve."""
+    router = fleet(decode=breaking_engine(ENDS[end]), y=1)
+    life = router.registry.get("decode-0").life
+    for _ in range(9):
+        await router.serve()
+        life.seen(now=0)
+
+    assert life.state is HealthState.HEALTHY
+    assert life.why.startswith("answers its probes, but a request ")
+
+
+async def test_a_broken_engine_that_begins_its_trial_well_rests_longer_after_it():
+    """The first event of a stream does not show that the engine ends any."""
+    now = [0.0]
+    router = fleet(decode=breaking_engine(ENDS["stream breaks off"]), clock=lambda: now[0])
+    life = router.registry.get("decode-0").life
+    rests = []
+    for _ in range(3):
+        while life.state is not HealthState.EJECTED:
+            await router.serve()
+        rests.append(life.serves_in_s(now=now[0]))
+        now[0] += rests[-1]
+        assert life.may_serve(now=now[0])
+
+    assert rests == [5.0, 10.0, 20.0]
 
 
 async def test_a_stream_that_no_engine_ends_is_held_against_the_last_one_alone():

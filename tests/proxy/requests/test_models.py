@@ -174,6 +174,34 @@ async def test_an_answer_that_names_no_model_cannot_tell_it(api, streams):
     assert client.record.single_reason is SingleEngineReason.UNKNOWN_MODEL
 
 
+async def test_one_adapters_name_at_two_base_models_is_no_model_in_common():
+    """Its KV cache is that of the base model, and of what the adapter adds to it."""
+    engines = Scripted(pulled_prefill, answers)
+    router = router_of(engines, 1, 1, asks_for_models=True)
+    serving(router, {"prefill-0": cards("a", adapters=["x"]), "decode-0": cards("b", adapters=["x"])})
+    client = await router.serve(asks("/v1/completions", PROMPT, model="x", max_tokens=5))
+
+    assert client.status == 200
+    assert client.record.single_reason is SingleEngineReason.NO_MATCH
+    assert [leg.instance.id for leg in engines.legs] == ["decode-0"]
+
+
+async def test_engines_whose_model_lies_in_two_places_share_no_request():
+    """Other weights under the old name, as far as a list of models shows them."""
+    engines = Scripted(pulled_prefill, answers)
+    router = router_of(engines, 2, 2, asks_for_models=True)
+    old, new = cards("a", root="/models/1"), cards("a", root="/models/2")
+    serving(router, {"prefill-0": old, "prefill-1": new, "decode-0": old, "decode-1": new})
+    for number in range(8):
+        await router.serve(asks("/v1/completions", PROMPT, max_tokens=5), f"r{number}")
+    pairs = list(zip(engines.of(Role.PREFILL), engines.of(Role.DECODE), strict=True))
+
+    assert {(one.instance.id, other.instance.id) for one, other in pairs} == {
+        ("prefill-0", "decode-0"),
+        ("prefill-1", "decode-1"),
+    }
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("role", Role)
 async def test_engines_known_to_serve_a_model_come_before_those_that_have_not_said(role, streams):

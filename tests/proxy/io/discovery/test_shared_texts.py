@@ -189,6 +189,14 @@ async def test_a_turn_that_is_refused_counts_as_one():
     assert (await one.turns.hold()).turned_at == (107.0,)
 
 
+async def test_a_clock_that_is_ahead_does_not_hide_a_turn():
+    """Hosts' clocks differ: a turn of the future is one of now."""
+    text, ahead, times = MemoryText(), [130.0], [100.0]
+    await Router("one", text, ahead).turns.begin(InstanceId("decode-0"), Role.PREFILL)
+
+    assert (await Router("two", text, times).turns.hold()).turned_at == (107.0,)
+
+
 async def test_while_the_store_is_away_the_reason_is_known():
     """A controller that does nothing must say why."""
 

@@ -1,7 +1,10 @@
 """Looking at all engines again and again."""
 
 import asyncio
+import itertools
+import random
 import time
+from collections import Counter
 
 import pytest
 
@@ -76,6 +79,18 @@ async def test_an_engine_is_looked_at_at_once_and_again(registry, engines):
         frozenset({"m"}), "0.32", "pdrelay", EngineMode.PUSH, protocol="4", fingerprint="0123456789abcdef"
     )
     assert engines.readings == 1
+
+
+async def test_of_many_engines_most_looks_ask_only_whether_they_live(registry, engines):
+    """What each of them is was asked once, with its connector, and is still known."""
+    members = [add(registry, port=number + 1) for number in range(100)]
+    clock = itertools.count(time.monotonic(), 0.0005).__next__  # by what is done: a busy machine changes nothing
+    async with Prober(registry, engines, Settings(health_check_interval_s=0.2), clock, lambda: 0.5).running():
+        await until_async(lambda: engines.looks >= 300)
+
+    assert engines.whole_looks < engines.looks / 2
+    assert engines.readings == 100
+    assert {(member.facts.version, member.facts.connector) for member in members} == {("0.32", "pdrelay")}
 
 
 async def test_engines_that_differ_are_told_once(registry, engines, caplog):
@@ -251,6 +266,29 @@ async def test_a_prefill_engine_that_cannot_be_asked_is_drained_after_a_while(re
         await until_async(lambda: member.life.state is HealthState.DRAINED)
 
     assert "does not say what it keeps" in member.life.why
+
+
+def test_the_probes_of_a_large_fleet_are_spread_over_time(registry, engines):
+    """Nothing else is served while one begins, and a hundred and more are due at each glance."""
+    for port in range(1, 1001):
+        add(registry, port=port)
+    begun = []
+
+    async def probed():
+        clock = asyncio.get_running_loop().time
+
+        async def look(instance, *, is_whole):
+            begun.append(clock())
+            return engines.facts
+
+        engines.look = look
+        async with Prober(registry, engines, Settings(), clock, random.Random(7).random).running():
+            await asyncio.sleep(60)
+
+    in_simulated_time(probed())
+    later = Counter(round(at, 3) for at in begun if at > 20)
+    assert max(later.values()) <= 4
+    assert sum(later.values()) >= 40 / 5 * 1000  # and each engine has had its own in time
 
 
 async def test_an_engine_that_hangs_is_looked_at_once_at_a_time(registry, engines):

@@ -85,6 +85,26 @@ def test_a_pair_whose_loads_fail_gets_no_requests_until_it_is_tried(world, caplo
     assert world.registry.pairs.failures == {("handshake",): 4}
 
 
+def test_a_trial_that_fails_lengthens_the_rest(world):
+    """And the next one waits."""
+    world.fails()
+    world.now = 30.0
+    assert PAIR in world.pairs(1)
+    world.fails(1)
+    world.now = 89.0
+    assert PAIR not in world.pairs()
+    world.now = 90.0
+    assert PAIR in world.pairs(1)
+
+
+def test_a_load_that_succeeds_between_failures_is_evidence(world):
+    """The two can meet."""
+    world.fails(9, loaded=1)
+
+    assert PAIR in world.pairs()
+    assert world.registry.pairs.failures == {("handshake",): 9}
+
+
 def test_a_trial_is_not_for_requests_of_another_model(world):
     """Nor for those that want a rank, or have failed before."""
     world.fails()
@@ -138,6 +158,17 @@ def test_an_engine_that_was_restarted_is_met_anew(world, who):
         world.notes.restarted(world.decode())
 
     assert PAIR in world.pairs()
+
+
+def test_pairs_of_engines_that_left_are_forgotten(world):
+    """Also in the facts of those that stay."""
+    world.fails()
+    world.over()
+    world.registry.remove("prefill-0", now=0.0)
+    world.notes.keep(frozenset({"prefill-1", "decode-0", "decode-1"}))
+
+    assert world.registry.facts(world.decode()).resting == frozenset()
+    assert len(world.matrix) == len(world.registry.pairs) == 0
 
 
 def test_first_tokens_are_timed_from_handing_over(world):

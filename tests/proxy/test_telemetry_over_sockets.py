@@ -3,6 +3,7 @@
 import http.server
 import json
 import logging
+import re
 import sys
 import threading
 from contextlib import contextmanager
@@ -137,9 +138,10 @@ def test_the_collector_is_named_as_for_every_other_program(monkeypatch, argument
     assert settings.log_format is LogFormat.JSON
 
 
-def test_a_collector_that_is_no_url_is_refused(capsys):
+def test_a_collector_that_is_no_url_is_refused():
     """With what would be right."""
-    with pytest.raises(SystemExit):
-        build_parser(["serve"]).parse_args(["serve", "--otlp-endpoint", "collector:4318"])
+    parsed = build_parser(["serve"]).parse_args(["serve", "--otlp-endpoint", "collector:4318"])
 
-    assert "'collector:4318' is not a URL: write http://host:port or https://host:port" in capsys.readouterr().err
+    right = "'collector:4318' is not a URL: write http://host:port or https://host:port"
+    with pytest.raises(ConfigError, match=re.escape(right)):
+        serve_settings(parsed)

@@ -68,6 +68,7 @@ def serve(place, program):
         if tests in readable:
             data = tests.recv(1 << 20)
             if not data:
+                _end(living)  # the tests were killed: nobody else would end what was born for them
                 break
             received += data
         while b"\n" in received:
@@ -170,6 +171,13 @@ def share_gloo_device():
         begin(self, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = begin_with_shared
+
+
+def _end(living):
+    """Kill what is left, each with all that it has started: they lead sessions."""
+    for pid in living:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def _fork():

@@ -41,7 +41,8 @@ def page_of(out):
 def write_page(out, text):
     """Write the text of these raw numbers: a whole page, or what stands between its marks in a page."""
     page = page_of(out)
-    begin, end = f"<!-- begin: {out.stem} -->\n", f"<!-- end: {out.stem} -->\n"
+    begin = f"<!-- begin: {out.stem} -->\n"
+    end = f"<!-- end: {out.stem} -->\n"
     before, marked, rest = page.read_text().partition(begin) if page.exists() else ("", "", "")
     if marked:
         part = text if page.stem == out.stem else re.sub(r"(?m)^#", "##", text)

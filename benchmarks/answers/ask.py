@@ -50,7 +50,9 @@ def main():
     with httpx.Client(timeout=300, trust_env=False) as client:
         model = client.get(f"{args.router}/v1/models").raise_for_status().json()["data"][0]["id"]
         moved = {engine: bytes_moved(client, engine) for engine in args.engine}
-        different, times, legs = [], {"router": [], "alone": []}, set()
+        different = []
+        times = {"router": [], "alone": []}
+        legs = set()
         for number, question in enumerate(QUESTIONS[: args.count]):
             routed, seconds, header = ask(client, args.router, model, question, args.max_tokens)
             times["router"].append(seconds)

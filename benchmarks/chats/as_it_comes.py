@@ -142,9 +142,12 @@ def words_of(args, model):
 
 def hold(client, url, model, words, args):
     """Hold all chats; their caches are apart from those of other runs."""
-    turns, run = Turns(), f"{time.time_ns():x}"
+    turns = Turns()
+    run = f"{time.time_ns():x}"
     for chat in range(args.chats):
-        dice, messages, total = random.Random(chat), [], 0
+        dice = random.Random(chat)
+        messages = []
+        total = 0
         for turn in range(args.turns):
             text = "".join(dice.choices(list(words.values()), k=LATER if turn else FIRST))
             messages.append({"role": "user", "content": text})
@@ -164,7 +167,10 @@ def hold(client, url, model, words, args):
 
 def ask(client, url, body):
     """Return the text, the seconds until it began, the tokens of the conversation, and whether D served it alone."""
-    text, seconds, tokens, start = "", None, 0, time.perf_counter()
+    text = ""
+    seconds = None
+    tokens = 0
+    start = time.perf_counter()
     with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
         if answer.status_code != 200:
             sys.exit(f"{url} answers {answer.status_code}: {answer.read()[:500]}")
@@ -179,7 +185,8 @@ def ask(client, url, body):
 
 def at_rest(client, *engines):
     """Return the tokens that engines have computed, once that does not change any more; None: they do not count."""
-    last, deadline = None, time.monotonic() + REST_S
+    last = None
+    deadline = time.monotonic() + REST_S
     while time.monotonic() < deadline:
         texts = [client.get(f"{engine}/metrics").text for engine in engines]
         if not any(SOURCE.search(text) for text in texts):

@@ -25,7 +25,8 @@ _LONGEST_LINE: Final = 1 << 20  # bytes of a question that is piped
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    add, router = parser.add_argument, os.environ.get(ROUTER_VARIABLE) or "http://127.0.0.1:8000"
+    add = parser.add_argument
+    router = os.environ.get(ROUTER_VARIABLE) or "http://127.0.0.1:8000"
     said = f"URL of the router (default: ${ROUTER_VARIABLE}, now {router})"
     add("--url", default=router, metavar="URL", help=said)
     add("--model", metavar="NAME", help="model to talk to (default: the first one that the router serves)")

@@ -75,7 +75,8 @@ class KvMeter:
             for name in names:
                 with suppress(httpx.HTTPError, httpx.InvalidURL, UnicodeError):
                     text = _get(client, f"http://{self._addresses[name]}/metrics")
-                    moved, finished = metric_total(text), metric_total(text, _FINISHED)
+                    moved = metric_total(text)
+                    finished = metric_total(text, _FINISHED)
                     if moved is not None and finished is not None:
                         found[name] = (moved, finished)
         return found

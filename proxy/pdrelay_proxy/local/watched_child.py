@@ -39,7 +39,8 @@ def run_watched(
     Raises LocalError with the `last_words` of its log, and with the limit that it was ended for.
     """
     start = time.monotonic()
-    moved_at, most_seen = start, 0
+    moved_at = start
+    most_seen = 0
     log = folder / LOG
     with open_file(log, append=False) as output:
         process = subprocess.Popen(
@@ -54,9 +55,12 @@ def run_watched(
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(POLL_S)
-            now, sizes = time.monotonic(), _sizes(folder)
-            if sum(sizes) > most_seen:
-                moved_at, most_seen = now, sum(sizes)
+            now = time.monotonic()
+            sizes = _sizes(folder)
+            size = sum(sizes)
+            if size > most_seen:
+                moved_at = now
+                most_seen = size
             report(max(sizes, default=0), now - start)
             if most_seen > limits.most_bytes:
                 raise LocalError(f"it wrote more than {limits.most_bytes:,} bytes")

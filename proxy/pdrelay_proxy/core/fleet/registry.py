@@ -9,7 +9,6 @@ from typing import Final, NoReturn, TypeAlias
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.compatibility import NO_SLICE, EngineCapabilities, fit, rests
-from pdrelay_proxy.core.fleet.engine_metrics import ShownLoad
 from pdrelay_proxy.core.fleet.engine_speed import EngineSpeed
 from pdrelay_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
 from pdrelay_proxy.core.fleet.kv_relief import KvRelief
@@ -86,7 +85,6 @@ class Member:
     drain: Drain | None = None  # while it is drained
     retires: bool = False  # it is forgotten once it is drained
     origin: Origin = BY_HAND  # who wants it here
-    shown: ShownLoad | None = None  # decode: how busy it was by its own metrics; None: it does not say
     as_decode: Instance | None = None  # of one that serves both roles; None: it serves that of ``instance``
     turn: RoleTurn | None = None  # while it turns
 
@@ -702,7 +700,9 @@ class Registry:
         for each in Role:  # it is as old as it was, in whatever it serves
             found = [(one, one.as_role(each)) for one in self._members.values()]
             self._serving[each] = {one.id: (other.life, one) for other, one in found if one is not None}
-        member.speed, member.lone, member.shown, member.load.report = EngineSpeed(), LonePrompts(), None, None
+        member.speed = EngineSpeed()
+        member.lone = LonePrompts()
+        member.load.report = None
         for _, decode in (*self.pairs.forget(name), (name, name)):
             self.settle_rests(decode)
         self.changes.count += 1

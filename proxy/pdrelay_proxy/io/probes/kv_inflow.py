@@ -80,9 +80,9 @@ class InflowWatch:
         if exposition:
             refused, now = incompatible_peers(exposition, decode.rank), self._clock()
             self._registry.learn(decode.id, EngineCapabilities(incompatible=refused))
-            if (member := self._registry.get(decode.id)) is not None:
-                member.shown = shown = shown_load(exposition, decode.rank, now=now)
-                load = shown if decode.rank is None and member.life.may_serve(now=now) else None
+            member = self._registry.get(decode.id)
+            if member is not None and decode.rank is None and member.life.may_serve(now=now):
+                load = shown_load(exposition, now=now)
             if self._pairs is not None:
                 self._pairs.look(decode, exposition, now)
         if dry := self._inflow.look(decode.id, found, promised):

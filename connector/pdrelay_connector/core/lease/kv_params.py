@@ -13,7 +13,7 @@ Auto: engines take both. The router says ``"transfer_mode": "push"`` to P and D 
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -33,6 +33,8 @@ Size: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 MAX_TIME = 1 << 40  # s since the epoch
 MAX_ADAPTER = 2048  # characters
 MAX_SIGNATURE = 128  # characters
+EXACT: Final = 2.0**53  # below it each whole number is one float (IEEE 754, binary64)
+_Params = TypeVar("_Params", bound=msgspec.Struct)
 REFUSALS: Final[Mapping[type[InvalidKvParams], str]] = {
     InvalidKvParams: "kv_params_invalid",
     PromptMismatch: "kv_params_other_prompt",
@@ -97,7 +99,7 @@ def parse_push_params(params: Mapping[str, Any], own: str) -> PushParams:
     ``own`` is vLLM's id of the request on this engine.
     """
     try:
-        parsed = msgspec.convert({k: v for k, v in params.items() if k != "remote_request_id"}, PushParams)
+        parsed = _convert({k: v for k, v in params.items() if k != "remote_request_id"}, PushParams)
         f"{parsed.remote_engine_id}{parsed.transfer_id}{parsed.remote_host}".encode()
     except (msgspec.ValidationError, UnicodeEncodeError) as exc:  # half a surrogate pair is valid JSON but not text
         raise InvalidKvParams(f"kv_transfer_params: {exc}") from exc
@@ -135,7 +137,7 @@ def common_id(own: str) -> str:
 def parse_pull_params(params: Mapping[str, Any]) -> PullParams:
     """Parse what P wrote and the router carried; raises :exc:`~pdrelay_connector.errors.InvalidKvParams`."""
     try:
-        parsed = msgspec.convert(params, PullParams)
+        parsed = _convert(params, PullParams)
         texts = (
             parsed.remote_engine_id,
             parsed.remote_request_id,
@@ -156,6 +158,24 @@ def parse_pull_params(params: Mapping[str, Any]) -> PullParams:
     if not 0 < sum(map(len, parsed.remote_block_ids)) <= MAX_BLOCKS:
         raise InvalidKvParams(f"kv_transfer_params: remote_block_ids names no block, or more than {MAX_BLOCKS}")
     return parsed
+
+
+def _convert(params: Mapping[str, Any], wanted: type[_Params]) -> _Params:
+    """Convert params, in which a router whose language has no integers may have written 5600 as 5600.0."""
+    try:
+        return msgspec.convert(params, wanted)
+    except msgspec.ValidationError:
+        return msgspec.convert({name: _with_integers(value) for name, value in params.items()}, wanted)
+
+
+def _with_integers(value: object, depth: int = 2) -> object:
+    """Return a value with integers for whole floats, also in lists of lists: nothing in the params is deeper."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
+        return int(value)
+    if isinstance(value, list | tuple):
+        items = cast("Sequence[object]", value)
+        return [_with_integers(item, depth - 1) for item in items] if depth else items
+    return value
 
 
 def digest_prompt(token_ids: Sequence[int] | None, features: Iterable[str], salt: str | None) -> str | None:

@@ -15,7 +15,7 @@ from msgspec import UNSET
 
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.protocol.continuation import Rest, least, limits, limits_behind, prompt_of, raw, raw_fields
-from pdrelay_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, encode, maybe
+from pdrelay_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, NotJson, decode_whole_floats, encode, maybe
 from pdrelay_proxy.core.schemas import FirstTokenChoice, FirstTokenOffer, RoleEvent, TokensAnswer
 
 STREAM: Final = b"text/event-stream; charset=utf-8"
@@ -67,7 +67,12 @@ def asked_for_token(fields: Fields) -> Fields:
 
 def offered(offer: msgspec.Raw) -> FirstTokenOffer | None:
     """Return what a prefill engine says of its tokens; None: they are not to be shown."""
-    return maybe(offer, FirstTokenOffer)
+    if offer is NULL:  # an error of msgspec's takes as long as a small object
+        return None
+    try:
+        return decode_whole_floats(offer, FirstTokenOffer)
+    except NotJson:
+        return None
 
 
 class FirstToken:

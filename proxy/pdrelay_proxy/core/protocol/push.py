@@ -15,7 +15,17 @@ import msgspec
 
 from pdrelay_proxy.core.model import Api, InstanceId, PrefillResult, RequestId, TransferId
 from pdrelay_proxy.core.protocol import prompt_ids, request_bodies
-from pdrelay_proxy.core.raw_json import NULL, TRUE, Fields, NotJson, decode, encode, encode_text, text
+from pdrelay_proxy.core.raw_json import (
+    NULL,
+    TRUE,
+    Fields,
+    NotJson,
+    decode,
+    decode_whole_floats,
+    encode,
+    encode_text,
+    text,
+)
 from pdrelay_proxy.core.schemas import Coordinates, KvParams, PromptIdsAnswer, TokensAnswer, TransferNaming
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.settings import KvTransferMode
@@ -165,7 +175,7 @@ def _mode(said: str) -> TransferMode:
 
 def _read(prefill: InstanceId, params: msgspec.Raw, wanted: type[_T]) -> _T:
     try:
-        return decode(params, wanted)
+        return decode_whole_floats(params, wanted)
     except NotJson as exc:
         raise EngineError(f"{prefill} answered without usable kv_transfer_params: {exc}") from exc
 

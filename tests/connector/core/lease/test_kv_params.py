@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pdrelay_connector.core.ids import Address, BlockId, EngineId, RequestId
 from pdrelay_connector.core.lease.kv_params import (
@@ -102,6 +103,28 @@ def test_arbitrary_params_are_an_offer_or_a_bad_offer(changes):
     assert 0 < offer.remote_port < 65536
 
 
+def in_floats(value):
+    """What a language without integers makes of a JSON value."""
+    if isinstance(value, list | tuple):
+        return [in_floats(item) for item in value]
+    return float(value) if type(value) is int else value
+
+
+@given(st.sets(st.sampled_from(sorted(OFFER.to_params()))), st.integers(0, 2**40), st.integers(0, MAX_BLOCKS - 1))
+def test_whole_floats_are_taken_for_the_integers_that_they_were(names, expires, block):
+    """Routers in languages without integers write them: each transfer behind such a router would be lost."""
+    offer = replace(
+        OFFER,
+        remote_block_ids=((BlockId(block), BlockId(2)), ()),
+        pdrelay_block_sizes=(16,),
+        pdrelay_expires_at=expires,
+    )
+    signed = Signatures(lambda: (b"secret",)).sign(offer)
+    carried = {name: in_floats(value) if name in names else value for name, value in signed.to_params().items()}
+
+    assert parse_pull_params(json.loads(json.dumps(carried))) == signed
+
+
 @given(st.lists(st.integers(0, 2**31), max_size=5), st.lists(st.text(max_size=3), max_size=2), st.none() | st.text())
 def test_a_digest_tells_prompts_apart(tokens, features, salt):
     """Token ids, pictures and the cache salt all decide the KV."""
@@ -145,20 +168,25 @@ def test_params_of_an_engine_that_pushes_are_push_params_too():
     assert parse_push_params(json.loads(json.dumps(offer.to_params())), "d-1").remote_request_id == "t"
 
 
+def test_whole_floats_are_taken_in_push_as_well():
+    """A push names one integer."""
+    assert parse_push_params({**BOOKING, "remote_port": 5600.0}, "d-1") == parse_push_params(BOOKING, "d-1")
+
+
 BOTH = {
     "remote_engine_id": (None, 7, "\ud800"),
     "remote_host": (None, "", "h" * 256, 1, "\ud800"),
-    "remote_port": (None, "5600", 0, -1, 65536, 2**70, 1.5),
+    "remote_port": (None, "5600", 0, -1, 65536, 2**70, 1.5, 0.0, -1.0, 65536.0, 1e40, float("nan"), float("inf")),
 }
 BROKEN = {
     **BOTH,
     "remote_request_id": (None, 7, "x" * (MAX_ID + 1), "\udfff"),
-    "remote_block_ids": (None, [], [[]], [1], [["1"]], [[-1]], [[MAX_BLOCKS]], [[2**63]], [[2**70]], "x"),
-    "remote_num_tokens": (None, "30", 1.5, -1, 2**70),
+    "remote_block_ids": (None, [], [[]], [1], [["1"]], [[-1]], [[MAX_BLOCKS]], [[2**63]], [[2**70]], [[1.5]], "x"),
+    "remote_num_tokens": (None, "30", 1.5, -1, -1.0, 2**70),
     "tp_size": (0, 2**70),
     "pdrelay_prompt": (7, "\ud800"),
     "transfer_id": (7, "\ud800"),
-    "pdrelay_expires_at": (-1, 1.5, 2**70),
+    "pdrelay_expires_at": (-1, 1.5, 2**70, 1e40, float("nan"), float("-inf")),
     "pdrelay_signature": (7, "0" * 129),
     "transfer_mode": ("push", None),
 }
@@ -188,6 +216,13 @@ def test_malformed_params_are_refused_in_one_sentence(parse, given, key, value):
         parse({**given, key: value})
 
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [1.5, 1e40, float("nan"), float("inf")], ids=repr)
+def test_other_floats_are_called_floats(value):
+    """The sentence says what was given, also beside whole floats."""
+    with pytest.raises(InvalidKvParams, match=r"Expected `int`, got `float` - at `\$\.remote_port`"):
+        parse_pull_params(params(remote_port=value, remote_num_tokens=30.0))
 
 
 @pytest.mark.parametrize(

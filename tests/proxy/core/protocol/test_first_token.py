@@ -145,6 +145,8 @@ def test_an_end_has_the_fingerprint_where_vllm_has_it():
     ("offer", "expected"),
     [
         ({"apis": ["chat"], "max_model_len": 5}, FirstTokenOffer(("chat",), 5)),
+        ({"apis": ["chat"], "max_model_len": 5.0}, FirstTokenOffer(("chat",), 5)),
+        ({"apis": ["chat"], "max_model_len": 5.5}, None),
         (None, None),
         ({}, None),
         ({"apis": "chat", "max_model_len": 5}, None),

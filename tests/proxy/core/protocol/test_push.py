@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES, decode_params, handover, known_as
@@ -66,6 +68,8 @@ def test_any_other_answer_goes_on_unread(said):
         ({"tp_size": ABSENT}, "tp_size"),
         ({"tp_size": 0}, "tp_size"),
         ({"tp_size": None}, "tp_size"),
+        ({"tp_size": 0.0}, "tp_size"),
+        ({"tp_size": 1e40}, "tp_size"),
         ({"pp_size": 1.5}, "pp_size"),
         ({"dcp_size": "1"}, "dcp_size"),
         ({"transfer_mode": 3}, "transfer_mode"),
@@ -80,6 +84,16 @@ def test_what_a_decode_engine_would_die_of_is_an_error_here(changes, says):
     """Or would wait for until its own time limit of minutes."""
     with pytest.raises(EngineError, match=f"prefill-0 .*{says}"):
         read(**changes)
+
+
+@given(st.integers(1, 65535), st.integers(1, 2**16), st.sets(st.sampled_from(["remote_port", "tp_size", "pp_size"])))
+def test_whole_floats_are_taken_for_the_integers_that_they_were(port, size, names):
+    """A gateway in a language without integers writes them; the next request's decode engine is told integers."""
+    numbers = {"remote_port": port, "tp_size": size, "pp_size": size}
+    written = {name: float(value) if name in names else value for name, value in numbers.items()}
+
+    assert read(**written).coordinates == read(**numbers).coordinates
+    assert isinstance(read(**written).coordinates.remote_port, int)
 
 
 def test_what_is_learned_is_enough_for_the_next_request():

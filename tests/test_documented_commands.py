@@ -12,7 +12,6 @@ from pdrelay_connector.settings import Settings as ConnectorSettings
 from pdrelay_proxy.core.admission.service_classes import CLASS_KEYS
 from pdrelay_proxy.core.fleet.pair_health import PairFailure
 from pdrelay_proxy.core.protocol.fault_table import Failure
-from pdrelay_proxy.core.protocol.realtime import SessionOutcome
 from pdrelay_proxy.core.request_record import RequestOutcome
 from pdrelay_proxy.options import OPTIONS
 from support.documents import OURS, PAGES, ROOT, block_lines, blocks, commands, flags_of, spans, words
@@ -39,7 +38,7 @@ SOURCES = [
 ]
 WORDS = set(re.findall(r"\w+", " ".join(path.read_text() for path in SOURCES)))
 WORDS |= {
-    str(value) for words in (Failure, PairFailure, RequestOutcome, SessionOutcome) for value in words
+    str(value) for words in (Failure, PairFailure, RequestOutcome) for value in words
 }  # of labels; auto() writes them nowhere
 
 

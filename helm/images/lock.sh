@@ -11,8 +11,8 @@ lock() { # lock FILE ARGUMENT...
         -c ../../requirements-engine.txt -c ../../requirements-dev.txt -o "$file" "$@"
 }
 
-lock requirements-router.txt --extra proxy --extra realtime ../../pyproject.toml
-lock requirements-router-tracing.txt --extra proxy --extra realtime --extra tracing ../../pyproject.toml
+lock requirements-router.txt --extra proxy ../../pyproject.toml
+lock requirements-router-tracing.txt --extra proxy --extra tracing ../../pyproject.toml
 echo 'hatchling>=1.27' | lock requirements-build.txt -
 printf 'mypy[mypyc]>=2.0\nhttptools>=0.9\nmsgspec>=0.19\nstarlette\nuvicorn>=0.53,<0.55\n' | lock requirements-compile.txt - # what pyproject.toml asks for to compile the router
 printf 'nixl>=1.5\nnixl-cu12\nnixl-cu13\n' | lock requirements-nixl.txt --no-deps -

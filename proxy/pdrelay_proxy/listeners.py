@@ -6,7 +6,7 @@ import resource
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 import uvicorn
 from uvicorn.server import ServerState
@@ -41,7 +41,6 @@ def main_protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
         clients,
         write_timeout_s=settings.client_write_timeout_s,
         on_write_timeout=telemetry.stalled_client,
-        realtime=settings.realtime,
     )
 
 
@@ -53,9 +52,6 @@ def main_config(router: Router, settings: Settings) -> uvicorn.Config:
         host=settings.host,
         port=settings.port,
         http=main_protocol(router, settings),
-        ws=_websockets(settings),
-        ws_max_size=settings.realtime_max_message_bytes,
-        ws_per_message_deflate=False,  # a small message could become a large one
         ssl_context_factory=None if tls is None else lambda _config, _default: tls,
         **_common(settings),
     )
@@ -78,7 +74,7 @@ class AdminListener:
             clients, write_timeout_s=settings.client_write_timeout_s, on_write_timeout=telemetry.stalled_client
         )
         app = cast("Any", router.admin_app)
-        self._config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", **_common(settings))
+        self._config = uvicorn.Config(app, http=protocol, lifespan="off", **_common(settings))
         self._tls = router.admin_tls
         self._host = settings.admin_host or settings.host
         port = settings.admin_port if place is None else place.admin_port
@@ -106,21 +102,13 @@ class AdminListener:
 
 def _common(settings: Settings) -> dict[str, Any]:
     return {
+        "ws": "none",
         "log_config": None,
         "access_log": False,  # the router writes its own line for every request
         "server_header": False,
         "timeout_keep_alive": settings.client_keepalive_s,
         "timeout_graceful_shutdown": 1,  # by then we have waited; this is for connections to close
     }
-
-
-def _websockets(settings: Settings) -> type[asyncio.Protocol] | Literal["none"]:
-    """Return what serves the connections of /v1/realtime once they are WebSockets."""
-    if not settings.realtime:
-        return "none"
-    from pdrelay_proxy.api.websocket_protocol import GuardedWebSocket  # noqa: PLC0415 (what it imports is an extra)
-
-    return GuardedWebSocket
 
 
 def _connections(settings: Settings) -> int:

@@ -276,7 +276,6 @@ class Settings:
     decode_slots: Count | None = ENGINES.option(None,
         "requests that a decode engine serves at the same time (its --max-num-seqs), for --roles", unset="unknown")
     load_reports: bool = ENGINES.option(True, "ask prefill engines for their load, if the prefill policy uses it")
-    realtime: bool = ENGINES.option(False, "serve /v1/realtime: each WebSocket session is relayed to one decode engine")
     drain_idle_time_s: Seconds = ENGINES.option(60.0,
         "time without a request after which a draining prefill engine counts as drained, if its metrics do not show "
         "it earlier")
@@ -371,11 +370,6 @@ class Settings:
     max_connections_per_address: Count | None = LIMITS.option(None,
         "connections of one client address; behind a proxy all clients have the same address")
 
-    realtime_max_sessions: Count = LIMITS.option(256,
-        "sessions of /v1/realtime at the same time; further ones are refused", live=True)
-    realtime_max_message_bytes: Bytes = LIMITS.option(1 << 20,
-        "one message of a /v1/realtime session, in either direction")
-
     connect_timeout_s: Seconds = TIMEOUTS.option(5.0, "time to open a connection to an engine")
     prefill_timeout_s: Seconds = TIMEOUTS.option(300.0,
         "time for a whole prefill leg, with its time in the engine's queue", live=True)
@@ -388,9 +382,6 @@ class Settings:
     total_timeout_s: Seconds = TIMEOUTS.option(3600.0,
         "time for a response that is not streamed, with all retries", live=True)
     stream_timeout_s: Seconds | None = TIMEOUTS.option(None, "time for a whole streamed response", live=True)
-    realtime_idle_timeout_s: Seconds = TIMEOUTS.option(60.0,
-        "longest pause between two messages of a /v1/realtime session", live=True)
-    realtime_timeout_s: Seconds = TIMEOUTS.option(3600.0, "time for a whole /v1/realtime session", live=True)
     handoff_timeout_s: Seconds = TIMEOUTS.option(20.0,
         "time from a prefill engine's answer until the decode leg must be sent", live=True)
     client_write_timeout_s: Seconds = TIMEOUTS.option(300.0,

@@ -11,7 +11,6 @@ import pytest
 
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
-from pdrelay_proxy.core.protocol.realtime import REALTIME_PATH
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 
@@ -29,6 +28,7 @@ REFUSED = {
     "/v1/responses/{response_id}/cancel": "the same: background answers are refused (check_wanted_now)",
     "/inference/v1/abort_requests": "a client could end requests of others; it ends its own by closing the connection",
     "/abort_requests": "the same",
+    "/v1/realtime": "a WebSocket, whose session is never split: an L7 proxy relays it as well",
     # Generating, without what keeps clients apart.
     "/cohere/v2/chat": "its request has no cache_salt, so the prompts of two keys could share the prefix cache",
     "/cohere/v2/chat/render": "belongs to the one above",
@@ -79,7 +79,7 @@ def routes():
 
 def test_every_path_of_vllm_is_decided(routes):
     """Split, one leg, the router's own, or refused."""
-    decided = {*ENDPOINTS, *OWN, *REFUSED, REALTIME_PATH}
+    decided = {*ENDPOINTS, *OWN, *REFUSED}
 
     assert len(routes) > 50  # the sources were read as they are meant
     assert set(routes) - decided == set()
@@ -90,16 +90,15 @@ def test_no_path_of_ours_is_unknown_to_vllm(routes):
     """A path that a version drops would be a promise that no engine keeps."""
     if not {"/v1/systemone", "/v1/realtime"} <= routes.keys():
         pytest.skip("this vLLM is older than the table, which is 0.32's")
-    assert (ENDPOINTS.keys() | {REALTIME_PATH}) - routes.keys() <= LATER
+    assert ENDPOINTS.keys() - routes.keys() <= LATER
     assert REFUSED.keys() - routes.keys() == set()
 
 
 def test_all_that_is_passed_is_a_post(routes):
-    """The router takes no other method there, but for the WebSocket."""
+    """The router takes no other method there."""
     posts = {"post", "api_route", "add_api_route"}
 
     assert {path for path in ENDPOINTS if path in routes and not routes[path] & posts} == set()
-    assert routes.get(REALTIME_PATH, {"websocket"}) == {"websocket"}
 
 
 @pytest.mark.parametrize("path", sorted(REFUSED))
@@ -114,4 +113,3 @@ def test_the_table_of_the_documentation_names_all_paths():
     page = (Path(__file__).parents[2] / "docs/reference/http.md").read_text()
 
     assert {path for path in ENDPOINTS if f"`{path}`" not in page} == set()
-    assert f"`GET {REALTIME_PATH}`" in page

@@ -29,8 +29,8 @@ IMAGES = ROOT / "helm/images"
 DOCKERFILES = sorted(IMAGES.glob("*.Dockerfile"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIREMENTS = {
-    "requirements-router.txt": ["proxy", "realtime"],
-    "requirements-router-tracing.txt": ["proxy", "realtime", "tracing"],
+    "requirements-router.txt": ["proxy"],
+    "requirements-router-tracing.txt": ["proxy", "tracing"],
 }
 NOT_REACHED = re.compile(r"(?i)new connection|connection refused|timed out|name resolution|unreachable")
 with_pip = pytest.mark.slow  # pip builds a wheel, makes an environment and installs into it

@@ -28,7 +28,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 OTHER = "x" + "pyd"  # on PyPI: a router, and its family
 FAMILY = [OTHER, *(f"{OTHER}-{part}" for part in ("proxy", "sim", "bench", "acc", "plan"))]
-EXTRAS = ["proxy", "connector", "tracing", "completion", "redis", "realtime"]
+EXTRAS = ["proxy", "connector", "tracing", "completion", "redis"]
 SENTENCE = re.compile(r"pip install '((?:pdrelay|" + OTHER + r")[^']*)'")
 TOLD = [*(ROOT / "proxy").rglob("*.py"), *(ROOT / "connector").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
 TOLD += [*ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md"), *(ROOT / "helm").rglob("*.md")]

@@ -484,6 +484,7 @@ def test_a_request_that_offers_an_upgrade_is_served(door, another, upgrade):
         with each.open() as client:
             assert client.send(request(lines=(JSON, *UPGRADES[upgrade]))).answer().status == 200
             assert client.send(request("/health", method="GET", lines=UPGRADES[upgrade])).answer().status == 200
+            assert client.send(request("/v1/realtime", method="GET", lines=UPGRADES[upgrade])).answer().status == 404
             assert client.send(request()).answer().status == 200
 
 

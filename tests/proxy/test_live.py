@@ -15,7 +15,6 @@ from pdrelay_proxy.errors import AddressError, ConfigError
 from pdrelay_proxy.io.workers.context import WorkerContext
 from pdrelay_proxy.options import OPTIONS, SECRETS
 from pdrelay_proxy.requests import attempt, client_response, dispatch, gate, request, service, stream_moves
-from pdrelay_proxy.requests.realtime import sessions
 from pdrelay_proxy.settings import Settings
 
 OLD = Settings(prefill=("p0:1", "p1:1"), decode=("d0:1",))
@@ -216,7 +215,7 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
     build(OLD).live.prepared(OLD, new)()
     live = {name for name, setting in OPTIONS.items() if setting.option.live}
     # Requests and their gate get all settings, and read them when a request is admitted.
-    modules = (admission, attempt, client_response, dispatch, gate, request, service, sessions, stream_moves)
+    modules = (admission, attempt, client_response, dispatch, gate, request, service, stream_moves)
     files = [Path(module.__file__) for module in modules]
     sources = "".join(file.with_name(file.name.partition(".")[0] + ".py").read_text() for file in files)
     new.names.update(live & set(re.findall(r"(?:limits|settings)\.(\w+)", sources)))

@@ -34,7 +34,7 @@ def requirements():
     """Return what the router needs, as pyproject.toml has it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    return [*project["dependencies"], *extras["proxy"], *extras["realtime"]]
+    return [*project["dependencies"], *extras["proxy"]]
 
 
 def oldest(wanted):

@@ -63,7 +63,6 @@ def router_exposition():
     counters.admin["add", "ok"] += 1
     counters.unreachable_hosts[(prefill.id,)] += 1
     counters.connections_refused[("malformed",)] += 1
-    counters.realtime_sessions[("idle",)] += 1
     counters.wanted_engines[("prefill",)] = 3
     counters.role_decisions["balanced", "none"] += 1
     queue, telemetry = Admission(Settings(max_concurrency=0, max_queue=0)), Telemetry(counters, lambda: 0.0)

@@ -82,11 +82,7 @@ class Clients:
 
     def leave(self, name: str | None, connection: Timed) -> None:
         """Forget a connection that has ended."""
-        self.unwatch(connection)
-        self.leave_as(name)
-
-    def leave_as(self, name: str | None) -> None:
-        """Forget a connection that nothing looks after any more."""
+        self._unfinished.pop(connection, None)
         self._count -= 1
         if name is not None:
             self._by_address[name] -= 1
@@ -111,10 +107,6 @@ class Clients:
         self._unfinished[connection] = None
         if self._timer is None:
             self._arm(asyncio.get_running_loop())
-
-    def unwatch(self, connection: Timed) -> None:
-        """Look after it no more: it goes by another protocol's times."""
-        self._unfinished.pop(connection, None)
 
     def _look(self) -> None:
         """One timer for all of them."""

@@ -12,7 +12,6 @@ from pdrelay_proxy.api.clients import Clients
 from pdrelay_proxy.api.guarded import GuardedProtocol, path_of
 from pdrelay_proxy.core.http.framing import Head, RefusalReason
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
-from pdrelay_proxy.core.protocol.realtime import offers_session
 from pdrelay_proxy.errors import ProxyError
 from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.requests.response import LONG_BODY, HttpResponse
@@ -28,15 +27,13 @@ def endpoint_protocol(
     *,
     write_timeout_s: float | None,
     on_write_timeout: Callable[[], None],
-    realtime: bool = False,
 ) -> type[asyncio.Protocol]:
     """Return the protocol class for ``uvicorn.Config(http=...)``.
 
     ``write_timeout_s``: seconds in which a client must read something; ``on_write_timeout`` is called for each that has
-    not. ``realtime``: ``/v1/realtime`` may leave HTTP, for ``uvicorn.Config(ws=...)`` (api/websocket_protocol.py).
+    not.
     """
     given: dict[str, object] = {"requests": requests, "clients": clients, "write_timeout_s": write_timeout_s}
-    given["realtime"] = realtime
     given["on_write_timeout"] = staticmethod(on_write_timeout)
     return type("EndpointProtocol", (_EndpointProtocol,), given)
 
@@ -45,7 +42,6 @@ class _EndpointProtocol(GuardedProtocol):
     """uvicorn's protocol, but for the endpoints. It is the ClientConnection of their requests."""
 
     requests: Requests
-    realtime: bool
     cycle: Any  # None, a Request, or what uvicorn calls so
 
     _request: Request | None = None  # that was read last, if it was for an endpoint
@@ -91,16 +87,6 @@ class _EndpointProtocol(GuardedProtocol):
             request.begin(body)
 
     # The connection
-
-    def upgrades(self, head: Head) -> bool:
-        """Tell an offer of a session, where there are some."""
-        return self.realtime and offers_session(head)
-
-    def on_handed_over(self) -> None:
-        """Look after the connection no more."""
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-            self._idle_timer = None
 
     def pause_writing(self) -> None:
         """Have the engine wait: the client is slow."""

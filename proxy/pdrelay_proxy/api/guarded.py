@@ -19,7 +19,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from pdrelay_proxy.api.clients import Clients
 from pdrelay_proxy.core.http.framing import HEAD_MOST, ChunkedBody, Head, RefusalReason, find_end, target_in
 from pdrelay_proxy.core.http.repeated_head import RepeatedHead
-from pdrelay_proxy.core.protocol.realtime import upgrade_head
 from pdrelay_proxy.errors import (
     BadFraming,
     ClientError,
@@ -244,12 +243,6 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _begin(self, head: Head, rest: bytes) -> bytes:
         """Begin a request; return what is behind its head, unless all of the request is here and nothing else."""
-        if b"upgrade" in head.shown and self.upgrades(head):
-            if rest:
-                raise BadFraming("there are bytes behind an offer to upgrade: wait for its answer")
-            self.between = True  # its head is complete, or the time for that would end the session
-            self._hand_over(head)
-            return b""
         self._is_ours = self.takes(head)
         if self._is_ours and head.length == len(rest):
             self.between = True
@@ -308,33 +301,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._left[:0] = chunks.rest
         self._charge(len(chunks.rest))
         return b""
-
-    # A connection that changes its protocol
-
-    def upgrades(self, head: Head) -> bool:
-        """Tell whether the connection leaves HTTP with this head; False: ``Upgrade`` is ignored."""
-        del head
-        return False
-
-    def on_handed_over(self) -> None:
-        """The connection has another protocol now, which counts as this one."""
-
-    def _hand_over(self, head: Head) -> None:
-        """Have the server's WebSocket protocol serve the connection, or answer it if that does not take the head."""
-        self.clients.unwatch(self)
-        kind = cast("Any", self.config.ws_protocol_class)
-        protocol = kind(config=self.config, server_state=self.server_state, app_state=self.app_state)
-        protocol.of = self.clients, self._network, self.on_write_timeout
-        self.connections.discard(self)
-        protocol.connection_made(self.transport)
-        protocol.data_received(upgrade_head(head))
-        if protocol.handshake_initiated:
-            self.transport.set_protocol(protocol)
-            self.on_handed_over()
-            return
-        protocol.connections.discard(protocol)
-        self.connections.add(self)
-        raise BadFraming("the offer to upgrade cannot be read: it has too many or too long lines for a WebSocket")
 
     # A request that need not be parsed once more
 

@@ -15,7 +15,6 @@ from pdrelay_proxy.core.http.allowed_origins import AllowedOrigins
 from pdrelay_proxy.core.http.origins import Sites
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
-from pdrelay_proxy.core.protocol.realtime import REALTIME_PATH
 from pdrelay_proxy.core.request_history import RequestHistory
 from pdrelay_proxy.core.request_record import ClientIds
 from pdrelay_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
@@ -36,7 +35,7 @@ from pdrelay_proxy.settings import PolicyName, Settings
 if TYPE_CHECKING:
     from pdrelay_proxy.io.traces import Traces
 
-_PATHS = frozenset({*ENDPOINTS, "/v1/models", REALTIME_PATH})  # those that metrics and spans tell apart
+_PATHS = frozenset({*ENDPOINTS, "/v1/models"})  # those that metrics and spans tell apart
 
 
 @dataclass(frozen=True, slots=True)

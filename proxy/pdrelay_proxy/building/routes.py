@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter
-from starlette.routing import WebSocketRoute
 
 from pdrelay_proxy.api.admin import admin_routes
 from pdrelay_proxy.api.applications import Routes
@@ -17,7 +16,6 @@ from pdrelay_proxy.api.own_engines import OwnEngines
 from pdrelay_proxy.api.page import Onlookers, page_routes
 from pdrelay_proxy.api.pairs import pair_routes
 from pdrelay_proxy.api.ready import liveness_routes, probe_routes
-from pdrelay_proxy.api.realtime import realtime_routes
 from pdrelay_proxy.api.requests import request_routes
 from pdrelay_proxy.building.background import BackgroundWork
 from pdrelay_proxy.building.engines import EngineSide
@@ -25,11 +23,8 @@ from pdrelay_proxy.building.requests import RequestSide
 from pdrelay_proxy.core.admission.admin_key import AdminKey
 from pdrelay_proxy.core.routing.explain import Explainer
 from pdrelay_proxy.core.routing.session_ids import SessionIds
-from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.workers.group import WorkerGroup
-from pdrelay_proxy.requests.realtime.sessions import RealtimeSessions
-from pdrelay_proxy.requests.service import Requests
 from pdrelay_proxy.settings import Settings
 
 
@@ -64,7 +59,7 @@ def build_routes(
                 settings, group, engines, serving, background, access=access, onlookers=onlookers, clock=clock
             ),
         ),
-        endpoints=[*endpoint_routes(Endpoints(requests), keys=keys), *_realtime(engines, requests)],
+        endpoints=endpoint_routes(Endpoints(requests), keys=keys),
         admin_key=admin_key,
         browsers=browsers,
     )
@@ -133,28 +128,3 @@ def _key_routes(
 def _has_open_admin_port(settings: Settings) -> bool:
     """Tell whether clients are known by certificates alone, for which the admin port does not ask."""
     return settings.admin_port is not None and settings.tls_client_ca is not None and settings.api_keys_file is None
-
-
-def _realtime(engines: EngineSide, requests: Requests) -> Sequence[WebSocketRoute]:
-    """Build the route of sessions, if there shall be some; raises ConfigError: their library is missing."""
-    if not requests.settings.realtime:
-        return ()
-    try:
-        from pdrelay_proxy.io.websocket import EngineSockets  # noqa: PLC0415 (what it imports is an extra)
-    except ImportError as exc:
-        missing = "/v1/realtime is asked for (realtime), but websockets is not installed"
-        raise ConfigError(f"{missing}: pip install 'pdrelay[realtime]'") from exc
-    intake, telemetry = requests.intake, requests.telemetry
-    sessions = RealtimeSessions(
-        lambda: requests.settings,
-        intake.lifetime,
-        intake.keyring,
-        intake.sites,
-        requests.gate,
-        requests.fleet,
-        EngineSockets(requests.settings, engines.outbound, engines.tls, engines.guard),
-        telemetry,
-        requests.clock,
-    )
-    telemetry.legs_under_way = lambda: (*requests.engines_of_legs(), *sessions.engines)
-    return realtime_routes(sessions, requests.new_id, requests.ids)

@@ -118,8 +118,6 @@ class Counters:
     unreachable_hosts: Counter[Key] = field(default_factory=Counter)  # prefill engine: replaced in its answers
     log_lines_dropped: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))
     write_timeouts: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
-    realtime_sessions: Counter[Key] = field(default_factory=Counter)  # SessionOutcome
-    realtime_open: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # sessions, now
     kv_events: Counter[Key] = field(default_factory=Counter)  # instance, what was told of its cache
     kv_event_disconnects: Counter[Key] = field(default_factory=Counter)  # instance, EndReason
     kv_index_drops: Counter[Key] = field(default_factory=Counter)  # instance

@@ -174,10 +174,6 @@ class _Collector:
         yield from self._counted.counter("pdrelay_trace_timelines", text, ("result",), "trace_timelines")
         text = "Connections of clients that were closed before their request was served, by reason."
         yield from self._counted.counter("pdrelay_connections_refused", text, ("reason",), "connections_refused")
-        text = "Sessions of /v1/realtime that are over, by how they ended; refused: there was none."
-        yield from self._counted.counter("pdrelay_realtime_sessions", text, ("outcome",), "realtime_sessions")
-        text = "Sessions of /v1/realtime that are open."
-        yield from self._counted.gauge("pdrelay_realtime_sessions_open", text, (), "realtime_open")
         text = "Legs that failed and were sent again, by the role of the engine and the reason."
         yield from self._counted.counter("pdrelay_retries", text, ("role", "reason"), "retries")
         text = "Streams that were to leave their engine, by why (drain, kv_room) and by what became of them."

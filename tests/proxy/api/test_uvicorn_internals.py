@@ -13,12 +13,10 @@ import httptools
 import pytest
 import uvicorn
 from uvicorn.protocols.http import flow_control, httptools_impl
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
 import pdrelay_proxy.api.guarded
 from pdrelay_proxy.api.guarded import ReadControl
-from pdrelay_proxy.api.websocket_protocol import GuardedWebSocket
 
 PROTOCOL = {
     *("app_state", "client", "config", "connections", "cycle", "flow", "loop", "parser", "server_state", "transport"),
@@ -31,13 +29,7 @@ CYCLE = {"response_complete", "response_started", "disconnected", "message_event
 SERVER = {"default_headers", "total_requests"}
 CONFIG = {
     *("host", "port", "http", "ws", "log_config", "access_log", "server_header", "ssl_context_factory"),
-    *("timeout_keep_alive", "timeout_graceful_shutdown", "ws_max_size", "ws_per_message_deflate"),
-}
-WEBSOCKET = {
-    *("close_sent", "conn", "connections", "disconnected", "frames", "handshake_initiated", "logger", "loop"),
-    *("read_paused", "transport", "writable"),
-    *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
-    *("handle_cont", "handle_parser_exception", "on_task_complete", "receive", "shutdown"),
+    *("timeout_keep_alive", "timeout_graceful_shutdown"),
 }
 MODULE = {"HttpToolsProtocol", "RequestResponseCycle", "STATUS_LINE", "HEADER_VALUE_RE"}
 PARSER = {
@@ -103,15 +95,6 @@ async def test_what_the_edge_uses_is_there(protocol):
     check("httptools", httptools, PARSER)
     missing = CONFIG - inspect.signature(uvicorn.Config).parameters.keys()
     assert not missing, f"uvicorn {version('uvicorn')} takes no {missing}, which proxy/pdrelay_proxy/listeners.py gives"
-
-
-async def test_what_sessions_use_is_there(protocol):
-    """As api/websocket_protocol.py and api/guarded.py have it."""
-    found = WebSocketsSansIOProtocol(config=protocol.config, server_state=ServerState(), app_state={})
-
-    check("WebSocketsSansIOProtocol", found, WEBSOCKET)
-    assert GuardedWebSocket.__mro__[1] is WebSocketsSansIOProtocol
-    assert hasattr(found.conn, "fail")
 
 
 async def test_a_missing_name_is_told_in_a_sentence(protocol):

@@ -15,7 +15,6 @@ _AT_LEAST_ONE: Final = (
     "max_key_concurrency",
     "max_connections",
     "max_connections_per_address",
-    "realtime_max_sessions",
 )  # a worker without a place would serve nobody
 
 

@@ -6,16 +6,12 @@ import socket
 import pytest
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.admission.keys import Outbound
 from pdrelay_proxy.core.http.address_allowlist import AllowList
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
 from pdrelay_proxy.errors import NetworkFault
-from pdrelay_proxy.io.websocket import EngineSockets
 from pdrelay_proxy.io.wire.connection_guard import Guard
 from pdrelay_proxy.io.wire.engine_names import EngineNames
-from pdrelay_proxy.io.wire.engine_tls import EngineTls
 from pdrelay_proxy.io.wire.pool import Pool
-from pdrelay_proxy.settings import Settings
 from support.simulated_loop import advance, in_simulated_time
 
 
@@ -160,15 +156,3 @@ def test_a_name_without_good_addresses_is_a_fault_of_the_network(away):
 
     in_simulated_time(scenario())
     assert dialled == []
-
-
-async def test_a_session_to_a_name_that_does_not_resolve_is_a_fault_of_the_network_too():
-    """As for a request: the engine is not blamed."""
-    dns = Dns()
-    dns.answer = DENIED
-    guard = Guard(AllowList.parse(()), lambda _: True, EngineNames(dns).resolve)
-    sockets = EngineSockets(Settings(), Outbound(), EngineTls.usual(), guard)
-    engine = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "d0", 80))
-
-    with pytest.raises(NetworkFault):
-        await sockets.open(engine, ())

@@ -1,1 +1,0 @@
-"""Sessions of ``/v1/realtime``."""

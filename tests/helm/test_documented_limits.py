@@ -4,11 +4,11 @@ import copy
 import json
 
 import pytest
-from jsonschema import Draft202012Validator
 
 from support.helm_chart import Chart
 from support.helm_objects import kind
 from support.helm_schemas import CRDS
+from support.json_schemas import Draft202012Validator
 
 pytestmark = pytest.mark.processes
 

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
-from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 from support.helm_chart import ROOT
 from support.helm_objects import WORKLOADS, templates
+from support.json_schemas import Draft202012Validator
 
 CRDS = ROOT / "tests" / "helm" / "crds"
 VERSIONS = tuple(f"1.{minor}.0" for minor in range(29, 38))

@@ -79,7 +79,7 @@ up: $(STAMPS)/$(UP) ## start engines and the router here: PREFILL=1 DECODE=1 ENG
 # What imports vLLM and starts no engines is one process: the import takes 12 CPU seconds. The router's tests are shared
 # out to WORKERS, file by file: fixtures of a module are made once, and each process imports all modules.
 ALONE   := not (vllm or gpu or thorough)
-QUICK   := $(ALONE) and not (compiled or slow)
+QUICK   := --hypothesis-profile=quick -m "$(ALONE) and not (compiled or slow)"
 REAL    := -p no:cacheprovider --durations=20 -m "vllm and not (gpu or thorough)"
 PROMISE := tests/e2e/test_equality.py
 MODELS  := tests/models tests/e2e/test_kv_back.py
@@ -87,15 +87,16 @@ VLLM    := tests/connector tests/contract tests/integration tests/helm/test_engi
 ROUTER  := $(addprefix --ignore=,$(VLLM) tests/e2e tests/models)
 SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
-# Two chains at once: many tests wait for half of their time.
+# Two chains at once: many tests wait for half of their time. mypy alone looks at the types, for basedpyright takes two
+# CPU minutes and finds little more: test-all asks it.
 .PHONY: test test-quick
 test: ## what CI runs: format, lint, types, import rules, the quick tests and the promise on real engines; 15 minutes
-	@$(MAKE) test-quick CHAIN_OF_VLLM="test-types test-vllm test-promise"
+	@$(MAKE) test-quick CHAIN_OF_VLLM="mypy imports test-vllm test-promise"
 
 test-quick: lint $(STAMPS)/helm ## the same without engines; CHAIN_OF_VLLM=... chooses what runs beside the router's tests
 	@$(MAKE) -k -j2 -Otarget quick-router quick-vllm WORKERS=2
 
-CHAIN_OF_VLLM := test-types test-vllm
+CHAIN_OF_VLLM := mypy imports test-vllm
 
 # Three chains at once. The compiler comes before engines.
 .PHONY: test-all
@@ -114,10 +115,10 @@ quick-router quick-vllm chain-connector chain-compiler chain-router:
 
 .PHONY: test-router-quick test-vllm test-promise
 test-router-quick: $(STAMPS)/helm
-	$(BIN)/pytest $(SHARED) -m "$(QUICK)" $(ROUTER)
+	$(BIN)/pytest $(SHARED) $(QUICK) $(ROUTER)
 
 test-vllm: $(STAMPS)/helm
-	$(BIN)/pytest -p no:cacheprovider --durations=20 -m "$(QUICK)" $(VLLM)
+	$(BIN)/pytest -p no:cacheprovider --durations=20 $(QUICK) $(VLLM)
 
 # The compiler takes minutes, and test-all has the compiled router before engines.
 test-promise: $(STAMPS)/helm
@@ -182,10 +183,12 @@ lint: $(STAMPS)/dev ## format and rules
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 
-.PHONY: types
-types: $(STAMPS)/dev ## mypy and basedpyright
-	$(BIN)/mypy
+.PHONY: types mypy
+types: mypy ## mypy and basedpyright
 	$(BIN)/basedpyright
+
+mypy: $(STAMPS)/dev
+	$(BIN)/mypy
 
 .PHONY: imports
 imports: $(STAMPS)/dev ## who may import whom

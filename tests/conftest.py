@@ -16,6 +16,7 @@ from support.nursery_process import look_here
 # A busy machine is not a failure; the health check, too, reads the clock: it gives ten examples half a minute.
 settings.register_profile("pdrelay", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pdrelay")
+settings.register_profile("quick", max_examples=25)  # a quarter, which make test tries: support.searching
 # Hypothesis draws constants of the modules that are loaded, too, which no setting turns off: a test would try other
 # orders of events beside other tests, and others again after a change that does not touch it.
 providers._get_local_constants = lambda: providers._local_constants  # empty: only what it replaces fills it

@@ -17,6 +17,7 @@ from pdrelay_proxy.core.protocol.disaggregation import solo_reason
 from pdrelay_proxy.core.protocol.request_bodies import decode_body, kv_params, named, parse, prefill_body
 from pdrelay_proxy.core.raw_json import Fields, decode
 from pdrelay_proxy.errors import BadRequest
+from support.searching import examples
 from support.vllm_signatures import ROOT
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
@@ -383,7 +384,7 @@ def json_values():
 
 
 @pytest.mark.parametrize("api", Api)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_the_decode_leg_is_what_the_client_wrote_to_the_byte(models, api, data):
     """Every field of vLLM's model, and unknown ones, with any value, in any order; only the parameters are added.

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from support.reciting import Act, End, prefilled, reciting, whole
 from support.scenes import Scene, Sent, answer, declared, post, routing, text, values_of
+from support.searching import examples
 
 pytestmark = pytest.mark.edges
 
@@ -465,7 +466,7 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function
 @pytest.mark.timeout(900)  # all of it is work of this process: a minute, or five beside other chains of tests
 @given(scene=scenes())
 @example(scene=Scene((ordinary(), ordinary(stream=True)), {"prefill": (), "decode": ()}, BOTH))
-@hypothesis_settings(max_examples=150, derandomize=True, database=None, suppress_health_check=CHECKS, **QUICK)
+@hypothesis_settings(max_examples=examples(150), derandomize=True, database=None, suppress_health_check=CHECKS, **QUICK)
 def test_each_request_gets_one_answer_and_leaves_nothing_behind(runner, scene):
     """Whatever becomes of its legs, and however it comes."""
     play(runner, scene)

@@ -36,6 +36,7 @@ from support.scripted import (
     router_of,
     until,
 )
+from support.searching import examples
 
 BODY = {"stream": True, "temperature": 0, "max_tokens": 24, "stream_options": {"include_usage": True}}
 SAID = [{"role": "user", "content": "hi"}]
@@ -173,7 +174,7 @@ async def test_the_engine_that_drains_is_the_prefill_engine_of_the_rest(api):
     least=st.integers(0, 4),
     prompt=st.text(min_size=1, max_size=8),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_wherever_it_is_cut(api, tokens, cuts, per_event, stops, least, prompt):
     """Texts, usage and end are those of one engine: behind half a character, before an end, twice in a row."""
     said = {"prompt": prompt} if api is Api.COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}

@@ -15,6 +15,7 @@ from pdrelay_proxy.requests.lifecycle import RequestState
 from pdrelay_proxy.settings import FirstTokenFrom, Settings
 from support.greedy import events, first_answer, read
 from support.scripted import DONE, EVENT, JSON, Noted, Scripted, call, prefilled, request_id, router_of
+from support.searching import examples
 
 ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":400}}'
 RETRIES = 2
@@ -183,7 +184,7 @@ async def pass_by(turns):
         await asyncio.sleep(0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     prefill_script=st.lists(st.tuples(pauses, prefills), max_size=8),
     decode_script=st.lists(st.tuples(pauses, decodes), max_size=8),
@@ -240,7 +241,7 @@ BODY = {"prompt": "once", "stream": True, "temperature": 0, "max_tokens": 12}
 ENDS = {"breaks off": [EngineError("broke off")], "ends": [], "says so": [b'data: {"error":{"code":500}}\n\n', DONE]}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     breaks=st.lists(st.tuples(st.integers(0, 16), st.sampled_from([*ENDS])), max_size=5),
     leaves=st.one_of(st.none(), st.integers(0, 60)),

@@ -13,6 +13,7 @@ from pdrelay_proxy.core.model import Api, EngineResponse, EngineRole, Role
 from pdrelay_proxy.errors import CannotTurn, EngineError
 from support.greedy import events, read
 from support.scripted import Scripted, call, prefilled, request_id, router_of
+from support.searching import examples
 
 BODY = {"stream": True, "temperature": 0, "stream_options": {"include_usage": True}}
 ENGINES = 4
@@ -123,7 +124,7 @@ async def scene(plan, *, pushes):
 
 
 @given(st.lists(EVENTS, max_size=40), st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_whatever_happens_in_whatever_order(plan, pushes):
     """No request without an end, none wrong, none at an engine of the other side, nothing held, no turn for ever."""
     fleet, clients = asyncio.run(scene(plan, pushes=pushes))

@@ -8,8 +8,9 @@ from support import returning
 from support.mutation import NOTICED, search
 from support.return_machine import ReturnMachine
 from support.returning import CachingEngine
+from support.searching import examples
 
-ReturnMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+ReturnMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 TestReturn = pytest.mark.slow(ReturnMachine.TestCase)  # any order of events: seconds
 any_order_of_events = search(ReturnMachine, 200)
 

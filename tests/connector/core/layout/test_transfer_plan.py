@@ -22,6 +22,7 @@ from pdrelay_connector.core.layout.transfer_plan import (
 )
 from pdrelay_connector.core.messages import RankInfo, Region
 from pdrelay_connector.errors import IncompatiblePeer, ProtocolViolation
+from support.searching import examples
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 SIZES = range(1, 9)  # tensor parallel
@@ -262,14 +263,14 @@ def worlds(draw):
     return world(draw(st.integers(0, 1 << 32)), ranks, ranks_there, groups, shapes, shapes_there, draw(st.booleans()))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(worlds())
 def test_pull_puts_every_token_in_its_place_once_and_nothing_elsewhere(world):
     """One byte off is a wrong answer for this request, or for its neighbour."""
     check_world(world, pull=True)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(worlds())
 def test_push_puts_every_token_in_its_place_once_and_nothing_elsewhere(world):
     """The same arithmetic, seen from the other side."""

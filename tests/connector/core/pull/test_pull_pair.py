@@ -14,6 +14,7 @@ from support import pull_mutants as mutants
 from support.engines import BLOCKS, FINGERPRINT, LEASE, LOOP_TIMEOUT, TIMEOUT, World, changed, right
 from support.mutation import NOTICED, each_mutant, search
 from support.pair_machine import PairMachine
+from support.searching import examples
 
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]
 
@@ -445,7 +446,7 @@ def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):
     assert world.d.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
 
 
-PairMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PairMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestPair = pytest.mark.slow(PairMachine.TestCase)  # any order of events: seconds
 any_order_of_events = search(PairMachine, 200)
 

@@ -15,6 +15,7 @@ from support.mutation import NOTICED, each_mutant, search
 from support.pair_machine import STRANGER
 from support.push_engines import ORPHANED, PATIENCE, STRAYS, WAIT, WRITE, PushWorld
 from support.push_machine import PushMachine, nothing_is_left
+from support.searching import examples
 
 SHAPES = {  # ranks of P and of D, KV heads
     "one rank": (1, 1, 1),
@@ -672,7 +673,7 @@ def two_ranks_read():
     test_blocks_arrive_whichever_leg_is_first(PushWorld(ranks=1, d_ranks=2), "decode")
 
 
-PushMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PushMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestPush = pytest.mark.slow(PushMachine.TestCase)  # any order of events: seconds
 any_order_of_events = search(PushMachine, 150)
 

@@ -8,6 +8,7 @@ from pdrelay_connector.core.messages import Challenge, DropLeases, ReadDone, Ren
 from pdrelay_connector.core.staging import prefill_scheduler
 from support import staging_mutants as mutants
 from support.mutation import NOTICED, each_mutant, search
+from support.searching import examples
 from support.staging_machine import StagingMachine
 from support.staging_world import BLOCKS, LEASE, PATIENCE, SLOTS, StagingWorld
 
@@ -341,7 +342,7 @@ def test_a_part_is_read_when_every_worker_has_copied_it():
     assert (load.state, load.right) == ("done", True)
 
 
-StagingMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+StagingMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 TestStaging = pytest.mark.slow(StagingMachine.TestCase)  # any order of events: seconds
 any_order_of_events = search(StagingMachine, 500)
 

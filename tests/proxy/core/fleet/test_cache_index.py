@@ -15,6 +15,7 @@ from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.protocol.kv_event_stream import read_batch
 from pdrelay_proxy.core.token_blocks import TokenPrompt
 from pdrelay_proxy.errors import BadKvEvents
+from support.searching import examples
 
 D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
 SIZE = 2
@@ -431,7 +432,7 @@ class Engine(RuleBasedStateMachine):
         assert len(self.index) == self.index.blocks(D0) <= 40
 
 
-Engine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Engine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestEngine = Engine.TestCase
 
 

@@ -12,6 +12,7 @@ from pdrelay_proxy.core.model import RequestId
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
 from pdrelay_proxy.core.schemas import HealthVerdict
 from pdrelay_proxy.settings import Settings
+from support.searching import examples
 
 LIMITS = Settings(
     circuit_breaker_failures=3,
@@ -514,5 +515,5 @@ class Machine(RuleBasedStateMachine):
             assert self.life.since + LIMITS.max_ejection_time_s >= self.now or self.life.may_serve(now=self.now)
 
 
-Machine.TestCase.settings = hypothesis_settings(max_examples=40, stateful_step_count=30, deadline=None)
+Machine.TestCase.settings = hypothesis_settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
 TestMachine = Machine.TestCase

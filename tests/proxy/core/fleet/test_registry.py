@@ -17,6 +17,7 @@ from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
 from pdrelay_proxy.settings import Settings
+from support.searching import examples
 
 A, B = Address("http", "a", 1), Address("http", "b", 1)
 
@@ -251,5 +252,5 @@ class Machine(RuleBasedStateMachine):
             assert usable == {one.id for one in self.registry.known(role)} - leaving
 
 
-Machine.TestCase.settings = hypothesis_settings(max_examples=30, stateful_step_count=30, deadline=None)
+Machine.TestCase.settings = hypothesis_settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
 TestMachine = Machine.TestCase

@@ -21,6 +21,7 @@ from pdrelay_proxy.core.routing.pairing import PairSelector
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.errors import AlreadyKnown, CannotTurn, NoInstance, NoMatchingInstance, UnknownInstance
 from pdrelay_proxy.settings import Settings
+from support.searching import examples
 
 PREFILL, DECODE, BOTH = EngineRole
 REQUEST = RequestId("r")
@@ -524,5 +525,5 @@ class Turning(RuleBasedStateMachine):
             assert (member.instance.id in self.registry.moving) == (member.drain is not None and member.drain.moves)
 
 
-Turning.TestCase.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+Turning.TestCase.settings = hypothesis_settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestTurning = Turning.TestCase

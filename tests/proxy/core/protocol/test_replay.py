@@ -11,6 +11,7 @@ from pdrelay_proxy.core.protocol.replay import Replay, can_resume, traced
 from pdrelay_proxy.core.protocol.request_bodies import parse
 from pdrelay_proxy.core.raw_json import encode
 from support.greedy import events, read
+from support.searching import examples
 
 TEXT = {"prompt": "once upon", "stream": True, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "temperature": 0}
@@ -47,7 +48,7 @@ def run(api, body, breaks, per_event=1):
         tried += 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     api=st.sampled_from([Api.COMPLETIONS, Api.CHAT]),
     limit=st.integers(2, 30),
@@ -210,7 +211,7 @@ def test_a_sampled_chat_goes_on_behind_words_of_an_engine_that_tells_whole_ones(
     assert told == [False, False, True, True, True, True]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(breaks=st.lists(st.integers(1, 20), max_size=4), per_event=st.integers(1, 4))
 def test_a_sampled_stream_goes_on_only_from_a_safe_point(breaks, per_event):
     """What would have to be made again would be another text; where nothing has to be, it goes on as well."""

@@ -11,6 +11,7 @@ from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.core.roles.engine_totals import EngineReading, engine_totals
 from pdrelay_proxy.core.roles.role_controller import FleetSnapshot, RoleController, Verdict
 from support.fluid_fleet import LIMITS, TARGETS
+from support.searching import examples
 
 ABSURD = ("NaN", "+Inf", "-Inf", "Inf", "-1.0", "-1e-300", "1e300", "1e17", "1e999", "0x10", "one", "")
 SOUND = ("0", "0.0", "1", "3.0", "5e-324", "1e-99", "1.5e+03", "1e8", "987654321.5", "1e+08")
@@ -36,7 +37,7 @@ def exposition(found):
     return "\n".join(["# HELP of vLLM", *lines, ""]).encode()
 
 
-@hypothesis_settings(max_examples=50)
+@hypothesis_settings(max_examples=examples(50))
 @given(found=shown, name=st.sampled_from(NAMES), value=st.one_of(st.sampled_from(ABSURD), st.floats().map(str)))
 def test_an_engine_with_an_absurd_number_shows_nothing(found, name, value):
     """Half of its numbers would be a lie; ranks beside it at the same address are not concerned."""
@@ -54,7 +55,7 @@ def test_an_engine_with_an_absurd_number_shows_nothing(found, name, value):
     assert engine_totals(beside, 0, now=5.0) == other
 
 
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 2**32), sizes=st.sampled_from([(10.0, 1e8), (1e8, 1e-9), (1e15, 1e-9), (1e80, 1e-80)]))
 def test_no_numbers_of_an_engine_end_the_decisions(seed, sizes):
     """They are made for the whole fleet: an error in one of them turned no engine, and said so in the log alone."""

@@ -11,6 +11,7 @@ from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.roles.engine_totals import EngineReading
 from pdrelay_proxy.core.roles.role_controller import FleetSnapshot, RoleController, RoleLimits, Verdict, WantedTurn
 from support.fluid_fleet import FluidFleet
+from support.searching import examples
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -51,7 +52,7 @@ def test_traffic_that_changes_at_once_is_followed_before_the_minute_is_over(befo
     assert role is to
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     prefill=st.integers(1, 12),
     decode=st.integers(1, 12),
@@ -67,7 +68,7 @@ def test_constant_load_with_noise_never_turns_an_engine_there_and_back(prefill, 
     assert len({role for _, role in fleet.turned}) <= 1
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     steps=st.lists(st.tuples(st.floats(0, 20), st.floats(0, 20), st.integers(1, 30)), min_size=1, max_size=6),
     prefill=st.integers(1, 8),

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrelay_proxy.core.roles.role_lease import LASTS_S, RoleLease
+from support.searching import examples
 
 
 class Text:
@@ -141,7 +142,7 @@ def test_a_turn_is_written_even_if_the_lease_is_fresh():
     assert not shared.swap(before, view.text)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(st.sampled_from(["one", "two", "three"]), st.floats(0.1, 15.0), st.booleans(), st.booleans()),

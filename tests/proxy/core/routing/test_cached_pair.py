@@ -30,6 +30,7 @@ from pdrelay_proxy.errors import ProxyError
 from pdrelay_proxy.io.request_path.caches import Caches
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.settings import Settings
+from support.searching import examples
 
 LIMITS = Settings(
     circuit_breaker_failures=2,
@@ -313,7 +314,7 @@ class Calm(RuleBasedStateMachine):
 
 
 TestCalm = Calm.TestCase
-TestCalm.settings = settings(max_examples=80, stateful_step_count=25)
+TestCalm.settings = settings(max_examples=examples(80), stateful_step_count=25)
 
 
 def fleet(now=0.0):

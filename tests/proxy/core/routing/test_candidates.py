@@ -18,6 +18,7 @@ from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.core.routing.candidates import Candidates
 from pdrelay_proxy.errors import NoInstance, ProxyError
 from pdrelay_proxy.settings import Settings, SlicePairing
+from support.searching import examples
 
 LIMITS = {"circuit_breaker_failures": 1, "ejection_time_s": 2.0, "pair_failures": 1, "health_check_failures": 2}
 ASKS = [RoutingHints(model, rank=rank) for model, rank in [(None, None), ("a", None), ("b", None), (None, 0)]]
@@ -137,7 +138,7 @@ def listed(shares):
 
 
 @pytest.mark.parametrize("slice_pairing", SlicePairing)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     start=st.lists(st.tuples(st.sampled_from(Role), FACTS), min_size=2, max_size=10),
     events=st.lists(st.tuples(EVENTS, st.sets(st.integers(0, len(ASKS) - 1)), st.booleans()), max_size=30),

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.prompt_blocks import PromptBlocks
 from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
+from support.searching import examples
 
 D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
 
@@ -245,4 +246,4 @@ class Turns(RuleBasedStateMachine):
 
 
 TestTurns = Turns.TestCase
-TestTurns.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestTurns.settings = settings(max_examples=examples(60), stateful_step_count=25, deadline=None)

@@ -18,6 +18,7 @@ from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.session import Session
 from pdrelay_proxy.core.routing.share_bound import BURST, EACH, ShareBound, ShareBounds
 from pdrelay_proxy.io.request_path.live_fleet import Loads
+from support.searching import examples
 
 
 class Fleet:
@@ -60,7 +61,7 @@ def revisions(*names):
 MIXED = revisions("1", "1", "2", "2"), revisions(*"11112222")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     sessions=st.lists(st.integers(0, 8), min_size=60, max_size=200),
     p_new=st.integers(1, 3),

@@ -28,6 +28,7 @@ from pdrelay_proxy.io.wire import WireEngines
 from pdrelay_proxy.io.wire.engine_tls import EngineTls
 from pdrelay_proxy.settings import Settings
 from support.raw_engine import closing, listening_in_vain, raw_engine, replying
+from support.searching import examples
 from support.wiring import CHUNKED, IS_COMPILED, LOOPS, Told, run, telling, told, until
 
 pytestmark = pytest.mark.processes
@@ -1108,7 +1109,7 @@ def talking():
 @given(said=answers())
 @example(said=Said((), reset=True))
 @example(said=Said((b"HTTP/1.1 200 OK\r\n\r\n",), reset=False))
-@hypothesis_settings(max_examples=120)
+@hypothesis_settings(max_examples=examples(120))
 def test_all_ways_make_the_same_of_any_answer(talking, said):
     """Status, content type and bytes, or the same kind of error: on both event loops, waited for or told."""
     _Current.said = said

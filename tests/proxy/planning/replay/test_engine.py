@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pdrelay_proxy.planning.replay.engine import EngineModel, EventLoop, VirtualEngine, VirtualLeg
 from pdrelay_proxy.planning.replay.kv_cache import KvCache
+from support.searching import examples
 
 MODEL = EngineModel(
     step_s=1.0,
@@ -256,7 +257,7 @@ def test_what_is_in_use_is_not_evicted():
     assert not cache.take((), 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0, 20), st.integers(0, 3), st.integers(1, 300), st.integers(1, 40)), min_size=1, max_size=25

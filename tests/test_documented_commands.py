@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from pdrelay_connector.settings import Settings as ConnectorSettings
-from pdrelay_proxy.core.admission.service_classes import CLASS_KEYS
 from pdrelay_proxy.core.fleet.pair_health import PairFailure
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.request_record import RequestOutcome
@@ -89,7 +88,7 @@ def mistakes(text, page, vllm):
             own = word[1].startswith(("pdrelay_", "test_"))  # metrics: test_operator_docs.py; tests: test_documents.py
             found += [word[1]] if word[1] not in WORDS | FOREIGN and not own else []
         if key := re.fullmatch(r"([a-z][a-z0-9_]*) = (?:[\d\[\"'].*|true|false)", line):
-            is_known = key[1] in {*OPTIONS, *ConnectorSettings.__dataclass_fields__, *CLASS_KEYS}
+            is_known = key[1] in {*OPTIONS, *ConnectorSettings.__dataclass_fields__}
             found += [] if is_known else [f"{key[1]} ="]
     for block in blocks(text, "toml"):
         found += [f"{key} =" for key in tomllib.loads(block) if key not in OPTIONS]

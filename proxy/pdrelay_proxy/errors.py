@@ -13,7 +13,6 @@
             * :exc:`UnsupportedCoding` -- the body is compressed in a way that is not read here
         * :exc:`Misdirected` -- the router has no such name
         * :exc:`CrossSite` -- a browser, on behalf of another web site, to a router that wants no keys
-        * :exc:`ClassNotAllowed` -- its key may not use the class that it names, or there is no such class
         * :exc:`PathNotServed` -- each engine that serves the model has said that it has no such path
         * :exc:`UnknownModel` -- no engine serves the model that is asked for; the message names those that are served
     * :exc:`Refused` -- the client, says an engine, in words that reach the client unchanged
@@ -94,9 +93,6 @@ class Misdirected(ClientError): ...
 
 
 class CrossSite(ClientError): ...
-
-
-class ClassNotAllowed(ClientError): ...
 
 
 class PathNotServed(ClientError): ...

@@ -7,7 +7,6 @@ from typing import Final, TypeAlias, TypeVar
 
 from pdrelay_proxy.core.admission.admin_key import AdminKey
 from pdrelay_proxy.core.admission.keys import Keyring, Outbound
-from pdrelay_proxy.core.admission.service_classes import ServiceClasses
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.http.origins import check_open
@@ -73,10 +72,6 @@ class Live:
         if "join_key_file" in half:
             join = _kept("join_key_file", join, self.join_key.text)
         check(new)
-        if new.classes and self.requests.fleet.costs is None:
-            raise ConfigError(
-                "there are classes now, and none when the router started, so it measures no engine: restart it"
-            )
         before, after = addresses_of(old), addresses_of(new)
 
         def change() -> None:
@@ -197,10 +192,6 @@ def _check_decode_itl(settings: Settings) -> None:
         )
 
 
-def _check_classes(settings: Settings) -> None:
-    ServiceClasses.of(settings.classes, settings.default_class)
-
-
 def check_admin_port(settings: Settings) -> None:
     """Raise ConfigError if the settings of the admin port contradict those of the main one, or have no port."""
     if settings.admin_port is None:
@@ -245,7 +236,6 @@ _CHECKS: Final[Sequence[Callable[[Settings], object]]] = (
     _check_key_limits,
     _check_shared_limits,
     _check_queue_order,
-    _check_classes,
     check_peers,
     _check_roles,
     _check_moves,

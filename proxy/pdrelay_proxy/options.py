@@ -15,7 +15,6 @@ from typing import Any, Final, cast, get_args
 from urllib.parse import urlsplit
 
 from pdrelay_proxy.core.address import Address, dns_name
-from pdrelay_proxy.core.admission.service_classes import ServiceClass
 from pdrelay_proxy.core.discovery.pods import LABEL_KEY
 from pdrelay_proxy.core.discovery.store_url import split_prefix
 from pdrelay_proxy.core.fleet.target import Target
@@ -238,8 +237,6 @@ def _line(path: str, name: str, value: object) -> object:
         raise ConfigError(f"{path}: {name} is not a setting{f': did you mean {close[0]}?' if close else ''}")
     if not OPTIONS[name].is_list:
         return _one(path, name, value)
-    if name == "classes" and isinstance(value, dict):
-        return [_class_table(path, key, table) for key, table in cast("dict[str, object]", value).items()]
     if not isinstance(value, list):
         raise ConfigError(f"{path}: {name} is {value!r}: write a list")
     return [_one(path, name, one) for one in cast("list[object]", value)]
@@ -251,28 +248,6 @@ def _is_table(value: object) -> bool:
         items = cast("list[object]", value)
         return bool(items) and isinstance(items[0], dict)
     return isinstance(value, dict)
-
-
-def _class_table(path: str, name: str, table: object) -> str:
-    """Return the text of a class that is a table of the file."""
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: classes.{name} is {table!r}: write a table [classes.{name}]")
-    said = {key: _written(path, name, key, value) for key, value in cast("dict[str, object]", table).items()}
-    try:
-        ServiceClass.of(name, said)
-    except ValueError as exc:
-        raise ConfigError(f"{path}: {exc}") from exc
-    return f"{name}:{','.join(f'{key}={value}' for key, value in said.items())}" if said else name
-
-
-def _written(path: str, name: str, key: str, value: object) -> str:
-    """Write a value of a class as it is written behind its key."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float) or (isinstance(value, str) and key == "on_miss"):
-        return str(value)
-    right = '"queue", "refuse" or "serve"' if key == "on_miss" else "a number, or true or false"
-    raise ConfigError(f"{path}: the class {name} has {key} {value!r}: write {right}")
 
 
 def _one(path: str, name: str, value: object) -> object:
@@ -373,11 +348,6 @@ def _network(text: str) -> str:
     return text
 
 
-def _class(text: str) -> str:
-    ServiceClass.parse(text)  # raises ValueError
-    return text
-
-
 def _host(text: str) -> str | None:
     bare = text.removeprefix("[").removesuffix("]")
     return bare if text == "*" or _HOST_NAME.fullmatch(bare) else None
@@ -402,7 +372,6 @@ _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
     "DNS_NAME": dns_name,
     "URL": lambda text: text if text.startswith(("http://", "https://")) else None,
     "STORE": _store,
-    "CLASS": _class,
     "LABEL": lambda text: text if LABEL_KEY.fullmatch(text) else None,
     "POOL": lambda text: text if _OBJECT_NAME.fullmatch(text) else None,
     "POLICY": lambda text: text if text in installed_policies() else None,

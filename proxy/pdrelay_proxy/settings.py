@@ -168,7 +168,6 @@ Host = Annotated[str, Kind("the name of a host: write it without scheme and port
 DnsName = Annotated[str, Kind("a DNS name: write it without scheme, port and *, such as engines.llm.svc", "DNS_NAME")]
 Url = Annotated[str, Kind("a URL: write http://host:port or https://host:port", "URL")]
 Store = Annotated[str, Kind("a store: write memory, file:PATH, kubernetes:CONFIGMAP or redis://host:port/0", "STORE")]
-ClassText = Annotated[str, Kind("", "CLASS")]
 SessionName = Annotated[
     str, Kind("a name: write a header, or body:FIELD or body:FIELD.FIELD for a field of the body", "HEADER")
 ]
@@ -355,12 +354,6 @@ class Settings:
         "max_rate, max_key_rate and max_key_tokens_per_minute hold for all routers together; needs peers", live=True)
     min_priority: Priority = LIMITS.option(0,
         "lowest number, so the most urgent priority, that clients may use if their API key sets none", live=True)
-    classes: tuple[ClassText, ...] = LIMITS.option((),
-        "request classes with targets, as NAME:ttft=SECONDS,on_miss=queue; in the file also tables [classes.NAME]",
-        live=True, chart="router.classes")
-    default_class: str | None = LIMITS.option(None,
-        "class of requests that name none and whose API key has none; needed with classes",
-        live=True, chart="router.defaultClass")
     max_connections: Count | None = LIMITS.option(None,
         "connections of clients; further ones get 503 and are closed",
         unset=f"{CONNECTIONS}, or as many as the file descriptors allow")

@@ -7,12 +7,11 @@ import pytest
 import yaml
 
 from pdrelay_proxy.cli import build_parser
-from pdrelay_proxy.core.admission.service_classes import ServiceClasses
 from pdrelay_proxy.core.http.address_allowlist import STANDARD, AllowList
 from pdrelay_proxy.core.http.origins import check_open
 from pdrelay_proxy.options import serve_settings
 from support.helm_care import ALL
-from support.helm_chart import CASES, CI, HELMS, ROOT, Chart, Refused, default
+from support.helm_chart import CASES, CI, HELMS, ROOT, Chart, default
 from support.helm_checks import CHECKS
 from support.helm_objects import COMPONENT, container, env, flag, ident, kind, pods, pool, router, templates
 from support.helm_schemas import EACH_VERSION, wrong
@@ -197,21 +196,6 @@ def test_engines_may_be_added_where_the_cluster_is(given, host, place, admitted)
     settings = serve_settings(build_parser(args).parse_args(args))
 
     assert AllowList.parse(settings.allowed_instances).admits(host, place) is admitted
-
-
-def test_classes_of_requests_reach_the_router():
-    """As in the router's own file, whole numbers and fractions as they were written."""
-    classes = {
-        "chat": {"ttft": 0.5, "itl": 0.05, "on_miss": "refuse", "open": True},
-        "batch": {"rank": 9, "max_wait": 600},
-    }
-    args = container(templates(router(Chart().objects({"router": {"classes": classes, "defaultClass": "batch"}})))[0])
-    settings = serve_settings(build_parser(args["args"]).parse_args(args["args"]))
-
-    assert settings.classes == ("batch:max_wait=600,rank=9", "chat:itl=0.05,on_miss=refuse,open=true,ttft=0.5")
-    assert ServiceClasses.of(settings.classes, settings.default_class).default.name == "batch"
-    with pytest.raises(Refused, match=r'router\.defaultClass is "gold", which is none of router\.classes'):
-        Chart().objects({"router": {"classes": classes, "defaultClass": "gold"}})
 
 
 def test_the_chart_allows_what_a_router_allows_by_itself():

@@ -54,12 +54,6 @@ BAD = [
     ("router.settings.port", 9),  # router.port is
     ("router.settings.admin_key", "hunter2"),  # a secret
     ("router.settings.allowed_instances", "10.0.0.0/8"),  # router.allowedInstances is
-    ("router.classes", ["chat"]),
-    ("router.classes", {"Chat": {}}),
-    ("router.classes", {"chat": {"tttf": 1}}),
-    ("router.classes", {"chat": {"ttft": 0}}),
-    ("router.classes", {"chat": {"on_miss": "drop"}}),
-    ("router.settings.classes", "chat"),  # router.classes is
     ("router.allowedInstances", "10.0.0.0/8"),
     ("router.allowedInstances", ["10.0.0.0/8, 11.0.0.0/8"]),
     ("router.discovery.prefill", ["10.0.0.1"]),

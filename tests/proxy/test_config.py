@@ -45,26 +45,6 @@ def test_the_names_in_the_file_are_those_of_the_settings(config):
     )
 
 
-def test_classes_are_tables_or_texts(config):
-    """Both are the same settings, so flags and the chart can say what the file says."""
-    text = """
-    default_class = "batch"
-    [classes.chat]
-    ttft = 0.5
-    itl = 5e-2
-    on_miss = "refuse"
-    open = true
-    [classes.batch]
-    [classes.bulk]
-    rank = 9
-    """
-
-    found = config(text)
-
-    assert found.classes == ("chat:ttft=0.5,itl=0.05,on_miss=refuse,open=true", "batch", "bulk:rank=9")
-    assert config("", "--classes", *found.classes, "--default-class", "batch") == found
-
-
 def test_a_flag_wins_over_the_file_and_the_file_over_the_default(config):
     """A list of addresses is replaced, not extended: else one could never leave an engine out."""
     text = 'prefill = ["p0:1"]\nport = 1\nretries = 7'
@@ -107,18 +87,6 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(config):
         ('decode = ["nowhere"]', "decode: 'nowhere' is not the address of an engine: write host:port"),
         ("decode = [5]", "decode is 5: write a string, in quotes"),
         ('kv_transfer_mode = "both"', "kv_transfer_mode: 'both' is not a choice: write auto, pull or push"),
-        ("classes = 5", "classes is 5: write a list"),
-        ("classes = ['Gold']", "classes: 'Gold' is not the name of a class"),
-        ("[classes]\ngold = 5", r"classes.gold is 5: write a table \[classes.gold\]"),
-        ("[classes.gold]\nttft = 'x'", "the class gold has ttft 'x': write a number, or true or false"),
-        ("[classes.gold]\nttft = -1", "the class gold has ttft '-1': write a number of seconds above 0"),
-        ("[classes.gold]\ntttf = 1", "the class gold has 'tttf', which is not a key of a class: did you mean ttft?"),
-        ("[classes.gold]\non_miss = 5", "the class gold has on_miss '5': write queue, refuse or serve"),
-        ("[classes.gold]\non_miss = []", r"the class gold has on_miss \[\]: write \"queue\", \"refuse\" or \"serve\""),
-        ("[classes.gold]\non_miss = 'drop'", "the class gold has on_miss 'drop': write queue, refuse or serve"),
-        ("[classes.gold]\nrank = 1.5", "the class gold has the rank '1.5': write a whole number from 0 to 99"),
-        ("[classes.gold]\nttft = [1]", r"the class gold has ttft \[1\]: write a number"),
-        ("[classes.'a b']\nttft = 1", "'a b' is not the name of a class"),
         ("port = ", "is not TOML: Invalid value"),
     ],
 )

@@ -20,9 +20,6 @@
 {{- if eq (int $v.router.port) (int $v.router.adminPort) -}}
 {{- fail (printf "router.port and router.adminPort are both %d: write two, or router.adminPort: 0" (int $v.router.port)) -}}
 {{- end -}}
-{{- if and (or $v.router.classes $v.router.defaultClass) (not (hasKey $v.router.classes $v.router.defaultClass)) -}}
-{{- fail (printf "router.defaultClass is %q, which is none of router.classes: name the class of requests that name none" $v.router.defaultClass) -}}
-{{- end -}}
 {{- if and $v.router.tls.clientCaSecretName (not $v.router.tls.secretName) -}}
 {{- fail "router.tls.clientCaSecretName needs router.tls.secretName: certificates are shown over https only" -}}
 {{- end -}}

@@ -117,29 +117,12 @@
 - --engine-key
 - /etc/pdrelay/engine-client/tls.key
 {{- end }}
-{{- with $v.classes }}
-- --classes
-{{- range $name, $class := . }}
-- {{ include "pdrelay.router.class" (list $name $class) | quote }}
-{{- end }}
-- --default-class
-- {{ $v.defaultClass | quote }}
-{{- end }}
 {{- range $name, $value := include "pdrelay.router.settings" . | fromYaml }}
 - --{{ $name | trimSuffix "_s" | replace "_" "-" }}
 {{- range kindIs "slice" $value | ternary $value (list $value) }}
 - {{ include "pdrelay.argument" . | quote }}
 {{- end }}
 {{- end }}
-{{- end -}}
-
-{{/* A class of requests as an argument: NAME:KEY=VALUE,KEY=VALUE. */}}
-{{- define "pdrelay.router.class" -}}
-{{- $said := list -}}
-{{- range $key, $value := last . -}}
-{{- $said = append $said (printf "%s=%s" $key (include "pdrelay.argument" $value)) -}}
-{{- end -}}
-{{- first . -}}{{- if $said -}}:{{- join "," $said -}}{{- end -}}
 {{- end -}}
 
 {{/* Settings of the router, by name, unless router.settings has others: those that make use of what engines have cached, of kvEvents.enabled, returnKv.enabled and several slices; and, without reuse_kv, of several routers. Without kvEvents.enabled engines publish no events, so that routers do not ask for them. */}}

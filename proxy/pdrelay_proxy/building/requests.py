@@ -63,7 +63,7 @@ def build_requests(
     fleet, pairs, wire = engines.fleet, engines.pairs, engines.wire
     gate, lifetime = Gate(settings, clock), Lifetime()
     keyring, reader = Keyring(client_keys(settings), settings.min_priority), BodyReader()
-    counters = _counters(engines, gate)
+    counters = _counters(engines)
     telemetry = Telemetry(counters, clock, RequestHistory(settings.request_history), pairs)
     traces = traces or _traces(settings)
     releaser = Releaser(wire, told=(telemetry,))
@@ -104,13 +104,12 @@ def build_requests(
     )
     fleet.later, fleet.bounds = telemetry.later, counters.lone_prompts_bound
     telemetry.legs_under_way, telemetry.stepped = requests.engines_of_legs, fleet.stepped
-    gate.outlook = fleet.outlook
     models = ModelCatalog(engines.registry, wire, engines.outbound, clock, model=settings.required_model)
     return RequestSide(requests, gate, lifetime, keyring, models, telemetry, traces, releaser, reader)
 
 
-def _counters(engines: EngineSide, gate: Gate) -> Counters:
-    """Return the counters; some of them are counted where pairs are chosen, or remembered, or requests wait."""
+def _counters(engines: EngineSide) -> Counters:
+    """Return the counters; some of them are counted where pairs are chosen or remembered."""
     pairs, crossings = engines.pairs, engines.fleet.crossings
     counters = Counters(
         _PATHS,
@@ -119,7 +118,6 @@ def _counters(engines: EngineSide, gate: Gate) -> Counters:
         engine_tls_failures=engines.tls.failures,
         turns=engines.registry.turns,
     )
-    counters.class_waiting = gate.admission.waiting_by_class
     if crossings is not None:
         counters.slice_crossings = crossings.counted
     return counters

@@ -109,8 +109,6 @@ class Counters:
     turns: Counter[Key] = field(default_factory=Counter)  # EngineRole, TurnState of core/fleet/turns.py or refused
     role_decisions: Counter[Key] = field(default_factory=Counter)  # Verdict, the role that lacks an engine or none
     wanted_engines: Counter[Key] = field(default_factory=Counter)  # role: how many it needs, now
-    class_requests: Counter[Key] = field(default_factory=Counter)  # class, ClassOutcome of core/class_record.py
-    class_waiting: Counter[Key] = field(default_factory=Counter)  # class: requests in the queue, now
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
     # by result, of files that have changed
     file_reloads: Counter[Key] = field(default_factory=lambda: Counter[Key]({("ok",): 0, ("failed",): 0}))

@@ -92,10 +92,6 @@ def _by_instance() -> defaultdict[InstanceId, RollingSeries]:
     return defaultdict(RollingSeries)
 
 
-def _by_class() -> defaultdict[str, RollingSeries]:
-    return defaultdict(RollingSeries)
-
-
 @dataclass(slots=True)
 class RecentStats:
     """The rings of one router. Durations are seconds."""
@@ -105,9 +101,6 @@ class RecentStats:
     gaps: RollingSeries = field(default_factory=RollingSeries)  # seconds between a prefill answer and its decode leg
     legs: defaultdict[InstanceId, RollingSeries] = field(default_factory=_by_instance)  # seconds a leg took
     answers: defaultdict[InstanceId, RollingSeries] = field(default_factory=_by_instance)  # until its answer
-    classes: defaultdict[str, RollingSeries] = field(
-        default_factory=_by_class
-    )  # seconds to first tokens; failed: missed
     failures: deque[FailureEvent] = field(default_factory=lambda: deque(maxlen=_FAILURES))  # the latest first
 
     def failed(self, request: RequestId, where: str, reason: str, *, now: float) -> None:

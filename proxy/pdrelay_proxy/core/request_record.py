@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from enum import auto
 from typing import Final
 
-from pdrelay_proxy.core.class_record import ClassRecord
 from pdrelay_proxy.core.expected_time import ExpectedTime
 from pdrelay_proxy.core.fast_enum import FastStrEnum
 from pdrelay_proxy.core.model import InstanceId, LegOrder, RequestId, Role, SingleEngineReason, TransferId
@@ -132,7 +131,6 @@ class RequestRecord(RequestTimes):
         "end",
         "error",
         "moves",
-        "of_class",
         "parts",
         "past",
         "path",
@@ -174,7 +172,6 @@ class RequestRecord(RequestTimes):
         self.status = 0  # once it is over
         self.answered = False  # all of it is with the client; what still happens is tidying up
         self.error = error  # what went wrong, for the log
-        self.of_class: ClassRecord | None = None  # where there are classes
         self.parts: PromptParts | None = None  # of a request with several prompts, once one of them is over
         self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
         self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
@@ -213,7 +210,6 @@ class RequestRecord(RequestTimes):
             or self.client_id
             or self.prefill_error
             or self.moves
-            or self.of_class
         )
 
     def id_headers(self) -> dict[str, str]:

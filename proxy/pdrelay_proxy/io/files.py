@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 from pdrelay_proxy.core.admission.keys import Keys, outbound_key
-from pdrelay_proxy.core.admission.service_classes import ServiceClasses, check_no_classes
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.settings import Settings
@@ -32,13 +31,9 @@ def client_keys(settings: Settings) -> Keys | None:
     path = settings.api_keys_file
     if path is None:
         return None
-    keys, classes = Keys.parse(read_text(path), path), ServiceClasses.of(settings.classes, settings.default_class)
+    keys = Keys.parse(read_text(path), path)
     if not keys.is_whole:
         logger.warning("%s: the last line has no line break, as a file that is being written: end it with one", path)
-    if classes is None:
-        check_no_classes(keys.classes, path)
-    else:
-        classes.check_granted(keys.classes, path)
     return keys
 
 

@@ -297,10 +297,6 @@ class _Collector:
         yield GaugeMetricFamily("pdrelay_requests_running", text, value=sum(one.admitted for one in workers))
         text = "Requests that the admission control refused, by the limit."
         yield from counter_family("pdrelay_requests_refused", text, ("reason",), refused)
-        text = "Requests that are over, by their class and by what became of its targets."
-        yield from self._counted.counter("pdrelay_slo_requests", text, ("class", "outcome"), "class_requests")
-        text = "Requests in the queue, by their class."
-        yield from self._counted.gauge("pdrelay_slo_requests_waiting", text, ("class",), "class_waiting")
 
     def _peers(self) -> Iterator[Family | None]:
         text = "Other routers of the fleet: those that are heard, and those that are known by their addresses."

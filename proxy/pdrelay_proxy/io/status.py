@@ -4,7 +4,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pdrelay_proxy.core.counters import Key
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
 from pdrelay_proxy.core.fleet.pair_matrix import PairMatrix
 from pdrelay_proxy.core.fleet.pair_rows import worst_rows
@@ -78,17 +77,6 @@ class QueueStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassStatus:
-    """Requests of one class that had a target: those within it, and those that missed it or were refused."""
-
-    name: str
-    met_per_s: float  # last minute
-    met: int  # last five minutes
-    missed: int  # the same, with those that were refused
-    waiting: int
-
-
-@dataclass(frozen=True, slots=True)
 class PairsStatus:
     """Pairs of engines, as far as the worker that is asked has seen them."""
 
@@ -121,7 +109,6 @@ class Snapshot:
     pairs: PairsStatus
     roles: RolesPart | None  # None: the router does not decide on them, or has not yet
     queue: QueueStatus
-    classes: list[ClassStatus]  # none: there are none, or nothing came for five minutes
     failures: list[Failed]
     worker: int  # which process has answered; the numbers are those of all
     workers: int  # how many there are that answer
@@ -175,10 +162,6 @@ class Status:
             span=span,
             answers=answers,
             failures=[(now - one.at, _short(one.request), one.where, one.reason) for one in recent.failures],
-            classes={
-                name: (ring.last(_MINUTE_S, now=now), ring.last(SPAN_S, now=now))
-                for name, ring in recent.classes.items()
-            },
             roles=self._roles(),
         )
 
@@ -218,7 +201,6 @@ class Status:
                 sum(one.admitted for one in workers),
                 sum(sum(one.refused.values()) for one in workers),
             ),
-            classes=_classes(parts, [self._telemetry.counters.class_waiting, *_waiting(whole)]),
             failures=failures[:_FAILURES],
             worker=whole.own.worker,
             workers=whole.serving,
@@ -228,23 +210,6 @@ class Status:
         pairs = self._pairs
         worst = worst_rows(pairs.matrix, pairs.health, pairs.modes, pairs.find, _PAIRS, now=self._clock())
         return PairsStatus(len(pairs.matrix), pairs.health.resting, worst)
-
-
-def _waiting(whole: Whole) -> list[Mapping[Key, int]]:
-    """Return what waits at the other workers, by class."""
-    return [one.counts.counters.get("class_waiting", {}) for one in whole.others]
-
-
-def _classes(parts: Sequence[Part], waiting: Sequence[Mapping[Key, int]]) -> list[ClassStatus]:
-    found = list[ClassStatus]()
-    for name in sorted({name for part in parts for name in part.classes}):
-        bins = [part.classes[name] for part in parts if name in part.classes]
-        minute, span = bin_of(one for one, _ in bins), bin_of(one for _, one in bins)
-        met_per_s = (minute.count - minute.failed) / _MINUTE_S
-        waits = sum(counts.get((name,), 0) for counts in waiting)
-        if span.count:
-            found.append(ClassStatus(name, met_per_s, span.count - span.failed, span.failed, waits))
-    return found
 
 
 def _series(parts: Sequence[Part]) -> Series:

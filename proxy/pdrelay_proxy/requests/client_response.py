@@ -50,7 +50,7 @@ class ClientResponse:
         self.cut: StreamMove | None = None  # the stream is to be cut now
         self.replay: Continuation | None = None  # of a stream that another engine continues, or could continue
         self.failure: Exception | None = None  # the error that the client got
-        self.events = 0  # of its stream, if tokens are counted, or there are classes
+        self.events = 0  # of its stream, if tokens are counted
 
     # ---- a stream from an engine
 
@@ -242,11 +242,11 @@ class ClientResponse:
         """Tell whether the size and the end of the response matter: whether blocks have arrived, or will be found."""
         life = self._life
         of = life.of
-        return life.record.push is _CONCURRENT or of.fleet.remembers or of.gate.admission.counts_answers
+        return life.record.push is _CONCURRENT or of.fleet.remembers or of.gate.admission.counts_tokens
 
     def _keep_end(self, piece: bytes) -> None:
         if piece:
             life = self._life
             life.record.wrote(piece)
-            if life.of.gate.admission.counts_answers:
+            if life.of.gate.admission.counts_tokens:
                 self.events += piece.count(_EVENT)

@@ -8,7 +8,6 @@ from pdrelay_proxy.core.protocol.prompt_arrays import words_of
 from pdrelay_proxy.errors import (
     BadRequest,
     BodyTooLarge,
-    ClassNotAllowed,
     CrossSite,
     EngineBusy,
     EngineError,
@@ -51,7 +50,6 @@ _KINDS: Final[dict[type[Exception], tuple[int, str]]] = {
     UnsupportedMedia: (415, "UnsupportedMediaTypeError"),
     Misdirected: (421, "MisdirectedRequestError"),
     CrossSite: (403, "PermissionDeniedError"),
-    ClassNotAllowed: (403, "PermissionDeniedError"),
     PathNotServed: (404, "NotFoundError"),
     UnknownModel: (404, "NotFoundError"),
     Unauthorized: (401, "AuthenticationError"),

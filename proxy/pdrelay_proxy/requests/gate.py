@@ -3,29 +3,21 @@
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final
 
 from pdrelay_proxy.core.admission.admission import Admission
-from pdrelay_proxy.core.admission.engine_outlook import EngineOutlook
 from pdrelay_proxy.core.admission.limits import Limit, Refusal
-from pdrelay_proxy.core.admission.service_levels import ClassEntry
 from pdrelay_proxy.core.admission.ticket import Ticket
 from pdrelay_proxy.errors import KeyOverLimit, RouterFull
 from pdrelay_proxy.settings import Settings
-
-_LOOK_S: Final = 0.02  # seconds between two looks at the engines, while requests wait and there are classes
 
 
 class Gate:
     """One for the router, on its one event loop."""
 
     def __init__(self, limits: Settings, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError: the classes of the settings are wrong."""
         self.admission = Admission(limits)  # its counts are for whoever watches
         self._clock = clock
         self._watching: dict[Ticket, Callable[[], None]] = {}  # of those that wait
-        self._timer: asyncio.TimerHandle | None = None  # of the next look
-        self.outlook: Callable[[], EngineOutlook | None] = _unknown  # what engines still have to do
 
     def arrive(self, key: str, priority: int, size: int, tokens: int | None = None, *, prompts: int = 1) -> Ticket:
         """Return the ticket of a request: admitted, waiting or refused. It has to ``leave`` in any case.
@@ -36,18 +28,6 @@ class Gate:
         ticket = self.admission.arrive(key, priority, size, self._clock(), tokens, prompts=prompts)
         if self.admission.news:
             self._wake()
-        return ticket
-
-    def arrive_in_class(
-        self, key: str, priority: int, size: int, tokens: int | None, entry: ClassEntry, *, prompts: int = 1
-    ) -> Ticket:
-        """Return the same for one that comes in a class."""
-        admission = self.admission
-        ticket = admission.arrive(key, priority, size, self._clock(), tokens, entry=entry, prompts=prompts)
-        if admission.news:
-            self._wake()
-        if admission.waiting and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
         return ticket
 
     def watch(self, ticket: Ticket, act: Callable[[], None]) -> None:
@@ -72,19 +52,16 @@ class Gate:
         """Give back a place, or the wait for one; ``tokens``: what was served, if it is known."""
         admission = self.admission
         if ticket.refusal is None:
-            if admission.counts_answers:
+            if admission.counts_tokens:
                 admission.leave(ticket, tokens, now=self._clock())
             else:
                 admission.leave(ticket)
             if self.admission.news:
                 self._wake()
 
-    def take_place(self, of: Ticket, share: float) -> Ticket | None:
-        """Return another place for a request that has one; None: there is none now. It has to ``leave``.
-
-        ``share``: of the work for all prompts, what is served at it.
-        """
-        return self.admission.take_place(of, share)
+    def take_place(self, of: Ticket) -> Ticket | None:
+        """Return another place for a request that has one; None: there is none now. It has to ``leave``."""
+        return self.admission.take_place(of)
 
     def leave_place(self, place: Ticket) -> None:
         """Give back such a place; what was served at it is counted with the request."""
@@ -114,18 +91,6 @@ class Gate:
         self.admission.change(limits, now=self._clock())
         self._wake()
 
-    def _look(self) -> None:
-        """See for whom of those that wait there is room at the engines now, and who has become late."""
-        self._timer = None
-        admission = self.admission
-        if admission.levels is not None and admission.waiting:
-            now = self._clock()
-            admission.expire(now=now)
-            admission.look(self.outlook(), now=now)
-            self._wake()
-            if admission.waiting and self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
-
     def _wake(self) -> None:
         """Tell those that waited what has become of them."""
         if not self.admission.news:
@@ -133,10 +98,6 @@ class Gate:
         loop = asyncio.get_running_loop()
         for ticket in self.admission.poll():
             loop.call_soon(self._watching[ticket])  # not from here: each may end at once, and wake the next one
-
-
-def _unknown() -> EngineOutlook | None:
-    return None
 
 
 def _refused(refusal: Refusal, key: str, limits: Settings) -> KeyOverLimit | RouterFull:
@@ -147,10 +108,7 @@ def _refused(refusal: Refusal, key: str, limits: Settings) -> KeyOverLimit | Rou
         Limit.RATE: f"the router takes {limits.max_rate} requests a second, and this one is over it",
         Limit.BYTES: "the router holds as many bytes of requests as it may",
         Limit.QUEUE: "the router has as many requests waiting as it may",
-        Limit.CLASS_TARGET: "the targets of classes leave no room for this request",
         Limit.CONCURRENCY: f"the router had no place for this request within {limits.max_queue_wait_s:g} s",
     }
-    if refusal.text:
-        return RouterFull(f"{refusal.text} ({refusal.limit})", retry_after_s=refusal.retry_after_s)
     kind = KeyOverLimit if refusal.limit.is_the_keys else RouterFull
     return kind(f"{sentences[refusal.limit]} ({refusal.limit})", retry_after_s=refusal.retry_after_s)

@@ -14,7 +14,6 @@ from pdrelay_proxy.core.admission.keys import ANYBODY, Keyring
 from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.admission.priority import limited
 from pdrelay_proxy.core.admission.prompt_estimate import MEDIUM_TOKENS, prompt_tokens
-from pdrelay_proxy.core.admission.service_classes import ServiceClass, ServiceClasses
 from pdrelay_proxy.core.http.content_codings import Coding, coding_of, decoded
 from pdrelay_proxy.core.http.multipart import boundary_of, check_form, content_type
 from pdrelay_proxy.core.http.origins import Sites
@@ -53,7 +52,6 @@ PASSED_ON: Final = frozenset(
 _WITHOUT_KEY: Final = PASSED_ON - {b"authorization"}
 _LARGE: Final = 64 * 1024  # bytes of a body; of a smaller one it costs less to copy its fields than to share them
 _RANK: Final = b"x-data-parallel-rank"
-_CLASS: Final = b"x-request-class"
 _FORM_TYPE: Final = b"multipart/form-data"
 _FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
 _NOTHING: Final[Mapping[bytes, bytes]] = {}
@@ -164,15 +162,6 @@ class Intake:
             declared = b",".join([value for name, value in headers if name == b"content-encoding"])
             head.coding = coding_of(declared)
         return caller
-
-    def class_of(self, head: RequestHead, classes: ServiceClasses) -> ServiceClass:
-        """Return the class of a request.
-
-        Raises:
-            BadRequest, ClassNotAllowed: it names a class that its client may not use.
-        """
-        asked = [value for name, value in head.headers if name == _CLASS] if _CLASS in head.shown else ()
-        return classes.of_request(self.keyring.classes_of(head.caller), asked)
 
     def decoded(self, head: RequestHead, body: bytes) -> bytes:
         """Return a body as it was before the client has compressed it; raises BadRequest, BodyTooLarge."""

@@ -7,8 +7,6 @@ one of them fails with is what all of them fail with; the others are dropped the
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol, TypeAlias
 
-import msgspec
-
 from pdrelay_proxy.core.admission.ticket import Ticket
 from pdrelay_proxy.core.http.bounded_body import ANSWER_MOST
 from pdrelay_proxy.core.model import GenerationRequest, InstanceId, LegOrder, Role, SingleEngineReason
@@ -98,7 +96,7 @@ def size_of_array(plan: RequestPlan, size: int, most: int) -> int:
         BodyTooLarge: it would be more than the router may hold.
     """
     at_once = min(len(plan.prompts), AT_ONCE_AT_MOST)
-    beside = max(0, size - bytes_of(plan.prompts))
+    beside = max(0, size - sum([len(memoryview(prompt)) for prompt in plan.prompts]))
     charged = size + at_once * (beside + _PART_SIZE)
     if charged > most and beside > _PART_SIZE:
         raise BodyTooLarge(
@@ -106,11 +104,6 @@ def size_of_array(plan: RequestPlan, size: int, most: int) -> int:
             f"{at_once} prompts at a time that is more than the router may hold (max_inflight_bytes)"
         )
     return min(charged, most)
-
-
-def bytes_of(prompts: Sequence[msgspec.Raw]) -> int:
-    """Return how many bytes some prompts have: by them each has its share of their work."""
-    return sum([len(memoryview(prompt)) for prompt in prompts])
 
 
 def may_divide(fleet: LiveFleet, call: GenerationRequest, plan: RequestPlan) -> bool:
@@ -181,7 +174,6 @@ class PromptArray:
         self._plan = plan
         self._call = call
         self._prompts = prompts
-        self._bytes = bytes_of(prompts)
         self._ticket = ticket
         self._places: list[Ticket] = []  # of parts under way, but for one, which is served at that of the whole
         self._new = new
@@ -257,8 +249,7 @@ class PromptArray:
             return False
         if not self._parts:
             return True
-        share = bytes_of(self._prompts[self._begun : self._begun + 1]) / self._bytes
-        place = self._life.of.gate.take_place(self._ticket, share)
+        place = self._life.of.gate.take_place(self._ticket)
         if place is None:
             return False
         self._places.append(place)

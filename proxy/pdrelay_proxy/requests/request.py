@@ -19,7 +19,6 @@ from pdrelay_proxy.core.routing.retries import RetryAttempts, held_to_account
 from pdrelay_proxy.core.served_tokens import served_tokens
 from pdrelay_proxy.errors import BodyTooLarge, OutOfTime, ProxyError
 from pdrelay_proxy.requests.body_reader import LARGE
-from pdrelay_proxy.requests.class_entry import arrive_in_class, judge
 from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
 from pdrelay_proxy.requests.dispatch import Dispatch
 from pdrelay_proxy.requests.intake import Intake, RequestHead, RequestPlan
@@ -397,14 +396,11 @@ class Request:
         """Return the ticket of a request whose body has so many bytes: admitted, waiting or refused."""
         if self._body:
             self._free_body()  # its bytes are charged with the ticket from now on
-        of, levels = self._of, self._of.gate.admission.levels
+        gate = self._of.gate
         if plan.prompts:
-            size = size_of_array(plan, size, of.gate.admission.limits.max_inflight_bytes)
-        if levels is None:
-            caller, prompts = self._head.caller, len(plan.prompts) or 1
-            ticket = self._ticket = of.gate.arrive(caller, plan.priority, size, plan.tokens, prompts=prompts)
-        else:
-            ticket = self._ticket = arrive_in_class(self._life, levels.classes, self._head, plan, size)
+            size = size_of_array(plan, size, gate.admission.limits.max_inflight_bytes)
+        caller, prompts = self._head.caller, len(plan.prompts) or 1
+        ticket = self._ticket = gate.arrive(caller, plan.priority, size, plan.tokens, prompts=prompts)
         self._head.forget()  # the connection keeps us until its next request
         return ticket
 
@@ -437,8 +433,7 @@ class Request:
             of.over(self)
             ticket, self._ticket = self._ticket, None
             if ticket is not None:
-                if of.gate.admission.counts_answers:
-                    judge(life.record, status, ticket, client.events)
+                if of.gate.admission.counts_tokens:
                     of.gate.leave(ticket, served_tokens(life.record, status, ticket.tokens, client.events))
                 else:
                     of.gate.leave(ticket)

@@ -15,7 +15,6 @@ from pdrelay_proxy.requests.error_body import error_body
 
 RAISED = {
     errors.BadRequest("b", param="n"): (400, "BadRequestError"),
-    errors.ClassNotAllowed("c"): (403, "PermissionDeniedError"),
     errors.BadFraming("two Host headers", param="n"): (400, "BadRequestError"),
     errors.HeadTooLarge("h"): (431, "RequestHeadTooLargeError"),
     errors.UriTooLong("u"): (414, "UriTooLongError"),

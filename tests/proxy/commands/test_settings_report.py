@@ -80,13 +80,13 @@ def test_what_shows_only_in_a_router_is_said_as_well(serve, text, arguments, sai
 def test_the_settings_in_effect_are_a_file_of_their_own(serve, tmp_path, monkeypatch):
     """A flag wins over the file, and what is printed gives the same router."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
-    text = 'prefill = ["p:1"]\ndecode = ["d:1"]\nport = 9000\n[classes.chat]\nttft = 0.5\n[classes.bulk]\n'
-    flags = ["--port", "9001", "--default-class", "bulk"]
+    text = 'prefill = ["p:1"]\ndecode = ["d:1"]\nport = 9000\nsession_names = ["x-team"]\n'
+    flags = ["--port", "9001", "--max-queue", "9"]
     code, out, said = serve(text, *flags, "--print-config")
     sources = {line.split(" = ")[0]: line.rpartition("  # ")[2] for line in out.splitlines() if " = " in line}
 
     assert (code, said) == (0, [])
-    assert {sources[name] for name in ("prefill", "decode", "classes")} == {f"{tmp_path}/router.toml"}
+    assert {sources[name] for name in ("prefill", "decode", "session_names")} == {f"{tmp_path}/router.toml"}
     assert (sources["port"], sources["host"]) == ("--port", "default")
     assert sources["otlp_endpoint"] == "OTEL_EXPORTER_OTLP_ENDPOINT"
     again = tmp_path / "printed.toml"

@@ -5,9 +5,6 @@ place among the requests that are served. They get one by priority and, within a
 by what their keys were served so far (core/admission/fair_shares.py). When the queue is full, one of a lower priority
 has to give way, of the same key or of one that has more than its share of the queue; so overload ends in refusals and
 never in a longer queue.
-
-Where requests have classes (core/admission/service_levels.py), these decide whose turn it is before priorities do, and
-a place alone is not enough: one that waits may also wait for room at the engines.
 """
 
 from collections import Counter
@@ -16,14 +13,10 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Final
 
-from pdrelay_proxy.core.admission.engine_outlook import EngineOutlook
 from pdrelay_proxy.core.admission.fair_shares import BYTES_PER_TOKEN, FairShares
 from pdrelay_proxy.core.admission.key_usage import KeyUsage, note_usage
 from pdrelay_proxy.core.admission.limits import Limit, Refusal, TokenBucket, TokenQuota
-from pdrelay_proxy.core.admission.service_classes import OnMiss
-from pdrelay_proxy.core.admission.service_levels import INDEX_BITS, ClassEntry, ServiceLevels, levels_of
 from pdrelay_proxy.core.admission.ticket import Ticket, TicketEvent, TicketState
-from pdrelay_proxy.core.counters import Key
 from pdrelay_proxy.settings import QueueOrder, Settings
 
 _SOON: Final = 1  # seconds; a place of one's own is free as soon as one's own request has ended
@@ -32,7 +25,6 @@ _ADMITTED: Final = TicketState.ADMITTED  # looking a member up takes as long as 
 _ADMIT: Final = TicketEvent.ADMIT
 _LEAVE: Final = TicketEvent.LEAVE
 _FAIR: Final = QueueOrder.FAIR
-_REFUSE: Final = OnMiss.REFUSE
 
 
 @dataclass(slots=True)
@@ -53,20 +45,16 @@ class Admission:
     """Hands out places. Whatever a call does to other tickets than its own comes back, once, from ``poll``."""
 
     def __init__(self, limits: Settings) -> None:
-        """Raises ConfigError: the classes of the settings are wrong."""
         self.limits = limits
-        self.levels = levels_of(limits)  # None: there are no classes
         self.admitted = 0
         self.waiting = 0
         self.held_bytes = 0
         self.refused: Counter[Limit] = Counter()  # ever
-        self.waiting_by_class: Counter[Key] = Counter()  # where there are classes
         self._lanes: dict[int, dict[Ticket, None]] = {}  # by priority, in order of arrival; none is empty
         self._accounts: dict[str, _Account] = {}
         self._bucket = TokenBucket()
         self._shares = FairShares() if limits.queue_order is _FAIR else None
         self.counts_tokens = _counts_tokens(limits)  # whether ``leave`` wants to know what a request has cost
-        self.counts_answers = self.counts_tokens or self.levels is not None  # somebody counts the tokens of answers
         self.news: list[Ticket] = []  # what ``poll`` would return
         self.share = 1.0  # of the limits that are the fleet's: less while other routers are not heard
         self.usage: dict[str, KeyUsage] = {}  # by key; empty name: all together. Filled where limits are the fleet's
@@ -79,20 +67,16 @@ class Admission:
         now: float,
         tokens: int | None = None,
         *,
-        entry: ClassEntry | None = None,
         prompts: int = 1,
     ) -> Ticket:
         """Admit a request, have it wait, or refuse it: its state says which.
 
         ``size``: bytes of its body; ``tokens``: about how many its prompt has; None: as many as its bytes suggest;
-        ``entry``: its class, and what is expected of it; None: that of requests that name none, where there are some.
         ``prompts``: of a request with several; rates count them, so one that is let in may use up what comes later.
         """
-        limits, levels = self.limits, self.levels
+        limits = self.limits
         guess = size // BYTES_PER_TOKEN if tokens is None else tokens
         ticket = Ticket(key, priority, size, now + limits.max_queue_wait_s, tokens=guess)
-        if levels is not None:
-            levels.join(ticket, entry, now)  # its place
         account = self._accounts.get(key) or self._new_account(key, now=now)
         if (refusal := self._at_the_door(ticket, account, now)) is not None:
             self._turn_away(ticket, TicketEvent.REFUSE, refusal)
@@ -111,33 +95,27 @@ class Admission:
         if limits.share_limits:
             note_usage(self.usage, key, prompts, guess)
             ticket.reported = guess
-        if self.admitted < limits.max_concurrency and (levels is None or levels.has_turn(ticket, self._lanes)):
+        if self.admitted < limits.max_concurrency:
             self._admit(ticket)
-            if levels is not None and self._lanes:
-                self._fill()  # it may have been the one after whom it is the turn of those who wait the longest
         else:
             self._queue(ticket, now)
         return ticket
 
-    def take_place(self, of: Ticket, share: float) -> Ticket | None:
-        """Return another place for a request that has one, under its key, priority and class; None: there is none now.
+    def take_place(self, of: Ticket) -> Ticket | None:
+        """Return another place for a request that has one, under its key and priority; None: there is none now.
 
         One of several prompts is served at the place of its request, and each that is served beside it takes another
         one. None of them waits in the queue, where a request that has a place would wait for those behind it; and none
-        overtakes who waits there. What is taken is given back by ``leave``. ``share``: of the work for all prompts.
+        overtakes who waits there. What is taken is given back by ``leave``.
         """
-        limits, levels, lanes, account = self.limits, self.levels, self._lanes, self._accounts[of.key]
+        limits, lanes, account = self.limits, self._lanes, self._accounts[of.key]
         if self.admitted >= limits.max_concurrency:
             return None
         if limits.max_key_concurrency is not None and account.held >= limits.max_key_concurrency:
             return None
-        bits = 0 if levels is None else INDEX_BITS
-        if lanes and min(lanes) >> bits <= of.priority >> bits:
+        if lanes and min(lanes) <= of.priority:
             return None
         place = Ticket(of.key, of.priority, 0, of.due)
-        place.of_class = None if of.of_class is None else of.of_class.part(share)
-        if levels is not None and not levels.has_turn(place, lanes):
-            return None
         account.held += 1
         self._admit(place)
         return place
@@ -180,32 +158,8 @@ class Admission:
 
     def expire(self, *, now: float) -> None:
         """Send away those that have waited too long."""
-        levels = self.levels
         for ticket in [ticket for lane in self._lanes.values() for ticket in lane if now >= ticket.due]:
-            refusal, of_class = Refusal(Limit.CONCURRENCY, _LATER), ticket.of_class
-            if levels is not None and of_class is not None and self.admitted < self.limits.max_concurrency:
-                refusal = levels.expired(of_class, ticket.due - of_class.arrived_at)
-            self._send_away(ticket, TicketEvent.EXPIRE, refusal, now)
-
-    def look(self, outlook: EngineOutlook | None, *, now: float) -> None:
-        """Look at the engines again: those that wait may have become late, or have room. Only where there are classes.
-
-        ``outlook``: None: the engines are not measured.
-        """
-        levels = self.levels
-        if levels is None:
-            return
-        levels.outlook = outlook
-        for ticket in [ticket for lane in self._lanes.values() for ticket in lane]:
-            of_class = ticket.of_class
-            if of_class is None or of_class.is_late or levels.is_possible(of_class, now):
-                continue
-            if of_class.service_class.on_miss is _REFUSE:
-                self._send_away(ticket, TicketEvent.REFUSE, levels.too_late(of_class, now), now)
-            else:
-                of_class.is_late = True
-                self._move(ticket, of_class.place)
-        self._fill()
+            self._send_away(ticket, TicketEvent.EXPIRE, Refusal(Limit.CONCURRENCY, _LATER), now)
 
     def charge_elsewhere(self, key: str, requests: int, tokens: int, *, now: float) -> None:
         """Charge what another router of the fleet has let in; an empty key: of all clients."""
@@ -229,13 +183,9 @@ class Admission:
 
         Limits in tokens that are new charge those who came before when they leave.
         """
-        levels, waiting = levels_of(limits), [ticket for lane in self._lanes.values() for ticket in lane]
-        before, self.limits = self.limits, limits
+        self.limits = limits
         self.counts_tokens = _counts_tokens(limits)
         is_fair = limits.queue_order is _FAIR
-        if (limits.classes, limits.default_class) != (before.classes, before.default_class):
-            self._change_classes(levels, waiting, now)
-        self.counts_answers = self.counts_tokens or self.levels is not None
         if is_fair != (self._shares is not None):
             self._shares = FairShares() if is_fair else None
             if self._shares is not None:
@@ -269,19 +219,7 @@ class Admission:
             return Refusal(Limit.RATE, ceil(seconds))
         if self.held_bytes + ticket.size > limits.max_inflight_bytes:
             return Refusal(Limit.BYTES, _LATER)
-        if self.levels is not None:
-            return self._at_the_door_of_classes(ticket, self.levels, now)
         if self.admitted >= limits.max_concurrency and self.waiting >= limits.max_queue and not self._weakest(ticket):
-            return Refusal(Limit.QUEUE, _LATER)
-        return None
-
-    def _at_the_door_of_classes(self, ticket: Ticket, levels: ServiceLevels, now: float) -> Refusal | None:
-        """Check whether there is a place, or one in the queue, by the rules of classes."""
-        lanes, limits = self._lanes, self.limits
-        refusal = levels.refusal(ticket, lanes, now)
-        if refusal is not None or (self.admitted < limits.max_concurrency and levels.has_turn(ticket, lanes)):
-            return refusal
-        if self.waiting >= limits.max_queue and self._weakest(ticket) is None:
             return Refusal(Limit.QUEUE, _LATER)
         return None
 
@@ -293,10 +231,9 @@ class Admission:
         waiting = {key: account.waiting for key, account in self._accounts.items() if account.waiting}
         keys = len(waiting.keys() | {ticket.key})
         yielding = {key for key, count in waiting.items() if key == ticket.key or count * keys > self.limits.max_queue}
-        bits = 0 if self.levels is None else INDEX_BITS  # the number of a class does not count
         if yielding:
             for priority in sorted(self._lanes, reverse=True):
-                if priority >> bits <= ticket.priority >> bits:
+                if priority <= ticket.priority:
                     break
                 for other in reversed(self._lanes[priority]):
                     if other.key in yielding:
@@ -312,8 +249,6 @@ class Admission:
         self.admitted += 1
         if self._shares is not None:
             self._shares.admit(ticket)
-        if self.levels is not None:
-            self.levels.admitted(ticket, self._lanes)
 
     def _queue(self, ticket: Ticket, now: float) -> None:
         if self.waiting >= self.limits.max_queue and (weakest := self._weakest(ticket)) is not None:
@@ -321,8 +256,6 @@ class Admission:
         ticket.on(TicketEvent.WAIT)
         self._lanes.setdefault(ticket.priority, {})[ticket] = None
         self.waiting += 1
-        if ticket.of_class is not None:
-            self.waiting_by_class[(ticket.of_class.service_class.name,)] += 1
         self._accounts[ticket.key].waiting += 1
         if self._shares is not None:
             self._shares.join(ticket)
@@ -333,40 +266,9 @@ class Admission:
         if not lane:
             del self._lanes[ticket.priority]
         self.waiting -= 1
-        if ticket.of_class is not None:
-            self.waiting_by_class[(ticket.of_class.service_class.name,)] -= 1
         self._accounts[ticket.key].waiting -= 1
         if self._shares is not None:
             self._shares.leave(ticket)
-
-    def _move(self, ticket: Ticket, place: int) -> None:
-        """Have one wait at another place, behind those that are there."""
-        lane = self._lanes[ticket.priority]
-        del lane[ticket]
-        if not lane:
-            del self._lanes[ticket.priority]
-        if self._shares is None:
-            ticket.priority = place
-        else:
-            self._shares.move(ticket, place)
-        self._lanes.setdefault(place, {})[ticket] = None
-
-    def _change_classes(self, levels: ServiceLevels | None, waiting: Sequence[Ticket], now: float) -> None:
-        """Go by other classes, those that wait included."""
-        if self.levels is not None and levels is not None:
-            levels.outlook = self.levels.outlook
-        self.levels = levels
-        self.waiting_by_class.clear()
-        for ticket in waiting:
-            before, of_class = ticket.priority, ticket.of_class
-            if levels is not None:
-                levels.rejoin(ticket, now)
-            elif of_class is not None:
-                ticket.priority, ticket.of_class = of_class.priority, None
-            place, ticket.priority = ticket.priority, before
-            self._move(ticket, place)
-            if ticket.of_class is not None:
-                self.waiting_by_class[(ticket.of_class.service_class.name,)] += 1
 
     def _send_away(self, ticket: Ticket, event: TicketEvent, refusal: Refusal, now: float) -> None:
         """Refuse one that waits: it has cost nothing, and is not going to leave."""
@@ -379,15 +281,8 @@ class Admission:
     def _fill(self) -> None:
         """Hand the free places to those that wait."""
         while self._lanes and self.admitted < self.limits.max_concurrency:
-            shares, levels = self._shares, self.levels
-            if levels is None:
-                first = min(self._lanes)
-                ticket = next(iter(self._lanes[first])) if shares is None else shares.next(first)
-            else:
-                found = levels.next(self._lanes, shares)
-                if found is None:
-                    return
-                ticket = found
+            shares, first = self._shares, min(self._lanes)
+            ticket = next(iter(self._lanes[first])) if shares is None else shares.next(first)
             self._unqueue(ticket)
             self._admit(ticket)
             self.news.append(ticket)

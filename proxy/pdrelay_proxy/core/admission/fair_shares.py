@@ -57,34 +57,21 @@ class FairShares:
             least = min([self._served[one] for one in queued], default=self._last)
             self._served[key] = max(self.served(key), least)
         queued[key] = queued.get(key, 0) + 1
-        self._line_up(ticket)
+        self._waiting.setdefault(ticket.priority, {}).setdefault(key, {})[ticket] = None
 
     def leave(self, ticket: Ticket) -> None:
         """It waits no more."""
-        key = ticket.key
-        self._step_out(ticket)
+        key, lanes = ticket.key, self._waiting[ticket.priority]
+        lane = lanes[key]
+        del lane[ticket]
+        if not lane:
+            del lanes[key]
+        if not lanes:
+            del self._waiting[ticket.priority]
         self._queued[key] -= 1
         if not self._queued[key]:
             del self._queued[key]
             self._last = self._served[key]
-
-    def move(self, ticket: Ticket, priority: int) -> None:
-        """It waits at another priority, behind those of its key there; its key is served as much as it was."""
-        self._step_out(ticket)
-        ticket.priority = priority
-        self._line_up(ticket)
-
-    def _line_up(self, ticket: Ticket) -> None:
-        self._waiting.setdefault(ticket.priority, {}).setdefault(ticket.key, {})[ticket] = None
-
-    def _step_out(self, ticket: Ticket) -> None:
-        lanes = self._waiting[ticket.priority]
-        lane = lanes[ticket.key]
-        del lane[ticket]
-        if not lane:
-            del lanes[ticket.key]
-        if not lanes:
-            del self._waiting[ticket.priority]
 
     def next(self, priority: int) -> Ticket:
         """Return the first request of the key that was served least, of those of a priority; of equals, the first."""

@@ -16,10 +16,8 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # it stands in logs and in a
 _KEY: Final = re.compile(r"[!-~]+")  # what a header can carry
 _DIGEST: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _PRIORITY: Final = re.compile(r"priority=(-?[0-9]{1,9})")
-_CLASSES: Final = re.compile(r"class=([a-z0-9_-]{1,32}(?:,[a-z0-9_-]{1,32}){0,15})")
 _EXPECTED: Final = (
-    "name:key or name:sha256:<64 hexadecimal digits>, behind it priority=N if it may say so, class=NAME,NAME for its "
-    "classes, and a # before a comment"
+    "name:key or name:sha256:<64 hexadecimal digits>, behind it priority=N if it may say so, and a # before a comment"
 )
 
 
@@ -29,8 +27,6 @@ class Keys:
 
     owners: Mapping[bytes, str] = field(repr=False)
     least: Mapping[str, int] = field(default_factory=dict[str, int])  # by name: the least priority that it may ask for
-    # By name: the class of its requests, and then others that these may name.
-    classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     has_several: bool = False  # owners: there are clients to keep apart
     is_whole: bool = True  # the last line has a line break: it is not being written
 
@@ -40,19 +36,17 @@ class Keys:
 
         Raises:
             ConfigError: a line is something else, a key is short or occurs twice, there is none, or an owner has two
-                priorities or two lists of classes.
+                priorities.
         """
         owners: dict[bytes, str] = {}
         least: dict[str, int | None] = {}
-        classes: dict[str, tuple[str, ...]] = {}
         for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
             if not line or line.startswith("#"):
                 continue
             first, *more = line.split()
             name, _, key = first.partition(":")
             digest, priorities = _digest(key), [found for word in more if (found := _PRIORITY.fullmatch(word))]
-            lists = [found for word in more if (found := _CLASSES.fullmatch(word))]
-            is_odd = len(more) != len(priorities) + len(lists) or len(priorities) > 1 or len(lists) > 1
+            is_odd = len(more) != len(priorities) or len(priorities) > 1
             if digest is None or not _NAME.fullmatch(name) or is_odd:
                 raise ConfigError(f"{source}, line {number}, is not a key: write {_EXPECTED}")
             if len(key) < LEAST:
@@ -66,16 +60,10 @@ class Keys:
             lowest = int(priorities[0][1]) if priorities else None
             if least.setdefault(name, lowest) != lowest:
                 raise ConfigError(f"{source}, line {number}, gives {name} another priority: write the same on each")
-            granted = tuple(lists[0][1].split(",")) if lists else ()
-            if classes.setdefault(name, granted) != granted:
-                raise ConfigError(f"{source}, line {number}, gives {name} other classes: write the same on each")
         if not owners:
             raise ConfigError(f"{source} has no key in it, so nobody could ask: write {_EXPECTED}")
         lowest_of = {name: lowest for name, lowest in least.items() if lowest is not None}
-        granted_to = {name: granted for name, granted in classes.items() if granted}
-        return cls(
-            owners, lowest_of, granted_to, has_several=len(set(owners.values())) > 1, is_whole=text.endswith("\n")
-        )
+        return cls(owners, lowest_of, has_several=len(set(owners.values())) > 1, is_whole=text.endswith("\n"))
 
     def owner(self, shown: bytes) -> str | None:
         """Return whose key this is. It takes as long for a wrong one as for a right one."""
@@ -110,11 +98,6 @@ class Keyring:
         """Return the least priority that a client may ask for."""
         keys = self.keys
         return self.least if keys is None else keys.least.get(owner, self.least)
-
-    def classes_of(self, owner: str) -> tuple[str, ...]:
-        """Return the class of a client's requests, and then the others that it may name; none: those of anybody."""
-        keys = self.keys
-        return () if keys is None else keys.classes.get(owner, ())
 
     def caller(self, headers: Headers) -> str:
         """Return the name of the key in a client's headers.

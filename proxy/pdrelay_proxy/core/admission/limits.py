@@ -17,7 +17,6 @@ class Limit(StrEnum):
     KEY_CONCURRENCY = "max_key_concurrency"
     KEY_RATE = "max_key_rate"
     KEY_TOKENS = "max_key_tokens_per_minute"
-    CLASS_TARGET = "class_target"  # of a class of requests, its own or a more important one's
 
     @property
     def is_the_keys(self) -> bool:
@@ -31,7 +30,6 @@ class Refusal:
 
     limit: Limit
     retry_after_s: int  # 1 or more
-    text: str = ""  # the reason with its numbers, where the limit alone does not say it
 
 
 class TokenBucket:

@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping
 from enum import auto
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pdrelay_proxy.core.admission.limits import Refusal
 from pdrelay_proxy.core.fast_enum import FastStrEnum
-
-if TYPE_CHECKING:
-    from pdrelay_proxy.core.admission.service_levels import ClassTicket
 
 
 class TicketState(FastStrEnum):
@@ -57,13 +54,13 @@ TRANSITIONS: Final[Mapping[TicketState, Mapping[TicketEvent, TicketState]]] = {
 class Ticket:
     """One request; only :class:`Admission` changes it."""
 
-    __slots__ = ("charged", "due", "key", "of_class", "priority", "refusal", "reported", "size", "state", "tokens")
+    __slots__ = ("charged", "due", "key", "priority", "refusal", "reported", "size", "state", "tokens")
 
     def __init__(
         self, key: str, priority: int, size: int, due: float, state: TicketState = _ARRIVING, *, tokens: int = 0
     ) -> None:
         self.key = key
-        self.priority = priority  # lower is earlier; where there are classes, the place that follows from both
+        self.priority = priority  # lower is earlier
         self.size = size  # bytes of its body
         self.tokens = tokens  # about how many its prompt has, before anybody has counted them
         self.charged = 0  # tokens that the quota of its key was charged for it
@@ -71,7 +68,6 @@ class Ticket:
         self.due = due  # when it has waited long enough
         self.state = state
         self.refusal: Refusal | None = None  # of one that was refused or has expired
-        self.of_class: ClassTicket | None = None  # None: there are no classes
 
     def on(self, event: TicketEvent) -> None:
         """Take a step; one that is not in the table is a bug."""

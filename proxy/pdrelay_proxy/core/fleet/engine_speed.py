@@ -92,10 +92,6 @@ class LineFit:
             share * own.base_s + (1.0 - share) * prior.base_s, share * own.slope_s + (1.0 - share) * prior.slope_s
         )
 
-    def is_known(self, now: float) -> bool:
-        """Tell whether some measurements were made, the last one lately: what is older may have changed."""
-        return self.count >= _SURE and now - self._at <= _HALF_LIFE_S
-
     def _fading(self, now: float) -> float:
         fading: float = 0.5 ** (max(0.0, now - self._at) / _HALF_LIFE_S)
         return fading

@@ -31,7 +31,6 @@ class Part(msgspec.Struct, frozen=True):
     span: Mapping[InstanceId, Bin]  # the last five minutes', by engine
     answers: Mapping[InstanceId, Bin]  # the same, of the seconds until answers
     failures: Sequence[tuple[float, str, str, str]]  # seconds ago, request, where, reason
-    classes: Mapping[str, tuple[Bin, Bin]] = {}  # by class of requests: the last minute's, and the last five minutes'
     roles: RolesPart | None = None  # of the worker that decides; None: another one does, or none
 
 

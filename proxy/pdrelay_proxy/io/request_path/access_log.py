@@ -63,7 +63,6 @@ def _unusual(record: RequestRecord) -> dict[str, object]:
         ("transfer", record.transfer),
         ("retries", ", ".join([str(retry) for retry in record.retries]) if record.retries else None),
         ("moves", ", ".join([str(move) for move in record.moves]) if record.moves else None),
-        ("class", None if record.of_class is None else str(record.of_class)),
         ("prefill_error", record.prefill_error),
         ("error", record.error),
     )

@@ -3,11 +3,10 @@
 Only the policy ``expected_ttft`` asks for it: with any other there is none of these, and nothing is measured.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 from typing import Final
 
-from pdrelay_proxy.core.admission.engine_outlook import EngineOutlook, OwnTimes, Step
 from pdrelay_proxy.core.expected_time import ExpectedTime
 from pdrelay_proxy.core.fleet.engine_speed import UNKNOWN, EngineSpeed, Line, LineFit, Priors
 from pdrelay_proxy.core.fleet.registry import Member, Registry
@@ -18,7 +17,6 @@ from pdrelay_proxy.io.request_path.caches import Caches
 _PRIORS_S: Final = 1.0  # seconds for which what is likely of an engine is not computed again
 _SURE: Final = 1.0  # measurements from which on an engine tells something about the others
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
-_LOOKED_AT: Final = 64  # engines of a role of which an outlook is made
 
 
 class EngineCosts:
@@ -165,71 +163,6 @@ class EngineCosts:
                 )
         return self._priors[role]
 
-    # ---- what the targets of classes are held against
-
-    def outlook(self, prefill: Sequence[Instance], decode: Sequence[Instance]) -> EngineOutlook | None:
-        """Return what these engines still have to do; None: those that compute prompts were not measured lately."""
-        now = self._clock()
-        computing, decoding = self._members(prefill or decode), self._members(decode)
-        if not any(member.speed.prefill.is_known(now) for member in computing):
-            return None
-        steps = [self._step(member.speed, now) for member in decoding]
-        is_known = any(member.speed.step.is_known(now) for member in decoding)
-        return EngineOutlook([self._queue_s(member, now) for member in computing], steps if is_known else ())
-
-    def own_times(
-        self,
-        prefill: Sequence[Instance],
-        decode: Sequence[Instance],
-        ask: RoutingHints,
-        outlook: EngineOutlook,
-        *,
-        alone_new: int,
-    ) -> OwnTimes:
-        """Return what a request takes beyond the shortest queue, at the engines where its first token comes first.
-
-        ``alone_new``: a decode engine that lacks fewer bytes of the prompt serves it alone.
-        """
-        now, found = self._clock(), list[ExpectedTime]()
-        lone, decoding = self._looked_at(decode), self._looked_at(decode)
-        if prefill:
-            size = ask.blocks.size if alone_new and ask.prompt else 0
-            lone = [one for one in lone if self.may_be_alone or (size and size - self.cached(one, ask) < alone_new)]
-            first = min([self.prefill(one, ask) for one in self._looked_at(prefill)], key=_ttft_s)
-            second = min([self.decode(one, ask) for one in decoding], key=_ttft_s)
-            found.append(self._measured(first.followed_by(second), decoding, now))
-        found += [self.alone(one, ask) for one in lone]
-        best = min(found, key=_ttft_s)
-        return OwnTimes(best.prefill_s, max(best.prefill_s, best.ttft_s - outlook.queue_s))
-
-    def _measured(self, expected: ExpectedTime, decode: Sequence[Instance], now: float) -> ExpectedTime:
-        """Leave out what was not measured: until then it is what an engine of another model would take."""
-        speeds = [member.speed for member in self._members(decode)]
-        return ExpectedTime(
-            tokens=expected.tokens,
-            queue_s=expected.queue_s,
-            prefill_s=expected.prefill_s,
-            transfer_s=expected.transfer_s if any(speed.transfer.is_known(now) for speed in speeds) else 0.0,
-            decode_s=expected.decode_s if any(speed.step.is_known(now) for speed in speeds) else 0.0,
-        )
-
-    def _looked_at(self, among: Sequence[Instance]) -> Sequence[Instance]:
-        """Return as many as are looked at, evenly from all."""
-        return among if len(among) <= _LOOKED_AT else among[:: -(-len(among) // _LOOKED_AT)]
-
-    def _members(self, among: Sequence[Instance]) -> list[Member]:
-        found = [self._registry.get(one.id) for one in self._looked_at(among)]
-        return [member for member in found if member is not None]
-
-    def _queue_s(self, member: Member, now: float) -> float:
-        speed = member.speed
-        line = speed.prefill.among(self._likely(member.instance.role).prefill, now)
-        return (speed.computing.left(line.slope_s, now) + _elsewhere(member, now) * speed.tokens_mean) * line.slope_s
-
-    def _step(self, speed: EngineSpeed, now: float) -> Step:
-        line, streams = speed.step.among(self._likely(_DECODE).step, now), len(speed.entered)
-        return line.at(streams + 1), line.slope_s, streams
-
     # ---- what legs take
 
     def reserved(self, instance: Instance, request: RequestId) -> None:
@@ -273,10 +206,6 @@ def _elsewhere(member: Member, now: float) -> int:
     """Return how many requests an engine has of other routers and workers, as far as is known."""
     load = member.load
     return max(load.elsewhere + load.at_peers, load.waiting(now=now) - load.own)
-
-
-def _ttft_s(expected: ExpectedTime) -> float:
-    return expected.ttft_s
 
 
 def _median(fits: list[LineFit], otherwise: Line) -> Line:

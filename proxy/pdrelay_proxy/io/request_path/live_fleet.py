@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.admission.engine_outlook import EngineOutlook, OwnTimes
 from pdrelay_proxy.core.counters import Key
 from pdrelay_proxy.core.fleet.compatibility import MODES, EngineCapabilities, fit
 from pdrelay_proxy.core.fleet.health import HealthState
@@ -110,28 +109,6 @@ class LiveFleet:
     def bounds(self, counts: Counter[Key]) -> None:
         if self._pairs.bound is not None:
             self._pairs.bound.counts = counts
-
-    def outlook(self) -> EngineOutlook | None:
-        """Return what engines still have to do; None: it is not known, as nobody asks, or nothing was measured."""
-        if self.costs is None:
-            return None
-        return self.costs.outlook(self._usable_now(_PREFILL), self._usable_now(_DECODE))
-
-    def own_times(self, ask: RoutingHints, outlook: EngineOutlook, least: int) -> OwnTimes | None:
-        """Return what a request takes beyond the queues of the engines; None: it is not known.
-
-        ``least``: bytes of a prompt that a decode engine must lack for a prefill engine to compute it.
-        """
-        prefill, decode = self._usable_now(_PREFILL), self._usable_now(_DECODE)
-        if self.costs is None or not decode:
-            return None
-        return self.costs.own_times(prefill, decode, ask, outlook, alone_new=least)
-
-    def _usable_now(self, role: Role) -> Sequence[Instance]:
-        try:
-            return self.usable(role)
-        except NoInstance:
-            return ()
 
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List all engines of a role."""

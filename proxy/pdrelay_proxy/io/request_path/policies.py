@@ -69,8 +69,7 @@ def fleet_of(
         names_known = " or ".join(_REMEMBERING)
         raise ConfigError(f"return_kv needs decode_policy {names_known}: others forget what decode engines have cached")
     short_alone = settings.short_prompts_alone
-    by_turns = set(names) == {PolicyName.ROUND_ROBIN}
-    if by_turns and not settings.classes:
+    if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
         return LiveFleet(registry, PairSelector(registry, choice, short_alone=short_alone), learned, clock)
@@ -90,14 +89,14 @@ def fleet_of(
     parts = PolicyParts(Loads(registry, clock).of, dice, turn, caches)
     prefill, decode = (policy_of(name, parts) for name in names)
     timing: EngineCosts | None = None
-    if settings.classes or (itl_s and settings.decode_policy == PolicyName.PREFIX):
+    if itl_s and settings.decode_policy == PolicyName.PREFIX:
         timing = EngineCosts(registry, caches, clock, weight=ITL_WEIGHT, itl_most_s=itl_s)
     prefix = Prefix(parts.load, LeastLoaded(parts.load, turn), caches, notes=timing is None)
     if timing is not None and settings.prefill_policy == PolicyName.PREFIX:
         prefill = prefix.copy()  # the costs note what engines are sent, once they have looked at what these have
     if settings.decode_policy != PolicyName.PREFIX:
         holders = prefill.holders if isinstance(prefill, Prefix) else None
-        choice = RoundRobin(Rotation(turn), Rotation(turn)) if by_turns else PolicyPerLeg(prefill, decode)
+        choice = PolicyPerLeg(prefill, decode)
         bounds = ShareBounds(registry) if set(names) & _LOYAL else None
         pairs = PairSelector(registry, choice, prefill_holders=holders, bounds=bounds, short_alone=short_alone)
         return LiveFleet(registry, pairs, learned, clock, caches, learner=learner, costs=timing)

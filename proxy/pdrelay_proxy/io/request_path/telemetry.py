@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Final
 
-from pdrelay_proxy.core.class_record import ClassOutcome, ClassRecord
 from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.model import Instance, InstanceId, LegOrder, RequestId
 from pdrelay_proxy.core.protocol.fault_table import Failure, is_engines
@@ -37,9 +36,7 @@ _STREAM_ABORTED: Final = RequestOutcome.STREAM_ABORTED  # looking a member up ta
 _SERVER_ERROR: Final = RequestOutcome.SERVER_ERROR
 _AT_ONCE: Final = LegOrder.CONCURRENT
 _UNKNOWN: Final = Arrival.UNKNOWN
-_MET: Final = ClassOutcome.MET
 _CONNECTION_CLOSED: Final = Failure.CONNECTION_CLOSED
-_JUDGED: Final = frozenset({_MET, ClassOutcome.MISSED, ClassOutcome.REFUSED, ClassOutcome.EXPIRED})
 # For the status page: what became of the leg.
 _FAILED: Final[Mapping[Failure, str]] = {
     Failure.UNREACHABLE: "did not reach the engine",
@@ -332,8 +329,6 @@ class Telemetry:
         pairs, prefill, decode = self._pairs, record.prefill, record.decode
         if pairs is not None and prefill is not None and decode is not None:
             pairs.request_over(record, prefill, decode)
-        if record.of_class is not None:
-            self._class_over(record, record.of_class)
         if record.retries:
             self._count_retries(record.retries)
         if kind.is_failed:
@@ -359,15 +354,6 @@ class Telemetry:
             over, self._over = self._over, []
             log_requests(over)
             self._history.add(over)
-
-    def _class_over(self, record: RequestRecord, of_class: ClassRecord) -> None:
-        """Count what became of a request by its class."""
-        outcome = of_class.outcome
-        if outcome is not None:
-            self._counters.class_requests[of_class.name, outcome] += 1
-            if outcome in _JUDGED:
-                is_missed, now = outcome is not _MET, self._clock()
-                self._recent.classes[of_class.name].add_all([record.ttft_s or 0.0], now=now, failed=is_missed)
 
     def _push_over(self, record: RequestRecord) -> None:
         """Count whether the KV cache of a push arrived; its answer may tell."""

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from math import inf, isfinite
@@ -14,7 +14,6 @@ import msgspec
 
 from pdrelay_proxy.core.roles.work_meter import RoleTargets
 from pdrelay_proxy.planning.replay import chart
-from pdrelay_proxy.planning.replay.admission import classes_of
 from pdrelay_proxy.planning.replay.engine import EngineModel
 from pdrelay_proxy.planning.replay.roles import RolesPlan
 from pdrelay_proxy.planning.replay.routers import CHOICES
@@ -22,7 +21,6 @@ from pdrelay_proxy.planning.replay.simulation import Replayed, SimulatedFleet, r
 from pdrelay_proxy.planning.replay.summary import Summary, Targets, summarise
 from pdrelay_proxy.planning.replay.trace_files import Arrivals, read_trace
 from pdrelay_proxy.planning.replay.traces import Conversations, NoReplay, Phase, Trace, phases
-from pdrelay_proxy.settings import Settings
 
 _MOST_ENGINES: Final = 1000  # of a role
 _MOST_TURNS: Final = 1_000_000
@@ -73,7 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "auto: engines change their role as with --roles of pdrelay serve, for --ttft and --itl (default: %(default)s)"
     )
     option("--roles", choices=("off", "auto"), default="off", help=said)
-    _add_classes(parser.add_argument_group("classes").add_argument)
     option = parser.add_argument_group("output").add_argument
     said = "most seconds to the first token of a request that counts as served well (default: no limit)"
     option("--ttft", type=_positive, default=inf, metavar="S", help=said)
@@ -82,12 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--json", action="store_true", help="print the results as JSON")
     option("--plot", type=Path, metavar="FILE", help="write a plot as SVG")
     parser.set_defaults(run=run)
-
-
-def _add_classes(option: Callable[..., object]) -> None:
-    said = "classes of requests, as pdrelay serve takes them; a line of the trace may name its own (docs/slo.md)"
-    option("--classes", nargs="+", default=(), metavar="CLASS", help=said)
-    option("--default-class", metavar="NAME", help="class of requests that name none")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,15 +95,11 @@ def run(args: argparse.Namespace) -> int:
             odd_model,
             kv_events=args.kv_events,
             roles=_roles(args),
-            classes=_classes(args.classes, args.default_class),
         )
         policies: Sequence[str] = args.policy or _DEFAULT_POLICIES
         targets = Targets(args.ttft, args.itl)
-        by_class: Mapping[str, Targets] = {}
-        if fleet.classes is not None:
-            trace, by_class = trace.in_class(classes_of(fleet.classes).default.name), _targets(fleet.classes)
         replays = [replay(trace, policy, fleet, seed=args.seed) for policy in policies]
-        rows = [summarise(each, targets, by_class) for each in replays]
+        rows = [summarise(each, targets) for each in replays]
         title = f"{len(trace.turns):,} requests on {args.prefill} prefill and {args.decode} decode engines"
         if args.plot is not None:
             _write(args.plot, chart.draw(rows, title))
@@ -132,21 +119,6 @@ def _roles(args: argparse.Namespace) -> RolesPlan | None:
     if args.kv_events or args.decode_engine or args.odd_engine:
         raise NoReplay("--roles auto needs engines that are alike, without --kv-events")
     return RolesPlan(RoleTargets(args.ttft, args.itl))
-
-
-def _classes(texts: Sequence[str], default: str | None) -> Settings | None:
-    """Return settings with these classes; None: there are none. Raises NoReplay."""
-    if not texts and default is None:
-        return None
-    settings = Settings(classes=tuple(texts), default_class=default)
-    classes_of(settings)
-    return settings
-
-
-def _targets(settings: Settings) -> Mapping[str, Targets]:
-    """Return the targets of each class."""
-    classes = classes_of(settings).by_name.values()
-    return {one.name: Targets(one.ttft_s or inf, one.itl_s or inf) for one in classes}
 
 
 def _trace(args: argparse.Namespace) -> Trace:
@@ -188,7 +160,6 @@ def _as_text(rows: Sequence[Summary], title: str) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     pad: Sequence[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
     lines = ["  ".join(fill(cell, w) for fill, cell, w in zip(pad, row, widths, strict=True)) for row in cells]
-    lines += [line for row in rows for line in _class_lines(row)]
     return "\n".join([f"{title}, {rows[0].seconds:,.0f} s", "", *lines, ""])
 
 
@@ -201,15 +172,6 @@ def _turns_text(replays: Sequence[Replayed]) -> str:
         for one in each.turned
     ]
     return "\n".join(["", *lines, ""]) if lines else ""
-
-
-def _class_lines(row: Summary) -> Sequence[str]:
-    """Write what became of each class."""
-    return [
-        f"{row.policy}, class {one.name}: {one.requests:,} requests, {one.good:.1%} good, {one.refused:.1%} refused, "
-        f"TTFT p50 {_ms(one.ttft_p50)}, p95 {_ms(one.ttft_p95)}, {one.tokens_per_s:,.0f} tokens/s"
-        for one in row.classes
-    ]
 
 
 def _cells(row: Summary) -> tuple[str, ...]:

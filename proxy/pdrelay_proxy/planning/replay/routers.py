@@ -10,7 +10,6 @@ from typing import Final, TypeAlias
 import msgspec
 
 from pdrelay_proxy.core.address import Address
-from pdrelay_proxy.core.admission.engine_outlook import EngineOutlook, OwnTimes
 from pdrelay_proxy.core.fleet.cache_index import CacheIndex
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
@@ -110,26 +109,22 @@ class ReplayRouter:
         seed: int,
         *,
         kv_events: bool = False,
-        classes: Settings | None = None,
     ) -> None:
         """``choice``: a policy, or one for each leg (``prefix/session``), and perhaps when an engine serves alone.
 
         That is ``:2048``, so many new bytes, and ``:20ms``, the longest pause in its streams. Raises NoReplay: there is
         no such policy. ``engines``: how many prefill and decode engines. ``kv_events``: these tell what they have
-        cached, and prompts are token ids, as a router can look them up there. ``classes``: settings that have some.
+        cached, and prompts are token ids, as a router can look them up there.
         """
         names, self._least, itl_s = _parsed(choice)
         self._index = CacheIndex() if kv_events else None
-        self.fleet = _fleet(
-            names, clock, Random(seed).randrange, self._index, replace(classes or Settings(), max_decode_itl_s=itl_s)
-        )
+        self.fleet = _fleet(names, clock, Random(seed).randrange, self._index, Settings(max_decode_itl_s=itl_s))
         facts = EngineCapabilities(adapters=frozenset())
         for role, number in zip((Role.PREFILL, Role.DECODE), engines, strict=True):
             for engine in range(number):
                 self.fleet.registry.add(role, Address("http", f"{role}-{engine}", 8000), facts=facts)
         self._trace, self._clock = trace, clock
         self._asked = dict[int, tuple[RoutingHints, RequestRecord]]()
-        self._asks = dict[int, RoutingHints]()  # of turns that are not sent yet
         self._gaps = dict[InstanceId, list[float]]()  # between the tokens of streams, since they were looked at
         self._looked = 0.0
 
@@ -143,7 +138,6 @@ class ReplayRouter:
         This is the one place that decides between one engine and two.
         """
         fleet, request, ask = self.fleet, RequestId(str(number)), self._ask(number)
-        del self._asks[number]
         self._look()
         reason, cached = fleet.small(fleet.usable(Role.DECODE), ask, self._least)
         if reason is None and fleet.is_faster_alone(fleet.usable(Role.DECODE), ask):
@@ -164,21 +158,9 @@ class ReplayRouter:
             self._sent(decode, number, computes=True)
         return prefill, decode
 
-    def own_times(self, number: int, outlook: EngineOutlook) -> OwnTimes | None:
-        """Return what a turn takes beyond the queues of the engines; None: nothing was measured."""
-        self._look()
-        return self.fleet.own_times(self._ask(number), outlook, self._least)
-
-    def drop(self, number: int) -> None:
-        """A turn is refused."""
-        self._asks.pop(number, None)
-
     def _ask(self, number: int) -> RoutingHints:
-        found = self._asks.get(number)
-        if found is None:
-            prompt = self._trace.text(number) if self._index is None else self._trace.ids(number)
-            found = self._asks[number] = RoutingHints(session=self._trace.turns[number].session, prompt=prompt)
-        return found
+        prompt = self._trace.text(number) if self._index is None else self._trace.ids(number)
+        return RoutingHints(session=self._trace.turns[number].session, prompt=prompt)
 
     def handed_over(self, decode: Instance, number: int) -> None:
         """The decode leg is sent behind a prefill engine's answer."""
@@ -265,8 +247,6 @@ def _fleet(
             return fleet_of(settings, Registry(settings), learned, clock, dice, index=index)
         except ConfigError as exc:
             raise NoReplay(str(exc)) from exc
-    if settings.classes:
-        raise NoReplay(f"{VLLM_ROUTER} has no classes")
     if names[0] != names[1]:
         raise NoReplay(f"{VLLM_ROUTER} chooses both engines, so it has no partner")
     registry = Registry(Settings())

@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pdrelay_proxy.core.model import Instance, Role
-from pdrelay_proxy.planning.replay.admission import ReplayGate
 from pdrelay_proxy.planning.replay.engine import EngineLog, EngineModel, EventLoop, VirtualEngine, VirtualLeg
 from pdrelay_proxy.planning.replay.roles import RolesPlan, SimulatedRoles, TurnedEngine
 from pdrelay_proxy.planning.replay.routers import ReplayRouter
 from pdrelay_proxy.planning.replay.traces import NoReplay, Trace, Turn
-from pdrelay_proxy.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,6 @@ class SimulatedFleet:
     odd_model: EngineModel | None = None  # of the last prefill engine, if that is another
     kv_events: bool = False  # engines publish what is in their caches, and the router follows it
     roles: RolesPlan | None = None  # engines turn; None: each keeps its role
-    classes: Settings | None = None  # settings that have classes; None: all requests are alike
 
 
 @dataclass(slots=True)
@@ -63,7 +60,6 @@ class Replayed:
     served: Sequence[Served]
     engines: Sequence[tuple[Role, EngineLog]]
     turned: Sequence[TurnedEngine] = ()
-    refused: Sequence[Turn] = ()  # at once, or after they had waited
 
 
 def replay(trace: Trace, policy: str, fleet: SimulatedFleet, *, seed: int) -> Replayed:
@@ -83,9 +79,7 @@ class _Replay:
             lambda: self._loop.now,
             seed,
             kv_events=fleet.kv_events,
-            classes=fleet.classes,
         )
-        self._gate = None if fleet.classes is None else ReplayGate(fleet.classes, self._router, self._loop, trace)
         instances = (*self._router.fleet.known(Role.PREFILL), *self._router.fleet.known(Role.DECODE))
         by_id = {one.id: models[one.role] for one in instances}
         if fleet.odd_model is not None:
@@ -109,7 +103,6 @@ class _Replay:
         )
         self._ended_count = 0
         self._served = list[Served]()
-        self._refused = list[Turn]()
         self._known = set[int]()  # blocks of all prompts and answers so far
         self._next = dict[int, list[int]]()  # turn -> the turns that wait for it
 
@@ -129,25 +122,11 @@ class _Replay:
         names = {id(engine): name for name, engine in self._engines.items()}  # the last one of an engine that turned
         logs = [(self._roles[name], self._engines[name].log) for name in names.values()]
         turned = () if turning is None else turning.turned
-        return Replayed(self._policy, self._served, logs, turned, self._refused)
+        return Replayed(self._policy, self._served, logs, turned)
 
     def _come(self, number: int) -> None:
-        came = self._loop.now
-        if self._gate is None:
-            self._start(number, came)
-        else:
-            self._gate.arrive(number, partial(self._start, number, came), partial(self._refuse, number))
-
-    def _refuse(self, number: int) -> None:
-        """A turn is not served; its client goes on with the conversation all the same."""
-        self._refused.append(self._trace.turns[number])
-        self._ended_count += 1
-        self._router.drop(number)
-        self._go_on(number)
-
-    def _start(self, number: int, came: float) -> None:
         turn = self._trace.turns[number]
-        one = Served(turn, came, self._new_tokens(turn), self._best_hit(turn))
+        one = Served(turn, self._loop.now, self._new_tokens(turn), self._best_hit(turn))
         self._served.append(one)
         prefill, decode = self._router.choose(number)
         if prefill is None:
@@ -185,8 +164,6 @@ class _Replay:
         self._ended_count += 1
         self._known.update(self._trace.answer_blocks(one.turn))
         self._router.answered(decode, number, leg.cached_tokens)
-        if self._gate is not None:
-            self._gate.leave(number)
         self._go_on(number)
 
     def _go_on(self, number: int) -> None:

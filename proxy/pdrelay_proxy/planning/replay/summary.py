@@ -1,15 +1,12 @@
 """What a replay comes to, in one row of numbers for each policy."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Final
 
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.planning.replay.simulation import Replayed, Served
 from pdrelay_proxy.planning.replay.traces import NoReplay
-
-NO_CLASSES: Final[Mapping[str, "Targets"]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,33 +38,19 @@ class Summary:
     good_per_s: float
     prefill_unevenness: float | None  # busy time of the busiest engine, over the mean
     decode_unevenness: float | None
-    classes: Sequence["ClassSummary"] = ()  # none: there are no classes, or all requests are of one
 
 
-@dataclass(frozen=True, slots=True)
-class ClassSummary:
-    """One class of requests; times are seconds; None: none was served."""
-
-    name: str
-    requests: int
-    good: float  # share of requests within the targets
-    refused: float  # share
-    tokens_per_s: float  # of prompts and answers that were served
-    ttft_p50: float | None
-    ttft_p95: float | None
-
-
-def summarise(replayed: Replayed, targets: Targets, by_class: Mapping[str, Targets] = NO_CLASSES) -> Summary:
-    """Return the row of one policy; raises NoReplay: nothing was served. ``by_class``: targets of classes."""
+def summarise(replayed: Replayed, targets: Targets) -> Summary:
+    """Return the row of one policy; raises NoReplay: nothing was served."""
     served = replayed.served
     if not served:
-        raise NoReplay(f"with {replayed.policy} all requests were refused: the targets are too tight for these engines")
+        raise NoReplay("there is no request to replay: give more of them, or more time")
     seconds = max(one.ended for one in served) - min(one.came for one in served)
     ttft = sorted(one.ttft_s for one in served)
     later = sorted(one.ttft_s for one in served if one.turn.goes_on is not None)
     gaps = sorted(gap for _, log in replayed.engines for gap in log.gaps)
-    good = sum(_is_good(one, by_class.get(one.turn.service_class or "", targets)) for one in served)
-    requests = len(served) + len(replayed.refused)
+    good = sum(one.ttft_s <= targets.ttft_s and one.itl_s <= targets.itl_s for one in served)
+    requests = len(served)
     computed = sum(leg.computed_tokens for one in served for _, leg in one.legs)
     return Summary(
         policy=replayed.policy,
@@ -87,27 +70,7 @@ def summarise(replayed: Replayed, targets: Targets, by_class: Mapping[str, Targe
         good_per_s=good / seconds,
         prefill_unevenness=_unevenness(log.busy_s for role, log in replayed.engines if role is Role.PREFILL),
         decode_unevenness=_unevenness(log.busy_s for role, log in replayed.engines if role is Role.DECODE),
-        classes=[_class(name, replayed, one, seconds) for name, one in by_class.items()],
     )
-
-
-def _class(name: str, replayed: Replayed, targets: Targets, seconds: float) -> ClassSummary:
-    served = [one for one in replayed.served if one.turn.service_class == name]
-    refused = sum(turn.service_class == name for turn in replayed.refused)
-    requests, ttft = max(1, len(served) + refused), sorted(one.ttft_s for one in served)
-    return ClassSummary(
-        name=name,
-        requests=len(served) + refused,
-        good=sum(_is_good(one, targets) for one in served) / requests,
-        refused=refused / requests,
-        tokens_per_s=sum(one.turn.prompt_tokens + one.turn.output_tokens for one in served) / seconds,
-        ttft_p50=_quantile(ttft, 0.5) if ttft else None,
-        ttft_p95=_quantile(ttft, 0.95) if ttft else None,
-    )
-
-
-def _is_good(one: Served, targets: Targets) -> bool:
-    return one.ttft_s <= targets.ttft_s and one.itl_s <= targets.itl_s
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

@@ -32,10 +32,9 @@ class _Mooncake(msgspec.Struct):
     hash_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**62)]], msgspec.Meta(max_length=MOST_TOKENS)]
 
 
-class _Lengths(msgspec.Struct, rename={"service_class": "class"}):
+class _Lengths(msgspec.Struct):
     prompt_tokens: _Tokens
     output_tokens: _Tokens
-    service_class: str | None = None
 
 
 class _Message(msgspec.Struct):
@@ -117,9 +116,7 @@ def _lengths(rows: Sequence[_Lengths], arrivals: Arrivals) -> Trace:
     names, size, turns = BlockNames(0), arrivals.block_tokens, list[Turn]()
     for row, at_s in zip(rows, poisson(arrivals.per_s, arrivals.seed), strict=False):
         blocks = names.take(-(-(row.prompt_tokens + row.output_tokens) // size))
-        turns.append(
-            Turn(f"r{len(turns)}", blocks, row.prompt_tokens, row.output_tokens, at_s, service_class=row.service_class)
-        )
+        turns.append(Turn(f"r{len(turns)}", blocks, row.prompt_tokens, row.output_tokens, at_s))
     return Trace(size, turns)
 
 

@@ -1,7 +1,7 @@
 """What clients ask for, turn by turn, and a generator of conversations for those who have no trace."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Final
 
@@ -30,7 +30,6 @@ class Turn:
     at_s: float  # when it comes; of one that waits: how long after the end of the turn before it
     goes_on: int | None = None  # the number of the turn before it in its conversation
     waits: bool = False  # for the end of that turn
-    service_class: str | None = None  # None: that of requests that name none, if there are classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,6 @@ class Trace:
 
     block_tokens: int  # tokens of a block
     turns: Sequence[Turn]
-
-    def in_class(self, name: str) -> "Trace":
-        """Return the same turns, those without a class in this one."""
-        return Trace(self.block_tokens, [replace(one, service_class=one.service_class or name) for one in self.turns])
 
     def full_blocks(self, turn: Turn) -> Sequence[int]:
         """Return the blocks that the prompt fills: only those can be found in a prefix cache."""

@@ -1,7 +1,6 @@
 """``pdrelay replay``, as it is typed."""
 
 import json
-import re
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -126,59 +125,3 @@ def test_decode_engines_of_another_kind(replayed, tmp_path):
 
     assert rows[0]["itl_p50"] < 0.5 < rows[1]["itl_p50"]
     assert rows[1]["ttft_p50"] - rows[0]["ttft_p50"] > 0.4
-
-
-CHAT, BATCH = '{"prompt_tokens":500,"output_tokens":20,"class":"chat"}\n', '{"prompt_tokens":4000,"output_tokens":9}\n'
-CLASSES = ("--classes", "chat:ttft=0.5", "batch:rank=9,max_wait=3600", "--default-class", "batch")
-OVERLOADED = ("--prefill", "2", "--decode", "2", "--rate", "21", "--policy", "expected_ttft", "--json")
-
-
-def test_classes_keep_chats_within_their_target_in_overload(replayed, tmp_path):
-    """More than the engines compute comes for half a minute: batch waits for it, and all of it is served."""
-    trace = tmp_path / "mixed.jsonl"
-    trace.write_text((CHAT + BATCH) * 300)
-    code, out, err = replayed(str(trace), *OVERLOADED, *CLASSES)
-    plain_code, plain_out, _ = replayed(str(trace), *OVERLOADED, "--ttft", "0.5")
-    ((row,), (plain,)) = json.loads(out), json.loads(plain_out)
-    chat, batch = row["classes"]
-
-    assert (code, plain_code, err) == (0, 0, "")
-    assert plain["ttft_p50"] > 1
-    assert plain["classes"] == []
-    assert chat["good"] > 0.9
-    assert (chat["requests"], batch["requests"], batch["refused"]) == (300, 300, 0.0)
-    assert batch["ttft_p50"] > chat["ttft_p95"]
-    assert row["seconds"] < 1.1 * plain["seconds"]
-
-
-def test_a_class_that_refuses_has_fewer_requests_to_serve(replayed, tmp_path):
-    """They count as not good; the table has a line for each class."""
-    trace = tmp_path / "chats.jsonl"
-    trace.write_text(CHAT * 1500)
-    strict = ("--classes", "chat:ttft=0.5,on_miss=refuse", "--default-class", "chat")
-    code, out, _ = replayed(str(trace), *OVERLOADED[:4], "--rate", "100", "--policy", "expected_ttft", *strict)
-    found = re.search(r"expected_ttft, class chat: 1,500 requests, (\S+)% good, (\S+)% refused, TTFT p50 \S+ ms", out)
-
-    assert code == 0
-    assert float(found[1]) > 50
-    assert 5 < float(found[2]) < 50
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--classes", "chat:ttft=x", "--default-class", "chat"), "classes: the class chat has ttft 'x': write a"),
-        (("--classes", "chat"), "there are classes, and default_class is missing"),
-        (("--default-class", "chat"), "default_class is 'chat', and there are no classes"),
-        (("--classes", "batch", "--default-class", "batch"), "request 0 has the class 'chat', which is none of"),
-        ((*CLASSES, "--policy", "vllm-router"), "vllm-router has no classes"),
-    ],
-)
-def test_classes_that_cannot_be_replayed(replayed, tmp_path, arguments, says):
-    """One sentence, as for any other mistake."""
-    trace = tmp_path / "one.jsonl"
-    trace.write_text(CHAT)
-    code, out, err = replayed(str(trace), *arguments)
-
-    assert (code, out) == (2, "")
-    assert err.startswith(f"pdrelay replay: {says}")

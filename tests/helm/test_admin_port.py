@@ -8,7 +8,7 @@ import pytest
 from support.certificates import Authority
 from support.helm_chart import HELMS, Chart, Refused, default, notes
 from support.helm_checks import complaints
-from support.helm_objects import COMPONENT, PROBES, container, flag, kind, one, router, templates
+from support.helm_objects import PROBES, container, flag, kind, one, router, templates
 from support.router_process import RouterProcess
 from support.sim import until
 
@@ -82,27 +82,6 @@ def test_prometheus_scrapes_the_admin_port_under_the_same_job(helm):
     assert complaints(objects) == []
 
 
-@pytest.mark.parametrize("helm", HELMS)
-def test_without_an_admin_port_everything_is_at_the_clients_port(helm):
-    """As before, for who has a proxy with rules of its own."""
-    values = {
-        "router": {"adminPort": 0, "peers": {"enabled": False}},
-        "monitoring": {"serviceMonitor": {"enabled": True}},
-        "tests": {"enabled": False},
-    }
-    objects = Chart().objects(values | {"networkPolicy": {"routerFrom": [PEER], "adminFrom": [PEER]}}, helm=helm)
-    c = container(templates(router(objects))[0])
-    (monitor,) = kind(objects, "ServiceMonitor")
-
-    assert "admin" not in str(c["ports"])
-    assert "--admin-port" not in c["args"]
-    assert (c["readinessProbe"]["httpGet"]["port"], "exec" in c["livenessProbe"]) == ("http", True)
-    assert rules(objects) == {"http": [PEER, PROMETHEUS, PEER]}
-    assert len([o for o in kind(objects, "Service") if o["metadata"]["labels"][COMPONENT].startswith("router")]) == 1
-    assert monitor["spec"]["endpoints"][0]["port"] == "http"
-    assert complaints(objects) == []
-
-
 def test_two_ports_that_are_one_are_refused():
     """In a sentence, before anything is installed."""
     with pytest.raises(Refused, match=r"router.port and router.adminPort are both 8081"):
@@ -166,6 +145,8 @@ def test_notes_say_where_the_status_page_is():
     assert "port-forward service/r-pdrelay-router-admin 8081:8081" in notes()
 
 
-def test_the_default_has_the_port():
-    """Closed by default: who wants everything on one port says so."""
+def test_operators_always_have_a_port_of_their_own():
+    """One port for clients and operators was never needed, and no policy could tell them apart there."""
     assert flag(container(templates(router(default()))[0])["args"], "--admin-port") == "8081"
+    with pytest.raises(Refused, match="adminPort"):
+        Chart().objects({"router": {"adminPort": 0}})

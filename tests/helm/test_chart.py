@@ -71,7 +71,7 @@ def test_the_files_of_ci_show_every_kind_of_object():
         "ServiceMonitor",
     }
     core = {"ConfigMap", "Deployment", "HorizontalPodAutoscaler", "Ingress", "NetworkPolicy", "Pod", "Secret"}
-    core |= {"Lease", "StatefulSet"}
+    core |= {"Lease"}
     core |= {"PodDisruptionBudget", "Role", "RoleBinding", "Service", "ServiceAccount"}
     assert kinds == crds | core
 
@@ -111,7 +111,7 @@ def test_a_new_chart_of_the_same_engines_restarts_no_engine(tmp_path):
     assert old == new
 
 
-@pytest.mark.parametrize("kind_", ["Deployment", "StatefulSet", "LeaderWorkerSet"])
+@pytest.mark.parametrize("kind_", ["Deployment", "LeaderWorkerSet"])
 def test_each_pool_may_be_any_kind_of_workload(kind_):
     """And all checks hold."""
     objects = Chart().objects({"prefill": {"kind": kind_}, "decode": {"kind": kind_, "dataParallel": 4}})
@@ -156,7 +156,6 @@ OWN_HOSTS = ["r-pdrelay-router.ns", "r-pdrelay-router-admin.ns"]
     ("values", "is_open", "hosts"),
     [
         ({}, True, OWN_HOSTS),
-        ({"router": {"adminPort": 0}}, True, ["r-pdrelay-router.ns"]),
         ({"router": {"apiKeys": {"secretName": "k"}}}, False, None),
         ({"router": {"tls": {"secretName": "t", "clientCaSecretName": "c"}}}, False, None),
         ({"router": {"tls": {"secretName": "t"}}}, True, None),
@@ -205,9 +204,7 @@ def test_the_chart_allows_what_a_router_allows_by_itself():
     assert values["router"]["allowedInstances"] == [*STANDARD, "*.svc", "*.svc.cluster.local"]
 
 
-@pytest.mark.parametrize(
-    ("ports", "port"), [({}, 8081), ({"adminPort": 9000}, 9000), ({"port": 9000, "adminPort": 0}, 9000)]
-)
+@pytest.mark.parametrize(("ports", "port"), [({}, 8081), ({"adminPort": 9000}, 9000)])
 @pytest.mark.parametrize("tls", ["", "tls"])
 def test_a_pod_knows_where_its_own_router_is(ports, port, tls, monkeypatch):
     """`kubectl exec POD -- pdrelay instances list` finds it at any port, and trusts the certificate it serves."""
@@ -232,7 +229,7 @@ def test_a_pod_knows_where_its_own_router_is(ports, port, tls, monkeypatch):
         (
             {"type": "image", "image": "r/m:1"},
             {"image": {"reference": "r/m:1", "pullPolicy": "IfNotPresent"}},
-            {"type": "claimTemplate", "storageClass": "fast"},
+            {"type": "emptyDir"},
         ),
         (
             {"type": "hostPath", "hostPath": "/srv/m"},
@@ -245,8 +242,7 @@ def test_a_pod_knows_where_its_own_router_is(ports, port, tls, monkeypatch):
 def test_a_model_may_lie_on_any_kind_of_volume_beside_any_kind_of_cache(volume, source, cache):
     """It is mounted where its name says, nobody writes to it, and nothing is downloaded."""
     values = {"model": {"name": "/models/m", "volume": volume}, "cache": cache}
-    kinds = {role: {"kind": "StatefulSet"} for role in ("prefill", "decode")}
-    objects = Chart().objects(values | kinds)
+    objects = Chart().objects(values)
 
     assert [problem for check in CHECKS.values() for problem in check(objects)] == []
     assert [problem for o in objects for problem in wrong(o, "1.33.0")] == []
@@ -256,7 +252,6 @@ def test_a_model_may_lie_on_any_kind_of_volume_beside_any_kind_of_cache(volume, 
         mount = {"name": "model", "mountPath": "/models", "readOnly": True}
         assert mount in container(template)["volumeMounts"]
         assert env(template)["HF_HUB_OFFLINE"]["value"] == "1"
-        assert bool(pool(objects, role)["spec"].get("volumeClaimTemplates")) is (cache["type"] == "claimTemplate")
 
 
 def test_images_are_pulled_by_digest_and_with_secrets_if_they_have_them():
@@ -330,7 +325,6 @@ PRIVILEGED = {
     "hostnetwork-rdma",
     "rdma",
     "tp8-multinode",
-    "wide-ep",
 }  # RDMA takes IPC_LOCK; and one has the node's network and disk
 
 

@@ -1,5 +1,5 @@
 """What engines are started with, by the chart and in the documents, read by vLLM's own parser. It takes 20 s to import,
-and 10 s more to read a model's configuration, so all share one process."""
+so all share one process."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from support.documents import PAGES, blocks
 from support.helm_chart import CASES, Chart, default
-from support.helm_objects import WORKLOADS, container, env, kind, templates
+from support.helm_objects import WORKLOADS, container, env, flag, kind, pool, templates
 
 pytestmark = pytest.mark.processes
 
@@ -38,27 +38,12 @@ for args in json.load(sys.stdin):
             "extra": transfer.kv_connector_extra_config, "buffer": transfer.kv_buffer_device,
             "length": engine.max_model_len, "shutdown": engine.shutdown_timeout,
             "events": engine.kv_events_config.endpoint if engine.kv_events_config else None,
-            "experts": engine.enable_expert_parallel, "servers": parsed.api_server_count,
+            "experts": engine.enable_expert_parallel,
         })
-        if engine.nnodes > 1 and engine.data_parallel_size > 1:  # which of the ranks are its own is inferred
-            engine.model = engine.tokenizer = sys.argv[1]
-            engine.skip_tokenizer_init = True
-            config = engine.create_engine_config(headless=parsed.headless).parallel_config
-            read[-1]["ranks"] = {
-                "first": config.data_parallel_rank, "here": config.data_parallel_size_local,
-                "within": config.node_rank_within_dp, "address": config.data_parallel_master_ip,
-                "port": config.data_parallel_rpc_port, "world": config.world_size_across_dp,
-                "others": config.data_parallel_external_lb or config.data_parallel_hybrid_lb,
-            }
     except SystemExit as exc:
         read.append({"refused": str(exc)})
 print("\\n" + json.dumps(read))
 """
-MIXTURE = {  # as much of a mixture of experts as vLLM reads before there are weights
-    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 64,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_local_experts": 32,
-    "num_experts_per_tok": 2, "vocab_size": 256, "max_position_embeddings": 65536, "torch_dtype": "float32",
-}  # fmt: skip
 
 
 def seen_by(number):
@@ -84,8 +69,8 @@ def documented():
         yield from (words[1:] for words in found if words[0] == "serve")
 
 
-def read(argvs, model):
-    argv = [sys.executable, "-W", "ignore", "-c", READING, str(model)]
+def read(argvs):
+    argv = [sys.executable, "-W", "ignore", "-c", READING]
     done = subprocess.run(argv, input=json.dumps(argvs), capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -93,15 +78,14 @@ def read(argvs, model):
 
 @pytest.mark.slow  # the import of vLLM
 @pytest.mark.timeout(420)
-def test_vllm_reads_the_arguments_of_every_pod_as_they_are_meant(tmp_path):
+def test_vllm_reads_the_arguments_of_every_pod_as_they_are_meant():
     """And refuses a flag that it does not know, or everything above would be nothing."""
     pods = dict(started())
     argvs = [[seen_by(name[-1]).get(arg, arg) for arg in c["args"][1:]] for name, c in pods.items()]
-    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
 
     shown = [*documented()]
 
-    *found, wrong = read([*shown, *argvs, [*argvs[0], "--no-such-flag"]], tmp_path)
+    *found, wrong = read([*shown, *argvs, [*argvs[0], "--no-such-flag"]])
 
     assert wrong == {"refused": "2"}
     assert len(shown) > 3
@@ -124,21 +108,6 @@ def test_vllm_reads_the_arguments_of_every_pod_as_they_are_meant(tmp_path):
     assert (worker["tp"], worker["nodes"], worker["rank"], worker["leader"]) == (8, 2, 1, "leader.ns")
     assert worker["extra"] == {"kv_lease_duration": 30, "mode": "push"}
     assert found[list(pods).index("cpu-demo-prefill-0")]["buffer"] == "cpu"
-    assert [(one["nodes"], one["rank"], one["servers"]) for one in wide_pods(pods, found)] == [
-        (2, 0, 4), (2, 1, None), (4, 0, 8), (4, 1, None),
-    ]  # fmt: skip
-    common = {"within": 0, "others": False, "here": 8}  # one engine behind the leader's API, eight ranks in each pod
-    assert [one["ranks"] for one in wide_pods(pods, found)] == [
-        common | {"first": 0, "address": "10.0.0.0", "port": 29550, "world": 16},
-        common | {"first": 8, "address": "leader.ns", "port": 29550, "world": 16},
-        common | {"first": 0, "address": "10.0.0.0", "port": 29650, "world": 32},
-        common | {"first": 8, "address": "leader.ns", "port": 29650, "world": 32},
-    ]
-
-
-def wide_pods(pods, found):
-    """Return those of the example of wide EP: prefill, then decode; each leader before its workers."""
-    return [one for name, one in zip(pods, found, strict=True) if name.startswith("wide-ep-")]
 
 
 def test_workers_of_an_engine_ask_its_leader():
@@ -154,6 +123,47 @@ def test_workers_of_an_engine_ask_its_leader():
         assert env(first)["VLLM_NIXL_SIDE_CHANNEL_HOST"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
         assert env(second)["VLLM_NIXL_SIDE_CHANNEL_HOST"]["value"] == "$(LWS_LEADER_ADDRESS)"
         assert o["spec"]["leaderWorkerTemplate"]["size"] == 2
+
+
+def test_a_group_of_tensor_parallel_pods_is_one_rank():
+    """Its workers have no ranks, no ports, no API and no address of their own."""
+    values = {"kind": "LeaderWorkerSet", "nodes": 2, "tensorParallel": 8, "apiServers": 4}
+    leader, worker = templates(pool(Chart().objects({"decode": values}), "decode"))
+
+    assert ports(leader) == {"http": 8200, "group": 29601, "side-0": 5700}
+    assert ports(worker) == {}
+    assert [flag(container(one)["args"], "--api-server-count") for one in (leader, worker)] == ["4", None]
+    assert not any("data-parallel" in arg for template in (leader, worker) for arg in container(template)["args"])
+
+
+def ports(template):
+    return {port["name"]: port["containerPort"] for port in container(template).get("ports", ())}
+
+
+def test_one_pod_that_ends_ends_its_group():
+    """Its engine cannot go on without it; a rollout has one group more."""
+    for role in ("prefill", "decode"):
+        spec = pool(default("tp8-multinode"), role)["spec"]
+        assert spec["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+        assert (spec["leaderWorkerTemplate"]["size"], spec["startupPolicy"]) == (2, "LeaderCreated")
+        assert spec["rolloutStrategy"]["rollingUpdateConfiguration"] == {"maxUnavailable": 0, "maxSurge": 1}
+
+
+def test_api_servers_wait_for_the_ranks_as_long_as_the_probe():
+    """vLLM's own 600 s are shorter than a first download; a value of `extraEnv` goes first."""
+    name = "VLLM_ENGINE_READY_TIMEOUT_S"
+    several, named, alone = (
+        templates(pool(Chart().objects({"decode": {"probes": {"startupSeconds": 2400}, **more}}), "decode"))[0]
+        for more in (
+            {"dataParallel": 4},
+            {"dataParallel": 4, "extraEnv": [{"name": name, "value": "7"}]},
+            {"tensorParallel": 4},
+        )
+    )
+
+    assert env(several)[name]["value"] == "2400"
+    assert [entry["value"] for entry in container(named)["env"] if entry["name"] == name] == ["7"]
+    assert name not in env(alone)
 
 
 def test_accelerators_are_counted_from_the_parallelism():

@@ -60,7 +60,7 @@ def test_a_rollout_waits_for_pods_that_stay_ready():
     values = {
         "router": {"minReadySeconds": 10},
         "prefill": {"minReadySeconds": 60},
-        "decode": {"kind": "StatefulSet", "minReadySeconds": 30},
+        "decode": {"minReadySeconds": 30},
     }
     plain, objects = Chart().objects(), Chart().objects(values)
     prefill = pool(objects, "prefill")["spec"]

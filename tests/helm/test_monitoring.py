@@ -307,21 +307,6 @@ def test_a_worker_is_missed_where_there_are_fewer_than_are_wanted():
     assert "of 3 workers" in missing["annotations"]["summary"]
 
 
-def test_a_router_that_wants_certificates_is_scraped_with_one():
-    """Where there is no admin port, which wants none: else every scrape fails, and PDRelayRouterDown fires for ever."""
-    values = {
-        "router": {"adminPort": 0, "tls": {"secretName": "t", "clientCaSecretName": "c"}},
-        "monitoring": {"serviceMonitor": {"enabled": True}},
-    }
-    with pytest.raises(Refused, match="Prometheus needs a certificate to show"):
-        Chart().objects(values)
-
-    shown = {"cert": {"secret": {"name": "p", "key": "tls.crt"}}, "keySecret": {"name": "p", "key": "tls.key"}}
-    values["monitoring"]["serviceMonitor"]["tlsConfig"] = shown
-    (monitor,) = kind(Chart().objects(values), "ServiceMonitor")
-    assert monitor["spec"]["endpoints"][0]["tlsConfig"] == shown
-
-
 def test_every_alert_says_how_bad_it_is_and_where_to_read_on():
     """Its section exists in the runbook, under its own name, and the runbook has no other sections."""
     runbook = (ROOT / "docs" / "runbook.md").read_text()

@@ -44,7 +44,7 @@ def upgraded(helm, values, *there, new=False):
 
 @pytest.mark.parametrize("helm", HELMS)
 @pytest.mark.parametrize("autoscaling", [HPA, KEDA], ids=["hpa", "keda"])
-@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet", "LeaderWorkerSet"])
+@pytest.mark.parametrize("kind", ["Deployment", "LeaderWorkerSet"])
 def test_switching_on_autoscaling_keeps_the_engines_that_run(kind, autoscaling, helm):
     """A number that is left out is 1 to the API: all engines but one would end, and load their models again."""
     values = {"decode": {"kind": kind, "replicas": 6, "autoscaling": autoscaling}}

@@ -5,8 +5,6 @@ import importlib.util
 import itertools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -325,41 +323,6 @@ def test_an_open_data_plane_is_accepted_in_words():
 
     assert "The engines' data plane is not closed by this chart" in said
     assert "reads and writes its memory" in said
-
-
-ANSWERS = """
-import http.server, sys
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(401); self.end_headers()
-server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-print(server.server_port, flush=True)
-server.serve_forever()
-"""
-HANGS = """
-import socket, time
-listener = socket.create_server(("127.0.0.1", 0))
-print(listener.getsockname()[1], flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(("code", "alive"), [(ANSWERS, True), (HANGS, False)], ids=["refuses", "hangs"])
-def test_a_router_with_keys_is_alive_if_it_answers_anything(code, alive):
-    """At the clients' port probes have no key to show: 401 is an answer. A router that stands still gives none."""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        port = int(process.stdout.readline())
-        within_s = 30 if alive else 2  # a server that answers may be kept from it
-        keys = {"apiKeys": {"secretName": "clients"}, "port": port, "adminPort": 0}
-        keys["probes"] = {"timeoutSeconds": within_s}
-        probes = container(templates(router(Chart().objects({"router": keys})))[0])
-        command = probes["livenessProbe"]["exec"]["command"]
-        done = subprocess.run(command, capture_output=True, check=False, timeout=60)
-        process.kill()
-
-    assert (done.returncode == 0) is alive, done.stderr
-    assert probes["startupProbe"]["exec"]["command"] == command
-    assert probes["readinessProbe"]["httpGet"]["path"] == "/ready"
 
 
 def test_policies_are_made_unless_the_open_data_plane_is_accepted():

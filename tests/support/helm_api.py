@@ -93,7 +93,7 @@ def isolation(objects):
 
 
 def admin_port(objects):
-    """What operators use is at a port of its own, if at all, open to named peers and shown by no load balancer."""
+    """What operators use is at a port of its own, open to named peers and shown by no load balancer."""
     problems = []
     for o in kind(objects, "NetworkPolicy"):
         for rule in o["spec"]["ingress"] if o["metadata"]["labels"][COMPONENT] == "router" else ():

@@ -14,7 +14,7 @@ _KINDS = {
         "ServiceAccount": "serviceaccounts",
         "Namespace": "namespaces",
     },
-    "apps/v1": {"Deployment": "deployments", "StatefulSet": "statefulsets"},
+    "apps/v1": {"Deployment": "deployments"},
     "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
     "keda.sh/v1alpha1": {"ScaledObject": "scaledobjects"},
     "disaggregatedset.x-k8s.io/v1": {

@@ -122,7 +122,6 @@ _NAMED = {
     "HorizontalPodAutoscaler": _scaled,
     "ScaledObject": _scaled,
     "RoleBinding": _bound,
-    "StatefulSet": lambda o: [("Service", o["spec"]["serviceName"])],
     "Ingress": _behind_ingress,
     "HTTPRoute": _behind_route,
 }

@@ -1,6 +1,6 @@
 """Finding one's way in rendered objects."""
 
-WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+WORKLOADS = ("Deployment", "LeaderWorkerSet")
 COMPONENT = "app.kubernetes.io/component"
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"

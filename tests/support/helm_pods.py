@@ -246,10 +246,9 @@ def side_channel(objects):
     problems = []
     for role, template in engine_pods(objects):
         args = container(template)["args"]
-        ranks, nodes = int(flag(args, "--data-parallel-size") or 1), int(flag(args, "--nnodes") or 1)
-        own = ranks // nodes if ranks > 1 else 1  # of the leader
+        ranks = int(flag(args, "--data-parallel-size") or 1)
         for number, pod in enumerate(templates(pool(objects, role))):
-            here = range(own, ranks) if number else range(own)
+            here = range(0 if number else ranks)  # all are the leader's
             problems += [f"{role}-{number}: {said}" for said in _side_ports(pod, here)]
         said = template["metadata"]["annotations"].get("pdrelay/ranks", "1")
         if int(said) != ranks:

@@ -18,13 +18,10 @@
 {{- fail "router.adminKey and router.apiKeys are the same key of the same secret: clients would be operators, so give each a key of its own" -}}
 {{- end -}}
 {{- if eq (int $v.router.port) (int $v.router.adminPort) -}}
-{{- fail (printf "router.port and router.adminPort are both %d: write two, or router.adminPort: 0" (int $v.router.port)) -}}
+{{- fail (printf "router.port and router.adminPort are both %d: write two" (int $v.router.port)) -}}
 {{- end -}}
 {{- if and $v.router.tls.clientCaSecretName (not $v.router.tls.secretName) -}}
 {{- fail "router.tls.clientCaSecretName needs router.tls.secretName: certificates are shown over https only" -}}
-{{- end -}}
-{{- if and $v.router.tls.clientCaSecretName (not $v.router.adminPort) $v.monitoring.serviceMonitor.enabled (not $v.monitoring.serviceMonitor.tlsConfig) -}}
-{{- fail "router.tls.clientCaSecretName is set: Prometheus needs a certificate to show, so write monitoring.serviceMonitor.tlsConfig, or give routers a router.adminPort" -}}
 {{- end -}}
 {{- if and $v.router.apiKeys.secretName $v.monitoring.serviceMonitor.enabled (not $v.monitoring.serviceMonitor.bearerToken.secretName) (not (get $v.router.settings "public_metrics")) -}}
 {{- fail "router.apiKeys.secretName is set, and /metrics wants a key: name one for Prometheus in monitoring.serviceMonitor.bearerToken, or write router.settings.public_metrics: true" -}}
@@ -174,19 +171,11 @@
 {{- if and (eq $p.kind "LeaderWorkerSet") (gt (int $p.minReadySeconds) 0) -}}
 {{- fail (printf "%s.minReadySeconds is %d, but %s.kind is LeaderWorkerSet: a LeaderWorkerSet has no such field" $role (int $p.minReadySeconds) $role) -}}
 {{- end -}}
-{{- if include "pdrelay.pool.wide" $p -}}
-{{- if ne (mod $p.dataParallel $p.nodes) 0 -}}
-{{- fail (printf "%s.dataParallel is %d: as many ranks are in each of %d nodes, so write a multiple of %d (or dataParallel: 1, to spread tensorParallel over the nodes)" $role (int $p.dataParallel) (int $p.nodes) (int $p.nodes)) -}}
+{{- if and (gt (int $p.nodes) 1) (gt (int $p.dataParallel) 1) -}}
+{{- fail (printf "%s.dataParallel is %d, and %s.nodes is %d: ranks over several pods have not been tried, so write dataParallel: 1, to spread tensorParallel over the nodes, or nodes: 1" $role (int $p.dataParallel) $role (int $p.nodes)) -}}
 {{- end -}}
-{{- if $v.kvEvents.enabled -}}
-{{- fail (printf "kvEvents.enabled is true, and %s has data-parallel ranks in %d pods: events go over a socket inside a pod, so those of the workers would reach no router; leave it out, or write %s.nodes: 1" $role (int $p.nodes) $role) -}}
-{{- end -}}
-{{- end -}}
-{{- if ne (mod (mul $p.tensorParallel $p.dataParallel) $p.nodes) 0 -}}
+{{- if ne (mod $p.tensorParallel $p.nodes) 0 -}}
 {{- fail (printf "%s.tensorParallel is %d: it cannot be divided over %d nodes" $role (int $p.tensorParallel) (int $p.nodes)) -}}
-{{- end -}}
-{{- if and (eq $v.cache.type "claimTemplate") (ne $p.kind "StatefulSet") -}}
-{{- fail (printf "cache.type is claimTemplate, but %s.kind is %s: only a StatefulSet makes claims; write emptyDir, pvc or hostPath" $role $p.kind) -}}
 {{- end -}}
 {{- if gt (int $p.autoscaling.min) (int $p.autoscaling.max) -}}
 {{- fail (printf "%s.autoscaling.min is %d, above max, which is %d" $role (int $p.autoscaling.min) (int $p.autoscaling.max)) -}}
@@ -287,7 +276,6 @@
 {{- define "pdrelay.ports" -}}
 {{- $ports := list (int .port) -}}
 {{- if gt (int .nodes) 1 -}}{{- $ports = append $ports (int .groupPort) -}}{{- end -}}
-{{- if include "pdrelay.pool.wide" . -}}{{- $ports = append $ports (int .rpcPort) -}}{{- end -}}
 {{- range $rank := until (int .dataParallel) -}}
 {{- $ports = append $ports (add $.sidePort $rank | int) -}}
 {{- if $.kvEvents.enabled -}}
@@ -300,7 +288,7 @@
 {{- define "pdrelay.check.ports" -}}
 {{- $ports := include "pdrelay.ports" .pool | fromJsonArray -}}
 {{- if ne (len $ports) (len (uniq $ports)) -}}
-{{- $group := ternary (printf ", groupPort %d, rpcPort %d" (int .pool.groupPort) (int .pool.rpcPort)) "" (gt (int .pool.nodes) 1) -}}
+{{- $group := ternary (printf ", groupPort %d" (int .pool.groupPort)) "" (gt (int .pool.nodes) 1) -}}
 {{- fail (printf "%s: port %d%s, the side channel from %d on and KV events from %d on share a port over %d ranks: move them apart" .role (int .pool.port) $group (int .pool.sidePort) (int .pool.kvEvents.port) (int .pool.dataParallel)) -}}
 {{- end -}}
 {{- range $ports -}}
@@ -432,7 +420,7 @@
 -dp: {{ . }}.dataParallel
 --dp: {{ . }}.dataParallel
 {{- range $end := list "size-local" "rank" "start-rank" "address" "rpc-port" "external-lb" "hybrid-lb" "multi-port-external-lb" }}
---data-parallel-{{ $end }}: {{ $ }}.dataParallel and {{ $ }}.nodes
+--data-parallel-{{ $end }}: {{ $ }}.dataParallel
 {{- end }}
 --enable-expert-parallel: {{ . }}.expertParallel
 --no-enable-expert-parallel: {{ . }}.expertParallel

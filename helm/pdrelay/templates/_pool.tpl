@@ -22,42 +22,21 @@
 {{- toJson $config -}}
 {{- end -}}
 
-{{/* The values of a pool: "true" if its data-parallel ranks are spread over the pods of a group. */}}
-{{- define "pdrelay.pool.wide" -}}
-{{- if and (gt (int .nodes) 1) (gt (int .dataParallel) 1) -}}true{{- end -}}
-{{- end -}}
-
-{{/* dict root role worker: the data-parallel ranks of this pod (of all workers of a group), as a JSON array. */}}
-{{- define "pdrelay.pool.ranks" -}}
-{{- $p := index .root.Values .role -}}
-{{- $leader := int $p.dataParallel -}}
-{{- if include "pdrelay.pool.wide" $p -}}{{- $leader = div $p.dataParallel $p.nodes | int -}}{{- end -}}
-{{- if .worker -}}
-{{- untilStep $leader (int $p.dataParallel) 1 | toJson -}}
-{{- else -}}
-{{- until $leader | toJson -}}
-{{- end -}}
-{{- end -}}
-
-{{/* dict root role worker: ports of the container, as a YAML list; empty: none. A worker without ranks has none. */}}
+{{/* dict root role worker: ports of the container, as a YAML list; empty: none. A worker has none: the ranks are the leader's. */}}
 {{- define "pdrelay.pool.ports" -}}
 {{- $p := index .root.Values .role -}}
-{{- $ranks := include "pdrelay.pool.ranks" . | fromJsonArray -}}
 {{- if not .worker }}
 - {name: http, containerPort: {{ int $p.port }}}
 {{- if gt (int $p.nodes) 1 }}
 - {name: group, containerPort: {{ int $p.groupPort }}}
 {{- end }}
-{{- if include "pdrelay.pool.wide" $p }}
-- {name: rpc, containerPort: {{ int $p.rpcPort }}}
-{{- end }}
-{{- end }}
-{{- range $rank := $ranks }}
+{{- range $rank := until (int $p.dataParallel) }}
 - {name: side-{{ $rank }}, containerPort: {{ add $p.sidePort $rank }}}
 {{- end }}
 {{- if $p.kvEvents.enabled }}
-{{- range $rank := $ranks }}
+{{- range $rank := until (int $p.dataParallel) }}
 - {name: kv-events-{{ $rank }}, containerPort: {{ add $p.kvEvents.port $rank }}}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -126,14 +105,6 @@
 - $(LWS_LEADER_ADDRESS)
 - --master-port
 - {{ include "pdrelay.argument" $p.groupPort | quote }}
-{{- end }}
-{{- if include "pdrelay.pool.wide" $p }}
-- --data-parallel-size-local
-- {{ div $p.dataParallel $p.nodes | quote }}
-- --data-parallel-address
-- {{ ternary "$(LWS_LEADER_ADDRESS)" "$(POD_IP)" .worker }}
-- --data-parallel-rpc-port
-- {{ include "pdrelay.argument" $p.rpcPort | quote }}
 {{- end }}
 {{- $domains := without $v.model.allowedMediaDomains "*" }}
 {{- if and $domains (not (has "*" $v.model.allowedMediaDomains)) }}
@@ -217,7 +188,7 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 - name: VLLM_HOST_IP
   value: $(POD_IP)
 - name: VLLM_NIXL_SIDE_CHANNEL_HOST
-{{- if and .worker (not (include "pdrelay.pool.wide" $p)) }}
+{{- if .worker }}
   value: $(LWS_LEADER_ADDRESS) # where the engine's own workers find its side channel
 {{- else }}
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
@@ -674,26 +645,9 @@ spec:
   selector:
     matchLabels:
       {{- include "pdrelay.selector" (dict "root" .root "component" .role) | nindent 6 }}
-  {{- if eq $p.kind "StatefulSet" }}
-  serviceName: {{ $name }}
-  podManagementPolicy: Parallel
-  updateStrategy:
-    {{- toYaml ($p.strategy | default (dict "type" "RollingUpdate")) | nindent 4 }}
-  {{- if eq .root.Values.cache.type "claimTemplate" }}
-  volumeClaimTemplates:
-    - metadata: {name: cache}
-      spec:
-        accessModes: [ReadWriteOnce]
-        {{- with .root.Values.cache.storageClass }}
-        storageClassName: {{ . }}
-        {{- end }}
-        resources: {requests: {storage: {{ .root.Values.cache.size }}}}
-  {{- end }}
-  {{- else }}
   strategy:
     {{- toYaml ($p.strategy | default (dict "type" "RollingUpdate" "rollingUpdate" (dict "maxSurge" 1 "maxUnavailable" 0))) | nindent 4 }}
   progressDeadlineSeconds: {{ add $p.probes.startupSeconds 600 $p.minReadySeconds }}
-  {{- end }}
   template:
     {{- include "pdrelay.pool.template" $leader | nindent 4 }}
   {{- end }}

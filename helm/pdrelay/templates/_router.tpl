@@ -6,10 +6,8 @@
 - {{ .Values.listenAddress | quote }}
 - --port
 - {{ include "pdrelay.argument" $v.port | quote }}
-{{- if $v.adminPort }}
 - --admin-port
 - {{ include "pdrelay.argument" $v.adminPort | quote }}
-{{- end }}
 {{- if gt (int $v.workers) 1 }}
 - --workers
 - {{ include "pdrelay.argument" $v.workers | quote }}
@@ -92,12 +90,10 @@
 - /etc/pdrelay/tls/tls.crt
 - --tls-key
 - /etc/pdrelay/tls/tls.key
-{{- if $v.adminPort }}
 - --admin-tls-cert
 - /etc/pdrelay/tls/tls.crt
 - --admin-tls-key
 - /etc/pdrelay/tls/tls.key
-{{- end }}
 {{- end }}
 {{- if $v.tls.clientCaSecretName }}
 - --tls-client-ca
@@ -141,8 +137,9 @@
 {{- $v := .Values.router -}}
 {{- $hosts := $v.allowedHosts -}}
 {{- if not (or $v.apiKeys.secretName $v.tls.secretName) -}}
-{{- $hosts = append $hosts (printf "%s-router.%s" (include "pdrelay.fullname" .) .Release.Namespace) -}}
-{{- if $v.adminPort -}}{{- $hosts = append $hosts (printf "%s-router-admin.%s" (include "pdrelay.fullname" .) .Release.Namespace) -}}{{- end -}}
+{{- range $name := list "router" "router-admin" -}}
+{{- $hosts = append $hosts (printf "%s-%s.%s" (include "pdrelay.fullname" $) $name $.Release.Namespace) -}}
+{{- end -}}
 {{- if .Values.ingress.enabled -}}{{- $hosts = concat $hosts .Values.ingress.hosts -}}{{- end -}}
 {{- if .Values.httpRoute.enabled -}}{{- $hosts = concat $hosts (.Values.httpRoute.hostnames | default (list "*")) -}}{{- end -}}
 {{- end -}}
@@ -153,7 +150,7 @@
 
 {{- define "pdrelay.router.env" -}}
 - name: PDRELAY_ROUTER # for `pdrelay instances` inside the pod
-  value: {{ lower (include "pdrelay.scheme" .) }}://localhost:{{ int (.Values.router.adminPort | default .Values.router.port) }}
+  value: {{ lower (include "pdrelay.scheme" .) }}://localhost:{{ int .Values.router.adminPort }}
 {{- if .Values.router.tls.secretName }}
 - name: PDRELAY_ROUTER_PIN
   value: /etc/pdrelay/tls/tls.crt
@@ -177,23 +174,6 @@
 {{- with .Values.router.extraEnv }}
 {{ toYaml . }}
 {{- end }}
-{{- end -}}
-
-{{/* Without an admin port. Fails unless the router answers, with any status: one that hangs must be restarted, one without engines must not. One that closes the
-connection, for it has as many as it may or the probe shows no certificate, is alive, too. */}}
-{{- define "pdrelay.router.alive" -}}
-import http.client as h, ssl
-{{- $where := printf "'localhost', %d, timeout=%d" (int .Values.router.port) (int .Values.router.probes.timeoutSeconds) }}
-{{- if .Values.router.tls.secretName }}
-c = h.HTTPSConnection({{ $where }}, context=ssl._create_unverified_context())
-{{- else }}
-c = h.HTTPConnection({{ $where }})
-{{- end }}
-try:
-    c.request('GET', '/health')
-    c.getresponse()
-except (ConnectionResetError, BrokenPipeError, ssl.SSLError):
-    pass
 {{- end -}}
 
 {{/* Each worker fills a core at most, so that is what is asked for; an HPA compares with it. */}}

@@ -3,7 +3,9 @@
 So a stream that another engine goes on with is right only if that engine was given exactly the tokens of the first.
 """
 
+import itertools
 import json
+import operator
 
 from pdrelay_proxy.core.model import Api
 
@@ -13,7 +15,16 @@ HALF = 7  # every token that is a multiple of it has no text of its own: the nex
 
 def next_token(tokens, banned=()):
     """Return the token that follows; if it is banned, the next one that is not."""
-    token = (sum((place + 1) * token for place, token in enumerate(tokens)) * 31 + len(tokens)) % VOCABULARY
+    return _next(_weight(tokens), len(tokens), banned)
+
+
+def _weight(tokens):
+    """Return what the next token depends on; one more token adds its place, from 1, times itself."""
+    return sum(map(operator.mul, tokens, itertools.count(1)))
+
+
+def _next(weight, count, banned):
+    token = (weight * 31 + count) % VOCABULARY
     while token in banned:
         token = (token + 1) % VOCABULARY
     return token
@@ -63,7 +74,7 @@ def events(body, *, name, per_event=1):
     api = Api.CHAT if "messages" in body else Api.COMPLETIONS
     prompt, options = ids_of(body), body.get("stream_options") or {}
     head = {"id": name, "object": "chunk", "created": 7, "model": "m"}
-    tokens, made, pending = list(prompt), 0, ""
+    weight, made, pending = _weight(prompt), 0, ""
     is_first = True
     if api is Api.CHAT:
         yield event(
@@ -75,10 +86,10 @@ def events(body, *, name, per_event=1):
         ids, text = [], ""
         for _ in range(min(per_event, limit - made)):
             stops, banned = stops_of(body, made)
-            token = next_token(tokens, banned)
-            tokens.append(token)
+            token = _next(weight, len(prompt) + made, banned)
             ids.append(token)
             made += 1
+            weight += (len(prompt) + made) * token
             is_end = token in stops
             is_over = is_end or made == limit
             pending += "" if is_end else f" {token}"

@@ -6,7 +6,9 @@ either: api/endpoint_protocol.py takes them from the connection.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
+from copy import copy
+from functools import cache
 from typing import Annotated, Any, Final, TypeAlias
 
 from fastapi import Header, Security
@@ -35,10 +37,10 @@ _NOT_FOUND: Final[tuple[Match, Scope]] = (Match.NONE, {})
 _Headers: TypeAlias = Annotated[ForwardedHeaders, Header()]
 
 # Either will do, which two entries in a document's ``security`` say.
-CLIENT_KEYS: Final[Sequence[Any]] = [
+CLIENT_KEYS: Final[tuple[Any, ...]] = (
     Security(HTTPBearer(scheme_name="bearer", description="A key of a client", auto_error=False)),
     Security(APIKeyHeader(name="X-Api-Key", scheme_name="key", description="A key of a client", auto_error=False)),
-]
+)
 _ERRORS: Final[Mapping[int | str, str]] = {
     400: "The request is not one that the router or an engine takes",
     401: "No API key, or one that the router does not know",
@@ -105,18 +107,23 @@ _GENERATING: Final[Mapping[str, Callable[..., Awaitable[None]]]] = {
 class EndpointRoute(APIRoute):
     """A path that an ASGI application serves; its signature is there for the document."""
 
-    def __init__(self, path: str, signature: Callable[..., Awaitable[None]], served: ASGIApp, **described: Any) -> None:  # noqa: ANN401 (what FastAPI takes)
+    def __init__(self, path: str, signature: Callable[..., Awaitable[None]], **described: Any) -> None:  # noqa: ANN401 (what FastAPI takes)
         super().__init__(path, signature, methods=["POST"], response_model=None, **described)
-        self.app = served
+
+    def served_by(self, application: ASGIApp) -> "EndpointRoute":
+        """Return the same route of another application."""
+        route = copy(self)
+        route.app = application
+        return route
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Tell whether it is this path: an ordinary route's regular expression lets a line break pass behind it."""
         return super().matches(scope) if scope.get("path") == self.path else _NOT_FOUND
 
 
-def endpoint_routes(endpoints: ASGIApp, *, keys: Sequence[Any] = ()) -> list[EndpointRoute]:
+def endpoint_routes(endpoints: ASGIApp, *, keys: tuple[Any, ...] = ()) -> list[EndpointRoute]:
     """Build the routes of all paths in the table; ``keys``: CLIENT_KEYS, if clients must show one."""
-    return [_route(path, kind, endpoints, keys) for path, kind in ENDPOINTS.items()]
+    return [_described(path, kind, keys).served_by(endpoints) for path, kind in ENDPOINTS.items()]
 
 
 def is_endpoint(scope: Scope) -> bool:
@@ -132,7 +139,9 @@ def operation_id(route: APIRoute) -> str:
     return "_".join([*sorted(route.methods), *words]).lower()
 
 
-def _route(path: str, kind: EndpointKind, endpoints: ASGIApp, keys: Sequence[Any]) -> EndpointRoute:
+@cache
+def _described(path: str, kind: EndpointKind, keys: tuple[Any, ...]) -> EndpointRoute:
+    """Return the route as the document has it: FastAPI takes a millisecond to analyse its signature."""
     text = ENDPOINT_TEXTS[path]
     signature = _GENERATING.get(path, _form if kind is EndpointKind.FORM else _json)
     content: Part = {"application/json": {"schema": {"$ref": PLACE + text.answer}}}
@@ -146,7 +155,6 @@ def _route(path: str, kind: EndpointKind, endpoints: ASGIApp, keys: Sequence[Any
     return EndpointRoute(
         path,
         signature,
-        endpoints,
         summary=text.summary,
         tags=["two legs" if kind is EndpointKind.SPLIT else "one leg"],
         responses=answers,

@@ -134,6 +134,12 @@ MOST_SAMPLED = 256  # blocks of one request: core/messages.py carries no more
 BOUNDS: Mapping[str, float] = {"max_held_share": 1.0, "verify_share": 1.0, "verify_blocks": MOST_SAMPLED}  # at most
 
 
+# What the names of vLLM's own connectors mean, when they load ours (pdrelay_connector/nixl.py).
+MODE_OF_NAME: Mapping[str, Mode] = {
+    "NixlConnector": Mode.PULL,
+    "NixlPullConnector": Mode.PULL,
+    "NixlPushConnector": Mode.PUSH,
+}
 # Keys of vLLM 0.32's own NixlConnector (kv_connector/v1/nixl/) that mean the same here -> ours.
 SAME: Mapping[str, str] = {"push_registration_timeout": "registration_timeout"}
 # Others of its keys that it does no harm not to know -> what is done here instead. Said once, at start.
@@ -161,12 +167,17 @@ def remarks(extra_config: Mapping[str, object], environment: Mapping[str, str]) 
     ]
 
 
-def read_settings(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> Settings:
-    """Return the settings of this engine, or raise :exc:`SettingsError` naming the key and what would be right."""
+def read_settings(extra_config: Mapping[str, object], environment: Mapping[str, str], connector: str = "") -> Settings:
+    """Return the settings of this engine, or raise :exc:`SettingsError` naming the key and what would be right.
+
+    ``connector``: the name under which vLLM has loaded this connector; some names mean a mode.
+    """
     chosen = {
         key: READERS[key](key, value) if key in READERS else _number(key, value)
         for key, value in _in_our_names(extra_config).items()
     }
+    if connector in MODE_OF_NAME:
+        chosen["mode"] = _mode_of_name(connector, chosen.get("mode"))
     settings = Settings(
         **chosen,  # type: ignore[arg-type]  # _number has checked each against the field of that name
         host=environment.get(HOST_VARIABLE, DEFAULT_HOST),
@@ -181,6 +192,18 @@ def read_settings(extra_config: Mapping[str, object], environment: Mapping[str, 
     if settings.tls_server_name and not settings.tls_ca:
         raise SettingsError("tls_server_name is set and tls_ca is not; without authorities no name is checked")
     return settings
+
+
+def _mode_of_name(connector: str, chosen: object) -> Mode:
+    named = MODE_OF_NAME[connector]
+    if chosen is None or chosen is named:
+        return named
+    if chosen is Mode.AUTO:
+        return Mode.AUTO
+    raise SettingsError(
+        f"kv_connector is {connector!r} and kv_connector_extra_config['mode'] is {str(chosen)!r}; the name means "
+        f"{named.value!r}, so leave mode out or use another name"
+    )
 
 
 def parse_secrets(text: str, where: str) -> tuple[bytes, ...]:

@@ -19,6 +19,7 @@ from pdrelay_connector.settings import (
     FROM_ENVIRONMENT,
     HOST_VARIABLE,
     INSTEAD,
+    MODE_OF_NAME,
     PORT_VARIABLE,
     READERS,
     SAME,
@@ -251,6 +252,17 @@ def test_a_key_that_changes_nothing_is_explained(key):
     """The engine starts, with a line in its log."""
     assert read_settings({key: True}, {}) == Settings()
     assert remarks({key: True}, {}) == [f"kv_connector_extra_config['{key}'] is ignored: {INSTEAD[key]}"]
+
+
+@pytest.mark.parametrize(("connector", "mode"), MODE_OF_NAME.items())
+def test_a_name_of_vllms_own_connector_means_its_mode(connector, mode):
+    """Who writes NixlPushConnector wants push, and has no key for it; "auto" does that as well as pull."""
+    other = Mode.PULL if mode is Mode.PUSH else Mode.PUSH
+
+    assert read_settings({}, {}, connector) == read_settings({"mode": mode}, {}, connector) == Settings(mode=mode)
+    assert read_settings({"mode": "auto"}, {}, connector).mode is Mode.AUTO
+    with pytest.raises(SettingsError, match=f"'{connector}' and .*'mode'.* is '{other}'; the name means '{mode}'"):
+        read_settings({"mode": other}, {}, connector)
 
 
 @pytest.mark.parametrize("value", [False, None, 0, "true"])

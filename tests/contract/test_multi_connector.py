@@ -34,6 +34,7 @@ pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a
 OURS = {"kv_connector": "PDRelayConnector", "kv_role": "kv_both"}
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 BY_PATH = {**OURS, "kv_connector_module_path": "pdrelay_connector"}
+BY_ANOTHER_NAME = {**OURS, "kv_connector": "NixlPushConnector", "kv_connector_module_path": "pdrelay_connector.nixl"}
 STATS = StatsReport(counters={"loads": 3})
 
 
@@ -77,9 +78,9 @@ def test_our_numbers_pass_through_it():
     assert both.reduce() == {"PDRelayConnector": {"loads": 6}}
 
 
-@pytest.mark.parametrize("connectors", [(OURS, EXAMPLE), (EXAMPLE, BY_PATH)])
+@pytest.mark.parametrize("connectors", [(OURS, EXAMPLE), (EXAMPLE, BY_PATH), (EXAMPLE, BY_ANOTHER_NAME)])
 def test_our_metrics_and_our_layout_in_any_order(model, connectors):
-    """With the labels of our own configuration, not of MultiConnector's."""
+    """With the labels of our own configuration, not of MultiConnector's, and never taken for numbers of vLLM's own."""
     before = set(REGISTRY._collector_to_names)
     config = EngineArgs(
         model=str(model), kv_transfer_config=transfer(*connectors), enforce_eager=True, max_model_len=128

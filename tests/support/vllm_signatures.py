@@ -16,8 +16,8 @@ MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 MEMBERS = {
     f"{HOOKS}:KVConnectorTransferResults": ("finished_recving", "failed_recving"),
     "vllm.config.kv_transfer:KVTransferConfig": (
-        *("engine_id", "is_kv_consumer", "is_kv_producer", "kv_buffer_device", "kv_connector_extra_config"),
-        *("kv_load_failure_policy", "kv_role"),
+        *("engine_id", "is_kv_consumer", "is_kv_producer", "kv_buffer_device", "kv_connector"),
+        *("kv_connector_extra_config", "kv_load_failure_policy", "kv_role"),
     ),
     "vllm.config.load:LoadConfig": ("download_dir", "load_format"),
     "vllm.config.model:ModelConfig": (

@@ -78,7 +78,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
     with a sentence that vLLM logs as it refuses to start.
     """
     transfer = config.kv_transfer_config
-    settings = read_settings(transfer.kv_connector_extra_config, os.environ)
+    settings = read_settings(transfer.kv_connector_extra_config, os.environ, transfer.kv_connector)
     _check_supported(config, cache)
     if settings.mode is Mode.AUTO and _is_staged_here(config, settings):
         raise SettingsError(

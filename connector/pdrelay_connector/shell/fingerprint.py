@@ -46,7 +46,8 @@ def info_labels(config: VllmConfig) -> dict[str, str]:
     They cover the part of the fingerprint that an API server knows without a worker, and nothing that may differ
     between P and D (tensor parallelism, block size, cache size). The handshake compares more.
     """
-    mode = read_settings(config.kv_transfer_config.kv_connector_extra_config, {}).mode
+    transfer = config.kv_transfer_config
+    mode = read_settings(transfer.kv_connector_extra_config, {}, transfer.kv_connector).mode
     identity = identify(config.model_config, config.load_config)
     known = PROTOCOL, *msgspec.structs.astuple(_from_config(config, mode)), _draft_model(config), *identity
     digest = hashlib.sha256(msgspec.msgpack.encode(known)).hexdigest()

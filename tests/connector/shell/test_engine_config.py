@@ -109,8 +109,8 @@ def test_what_vllm_says_of_an_engine(monkeypatch, mla, ranks, number, expected):
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "7000")
     made = config()
     made.kv_transfer_config = SimpleNamespace(
-        engine_id="p", kv_connector_extra_config={}, is_kv_producer=True, is_kv_consumer=True,
-        kv_buffer_device=current_platform.device_type,
+        engine_id="p", kv_connector="PDRelayConnector", kv_connector_extra_config={}, is_kv_producer=True,
+        is_kv_consumer=True, kv_buffer_device=current_platform.device_type,
     )  # fmt: skip
     made.parallel_config = SimpleNamespace(
         data_parallel_index=number, data_parallel_size=ranks, tensor_parallel_size=2, pipeline_parallel_size=1,

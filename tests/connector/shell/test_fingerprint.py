@@ -62,7 +62,7 @@ def config(mode="pull", speculative=None, tp=1, cache_dtype="auto", load_format=
         model_config=model(**changes), speculative_config=speculative,
         cache_config=SimpleNamespace(cache_dtype=cache_dtype, block_size=16 * tp, num_gpu_blocks=100 * tp),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=tp),
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"mode": mode}),
+        kv_transfer_config=SimpleNamespace(kv_connector="PDRelayConnector", kv_connector_extra_config={"mode": mode}),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@
         * :exc:`AdapterMismatch` -- they belong to another LoRA adapter, or to other weights of it
         * :exc:`UnsignedKvParams` -- no signature proves that they are a prefill engine's
         * :exc:`ForgedKvParams` -- they are not as a prefill engine wrote them
+        * :exc:`ReplacedHost` -- they are, but for the host, which a router has replaced
         * :exc:`ExpiredKvParams` -- they are older than the lease they tell of
     * :exc:`TransferError` -- NIXL or the network: bytes could not be moved
 """
@@ -95,6 +96,10 @@ class UnsignedKvParams(InvalidKvParams):
 
 class ForgedKvParams(InvalidKvParams):
     """The offer's signature is wrong."""
+
+
+class ReplacedHost(InvalidKvParams):
+    """The offer's signature is right for another ``remote_host`` than it names now."""
 
 
 class ExpiredKvParams(InvalidKvParams):

@@ -24,6 +24,18 @@ def is_loopback(ip: str) -> bool:
         return False
 
 
+def is_own_host(host: str) -> bool:
+    """Whether a host stands for the machine itself: ``localhost``, a loopback address, or all addresses."""
+    name = host.lower().rstrip(".")
+    if name in {"localhost", "localhost.localdomain"} or name.endswith(".localhost"):
+        return True
+    try:
+        ip = ipaddress.ip_address(plain_ip(name.strip("[]")))
+    except ValueError:
+        return False
+    return ip.is_unspecified or ip.is_loopback
+
+
 def is_elsewhere(reached: str, own: str) -> bool:
     """Whether a connection leads to another machine: ``own`` is the IP address at our end of it."""
     return not is_loopback(reached) and plain_ip(reached) != plain_ip(own)

@@ -42,6 +42,7 @@ class HandshakeEnded(NamedTuple):
     failure: str = ""
     is_final: bool = True  # False: another attempt may end otherwise
     cause: str = ""  # of an objection or failure, as vllm:pdrelay_peer_loads names it
+    is_absent: bool = False  # nothing, or another engine, answers where it says that it is
 
 
 class PeerLost(NamedTuple):

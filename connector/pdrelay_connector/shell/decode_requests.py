@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from pdrelay_connector.core.addresses import is_own_host
 from pdrelay_connector.core.counters import CLOCK, LOADED, SECRET, UNREACHABLE, Counters
 from pdrelay_connector.core.ids import EngineId, RequestId
 from pdrelay_connector.core.lease.kv_params import REFUSALS, PullParams, PushParams, says_push
@@ -97,10 +98,29 @@ class DecodeRequests:
         if mode.pushes:
             self._mode = self._push_decode = PushDecode(engine_config, post)
         self._chooses = mode is Mode.AUTO
+        self._is_consumer = engine_config.is_consumer
+        self._has_had_params = False
+        self._has_named_alone = False  # a request without params, in the log
+        self._has_named_own_host = False  # of an engine that was not met there, in the log
+
+    def begin_alone(self, request: Request) -> None:
+        """Count a request without params. A router that loses them is only noticed here: the texts are right."""
+        if not self._is_consumer:
+            return
+        self._counters.count("requests_without_kv_params")
+        if self._has_had_params and not self._has_named_alone:
+            self._has_named_alone = True
+            logger.info(
+                "pdrelay: %s came without kv_transfer_params, and others came with them: this engine computes its "
+                "prompt. Its router serves it by one engine, or loses the params. This is said once; "
+                "vllm:pdrelay_requests_without_kv_params counts them",
+                request.request_id,
+            )
 
     def begin(self, request: Request, params: Mapping[str, Any]) -> None:
         """Start to renew the lease of a new request. Invalid params cost a local prefill, never a wrong text."""
         own = RequestId(request.request_id)
+        self._has_had_params = True
         try:
             source = self._mode_by(params).read(request, params)
         except InvalidKvParams as exc:
@@ -187,8 +207,23 @@ class DecodeRequests:
             if remote_prefill.is_met or remote_prefill.source.remote_engine_id != ended.engine:
                 continue
             remote_prefill.is_met, remote_prefill.failure = True, ended.failure
+            if ended.is_absent:
+                self._name_own_host(remote_prefill.source)
             if ended.objection:
                 self._skip_incompatible(own, ended)
+
+    def _name_own_host(self, source: PullParams | PushParams) -> None:
+        """Say once what an engine on another machine lacks that calls itself ``localhost``, vLLM's default."""
+        if self._has_named_own_host or not is_own_host(source.remote_host):
+            return
+        self._has_named_own_host = True
+        logger.warning(
+            "pdrelay: engine %s says that it is at %s, which is this machine, and it is not there. If it is on another "
+            "machine, set VLLM_NIXL_SIDE_CHANNEL_HOST on it to an address at which this one reaches it. This is said "
+            "once",
+            source.remote_engine_id,
+            source.address,
+        )
 
     def peer_changed(self, news: HandshakeEnded | PeerLost) -> None:
         """An engine was met, or could not be; or its connection has ended: the next request meets it anew."""

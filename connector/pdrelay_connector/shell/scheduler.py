@@ -51,7 +51,7 @@ class PDRelayConnectorScheduler:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         secrets = secrets_in_force(settings)
-        signatures = Signatures(secrets)
+        signatures = Signatures(secrets, settings.sign_host)
         self._engine_config = engine_config
         self._waker = waker
         self._clock = monotonic
@@ -117,6 +117,8 @@ class PDRelayConnectorScheduler:
             self._returned.begin(request, params)
         elif params:
             self._prefills.abandon(request, params)
+        else:
+            self._decodes.begin_alone(request)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous.

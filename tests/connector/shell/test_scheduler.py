@@ -133,24 +133,70 @@ def engine():
     engine.side.stop()
 
 
-@pytest.mark.parametrize(("borrows", "times"), [(True, 1), (False, 0)])
-def test_an_engine_that_can_only_take_kv_from_this_machine_says_so_at_start(borrows, times):
-    """Once, and only one that takes KV over: who lends is met by others or is not."""
+@pytest.fixture
+def lines():
+    """What the connector logs: level and text. VLLM's loggers do not tell pytest's."""
     lines, log = [], logging.getLogger("vllm.pdrelay")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
     log.addHandler(handler)
     level = log.level
     log.setLevel(logging.INFO)
-    try:
-        engine = Engine(is_consumer=borrows)
-        engine.arrive()
-        engine.side.stop()
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
+    yield lines
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
+@pytest.mark.parametrize(("borrows", "times"), [(True, 1), (False, 0)])
+def test_an_engine_that_can_only_take_kv_from_this_machine_says_so_at_start(lines, borrows, times):
+    """Once, and only one that takes KV over: who lends is met by others or is not."""
+    engine = Engine(is_consumer=borrows)
+    engine.arrive()
+    engine.side.stop()
 
     assert [name for name, line in lines if "engines of this machine only" in line] == ["INFO"] * times
+
+
+@pytest.mark.parametrize(
+    ("host", "ended", "times"),
+    [
+        ("localhost", {"failure": "connection refused", "is_absent": True}, 1),
+        ("127.0.0.1", {"objection": "engine p2 answers there", "is_absent": True}, 1),
+        ("127.0.0.1", {"objection": "its layers are 4, ours are 8"}, 0),
+        ("127.0.0.1", {}, 0),
+        ("10.0.0.1", {"failure": "timed out", "is_absent": True}, 0),
+    ],
+)
+def test_an_engine_elsewhere_that_says_localhost_is_named_once(engine, lines, host, ended, times):
+    """It is vLLM's default: D dials itself, where nothing listens, or D's own side channel."""
+    for name in ("d-a", "d-b"):
+        engine.arrive(remote_engine_id="p1", remote_host=host, name=name)
+        engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1"), is_final=False, **ended))
+
+    named = [line for _, line in lines if "set VLLM_NIXL_SIDE_CHANNEL_HOST on it" in line]
+    assert len(named) == times
+    assert all(f"engine p1 says that it is at {host}:1, which is this machine" in line for line in named)
+
+
+def test_requests_without_params_are_counted_and_named_once_others_come_with_them(engine, lines):
+    """A router that loses the params is seen nowhere else: all texts are right."""
+    engine.side.on_new_request(engine.request(name="d-first"))
+    assert not any("without kv_transfer_params" in line for _, line in lines)
+    engine.arrive()
+    for name in ("d-b", "d-c"):
+        engine.side.on_new_request(engine.request(name=name))
+
+    (said,) = [line for _, line in lines if "without kv_transfer_params" in line]
+    assert "d-b" in said
+    assert engine.side.stats().data["counters"]["requests_without_kv_params"] == 3
+
+
+def test_an_engine_that_loads_nothing_does_not_count_them():
+    engine = Engine(is_consumer=False)
+    engine.side.on_new_request(engine.request())
+    engine.side.stop()
+
+    assert engine.side.stats().data["counters"] == {}
 
 
 def test_a_new_prefill_engine_is_met_before_its_kv_is_asked_for(engine):
@@ -616,7 +662,7 @@ def test_an_offer_with_a_proof_is_loaded(proving):
         (offer().to_params(), "kv_params_unsigned"),
         (signed() | {"remote_block_ids": [[3, 4, 5]]}, "kv_params_forged"),
         (signed() | {"pdrelay_prompt": None}, "kv_params_forged"),
-        (signed() | {"remote_host": "10.6.6.6"}, "kv_params_forged"),
+        (signed() | {"remote_host": "10.6.6.6"}, "kv_params_host_replaced"),
         (signed(secret=b"another"), "kv_params_forged"),
         (signed(pdrelay_expires_at=int(NOW) - 301), "kv_params_expired"),
         (signed(pdrelay_prompt=None), "kv_params_other_prompt"),

@@ -289,9 +289,11 @@ class LeaseRenewer:
         elif peer.state is PeerState.CONNECTED:
             ended = HandshakeEnded(peer.engine)
         elif peer.is_incompatible:
-            ended = HandshakeEnded(peer.engine, objection=peer.reason, is_final=peer.is_final, cause=peer.cause)
+            ended = HandshakeEnded(
+                peer.engine, objection=peer.reason, is_final=peer.is_final, cause=peer.cause, is_absent=peer.has_ended
+            )
         else:
-            ended = HandshakeEnded(peer.engine, failure=peer.reason, is_final=False, cause=peer.cause)
+            ended = HandshakeEnded(peer.engine, failure=peer.reason, is_final=False, cause=peer.cause, is_absent=True)
         self._handshakes.append(ended)
 
     def _on_peer_changed(self, peer: Peer | None, now: float) -> None:

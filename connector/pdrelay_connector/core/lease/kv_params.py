@@ -26,6 +26,7 @@ from pdrelay_connector.errors import (
     ForgedKvParams,
     InvalidKvParams,
     PromptMismatch,
+    ReplacedHost,
     UnsignedKvParams,
 )
 
@@ -41,6 +42,7 @@ REFUSALS: Final[Mapping[type[InvalidKvParams], str]] = {
     AdapterMismatch: "kv_params_other_adapter",
     UnsignedKvParams: "kv_params_unsigned",
     ForgedKvParams: "kv_params_forged",
+    ReplacedHost: "kv_params_host_replaced",
     ExpiredKvParams: "kv_params_expired",
 }  # the counter of each reason not to use the params
 
@@ -66,6 +68,9 @@ class PullParams(msgspec.Struct, frozen=True):
     pdrelay_block_sizes: tuple[Annotated[int, Meta(ge=1, le=MAX_TOKENS)], ...] = ()  # tokens, one per KV cache group
     pdrelay_expires_at: Annotated[int, Meta(ge=0, le=MAX_TIME)] | None = None  # s since the epoch, on P's clock
     pdrelay_signature: Annotated[str, Meta(max_length=MAX_SIGNATURE)] | None = None  # core/lease/signatures.py
+    pdrelay_host: Annotated[str, Meta(max_length=255)] | None = (
+        None  # the signed one; only tells why another is refused
+    )
 
     @property
     def address(self) -> Address:
@@ -145,6 +150,7 @@ def parse_pull_params(params: Mapping[str, Any]) -> PullParams:
             parsed.pdrelay_prompt,
             parsed.pdrelay_adapter,
             parsed.transfer_id,
+            parsed.pdrelay_host,
         )
         "".join(text for text in texts if text is not None).encode()
     except (msgspec.ValidationError, UnicodeEncodeError) as exc:  # half a surrogate pair is valid JSON but not text

@@ -3,24 +3,29 @@
 Parameters pass through places where others may change them: a client that may send ``kv_transfer_params`` to a decode
 engine could otherwise name any block of any request. P signs every field that D acts on; D checks the signature first.
 
-A loopback or wildcard host is not signed, because a router may replace it by the host it knows the engine by. The
-handshake of the side channel proves which engine answers there.
+A loopback or wildcard host is not signed, because a router may replace it by the host it knows the engine by; with
+``sign_host: false`` no host is. The handshake of the side channel proves which engine answers there.
+
+Who replaces a signed host makes each transfer fail. So the offer says once more which host was signed, in a field that
+is not signed itself: if the signature is right with that host, nothing else was changed, and D can say so.
 """
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Final
 
 import msgspec
 from msgspec.structs import replace
 
+from pdrelay_connector.core.addresses import is_own_host
 from pdrelay_connector.core.lease.kv_params import PullParams
 from pdrelay_connector.core.session.handshake import Secrets
-from pdrelay_connector.errors import ExpiredKvParams, ForgedKvParams, UnsignedKvParams
+from pdrelay_connector.errors import ExpiredKvParams, ForgedKvParams, ReplacedHost, UnsignedKvParams
 
 LABEL: Final = b"pdrelay connector: offer of a prefill engine, version 1"  # the key is for nothing else
+_SIGNED: Final = PullParams.__struct_fields__.index("pdrelay_host")  # fields; the last is the signature, empty
 CLOCK_SKEW: Final = 300.0  # s that the clocks of two engines may differ (as Kerberos allows, RFC 4120, section 1.6)
 
 
@@ -29,14 +34,16 @@ class Signatures:
     """Signs and checks pull parameters with the secrets in force."""
 
     secrets: Secrets
+    signs_host: bool = True  # unless it is the machine itself
 
     def sign(self, offer: PullParams) -> PullParams:
         """Return the offer with its signature; as it is when there is no secret."""
         secrets = self.secrets()
         if not secrets:
             return offer
-        signed = replace(offer, remote_host=_signed_host(offer.remote_host))
-        return replace(offer, pdrelay_signature=_signature(secrets[0], signed).decode())
+        host = offer.remote_host if self.signs_host and not is_own_host(offer.remote_host) else ""
+        signature = _signature(secrets[0], replace(offer, remote_host=host)).decode()
+        return replace(offer, pdrelay_signature=signature, pdrelay_host=host or None)
 
     def check(self, offer: PullParams, *, now: float) -> bool:
         """Return whether there is a secret, and so a proof; ``now`` is s since the epoch, on this engine's clock.
@@ -44,6 +51,7 @@ class Signatures:
         Raises:
             UnsignedKvParams: There is a secret and no signature.
             ForgedKvParams: The signature is of another offer, or made with another secret.
+            ReplacedHost: It is of the same offer with another host.
             ExpiredKvParams: It is older than :data:`CLOCK_SKEW` allows.
         """
         secrets = self.secrets()
@@ -54,14 +62,8 @@ class Signatures:
                 f"the offer of {offer.remote_request_id} is not signed; PDRELAY_CONNECTOR_SECRET is set here, "
                 f"and must be set on engine {offer.remote_engine_id}, too"
             )
-        given = offer.pdrelay_signature.encode(errors="replace")
-        variants = (offer, replace(offer, remote_host=""))
-        expected = [_signature(secret, variant) for secret in secrets for variant in variants]
-        if not any(hmac.compare_digest(given, each) for each in expected):  # a list: all of them, in equal time
-            raise ForgedKvParams(
-                f"the signature of the offer of {offer.remote_request_id} is wrong; it was changed on its way, "
-                f"or PDRELAY_CONNECTOR_SECRET of engine {offer.remote_engine_id} differs"
-            )
+        if not _is_signed(secrets, offer, offer.pdrelay_signature):
+            raise _refusal(secrets, offer, offer.pdrelay_signature)
         if now > offer.pdrelay_expires_at + CLOCK_SKEW:
             raise ExpiredKvParams(
                 f"the offer of {offer.remote_request_id} expired {now - offer.pdrelay_expires_at:.0f} s ago; "
@@ -70,24 +72,32 @@ class Signatures:
         return True
 
 
+def _is_signed(secrets: Sequence[bytes], offer: PullParams, signature: str) -> bool:
+    given = signature.encode(errors="replace")
+    variants = (offer, replace(offer, remote_host=""))
+    expected = [_signature(secret, variant) for secret in secrets for variant in variants]
+    return any(hmac.compare_digest(given, each) for each in expected)  # a list: all of them, in equal time
+
+
+def _refusal(secrets: Sequence[bytes], offer: PullParams, signature: str) -> ForgedKvParams | ReplacedHost:
+    signed = offer.pdrelay_host
+    if signed is not None and _is_signed(secrets, replace(offer, remote_host=signed), signature):
+        return ReplacedHost(
+            f"the offer of {offer.remote_request_id} names the host {offer.remote_host}, and engine "
+            f'{offer.remote_engine_id} has signed {signed}: a router replaces remote_host; set "sign_host": false in '
+            "kv_connector_extra_config of the prefill engines"
+        )
+    return ForgedKvParams(
+        f"the signature of the offer of {offer.remote_request_id} is wrong; it was changed on its way, "
+        f"or PDRELAY_CONNECTOR_SECRET of engine {offer.remote_engine_id} differs"
+    )
+
+
 def _signature(secret: bytes, offer: PullParams) -> bytes:
-    """Return the signature in hexadecimal digits: over every field, in their order, in MessagePack.
+    """Return the signature in hexadecimal digits: over the fields before it, in their order, in MessagePack.
 
     Numbers, texts and their lengths have one encoding each there, as msgspec writes them.
     """
     key = hmac.digest(secret, LABEL, hashlib.sha256)
-    fields = msgspec.structs.astuple(replace(offer, pdrelay_signature=None))
+    fields = msgspec.structs.astuple(replace(offer, pdrelay_signature=None))[:_SIGNED]
     return hmac.digest(key, msgspec.msgpack.encode(fields), hashlib.sha256).hex().encode()
-
-
-def _signed_host(host: str) -> str:
-    """Return the host as it is signed: empty if it leads to the machine itself, and a router may replace it."""
-    name = host.lower().rstrip(".")
-    if name in {"localhost", "localhost.localdomain"} or name.endswith(".localhost"):
-        return ""
-    try:
-        address = ip_address(name.strip("[]"))
-    except ValueError:
-        return host
-    address = getattr(address, "ipv4_mapped", None) or address  # ::ffff:127.0.0.1
-    return "" if address.is_unspecified or address.is_loopback else host

@@ -300,10 +300,19 @@ def test_a_handshake_that_fails_says_whether_it_can_ever_succeed(harness):
     differs = Welcome(PROTOCOL, other, changed(FINGERPRINT, vllm="0.31.0"), ())
     harness.lease_renewer.on(PeerConnected(harness.peers.get(other).conn, differs), now=0.0)
 
+    gone = EngineId("p2")
+    harness.start_renewing("c", engine=gone)
+    harness.lease_renewer.report_handshake(gone, now=0.0)
+    another = Welcome(PROTOCOL, EngineId("p3"), FINGERPRINT, ())
+    harness.lease_renewer.on(PeerConnected(harness.peers.get(gone).conn, another), now=0.0)
+
     objection = "its vllm is '0.31.0', ours is '0.32.0'; they must be equal"
+    address = harness.peers.get(gone).address
+    absence = f"engine p3 answers at {address} now, the request was prefilled by p2"
     assert harness.lease_renewer.take_handshakes() == [
-        HandshakeEnded(P, failure="no route", is_final=False, cause="handshake"),
+        HandshakeEnded(P, failure="no route", is_final=False, cause="handshake", is_absent=True),
         HandshakeEnded(other, objection, cause="version"),
+        HandshakeEnded(gone, absence, cause="refused", is_absent=True),
     ]
 
 

@@ -7,7 +7,7 @@ import pytest
 from pdrelay_connector.core.ids import BlockId, EngineId, RequestId
 from pdrelay_connector.core.lease.kv_params import PullParams, parse_pull_params
 from pdrelay_connector.core.lease.signatures import CLOCK_SKEW, Signatures
-from pdrelay_connector.errors import ExpiredKvParams, ForgedKvParams, UnsignedKvParams
+from pdrelay_connector.errors import ExpiredKvParams, ForgedKvParams, ReplacedHost, UnsignedKvParams
 from support.engines import changed
 
 NOW = 1_800_000_000.5  # s since the epoch
@@ -27,7 +27,7 @@ OTHER = {
     "remote_block_ids": ((4, 3), (0, 7)), "remote_num_tokens": 31, "tp_size": 2, "dcp_size": 2, "pp_size": 2,
     "transfer_mode": "push", "remote_blocks_expiry_time": 1.0, "pdrelay_prompt": None, "pdrelay_adapter": "a:0",
     "transfer_id": "t", "pdrelay_block_sizes": (16, 32), "pdrelay_expires_at": int(NOW) + 31,
-    "pdrelay_signature": "0" * 64,
+    "pdrelay_signature": "0" * 64, "pdrelay_host": "10.0.0.2",
 }  # fmt: skip
 
 
@@ -45,16 +45,49 @@ def test_a_signed_offer_survives_its_way():
     offer = parse_pull_params(json.loads(json.dumps(P.sign(OFFER).to_params())))
 
     assert D.check(offer, now=NOW)
-    assert changed(offer, pdrelay_signature=None) == OFFER
+    assert changed(offer, pdrelay_signature=None, pdrelay_host=None) == OFFER
 
 
-@pytest.mark.parametrize("field", PullParams.__struct_fields__)
+UNSIGNED = "pdrelay_host"  # it only tells why an offer is refused
+
+
+@pytest.mark.parametrize("field", [name for name in PullParams.__struct_fields__ if name != UNSIGNED])
 def test_no_field_of_it_can_be_changed(field):
     """Block numbers of other people's requests were theft with HTTP 200; a new field is covered by itself."""
     forged = changed(P.sign(OFFER), **{field: OTHER[field]})
 
-    with pytest.raises(ForgedKvParams, match=r"PDRELAY_CONNECTOR_SECRET of engine .* differs"):
+    refused = ReplacedHost if field == "remote_host" else ForgedKvParams
+    with pytest.raises(refused):
         D.check(forged, now=NOW)
+    with pytest.raises(ForgedKvParams, match=r"PDRELAY_CONNECTOR_SECRET of engine .* differs"):
+        D.check(changed(forged, pdrelay_host=None), now=NOW)
+
+
+def test_a_replaced_host_is_named_with_what_to_do():
+    """Production-stack and AIBrix do this: every transfer would be lost, and the texts would be right."""
+    with pytest.raises(
+        ReplacedHost,
+        match=r'the host p-0\.svc, and engine p0 has signed 10\.0\.0\.1: .* set "sign_host": false .* prefill engines',
+    ):
+        D.check(changed(P.sign(OFFER), remote_host="p-0.svc"), now=NOW)
+
+
+@pytest.mark.parametrize("change", [{"remote_port": 5601}, {"pdrelay_host": "10.0.0.2"}], ids=repr)
+def test_what_is_changed_besides_the_host_is_a_forgery(change):
+    """And who names another host as the signed one gets nothing by it."""
+    with pytest.raises(ForgedKvParams):
+        D.check(changed(P.sign(OFFER), remote_host="p-0.svc", **change), now=NOW)
+    assert D.check(changed(P.sign(OFFER), pdrelay_host="10.0.0.2"), now=NOW)
+
+
+def test_with_sign_host_off_the_host_may_be_replaced_and_nothing_else():
+    """Each D takes such an offer, whatever its own setting is: P decides what it signs."""
+    offer = Signatures(lambda: (b"one",), signs_host=False).sign(OFFER)
+
+    assert offer.pdrelay_host is None
+    assert D.check(changed(offer, remote_host="p-0.svc"), now=NOW)
+    with pytest.raises(ForgedKvParams):
+        D.check(changed(offer, remote_host="p-0.svc", remote_port=5601), now=NOW)
 
 
 def test_blocks_do_not_move_from_one_group_to_the_next():
@@ -160,5 +193,5 @@ def test_any_other_host_may_not_be_replaced(host):
     offer = P.sign(changed(OFFER, remote_host=host))
 
     assert D.check(offer, now=NOW)
-    with pytest.raises(ForgedKvParams):
+    with pytest.raises(ReplacedHost):
         D.check(changed(offer, remote_host="10.6.6.6"), now=NOW)

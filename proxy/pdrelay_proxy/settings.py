@@ -375,8 +375,9 @@ class Settings:
     total_timeout_s: Seconds = TIMEOUTS.option(3600.0,
         "time for a response that is not streamed, with all retries", live=True)
     stream_timeout_s: Seconds | None = TIMEOUTS.option(None, "time for a whole streamed response", live=True)
-    handoff_timeout_s: Seconds = TIMEOUTS.option(20.0,
-        "time from a prefill engine's answer until the decode leg must be sent", live=True)
+    handoff_timeout_s: Seconds | None = TIMEOUTS.option(None,
+        "time from a prefill engine's answer until the decode leg must be sent; by default two thirds of the lease "
+        "that the engine names, or 20 s", live=True)
     client_write_timeout_s: Seconds = TIMEOUTS.option(300.0,
         "time in which a client must read some of its response; then its connection is closed")
     head_timeout_s: Seconds = TIMEOUTS.option(10.0,

@@ -64,9 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--handoff-timeout",
         type=float,
-        default=20.0,
         metavar="S",
-        help="the router's setting, in seconds (default: %(default)s)",
+        help="the router's setting, in seconds (default: two thirds of --lease-seconds, as the router's)",
     )
     _add_end_arguments(parser)
     _add_model_arguments(parser)
@@ -190,7 +189,7 @@ def _run(args: argparse.Namespace, wall: Callable[[], float]) -> int:
         shown += [text.engine_text(each) for each, _ in looks]
         findings += engines.diagnose_engines(looks)
     if args.router:
-        times = router.read_router(args.router, lease=args.lease_seconds, handoff_timeout=args.handoff_timeout)
+        times = router.read_router(args.router, lease=args.lease_seconds, handoff_timeout=_handoff_timeout(args))
         report["router"] = times
         shown.append(f"router {args.router}: {times.handoffs} hand-overs, {times.slow_handoffs} of them slow")
         findings += diagnose_router(times)
@@ -216,6 +215,12 @@ def _settings(args: argparse.Namespace, environment: Mapping[str, str]) -> Setti
         environment.pop(SECRET_VARIABLE, None)
         environment[SECRET_FILE_VARIABLE] = args.secret_file
     return read_settings({name: value for name, value in chosen.items() if value}, environment)
+
+
+def _handoff_timeout(args: argparse.Namespace) -> float:
+    """Return the router's setting; without one, the router follows the lease."""
+    chosen: float | None = args.handoff_timeout
+    return args.lease_seconds * 2 / 3 if chosen is None else chosen
 
 
 def _address(args: argparse.Namespace) -> Address:

@@ -5,7 +5,7 @@ Everything here runs on the engine thread, which owns vLLM's block pool.
 
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
@@ -42,6 +42,8 @@ from pdrelay_connector.shell.truncated_prompts import can_move, truncate
 
 if TYPE_CHECKING:
     from pdrelay_connector.settings import Settings
+
+LEASE: Final = "pdrelay_lease"  # s, of the kv_transfer_params; routers read it, decode engines hear it when they meet
 
 logger = init_logger("vllm.pdrelay")
 
@@ -245,7 +247,7 @@ class PrefillRequests:
             self._signatures.sign(self._params(request, name, prompt, is_pushed=is_pushed)),
         )
         said = engine.looks_back if is_pushed else {**engine.first_token, **engine.looks_back}
-        return {**offer.to_params(), **said}
+        return {**offer.to_params(), **said, LEASE: self._settings.kv_lease_duration}
 
     def _sample(self, name: RequestId, prompt: list[list[int]], tokens: int) -> bool:
         """Order checksums of a prompt's blocks, if it is sampled; tell whether it is."""

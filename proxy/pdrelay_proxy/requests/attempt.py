@@ -21,6 +21,7 @@ from pdrelay_proxy.core.model import (
 )
 from pdrelay_proxy.core.protocol.engine_errors import leg_error
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
+from pdrelay_proxy.core.protocol.handoff import handoff_timeout
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.protocol.request_bodies import RELEASE_PATH, abandon_body, release_body
 from pdrelay_proxy.core.protocol.response_filter import check_type, clean_answer
@@ -326,8 +327,10 @@ class Attempt(LegOwner):
         if self.prefill is None:
             # The engine that failed was to serve it alone because of its cache: others may need a prefill engine.
             return () if self.record.single_reason in _BY_CACHE else decodes
-        if lent_by is not None and of.clock() >= lent_by.handed_over_at + self._settings.handoff_timeout_s:
-            return ()
+        if lent_by is not None and lent_by.handover is not None:
+            limit = handoff_timeout(lent_by.handover.params, self._settings.handoff_timeout_s)
+            if of.clock() >= lent_by.handed_over_at + limit:
+                return ()
         fitting = of.fleet.fitting(self.prefill.instance, decodes)
         fresh = [instance for instance in fitting if instance.id not in self.retries.avoided | {failed.id}]
         return of.fleet.nearest(self.prefill.instance, fresh if fresh or len(fitting) < len(decodes) else fitting)

@@ -600,7 +600,7 @@ def test_routers_are_told_of_the_token_beside_the_offer(status):
     params = engine.side.finished(request, ([block.block_id for block in blocks],))
     engine.side.stop()
 
-    assert params == parse_pull_params(params).to_params() | says
+    assert params == parse_pull_params(params).to_params() | says | {"pdrelay_lease": Settings().kv_lease_duration}
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])

@@ -392,3 +392,26 @@ async def test_only_an_engine_that_fits_takes_over_blocks():
     assert {leg.instance.id for leg in engines.of(Role.PREFILL)} == {"prefill-0", "prefill-1"}
     releases = {request_id(leg): leg.instance.id for leg in engines.releases}
     assert releases["r"] == down  # nor could the other one tell it to free
+
+
+@pytest.mark.parametrize(("lease", "prefills"), [(3.0, 2), (30.0, 1)])
+async def test_blocks_whose_lease_may_be_over_are_given_back_and_computed_anew(lease, prefills):
+    """The answer names the lease; it takes 10 s to find the first decode engine unreachable."""
+    now, first = [0.0], [True]
+
+    async def naming_its_lease(leg):
+        return prefilled(leg, transfer_mode="pull", pdrelay_lease=lease)
+
+    async def late_at_first(leg):
+        if not first:
+            return await good_decode(leg)
+        first.clear()
+        now[0] += 10.0
+        raise DOWN
+
+    engines = Refusing(naming_its_lease, late_at_first)
+    engines.refusals = (NO,)
+    await served(router_of(engines, y=2, clock=lambda: now[0]))
+
+    assert len(engines.of(Role.PREFILL)) == prefills
+    assert len(engines.releases) == prefills - 1

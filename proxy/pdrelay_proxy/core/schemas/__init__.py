@@ -77,6 +77,12 @@ class FirstTokenOffer(msgspec.Struct, frozen=True):
     max_model_len: Annotated[int, msgspec.Meta(ge=1)]  # tokens of a prompt and its answer together
 
 
+class LeaseOffer(msgspec.Struct):
+    """How long our connector keeps a prompt's blocks until it hears of a decode engine, in s."""
+
+    pdrelay_lease: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
 class FirstTokenChoice(msgspec.Struct):
     """The choice of an answer that has one token."""
 

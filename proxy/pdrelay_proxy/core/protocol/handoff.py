@@ -1,0 +1,22 @@
+"""How long after a prefill engine's answer a decode leg may be sent.
+
+Until a decode engine has the request, no engine renews the lease on its blocks.
+"""
+
+from typing import Final
+
+import msgspec
+
+from pdrelay_proxy.core.raw_json import maybe
+from pdrelay_proxy.core.schemas import LeaseOffer
+
+_LEASE_S: Final = 30.0  # of an engine that does not say: both connectors' default
+_SHARE: Final = 2 / 3  # of the lease; the rest is for connecting and for the decode engine's step
+
+
+def handoff_timeout(params: msgspec.Raw, chosen_s: float | None) -> float:
+    """Return the operator's choice in seconds; without one, what fits the lease that an answer's ``params`` name."""
+    if chosen_s is not None:
+        return chosen_s
+    offer = maybe(params, LeaseOffer)
+    return _SHARE * (_LEASE_S if offer is None or offer.pdrelay_lease is None else offer.pdrelay_lease)

@@ -71,6 +71,7 @@ class Settings:
     engine_loop_timeout: float = 300.0  # s without a turn of the engine's loop before it renews nothing; 0: never
     backends: tuple[Backend, ...] = (Backend("UCX"),)  # of NIXL, in the order in which it should prefer them
     sign_host: bool = True  # of remote_host; False: routers may replace it, and the handshake alone proves who answers
+    nixl_metrics: bool = False  # show the metrics of vLLM's NixlConnector beside ours
     allow_open_data_plane: bool = False  # NIXL may listen on other interfaces than that of the side channel
     allow_open_side_channel: bool = False  # the side channel may be at an address that others reach, without a secret
     tls_cert: str = ""  # PEM file: the side channel's certificate; "": one is made at start
@@ -255,7 +256,7 @@ AUTOMATIC: Final = frozenset({"return_kv"})
 _SWITCH, _TEXT = ((bool,), "true or false"), ((str,), "a text")
 KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "host_staging": ((bool, NoneType), "true, false or null"),
-    **dict.fromkeys(("sign_host", "allow_open_data_plane", "allow_open_side_channel"), _SWITCH),
+    **dict.fromkeys(("sign_host", "nixl_metrics", "allow_open_data_plane", "allow_open_side_channel"), _SWITCH),
     "return_kv": ((bool,), 'true, false or "auto"'),
     **dict.fromkeys(("tls_cert", "tls_key", "tls_ca", "tls_server_name"), _TEXT),
 }

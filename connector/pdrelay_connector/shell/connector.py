@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 
 from pdrelay_connector.core.counters import StatsReport
 from pdrelay_connector.errors import UnsupportedCache
-from pdrelay_connector.settings import remarks
+from pdrelay_connector.settings import read_settings, remarks
 from pdrelay_connector.shell.control_thread import common_fingerprint
 from pdrelay_connector.shell.engine_config import WorkerRank, read_engine_config
 from pdrelay_connector.shell.engine_waker import find_engine_waker
@@ -91,7 +91,10 @@ class PDRelayConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         # By this id peers know the engine; data-parallel ranks add "_dp" and their number (``vllm/v1/engine/core.py``).
         transfer = vllm_config.kv_transfer_config
         info = info_labels(vllm_config) | {"engine_id": str(transfer.engine_id), "kv_role": str(transfer.kv_role)}
-        return PDRelayPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, info)
+        settings = read_settings(transfer.kv_connector_extra_config, {}, transfer.kv_connector)
+        return PDRelayPromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues, info, shows_nixl=settings.nixl_metrics
+        )
 
     # ---- scheduler
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -11,6 +12,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from pdrelay_connector.core.counters import COUNTERS, FAILURES, GAUGES, LOADED, StatsReport, merge
 from pdrelay_connector.core.timeline import TimelineStore
+from pdrelay_connector.shell.nixl_metrics import NixlMetrics
 from pdrelay_connector.shell.peer_names import PeerNames
 from pdrelay_connector.shell.peer_rates import PeerRates
 
@@ -68,8 +70,16 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
     """The Prometheus metrics of one API server process."""
 
     def __init__(
-        self, vllm_config: Any, metric_types: Any, labelnames: Any, values: Any, info: Mapping[str, str]
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: Any,
+        values: Any,
+        info: Mapping[str, str],
+        *,
+        shows_nixl: bool = False,
     ) -> None:
+        """``shows_nixl``: those of vLLM's NixlConnector, too."""
         super().__init__(vllm_config, metric_types, labelnames, values)
         self._counters = {
             name: self._make(Counter, f"vllm:pdrelay_{name}", text)
@@ -115,6 +125,9 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
         gauge = self._gauge_cls("vllm:pdrelay_connector_info", INFO, labels, multiprocess_mode="mostrecent")
         for each in create_metric_per_engine(gauge, known).values():
             each.set(1)
+        self._nixl: NixlMetrics | None = None
+        if shows_nixl:
+            self._nixl = NixlMetrics(partial(self._make, Histogram), partial(self._make, Counter))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""
@@ -135,6 +148,8 @@ class PDRelayPromMetrics(KVConnectorPromMetrics):
                 continue
             self._count_peer_loads(labels, loads)
             self._show_failure(labels, report.failures.get(peer), has_loaded=LOADED in loads)
+        if self._nixl is not None:
+            self._nixl.observe(report, engine_idx)
         TIMELINES.add(engine_idx, report.events)
         for sample in report.transfers:
             self._counters["bytes_transferred"][engine_idx].inc(sample.bytes)

@@ -25,7 +25,9 @@ def parse_server_timing(header: str) -> dict[str, LegTiming]:
 
 
 def metric_total(exposition: str, names: Sequence[str] = BYTES_MOVED) -> int | None:
-    """Sum a metric over its labels in a Prometheus text; None when none of the names is there."""
-    pattern = re.compile(rf"^(?:{'|'.join(map(re.escape, names))})(?:{{[^}}]*}})? (\S+)", re.MULTILINE)
-    values = [float(value) for value in pattern.findall(exposition)]
-    return int(sum(values)) if values else None
+    """Sum a metric over its labels in a Prometheus text, by the first of the names that is there; None: none is."""
+    for name in names:
+        pattern = re.compile(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)", re.MULTILINE)
+        if values := [float(value) for value in pattern.findall(exposition)]:
+            return int(sum(values))
+    return None

@@ -9,6 +9,9 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlPromMetrics
+
+    from pdrelay_connector.shell.nixl_metrics import COUNTERS as NIXL_COUNTERS
     from pdrelay_connector.shell.peer_names import MOST_NAMED, PeerNames
     from pdrelay_connector.shell.peer_rates import PEERS_SHOWN
     from pdrelay_connector.shell.vllm_stats import PEERS_MOST, PDRelayPromMetrics, PDRelayStats
@@ -60,12 +63,76 @@ def test_stats_can_be_reset():
 @pytest.fixture
 def metrics():
     """Two engines of one API server, and nothing left in the process's registry."""
+    yield from made()
+
+
+@pytest.fixture
+def metrics_of_both():
+    """The same, with those of vLLM's connector."""
+    yield from made(shows_nixl=True)
+
+
+def made(**options):
     before = set(REGISTRY._collector_to_names)
     types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     config = SimpleNamespace(kv_transfer_config=None)
-    yield PDRelayPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}, INFO)
+    yield PDRelayPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}, INFO, **options)
     for collector in set(REGISTRY._collector_to_names) - before:
         REGISTRY.unregister(collector)
+
+
+def nixl_shapes(registered):
+    """Names, kinds, labels and buckets of vLLM's metrics among these."""
+    return {
+        (name, type(made).__name__, tuple(made._labelnames), tuple(getattr(made, "_upper_bounds", ())))
+        for name, made in registered.items()
+        if name.startswith("vllm:nixl_") and hasattr(made, "_labelnames") and name == made._name
+    }
+
+
+def test_the_metrics_of_vllms_connector_are_the_same_by_name_kind_and_bucket(fresh):
+    """Dashboards and alerts go on; that vLLM has another one in a new version fails here."""
+    theirs = fresh(NixlPromMetrics)
+    ours = fresh(PDRelayPromMetrics, INFO, shows_nixl=True)
+
+    assert len(theirs) == 8
+    assert ours == theirs
+    assert fresh(PDRelayPromMetrics, INFO) == set()
+
+
+@pytest.fixture
+def fresh():
+    """Return what makes metrics, tells those of vLLM's connector, and takes them back."""
+
+    def make(kind, *args, **options):
+        before = set(REGISTRY._collector_to_names)
+        types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+        kind(
+            SimpleNamespace(kv_transfer_config=None), types, ["model_name", "engine"], {0: ["m", "0"]}, *args, **options
+        )
+        shapes = nixl_shapes(REGISTRY._names_to_collectors)
+        for collector in set(REGISTRY._collector_to_names) - before:
+            REGISTRY.unregister(collector)
+        return shapes
+
+    return make
+
+
+def test_they_count_what_ours_count(metrics_of_both):
+    """Transfers as such, and failures by what vLLM's connector would call them."""
+    counters = {"loads_failed_handshake": 1, "loads_failed_timeout": 2, "leases_expired": 3, "loads_failed_lease": 9}
+    metrics_of_both.observe(PDRelayStats.of(StatsReport(counters, transfers=REPORT.transfers)).data, 1)
+
+    assert (
+        value("vllm:nixl_bytes_transferred_sum", "1") == value("vllm:pdrelay_bytes_transferred_total", "1") == 1_500_000
+    )
+    assert value("vllm:nixl_num_descriptors_count", "1") == 2
+    assert value("vllm:nixl_xfer_time_seconds_sum", "1") == pytest.approx(0.006)
+    assert value("vllm:nixl_post_time_seconds_sum", "1") == pytest.approx(0.001)
+    assert value("vllm:nixl_num_failed_transfers_total", "1") == 3
+    assert value("vllm:nixl_num_kv_expired_reqs_total", "1") == 3
+    assert value("vllm:nixl_num_failed_notifications_total", "1") == 0
+    assert {name for each in NIXL_COUNTERS.values() for name in each.counts} <= COUNTERS.keys()
 
 
 def value(name, engine):

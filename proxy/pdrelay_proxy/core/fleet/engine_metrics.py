@@ -15,7 +15,8 @@ _LABEL: Final = re.compile(rb'(?:^|,)(protocol|fingerprint|mode|engine_id|kv_rol
 _REFUSED: Final = b"vllm:pdrelay_incompatible_peer{"
 _PEER: Final = re.compile(rb'(?:^|,)peer="([0-9A-Za-z_.:-]{1,128}?)(?:_dp[0-9]{1,6})?"')
 _STARTED: Final = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,32})$", re.MULTILINE)
-_CONNECTOR: Final = re.compile(rb"^vllm:(pdrelay|nixl)_", re.MULTILINE)
+# By how their lines begin. Ours may show those of the other, too.
+_CONNECTORS: Final = {"pdrelay": b"vllm:pdrelay_", "nixl": b"vllm:nixl_"}
 # Its own prefix cache counts as well: what is there need not be sent.
 _SOURCES: Final = b"vllm:prompt_tokens_by_source_total{"
 _RECEIVED: Final = re.compile(rb'(?:^|,)source="(?:external_kv_transfer|local_cache_hit)"')
@@ -63,14 +64,16 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
                 found[line["name"]].append(float(line["value"]))
             except ValueError:  # it counts as something that is kept
                 found[line["name"]].append(1.0)
-    connector, started = _CONNECTOR.search(text), _STARTED.search(text)
+    started = _STARTED.search(text)
     leases, usage = found.values()
     ours = next(
         (line["labels"] for line in labelled_lines(text, _INFO) if line["value"] in _TRUE and _is_of(line, rank)), b""
     )
     info = {name.decode(): value.decode() for name, value in _LABEL.findall(ours)}
     return Numbers(
-        connector=connector[1].decode() if connector else None,
+        connector=next(
+            (name for name, line in _CONNECTORS.items() if text.startswith(line) or b"\n" + line in text), None
+        ),
         leases=sum(leases) if leases else None,
         kv_usage=max(usage) if usage else None,
         protocol=info.get("protocol"),

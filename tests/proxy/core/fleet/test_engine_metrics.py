@@ -24,6 +24,7 @@ STOCK = b'vllm:kv_cache_usage_perc{engine="0"} 1.5e-2\nvllm:nixl_num_failed_tran
         (OURS, None, Numbers("pdrelay", 5, 0.125), 5),
         (OURS, 1, Numbers("pdrelay", 3, 0.0), 3),
         (STOCK, None, Numbers("nixl", None, 0.015), 0.015),
+        (b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n' + OURS, None, Numbers("pdrelay", 5, 0.125), 5),
         (b"", None, Numbers(), None),
         (b"vllm:kv_cache_usage_perc 0\n", 3, Numbers(kv_usage=0), 0),
         (b"vllm:kv_cache_usage_perc{} 1e+e\n", None, Numbers(kv_usage=1), 1),

@@ -227,8 +227,8 @@ class Settings:
         "pull: a request goes to the prefill engine, then to the decode engine; push: to both at once; auto: as each "
         "prefill engine says")
     reuse_kv: bool = FIRST.option(False,
-        "use the KV that engines have: sets prefill_policy and decode_policy prefix, kv_events auto, return_kv, "
-        "min_split_new_bytes 1500 and short_prompts_alone false, each unless you set it")
+        "use the KV that engines have: sets prefill_policy and decode_policy prefix, kv_events auto, return_kv and "
+        "min_split_new_bytes 1500, each unless you set it")
     log_level: LogLevel = FIRST.option(LogLevel.INFO, "least severe level that is logged", live=True)
 
     required_model: str | None = ENGINES.option(None,
@@ -246,14 +246,9 @@ class Settings:
     min_split_new_bytes: SomeBytes = ENGINES.option(0,
         "a decode engine serves a prompt alone if its cache lacks fewer bytes than this of the prompt's JSON; also "
         "the limit for all prompts that it computes alone at a time", live=True)
-    short_prompts_alone: bool = ENGINES.option(True,
-        "with min_split_new_bytes, a decode engine also serves shorter prompts alone of which it has nothing; false: "
-        "only those of which it has the beginning, such as the next turn of a chat")
     max_decode_itl_s: SomeSeconds = ENGINES.option(0.0,
         "longest pause in its streams for which a decode engine computes a prompt alone; 0: with expected_ttft it "
         "serves only short prompts alone")
-    prefix_lifetime_s: Seconds = ENGINES.option(1800.0,
-        "time without use after which the policies prefix and expected_ttft forget what an engine has cached")
     kv_events: KvEvents = ENGINES.option(KvEvents.OFF,
         "auto: the policies prefix and expected_ttft go by the KV events of engines that publish them")
     reuse_prompt_tokens: bool = ENGINES.option(True,
@@ -286,22 +281,16 @@ class Settings:
     unresponsive_timeout_s: Seconds = HEALTH.option(30.0,
         "time without an answer to a health check after which the engine's requests are cancelled and retried "
         "elsewhere")
-    circuit_breaker_failures: Count = HEALTH.option(5, "consecutive requests that fail before an engine is ejected")
-    circuit_breaker_failure_ratio: Ratio = HEALTH.option(0.5,
-        "share of an engine's requests that fail within the window before it is ejected")
-    circuit_breaker_window_s: Seconds = HEALTH.option(30.0, "length of the window for the failure ratio")
-    circuit_breaker_min_requests: Count = HEALTH.option(20,
-        "requests in the window below which the failure ratio does not count")
+    circuit_breaker_failures: Natural = HEALTH.option(5,
+        "consecutive requests that fail before an engine is ejected; 0: failed requests eject no engine")
     ejection_time_s: Seconds = HEALTH.option(5.0,
-        "time before an ejected engine gets one request again; doubled after each one that fails")
-    max_ejection_time_s: Seconds = HEALTH.option(60.0, "longest time before an ejected engine gets one request again")
+        "time before an ejected engine gets one request again; doubled after each one that fails, up to 60 s")
     engine_metrics_interval_s: Seconds = HEALTH.option(15.0,
         "time between two reads of the metrics of all decode engines, which show whether KV arrives")
     pair_failures: Natural = HEALTH.option(3,
         "consecutive transfers between two engines that fail before the pair rests (gets no requests); 0: never")
     pair_rest_time_s: Seconds = HEALTH.option(30.0,
-        "time before a resting pair gets one request again; doubled after each one that fails")
-    max_pair_rest_time_s: Seconds = HEALTH.option(600.0, "longest time before a resting pair gets one request again")
+        "time before a resting pair gets one request again; doubled after each one that fails, up to 10 minutes")
 
     roles: RolesMode = ROLES.option(RolesMode.OFF,
         "auto: engines change between prefill and decode with the load; dry-run: the router only says which one "
@@ -311,7 +300,6 @@ class Settings:
     min_prefill: Count = ROLES.option(1, "fewest prefill engines that --roles leaves")
     min_decode: Count = ROLES.option(1, "fewest decode engines that --roles leaves")
     turns_per_hour: Count = ROLES.option(6, "most role changes in an hour")
-    turn_cooldown_s: Seconds = ROLES.option(60.0, "shortest time between two role changes")
     roles_interval_s: Seconds = ROLES.option(5.0, "time between two looks at the load of all engines")
     turn_timeout_s: Seconds = ROLES.option(120.0,
         "time after which an engine serves its new role, even if something of the old one is left")
@@ -325,8 +313,6 @@ class Settings:
     retry_budget_min_rate: Rate = RETRIES.option(1.0,
         "retries a second that are always allowed, however few requests there are")
     resume_streams: bool = RETRIES.option(False, "another decode engine continues a stream that breaks off", live=True)
-    move_concurrency: Count = RETRIES.option(8,
-        "most streams that move at the same time away from engines drained with --move", live=True)
     move_timeout_s: Seconds = RETRIES.option(10.0,
         "time that an engine has for its part in moving a stream; then the stream continues on another engine",
         live=True)
@@ -472,8 +458,6 @@ class Settings:
         "base URL of the collector that gets the spans (OTLP over HTTP)", unset="OTEL_EXPORTER_OTLP_ENDPOINT")
     request_history: Natural = TELEMETRY.option(1000,
         "finished requests whose timeline pdrelay why can still show; 0: none")
-    pair_history: Natural = TELEMETRY.option(1024,
-        "pairs of engines, the last used ones, that pdrelay pairs can still show; 0: none")
     server_timing: Switch | None = TELEMETRY.option(None,
         "tell clients which engines served a request, for how many milliseconds, and what they had cached "
         "(Server-Timing header)",

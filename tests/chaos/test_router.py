@@ -26,7 +26,7 @@ TOTAL, PREFILL, FIRST, IDLE = 20, 5, 5, 3  # s, the router's timeouts
 LIMITS = {
     "connect-timeout": 1, "prefill-timeout": PREFILL, "first-token-timeout": FIRST, "stream-idle-timeout": IDLE,
     "total-timeout": TOTAL, "stream-timeout": TOTAL, "health-check-interval": 0.5, "ejection-time": 0.5,
-    "max-ejection-time": 1, "unresponsive-timeout": 2,
+    "unresponsive-timeout": 2,
 }  # fmt: skip
 LEASE, TRANSFER = 3.0, 4.0  # s, the engines'; of one that is late the request is computed, or sent, once more
 # Where nothing hangs, no engine may be taken for hung, however busy it is. That one was killed shows behind a valve
@@ -220,9 +220,7 @@ RETRY_FREELY = (
     "--retry-budget-min-rate",
     "100",
     "--circuit-breaker-failures",
-    "100",
-    "--circuit-breaker-failure-ratio",
-    "1",
+    "0",
 )
 
 

@@ -282,7 +282,7 @@ def test_help_begins_with_what_most_routers_need(capsys):
     ("line", "offered"),
     [
         ("pdrelay se", {"serve"}),
-        ("pdrelay serve --circuit-breaker-w", {"--circuit-breaker-window"}),
+        ("pdrelay serve --circuit-breaker-f", {"--circuit-breaker-failures"}),
         ("pdrelay serve --decode-policy p", {"power_of_two", "prefix"}),
         ("pdrelay plan --prompt-len", {"--prompt-lengths"}),
     ],

@@ -147,10 +147,9 @@ def test_one_setting_chooses_all_that_uses_kv_and_others_win(config):
     by_turns = config('decode_policy = "round_robin"', "--reuse-kv", "true")
 
     used = {"prefill_policy": "prefix", "decode_policy": "prefix", "kv_events": KvEvents.AUTO, "return_kv": True}
-    alone = {"min_split_new_bytes": 1500, "short_prompts_alone": False}
-    assert all_of_it == Settings(reuse_kv=True, **used, **alone)
+    assert all_of_it == Settings(reuse_kv=True, **used, min_split_new_bytes=1500)
     expected = {"prefill_policy": "expected_ttft", "decode_policy": "expected_ttft"}
-    assert by_time == Settings(reuse_kv=True, **used | expected, short_prompts_alone=False)
+    assert by_time == Settings(reuse_kv=True, **used | expected)
     assert by_turns == Settings(
         reuse_kv=True, prefill_policy="prefix", decode_policy="round_robin", kv_events=KvEvents.AUTO
     )

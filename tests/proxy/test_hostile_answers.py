@@ -55,7 +55,7 @@ def stage(tmp_path_factory):
         prefill = stack.enter_context(serving(sims()["p0"]))
         decode = stack.enter_context(raw_engine(stage.script)).at
         args = ("--prefill", prefill, "--decode", decode, "--health-check-interval", "0", "--retries", "0")
-        args += ("--circuit-breaker-failures", "1000", "--circuit-breaker-min-requests", "1000")
+        args += ("--circuit-breaker-failures", "0")
         (router,) = stack.enter_context(router_processes(tmp_path_factory.mktemp("router"), 1, *args))
         stage.url = router.url
         yield stage

@@ -10,6 +10,7 @@ import pytest
 from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.routing.kv_reuse import reused_kv
+from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S
 from pdrelay_proxy.settings import PolicyName, Settings
 from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from pdrelay_proxy.testing.rules import expected_text
@@ -79,7 +80,7 @@ async def test_later_turns_of_a_chat_are_served_by_its_decode_engine(mode, strea
 async def test_short_prompts_are_split_and_their_follow_ups_are_not():
     """With ``reuse_kv``: what is new is a prefill engine's, and a short turn that follows is the decode engine's."""
     engines = sims(1, 1)
-    async with router(engines, replace(STICKY, **reused_kv({}))) as client:
+    async with router(engines, replace(STICKY, reuse_kv=True, **reused_kv({}))) as client:
         chat, other = Chat(client, "Hello?"), Chat(client, "Who is there?")
         for each in (chat, other):
             for _ in range(3):
@@ -179,10 +180,10 @@ async def test_a_turn_whose_engine_is_gone_is_routed_anew():
 async def test_what_was_long_ago_is_forgotten():
     """The engine may have evicted it."""
     clock = Clock()
-    async with router(sims(), Settings(**_given(STICKY), prefix_lifetime_s=60.0), clock) as client:
+    async with router(sims(), Settings(**_given(STICKY)), clock) as client:
         chat = Chat(client)
         await chat.turn()
-        clock.now += 60.1
+        clock.now += PREFIX_LIFETIME_S + 0.1
         assert not is_alone(await chat.turn())
 
 

@@ -19,6 +19,7 @@ from pdrelay_proxy.core.routing.alone_bound import AloneBound
 from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from pdrelay_proxy.core.routing.policies.least_loaded import LeastLoaded
 from pdrelay_proxy.core.routing.policies.prefix import Prefix
+from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S
 from pdrelay_proxy.core.routing.routing_hints import ask_of_call
 from pdrelay_proxy.core.schemas import TokensAnswer
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
@@ -29,9 +30,7 @@ from pdrelay_proxy.testing.prefix_cache import PrefixCache
 MODEL = "sim"
 WORDS = [f"{'abcdefghijklm'[n % 13] * (1 + n % 7)}{n}" for n in range(400)] + ["ä" * (1 + n % 5) for n in range(40)]
 LEAST = 300  # new bytes of a prompt that is split
-SETTINGS = Settings(
-    prefill_policy=PolicyName.PREFIX, decode_policy=PolicyName.PREFIX, min_split_new_bytes=LEAST, prefix_lifetime_s=600
-)
+SETTINGS = Settings(prefill_policy=PolicyName.PREFIX, decode_policy=PolicyName.PREFIX, min_split_new_bytes=LEAST)
 
 
 def token_ids(text):
@@ -85,7 +84,7 @@ class World:
     _waiting: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        self.index, self.known = CacheIndex(), KnownPrompts(SETTINGS.prefix_lifetime_s)
+        self.index, self.known = CacheIndex(), KnownPrompts(PREFIX_LIFETIME_S)
         registry = Registry(SETTINGS)
         for role in Role:
             for port in (1, 2):

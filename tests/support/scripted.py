@@ -39,9 +39,7 @@ from pdrelay_proxy.settings import KvTransferMode, Settings
 
 EVENT, DONE = b'data: {"id":"x"}\n\n', b"data: [DONE]\n\n"
 EVENTS, JSON = "text/event-stream", "application/json"
-NEVER_BROKEN = Settings(
-    circuit_breaker_failures=10**9, circuit_breaker_min_requests=10**9
-)  # however often the engines of a test fail
+NEVER_BROKEN = Settings(circuit_breaker_failures=0)  # however often the engines of a test fail
 
 
 def request_id(leg):
@@ -457,6 +455,7 @@ def router_of(
     told=(),
     breaking=NEVER_BROKEN,
     asks_for_models=False,
+    moves_at_once=8,
     **rules,
 ):
     """A router; ``rules``: more of the settings; ``asks_for_models``: what its engines serve decides, as in app.py."""
@@ -505,6 +504,7 @@ def router_of(
         new_transfer=new_transfer,
         request_over=request_over,
         spans=spans,
+        moves_at_once=moves_at_once,
     )
     telemetry.legs_under_way = requests.engines_of_legs
     return Router(requests, registry, names, ended)

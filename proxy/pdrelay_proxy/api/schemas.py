@@ -244,7 +244,7 @@ class PairList(BaseModel):
 
     worker: int
     workers: int
-    known: int = Field(description="pairs that were used and are remembered (pair_history)")
+    known: int = Field(description="pairs that were used and are remembered")
     dropped: int = Field(description="pairs that were forgotten to make room")
     resting: int
     unkept: int = Field(description="failing pairs that do not rest, because too many do")

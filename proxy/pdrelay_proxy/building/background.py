@@ -155,9 +155,7 @@ def _deciding(
     if board is None or settings.target_ttft_s is None or settings.target_itl_s is None:
         return ()
     targets = RoleTargets(settings.target_ttft_s, settings.target_itl_s, slots=settings.decode_slots)
-    limits = RoleLimits(
-        settings.min_prefill, settings.min_decode, settings.turn_cooldown_s, turns_per_hour=settings.turns_per_hour
-    )
+    limits = RoleLimits(settings.min_prefill, settings.min_decode, turns_per_hour=settings.turns_per_hour)
     turns, text = None, None
     if settings.roles is RolesMode.AUTO:
         me, text = f"{socket.gethostname()}-{secrets.token_hex(4)}", build_shared_text(settings)

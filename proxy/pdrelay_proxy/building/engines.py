@@ -11,7 +11,7 @@ import httpx
 from pdrelay_proxy.core.admission.keys import Outbound
 from pdrelay_proxy.core.fleet.cache_index import CacheIndex
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
-from pdrelay_proxy.core.fleet.pair_matrix import PairMatrix
+from pdrelay_proxy.core.fleet.pair_matrix import PAIRS_KEPT, PairMatrix
 from pdrelay_proxy.core.fleet.pair_modes import PairModes
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
@@ -20,6 +20,7 @@ from pdrelay_proxy.core.http.address_allowlist import AllowList
 from pdrelay_proxy.core.known_prompts import KnownPrompts
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
+from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S
 from pdrelay_proxy.io.files import engine_keys, engine_tls
 from pdrelay_proxy.io.probes.checks import HttpChecks
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
@@ -73,10 +74,10 @@ def build_engines(settings: Settings, group: WorkerGroup, fabric: Fabric) -> Eng
     policy = TRANSFER_POLICIES[settings.kv_transfer_mode]
     learned = PushCoordinates(at_once=policy.at_once)
     modes = PairModes(policy.fixed, kind=registry.link)
-    pairs = PairNotes(registry, PairMatrix(settings.pair_history), (group.number, group.of), modes)
+    pairs = PairNotes(registry, PairMatrix(PAIRS_KEPT), (group.number, group.of), modes)
     asks_caches = settings.kv_events is not KvEvents.OFF
     index = CacheIndex() if asks_caches else None
-    known = KnownPrompts(settings.prefix_lifetime_s) if asks_caches else None
+    known = KnownPrompts(PREFIX_LIFETIME_S) if asks_caches else None
     # Routers that know of each other do not all begin with the same engine.
     turn = random.randrange(_TURNS) if settings.peers else group.number
     fleet = fleet_of(settings, registry, learned, clock, random.randrange, turn=turn, index=index, known=known)

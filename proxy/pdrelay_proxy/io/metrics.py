@@ -218,7 +218,7 @@ class _Collector:
             "Transfers between two engines that failed, as decode engines show them, and by legs that ended with 5xx."
         )
         yield from self._counted.counter("pdrelay_pair_failures", text, ("reason",), "pair_failures")
-        text = "Pairs of engines that were forgotten to make room for others (pair_history)."
+        text = "Pairs of engines that were forgotten to make room for others."
         yield from self._counted.counter("pdrelay_pairs_dropped", text, (), "pairs_dropped")
         text = "Pairs of engines that get no requests, because their transfers fail; by the worker that is asked."
         yield GaugeMetricFamily("pdrelay_pairs_resting", text, value=self._engines.pairs.resting)

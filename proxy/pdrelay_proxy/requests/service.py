@@ -29,6 +29,7 @@ from pdrelay_proxy.settings import Settings
 if TYPE_CHECKING:
     from pdrelay_proxy.requests.request import Request
 
+_MOVES_AT_ONCE: Final = 8
 _TICK_MOST: Final = 0.25  # seconds between two looks at the time of all requests
 _TICK_LEAST: Final = 0.01
 _TICKS: Final = 16  # looks in the shortest time that the rules give
@@ -108,6 +109,7 @@ class Requests:
     ids: ClientIds = field(default_factory=ClientIds)
     origins: AllowedOrigins | None = None  # None: no web page may read answers
     spans: Spans | None = None
+    moves_at_once: int = _MOVES_AT_ONCE  # streams that leave an engine and have not reached the next one
     worker: tuple[int, int] = (0, 1)  # the number of this worker of the router, and how many there are
     _under_way: "dict[Request, None]" = field(default_factory=lambda: dict["Request", None]())
     _timer: asyncio.TimerHandle | None = None
@@ -116,7 +118,7 @@ class Requests:
     moves: StreamMoves = field(init=False)
 
     def __post_init__(self) -> None:
-        self.moves = StreamMoves(self)
+        self.moves = StreamMoves(self, self.moves_at_once)
         self.good_legs = GoodLegs(self.telemetry.later, self._count_legs)
 
     async def __aenter__(self) -> Self:

@@ -113,10 +113,12 @@ class StreamCut(Exception):
 class StreamMoves:
     """Moves the streams of engines that are drained by it, or full, some at a time. Runs on the event loop."""
 
-    __slots__ = ("_of", "_relief", "_rounds", "_stayed", "_to_leave", "_unable", "_under_way")
+    __slots__ = ("_most", "_of", "_relief", "_rounds", "_stayed", "_to_leave", "_unable", "_under_way")
 
-    def __init__(self, of: "Requests") -> None:
+    def __init__(self, of: "Requests", most: int) -> None:
+        """``most``: streams that may be between two engines at the same time."""
         self._of = of
+        self._most = most
         self._under_way = 0
         self._stayed: set[RequestId] = set()  # counted as such; they end with the engines that drain
         self._unable: set[InstanceId] = set()  # engines that have failed to hand a stream over, while they are left
@@ -125,7 +127,7 @@ class StreamMoves:
         self._to_leave = Counter[InstanceId]()  # how many streams should still leave an engine without KV room
 
     def look(self) -> None:
-        """Cut the streams that may move now, as many as the settings let."""
+        """Cut the streams that may move now, as many as may move at the same time."""
         registry = self._of.fleet.registry
         if not registry.moving:
             self._stayed.clear()
@@ -139,7 +141,7 @@ class StreamMoves:
 
     def _look_at_all(self, moving: Collection[InstanceId]) -> None:
         """Cut streams of engines that drain, the oldest first; and of full engines the newest, as vLLM preempts."""
-        requests, most = tuple(self._of), self._of.settings.move_concurrency
+        requests, most = tuple(self._of), self._most
         # What no other engine can take is looked at once. To choose engines for each of thousands, four times a second,
         # would take all of the event loop.
         stuck, stuck_prompts = set[tuple[InstanceId, RequestKind]](), set[StuckPrompt]()

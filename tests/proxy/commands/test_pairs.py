@@ -93,7 +93,7 @@ def test_people_see_what_a_pair_does_and_what_the_list_lacks():
     assert lines[1:3] == [pair + failing, pair + well]
     assert lines[3:] == [
         "decode-1 loads no KV of prefill-0: 10.0.0.1:5600 was not met: timed out",
-        "7 pairs were forgotten to make room (pair_history)",
+        "7 pairs were forgotten to make room",
         "seen by worker 2 of 3",
     ]
 

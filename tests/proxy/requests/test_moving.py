@@ -364,7 +364,7 @@ async def test_so_many_move_at_the_same_time():
             await go_on.wait()
         return await pulled_prefill(leg)
 
-    fleet = Fleet(prefill=prefill, holds_at=[8] * 10, move_concurrency=3, y=1)
+    fleet = Fleet(prefill=prefill, holds_at=[8] * 10, moves_at_once=3, y=1)
     clients = [fleet.router.start(asked(Api.COMPLETIONS), f"r{number}") for number in range(10)]
     await until(lambda: all(client.request.state is RequestState.STREAMING for client in clients))
     fleet.router.registry.add(Role.DECODE, Address("http", "h", 9))
@@ -520,7 +520,7 @@ async def test_streams_do_not_wait_for_an_engine_that_has_failed_to_hand_one_ove
                 raise EngineError("dead")
         return await pulled_prefill(leg)
 
-    fleet = Fleet(prefill=prefill, holds_at=[8] * 3, move_concurrency=1, y=1)
+    fleet = Fleet(prefill=prefill, holds_at=[8] * 3, moves_at_once=1, y=1)
     clients = [fleet.router.start(asked(Api.COMPLETIONS), f"r{number}") for number in range(3)]
     await until(lambda: all(client.request.state is RequestState.STREAMING for client in clients))
     fleet.router.registry.add(Role.DECODE, Address("http", "h", 9))

@@ -27,6 +27,7 @@ from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
 from pdrelay_proxy.core.schemas import HealthVerdict
 from pdrelay_proxy.settings import Settings
 
+_MAX_REST_S: Final = 60.0  # of an ejected engine, however often its trials fail
 _CLAIM_S: Final = 30.0  # that a trial may take to begin before another request may be the trial
 # What is held against it, said of the request.
 _SAID: Final[Mapping[Failure, str]] = {
@@ -35,6 +36,18 @@ _SAID: Final[Mapping[Failure, str]] = {
     Failure.TIMEOUT: "timed out",
     Failure.HTTP_5XX: "was answered with an error",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRatio:
+    """How many of the latest requests may fail before an engine is ejected, if they do not fail in a row."""
+
+    share: float = 0.5
+    window_s: float = 30.0
+    min_requests: int = 20  # of fewer in the window no share counts
+
+
+HALF_OF_TWENTY: Final = FailureRatio()
 
 
 class HealthState(StrEnum):
@@ -158,6 +171,8 @@ class EngineHealth:
 
     since: float  # when it came into its state
     settings: Settings = field(default_factory=Settings)
+    ratio: FailureRatio = HALF_OF_TWENTY
+    max_rest_s: float = _MAX_REST_S
     state: HealthState = HealthState.STARTING
     why: str = "added"  # what brought it there, in words
     verdict: HealthVerdict | None = None  # the latest one, of this worker or another
@@ -176,7 +191,7 @@ class EngineHealth:
     _window: Window = field(init=False)
 
     def __post_init__(self) -> None:
-        self._window = Window(self.settings.circuit_breaker_window_s)
+        self._window = Window(self.ratio.window_s)
         self.cache_since = self.since
 
     @property
@@ -409,21 +424,20 @@ class EngineHealth:
 
     def _verdict(self, failure: Failure, now: float) -> str | None:
         """Say why it is broken, if it is."""
-        settings = self.settings
-        if self._in_a_row >= settings.circuit_breaker_failures:
+        most, ratio = self.settings.circuit_breaker_failures, self.ratio
+        if not most:
+            return None
+        if self._in_a_row >= most:
             return f"{self._in_a_row} requests in a row failed: the last one {_SAID[failure]}"
-        if self._broken_in_a_row >= settings.circuit_breaker_failures:
+        if self._broken_in_a_row >= most:
             return f"{self._broken_in_a_row} answers in a row broke off: the last one {_SAID[failure]}"
         legs, failed = self._window.totals(now=now)
-        if (
-            legs >= self.settings.circuit_breaker_min_requests
-            and failed >= self.settings.circuit_breaker_failure_ratio * legs
-        ):
+        if legs >= ratio.min_requests and failed >= ratio.share * legs:
             return f"{failed} of {legs} requests failed: the last one {_SAID[failure]}"
         return None
 
     def _break(self, reason: str, now: float) -> None:
-        self._rest_s = min(self._rest_s * 2 or self.settings.ejection_time_s, self.settings.max_ejection_time_s)
+        self._rest_s = min(self._rest_s * 2 or self.settings.ejection_time_s, self.max_rest_s)
         self._trial = None
         self._step(HealthEvent.TRIPPED, reason, now)
         self.since = now  # a broken engine rests from its latest break on

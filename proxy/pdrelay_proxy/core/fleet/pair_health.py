@@ -21,6 +21,7 @@ MOST: Final = 4096  # pairs that are remembered for their failures
 # all prefill engines: so many groups may come of it.
 MOST_SETS: Final = 64
 TRIAL_S: Final = 90.0  # for which a trial may stay without a sign; a decode engine's counters are read every 15 s
+_MAX_REST_S: Final = 600.0  # of a pair, however often its trials fail; of one that got wrong KV at once
 _LATER_S: Final = 5.0  # until a trial is thought of again whose engines cannot take it
 
 
@@ -124,11 +125,11 @@ class PairHealth:
     With several workers each has its own, and all read the same counters of decode engines.
     """
 
-    def __init__(self, settings: Settings, *, most: int = MOST) -> None:
+    def __init__(self, settings: Settings, *, most: int = MOST, max_rest_s: float = _MAX_REST_S) -> None:
         self._most = most
         self._least = settings.pair_failures
         self._rest_s = settings.pair_rest_time_s
-        self._rest_most_s = settings.max_pair_rest_time_s
+        self._rest_most_s = max_rest_s
         self.next_at = math.inf  # when a pair is to be tried, or a trial is over
         self.failures = Counter[tuple[str, ...]]()  # by PairFailure
         self.has_any = False  # pairs that fail

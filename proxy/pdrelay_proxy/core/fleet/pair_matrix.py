@@ -11,6 +11,7 @@ from typing import Final
 from pdrelay_proxy.core.fleet.pair_health import Pair
 from pdrelay_proxy.core.model import InstanceId
 
+PAIRS_KEPT: Final = 1024  # those that were used last
 _NEWEST: Final = 0.125  # weight of the latest time in a mean
 
 

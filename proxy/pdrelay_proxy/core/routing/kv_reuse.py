@@ -19,7 +19,7 @@ def reused_kv(chosen: Mapping[str, object]) -> Mapping[str, object]:
     if _BY_CACHE & {prefill, decode}:
         wanted["kv_events"] = KvEvents.AUTO
     if decode in _BY_CACHE:  # others forget what decode engines have
-        wanted |= {"return_kv": True, "min_split_new_bytes": FOLLOW_UP_BYTES, "short_prompts_alone": False}
+        wanted |= {"return_kv": True, "min_split_new_bytes": FOLLOW_UP_BYTES}
     return {name: value for name, value in wanted.items() if name not in chosen}
 
 

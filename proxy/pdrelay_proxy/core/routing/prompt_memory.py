@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.prompt_blocks import PromptBlocks
 
+PREFIX_LIFETIME_S: Final = 1800.0  # without use; then an engine is taken to have evicted it
 ENTRIES_MOST: Final = 100_000  # of all prompts and engines: about 30 MB
 _EVENTS_S: Final = 0.25  # for so long an engine's events may come later than its answer
 _IS_THERE: Final = True  # see _Entry, whose arguments cost 1,000 instructions more by name

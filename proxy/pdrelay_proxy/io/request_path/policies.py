@@ -16,7 +16,7 @@ from pdrelay_proxy.core.routing.policies.prefix import Prefix
 from pdrelay_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from pdrelay_proxy.core.routing.policies.session import Session
 from pdrelay_proxy.core.routing.policy_parts import PolicyParts
-from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
+from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S, PromptMemory
 from pdrelay_proxy.core.routing.share_bound import ShareBounds
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.request_path.caches import Caches
@@ -68,12 +68,13 @@ def fleet_of(
     if settings.return_kv and settings.decode_policy not in _REMEMBERING:
         names_known = " or ".join(_REMEMBERING)
         raise ConfigError(f"return_kv needs decode_policy {names_known}: others forget what decode engines have cached")
-    short_alone = settings.short_prompts_alone
+    # With reuse_kv a new prompt goes to a prefill engine, however short it is: its later turns find its KV there.
+    short_alone = not (settings.reuse_kv and settings.decode_policy in _REMEMBERING)
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
         return LiveFleet(registry, PairSelector(registry, choice, short_alone=short_alone), learned, clock)
-    caches = Caches(PromptMemory(settings.prefix_lifetime_s), registry, clock, index, known)
+    caches = Caches(PromptMemory(PREFIX_LIFETIME_S), registry, clock, index, known)
     learner, itl_s = None if known is None else PromptLearner(known, clock), settings.max_decode_itl_s or None
     if PolicyName.EXPECTED_TTFT in names:
         if len(set(names)) > 1:

@@ -7,29 +7,23 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdrelay_proxy.core.fleet.health import TRANSITIONS, EngineHealth, HealthEvent, HealthState
+from pdrelay_proxy.core.fleet.health import TRANSITIONS, EngineHealth, FailureRatio, HealthEvent, HealthState
 from pdrelay_proxy.core.model import RequestId
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
 from pdrelay_proxy.core.schemas import HealthVerdict
 from pdrelay_proxy.settings import Settings
 from support.searching import examples
 
-LIMITS = Settings(
-    circuit_breaker_failures=3,
-    health_check_failures=2,
-    circuit_breaker_failure_ratio=0.5,
-    circuit_breaker_window_s=10,
-    circuit_breaker_min_requests=8,
-    ejection_time_s=5,
-    max_ejection_time_s=15,
-)
+LIMITS = Settings(circuit_breaker_failures=3, health_check_failures=2, ejection_time_s=5)
+RATIO = FailureRatio(share=0.5, window_s=10, min_requests=8)
+MAX_REST_S = 15
 AT_FAULT = tuple(failure for failure, verdict in VERDICTS.items() if verdict.held is Held.AT_ONCE)
 IF_SERVED = tuple(failure for failure, verdict in VERDICTS.items() if verdict.held is Held.IF_SERVED_ELSEWHERE)
 NOT_AT_FAULT = tuple(failure for failure in Failure if failure not in AT_FAULT)
 
 
 def life(*, now=0.0):
-    return EngineHealth(now, LIMITS)
+    return EngineHealth(now, LIMITS, RATIO, MAX_REST_S)
 
 
 def fail(one, times, *, now=0.0, failure=Failure.TIMEOUT, name="r"):
@@ -447,7 +441,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now = 0.0
-        self.life = EngineHealth(0.0, LIMITS)
+        self.life = EngineHealth(0.0, LIMITS, RATIO, MAX_REST_S)
         self.running = set()
         self.trial = None
         self.count = self.missed = 0
@@ -512,7 +506,7 @@ class Machine(RuleBasedStateMachine):
     def always_comes_back_in_the_end(self):
         """Nobody waits for ever for a broken engine without a request on trial, unless its probes fail."""
         if self.life.state is HealthState.EJECTED and self.missed < LIMITS.health_check_failures:
-            assert self.life.since + LIMITS.max_ejection_time_s >= self.now or self.life.may_serve(now=self.now)
+            assert self.life.since + MAX_REST_S >= self.now or self.life.may_serve(now=self.now)
 
 
 Machine.TestCase.settings = hypothesis_settings(max_examples=examples(40), stateful_step_count=30, deadline=None)

@@ -21,11 +21,12 @@ from pdrelay_proxy.core.fleet.pair_health import (
 from pdrelay_proxy.settings import Settings
 
 PAIR = ("prefill-0", "decode-0")
-SETTINGS = Settings(pair_failures=3, pair_rest_time_s=30.0, max_pair_rest_time_s=100.0)
+SETTINGS = Settings(pair_failures=3, pair_rest_time_s=30.0)
+MAX_REST_S = 100.0
 
 
 def health(**settings):
-    return PairHealth(Settings(**settings) if settings else SETTINGS)
+    return PairHealth(Settings(**settings) if settings else SETTINGS, max_rest_s=MAX_REST_S)
 
 
 def fail(pairs, pair=PAIR, count=3, now=0.0, reason=PairFailure.HANDSHAKE):

@@ -32,13 +32,7 @@ from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.settings import Settings
 from support.searching import examples
 
-LIMITS = Settings(
-    circuit_breaker_failures=2,
-    health_check_failures=2,
-    circuit_breaker_min_requests=4,
-    ejection_time_s=2.0,
-    max_ejection_time_s=8.0,
-)
+LIMITS = Settings(circuit_breaker_failures=2, health_check_failures=2, ejection_time_s=2.0)
 
 
 def _prefix(load, caches):
@@ -280,7 +274,7 @@ class Calm(RuleBasedStateMachine):
     @rule(place=SOME, failure=st.sampled_from([Failure.UNREACHABLE, Failure.HTTP_5XX, Failure.TIMEOUT]))
     def trip(self, place, failure):
         """As many legs fail as it takes."""
-        for number in range(LIMITS.circuit_breaker_min_requests):
+        for number in range(2 * LIMITS.circuit_breaker_failures):
             request = RequestId(f"f{number}")
             self.have(place, lambda side, member, r=request: side.fleet.ended(member.instance, r, failure))
 

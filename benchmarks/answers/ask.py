@@ -1,15 +1,20 @@
-"""A hundred English questions through a running `make up`, and to one engine alone: are the texts equal?
+"""A hundred English questions through a running `make up`, and to one engine alone: are the answers equal?
 
 ``.venv/bin/python benchmarks/answers/ask.py`` beside a `make up` asks the router at port 8000, and the decode engine at
 port 8200 by itself: a cache salt of its own makes it compute the whole prompt. Greedy; one request at a time.
+
+``--compare`` chooses what must be equal: texts; texts with the log-likelihood of each token and of its four rivals; or
+objects that a JSON schema asks for, which must also be valid.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import time
 
 import httpx
+from jsonschema import Draft202012Validator
 
 from pdrelay_proxy.io.served_by import metric_total, parse_server_timing
 
@@ -45,28 +50,56 @@ QUESTIONS = (
 )
 
 
+CITY = {
+    "type": "object",
+    "properties": {
+        "capital": {"type": "string", "maxLength": 30},
+        "continent": {"enum": ["Africa", "America", "Asia", "Europe", "Oceania"]},
+        "by_the_sea": {"type": "boolean"},
+    },
+    "required": ["capital", "continent", "by_the_sea"],
+    "additionalProperties": False,
+}
+LIKELIHOODS = {"logprobs": True, "top_logprobs": 5}
+SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}}
+
+
 def main():
     args = read_arguments()
+    questions, more = {
+        "texts": (QUESTIONS, {}),
+        "likelihoods": (QUESTIONS, LIKELIHOODS),
+        "objects": ([f"Tell me about the capital of {country}." for country in COUNTRIES], SCHEMA),
+    }[args.compare]
     with httpx.Client(timeout=300, trust_env=False) as client:
         model = client.get(f"{args.router}/v1/models").raise_for_status().json()["data"][0]["id"]
         moved = {engine: bytes_moved(client, engine) for engine in args.engine}
         different = []
+        whole = 0  # objects that did not end at the limit of tokens: all of these are valid
         times = {"router": [], "alone": []}
         legs = set()
-        for number, question in enumerate(QUESTIONS[: args.count]):
-            routed, seconds, header = ask(client, args.router, model, question, args.max_tokens)
+        for number, question in enumerate(questions[: args.count]):
+            routed, seconds, header = ask(client, args.router, model, question, args.max_tokens, **more)
             times["router"].append(seconds)
             legs.add(tuple(sorted(name for name in parse_server_timing(header) if name in ("prefill", "decode"))))
-            alone, seconds, _ = ask(client, args.engine[-1], model, question, args.max_tokens, cache_salt="alone")
+            lone = {"cache_salt": "alone", **more}
+            alone, seconds, _ = ask(client, args.engine[-1], model, question, args.max_tokens, **lone)
             times["alone"].append(seconds)
+            if args.compare == "objects" and routed["finish_reason"] == "stop":
+                whole += 1
+                Draft202012Validator(CITY).validate(json.loads(routed["text"]))
             if routed != alone:
                 different.append(number)
                 print(f"{number}: {question}\n  through the router: {routed!r}\n  one engine alone:   {alone!r}")
             elif number % 20 == 0:
-                print(f"{number}: {question} {routed!r}")
+                print(f"{number}: {question} {routed['text']!r}")
         moved = {engine: (bytes_moved(client, engine) or 0) - (before or 0) for engine, before in moved.items()}
-    count = min(args.count, len(QUESTIONS))
-    print(f"{count - len(different)} of {count} texts are equal; legs {sorted(legs)}; bytes of KV moved {moved}")
+    count = min(args.count, len(questions))
+    print(
+        f"{count - len(different)} of {count} {args.compare} are equal; legs {sorted(legs)}; bytes of KV moved {moved}"
+    )
+    if args.compare == "objects":
+        print(f"{whole} of {count} objects are whole and valid")
     print("median seconds of an answer: " + ", ".join(f"{who} {statistics.median(t):.2f}" for who, t in times.items()))
     sys.exit(bool(different))
 
@@ -75,8 +108,9 @@ def ask(client, url, model, question, max_tokens, **more):
     body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, **more}
     start = time.monotonic()
     answer = client.post(f"{url}/v1/chat/completions", json={**body, "max_tokens": max_tokens}).raise_for_status()
-    text = answer.json()["choices"][0]["message"]["content"]
-    return text, time.monotonic() - start, answer.headers.get("server-timing", "")
+    choice = answer.json()["choices"][0]
+    found = {"text": choice["message"]["content"]} | {name: choice[name] for name in ("logprobs", "finish_reason")}
+    return found, time.monotonic() - start, answer.headers.get("server-timing", "")
 
 
 def bytes_moved(client, engine):
@@ -92,6 +126,7 @@ def read_arguments():
         default=["http://127.0.0.1:8100", "http://127.0.0.1:8200"],
         help="the last is asked alone",
     )
+    parser.add_argument("--compare", choices=("texts", "likelihoods", "objects"), default="texts")
     parser.add_argument("--count", type=int, default=len(QUESTIONS))
     parser.add_argument("--max-tokens", type=int, default=48)
     return parser.parse_args()

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import contextlib
+import importlib.util
 import io
 import itertools
 import json
@@ -218,7 +219,9 @@ def test_a_configuration_of_the_connector_is_one(text):
     """Its own part through the reader of its settings, the roles and policies as vLLM spells them."""
     config = json.loads(text)
 
+    module = config.pop("kv_connector_module_path", "pdrelay_connector")
     assert config.keys() <= {"kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config"}
+    assert importlib.util.find_spec(module)
     assert config.get("kv_role", "kv_both") in ("kv_producer", "kv_consumer", "kv_both")
     assert config.get("kv_load_failure_policy", "fail") in ("fail", "recompute")
     extra = config.get("kv_connector_extra_config", {})

@@ -1,5 +1,6 @@
 """A child process that writes files into a folder: how far it is, and when it is given up."""
 
+import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -77,10 +78,12 @@ def run_watched(
 
 
 def _sizes(folder: Path) -> list[int]:
+    """Return the sizes of all files that are there long enough to be looked at: the child removes some of them."""
     sizes = list[int]()
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # it was removed meanwhile
-            sizes.append(path.stat().st_size)
+    for place, _, names in os.walk(folder):  # it passes over folders that are gone, where rglob raises
+        for name in names:
+            with suppress(OSError):
+                sizes.append((Path(place) / name).stat().st_size)
     return sizes
 
 

@@ -1,6 +1,7 @@
 """A child that fetches or converts: its progress is seen, and it is ended when it stops getting on."""
 
 import os
+import shutil
 import sys
 
 import pytest
@@ -21,6 +22,24 @@ def test_a_report_has_the_size_of_the_largest_file(tmp_path):
     """That is the one which grows."""
     sizes = []
 
+    run(tmp_path, f"open({str(tmp_path / 'a')!r}, 'w').write('x' * 300)", report=lambda size, _: sizes.append(size))
+
+    assert sizes[-1] == 300
+
+
+def test_a_folder_that_the_child_removes_meanwhile_is_passed_over(tmp_path, monkeypatch):
+    """pip unpacks into one; `pdrelay up` ended with a traceback if it looked just then."""
+    (tmp_path / "passing/within").mkdir(parents=True)
+    listed = os.scandir
+
+    def list_and_remove(path):
+        found = listed(path)
+        if path == str(tmp_path):  # rmtree lists by descriptors
+            shutil.rmtree(tmp_path / "passing", ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(os, "scandir", list_and_remove)
+    sizes = []
     run(tmp_path, f"open({str(tmp_path / 'a')!r}, 'w').write('x' * 300)", report=lambda size, _: sizes.append(size))
 
     assert sizes[-1] == 300

@@ -1,7 +1,9 @@
 """What only real connections show: hanging up, breaking off, and bytes that arrive while others are being made."""
 
+import asyncio
 import json
 import socket
+import threading
 
 import httpx
 import openai
@@ -11,7 +13,7 @@ from pdrelay_proxy.app import build
 from pdrelay_proxy.settings import Settings
 from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
 from pdrelay_proxy.testing.rules import expected_text
-from support.sim import cluster, serving, until, until_async
+from support.sim import cluster, serving, until
 
 pytestmark = pytest.mark.edges
 
@@ -113,6 +115,31 @@ def test_both_engines_are_at_work_at_the_same_time_when_prefill_pushes():
         assert not any(sim.violations for sim in running.engines.values())
 
 
+def _answer_behind_a_decode_leg(prefill, decodes):
+    """Have the next answer of a prefill engine wait until a decode engine waits for its KV: each has its own thread."""
+    waits = threading.Event()
+    answer = prefill._answer
+
+    async def answer_late(*args):
+        prefill._answer = answer
+        assert await asyncio.to_thread(waits.wait, 30)
+        return await answer(*args)
+
+    def noted(decode_answer):
+        async def answer_noted(*args):
+            waits.set()
+            try:
+                return await decode_answer(*args)
+            finally:
+                waits.clear()
+
+        return answer_noted
+
+    prefill._answer = answer_late
+    for sim in decodes:
+        sim._answer = noted(sim._answer)
+
+
 @pytest.mark.parametrize(("kind", "said"), [(FaultKind.STATUS, "http_5xx"), (FaultKind.DROP, "connection_closed")])
 def test_a_push_that_fails_is_done_again_by_others(kind, said):
     """The decode engine is told at once, on its connection; it would wait for minutes."""
@@ -121,15 +148,10 @@ def test_a_push_that_fails_is_done_again_by_others(kind, said):
         while not (running.engines["p0"].log and running.engines["p1"].log):  # one may not have been probed yet
             post(running)
             warm += 1
-        prefill, decodes = running.engines["p0"], [running.engines[name] for name in ("d0", "d1")]
+        prefill = running.engines["p0"]
+        decodes = [running.engines[name] for name in ("d0", "d1")]
         prefill.inject(SimulatedFault(kind, times=1))
-        answer = prefill._answer
-
-        async def answer_when_decode_waits(*args):
-            await until_async(lambda: any(entry.state == "open" for sim in decodes for entry in sim.log))
-            return await answer(*args)
-
-        prefill._answer = answer_when_decode_waits
+        _answer_behind_a_decode_leg(prefill, decodes)
         responses = [post(running, BODY | {"stream": True}) for _ in range(2)]
 
         assert [response.status_code for response in responses] == [200, 200]

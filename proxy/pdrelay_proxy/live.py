@@ -25,10 +25,9 @@ from pdrelay_proxy.io.peers import check_peers
 from pdrelay_proxy.io.reloads import half_written, key_stamps
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.service import Requests
-from pdrelay_proxy.settings import KvEvents, PolicyName, QueueOrder, RolesMode, Settings
+from pdrelay_proxy.settings import CACHE_POLICIES, KvEvents, QueueOrder, RolesMode, Settings
 
 logger = logging.getLogger(__name__)
-_BY_CACHE: Final = frozenset({PolicyName.PREFIX, PolicyName.EXPECTED_TTFT})
 _ENGINE_KEYS: Final = {"prefill_api_key_file": Role.PREFILL, "decode_api_key_file": Role.DECODE}
 T = TypeVar("T")
 _Addresses: TypeAlias = Mapping[Role, Mapping[str, Target]]
@@ -172,7 +171,7 @@ def _check_moves(settings: Settings) -> None:
 
 def _check_caches(settings: Settings) -> None:
     policies = {settings.prefill_policy, settings.decode_policy}
-    if settings.kv_events is KvEvents.AUTO and policies.isdisjoint(_BY_CACHE):
+    if settings.kv_events is KvEvents.AUTO and policies.isdisjoint(CACHE_POLICIES):
         raise ConfigError(
             "kv_events is auto, and no policy asks for it: write prefill_policy or decode_policy prefix, "
             "or both expected_ttft"
@@ -185,7 +184,7 @@ def _check_pods(settings: Settings) -> None:
 
 
 def _check_decode_itl(settings: Settings) -> None:
-    if settings.max_decode_itl_s and settings.decode_policy not in _BY_CACHE:
+    if settings.max_decode_itl_s and settings.decode_policy not in CACHE_POLICIES:
         raise ConfigError(
             "max_decode_itl_s needs decode_policy expected_ttft or prefix: no other knows what decode engines have to "
             "compute of a prompt"

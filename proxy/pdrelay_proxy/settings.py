@@ -78,6 +78,9 @@ class PolicyName(StrEnum):
     EXPECTED_TTFT = "expected_ttft"  # for both legs: the two engines whose first token is expected first
 
 
+CACHE_POLICIES: Final = (PolicyName.PREFIX, PolicyName.EXPECTED_TTFT)  # they remember what engines have cached
+
+
 class QueueOrder(StrEnum):
     """Which request of a priority is next when there is a place for one that waits."""
 

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Final
 
-from pdrelay_proxy.settings import KvEvents, PolicyName, Settings
+from pdrelay_proxy.settings import CACHE_POLICIES, KvEvents, PolicyName, Settings
 
 # What a later turn of a chat may have of new JSON for its decode engine to compute it: docs/routing.md has the numbers.
 FOLLOW_UP_BYTES: Final = 1500
-_BY_CACHE: Final = frozenset({PolicyName.PREFIX, PolicyName.EXPECTED_TTFT})
 
 
 def reused_kv(chosen: Mapping[str, object]) -> Mapping[str, object]:
@@ -16,9 +15,9 @@ def reused_kv(chosen: Mapping[str, object]) -> Mapping[str, object]:
     usual = PolicyName.EXPECTED_TTFT if PolicyName.EXPECTED_TTFT in policies else PolicyName.PREFIX  # it chooses both
     prefill, decode = [usual if policy is None else policy for policy in policies]
     wanted: dict[str, object] = {"prefill_policy": prefill, "decode_policy": decode}
-    if _BY_CACHE & {prefill, decode}:
+    if not {prefill, decode}.isdisjoint(CACHE_POLICIES):
         wanted["kv_events"] = KvEvents.AUTO
-    if decode in _BY_CACHE:  # others forget what decode engines have
+    if decode in CACHE_POLICIES:  # others forget what decode engines have
         wanted |= {"return_kv": True, "min_split_new_bytes": FOLLOW_UP_BYTES}
     return {name: value for name, value in wanted.items() if name not in chosen}
 
@@ -28,9 +27,10 @@ def unused_kv(settings: Settings) -> str | None:
     if settings.reuse_kv:
         return None
     unused = {
-        "engines are not chosen by what they have cached (prefill_policy, decode_policy)": _BY_CACHE.isdisjoint(
-            {settings.prefill_policy, settings.decode_policy}
-        ),
+        "engines are not chosen by what they have cached (prefill_policy, decode_policy)": {
+            settings.prefill_policy,
+            settings.decode_policy,
+        }.isdisjoint(CACHE_POLICIES),
         "KV events are not read (kv_events)": settings.kv_events is KvEvents.OFF,
         "KV of answers does not go back (return_kv)": not settings.return_kv,
         "short follow-ups go over two engines (min_split_new_bytes)": not settings.min_split_new_bytes,

@@ -24,13 +24,12 @@ from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.request_path.prompt_learner import PromptLearner
 from pdrelay_proxy.io.routing_plugins import installed_policy
-from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_proxy.settings import CACHE_POLICIES, PolicyName, Settings
 
 Dice: TypeAlias = Callable[[int], int]  # dice(n): 0 to n-1
 
 
 ITL_WEIGHT: Final = 4.0  # tokens for which the time between tokens counts beside the time to first token
-_REMEMBERING: Final = (PolicyName.PREFIX, PolicyName.EXPECTED_TTFT)
 # They send an engine more than others for what it has; the load or turns bound the others.
 _LOYAL: Final = frozenset({PolicyName.PREFIX, PolicyName.SESSION})
 _OWN: Final[Mapping[str, Callable[[PolicyParts], Policy]]] = {
@@ -65,11 +64,11 @@ def fleet_of(
     engines tell of their caches; ``known``: the tokens of texts, to look them up there.
     """
     names = settings.prefill_policy, settings.decode_policy
-    if settings.return_kv and settings.decode_policy not in _REMEMBERING:
-        names_known = " or ".join(_REMEMBERING)
+    if settings.return_kv and settings.decode_policy not in CACHE_POLICIES:
+        names_known = " or ".join(CACHE_POLICIES)
         raise ConfigError(f"return_kv needs decode_policy {names_known}: others forget what decode engines have cached")
     # With reuse_kv a new prompt goes to a prefill engine, however short it is: its later turns find its KV there.
-    short_alone = not (settings.reuse_kv and settings.decode_policy in _REMEMBERING)
+    short_alone = not (settings.reuse_kv and settings.decode_policy in CACHE_POLICIES)
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))

@@ -74,7 +74,9 @@ def events(body, *, name, per_event=1):
     api = Api.CHAT if "messages" in body else Api.COMPLETIONS
     prompt, options = ids_of(body), body.get("stream_options") or {}
     head = {"id": name, "object": "chunk", "created": 7, "model": "m"}
-    weight, made, pending = _weight(prompt), 0, ""
+    weight = _weight(prompt)
+    made = 0
+    pending = ""
     is_first = True
     if api is Api.CHAT:
         yield event(

@@ -399,7 +399,8 @@ class Request:
         gate = self._of.gate
         if plan.prompts:
             size = size_of_array(plan, size, gate.admission.limits.max_inflight_bytes)
-        caller, prompts = self._head.caller, len(plan.prompts) or 1
+        caller = self._head.caller
+        prompts = len(plan.prompts) or 1
         ticket = self._ticket = gate.arrive(caller, plan.priority, size, plan.tokens, prompts=prompts)
         self._head.forget()  # the connection keeps us until its next request
         return ticket

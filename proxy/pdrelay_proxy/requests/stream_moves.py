@@ -141,20 +141,20 @@ class StreamMoves:
 
     def _look_at_all(self, moving: Collection[InstanceId]) -> None:
         """Cut streams of engines that drain, the oldest first; and of full engines the newest, as vLLM preempts."""
-        requests, most = tuple(self._of), self._most
+        requests = tuple(self._of)
         # What no other engine can take is looked at once. To choose engines for each of thousands, four times a second,
         # would take all of the event loop.
         stuck, stuck_prompts = set[tuple[InstanceId, RequestKind]](), set[StuckPrompt]()
         for request in requests if moving else ():
             request.change_slot(moving, stuck_prompts)  # a prompt may wait for a prefill engine for long
         for request in requests if moving else ():
-            if self._under_way >= most:
+            if self._under_way >= self._most:
                 return
             source = request.streams_from
             if source is not None and source in moving:
                 self._try(request, source, MoveReason.DRAIN, stuck)
         for request in reversed(requests) if self._to_leave else ():
-            if self._under_way >= most:
+            if self._under_way >= self._most:
                 return
             source = request.streams_from
             if source is None or self._to_leave[source] <= 0:

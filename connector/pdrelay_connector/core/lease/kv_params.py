@@ -68,9 +68,8 @@ class PullParams(msgspec.Struct, frozen=True):
     pdrelay_block_sizes: tuple[Annotated[int, Meta(ge=1, le=MAX_TOKENS)], ...] = ()  # tokens, one per KV cache group
     pdrelay_expires_at: Annotated[int, Meta(ge=0, le=MAX_TIME)] | None = None  # s since the epoch, on P's clock
     pdrelay_signature: Annotated[str, Meta(max_length=MAX_SIGNATURE)] | None = None  # core/lease/signatures.py
-    pdrelay_host: Annotated[str, Meta(max_length=255)] | None = (
-        None  # the signed one; only tells why another is refused
-    )
+    # The host that was signed. It is not signed itself, and only tells why another one is refused.
+    pdrelay_host: Annotated[str, Meta(max_length=255)] | None = None
 
     @property
     def address(self) -> Address:

@@ -108,12 +108,13 @@ class Admission:
         one. None of them waits in the queue, where a request that has a place would wait for those behind it; and none
         overtakes who waits there. What is taken is given back by ``leave``.
         """
-        limits, lanes, account = self.limits, self._lanes, self._accounts[of.key]
+        limits = self.limits
+        account = self._accounts[of.key]
         if self.admitted >= limits.max_concurrency:
             return None
         if limits.max_key_concurrency is not None and account.held >= limits.max_key_concurrency:
             return None
-        if lanes and min(lanes) <= of.priority:
+        if self._lanes and min(self._lanes) <= of.priority:
             return None
         place = Ticket(of.key, of.priority, 0, of.due)
         account.held += 1
@@ -281,7 +282,8 @@ class Admission:
     def _fill(self) -> None:
         """Hand the free places to those that wait."""
         while self._lanes and self.admitted < self.limits.max_concurrency:
-            shares, first = self._shares, min(self._lanes)
+            shares = self._shares
+            first = min(self._lanes)
             ticket = next(iter(self._lanes[first])) if shares is None else shares.next(first)
             self._unqueue(ticket)
             self._admit(ticket)

@@ -61,7 +61,8 @@ class FairShares:
 
     def leave(self, ticket: Ticket) -> None:
         """It waits no more."""
-        key, lanes = ticket.key, self._waiting[ticket.priority]
+        key = ticket.key
+        lanes = self._waiting[ticket.priority]
         lane = lanes[key]
         del lane[ticket]
         if not lane:

@@ -47,7 +47,7 @@ class FailureRatio:
     min_requests: int = 20  # of fewer in the window no share counts
 
 
-HALF_OF_TWENTY: Final = FailureRatio()
+_RATIO: Final = FailureRatio()
 
 
 class HealthState(StrEnum):
@@ -171,7 +171,7 @@ class EngineHealth:
 
     since: float  # when it came into its state
     settings: Settings = field(default_factory=Settings)
-    ratio: FailureRatio = HALF_OF_TWENTY
+    ratio: FailureRatio = _RATIO
     max_rest_s: float = _MAX_REST_S
     state: HealthState = HealthState.STARTING
     why: str = "added"  # what brought it there, in words
@@ -424,7 +424,8 @@ class EngineHealth:
 
     def _verdict(self, failure: Failure, now: float) -> str | None:
         """Say why it is broken, if it is."""
-        most, ratio = self.settings.circuit_breaker_failures, self.ratio
+        most = self.settings.circuit_breaker_failures
+        ratio = self.ratio
         if not most:
             return None
         if self._in_a_row >= most:

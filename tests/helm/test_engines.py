@@ -95,7 +95,8 @@ def test_vllm_reads_the_arguments_of_every_pod_as_they_are_meant():
         assert "refused" not in one, f"{name}: vLLM refuses {c['args']}"
         assert c["args"][0] == "serve"
         role = name.split("-")[-2]
-        assert one["role"] == {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[role]
+        own = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[role]
+        assert one["role"] == ("kv_both" if "return_kv" in one["extra"] else own)
         assert (one["module"], one["pp"], one["host"]) == ("pdrelay_connector", 1, "0.0.0.0")
         assert one["headless"] == ("http" not in {port["name"] for port in c.get("ports", ())})
         assert one["shutdown"] == 10
@@ -106,7 +107,7 @@ def test_vllm_reads_the_arguments_of_every_pod_as_they_are_meant():
     assert private["events"] == "ipc:///run/pdrelay/kv-events/inproc.ipc"
     worker = found[list(pods).index("tp8-multinode-decode-1")]
     assert (worker["tp"], worker["nodes"], worker["rank"], worker["leader"]) == (8, 2, 1, "leader.ns")
-    assert worker["extra"] == {"kv_lease_duration": 30, "mode": "push"}
+    assert worker["extra"] == {"kv_lease_duration": 30, "mode": "push", "return_kv": "auto"}
     assert found[list(pods).index("cpu-demo-prefill-0")]["buffer"] == "cpu"
 
 

@@ -7,12 +7,25 @@ import pytest
 
 from support.helm_chart import Chart, default
 from support.helm_checks import complaints
-from support.helm_objects import container, engine_pods, env, flag, one, pool, router, templates
+from support.helm_objects import (
+    COMPONENT,
+    WORKLOADS,
+    container,
+    engine_pods,
+    env,
+    flag,
+    kind,
+    one,
+    pool,
+    router,
+    templates,
+)
 
 pytestmark = pytest.mark.processes
 
 
 ON = {"returnKv": {"enabled": True}}
+OFF = {"returnKv": {"enabled": False}}
 ROLES = ("prefill", "decode")
 LOCKED = {"networkPolicy": {"egress": {"enabled": True, "engineTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}}}
 
@@ -34,10 +47,8 @@ def engines_of(objects, policy):
 @pytest.mark.parametrize("both", [False, True])
 def test_engines_serve_both_roles_only_when_asked(both):
     """Those that do can turn, and hand over streams that move; KV of answers does not go back."""
-    found = {
-        role: transfer(template)
-        for role, template in engine_pods(Chart().objects({"connector": {"kvBoth": True}} if both else {}))
-    }
+    values = OFF | {"connector": {"kvBoth": both}}
+    found = {role: transfer(template) for role, template in engine_pods(Chart().objects(values))}
 
     own = {"prefill": "kv_producer", "decode": "kv_consumer"}
     assert {role: config["kv_role"] for role, config in found.items()} == (
@@ -62,12 +73,47 @@ def test_one_value_has_kv_go_back(mode):
         assert container(template)["args"].count("--enable-prefix-caching") == 1
 
 
-def test_without_it_engines_have_one_role_each():
-    for role, template in engine_pods(default()):
-        assert transfer(template)["kv_role"] == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+def test_each_engine_finds_out_whether_its_kv_goes_back():
+    """By default: the connector knows the shapes in which it was not tried, and vLLM whether prefixes are cached."""
+    for _, template in engine_pods(default()):
+        config = transfer(template)
+        assert (config["kv_role"], config["kv_connector_extra_config"]["return_kv"]) == ("kv_both", "auto")
+        assert "--enable-prefix-caching" not in container(template)["args"]
+    assert flag(container(templates(router(default()))[0])["args"], "--reuse-kv") == "true"  # return_kv is part of it
+
+
+IMPOSSIBLE = {
+    "it is switched off": OFF,
+    "a lost read fails": {"connector": {"loadFailurePolicy": "fail"}},
+    "push through host memory": {"connector": {"mode": "push", "bufferDevice": "cpu"}},
+    "no prefix cache": {"prefill": {"extraArgs": ["--no-enable-prefix-caching"]}},
+    "a policy that forgets": {"router": {"settings": {"decode_policy": "power_of_two"}}},
+    "no return_kv in routers": {"router": {"settings": {"return_kv": False}}},
+    "no reuse_kv in routers": {"router": {"settings": {"reuse_kv": False}}},
+    "no prefill pool": {"prefill": {"enabled": False}},
+    "no decode pool": {"decode": {"enabled": False}},
+    "ranks of decode": {"decode": {"dataParallel": 2}},
+}
+
+
+@pytest.mark.parametrize("values", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_where_it_cannot_be_engines_have_one_role_each(values):
+    """Without a word, for nobody asked for it; `true` is refused there, if it is a contradiction."""
+    found = [o for o in kind(Chart().objects(values), *WORKLOADS) if o["metadata"]["labels"][COMPONENT] in ROLES]
+
+    assert found
+    for pool_ in found:
+        (template,) = templates(pool_)
+        own = {"prefill": "kv_producer", "decode": "kv_consumer"}[pool_["metadata"]["labels"][COMPONENT]]
+        assert transfer(template)["kv_role"] == own
         assert "return_kv" not in transfer(template)["kv_connector_extra_config"]
         assert "--enable-prefix-caching" not in container(template)["args"]
-    assert "--return-kv" not in container(templates(router(default()))[0])["args"]
+
+
+def test_what_the_connector_was_told_stays():
+    for _, template in engine_pods(Chart().objects({"connector": {"extraConfig": {"return_kv": False}}})):
+        assert transfer(template)["kv_role"] != "kv_both"
+        assert transfer(template)["kv_connector_extra_config"]["return_kv"] is False
 
 
 def test_the_side_channels_of_both_roles_can_be_reached_by_the_other():

@@ -248,7 +248,7 @@ CONTRADICTIONS = [
         },
         "no router counts engines: write router.settings.roles: dry-run",
     ),
-    (TURNING, "so no engine can turn: write connector.kvBoth: true"),
+    (TURNING | {"returnKv": {"enabled": False}}, "so no engine can turn: write connector.kvBoth: true"),
     (ONE_POOL, "its engines are those of decode, so write prefill.enabled: false"),
     (ONE_POOL | NO_PREFILL, "no router gives its engines their roles: write router.settings.roles: auto"),
     (

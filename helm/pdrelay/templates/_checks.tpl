@@ -90,23 +90,9 @@
 {{- fail "kvEvents.enabled is true, but router.settings has other policies than prefix on both sides: leave out prefill_policy or decode_policy" -}}
 {{- end -}}
 {{- $c := $v.connector -}}
-{{- if $v.returnKv.enabled -}}
-{{- if not (has $settings.decode_policy (list "prefix" "expected_ttft")) -}}
-{{- fail (printf "returnKv.enabled is true, but router.settings.decode_policy is %s, which forgets where conversations are: write prefix or expected_ttft, or leave it out" $settings.decode_policy) -}}
-{{- end -}}
-{{- if ne $c.loadFailurePolicy "recompute" -}}
-{{- fail (printf "returnKv.enabled is true, but connector.loadFailurePolicy is %s: prefill engines would ask no decode engine, for a read that fails would cost the request; write recompute" $c.loadFailurePolicy) -}}
-{{- end -}}
-{{- if and (or $c.bufferDevice (get $c.extraConfig "host_staging")) (ne $c.mode "pull") -}}
-{{- fail (printf "returnKv.enabled is true, connector.mode is %s and KV goes through host memory (connector.bufferDevice is %q): what is read does not go through host memory, and engines would refuse to start; write pull, or leave bufferDevice and extraConfig.host_staging out" $c.mode $c.bufferDevice) -}}
-{{- end -}}
-{{- range $role := list "prefill" "decode" -}}
-{{- if has "--no-enable-prefix-caching" (get $v $role).extraArgs -}}
-{{- fail (printf "returnKv.enabled is true, and %s.extraArgs has --no-enable-prefix-caching: what is read comes from the prefix cache, so leave it out" $role) -}}
-{{- end -}}
-{{- end -}}
-{{- if and (hasKey $v.router.settings "return_kv") (not $v.router.settings.return_kv) -}}
-{{- fail "returnKv.enabled is true, and router.settings.return_kv is false: leave one of them out" -}}
+{{- if eq (include "pdrelay.returnKv" .) "true" -}}
+{{- with include "pdrelay.returnKv.hindrance" . -}}
+{{- fail (printf "returnKv.enabled is true%s" .) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (eq $c.mode "auto") (or $c.bufferDevice (get $c.extraConfig "host_staging")) -}}
@@ -196,7 +182,7 @@
 {{- if and (ne $p.autoscaling.type "none") (not $v.onePool.enabled) -}}
 {{- fail (printf "router.settings.roles is auto, and %s.autoscaling.type is %s: pods that have turned count for the pool that they were made in, so write %s.autoscaling.type: none, or roles: dry-run" $role $p.autoscaling.type $role) -}}
 {{- end -}}
-{{- if not (or $v.connector.kvBoth $v.returnKv.enabled $v.onePool.enabled) -}}
+{{- if not (or $v.connector.kvBoth (include "pdrelay.returnKv" $) $v.onePool.enabled) -}}
 {{- fail (printf "router.settings.roles is auto, and %s engines are started for one role (kv_role), so no engine can turn: write connector.kvBoth: true, or roles: dry-run" $role) -}}
 {{- end -}}
 {{- end -}}

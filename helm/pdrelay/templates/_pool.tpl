@@ -6,10 +6,11 @@
 {{- $_ := set $extra "mode" $c.mode -}}
 {{- end -}}
 {{- $role := ternary "kv_producer" "kv_consumer" (eq .role "prefill") -}}
-{{- if .root.Values.returnKv.enabled -}}
-{{- $_ := set $extra "return_kv" true -}}
+{{- $return := include "pdrelay.returnKv" .root -}}
+{{- if $return -}}
+{{- $_ := set $extra "return_kv" (ternary true "auto" (eq $return "true")) -}}
 {{- end -}}
-{{- if or .root.Values.returnKv.enabled $c.kvBoth .root.Values.onePool.enabled -}}
+{{- if or $return $c.kvBoth .root.Values.onePool.enabled -}}
 {{- $role = "kv_both" -}}
 {{- end -}}
 {{- $config := dict "kv_connector" "PDRelayConnector" "kv_connector_module_path" "pdrelay_connector" -}}
@@ -84,7 +85,7 @@
 - /health,/metrics
 - --shutdown-timeout
 - {{ include "pdrelay.argument" $p.drain.shutdownSeconds | quote }}
-{{- if or $v.kvEvents.enabled $v.returnKv.enabled }}
+{{- if or $v.kvEvents.enabled (eq (include "pdrelay.returnKv" .root) "true") }}
 - --enable-prefix-caching
 {{- end }}
 {{- if $v.kvEvents.enabled }}

@@ -121,15 +121,14 @@
 {{- end }}
 {{- end -}}
 
-{{/* Settings of the router, by name, unless router.settings has others: those that make use of what engines have cached, of kvEvents.enabled, returnKv.enabled and several slices; and, without reuse_kv, of several routers. Without kvEvents.enabled engines publish no events, so that routers do not ask for them. */}}
+{{/* Settings of the router, by name, unless router.settings has others: those that make use of what engines have cached, of kvEvents.enabled, returnKv.enabled and several slices; and, without reuse_kv, of several routers. With reuse_kv routers name decode engines that have KV of answers by themselves. Without kvEvents.enabled engines publish no events, so that routers do not ask for them. */}}
 {{- define "pdrelay.router.settings" -}}
 {{- $events := dict "kv_events" "auto" "prefill_policy" "prefix" "decode_policy" "prefix" -}}
 {{- $return := dict "return_kv" true "prefill_policy" "prefix" "decode_policy" "prefix" -}}
 {{- $reuse := dict "reuse_kv" true "prefill_policy" "prefix" "decode_policy" "prefix" "kv_events" "off" -}}
-{{- $reuses := ne (toString (get .Values.router.settings "reuse_kv")) "false" -}}
 {{- $peers := dict "prefill_policy" "least_loaded" "decode_policy" "least_loaded" -}}
 {{- $slices := dict "slice_pairing" "prefer" "slice_label" "disaggregatedset.x-k8s.io/slice" -}}
-{{- merge (dict) .Values.router.settings (ternary $slices dict (gt (int .Values.disaggregatedSet.slices) 1)) (ternary $events dict .Values.kvEvents.enabled) (ternary $return dict .Values.returnKv.enabled) (ternary $reuse dict $reuses) (ternary $peers dict (eq (include "pdrelay.router.peers" .) "true")) | toYaml -}}
+{{- merge (dict) .Values.router.settings (ternary $slices dict (gt (int .Values.disaggregatedSet.slices) 1)) (ternary $events dict .Values.kvEvents.enabled) (ternary $return dict (eq (include "pdrelay.returnKv" .) "true")) (ternary $reuse dict (eq (include "pdrelay.reuses" .) "true")) (ternary $peers dict (eq (include "pdrelay.router.peers" .) "true")) | toYaml -}}
 {{- end -}}
 
 {{/* Names that clients may call routers by: needed where neither keys nor TLS keep web pages of other names away. */}}

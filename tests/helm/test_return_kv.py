@@ -142,5 +142,6 @@ def test_with_kv_events_both_are_on():
 def test_settings_of_the_router_go_before_its_own():
     """expected_ttft remembers conversations, too."""
     objects = Chart().objects(ON | {"router": {"settings": {"decode_policy": "expected_ttft"}}})
+    args = container(templates(router(objects))[0])["args"]
 
-    assert flag(container(templates(router(objects))[0])["args"], "--decode-policy") == "expected_ttft"
+    assert [flag(args, f"--{role}-policy") for role in ROLES] == ["expected_ttft", "expected_ttft"]

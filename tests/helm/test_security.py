@@ -2,8 +2,6 @@
 
 import base64
 import importlib.util
-import itertools
-import json
 import re
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import yaml
 from support.helm_chart import CHART, DRAWN, HELMS, LEAST, Chart, Refused, default, least_values, notes, run
 from support.helm_checks import complaints
 from support.helm_cluster import KUBE_SYSTEM, ROOT_CA, cluster
-from support.helm_objects import COMPONENT, container, env, kind, one, pool, router, templates
+from support.helm_objects import COMPONENT, container, env, kind, one, pool, templates
 from support.helm_schemas import wrong
 
 pytestmark = pytest.mark.processes
@@ -240,59 +238,6 @@ def test_kv_events_are_for_those_who_are_named():
     assert [port["name"] for port in container(templates(pool(objects, "decode"))[0])["ports"]][-2:] == [
         "kv-events-0", "kv-events-1",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("tells", "named"), [(False, "pdrelay,pdrelay_timelines"), (True, "pdrelay,pdrelay_kv_events,pdrelay_timelines")]
-)
-def test_one_value_has_engines_keep_timelines(tells, named):
-    """VLLM_PLUGINS names all plugins that are needed, and only where one is."""
-    keyed = {"apiKey": {"secretName": "engines"}}
-    values = {"timelines": {"enabled": True}, "kvEvents": {"enabled": tells}, "prefill": keyed, "decode": keyed}
-
-    for role in ("prefill", "decode"):
-        assert env(templates(pool(Chart().objects(values), role))[0])["VLLM_PLUGINS"]["value"] == named
-        assert "VLLM_PLUGINS" not in env(templates(pool(Chart().objects({}), role))[0])
-
-
-def test_one_value_has_routers_follow_the_engines_behind_their_key():
-    """No port is opened, and the sockets are in a directory that only the engine's user may enter."""
-    keyed = {"apiKey": {"secretName": "engines"}}
-    values = {"kvEvents": {"enabled": True}, "prefill": keyed, "decode": keyed}
-    objects = Chart().objects(values)
-    serve = container(templates(router(objects))[0])["args"]
-    flags = dict(itertools.pairwise(serve))
-
-    assert (flags["--kv-events"], flags["--prefill-policy"], flags["--decode-policy"]) == ("auto", "prefix", "prefix")
-    for role in ("prefill", "decode"):
-        template = templates(pool(objects, role))[0]
-        engine, (made,) = container(template), template["spec"]["initContainers"]
-        config = json.loads(engine["args"][engine["args"].index("--kv-events-config") + 1])
-        folder = made["command"][-1]
-
-        assert env(template)["VLLM_PLUGINS"]["value"] == "pdrelay,pdrelay_kv_events"
-        assert "VLLM_API_KEY" in env(template)
-        assert made["command"][:-1] == ["mkdir", "-p", "-m", "0700"]
-        assert {Path(config[name]).parent for name in ("endpoint", "replay_endpoint")} == {Path(f"ipc:/{folder}")}
-        assert all("inproc" in config[name] for name in ("endpoint", "replay_endpoint"))  # of each rank
-        assert (made["image"], made["securityContext"]) == (engine["image"], engine["securityContext"])
-        mount = {"name": "run", "mountPath": str(Path(folder).parent)}
-        assert mount in made["volumeMounts"]
-        assert mount in engine["volumeMounts"]
-        assert [port["name"] for port in engine["ports"] if "events" in port["name"]] == []
-
-
-def test_settings_of_the_router_go_before_those_of_kv_events():
-    """Who wants the events on one side only says so."""
-    keyed = {"apiKey": {"secretName": "engines"}}
-    values = {"kvEvents": {"enabled": True}, "prefill": keyed, "decode": keyed}
-    objects = Chart().objects(values | {"router": {"settings": {"decode_policy": "power_of_two"}}})
-    serve = container(templates(router(objects))[0])["args"]
-
-    assert serve[serve.index("--decode-policy") + 1] == "power_of_two"
-    assert serve[serve.index("--prefill-policy") + 1] == "prefix"
-    usual = container(templates(router(default()))[0])["args"]
-    assert usual[usual.index("--kv-events") + 1] == "off"
 
 
 def test_names_are_resolved_where_egress_is_closed():

@@ -37,7 +37,7 @@ BAD = [
     ("connector.acceptOpenDataPlane", "yes"),
     ("prefill.runAsRoot", "no"),
     ("prefill.rdma.transports", "rc tcp"),
-    ("kvEvents.enabled", "auto"),
+    ("kvEvents.enabled", "prefix"),
     ("timelines.enabled", "yes"),
     ("returnKv.enabled", "push"),
     ("onePool.enabled", "both"),
@@ -224,7 +224,11 @@ CONTRADICTIONS = [
     ),
     (
         TELLING | {"router": {"settings": {"prefill_policy": "session", "decode_policy": "power_of_two"}}},
-        "other policies than prefix on both sides",
+        "no policy of router.settings remembers what engines have cached",
+    ),
+    (
+        {"router": {"settings": {"prefill_policy": "expected_ttft", "decode_policy": "prefix"}}},
+        "expected_ttft chooses both engines: write it for both",
     ),
     ({"prefill": {"autoscaling": {"min": 9}}}, "above max"),
     ({"cache": {"type": "pvc"}}, "cache.claimName is empty"),

@@ -85,9 +85,9 @@
 {{- if and (not $v.router.discovery.enabled) (not $v.router.discovery.prefill) (not $v.router.discovery.decode) -}}
 {{- fail "router.discovery.enabled is false, and router.discovery.prefill and decode are empty: the router would know no engine" -}}
 {{- end -}}
-{{- $settings := include "pdrelay.router.settings" . | fromYaml -}}
-{{- if and $v.kvEvents.enabled (ne $settings.prefill_policy "prefix") (ne $settings.decode_policy "prefix") -}}
-{{- fail "kvEvents.enabled is true, but router.settings has other policies than prefix on both sides: leave out prefill_policy or decode_policy" -}}
+{{- $tells := eq (include "pdrelay.kvEvents" .) "true" -}}
+{{- if and $tells (not (include "pdrelay.remembers" (include "pdrelay.policies" . | fromJsonArray))) -}}
+{{- fail "kvEvents.enabled is true, but no policy of router.settings remembers what engines have cached: leave out prefill_policy or decode_policy, or write expected_ttft for both" -}}
 {{- end -}}
 {{- $c := $v.connector -}}
 {{- if eq (include "pdrelay.returnKv" .) "true" -}}
@@ -115,7 +115,7 @@
 {{- if and $p.enabled $p.kvEvents.enabled (or $p.hostNetwork (not $v.networkPolicy.enabled)) -}}
 {{- fail (printf "%s.kvEvents.enabled is true: vLLM publishes without a key, so it wants networkPolicy.enabled: true and %s.hostNetwork: false" $role $role) -}}
 {{- end -}}
-{{- if and $v.kvEvents.enabled $p.enabled -}}
+{{- if and $tells $p.enabled -}}
 {{- if not $p.apiKey.secretName -}}
 {{- fail (printf "kvEvents.enabled is true: KV events contain prompts, and an engine shows them only to clients with its key, so name a secret in %s.apiKey.secretName" $role) -}}
 {{- end -}}
@@ -348,6 +348,10 @@
 {{- if and $name (not (has $name $known)) -}}
 {{- fail (printf "router.settings.%s is %s, which is no policy: write one of %s, or name one that a package in your image adds in router.policies" $key $name (join ", " $own)) -}}
 {{- end -}}
+{{- end -}}
+{{- $policies := include "pdrelay.policies" . | fromJsonArray -}}
+{{- if and (has "expected_ttft" $policies) (ne (first $policies) (last $policies)) -}}
+{{- fail (printf "router.settings.prefill_policy is %s and router.settings.decode_policy is %s, but expected_ttft chooses both engines: write it for both, or for neither" (first $policies) (last $policies)) -}}
 {{- end -}}
 {{- end -}}
 

@@ -85,10 +85,11 @@
 - /health,/metrics
 - --shutdown-timeout
 - {{ include "pdrelay.argument" $p.drain.shutdownSeconds | quote }}
-{{- if or $v.kvEvents.enabled (eq (include "pdrelay.returnKv" .root) "true") }}
+{{- $events := include "pdrelay.kvEvents" .root }}
+{{- if or (eq $events "true") (eq (include "pdrelay.returnKv" .root) "true") }}
 - --enable-prefix-caching
 {{- end }}
-{{- if $v.kvEvents.enabled }}
+{{- if $events }}
 - --kv-events-config
 - {{ dict "enable_kv_cache_events" true "publisher" "zmq" "endpoint" "ipc:///run/pdrelay/kv-events/inproc.ipc" "replay_endpoint" "ipc:///run/pdrelay/kv-events/inproc-replay.ipc" | toJson | quote }}
 {{- else if $p.kvEvents.enabled }}
@@ -226,10 +227,6 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 - name: PDRELAY_CONNECTOR_SECRET_FILE # a file is read again when it changes, and no other process of the node sees it
   value: /etc/pdrelay/connector/secret
 {{- end }}
-{{- with include "pdrelay.plugins" .root }}
-- name: VLLM_PLUGINS # plugins of the API server are loaded only if they are named, and then only those named are
-  value: {{ . }}
-{{- end }}
 {{- with $p.apiKey }}
 {{- if .secretName }}
 - name: VLLM_API_KEY
@@ -323,10 +320,14 @@ CUDA_CACHE_PATH: {{ $cache }}/nv
 {{- toYaml $security -}}
 {{- end -}}
 
-{{/* What hooks and probes run in the pods, as YAML of a ConfigMap. */}}
+{{/* What containers, hooks and probes run in the pods, as YAML of a ConfigMap. */}}
 {{- define "pdrelay.pool.scripts" -}}
 drain.py: |
   {{- .Files.Get "files/drain.py" | nindent 2 }}
+{{- if include "pdrelay.plugins" . }}
+start.py: |
+  {{- .Files.Get "files/start.py" | nindent 2 }}
+{{- end }}
 {{- if .Values.engineTls.requireClientCertificates }}
 health.py: |
   {{- .Files.Get "files/health.py" | nindent 2 }}
@@ -361,6 +362,7 @@ checksum/scripts: {{ include "pdrelay.pool.scripts" .root | sha256sum | trunc 16
 {{- $v := .root.Values -}}
 {{- $p := index $v .role -}}
 {{- $name := include "pdrelay.fullname" .root -}}
+{{- $events := include "pdrelay.kvEvents" .root -}}
 metadata:
   labels:
     {{- include "pdrelay.pool.labels" . | nindent 4 }}
@@ -422,9 +424,9 @@ spec:
     - {{- omit . "request" | toYaml | nindent 6 }}
     {{- end }}
   {{- end }}
-  {{- if or $v.kvEvents.enabled $p.initContainers }}
+  {{- if or $events $p.initContainers }}
   initContainers:
-    {{- if $v.kvEvents.enabled }}
+    {{- if $events }}
     - name: kv-events # an emptyDir is open to all users; the engine refuses sockets that others may reach
       image: {{ include "pdrelay.image" (dict "root" .root "image" $p.image) }}
       imagePullPolicy: {{ $p.image.pullPolicy }}
@@ -446,7 +448,11 @@ spec:
     - name: engine
       image: {{ include "pdrelay.image" (dict "root" .root "image" $p.image) }}
       imagePullPolicy: {{ $p.image.pullPolicy }}
+      {{- with include "pdrelay.plugins" .root }}
+      command: [python3, /opt/pdrelay/start.py, {{ . | quote }}]
+      {{- else }}
       command: [vllm]
+      {{- end }}
       args:
         {{- include "pdrelay.pool.args" . | nindent 8 }}
       env:
@@ -497,7 +503,7 @@ spec:
         - {name: shm, mountPath: /dev/shm}
         - {name: tmp, mountPath: /tmp}
         - {name: scripts, mountPath: /opt/pdrelay, readOnly: true}
-        {{- if $v.kvEvents.enabled }}
+        {{- if $events }}
         - {name: run, mountPath: /run/pdrelay}
         {{- end }}
         {{- if $v.engineTls.secretName }}
@@ -522,7 +528,7 @@ spec:
     - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $p.shmSize }}}}
     - {name: tmp, emptyDir: {sizeLimit: {{ $p.tmpSize }}}}
     - {name: scripts, configMap: {name: {{ $name }}-scripts}}
-    {{- if $v.kvEvents.enabled }}
+    {{- if $events }}
     - {name: run, emptyDir: {medium: Memory, sizeLimit: 1Mi}}
     {{- end }}
     {{- if $v.engineTls.secretName }}
@@ -680,10 +686,10 @@ scaleDown:
     - {type: Pods, value: 1, periodSeconds: 60}
 {{- end -}}
 
-{{- /* The plugins of vLLM that engines must load, if there are others than the connector's own. */ -}}
+{{- /* The plugins of vLLM that must be named beside the others, if there are any but the connector's own. */ -}}
 {{- define "pdrelay.plugins" -}}
 {{- $plugins := list -}}
-{{- if .Values.kvEvents.enabled -}}{{- $plugins = append $plugins "pdrelay_kv_events" -}}{{- end -}}
+{{- if include "pdrelay.kvEvents" . -}}{{- $plugins = append $plugins "pdrelay_kv_events" -}}{{- end -}}
 {{- if .Values.timelines.enabled -}}{{- $plugins = append $plugins "pdrelay_timelines" -}}{{- end -}}
 {{- if $plugins -}}{{- join "," (prepend $plugins "pdrelay") -}}{{- end -}}
 {{- end -}}

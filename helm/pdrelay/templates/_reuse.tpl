@@ -5,6 +5,64 @@
 {{- if ne (toString (get .Values.router.settings "reuse_kv")) "false" -}}true{{- end -}}
 {{- end -}}
 
+{{/* The policies of both legs, as a JSON array: prefix where router.settings leaves it open. expected_ttft chooses both engines. */}}
+{{- define "pdrelay.policies" -}}
+{{- $settings := .Values.router.settings -}}
+{{- $given := list (get $settings "prefill_policy") (get $settings "decode_policy") -}}
+{{- $usual := ternary "expected_ttft" "prefix" (has "expected_ttft" $given) -}}
+{{- list (first $given | default $usual) (last $given | default $usual) | toJson -}}
+{{- end -}}
+
+{{/* "true", "auto" or nothing: whether engines publish KV events, and routers follow them. auto leaves them out where routers would
+not ask, and where an engine cannot or may not serve them. */}}
+{{- define "pdrelay.kvEvents" -}}
+{{- $v := .Values -}}
+{{- $enabled := toString $v.kvEvents.enabled -}}
+{{- if eq $enabled "true" -}}
+true
+{{- else if and (eq $enabled "auto") (include "pdrelay.kvEvents.wanted" .) (not (include "pdrelay.kvEvents.keyless" .)) -}}
+auto
+{{- end -}}
+{{- end -}}
+
+{{/* "true" if auto leaves it to the keys of engines whether they publish events. */}}
+{{- define "pdrelay.kvEvents.wanted" -}}
+{{- $v := .Values -}}
+{{- $pools := list -}}
+{{- $hindered := false -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $p := index $v $role -}}
+{{- if $p.enabled -}}
+{{- $pools = append $pools $role -}}
+{{- $hindered = or $hindered $p.kvEvents.enabled (has "--no-enable-prefix-caching" $p.extraArgs) -}}
+{{- range $p.extraEnv -}}
+{{- if eq .name "VLLM_PLUGINS" -}}
+{{- $hindered = or $hindered (not (has "pdrelay_kv_events" (splitList "," (.value | default "")))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $remembers := include "pdrelay.remembers" (include "pdrelay.policies" . | fromJsonArray) -}}
+{{- $asks := ne (get $v.router.settings "kv_events" | default "auto") "off" -}}
+{{- if and $pools (not $hindered) $remembers $asks (include "pdrelay.reuses" .) -}}true{{- end -}}
+{{- end -}}
+
+{{/* The pools whose engines have no API key: events contain prompts, and are served with a key alone. */}}
+{{- define "pdrelay.kvEvents.keyless" -}}
+{{- $v := .Values -}}
+{{- $keyless := list -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $p := index $v $role -}}
+{{- if and $p.enabled (not $p.apiKey.secretName) -}}{{- $keyless = append $keyless $role -}}{{- end -}}
+{{- end -}}
+{{- join " and " $keyless -}}
+{{- end -}}
+
+{{/* A list of policies: "true" if one of them remembers what engines have cached. */}}
+{{- define "pdrelay.remembers" -}}
+{{- if or (has "prefix" .) (has "expected_ttft" .) -}}true{{- end -}}
+{{- end -}}
+
 {{/* "true", "auto" or nothing: whether prefill engines read the KV of answers. auto leaves it out where it is of no use, too: routers name
 no rank of a decode engine. */}}
 {{- define "pdrelay.returnKv" -}}
@@ -21,12 +79,12 @@ true
 {{- define "pdrelay.returnKv.hindrance" -}}
 {{- $c := .Values.connector -}}
 {{- $settings := .Values.router.settings -}}
-{{- $policy := get $settings "decode_policy" | default "prefix" -}}
+{{- $policy := include "pdrelay.policies" . | fromJsonArray | last -}}
 {{- $uncached := "" -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- if has "--no-enable-prefix-caching" (get $.Values $role).extraArgs -}}{{- $uncached = $uncached | default $role -}}{{- end -}}
 {{- end -}}
-{{- if not (has $policy (list "prefix" "expected_ttft")) -}}
+{{- if not (include "pdrelay.remembers" (list $policy)) -}}
 {{- printf ", but router.settings.decode_policy is %s, which forgets where conversations are: write prefix or expected_ttft, or leave it out" $policy -}}
 {{- else if ne $c.loadFailurePolicy "recompute" -}}
 {{- printf ", but connector.loadFailurePolicy is %s: prefill engines would ask no decode engine, for a read that fails would cost the request; write recompute" $c.loadFailurePolicy -}}

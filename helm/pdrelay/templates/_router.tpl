@@ -121,14 +121,17 @@
 {{- end }}
 {{- end -}}
 
-{{/* Settings of the router, by name, unless router.settings has others: those that make use of what engines have cached, of kvEvents.enabled, returnKv.enabled and several slices; and, without reuse_kv, of several routers. With reuse_kv routers name decode engines that have KV of answers by themselves. Without kvEvents.enabled engines publish no events, so that routers do not ask for them. */}}
+{{/* Settings of the router, by name, unless router.settings has others: those that make use of what engines have cached, of kvEvents.enabled, returnKv.enabled and several slices; and, without reuse_kv, of several routers. With reuse_kv routers name decode engines that have KV of answers by themselves. Where engines publish no events, routers do not ask for them. One leg with expected_ttft wants the other with it, too. */}}
 {{- define "pdrelay.router.settings" -}}
-{{- $events := dict "kv_events" "auto" "prefill_policy" "prefix" "decode_policy" "prefix" -}}
-{{- $return := dict "return_kv" true "prefill_policy" "prefix" "decode_policy" "prefix" -}}
-{{- $reuse := dict "reuse_kv" true "prefill_policy" "prefix" "decode_policy" "prefix" "kv_events" "off" -}}
+{{- $policies := include "pdrelay.policies" . | fromJsonArray -}}
+{{- $caches := dict "prefill_policy" (first $policies) "decode_policy" (last $policies) -}}
+{{- $weighs := ternary $caches dict (has "expected_ttft" $policies) -}}
+{{- $events := merge (dict "kv_events" "auto") $caches -}}
+{{- $return := merge (dict "return_kv" true) $caches -}}
+{{- $reuse := merge (dict "reuse_kv" true "kv_events" "off") $caches -}}
 {{- $peers := dict "prefill_policy" "least_loaded" "decode_policy" "least_loaded" -}}
 {{- $slices := dict "slice_pairing" "prefer" "slice_label" "disaggregatedset.x-k8s.io/slice" -}}
-{{- merge (dict) .Values.router.settings (ternary $slices dict (gt (int .Values.disaggregatedSet.slices) 1)) (ternary $events dict .Values.kvEvents.enabled) (ternary $return dict (eq (include "pdrelay.returnKv" .) "true")) (ternary $reuse dict (eq (include "pdrelay.reuses" .) "true")) (ternary $peers dict (eq (include "pdrelay.router.peers" .) "true")) | toYaml -}}
+{{- merge (dict) .Values.router.settings $weighs (ternary $slices dict (gt (int .Values.disaggregatedSet.slices) 1)) (ternary $events dict (ne (include "pdrelay.kvEvents" .) "")) (ternary $return dict (eq (include "pdrelay.returnKv" .) "true")) (ternary $reuse dict (eq (include "pdrelay.reuses" .) "true")) (ternary $peers dict (eq (include "pdrelay.router.peers" .) "true")) | toYaml -}}
 {{- end -}}
 
 {{/* Names that clients may call routers by: needed where neither keys nor TLS keep web pages of other names away. */}}

@@ -40,7 +40,6 @@ from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.policy_parts import PolicyParts
 from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
 from pdrelay_proxy.core.schemas import NamedMetrics
-from pdrelay_proxy.core.workers.reports import Whole
 from pdrelay_proxy.io.discovery.reconciler import Pods, Reconciler
 from pdrelay_proxy.io.discovery.reflector import Collection, Reflector
 from pdrelay_proxy.io.metrics import Metrics
@@ -49,7 +48,6 @@ from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.request_path.policies import ITL_WEIGHT, policy_of
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
-from pdrelay_proxy.io.workers.reports import report_of
 from pdrelay_proxy.settings import KvTransferMode, PolicyName, Settings, SlicePairing
 
 SIZES = (10, 100, 1000)  # engines, half of them of each role
@@ -281,13 +279,13 @@ def exposition(count):
     for member in registry.members():
         telemetry.legs_over(member.instance, [0.1], [], 1.0)
         telemetry.leg_ended(member.instance, 0.2, None, RequestId("r"), 1.0)
-    metrics, queue = Metrics(telemetry, registry), Admission(Settings())
+    metrics = Metrics(telemetry, registry, Admission(Settings()))
 
     def scrape():
-        return metrics.exposition("text/plain", Whole(report_of(telemetry, queue), (), 1))
+        return metrics.exposition("text/plain")
 
     def longest():
-        pieces, _ = metrics.pieces("text/plain", Whole(report_of(telemetry, queue), (), 1))
+        pieces, _ = metrics.pieces("text/plain")
         seen = []
         while True:
             before = time.thread_time()

@@ -10,6 +10,7 @@ cores.
 import argparse
 import json
 import os
+import socket
 import statistics
 import sys
 import time
@@ -63,19 +64,21 @@ class Shared:
 
 def measured(workers, cores, seconds):
     """Return what one run has seen."""
-    pdrelay = CONTESTANTS["pdrelay"]
-    contestant = Contestant(
-        f"pdrelay-{workers}",
-        "",
-        lambda *ports: [*pdrelay.command(*ports), "--workers", workers, "--log-level", "warning"],
-    )
+    pdrelay, admin_ports = CONTESTANTS["pdrelay"], []
+
+    def command(prefill, decode, own):
+        admin_ports[:] = range(own[1], own[1] + workers)
+        more = ["--workers", workers, "--admin-port", own[1], "--log-level", "warning"]
+        return [*pdrelay.command(prefill, decode, own), *more]
+
+    contestant = Contestant(f"pdrelay-{workers}", "", command)
     shared = Shared(cores)
     with (
         trial.engines(shared, {}) as (process, ports),
         trial.router(shared, contestant, ports, "workers") as (child, port, _),
     ):
         trial.serves(port, contestant.name)
-        until_all_serve(port, workers)
+        until_all_serve(admin_ports)
         before = trial.get(ports["decode"][0], "/bench/counts")
         plan = PLAN | {"port": port, "router": child.pid, "engines": process.pid, "seconds": seconds}
         found = trial.carry_out(shared, plan)
@@ -84,12 +87,21 @@ def measured(workers, cores, seconds):
     return found
 
 
-def until_all_serve(port, workers):
+def until_all_serve(admin_ports):
     deadline = time.monotonic() + 60.0
-    while trial.get(port, "/stats")["workers"] != workers:
-        if time.monotonic() > deadline:
-            raise trial.Failed(f"not all of {workers} workers serve")
-        time.sleep(0.05)
+    for port in admin_ports:
+        while not listens(port):
+            if time.monotonic() > deadline:
+                raise trial.Failed(f"no worker listens at {port}")
+            time.sleep(0.05)
+
+
+def listens(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def numbers(runs):

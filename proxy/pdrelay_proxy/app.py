@@ -26,8 +26,6 @@ from pdrelay_proxy.io.files import admin_tls, join_key, operator_key, server_tls
 from pdrelay_proxy.io.reloads import FileReloads
 from pdrelay_proxy.io.request_path.ids import new_id
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
-from pdrelay_proxy.io.workers.context import WorkerContext
-from pdrelay_proxy.io.workers.group import worker_group
 from pdrelay_proxy.live import Live, check
 from pdrelay_proxy.requests.service import Requests
 from pdrelay_proxy.settings import Settings
@@ -56,10 +54,12 @@ def build(
     settings: Settings,
     *,
     fabric: Fabric | None = None,
-    place: WorkerContext | None = None,
+    peer_socket: socket.socket | None = None,
     traces: "Traces | None" = None,
 ) -> Router:
-    """Build the router, or one of several workers of it. Tests pass a fabric, and traces that they can look at.
+    """Build the router. Tests pass a fabric, and traces that they can look at.
+
+    ``peer_socket``: bound where other routers reach this one; None: the settings name the port.
 
     Raises:
         AddressError: an address in the settings cannot be one.
@@ -72,10 +72,9 @@ def build(
     wall = time.time if fabric is None else fabric.clock  # noqa: TID251
     fabric = fabric or Fabric()
     clock = fabric.clock
-    group = worker_group(place, settings, clock)
-    engines = build_engines(settings, group, fabric)
-    serving = build_requests(settings, group, engines, clock, traces)
-    background = build_background(settings, group, engines, serving, clock=clock, wall=wall)
+    engines = build_engines(settings, fabric)
+    serving = build_requests(settings, engines, clock, traces)
+    background = build_background(settings, engines, serving, peer_socket=peer_socket, clock=clock, wall=wall)
     requests, telemetry = serving.requests, serving.telemetry
     admin_key = AdminKey(operator_key(settings))
     joining_key = AdminKey(join_key(settings))
@@ -102,9 +101,9 @@ def build(
         )
 
     routes = build_routes(
-        settings, group, engines, serving, background, admin_key=admin_key, join_key=joining_key, clock=clock
+        settings, engines, serving, background, admin_key=admin_key, join_key=joining_key, clock=clock
     )
-    lifespan = _lifespan(group.registry, running, serving.traces)
+    lifespan = _lifespan(engines.registry, running, serving.traces)
     own_name = socket.gethostname()
     apps = build_applications(settings, routes, lifespan, serving.lifetime, serving.keyring, own_name=own_name)
     apps.main.add_middleware(
@@ -116,7 +115,7 @@ def build(
         request_over=telemetry.request_over,
     )
     live = Live(
-        group.registry, requests, serving.gate, serving.keyring, engines.outbound, admin_key, joining_key, clock
+        engines.registry, requests, serving.gate, serving.keyring, engines.outbound, admin_key, joining_key, clock
     )
     return Router(
         apps.main, apps.admin, requests, serving.lifetime, live, telemetry, reloads.server_tls, reloads.admin_tls

@@ -42,7 +42,6 @@
         * :exc:`NotAllowed` -- the operator: no engine may be added there, by ``allowed_instances``
     * :exc:`NotAccepted` -- an engine that was to be added: it cannot be reached, or serves nothing or another model
     * :exc:`AlreadyKnown` -- the operator: an engine with this role and address is there already
-    * :exc:`IdLogBusy` -- nobody: another worker holds the file in which all workers name engines, or it has no room
     * :exc:`UnknownInstance` -- the operator: no engine has this id (any more)
     * :exc:`CannotTurn` -- the operator: an engine cannot serve this role, or is the last one of another
     * :exc:`ConfigError` -- the operator: a file cannot be read, or says what cannot be; the message names the place
@@ -231,9 +230,6 @@ class NotAccepted(ProxyError): ...
 
 
 class AlreadyKnown(ProxyError): ...
-
-
-class IdLogBusy(ProxyError): ...
 
 
 class UnknownInstance(ProxyError): ...

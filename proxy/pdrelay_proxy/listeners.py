@@ -16,8 +16,7 @@ from pdrelay_proxy.api.clients import Bounds, Clients
 from pdrelay_proxy.api.endpoint_protocol import endpoint_protocol
 from pdrelay_proxy.app import Router
 from pdrelay_proxy.io.descriptors import OWN_DESCRIPTORS
-from pdrelay_proxy.io.workers.context import WorkerContext
-from pdrelay_proxy.io.workers.listening import bound, url_of
+from pdrelay_proxy.io.listening import bound, url_of
 from pdrelay_proxy.settings import CONNECTIONS, Settings
 
 _ADMIN_CONNECTIONS: Final = 256  # of the admin port: the kubelet, some Prometheus, some operators
@@ -60,7 +59,7 @@ def main_config(router: Router, settings: Settings) -> uvicorn.Config:
 class AdminListener:
     """The admin port. It is bound when this is made, so that a port that is taken is noticed before anything begins."""
 
-    def __init__(self, router: Router, settings: Settings, place: WorkerContext | None) -> None:
+    def __init__(self, router: Router, settings: Settings) -> None:
         """Bind; raises ConfigError: it cannot listen there."""
         admission, telemetry = router.live.gate.admission, router.telemetry
         bounds = Bounds(
@@ -77,9 +76,7 @@ class AdminListener:
         self._config = uvicorn.Config(app, http=protocol, lifespan="off", **_common(settings))
         self._tls = router.admin_tls
         self._host = settings.admin_host or settings.host
-        port = settings.admin_port if place is None else place.admin_port
-        self._sockets = bound(self._host, port or 0, shared=place is not None)
-        self._is_alone = place is None  # else the supervisor names the port
+        self._sockets = bound(self._host, settings.admin_port or 0, shared=False)
 
     async def listen(self, state: ServerState) -> Sequence[asyncio.Server]:
         """Begin; ``state`` is that of the main port's server, which ends the connections of both."""
@@ -91,8 +88,7 @@ class AdminListener:
             await loop.create_server(made, sock=one, ssl=self._tls, backlog=self._config.backlog)
             for one in self._sockets
         ]
-        if self._is_alone:
-            logger.info("the admin port is %s", url_of(self._host, self._port, is_tls=self._tls is not None))
+        logger.info("the admin port is %s", url_of(self._host, self._port, is_tls=self._tls is not None))
         return servers
 
     @property
@@ -128,15 +124,13 @@ def _connections(settings: Settings) -> int:
 
 def _wanted(settings: Settings) -> int:
     if settings.max_connections is not None:
-        return settings.max_connections  # of a worker: its share
-    return CONNECTIONS // settings.workers
+        return settings.max_connections
+    return CONNECTIONS
 
 
-def main_sockets(settings: Settings, place: WorkerContext | None) -> list[socket.socket]:
-    """Bind the sockets of the main port, of which workers share theirs. Raises ConfigError: it cannot listen there.
+def main_sockets(settings: Settings, *, is_shared: bool) -> list[socket.socket]:
+    """Bind the sockets of the main port, which workers share. Raises ConfigError: it cannot listen there.
 
     Not uvicorn: it would end the process with a line of its own, and take clients of IPv6 alone at ``::``.
     """
-    if place is not None:
-        return list(bound(settings.host, place.port))
-    return list(bound(settings.host, settings.port, shared=False))
+    return list(bound(settings.host, settings.port, shared=is_shared))

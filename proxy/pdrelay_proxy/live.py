@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
 
 from pdrelay_proxy.core.admission.admin_key import AdminKey
@@ -11,7 +11,7 @@ from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.http.origins import check_open
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.errors import AlreadyKnown, ConfigError, IdLogBusy
+from pdrelay_proxy.errors import AlreadyKnown, ConfigError
 from pdrelay_proxy.io.files import (
     admin_tls,
     client_keys,
@@ -23,6 +23,7 @@ from pdrelay_proxy.io.files import (
 )
 from pdrelay_proxy.io.peers import check_peers
 from pdrelay_proxy.io.reloads import half_written, key_stamps
+from pdrelay_proxy.io.worker_place import check_workers
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.service import Requests
 from pdrelay_proxy.settings import CACHE_POLICIES, KvEvents, QueueOrder, RolesMode, Settings
@@ -45,7 +46,6 @@ class Live:
     admin_key: AdminKey
     join_key: AdminKey
     clock: Callable[[], float]  # seconds; only differences count
-    left_out: set[tuple[Role, str]] = field(default_factory=set)  # engines that could not be named in all workers
 
     def prepared(self, old: Settings, new: Settings) -> Callable[[], None]:
         """Check a change, and return what makes it: nothing can be wrong with it any more.
@@ -87,24 +87,19 @@ class Live:
     def _exchange(self, before: _Addresses, after: _Addresses) -> None:
         for role in Role:
             gone = {authority for authority, _ in before[role].items() - after[role].items()}
-            self.left_out.difference_update([(role, authority) for authority in gone])
             for member in self.registry.members():  # also those that have turned: the settings name what they were
                 one = member.instance
                 if one.pool is role and one.address.authority in gone:
                     self.registry.retire(one.id, now=self.clock())
                     logger.info("%s is no longer listed: it is drained, and then forgotten", one.id)
             for authority, target in after[role].items():
-                if before[role].get(authority) == target and (role, authority) not in self.left_out:
+                if before[role].get(authority) == target:
                     continue
-                self.left_out.discard((role, authority))
                 try:
                     added = self.registry.add_target(role, target, now=self.clock())
                 except AlreadyKnown as exc:  # by hand, before, or as a pod
                     logger.info("%s", exc)
                     self.registry.claim(role, authority)
-                except IdLogBusy as exc:
-                    self.left_out.add((role, authority))
-                    logger.error("%s is left out: %s; have the settings read again later (SIGHUP)", authority, exc)
                 else:
                     for instance in added:
                         logger.info("%s is at %s", instance.id, target.address.url)
@@ -230,6 +225,7 @@ def _check_roles(settings: Settings) -> None:
 # Each raises ConfigError.
 _CHECKS: Final[Sequence[Callable[[Settings], object]]] = (
     check_open,
+    check_workers,
     check_admin_port,
     _check_limits,
     _check_key_limits,

@@ -21,8 +21,8 @@ from pdrelay_proxy.core.admission.lifetime import Step
 from pdrelay_proxy.errors import AddressError, ConfigError
 from pdrelay_proxy.io.background import meanwhile
 from pdrelay_proxy.io.files import renew_admin_tls, renew_server_tls
-from pdrelay_proxy.io.workers.context import END, HURRY, READY, WorkerContext, heard
-from pdrelay_proxy.io.workers.listening import url_of
+from pdrelay_proxy.io.listening import url_of
+from pdrelay_proxy.io.worker_place import END, HURRY, READY, WorkerPlace, heard
 from pdrelay_proxy.listeners import AdminListener, main_config, main_sockets
 from pdrelay_proxy.options import needs_restart
 from pdrelay_proxy.settings import Settings
@@ -53,7 +53,9 @@ class _Server(uvicorn.Server):
     ``line`` tells a supervisor that this listens; without one a log line says where (``url``).
     """
 
-    def __init__(self, config: uvicorn.Config, admin: AdminListener | None, line: int | None, *, url: str) -> None:
+    def __init__(
+        self, config: uvicorn.Config, admin: AdminListener | None, line: socket.socket | None, *, url: str
+    ) -> None:
         super().__init__(config)
         self._admin = admin
         self._line = line
@@ -85,10 +87,10 @@ class _Server(uvicorn.Server):
             logger.info("running on %s", self._url)
             return
         with contextlib.suppress(OSError):  # a supervisor that has gone is noticed elsewhere
-            os.write(self._line, READY)
+            self._line.send(READY)
 
 
-def run(router: Router, settings: Settings, again: Callable[[], Settings], place: WorkerContext | None = None) -> int:
+def run(router: Router, settings: Settings, again: Callable[[], Settings], place: WorkerPlace | None = None) -> int:
     """Serve until SIGTERM or SIGINT, and to the end of what is in flight then; return the exit code.
 
     ``again`` reads the settings once more, for SIGHUP; it raises ConfigError. ``place``: that of one of several
@@ -100,8 +102,8 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
     if place is not None:
         logger.info("worker %d is process %d", place.number, os.getpid())
     raise_descriptors()
-    sockets = main_sockets(settings, place)
-    admin = None if router.admin_app is None else AdminListener(router, settings, place)
+    sockets = main_sockets(settings, is_shared=place is not None)
+    admin = None if router.admin_app is None else AdminListener(router, settings)
     # The garbage collector looks at what is made from now on, and seldom: what waits to be told of the requests of one
     # moment (io/request_path/deferred.py) is more than it takes to call it, and soon gone without it.
     gc.collect()
@@ -110,10 +112,7 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
     url = url_of(settings.host, int(sockets[0].getsockname()[1]), is_tls=router.tls is not None)
     server = _Server(main_config(router, settings), admin, None if place is None else place.line, url=url)
     process = _Process(server, router, settings, again, sockets=sockets)
-    with (
-        contextlib.nullcontext() if place is None else place.kept(),
-        asyncio.Runner(loop_factory=partial(_Loop, settings.head_timeout_s)) as runner,
-    ):
+    with asyncio.Runner(loop_factory=partial(_Loop, settings.head_timeout_s)) as runner:
         runner.run(process.run(None if place is None else place.line))
     return 0
 
@@ -150,7 +149,7 @@ class _Process:
         self._signalled = False
         self._hurried = asyncio.Event()
 
-    async def run(self, line: int | None) -> None:
+    async def run(self, line: socket.socket | None) -> None:
         """Serve to the end; ``line``: to a supervisor, whose end is this one's."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -171,7 +170,7 @@ class _Process:
         logger.warning("second signal: shutting down now; %d requests are cut off", self._lifetime.in_flight)
         self._hurried.set()
 
-    def _on_line(self, line: int) -> None:
+    def _on_line(self, line: socket.socket) -> None:
         """Hear the supervisor. A signal may say the same to all processes at once: the two of them are one order."""
         said = heard(line)
         if said is None:

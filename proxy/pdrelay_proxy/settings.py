@@ -11,7 +11,7 @@ from typing import Annotated, Final, TypeVar
 
 _T = TypeVar("_T")
 ENDLESS: Final = 1 << 62  # above every sensible number, and below infinity
-CONNECTIONS: Final = 16384  # of clients, at all workers together, where the operator sets no number
+CONNECTIONS: Final = 16384  # of clients, where the operator sets no number
 
 
 class ClientKvParams(StrEnum):
@@ -467,7 +467,8 @@ class Settings:
         unset="true, without what engines had cached where api_keys_file names more than one client")
 
     workers: Processes = WORKERS.option(1,
-        "processes that serve together as one router; more than 1 on Linux only", chart="router.workers")
+        "processes that serve one port, each a router with an admin port of its own: admin_port and those behind it; "
+        "more than 1 on Linux only", chart="router.replicas")
 
     kubernetes_selector: Selector | None = KUBERNETES.option(None,
         "label selector of the pods that are engines", unset="no pods", chart="router.discovery.enabled")

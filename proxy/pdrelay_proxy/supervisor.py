@@ -1,90 +1,127 @@
-"""Starts the workers of one router, starts again those that die, and ends when they do. No request comes here."""
+"""Starts the workers of one machine, starts again those that die, and ends when they do. No request comes here.
+
+A worker is a fork of this process, which has imported what a router needs. So a worker starts at once, and what all of
+them have imported is in memory once. Only a process with one thread can be forked safely: this one starts none.
+"""
 
 import asyncio
+import gc
 import logging
 import os
+import secrets
 import signal
 import socket
-import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
-
-import msgspec
+from typing import Final, NoReturn
 
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.io.workers.context import END, HURRY, READY, VARIABLE, WorkerContext
-from pdrelay_proxy.io.workers.listening import reserved, url_of
+from pdrelay_proxy.io.listening import bound, reserved, url_of
+from pdrelay_proxy.io.worker_place import END, HURRY, LOOPBACK, READY, WorkerPlace, admin_port_of, limits_of_each
 from pdrelay_proxy.settings import Settings
 
 _FIRST_PAUSE_S: Final = 0.2  # seconds before a worker that died is started again; doubled every time
 _PAUSE_MOST_S: Final = 30.0
 _PROVEN_S: Final = 60.0  # seconds after which a worker's death is the first one again
-_PATH_MOST: Final = 80  # characters of the folder: a Unix socket's path may have 107
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 logger = logging.getLogger(__name__)
 
+Serve = Callable[[WorkerPlace], int]  # serves to the end as one worker, and returns the exit code
 
-def run(settings: Settings, arguments: Sequence[str]) -> int:
+
+def run(settings: Settings, serve: Serve) -> int:
     """Serve with several processes until SIGTERM or SIGINT; return the exit code, or raise ConfigError."""
     with ExitStack() as stack:
-        host, admin_host = settings.host, settings.admin_host or settings.host
-        port = stack.enter_context(reserved(host, settings.port))
-        where = url_of(host, port, is_tls=settings.tls_cert is not None)
-        admin_port = None
-        if settings.admin_port is not None:
-            admin_port = stack.enter_context(reserved(admin_host, settings.admin_port))
-            admin_url = url_of(admin_host, admin_port, is_tls=settings.admin_tls_cert is not None)
-            logger.info("the admin port is %s", admin_url)
-        folder = stack.enter_context(_folder())
-        crew = _Crew(settings.workers, arguments, folder=folder, port=port, admin_port=admin_port, url=where)
-        return asyncio.run(crew.run())
+        port = stack.enter_context(reserved(settings.host, settings.port))
+        _check_admin_ports(settings)
+        store = settings.store
+        if store == "memory":
+            store = f"file:{stack.enter_context(_folder())}/engines"
+        logger.info("each of %d workers has these limits for itself: %s", settings.workers, limits_of_each(settings))
+        peer_sockets = [stack.enter_context(_peer_socket()) for _ in range(settings.workers)]
+        url = url_of(settings.host, port, is_tls=settings.tls_cert is not None)
+        gc.collect()
+        gc.freeze()  # else a collection in a worker would copy what it shares with the others
+        return asyncio.run(_Crew(serve, peer_sockets, port=port, store=store, url=url).run())
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Make what the workers share, for this user alone; what is left there at the end does no harm."""
+@contextmanager
+def _folder() -> Generator[str]:
+    """Make a folder for this user alone, where the workers keep engines that are added at run time."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="pdrelay-", ignore_cleanup_errors=True)
     except OSError as exc:
         raise ConfigError(f"workers need a temporary folder, and there is none: {exc.strerror}; set TMPDIR") from exc
-    if len(folder.name) > _PATH_MOST:
-        folder.cleanup()
-        raise ConfigError(f"{folder.name} is too long for the path of a Unix socket: set TMPDIR to a short one")
-    return folder
+    with folder as name:
+        yield name
+
+
+def _peer_socket() -> socket.socket:
+    """Bind a socket at a port that the system chooses; it outlives the worker that has it, and so does its port."""
+    peer_socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    peer_socket.setblocking(False)  # noqa: FBT003
+    peer_socket.bind((LOOPBACK, 0))
+    return peer_socket
+
+
+def _check_admin_ports(settings: Settings) -> None:
+    """Raise ConfigError if one is taken, before any worker starts."""
+    host = settings.admin_host or settings.host
+    for number in range(settings.workers):
+        for admin_socket in bound(host, admin_port_of(settings, number) or 0, shared=False):
+            admin_socket.close()
 
 
 @dataclass(slots=True)
 class _Worker:
-    process: asyncio.subprocess.Process
-    line: socket.socket  # its end of it says when this process has ended
+    pid: int
+    line: socket.socket  # its end says when this process has ended, and the end of the worker's that it has
     is_ready: bool = False
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it is still there."""
         with suppress(ProcessLookupError):
-            self.process.send_signal(number)
+            os.kill(self.pid, number)
 
     def say(self, word: bytes) -> None:
         """Send it a word, if it is still there."""
         with suppress(OSError):
             self.line.send(word)
 
+    async def begun(self) -> None:
+        """Wait until it serves, or has ended."""
+        self.is_ready = await self._said() == READY
+
+    async def ended(self) -> int:
+        """Wait until it has ended; return its exit code, or the number of a signal below 0."""
+        while await self._said():
+            pass
+        self.line.close()
+        _, status = os.waitpid(self.pid, 0)  # noqa: ASYNC222 (it has closed its files: this takes no more than a moment)
+        return os.waitstatus_to_exitcode(status)
+
+    async def _said(self) -> bytes:
+        try:
+            return await asyncio.get_running_loop().sock_recv(self.line, 1)
+        except OSError:
+            return b""
+
 
 class _Crew:
     """All workers, from their start to their end."""
 
-    def __init__(
-        self, count: int, arguments: Sequence[str], *, folder: str, port: int, admin_port: int | None, url: str
-    ) -> None:
-        self._command = (sys.executable, "-m", "pdrelay_proxy.cli", *arguments)
-        self._folder = folder
-        self._port, self._admin_port = port, admin_port
+    def __init__(self, serve: Serve, peer_sockets: Sequence[socket.socket], *, port: int, store: str, url: str) -> None:
+        self._serve = serve
+        self._peer_sockets = peer_sockets  # of each worker, by its number
+        self._port = port
+        self._store = store
         self._url = url
-        self._workers: list[_Worker | None] = [None] * count
-        self._starts = [0] * count
-        self._told = asyncio.Event()
-        self._said = False
+        self._secret = secrets.token_urlsafe(32)
+        self._workers: list[_Worker | None] = [None] * len(peer_sockets)
+        self._shall_end = asyncio.Event()
+        self._has_begun = False
 
     async def run(self) -> int:
         """Run until all have ended; return 0 if each of them did well."""
@@ -92,17 +129,18 @@ class _Crew:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_end)
         loop.add_signal_handler(signal.SIGHUP, self._on_reload)
-        workers = [await self._spawned(number) for number in range(len(self._workers))]
-        await self._begin(workers[0])  # alone: what is wrong with the settings is said once
-        if not workers[0].is_ready:
-            return (await asyncio.gather(*map(self._ended, workers)))[0]
-        codes = await asyncio.gather(*(self._keep(number, worker) for number, worker in enumerate(workers)))
+        first = self._forked(0)
+        await first.begun()  # alone: what is wrong with the settings is said once
+        if not first.is_ready:
+            return await self._ended(first)
+        others = [self._forked(number) for number in range(1, len(self._workers))]
+        codes = await asyncio.gather(*(self._keep(number, one) for number, one in enumerate((first, *others))))
         return 1 if any(codes) else 0
 
     def _on_end(self) -> None:
         """Pass it on, by word: some send the signal to all processes at once, and a second one means to hurry."""
-        word = HURRY if self._told.is_set() else END
-        self._told.set()
+        word = HURRY if self._shall_end.is_set() else END
+        self._shall_end.set()
         for worker in filter(None, self._workers):
             if worker.is_ready:
                 worker.say(word)
@@ -117,71 +155,87 @@ class _Crew:
 
     async def _keep(self, number: int, first: _Worker) -> int:
         """Have a worker of this number until all shall end; return how the last one did."""
-        loop, pause, worker = asyncio.get_running_loop(), _FIRST_PAUSE_S, first
+        loop, pause_s, worker = asyncio.get_running_loop(), _FIRST_PAUSE_S, first
         while True:
             began = loop.time()
-            await self._begin(worker)
-            if not self._said and all(each is not None and each.is_ready for each in self._workers):
-                self._said = True
-                logger.info("running on %s with %d workers", self._url, len(self._workers))
+            if not worker.is_ready:
+                await worker.begun()
+            self._note_beginning()
             code = await self._ended(worker)
-            if self._told.is_set():
+            if self._shall_end.is_set():
                 return code
             if loop.time() - began > _PROVEN_S:
-                pause = _FIRST_PAUSE_S
+                pause_s = _FIRST_PAUSE_S
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            logger.warning("worker %d has ended (%s): another one starts in %g s", number, how, pause)
+            logger.warning("worker %d has ended (%s): another one starts in %g s", number, how, pause_s)
             successor = None
             while successor is None:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._told.wait(), pause)
-                if self._told.is_set():
+                    await asyncio.wait_for(self._shall_end.wait(), pause_s)
+                if self._shall_end.is_set():
                     return 0
-                pause = min(pause * 2, _PAUSE_MOST_S)
+                pause_s = min(pause_s * 2, _PAUSE_MOST_S)
                 try:
-                    successor = await self._spawned(number)
+                    successor = self._forked(number)
                 except OSError as exc:  # the machine has no room for it now
                     logger.warning("worker %d cannot be started: %s", number, exc.strerror)
             worker = successor
 
-    async def _spawned(self, number: int) -> _Worker:
-        """Start a process, which loads what it needs and waits."""
-        self._starts[number] += 1
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
-            end.setblocking(False)  # noqa: FBT003
-        with theirs:
-            place = WorkerContext(
-                number,
-                len(self._workers),
-                self._folder,
-                self._port,
-                theirs.fileno(),
-                starts=self._starts[number],
-                admin_port=self._admin_port,
-            )
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                env={**os.environ, VARIABLE: msgspec.json.encode(place).decode()},
-                pass_fds=(theirs.fileno(),),
-                process_group=0,  # a terminal's Ctrl-C reaches this process, which passes it on once
-            )
-        self._workers[number] = worker = _Worker(process, ours)
-        return worker
-
-    async def _begin(self, worker: _Worker) -> None:
-        """Have it begin, and wait until it serves or has ended."""
-        if self._told.is_set():
-            worker.signal(signal.SIGTERM)
-        if not worker.is_ready:
-            with suppress(ConnectionError):  # it has ended
-                worker.line.send(READY)
-                worker.is_ready = await asyncio.get_running_loop().sock_recv(worker.line, 1) == READY
+    def _note_beginning(self) -> None:
+        if not self._has_begun and all(each is not None and each.is_ready for each in self._workers):
+            self._has_begun = True
+            logger.info("running on %s with %d workers", self._url, len(self._workers))
 
     async def _ended(self, worker: _Worker) -> int:
         """Wait for its end; return the exit code. One that was told to end before it served has done nothing wrong."""
-        if not worker.is_ready:
-            worker.line.close()  # then it does not begin
-        code = await worker.process.wait()
-        worker.line.close()
-        return 0 if self._told.is_set() and not worker.is_ready and code < 0 else code
+        code = await worker.ended()
+        return 0 if self._shall_end.is_set() and not worker.is_ready and code < 0 else code
+
+    def _forked(self, number: int) -> _Worker:
+        """Start a worker; raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            for end in (ours, theirs):
+                end.setblocking(False)  # noqa: FBT003
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the worker has its own handlers
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    ours.close()
+                    self._be_worker(number, theirs)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        worker = self._workers[number] = _Worker(pid, ours)
+        return worker
+
+    def _be_worker(self, number: int, line: socket.socket) -> NoReturn:
+        """Serve as a worker, in its own process, and end that."""
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)  # it is the supervisor's loop's
+            for each in _SIGNALS:
+                signal.signal(each, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the supervisor, which passes it on once
+            for worker in self._workers:
+                if worker is not None:
+                    worker.line.close()  # or its owner would not notice the end of the supervisor
+            logging.getLogger().handlers.clear()  # the worker's log has a thread
+            code = self._serve(self._place(number, line))
+        except BaseException:  # a bug, of which nobody else would hear
+            logger.exception("worker %d has failed", number)
+        finally:
+            logging.shutdown()
+            os._exit(code)
+
+    def _place(self, number: int, line: socket.socket) -> WorkerPlace:
+        peer_socket = self._peer_sockets[number]
+        return WorkerPlace(
+            number,
+            self._port,
+            self._store,
+            peer_socket,
+            tuple(other.getsockname()[1] for other in self._peer_sockets if other is not peer_socket),
+            self._secret,
+            line,
+        )

@@ -297,16 +297,6 @@ def test_an_engine_that_nobody_probes_is_not_missed():
     assert states == [["healthy|half_open", "ejected|starting"], ["starting|healthy|half_open", "ejected"]]
 
 
-def test_a_worker_is_missed_where_there_are_fewer_than_are_wanted():
-    """Whatever that number is."""
-    values = {"router": {"workers": 3}, "monitoring": {"prometheusRule": {"enabled": True}}}
-    (rule,) = kind(Chart().objects(values), "PrometheusRule")
-    (missing,) = [one for one in rule["spec"]["groups"][0]["rules"] if one["alert"] == "PDRelayWorkerMissing"]
-
-    assert missing["expr"].endswith(" < 3")
-    assert "of 3 workers" in missing["annotations"]["summary"]
-
-
 def test_every_alert_says_how_bad_it_is_and_where_to_read_on():
     """Its section exists in the runbook, under its own name, and the runbook has no other sections."""
     runbook = (ROOT / "docs" / "runbook.md").read_text()

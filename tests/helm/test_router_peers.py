@@ -9,7 +9,7 @@ pytestmark = pytest.mark.processes
 
 
 SEVERAL = [{}, {"replicas": 1, "autoscaling": {"type": "hpa", "max": 5}}]
-NONE = [{"replicas": 1}, {"workers": 2}, {"peers": {"enabled": False}}]
+NONE = [{"replicas": 1}, {"peers": {"enabled": False}}]
 
 
 def arguments(objects):
@@ -49,7 +49,7 @@ def test_their_secret_is_made_and_may_be_ones_own():
         Chart().text({"router": {"peers": {"secret": {"create": False}}}})
 
 
-@pytest.mark.parametrize("values", NONE, ids=["one", "workers", "switched off"])
+@pytest.mark.parametrize("values", NONE, ids=["one", "switched off"])
 def test_a_router_that_has_no_peers_has_nothing_of_it(values):
     """Neither a port nor a policy that would be of no use."""
     plain = {"settings": {"reuse_kv": False}}

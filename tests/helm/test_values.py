@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.helm_care import gib
 from support.helm_chart import CASES, CHART, HELMS, Chart, Refused, default
 from support.helm_checks import complaints
-from support.helm_objects import container, engine_pods, flag, ident, kind, matches, pods, pool, router, templates
+from support.helm_objects import container, engine_pods, ident, kind, matches, pods, pool, router, templates
 from support.helm_pods import drains
 
 pytestmark = pytest.mark.processes
@@ -46,8 +46,7 @@ BAD = [
     ("router.replicas", 0),
     ("router.replicas", "2"),
     ("router.port", 70000),
-    ("router.workers", 0),
-    ("router.settings.workers", 2),  # router.workers is
+    ("router.settings.workers", 2),  # router.replicas are
     ("router.settings.retrys", 2),
     ("router.settings.retries", -1),
     ("router.settings.prefill_policy", "by chance"),
@@ -539,17 +538,13 @@ def test_what_must_fit_on_both_sides_makes_a_new_revision_of_both():
     assert revision(Chart(), {"revision": "mine", **MUST_FIT[0]}) == "mine"
 
 
-def test_a_router_asks_for_a_core_for_each_of_its_processes():
-    """And says nothing of them while there is one."""
-    one, four = (container(templates(router(o))[0]) for o in (default(), Chart().objects({"router": {"workers": 4}})))
-    said = Chart().objects({"router": {"workers": 4, "resources": {"requests": {"cpu": "1500m"}}}})
+def test_a_router_asks_for_a_core():
+    """It can use one; what is said of it overrides that."""
+    said = Chart().objects({"router": {"resources": {"requests": {"cpu": "1500m"}}}})
+    one, other = (container(templates(router(objects))[0])["resources"]["requests"] for objects in (default(), said))
 
-    assert "--workers" not in one["args"]
-    assert flag(four["args"], "--workers") == "4"
-    assert [c["resources"]["requests"]["cpu"] for c in (one, four, container(templates(router(said))[0]))] == [
-        "1", "4", "1500m",
-    ]  # fmt: skip
-    assert one["resources"]["requests"]["memory"] == "512Mi"
+    assert (one["cpu"], other["cpu"]) == ("1", "1500m")
+    assert one["memory"] == "512Mi"
 
 
 @pytest.mark.parametrize("case", CASES)

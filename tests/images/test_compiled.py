@@ -22,12 +22,11 @@ from support.sim import serving, sims
 
 pytestmark = pytest.mark.processes
 
-# What a request and its answer go through, and what several workers say to each other.
+# What a request and its answer go through, and what several routers say to each other.
 SUITES = {
     "core": ("tests/proxy/core",),
     "requests": ("tests/proxy/requests",),
     "io": (
-        "tests/proxy/io/workers",
         "tests/proxy/io/wire/test_engines_contract.py",
         "tests/proxy/io/request_path",
         "tests/proxy/io/wire/test_hung_engines.py",

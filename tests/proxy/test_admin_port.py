@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from support.certificates import Authority
 from support.cluster import free_ports
@@ -31,9 +30,8 @@ ADMIN = {"/live", "/", "/stats", "/metrics", "/status", "/instances", "/docs", "
 class TwoPorts(RouterProcess):
     """A router with an admin port."""
 
-    def __init__(self, log, *args, workers=1):
-        self.running = r"running on (https?://\S+) with" if workers > 1 else RouterProcess.running
-        super().__init__(log, "--admin-port", "0", "--workers", str(workers), *args)
+    def __init__(self, log, *args):
+        super().__init__(log, "--admin-port", "0", *args)
 
     @property
     def admin(self):
@@ -47,12 +45,12 @@ class TwoPorts(RouterProcess):
 
 
 @contextmanager
-def two_ports(folder, *args, workers=1, engines=True, **options):
+def two_ports(folder, *args, engines=True, **options):
     """Run one in front of simulated engines; yields it and them."""
     with ExitStack() as stack:
         sims, _, flags = stack.enter_context(fleet(**options))
-        router = TwoPorts(folder / "router.log", *(flags if engines else ()), *args, workers=workers)
-        stack.callback(router.kill)  # the supervisor's end is that of its workers
+        router = TwoPorts(folder / "router.log", *(flags if engines else ()), *args)
+        stack.callback(router.kill)
         router.started()
         until(lambda: "the admin port is" in router.said)
         yield router, sims
@@ -63,10 +61,9 @@ def status(url, path, **options):
     return httpx.get(url + path, timeout=20, **options).status_code
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_each_path_is_at_its_port_and_nowhere_else(tmp_path, workers):
+def test_each_path_is_at_its_port_and_nowhere_else(tmp_path):
     """A NetworkPolicy and a load balancer know ports, and no paths."""
-    with two_ports(tmp_path, workers=workers) as (router, engines):
+    with two_ports(tmp_path) as (router, engines):
         until(lambda: status(router.url, "/health") == 200)
         found = {
             path: (status(router.url, path), status(router.admin, path, headers=KEY)) for path in BOTH | MAIN | ADMIN
@@ -86,13 +83,12 @@ def test_each_path_is_at_its_port_and_nowhere_else(tmp_path, workers):
     assert orders == [404, 404, 200, 200]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_engines_join_and_leave_by_the_join_key_and_touch_no_other(tmp_path, workers):
-    """Whichever worker hears them, through a store; a header does not make a caller another host."""
+def test_engines_join_and_leave_by_the_join_key_and_touch_no_other(tmp_path):
+    """Through a store; a header does not make a caller another host."""
     (tmp_path / "join").write_text("join-me-of-16-chars\n")
     join = {"X-Api-Key": "join-me-of-16-chars"}
     flags = ["--join-key-file", str(tmp_path / "join"), "--store", f"file:{tmp_path}/store", "--decode", "192.0.2.1:80"]
-    with two_ports(tmp_path, *flags, workers=workers, engines=False) as (router, _), fleet() as (_, at, _):
+    with two_ports(tmp_path, *flags, engines=False) as (router, _), fleet() as (_, at, _):
 
         def order(verb, body, **headers):
             url = f"{router.admin}/instances/{verb}"
@@ -129,27 +125,6 @@ def test_without_an_admin_port_the_main_one_has_everything(tmp_path):
             router.kill()
 
     assert set(found.values()) == {200}
-
-
-def test_the_admin_port_answers_for_all_workers(tmp_path):
-    """Whichever of them gets the connection."""
-    with two_ports(tmp_path, workers=2) as (router, _):
-        until(lambda: status(router.url, "/health") == 200)
-        for _ in range(12):
-            with httpx.Client(base_url=router.url, timeout=20) as client:
-                assert client.post(PATH, json=BODY).status_code == 200
-
-        def requests():
-            text = httpx.get(router.admin + "/metrics", timeout=20).text
-            families = {one.name: one for one in text_string_to_metric_families(text)}
-            return sum(
-                sample.value for sample in families["pdrelay_requests"].samples if sample.name.endswith("_total")
-            )
-
-        until(lambda: {requests() for _ in range(6)} == {12})
-        answering = {httpx.get(router.admin + "/stats", timeout=20).json()["worker"] for _ in range(60)}
-
-    assert answering == {0, 1}
 
 
 HOSTILE = {
@@ -348,7 +323,6 @@ def test_the_document_of_the_admin_port_names_the_paths_of_both(tmp_path):
     assert not {path for path in found if found[path].get("x-pdrelay-main-port")} & (ADMIN | BOTH)
 
 
-@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -357,12 +331,12 @@ def test_the_document_of_the_admin_port_names_the_paths_of_both(tmp_path):
         (["--admin-port", "0", "--admin-tls-cert", "c.pem"], "admin_tls_cert and admin_tls_key belong together"),
     ],
 )
-def test_an_admin_port_that_cannot_be_is_refused_in_a_sentence(tmp_path, flags, sentence, workers):
+def test_an_admin_port_that_cannot_be_is_refused_in_a_sentence(tmp_path, flags, sentence):
     """Before anything is served."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         given = [flag.replace("{taken}", port) for flag in flags]
-        router = RouterProcess(tmp_path / "router.log", *given, "--workers", workers)
+        router = RouterProcess(tmp_path / "router.log", *given)
         code = router.child.wait(timeout=60)
 
     assert code == 2, router.said

@@ -109,16 +109,14 @@ def front(folder, *flags, tls=None, soft=None, hard=None, x=1, y=1, **options):
         assert "Traceback" not in router.said, router.said
 
 
-KINDS = ["http", "tls", "workers"]
+KINDS = ["http", "tls"]
 
 
 @contextmanager
 def front_of(kind, folder, *flags, **options):
     """Run a router of a kind."""
     tls = None
-    if kind == "workers":
-        flags = (*flags, "--workers", "2")
-    elif kind == "tls":
+    if kind == "tls":
         authority = Authority(folder, "ca")
         pair = authority.sign("router")
         tls = ssl.create_default_context(cafile=authority.own.cert)
@@ -134,10 +132,10 @@ def door(tmp_path_factory):
         yield found
 
 
-@pytest.fixture(scope="module", params=["tls", "workers"])
-def another(request, tmp_path_factory):
-    """The same, behind TLS and with workers."""
-    with front_of(request.param, tmp_path_factory.mktemp("door")) as found:
+@pytest.fixture(scope="module")
+def another(tmp_path_factory):
+    """The same, behind TLS."""
+    with front_of("tls", tmp_path_factory.mktemp("door")) as found:
         yield found
 
 

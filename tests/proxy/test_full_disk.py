@@ -3,8 +3,6 @@
 import os
 import signal
 import sys
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import httpx
 import pytest
@@ -43,11 +41,12 @@ def test_an_engine_that_cannot_be_written_down_is_not_added_and_all_is_served(tm
             assert "ejected" not in door.process.said
 
 
+@pytest.mark.slow  # workers import the router
 def test_a_worker_that_dies_on_a_full_disk_is_replaced(tmp_path, monkeypatch):
     """What the workers share lies on it."""
-    with TemporaryDirectory() as short, small_disk(Path(short)) as disk:  # Unix sockets lie there
+    with small_disk(tmp_path) as disk:
         monkeypatch.setenv("TMPDIR", str(disk.path))
-        with front(tmp_path, "--workers", "2") as door:
+        with front(tmp_path, "--workers", "2", "--admin-port", "0") as door:
             until(lambda: "with 2 workers" in door.process.said, seconds=60)
             assert door.serves()
             disk.fail("full")

@@ -6,7 +6,6 @@ import resource
 import pytest
 
 from pdrelay_proxy.app import build
-from pdrelay_proxy.core.workers.limit_shares import share_of
 from pdrelay_proxy.listeners import main_protocol
 from pdrelay_proxy.settings import Settings
 
@@ -24,14 +23,11 @@ def connections(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize(
-    "settings", [Settings(), share_of(Settings(workers=4), 3, 4)], ids=["one process", "a worker of four"]
-)
-def test_without_a_number_the_descriptors_decide_and_nothing_is_wrong(settings, connections, caplog):
+def test_without_a_number_the_descriptors_decide_and_nothing_is_wrong(connections, caplog):
     """A warning that every machine shows is read by no operator."""
     caplog.set_level(logging.INFO)
 
-    assert connections(settings) == 500
+    assert connections(Settings()) == 500
     assert "descriptors" not in caplog.text
 
 
@@ -46,11 +42,9 @@ def test_a_number_that_cannot_be_had_is_a_warning(connections, caplog):
     [
         (Settings(), 16384),
         (Settings(max_connections=100), 100),
-        (share_of(Settings(workers=3), 1, 3), 5461),
-        (share_of(Settings(workers=3, max_connections=100), 0, 3), 34),
     ],
 )
 def test_with_enough_descriptors_there_is_a_limit_all_the_same(settings, most, connections, caplog):
-    """For all workers together."""
+    """Memory has an end, too."""
     assert connections(settings, 40_000 if most > 500 else 1064) == most
     assert caplog.records == []

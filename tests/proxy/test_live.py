@@ -1,7 +1,6 @@
 """What changes while the router serves."""
 
 import re
-import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission import admission
 from pdrelay_proxy.core.model import EngineRole, InstanceId, RequestId, Role
 from pdrelay_proxy.errors import AddressError, ConfigError
-from pdrelay_proxy.io.workers.context import WorkerContext
 from pdrelay_proxy.options import OPTIONS, SECRETS
 from pdrelay_proxy.requests import attempt, client_response, dispatch, gate, request, service, stream_moves
 from pdrelay_proxy.settings import Settings
@@ -35,23 +33,6 @@ def test_engines_come_and_go_and_those_added_by_hand_stay():
     router.live.prepared(OLD, replace(OLD, prefill=("p1:1", "p2:1"), decode=("hand:1",)))()
 
     assert usable(router) == ["p1:1", "p2:1", "hand:1"]
-
-
-def test_an_engine_for_which_the_disk_had_no_room_is_added_by_the_next_reload(tmp_path):
-    """It stayed out until somebody took it out of the settings and wrote it there again."""
-    router = build(OLD, place=WorkerContext(0, 2, str(tmp_path), port=0, line=0, starts=1))
-    new = replace(OLD, decode=("d0:1", "d1:1"))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "ledger").stat().st_size, limits[1]))
-    try:
-        router.live.prepared(OLD, new)()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert known(router) == ["p0:1", "p1:1", "d0:1"]
-    for _ in range(2):
-        router.live.prepared(new, new)()
-
-    assert known(router) == ["p0:1", "p1:1", "d0:1", "d1:1"]
 
 
 def test_an_engine_that_is_no_longer_listed_finishes_what_it_has():
@@ -234,7 +215,7 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
         "kubernetes_selector",
         "roles",
         "move_above",
-        *("admin_port", "admin_host", "admin_tls_cert", "admin_tls_key"),
+        *("workers", "admin_port", "admin_host", "admin_tls_cert", "admin_tls_key"),
         *SECRETS,
     }  # to refuse what is wrong
 

@@ -8,15 +8,8 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from pdrelay_proxy.core.admission.admission import Admission
-from pdrelay_proxy.core.counters import Counters
-from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.io.request_path.telemetry import Telemetry
-from pdrelay_proxy.io.status import Status
-from pdrelay_proxy.io.workers.context import WorkerContext
-from pdrelay_proxy.io.workers.reports import WorkerReports
 from pdrelay_proxy.live import check
 from pdrelay_proxy.settings import RolesMode, Settings
 from pdrelay_proxy.testing.engine import Sim
@@ -167,29 +160,6 @@ async def test_of_two_routers_one_decides_and_the_other_goes_on_when_it_is_gone(
 
     assert (one["last_turn"], two["last_turn"]) == ("decode-0 to prefill", "")
     assert (last["last_turn"], last["turns"]) == ("decode-1 to prefill", 2)
-
-
-async def test_requests_that_wait_at_another_worker_count(tmp_path):
-    """The kernel spreads connections: the worker that decides has one queue of several."""
-    fleet = FluidFleet(4, 4)
-    engines, folder = shown(fleet), tmp_path / "workers"
-    folder.mkdir()
-    deciding, other = [WorkerContext(number, 2, str(folder), port=0, line=0, starts=1) for number in range(2)]
-    telemetry = Telemetry(Counters(frozenset()), lambda: 1.0)
-    queue = Admission(Settings(max_concurrency=1, max_queue=200))
-    for _ in range(101):
-        queue.arrive("k", 0, 1, now=0.0)
-    status = Status(telemetry, Registry(), lambda: 1.0)
-    async with (
-        WorkerReports(other, telemetry, queue, status.part).running(),
-        router(engines, DRY_RUN, lambda: fleet.now, deciding) as client,
-    ):
-        for _ in range(9):
-            fleet.step(2.0, 0.8)
-            await looked(engines)
-        found = (await client.get("/stats")).json()["roles"]
-
-    assert found["prefill_busy"] == 4.0  # all of them: the queue is too long for the target
 
 
 async def test_a_router_without_it_decides_nothing():

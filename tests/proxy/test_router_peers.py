@@ -195,7 +195,7 @@ async def test_a_quota_that_one_router_has_served_is_used_up_at_the_other(tmp_pa
         (Settings(peers=("router:8001",)), "PDRELAY_PEER_SECRET"),
         (Settings(share_limits=True), "needs peers"),
         (Settings(peers=("router:8001",), peer_secret="short"), "PDRELAY_PEER_SECRET"),
-        (Settings(peers=("router:8001",), peer_secret=SECRET, workers=2), "workers 1"),
+        (Settings(peers=("router:8001",), peer_secret=SECRET, workers=2, admin_port=9000), "workers 1"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, said):

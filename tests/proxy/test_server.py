@@ -270,13 +270,11 @@ def _serial(process, context):
         return shown.getpeercert()["serialNumber"]
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_router_without_engines_says_so_once_and_serves_those_of_its_file(tmp_path, workers):
+def test_a_router_without_engines_says_so_once_and_serves_those_of_its_file(tmp_path):
     """With a file that names them after the start; without a file none could come, and it does not start."""
     file = tmp_path / "pdrelay.toml"
     file.write_text("")
-    more = ("--workers", workers)
-    process = Process(tmp_path / "router.log", "--config", str(file), *more, env={"ADMIN_API_KEY": ""})
+    process = Process(tmp_path / "router.log", "--config", str(file), env={"ADMIN_API_KEY": ""})
     try:
         with fleet() as (_, _, flags):
             process.started()
@@ -285,7 +283,7 @@ def test_a_router_without_engines_says_so_once_and_serves_those_of_its_file(tmp_
             until(lambda: process.post().status_code == 200)
     finally:
         process.kill()
-    lost = Process(tmp_path / "lost.log", *more, env={"ADMIN_API_KEY": ""})
+    lost = Process(tmp_path / "lost.log", env={"ADMIN_API_KEY": ""})
 
     assert process.said.count("there are no engines, and requests get 503") == 1
     assert lost.child.wait(timeout=60) == 2
@@ -306,12 +304,11 @@ def test_the_log_begins_with_what_runs_and_every_line_is_the_routers_own(start):
     assert re.search(r"INFO pdrelay_proxy.server running on http://127\.0\.0\.1:\d+\n", process.said)
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_taken_port_is_one_sentence(tmp_path, workers):
+def test_a_taken_port_is_one_sentence(tmp_path):
     """With the exit code of a setting that is wrong: a supervisor need not try again."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        argv = ["--decode", "127.0.0.1:1", "--port", str(port), "--workers", workers]
+        argv = ["--decode", "127.0.0.1:1", "--port", str(port)]
         refused = RouterProcess(tmp_path / "router.log", *argv)
         code = refused.child.wait(timeout=60)
 

@@ -267,7 +267,7 @@ class Scene:
             "admitted": admission.admitted,
             "waiting": admission.waiting,
             "bytes": admission.held_bytes,
-            "loads": sum(registry.get(one.id).load.own for role in Role for one in registry.known(role)),
+            "loads": sum(registry.get(one.id).load.in_flight for role in Role for one in registry.known(role)),
         }
 
     def unsettled(self):

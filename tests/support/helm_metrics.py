@@ -15,10 +15,8 @@ from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.core.workers.reports import Whole
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
-from pdrelay_proxy.io.workers.reports import report_of
 from pdrelay_proxy.settings import Settings, SlicePairing
 from support.helm_chart import ROOT
 
@@ -67,8 +65,8 @@ def router_exposition():
     counters.role_decisions["balanced", "none"] += 1
     queue, telemetry = Admission(Settings(max_concurrency=0, max_queue=0)), Telemetry(counters, lambda: 0.0)
     queue.arrive("-", 0, 1, now=0.0)
-    metrics = Metrics(telemetry, registry, lambda: [Freshness(EngineSource.PODS, True, 0.0, 1, 2)])
-    return metrics.exposition("", Whole(report_of(telemetry, queue), (), 1))[0].decode()
+    metrics = Metrics(telemetry, registry, queue, lambda: [Freshness(EngineSource.PODS, True, 0.0, 1, 2)])
+    return metrics.exposition("")[0].decode()
 
 
 def _labels(exposition):

@@ -31,7 +31,6 @@ from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.core.routing.pairing import PairSelector
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.share_bound import ShareBounds
-from pdrelay_proxy.core.workers.reports import Whole
 from pdrelay_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
 from pdrelay_proxy.io.discovery.stores.memory import MemoryStore
 from pdrelay_proxy.io.metrics import Metrics
@@ -39,7 +38,6 @@ from pdrelay_proxy.io.probes.prober import Prober
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.io.status import Status
-from pdrelay_proxy.io.workers.reports import report_of
 from pdrelay_proxy.settings import Settings
 
 ENGINES, REVISIONS, NAMES = 2000, 12, 100
@@ -91,7 +89,8 @@ class Fleet:
         self.prober = Prober(self.registry, Checks(), settings, clock, random.random)
         self.telemetry = Telemetry(Counters(frozenset({"/v1/completions"})), clock)
         self.queue = Admission(settings)
-        self.status, self.metrics = Status(self.telemetry, self.registry, clock), Metrics(self.telemetry, self.registry)
+        self.status = Status(self.telemetry, self.registry, self.queue, clock)
+        self.metrics = Metrics(self.telemetry, self.registry, self.queue)
         self.asks = itertools.cycle(RoutingHints(name) for name in sorted(MODELS))
         self.places = itertools.cycle(range(0, ENGINES, 7))
         self.engines = {f"pod-{n}": wanted(n) for n in range(ENGINES)}
@@ -155,10 +154,6 @@ class Fleet:
         for _ in range(3):
             dict([(member.instance.id, member.facts) for member in self.registry.members()])  # noqa: C404
 
-    def whole(self):
-        """Say what all workers have seen."""
-        return Whole(report_of(self.telemetry, self.queue), (), 1)
-
     async def every(self, pause_s, act):
         """Do something again and again; a generator is done in its steps."""
         while True:
@@ -203,8 +198,8 @@ class Fleet:
                 "store": self.every(1.0, self.store),
                 "entry": self.every(0.2, self.entry),
                 "failure": self.every(0.1, self.fail),
-                "status": self.every(0.3, lambda: self.status.in_steps(self.whole())),
-                "metrics": self.every(0.4, lambda: self.metrics.pieces("text/plain", self.whole())[0]),
+                "status": self.every(0.3, self.status.in_steps),
+                "metrics": self.every(0.4, lambda: self.metrics.pieces("text/plain")[0]),
             }
             tasks = [asyncio.create_task(one, name=name) for name, one in work.items()]
             pods = asyncio.create_task(self.replace_pods(), name="pod")

@@ -97,7 +97,7 @@ class Served:
     def held(self) -> dict[str, int]:
         """Return what it holds of requests: all of it is zero when none is under way and no client is there."""
         admission, registry = self.router.live.gate.admission, self.router.live.registry
-        slots = [registry.get(engine.id).load.own for role in Role for engine in registry.known(role)]
+        slots = [registry.get(engine.id).load.in_flight for role in Role for engine in registry.known(role)]
         return {
             "requests": len(list(self.router.requests)),
             "in flight": self.router.lifetime.in_flight,

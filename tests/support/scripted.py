@@ -437,7 +437,7 @@ class Router:
         self.telemetry.later.settle()
         admission, members = self.gate.admission, self.registry.members()
         held = admission.admitted, admission.waiting, admission.held_bytes, self.lifetime.in_flight
-        return not any(held) and not any(member.load.own for member in members) and not [*self.requests]
+        return not any(held) and not any(member.load.in_flight for member in members) and not [*self.requests]
 
 
 def router_of(

@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from pdrelay_proxy.app import Fabric, build
-from pdrelay_proxy.io.workers.context import WorkerContext
 from pdrelay_proxy.settings import Settings
 from pdrelay_proxy.testing.engine import Sim
 
@@ -133,12 +132,11 @@ async def router(
     engines: dict[str, ASGIApp | Answering],
     settings: Settings | None = None,
     clock: Callable[[], float] = time.monotonic,
-    place: WorkerContext | None = None,
 ) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client of a router that knows these engines, or of one of its workers."""
+    """A client of a router that knows these engines."""
     network = InMemory(engines, clock)
     known = _knowing({name: f"{name}:80" for name in engines}, settings)
-    app = build(known, fabric=network.fabric, place=place).app
+    app = build(known, fabric=network.fabric).app
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         network.running(app),

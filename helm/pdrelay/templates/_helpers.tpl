@@ -168,7 +168,7 @@ fallback:
 {{- define "pdrelay.router.peers" -}}
 {{- $r := .Values.router -}}
 {{- $several := or (gt (int $r.replicas) 1) (ne $r.autoscaling.type "none") -}}
-{{- if and $r.peers.enabled $several (eq (int $r.workers) 1) -}}true{{- end -}}
+{{- if and $r.peers.enabled $several -}}true{{- end -}}
 {{- end -}}
 
 {{/* The secret that routers prove to each other: the values', or the chart's own. Empty: there is none. */}}

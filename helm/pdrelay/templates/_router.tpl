@@ -8,10 +8,6 @@
 - {{ include "pdrelay.argument" $v.port | quote }}
 - --admin-port
 - {{ include "pdrelay.argument" $v.adminPort | quote }}
-{{- if gt (int $v.workers) 1 }}
-- --workers
-- {{ include "pdrelay.argument" $v.workers | quote }}
-{{- end }}
 {{- if $v.discovery.enabled }}
 {{- if $v.discovery.inferencePool }}
 - --kubernetes-inference-pool
@@ -178,9 +174,9 @@
 {{- end }}
 {{- end -}}
 
-{{/* Each worker fills a core at most, so that is what is asked for; an HPA compares with it. */}}
+{{/* A router fills a core at most, so that is what is asked for; an HPA compares with it. */}}
 {{- define "pdrelay.router.resources" -}}
 {{- $given := .Values.router.resources -}}
-{{- $requests := merge (dict) ($given.requests | default dict) (dict "cpu" (int .Values.router.workers | toString)) -}}
+{{- $requests := merge (dict) ($given.requests | default dict) (dict "cpu" "1") -}}
 {{- merge (dict "requests" $requests) $given | toYaml -}}
 {{- end -}}

@@ -64,9 +64,7 @@ class InstanceAdmin:
     clock: Callable[[], float]  # seconds; the one of the registry's times
     discovery: Discovery
     own: OwnEngines
-    is_drained: Callable[[InstanceId], bool] = lambda _: True  # for the other workers, too
     resumes: Callable[[], bool] = lambda: False  # streams may change their engines, by the settings of now
-    follow: Callable[[], None] = lambda: None  # hears which engines other workers have seen go and come
     warnings: FleetWarnings = field(default_factory=FleetWarnings)
 
     def rows(self, members: Sequence[Member], *, host: str | None = None) -> InstanceList:
@@ -94,8 +92,8 @@ class InstanceAdmin:
     def _row(self, member: Member, now: float) -> InstanceRow:
         instance, life, facts = member.instance, member.life, member.facts
         state, why = life.state, life.why
-        if state is HealthState.DRAINED and not self.is_drained(instance.id):
-            state, why = HealthState.DRAINING, "another worker has requests there"
+        if state is HealthState.DRAINED and member.load.at_peers:
+            state, why = HealthState.DRAINING, "another router has requests there"
         return InstanceRow(
             id=instance.id,
             role=member.role,
@@ -278,7 +276,6 @@ async def _carried_out(
 ) -> Sequence[Member]:
     """Change the engines that are meant, and return them; ``host``: of a caller with the join key."""
     try:
-        admin.follow()  # else an order for one that has gone would hit the one that has come to its place
         members = await admin.permitted(named, host)
         if moves:
             admin.check_movable(members, host)

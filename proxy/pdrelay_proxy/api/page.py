@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +15,6 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from pdrelay_proxy.api.error_answers import error_answers
 from pdrelay_proxy.api.schemas import ErrorResponse
 from pdrelay_proxy.api.stepped import in_steps, in_turns
-from pdrelay_proxy.core.workers.reports import Whole
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.status import Snapshot, Status
 
@@ -44,13 +43,8 @@ class Onlookers:
     keys: Sequence[Any] = ()  # what the document says of it
 
 
-def page_routes(
-    status: Status,
-    metrics: Metrics,
-    everybody: Callable[[], Awaitable[Whole]],
-    onlookers: Onlookers = Onlookers(),
-) -> APIRouter:
-    """Build the routes; the page is read once, here. ``everybody``: asks all workers."""
+def page_routes(status: Status, metrics: Metrics, onlookers: Onlookers = Onlookers()) -> APIRouter:
+    """Build the routes; the page is read once, here."""
     router = APIRouter(tags=["status"], dependencies=onlookers.keys)
     html = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
     headers = PAGE_HEADERS | {"content-security-policy": content_policy(html)}
@@ -63,7 +57,7 @@ def page_routes(
     @router.get("/stats", dependencies=[Depends(onlookers.browsers)], response_model=Snapshot, responses=_ERRORS)
     async def stats() -> Response:
         """Give the numbers of the status page."""
-        body = msgspec.json.encode(await in_turns(status.in_steps(await everybody())))
+        body = msgspec.json.encode(await in_turns(status.in_steps()))
         return Response(body, headers=PAGE_HEADERS, media_type="application/json")
 
     @router.get(
@@ -71,7 +65,7 @@ def page_routes(
     )
     async def exposition(request: Request) -> Response:
         """Give the metrics, for Prometheus."""
-        pieces, content_type = metrics.pieces(request.headers.get("accept", ""), await everybody())
+        pieces, content_type = metrics.pieces(request.headers.get("accept", ""))
         return StreamingResponse(in_steps(pieces), headers={"content-type": content_type})
 
     return router

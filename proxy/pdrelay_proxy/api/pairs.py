@@ -33,8 +33,6 @@ def _pieces(pairs: PairNotes, now: float) -> Iterator[bytes]:
     """Write all pairs as JSON, in pieces of some pairs each."""
     matrix, health, modes = pairs.matrix, pairs.health, pairs.modes
     head = {
-        "worker": pairs.worker,
-        "workers": pairs.workers,
         "known": len(matrix),
         "dropped": matrix.dropped,
         "resting": health.resting,

@@ -18,7 +18,6 @@ from pdrelay_proxy.core.request_record import (
 from pdrelay_proxy.io.engine_timelines import Timelines
 from pdrelay_proxy.requests.lifecycle import RequestState
 
-WORKERS: Final = "x-pdrelay-workers"  # of how many processes this is one: each knows only its own requests
 _CUT: Final = "..."  # behind the half of an id on the status page
 _MOST: Final = 8  # requests of one name that are shown; each asks up to four engines
 UnderWay = Callable[[], Iterable[tuple[RequestRecord, RequestState]]]
@@ -29,8 +28,6 @@ def request_routes(
     under_way: UnderWay,
     timelines: Timelines,
     access: OperatorAccess,
-    *,
-    workers: int,
 ) -> APIRouter:
     """Build the route; it wants the operator's key."""
     router = APIRouter(prefix="/requests", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=access.route())
@@ -53,7 +50,9 @@ def request_routes(
             found += [(record, RequestState.OVER) for record in history().find_beginning(beginning)]
             _check_unique(beginning, [record for record, _ in found])
         if not found:
-            raise HTTPException(404, _unknown(name, len(history()), workers), {WORKERS: str(workers)})
+            kept = len(history())
+            said = f"There is no request {name!r} among those under way and the last {kept} that are over"
+            raise HTTPException(404, f"{said} (request_history)")
         shown = [await _shown(record, state, timelines, asks_engines=engines) for record, state in found[:_MOST]]
         return RequestTimelines(requests=shown, omitted=len(found) - len(shown))
 
@@ -79,11 +78,6 @@ def _notes_of_parts(parts: PromptParts) -> Iterable[str]:
         engines = [leg.instance for leg in (part.prefill, part.decode) if leg is not None]
         how = "" if part.status < 400 else " left" if part.status == CLIENT_CLOSED_REQUEST else f" {part.status}"
         yield f"{part.request_id}{how} {written_ms(part.duration_s * 1000)} ms {' '.join(engines)}".rstrip()
-
-
-def _unknown(name: str, kept: int, workers: int) -> str:
-    said = f"There is no request {name!r} among those under way and the last {kept} that are over (request_history)"
-    return said if workers == 1 else f"{said}; this process is one of {workers} workers, and another may know it."
 
 
 async def _shown(

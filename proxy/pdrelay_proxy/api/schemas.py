@@ -215,7 +215,7 @@ class ExplainResponse(BaseModel):
 
 
 class PairOfEngines(BaseModel):
-    """A prefill engine, and a decode engine that has got KV from it, or should have; by this worker's requests."""
+    """A prefill engine, and a decode engine that has got KV from it, or should have; by this router's requests."""
 
     prefill: str
     decode: str
@@ -242,8 +242,6 @@ class PairOfEngines(BaseModel):
 class PairList(BaseModel):
     """Pairs that fail, and those that were used lately, the latest first."""
 
-    worker: int
-    workers: int
     known: int = Field(description="pairs that were used and are remembered")
     dropped: int = Field(description="pairs that were forgotten to make room")
     resting: int

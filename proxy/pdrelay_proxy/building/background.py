@@ -11,12 +11,12 @@ from functools import partial
 from pdrelay_proxy.building.discovery import build_discovery, build_shared_text
 from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.building.requests import RequestSide
+from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
 from pdrelay_proxy.core.request_record import RequestRecord
 from pdrelay_proxy.core.request_timeline import Timeline
 from pdrelay_proxy.core.roles.role_controller import RoleController, RoleLimits
 from pdrelay_proxy.core.roles.work_meter import RoleTargets
-from pdrelay_proxy.core.workers.reports import Whole
 from pdrelay_proxy.io.discovery.reconciler import Discovery
 from pdrelay_proxy.io.discovery.role_turns import LeasedTurns
 from pdrelay_proxy.io.engine_spans import EngineSpans
@@ -28,7 +28,6 @@ from pdrelay_proxy.io.probes.prober import Prober
 from pdrelay_proxy.io.probes.role_board import RoleBoard
 from pdrelay_proxy.io.probes.role_watch import RoleWatch
 from pdrelay_proxy.io.status import Status
-from pdrelay_proxy.io.workers.group import WorkerGroup
 from pdrelay_proxy.settings import RolesMode, Settings
 
 
@@ -39,23 +38,24 @@ class BackgroundWork:
     discovery: Discovery
     timelines: Timelines
     status: Status
-    everybody: Callable[[], Awaitable[Whole]]  # the counts of all workers
     running: Callable[[], Sequence[AbstractAsyncContextManager[object]]]  # anew for each start; the first begins first
 
 
 def build_background(
     settings: Settings,
-    group: WorkerGroup,
     engines: EngineSide,
     serving: RequestSide,
     *,
+    peer_socket: socket.socket | None,
     clock: Callable[[], float],
     wall: Callable[[], float],
 ) -> BackgroundWork:
-    """Build it. ``wall``: seconds of a clock that hosts have in common. Raises ConfigError."""
-    registry, telemetry, queue = engines.registry, serving.telemetry, serving.gate.admission
-    stored = group.stored(settings)
-    peers = _peers(settings, engines, serving)
+    """Build it. ``wall``: seconds of a clock that hosts have in common. Raises ConfigError.
+
+    ``peer_socket``: bound where other routers reach this one; None: the settings name the port.
+    """
+    registry, telemetry, admission = engines.registry, serving.telemetry, serving.gate.admission
+    peers = _peers(settings, engines, serving, peer_socket)
     prober = Prober(
         registry,
         engines.checks,
@@ -69,21 +69,21 @@ def build_background(
     every_s = settings.engine_metrics_interval_s
     inflow = InflowWatch(registry, engines.checks.metrics, telemetry, every_s=every_s, clock=clock)
     followers = _followers(engines, serving)
-    discovery = build_discovery(stored, registry, clock, group.tell)
+    discovery = build_discovery(settings, registry, clock)
     timelines = Timelines(registry, engines.checks, clock)
     spans = _spans(timelines, serving, clock)
-    board = _role_board(settings, serving, clock, group.number)
+    board = _role_board(settings, serving, clock)
     status = Status(
         telemetry,
         registry,
+        admission,
         clock,
-        lambda: serving.requests.settings.decode_only_fallback,
-        engines.pairs,
+        may_be_alone=lambda: serving.requests.settings.decode_only_fallback,
+        pairs=engines.pairs,
         roles=(lambda: None) if board is None else board.part,
         warnings=engines.warnings,
     )
-    everybody = group.everybody(telemetry, queue, status.part)
-    deciding = _deciding(stored, board, engines, discovery, everybody=everybody, clock=clock, wall=wall)
+    deciding = _deciding(settings, board, engines, discovery, admission=admission, clock=clock, wall=wall)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         return (
@@ -92,18 +92,19 @@ def build_background(
             prober.running(),
             inflow.running(),
             *[each.running() for each in followers],
-            *group.running(),
             *[each() for each in deciding],
             *[each.running() for each in peers],
         )
 
-    return BackgroundWork(discovery, timelines, status, everybody, running)
+    return BackgroundWork(discovery, timelines, status, running)
 
 
-def _peers(settings: Settings, engines: EngineSide, serving: RequestSide) -> Sequence[RouterPeers]:
+def _peers(
+    settings: Settings, engines: EngineSide, serving: RequestSide, peer_socket: socket.socket | None
+) -> Sequence[RouterPeers]:
     """Return what the fleet's other routers are told by and heard with; none, if there are no others."""
     queue, counters = serving.gate.admission, serving.telemetry.counters
-    peers = peers_of(settings, engines.registry, queue, serving.keyring, counters)
+    peers = peers_of(settings, engines.registry, queue, serving.keyring, counters, peer_socket=peer_socket)
     if peers is None:
         return ()
     engines.fleet.changed = peers.changed
@@ -134,9 +135,9 @@ def _spans(timelines: Timelines, serving: RequestSide, clock: Callable[[], float
     return (spans,)
 
 
-def _role_board(settings: Settings, serving: RequestSide, clock: Callable[[], float], worker: int) -> RoleBoard | None:
-    """Return what shows decisions on roles; None: this worker makes none."""
-    if settings.roles is RolesMode.OFF or worker > 0:
+def _role_board(settings: Settings, serving: RequestSide, clock: Callable[[], float]) -> RoleBoard | None:
+    """Return what shows decisions on roles; None: this router makes none."""
+    if settings.roles is RolesMode.OFF:
         return None
     return RoleBoard(settings.roles, serving.telemetry.counters, settings.turns_per_hour, clock)
 
@@ -147,7 +148,7 @@ def _deciding(
     engines: EngineSide,
     discovery: Discovery,
     *,
-    everybody: Callable[[], Awaitable[Whole]],
+    admission: Admission,
     clock: Callable[[], float],
     wall: Callable[[], float],
 ) -> Sequence[Callable[[], AbstractAsyncContextManager[object]]]:
@@ -165,15 +166,12 @@ def _deciding(
 
         turns = LeasedTurns(me, text, turn, clock=clock, wall=wall)
 
-    async def waiting() -> int:
-        return sum([one.waiting for one in (await everybody()).all])
-
     watch = RoleWatch(
         engines.registry,
         engines.checks.metrics,
         RoleController(targets, limits),
         board,
-        queued=waiting,
+        queued=lambda: admission.waiting,
         every_s=settings.roles_interval_s,
         clock=clock,
         turns=turns,

@@ -9,9 +9,7 @@ from functools import partial
 from pdrelay_proxy.core.discovery.pods import read_pod
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import EngineSource
-from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.ports import SharedText
-from pdrelay_proxy.core.workers.instance_ids import Verb
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.discovery.inference_pool import PODS, PoolSource
 from pdrelay_proxy.io.discovery.kubernetes import Cluster, Kubernetes
@@ -25,9 +23,7 @@ from pdrelay_proxy.io.discovery.stores.memory import MemoryStore
 from pdrelay_proxy.settings import Settings
 
 
-def build_discovery(
-    settings: Settings, registry: Registry, clock: Callable[[], float], tell: Callable[[Verb, InstanceId], None]
-) -> Discovery:
+def build_discovery(settings: Settings, registry: Registry, clock: Callable[[], float]) -> Discovery:
     """Build what the settings ask for; raises ConfigError: this is no pod, or what the store needs is not installed."""
     selector, pool = settings.kubernetes_selector, settings.kubernetes_inference_pool
     pods = selector is not None or pool is not None
@@ -49,7 +45,7 @@ def build_discovery(
             api, read = Kubernetes(cluster), partial(read_pod, slice_label=settings.slice_label)
             watch = Reflector(api, what, read, seen, clock=clock, chance=random.random, changed=seen.changed)
             feeds.append(watch.running)
-    return Discovery(registry, reconciler, entries, store, feeds=feeds, tell=tell)
+    return Discovery(registry, reconciler, entries, store, feeds=feeds)
 
 
 def build_shared_text(settings: Settings) -> SharedText:

@@ -31,7 +31,6 @@ from pdrelay_proxy.io.wire.connection_guard import Guard, resolved
 from pdrelay_proxy.io.wire.engine_names import EngineNames
 from pdrelay_proxy.io.wire.engine_tls import EngineTls
 from pdrelay_proxy.io.wire.pool import Dial
-from pdrelay_proxy.io.workers.group import WorkerGroup
 from pdrelay_proxy.settings import KvEvents, Settings
 
 _TURNS: Final = 1 << 16
@@ -68,18 +67,18 @@ class EngineSide:
     warnings: FleetWarnings  # of the fleet as a whole
 
 
-def build_engines(settings: Settings, group: WorkerGroup, fabric: Fabric) -> EngineSide:
+def build_engines(settings: Settings, fabric: Fabric) -> EngineSide:
     """Build it. Raises AddressError, AlreadyKnown and ConfigError, as ``build`` says."""
-    registry, clock = _registry(settings, group, fabric.clock), fabric.clock
+    registry, clock = _registry(settings, fabric.clock), fabric.clock
     policy = TRANSFER_POLICIES[settings.kv_transfer_mode]
     learned = PushCoordinates(at_once=policy.at_once)
     modes = PairModes(policy.fixed, kind=registry.link)
-    pairs = PairNotes(registry, PairMatrix(PAIRS_KEPT), (group.number, group.of), modes)
+    pairs = PairNotes(registry, PairMatrix(PAIRS_KEPT), modes)
     asks_caches = settings.kv_events is not KvEvents.OFF
     index = CacheIndex() if asks_caches else None
     known = KnownPrompts(PREFIX_LIFETIME_S) if asks_caches else None
     # Routers that know of each other do not all begin with the same engine.
-    turn = random.randrange(_TURNS) if settings.peers else group.number
+    turn = random.randrange(_TURNS) if settings.peers else 0
     fleet = fleet_of(settings, registry, learned, clock, random.randrange, turn=turn, index=index, known=known)
     fleet.modes = modes
     outbound = Outbound(engine_keys(settings), forwards=settings.forward_client_key)
@@ -102,9 +101,10 @@ def build_engines(settings: Settings, group: WorkerGroup, fabric: Fabric) -> Eng
     )
 
 
-def _registry(settings: Settings, group: WorkerGroup, clock: Callable[[], float]) -> Registry:
-    """Return the group's, with the engines of the settings."""
+def _registry(settings: Settings, clock: Callable[[], float]) -> Registry:
+    """Return one with the engines of the settings."""
+    registry = Registry(settings)
     for role, addresses in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for address in addresses:
-            group.registry.add_target(role, Target.parse(address), now=clock())
-    return group.registry
+            registry.add_target(role, Target.parse(address), now=clock())
+    return registry

@@ -23,7 +23,6 @@ from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.files import client_keys
 from pdrelay_proxy.io.request_path.ids import new_id, new_transfer
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
-from pdrelay_proxy.io.workers.group import WorkerGroup
 from pdrelay_proxy.requests.body_reader import BodyReader
 from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.intake import Intake
@@ -54,7 +53,7 @@ class RequestSide:
 
 
 def build_requests(
-    settings: Settings, group: WorkerGroup, engines: EngineSide, clock: Callable[[], float], traces: "Traces | None"
+    settings: Settings, engines: EngineSide, clock: Callable[[], float], traces: "Traces | None"
 ) -> RequestSide:
     """Build it, and have the engines' side tell it what it counts. Raises ConfigError.
 
@@ -84,9 +83,7 @@ def build_requests(
         handovers=LegBodies(engines.learned, TRANSFER_POLICIES[settings.kv_transfer_mode], telemetry.replaced_host),
         engines=wire.teller,
         releaser=releaser,
-        budget=RetryBudget(
-            settings.retry_budget_ratio, settings.retry_budget_min_rate, most=max(1.0, MOST_RETRIES / group.of)
-        ),
+        budget=RetryBudget(settings.retry_budget_ratio, settings.retry_budget_min_rate, most=MOST_RETRIES),
         gate=gate,
         lifetime=lifetime,
         examiner=reader,
@@ -100,7 +97,6 @@ def build_requests(
         origins=AllowedOrigins(settings.allowed_origins) if settings.allowed_origins else None,
         reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
         spans=traces,
-        worker=(group.number, group.of),
     )
     fleet.later, fleet.bounds = telemetry.later, counters.lone_prompts_bound
     telemetry.legs_under_way, telemetry.stepped = requests.engines_of_legs, fleet.stepped

@@ -24,13 +24,11 @@ from pdrelay_proxy.core.admission.admin_key import AdminKey
 from pdrelay_proxy.core.routing.explain import Explainer
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.io.metrics import Metrics
-from pdrelay_proxy.io.workers.group import WorkerGroup
 from pdrelay_proxy.settings import Settings
 
 
 def build_routes(
     settings: Settings,
-    group: WorkerGroup,
     engines: EngineSide,
     serving: RequestSide,
     background: BackgroundWork,
@@ -45,8 +43,8 @@ def build_routes(
     browsers = require_any_key(admin_key, keyring, by_browsers=True)
     onlookers = Onlookers(require_any_key(admin_key, keyring), browsers, keys)
     scrapers = Onlookers() if settings.public_metrics else onlookers
-    everybody, discovery = background.everybody, background.discovery
-    metrics = Metrics(serving.telemetry, engines.registry, discovery.freshness)
+    discovery = background.discovery
+    metrics = Metrics(serving.telemetry, engines.registry, serving.gate.admission, discovery.freshness)
     audit = Audit(serving.telemetry.admin_action, clock)
     access = OperatorAccess(admin_key, join_key, audit, settings.max_body_bytes)
     return Routes(
@@ -54,10 +52,8 @@ def build_routes(
         probes=(probe_routes(engines.fleet, discovery, serving.lifetime, engines.warnings),),
         operators=(
             liveness_routes(),
-            page_routes(background.status, metrics, everybody, scrapers),
-            *_key_routes(
-                settings, group, engines, serving, background, access=access, onlookers=onlookers, clock=clock
-            ),
+            page_routes(background.status, metrics, scrapers),
+            *_key_routes(settings, engines, serving, background, access=access, onlookers=onlookers, clock=clock),
         ),
         endpoints=endpoint_routes(Endpoints(requests), keys=keys),
         admin_key=admin_key,
@@ -67,7 +63,6 @@ def build_routes(
 
 def _key_routes(
     settings: Settings,
-    group: WorkerGroup,
     engines: EngineSide,
     serving: RequestSide,
     background: BackgroundWork,
@@ -98,9 +93,7 @@ def _key_routes(
         clock,
         background.discovery,
         own,
-        group.is_drained,
         resumes=lambda: requests.settings.resume_streams,
-        follow=group.follow,
         warnings=engines.warnings,
     )
     return (
@@ -120,7 +113,6 @@ def _key_routes(
             lambda: [(request.record, request.state) for request in requests],
             background.timelines,
             access,
-            workers=group.of,
         ),
     )
 

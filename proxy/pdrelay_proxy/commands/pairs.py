@@ -36,7 +36,6 @@ def text(found: Json) -> str:
     notes: Sequence[str] = [
         *[f"{row['decode']} loads no KV of {row['prefill']}: {row['why']}" for row in found["pairs"] if row.get("why")],
         *([f"{found['dropped']} pairs were forgotten to make room"] if found["dropped"] else []),
-        *([f"seen by worker {found['worker']} of {found['workers']}"] if found["workers"] > 1 else []),
     ]
     return table([_COLUMNS, *map(_cells, found["pairs"])]) + "".join(f"{note}\n" for note in notes)
 

@@ -7,7 +7,6 @@ import os
 import re
 import ssl
 import sys
-import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +28,6 @@ KEY_VARIABLE: Final = "ADMIN_API_KEY"
 _PORTS: Final = {"http": 80, "https": 443}
 _THIS_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
 _REASON: Final = "x-pdrelay-reason"  # of a refusal in the words of vLLM's demo, which do not say why
-_WORKERS: Final = "x-pdrelay-workers"  # of a 404: of how many processes this one is
-_TRIES: Final = 8  # connections for each worker: one in 3,000 is missed
-_MOST_WORKERS: Final = 64  # that a router has
 _LARGEST_BODY: Final = 64 << 20  # bytes of an answer: ten thousand engines have megabytes
 _TIMEOUT_S: Final = 10.0
 _PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
@@ -39,14 +35,6 @@ _PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE---
 
 class CommandFailed(Exception):
     """The command could not be done; the message says why, in one sentence."""
-
-
-class UnknownHere(CommandFailed):
-    """One worker of a router does not know what was asked for; ``workers``: how many there are."""
-
-    def __init__(self, said: str, workers: int) -> None:
-        super().__init__(said)
-        self.workers = workers
 
 
 def run_command(name: str, args: argparse.Namespace, answer: "Callable[[RouterClient], str]") -> int:
@@ -108,8 +96,6 @@ class RouterClient:
             found = json.loads(content)
         except (ValueError, RecursionError) as exc:
             raise CommandFailed(f"{self.url} answers {response.status_code} without JSON: is it a router?") from exc
-        if response.status_code == 404 and (workers := _count(response.headers.get(_WORKERS, ""))):
-            raise UnknownHere(_said(found), workers)
         if response.status_code != 200:
             said = _said(found) or f"the router answers with status {response.status_code}"
             reason = response.headers.get(_REASON)
@@ -132,22 +118,6 @@ class RouterClient:
                 if len(content) > _LARGEST_BODY:
                     raise CommandFailed(f"{self.url} answers more than {_LARGEST_BODY} bytes: is it a router?")
         return response, bytes(content)
-
-    def ask_any_worker(self, path: str) -> Json:
-        """Get what only one worker of the router knows: each connection is one worker's, and nobody chooses whose."""
-        asked, most, until = 0, 1, time.monotonic() + self._timeout_s  # which is for all of them together
-        while True:
-            try:
-                return self.ask(path)
-            except UnknownHere as exc:
-                asked, most = asked + 1, 1 if exc.workers == 1 else _TRIES * exc.workers
-                if asked >= most or time.monotonic() >= until:
-                    raise
-
-
-def _count(text: str) -> int:
-    """Read how many workers there are; 0: it is no such number."""
-    return min(int(text), _MOST_WORKERS) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def _said(found: object) -> str:

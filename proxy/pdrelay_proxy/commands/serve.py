@@ -4,15 +4,16 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Callable
+from importlib import import_module
 
 from pdrelay_proxy.commands.interrupts import ctrl_c_ends_at_once
 from pdrelay_proxy.core.http.origins import check_open
 from pdrelay_proxy.core.routing.kv_reuse import unused_kv
-from pdrelay_proxy.core.workers.limit_shares import share_of
 from pdrelay_proxy.errors import AlreadyKnown, ConfigError
 from pdrelay_proxy.io import logs
 from pdrelay_proxy.io.build import find_build
-from pdrelay_proxy.io.workers.context import WorkerContext, own_place
+from pdrelay_proxy.io.worker_place import WorkerPlace, check_workers
 from pdrelay_proxy.options import add_arguments as add_options
 from pdrelay_proxy.options import check_engines, serve_settings, warn_without_engines
 from pdrelay_proxy.settings import Settings
@@ -38,16 +39,22 @@ def run(args: argparse.Namespace) -> int:
 
         return settings_report.check_settings(args) if args.check else settings_report.print_settings(args)
     _fill_standard_descriptors()
-    place = own_place()
+    return _in_a_sentence(lambda: _serve(args))
+
+
+def _in_a_sentence(serve: Callable[[], int]) -> int:
+    """Return the exit code of what serves; if settings are wrong say so in a sentence."""
     try:
-        settings = serve_settings(args)
-        if place is None and settings.workers > 1:
-            return _supervise(settings, args)
-        return _serve_here(args, place)
+        return serve()
     except (ConfigError, AlreadyKnown) as exc:
         logging.shutdown()  # a thread writes the log: what it has was said before this
         sys.stderr.write(f"pdrelay serve: {exc}{': name every engine once' if isinstance(exc, AlreadyKnown) else ''}\n")
         return 2
+
+
+def _serve(args: argparse.Namespace) -> int:
+    settings = serve_settings(args)
+    return _serve_here(args) if settings.workers == 1 else _supervise(settings, args)
 
 
 def _fill_standard_descriptors() -> None:
@@ -64,13 +71,16 @@ def _fill_standard_descriptors() -> None:
 
 def _supervise(settings: Settings, args: argparse.Namespace) -> int:
     """Start the workers; raises ConfigError."""
-    from pdrelay_proxy import supervisor  # noqa: PLC0415 (one process alone needs none of it)
+    with ctrl_c_ends_at_once():
+        from pdrelay_proxy import supervisor  # noqa: PLC0415 (one process alone needs none of it)
+
+        import_module("pdrelay_proxy.server")  # with all that a router needs: workers are forks of this process
 
     check_open(settings)
-    share_of(settings, 0, settings.workers)  # a limit that cannot be shared is said here, and at once
+    check_workers(settings)
     check_engines(settings, args.config)
-    logs.configure(settings.log_level, settings.log_format)
-    return supervisor.run(settings, args.command_line)
+    logs.configure(settings.log_level, settings.log_format, has_thread=False)
+    return supervisor.run(settings, lambda place: _in_a_sentence(lambda: _serve_here(args, place)))
 
 
 def _log_beginning(settings: Settings, args: argparse.Namespace) -> None:
@@ -80,21 +90,19 @@ def _log_beginning(settings: Settings, args: argparse.Namespace) -> None:
     warn_without_engines(settings, args.config)
 
 
-def _serve_here(args: argparse.Namespace, place: WorkerContext | None) -> int:
+def _serve_here(args: argparse.Namespace, place: WorkerPlace | None = None) -> int:
     """Serve in this process, alone or as one of several workers; raises ConfigError and AlreadyKnown."""
     with ctrl_c_ends_at_once():
-        from pdrelay_proxy import server  # noqa: PLC0415 (a supervisor needs none of it: a third of its memory)
+        from pdrelay_proxy import server  # noqa: PLC0415 (what is wrong with settings is said without it)
         from pdrelay_proxy.app import build  # noqa: PLC0415
 
     def again() -> Settings:
         settings = serve_settings(args)
-        return settings if place is None else share_of(settings, place.number, place.of)
+        return settings if place is None else place.settings(settings)
 
-    if place is not None and not place.may_begin():
-        return 0
     settings = again()
     logs.configure(settings.log_level, settings.log_format)
-    router = build(settings, place=place)
+    router = build(settings, peer_socket=None if place is None else place.peer_socket)
     if place is None:  # else the supervisor has
         check_engines(settings, args.config)
     if place is None or place.number == 0:  # it starts before the others, and alone

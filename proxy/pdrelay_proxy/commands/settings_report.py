@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdrelay_proxy.commands.tables import printable
-from pdrelay_proxy.core.workers.limit_shares import share_of
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, ConfigError
 from pdrelay_proxy.live import faults
 from pdrelay_proxy.options import OPTIONS, SECRETS, Choices, Setting, check_engines, choose
@@ -93,8 +92,6 @@ def _fault_of_building(settings: Settings, config: str | None) -> Sequence[str]:
 
     try:
         check_engines(settings, config)
-        if settings.workers > 1:
-            share_of(settings, 0, settings.workers)
         build(settings)
     except AlreadyKnown as exc:
         return [f"{exc}: name every engine once"]

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _answer(router: RouterClient, args: argparse.Namespace) -> str:
     which = "?engines=false" if args.router_only else ""
-    found = router.ask_any_worker(f"/requests/{quote(args.name, safe='')}{which}")
+    found = router.ask(f"/requests/{quote(args.name, safe='')}{which}")
     return json.dumps(found) + "\n" if args.json else text(found)
 
 

@@ -119,10 +119,10 @@ class Counters:
     kv_events: Counter[Key] = field(default_factory=Counter)  # instance, what was told of its cache
     kv_event_disconnects: Counter[Key] = field(default_factory=Counter)  # instance, EndReason
     kv_index_drops: Counter[Key] = field(default_factory=Counter)  # instance
-    kv_event_connections: Counter[Key] = field(default_factory=Counter)  # instance, FollowState: workers, now
-    kv_index_blocks: Counter[Key] = field(default_factory=Counter)  # instance: blocks of all workers' indexes, now
+    kv_event_connections: Counter[Key] = field(default_factory=Counter)  # instance, FollowState: 1
+    kv_index_blocks: Counter[Key] = field(default_factory=Counter)  # instance: blocks in the index, now
     known_prompts: Counter[Key] = field(default_factory=Counter)  # what became of them (core/known_prompts.py)
-    known_prompt_bytes: Counter[Key] = field(default_factory=Counter)  # (): of all workers, now
+    known_prompt_bytes: Counter[Key] = field(default_factory=Counter)  # (): now
     peers: Counter[Key] = field(default_factory=Counter)  # heard or known: other routers, now
     trace_timelines: Counter[Key] = field(default_factory=Counter)  # what became of them (io/engine_spans.py)
     peer_datagrams: Counter[Key] = field(default_factory=Counter)  # what became of them (io/peers.py)

@@ -3,7 +3,7 @@
 import resource
 from typing import Final
 
-OWN_DESCRIPTORS: Final = 64  # files, listeners, probes and connections to other workers
+OWN_DESCRIPTORS: Final = 64  # files, listeners and probes
 
 
 def engine_connections() -> int | None:

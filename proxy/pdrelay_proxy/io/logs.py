@@ -243,11 +243,14 @@ def dropped_lines() -> int:
     return sum(stream.dropped for stream in streams if isinstance(stream, LogWriter))
 
 
-def configure(level: str, form: LogFormat) -> None:
-    """Send the log of this process to standard error, in one of the two forms; a thread writes it."""
+def configure(level: str, form: LogFormat, *, has_thread: bool = True) -> None:
+    """Send the log of this process to standard error, in one of the two forms.
+
+    A thread writes it, or (``has_thread`` False) whoever logs, who then waits for its reader.
+    """
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no line says them
     logging.captureWarnings(capture=True)
-    handler = BatchingHandler(_standard_error())
+    handler = BatchingHandler(_standard_error() if has_thread else None)
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line, with an address, for every leg

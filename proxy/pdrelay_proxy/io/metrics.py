@@ -3,31 +3,28 @@
 Requests and legs add to plain numbers (core/counters.py); they become metrics only while somebody scrapes.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Final, cast
 
 from prometheus_client import ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
-from pdrelay_proxy.core.counters import Counters, Key
+from pdrelay_proxy.core.admission.admission import Admission
+from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.discovery.reconcile import Freshness
 from pdrelay_proxy.core.fleet.engine_speed import EngineSpeed
 from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.fleet.registry import Member, Registry
-from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.core.routing.fleet_groups import slices, unpaired_in_steps
-from pdrelay_proxy.core.workers.reports import Whole
 from pdrelay_proxy.io.metric_families import SERIES_AT_ONCE, CountedFamilies, Family, counter_family, parts_of
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 
-_LEAST: Final = frozenset({"process_start_time_seconds", "process_max_fds"})  # of all workers; the others are added up
 _END: Final = b"# EOF\n"  # of OpenMetrics
-_CPU: Final = "process_cpu_seconds_total"
 
 
 class Metrics:
@@ -37,37 +34,34 @@ class Metrics:
         self,
         telemetry: Telemetry,
         engines: Registry,
+        admission: Admission,
         sources: Callable[[], Sequence[Freshness]] = tuple,
     ) -> None:
         self._telemetry = telemetry
         self._engines = engines
+        self._admission = admission
         self._sources = sources
 
-    def exposition(self, accept: str, whole: Whole) -> tuple[bytes, str]:
-        """Return all metrics, which are those of all workers, and their type, as ``Accept`` asks for."""
-        pieces, content_type = self.pieces(accept, whole)
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """Return all metrics and their type, as ``Accept`` asks for."""
+        pieces, content_type = self.pieces(accept)
         return b"".join(pieces), content_type
 
-    def pieces(self, accept: str, whole: Whole) -> tuple[Iterator[bytes], str]:
+    def pieces(self, accept: str) -> tuple[Iterator[bytes], str]:
         """Return the same in pieces, some of which are empty: each is a step of a few milliseconds at most.
 
         Thousands of engines have megabytes. What is counted between two steps may be in the later pieces.
         """
         encode, content_type = choose_encoder(accept)
-        return _encoded(self._collected(whole), lambda family: _written(family, encode)), content_type
+        return _encoded(self._collected(), lambda family: _written(family, encode)), content_type
 
-    def _collected(self, whole: Whole) -> Iterator[Family | None]:
+    def _collected(self) -> Iterator[Family | None]:
         counters = yield from self._telemetry.counters_in_steps()
         yield None
-        collector = _Collector(counters, self._engines, self._sources(), whole)
+        running = self._telemetry.in_flight
+        collector = _Collector(counters, self._engines, self._admission, self._sources(), running)
         yield None
         yield from collector.collect()
-
-
-def processes() -> Mapping[str, float]:
-    """Return the numbers that Prometheus wants of every process, by their names."""
-    families = ProcessCollector(registry=None).collect()
-    return {sample.name: sample.value for family in families for sample in family.samples}
 
 
 class _Single:
@@ -130,12 +124,20 @@ def _encoded(families: Iterator[Family | None], encode: Callable[[Family], bytes
 class _Collector:
     """Makes metrics out of the numbers, in the order in which an operator reads them; None: a step without any."""
 
-    def __init__(self, counters: Counters, engines: Registry, sources: Sequence[Freshness], whole: Whole) -> None:
+    def __init__(
+        self,
+        counters: Counters,
+        engines: Registry,
+        admission: Admission,
+        sources: Sequence[Freshness],
+        running: Mapping[InstanceId, int],
+    ) -> None:
         self._engines = engines
+        self._admission = admission
         self._sources = sources
-        self._whole = whole
+        self._running = running  # legs, by engine
         known = frozenset([member.instance.id for member in engines.members()])
-        self._counted = CountedFamilies(counters, [one.counts for one in whole.others], known)
+        self._counted = CountedFamilies(counters, known)
 
     def collect(self) -> Iterator[Family | None]:
         """Read everything once."""
@@ -147,7 +149,7 @@ class _Collector:
         yield from self._queue()
         yield from _discovery(self._sources)
         yield from self._peers()
-        yield from self._workers()
+        yield from cast("Iterator[Family]", ProcessCollector(registry=None).collect())
 
     def _requests(self) -> Iterator[Family | None]:
         text = "Requests that are over, by path and by how they ended for the client."
@@ -220,7 +222,7 @@ class _Collector:
         yield from self._counted.counter("pdrelay_pair_failures", text, ("reason",), "pair_failures")
         text = "Pairs of engines that were forgotten to make room for others."
         yield from self._counted.counter("pdrelay_pairs_dropped", text, (), "pairs_dropped")
-        text = "Pairs of engines that get no requests, because their transfers fail; by the worker that is asked."
+        text = "Pairs of engines that get no requests, because their transfers fail."
         yield GaugeMetricFamily("pdrelay_pairs_resting", text, value=self._engines.pairs.resting)
         text = "Requests of which the two engines made different prompts: their answers are not to be trusted."
         yield from self._counted.counter("pdrelay_prompt_mismatches", text, ("prefill", "decode"), "mismatches")
@@ -234,15 +236,15 @@ class _Collector:
         )
         text = "Times that all was forgotten of an engine because it has more blocks than the router remembers."
         yield from self._counted.counter("pdrelay_kv_index_drops", text, ("instance",), "kv_index_drops")
-        text = "Workers by what has become of their connection for the KV events of an engine."
+        text = "1 for what has become of the connection for the KV events of an engine."
         yield from self._counted.gauge(
             "pdrelay_kv_event_connections", text, ("instance", "state"), "kv_event_connections"
         )
-        text = "Blocks that are remembered of an engine's cache, of all workers together."
+        text = "Blocks that are remembered of an engine's cache."
         yield from self._counted.gauge("pdrelay_kv_index_blocks", text, ("instance",), "kv_index_blocks")
         text = "Texts and chats whose token ids prefill engines were asked for, by what became of the ids."
         yield from self._counted.counter("pdrelay_known_prompts", text, ("event",), "known_prompts")
-        text = "Memory of the token ids of texts and chats, of all workers together, about."
+        text = "Memory of the token ids of texts and chats, about."
         yield from self._counted.gauge("pdrelay_known_prompt_bytes", text, (), "known_prompt_bytes")
 
     def _instances(self) -> Iterator[Family | None]:
@@ -252,7 +254,7 @@ class _Collector:
             labels=("instance", "role", "state"),
         )
         legs = GaugeMetricFamily("pdrelay_legs_in_flight", "Legs an engine has now.", labels=("instance", "role"))
-        members, in_flight = self._engines.members(), [one.legs for one in self._whole.all]
+        members = self._engines.members()
         for some in parts_of(members, SERIES_AT_ONCE // len(HealthState)):
             state.samples = []
             for member in some:
@@ -265,7 +267,7 @@ class _Collector:
             legs.samples = []
             for member in some:
                 names = (member.instance.id, member.role)
-                legs.add_metric(names, sum([running.get(member.instance.id, 0) for running in in_flight]))
+                legs.add_metric(names, self._running.get(member.instance.id, 0))
             yield legs
         text = "Engines that may serve, and fit no engine of the other role though there are some."
         alone = GaugeMetricFamily("pdrelay_unpaired_instances", text, labels=("role",))
@@ -288,14 +290,13 @@ class _Collector:
         yield from _speeds(members)
 
     def _queue(self) -> Iterator[Family | None]:
-        workers, refused = self._whole.all, Counter[Key]()
-        for one in workers:
-            refused.update({(limit,): count for limit, count in one.refused.items()})
+        admission = self._admission
         text = "Requests in the queue of the admission control."
-        yield GaugeMetricFamily("pdrelay_requests_waiting", text, value=sum(one.waiting for one in workers))
+        yield GaugeMetricFamily("pdrelay_requests_waiting", text, value=admission.waiting)
         text = "Requests that are being served."
-        yield GaugeMetricFamily("pdrelay_requests_running", text, value=sum(one.admitted for one in workers))
+        yield GaugeMetricFamily("pdrelay_requests_running", text, value=admission.admitted)
         text = "Requests that the admission control refused, by the limit."
+        refused = [((limit.value,), count) for limit, count in admission.refused.items()]
         yield from counter_family("pdrelay_requests_refused", text, ("reason",), refused)
 
     def _peers(self) -> Iterator[Family | None]:
@@ -304,22 +305,9 @@ class _Collector:
         text = "Datagrams to and from other routers, by what became of them."
         yield from self._counted.counter("pdrelay_peer_datagrams", text, ("result",), "peer_datagrams")
 
-    def _workers(self) -> Iterator[Family | None]:
-        workers = self._whole.all
-        text = "Workers that answer, the one asked included."
-        yield GaugeMetricFamily("pdrelay_workers", text, value=self._whole.serving)
-        starts: dict[Key, int] = {(str(one.worker),): one.starts for one in workers}
-        yield from counter_family("pdrelay_worker_starts", "Workers that were started, by number.", ("worker",), starts)
-        text = "Reports of other workers that could not be read: their numbers are those of up to a second before."
-        yield CounterMetricFamily("pdrelay_worker_scrape_failures", text, value=sum(one.unread for one in workers))
-        for name in self._whole.own.process:
-            values = [one.process[name] for one in workers if name in one.process]
-            kind = CounterMetricFamily if name == _CPU else GaugeMetricFamily
-            yield kind(name, "Of all workers.", value=(min if name in _LEAST else sum)(values))
-
 
 def _speeds(members: Sequence[Member]) -> Iterator[Family]:
-    """Say what was learned of engines, by the worker that is asked: nothing without the policy expected_ttft."""
+    """Say what was learned of engines: nothing without the policy expected_ttft."""
     for name, text, value in _SPEEDS:
         family = GaugeMetricFamily(name, text, labels=("instance",))
         for some in parts_of(members, SERIES_AT_ONCE):

@@ -47,13 +47,13 @@ class RouterPeers(asyncio.DatagramProtocol):
         *,
         looks: LookExchange,
         introductions: PeerIntroductions,
-        listen: tuple[str, int],
+        listen: tuple[str, int] | socket.socket,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,  # noqa: TID251 (hosts have no other clock in common)
     ) -> None:
         """``names``: where routers listen; a name may have several addresses, this router's own among them.
 
-        ``clock``: seconds that only rise; ``wall``: seconds since 1970.
+        ``listen``: host and port, or a socket that is bound. ``clock``: seconds that only rise; ``wall``: since 1970.
         """
         self._introductions = introductions
         self._exchange = exchange
@@ -84,10 +84,14 @@ class RouterPeers(asyncio.DatagramProtocol):
     async def running(self) -> AsyncGenerator[None]:
         """Exchange while the block lasts. Raises ConfigError: the port cannot be opened."""
         loop = asyncio.get_running_loop()
+        listen = self._listen
         try:
-            transport, _ = await loop.create_datagram_endpoint(lambda: self, local_addr=self._listen)
+            if isinstance(listen, socket.socket):
+                transport, _ = await loop.create_datagram_endpoint(lambda: self, sock=listen)
+            else:
+                transport, _ = await loop.create_datagram_endpoint(lambda: self, local_addr=listen)
         except OSError as exc:
-            host, port = self._listen
+            host, port = listen if isinstance(listen, tuple) else listen.getsockname()
             raise ConfigError(f"the UDP port {port} of {host} (peer_port) cannot be opened: {exc.strerror}") from exc
         self._transport = transport
         try:
@@ -225,9 +229,18 @@ class RouterPeers(asyncio.DatagramProtocol):
 
 
 def peers_of(
-    settings: Settings, registry: Registry, admission: Admission, keyring: Keyring, counters: Counters
+    settings: Settings,
+    registry: Registry,
+    admission: Admission,
+    keyring: Keyring,
+    counters: Counters,
+    *,
+    peer_socket: socket.socket | None = None,
 ) -> RouterPeers | None:
-    """Return what the settings ask for; None: no other routers. Raises AddressError."""
+    """Return what the settings ask for; None: no other routers. Raises AddressError.
+
+    ``peer_socket``: bound where the others reach this router; None: the settings name the port.
+    """
     if not settings.peers:
         return None
     names = [Address.parse(text) for text in settings.peers]
@@ -237,7 +250,7 @@ def peers_of(
     exchange = LoadExchange(registry, me, secret, introductions)
     quotas = QuotaExchange(admission, me, secret, keyring.names, introductions)
     looks = LookExchange(registry, me, secret, introductions, looks=settings.health_check_interval_s > 0)
-    listen = settings.host, settings.peer_port
+    listen = peer_socket or (settings.host, settings.peer_port)
     return RouterPeers(
         exchange, quotas, admission, names, counters, looks=looks, introductions=introductions, listen=listen
     )
@@ -247,8 +260,6 @@ def check_peers(settings: Settings) -> None:
     """Raise ConfigError if the settings of the exchange contradict each other."""
     if not settings.peers:
         return
-    if settings.workers > 1:
-        raise ConfigError(f"peers needs workers 1, not {settings.workers}: run more routers in place of workers")
     if len((settings.peer_secret or "").encode()) < _LEAST_SECRET:
         raise ConfigError(
             f"peers needs a secret of {_LEAST_SECRET} characters or more in PDRELAY_PEER_SECRET, the same for all: "

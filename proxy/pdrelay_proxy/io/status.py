@@ -1,32 +1,27 @@
 """The numbers of the status page: what the router knows now, and what the last five minutes were like."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
 from pdrelay_proxy.core.fleet.pair_matrix import PairMatrix
 from pdrelay_proxy.core.fleet.pair_rows import worst_rows
 from pdrelay_proxy.core.fleet.registry import Member, Registry
-from pdrelay_proxy.core.model import InstanceId
-from pdrelay_proxy.core.recent_stats import SPAN_S
+from pdrelay_proxy.core.recent_stats import SPAN_S, RecentStats
 from pdrelay_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups_in_steps
-from pdrelay_proxy.core.schemas import Bin
 from pdrelay_proxy.core.schemas.pairs import PairRow
 from pdrelay_proxy.core.schemas.roles import RolesPart
 from pdrelay_proxy.core.steps import finish
-from pdrelay_proxy.core.workers.reports import Part, Whole, bin_of
 from pdrelay_proxy.io.build import find_build
 from pdrelay_proxy.io.request_path.pair_notes import PairNotes
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 
 _STEP_S: Final = 5
 _MINUTE_S: Final = 60
-_STEPS: Final = SPAN_S // _STEP_S
-_QUIET: Final = Bin(0, 0, None, None)
 _ID_SHOWN: Final = 13  # characters: "pdrelay-" and eight digits
-_FAILURES: Final = 50  # that are shown
-_AT_ONCE: Final = 16  # engines in one step
+_AT_ONCE: Final = 6  # engines in one step
 _PAIRS: Final = 24  # that are shown
 
 
@@ -78,7 +73,7 @@ class QueueStatus:
 
 @dataclass(frozen=True, slots=True)
 class PairsStatus:
-    """Pairs of engines, as far as the worker that is asked has seen them."""
+    """Pairs of engines, as far as this router has seen them."""
 
     known: int
     resting: int
@@ -110,8 +105,6 @@ class Snapshot:
     roles: RolesPart | None  # None: the router does not decide on them, or has not yet
     queue: QueueStatus
     failures: list[Failed]
-    worker: int  # which process has answered; the numbers are those of all
-    workers: int  # how many there are that answer
 
 
 class Status:
@@ -121,89 +114,56 @@ class Status:
         self,
         telemetry: Telemetry,
         engines: Registry,
+        admission: Admission,
         clock: Callable[[], float],
+        *,
         may_be_alone: Callable[[], bool] = lambda: True,
         pairs: PairNotes | None = None,
-        *,
         roles: Callable[[], RolesPart | None] = lambda: None,
         warnings: FleetWarnings | None = None,
     ) -> None:
         self._telemetry = telemetry
         self._engines = engines
+        self._admission = admission
         self._clock = clock  # the one of ``telemetry``
         self._may_be_alone = may_be_alone  # decode engines may serve alone, by the settings of now
         self._pairs = PairNotes(engines, PairMatrix(0)) if pairs is None else pairs
-        self._roles = roles  # what this worker has decided on them; None: nothing
+        self._roles = roles  # what this router has decided on them; None: nothing
         self._warnings = warnings or FleetWarnings()
         self._start = clock()
 
-    def part(self) -> Part:
-        """Return what this process has seen, for whoever adds it up."""
-        return finish(self._part_in_steps())
+    def now(self) -> Snapshot:
+        """Return what is known now."""
+        return finish(self.in_steps())
 
-    def _part_in_steps(self) -> Generator[None, None, Part]:
-        now, recent = self._clock(), self._telemetry.recent
-        self._telemetry.keep(frozenset(member.instance.id for member in self._engines.members()))
-        legs, span, answers = dict[InstanceId, Bin](), dict[InstanceId, Bin](), dict[InstanceId, Bin]()
-        for number, (name, ring) in enumerate(tuple(recent.legs.items())):
-            if number % _AT_ONCE == 0:
-                yield
-            legs[name], span[name] = ring.last(_MINUTE_S, now=now), ring.last(SPAN_S, now=now)
-        for number, (name, ring) in enumerate(tuple(recent.answers.items())):
-            if number % _AT_ONCE == 0:
-                yield
-            answers[name] = ring.last(SPAN_S, now=now)
-        yield
-        rings = {"requests": recent.requests, "ttft": recent.ttft, "gaps": recent.gaps}
-        return Part(
-            minute={name: ring.last(_MINUTE_S, now=now) for name, ring in rings.items()},
-            series={name: ring.bins(now=now, step_s=_STEP_S) for name, ring in rings.items()},
-            legs=legs,
-            span=span,
-            answers=answers,
-            failures=[(now - one.at, _short(one.request), one.where, one.reason) for one in recent.failures],
-            roles=self._roles(),
-        )
-
-    def now(self, whole: Whole) -> Snapshot:
-        """Return what is known now, by all workers."""
-        return finish(self.in_steps(whole))
-
-    def in_steps(self, whole: Whole) -> Generator[None, None, Snapshot]:
+    def in_steps(self) -> Generator[None, None, Snapshot]:
         """Put the same together in steps of some engines, of a millisecond or so each."""
-        workers = whole.all
-        own = yield from self._part_in_steps()
-        parts, in_flight = [own, *(one.part for one in whole.others)], [one.legs for one in workers]
+        now, recent, admission = self._clock(), self._telemetry.recent, self._admission
+        members, in_flight = self._engines.members(), self._telemetry.in_flight
+        self._telemetry.keep(frozenset(member.instance.id for member in members))
+        yield
         engines = list[Engine]()
-        for number, member in enumerate(self._engines.members()):
+        for number, member in enumerate(members):
             if number % _AT_ONCE == 0:
                 yield
-            engines.append(_engine(member, parts, in_flight))
+            engines.append(_engine(member, recent, in_flight.get(member.instance.id, 0), now=now))
         yield
         groups = yield from fleet_groups_in_steps(self._engines, may_be_alone=self._may_be_alone())
         yield
-        failures = sorted((Failed(*failure) for part in parts for failure in part.failures), key=lambda one: one.ago_s)
-        requests, ttft, gaps = (
-            bin_of(part.minute.get(name, _QUIET) for part in parts) for name in ("requests", "ttft", "gaps")
-        )
+        requests = recent.requests.last(_MINUTE_S, now=now)
+        ttft, gaps = (ring.last(_MINUTE_S, now=now) for ring in (recent.ttft, recent.gaps))
         return Snapshot(
             version=str(find_build()),
             uptime_s=self._clock() - self._start,
             last_minute=Minute(requests.count / _MINUTE_S, requests.failed, ttft.mean, gaps.mean),
-            series=_series(parts),
+            series=_series(recent, now=now),
             instances=engines,
             warnings=self._warnings.texts,
             groups=groups,
             pairs=self._pair_status(),
-            roles=next((part.roles for part in parts if part.roles is not None), None),
-            queue=QueueStatus(
-                sum(one.waiting for one in workers),
-                sum(one.admitted for one in workers),
-                sum(sum(one.refused.values()) for one in workers),
-            ),
-            failures=failures[:_FAILURES],
-            worker=whole.own.worker,
-            workers=whole.serving,
+            roles=self._roles(),
+            queue=QueueStatus(admission.waiting, admission.admitted, sum(admission.refused.values())),
+            failures=[Failed(now - one.at, _short(one.request), one.where, one.reason) for one in recent.failures],
         )
 
     def _pair_status(self) -> PairsStatus:
@@ -212,12 +172,8 @@ class Status:
         return PairsStatus(len(pairs.matrix), pairs.health.resting, worst)
 
 
-def _series(parts: Sequence[Part]) -> Series:
-    quiet = [_QUIET] * _STEPS
-    requests, ttft, gaps = (
-        [bin_of(bins) for bins in zip(*(part.series.get(name, quiet) for part in parts), strict=True)]
-        for name in ("requests", "ttft", "gaps")
-    )
+def _series(recent: RecentStats, *, now: float) -> Series:
+    requests, ttft, gaps = (ring.bins(now=now, step_s=_STEP_S) for ring in (recent.requests, recent.ttft, recent.gaps))
     return Series(
         _STEP_S,
         [one.count for one in requests],
@@ -229,17 +185,18 @@ def _series(parts: Sequence[Part]) -> Series:
     )
 
 
-def _engine(member: Member, parts: Sequence[Part], in_flight: Sequence[Mapping[InstanceId, int]]) -> Engine:
+def _engine(member: Member, recent: RecentStats, in_flight: int, *, now: float) -> Engine:
     instance = member.instance
+    legs, answers = recent.legs.get(instance.id), recent.answers.get(instance.id)
     return Engine(
         id=instance.id,
         role=member.role if member.turn is None else f"{member.role}, to {member.turn.to}",
         state=member.life.state,
         why=member.life.why,
-        in_flight=sum(legs.get(instance.id, 0) for legs in in_flight),
-        legs_per_s=bin_of(part.legs.get(instance.id, _QUIET) for part in parts).count / _MINUTE_S,
-        failed=bin_of(part.span.get(instance.id, _QUIET) for part in parts).failed,
-        answer_s=bin_of(part.answers.get(instance.id, _QUIET) for part in parts).mean,
+        in_flight=in_flight,
+        legs_per_s=0.0 if legs is None else legs.last(_MINUTE_S, now=now).count / _MINUTE_S,
+        failed=0 if legs is None else legs.last(SPAN_S, now=now).failed,
+        answer_s=None if answers is None else answers.last(SPAN_S, now=now).mean,
     )
 
 

@@ -19,7 +19,6 @@ from pdrelay_proxy.core.fleet.registry import Member
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.io.probes.checks import ProbeFailed
 from pdrelay_proxy.io.served_by import metric_total
-from pdrelay_proxy.io.workers.group import worker_group
 from pdrelay_proxy.local.first_request import METRICS_WAIT_S
 from pdrelay_proxy.proving.core.answer import Malformed
 from pdrelay_proxy.proving.core.holdings import Holdings, read_holdings
@@ -74,7 +73,7 @@ async def examine(settings: Settings, *, seconds: float) -> AsyncGenerator[Readi
         AddressError, AlreadyKnown, ConfigError: as ``build_engines`` says.
     """
     looking = replace(settings, health_check_timeout_s=seconds * _ANSWER_SHARE)
-    engines = build_engines(looking, worker_group(None, looking, time.monotonic), Fabric())
+    engines = build_engines(looking, Fabric())
     check = _ReadinessCheck(engines, time.monotonic(), seconds)
     members = engines.registry.members()
     lines = await asyncio.gather(*map(check.look, members))

@@ -110,7 +110,6 @@ class Requests:
     origins: AllowedOrigins | None = None  # None: no web page may read answers
     spans: Spans | None = None
     moves_at_once: int = _MOVES_AT_ONCE  # streams that leave an engine and have not reached the next one
-    worker: tuple[int, int] = (0, 1)  # the number of this worker of the router, and how many there are
     _under_way: "dict[Request, None]" = field(default_factory=lambda: dict["Request", None]())
     _timer: asyncio.TimerHandle | None = None
     _lateness: LateTimer = field(default_factory=LateTimer)

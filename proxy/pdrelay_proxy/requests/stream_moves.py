@@ -123,7 +123,6 @@ class StreamMoves:
         self._stayed: set[RequestId] = set()  # counted as such; they end with the engines that drain
         self._unable: set[InstanceId] = set()  # engines that have failed to hand a stream over, while they are left
         self._relief: dict[InstanceId, float] = {}  # the look at KV caches from which ``_to_leave`` follows
-        self._rounds = 0  # looks at KV caches
         self._to_leave = Counter[InstanceId]()  # how many streams should still leave an engine without KV room
 
     def look(self) -> None:
@@ -163,15 +162,9 @@ class StreamMoves:
                 self._to_leave[source] -= 1
 
     def _share_out(self, shares: Mapping[InstanceId, float]) -> Counter[InstanceId]:
-        """Return how many of our streams should leave each engine: other workers and routers have some there, too.
-
-        Workers take turns in rounding up: all streams of an engine may be one worker's.
-        """
+        """Return how many of our streams should leave each engine: other routers have some there, too."""
         ours = Counter([one for request in self._of if (one := request.streams_from) is not None and one in shares])
-        number, workers = self._of.worker
-        worker = (number + self._rounds) % workers, workers
-        self._rounds += 1
-        return Counter({source: streams_to_move(count, shares[source], worker) for source, count in ours.items()})
+        return Counter({source: streams_to_move(count, shares[source]) for source, count in ours.items()})
 
     def lender_failed(self, source: InstanceId) -> None:
         """An engine has not handed a stream over: the next ones do not wait for it."""

@@ -75,7 +75,6 @@ def test_errors_that_clients_never_see_are_accounted_for():
     inside = {errors.ProxyError, errors.ClientError, errors.Refused, errors.TurnedAway, errors.ConfigError}
     inside |= {errors.NoSuchPath}  # an engine's words
     inside |= {errors.UnknownInstance}  # of the admin routes
-    inside |= {errors.IdLogBusy}  # in the log: the engine is added later
     inside |= {errors.NotAccepted}  # in the log, and 400 in the demo's words
     inside |= {
         errors.AddressError,

@@ -64,7 +64,7 @@ def test_what_follows_from_a_wrong_setting_is_not_a_second_one(serve):
     [
         ("", ["--decode", "d:1", "d:1"], "d:1 stands twice among the decode engines: name each once"),
         ('return_kv = true\ndecode = ["d:1"]', [], "return_kv needs decode_policy prefix or expected_ttft"),
-        ('workers = 4\nmax_concurrency = 2\ndecode = ["d:1"]', [], "max_concurrency is 2, and there are 4 workers"),
+        ('workers = 4\ndecode = ["d:1"]', [], "workers is 4, and admin_port is not set"),
         ("port = ", [], "router.toml is not TOML"),
     ],
 )

@@ -21,10 +21,8 @@ from pdrelay_proxy.core.model import Api, InstanceId, LegOrder, RequestId, Role,
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.protocol.kv_transfer_check import Arrival
 from pdrelay_proxy.core.request_record import LegRecord, RequestOutcome, RequestRecord
-from pdrelay_proxy.core.workers.reports import Whole
 from pdrelay_proxy.io.metrics import Metrics, _Single, _written
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
-from pdrelay_proxy.io.workers.reports import report_of
 from pdrelay_proxy.settings import Settings
 from support.helm_metrics import router_exposition
 from support.steps import work_of_steps
@@ -40,10 +38,10 @@ class World:
         self.decode = [self.registry.add(Role.DECODE, Address("http", "h", port)) for port in range(1, y + 1)]
         self.telemetry = Telemetry(Counters(frozenset(Api)), lambda: self.now)
         self.queue = queue or Admission(Settings())
-        self.metrics = Metrics(self.telemetry, self.registry)
+        self.metrics = Metrics(self.telemetry, self.registry, self.queue)
 
     def exposition(self, accept=""):
-        return self.metrics.exposition(accept, Whole(report_of(self.telemetry, self.queue), (), 1))
+        return self.metrics.exposition(accept)
 
     def scrape(self):
         return {
@@ -110,33 +108,6 @@ def test_two_routers_in_one_process_do_not_share_a_number():
     one.telemetry.released(one.prefill[0], freed=True)
 
     assert not any(name == "pdrelay_kv_releases_total" for name, *_ in other.scrape())
-
-
-def test_the_numbers_of_all_workers_are_added_up_in_steps():
-    """Counters and histograms, of engines that some of them know; those of a removed one are left out."""
-    one, other = World(1, 2), World(1, 2)
-    for world, seconds in ((one, 0.2), (other, 0.04)):
-        for instance in (*world.prefill, *world.decode):
-            world.telemetry.legs_over(instance, [seconds], [], 1.0)
-            world.telemetry.leg_ended(instance, seconds, None, RequestId("r"), 1.0)
-        world.telemetry.handed_over(seconds)
-        world.telemetry.later.settle()
-    one.registry.remove(one.decode[1].id, now=0.0)
-    others = [report_of(other.telemetry, other.queue, worker=1, with_counts=True)]
-    text = one.metrics.exposition("", Whole(report_of(one.telemetry, one.queue), others, 2))[0].decode()
-    found = {
-        (sample.name, *sorted(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-    assert found["pdrelay_legs_total", "ok", "prefill", "prefill-0"] == 2
-    assert found["pdrelay_prefill_seconds_bucket", "0.1", "prefill-0"] == 1
-    assert found["pdrelay_prefill_seconds_bucket", "0.25", "prefill-0"] == 2
-    assert found["pdrelay_prefill_seconds_sum", "prefill-0"] == pytest.approx(0.24)
-    assert found["pdrelay_handoff_gap_seconds_count",] == 2
-    assert {key[2] for key in found if key[0] == "pdrelay_legs_total" and "decode" in key} == {"decode-0"}
-    assert not [key for key in found if "decode-1" in key]
 
 
 def test_an_instance_that_was_removed_is_not_in_the_next_scrape():
@@ -231,8 +202,7 @@ def fleet_metrics(count, *, busy):
         world.telemetry.legs_over(instance, [0.2], [], 0.2)
         world.telemetry.leg_ended(instance, 0.2, None, RequestId("r"), 0.2)
     world.telemetry.later.settle()
-    whole = Whole(report_of(world.telemetry, world.queue), (), 1)
-    return world.metrics.pieces("text/plain", whole)[0]
+    return world.metrics.pieces("text/plain")[0]
 
 
 @pytest.mark.parametrize(("engines", "busy", "most"), [(10_000, 0, 9_000), (400, 400, 15_000)])
@@ -255,7 +225,7 @@ def test_a_scrape_of_many_engines_is_made_in_pieces(accept):
         world.telemetry.legs_over(instance, [0.2], [], 0.2)
         world.telemetry.leg_ended(instance, 0.2, None, RequestId("r"), 0.2)
     world.telemetry.later.settle()
-    pieces, _ = world.metrics.pieces(accept, Whole(report_of(world.telemetry, world.queue), (), 1))
+    pieces, _ = world.metrics.pieces(accept)
     texts = list(pieces)
     lines = [piece.count(b"\n") for piece in texts]
 

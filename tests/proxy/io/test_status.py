@@ -11,10 +11,8 @@ from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import Failure
 from pdrelay_proxy.core.request_record import RequestRecord
-from pdrelay_proxy.core.workers.reports import Whole
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.io.status import Status
-from pdrelay_proxy.io.workers.reports import report_of
 from pdrelay_proxy.settings import Settings
 from support.steps import work_of_steps
 
@@ -26,7 +24,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     d = registry.add(Role.DECODE, Address("http", "secret-host", 8200))
     telemetry = Telemetry(Counters(frozenset({"/v1/completions"})), lambda: now[0])
     queue = Admission(Settings(max_concurrency=1, max_queue=3, max_queue_wait_s=9.0))
-    status = Status(telemetry, registry, lambda: now[0])
+    status = Status(telemetry, registry, queue, lambda: now[0])
     for _ in range(2):
         queue.arrive("k", 0, 1, now=now[0])
     now[0] += 2
@@ -40,7 +38,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     record.over(200, 2.5)
     telemetry.request_over(record)
     now[0] += 3
-    text = msgspec.json.encode(status.now(Whole(report_of(telemetry, queue), (), 1))).decode()
+    text = msgspec.json.encode(status.now()).decode()
 
     said = json.loads(text)
     assert said["uptime_s"] == 5
@@ -65,20 +63,20 @@ def test_no_step_grows_with_the_fleet():
         instance = registry.add(Role.DECODE, Address("http", f"h{number}", 80))
         telemetry.legs_over(instance, [1.0], [], 7.0)
         telemetry.leg_ended(instance, 1.0, None, RequestId("r"), 7.0)
-    status, whole = Status(telemetry, registry, lambda: 7.0), Whole(report_of(telemetry, Admission(Settings())), (), 1)
-    work = work_of_steps(status.in_steps(whole))
+    status = Status(telemetry, registry, Admission(Settings()), lambda: 7.0)
+    work = work_of_steps(status.in_steps())
 
     assert len(work) > 150
     assert sorted(work)[-10] <= 1_500  # but for those that go through the whole fleet at once: names, groups
-    assert len(status.now(whole).instances) == 1000
+    assert len(status.now().instances) == 1000
 
 
 def test_a_router_that_has_seen_nothing_says_so():
     """Nulls, where there is nothing to take a mean of."""
     telemetry = Telemetry(Counters(frozenset()), lambda: 7.0)
-    status = Status(telemetry, Registry(), lambda: 7.0)
+    status = Status(telemetry, Registry(), Admission(Settings()), lambda: 7.0)
 
-    said = msgspec.to_builtins(status.now(Whole(report_of(telemetry, Admission(Settings())), (), 1)))
+    said = msgspec.to_builtins(status.now())
     assert said["instances"] == said["failures"] == []
     assert said["queue"] == {"waiting": 0, "admitted": 0, "refused": 0}
     assert said["last_minute"] == {"requests_per_s": 0.0, "failed": 0, "ttft_s": None, "gap_s": None}

@@ -416,7 +416,7 @@ async def test_a_prompt_that_is_still_computed_gets_another_decode_engine():
     client = fleet.router.start(asked(Api.COMPLETIONS))
     await until(lambda: fleet.engines.legs)
     registry = fleet.router.registry
-    (chosen,) = [name for name in ("decode-0", "decode-1") if registry.get(name).load.own]
+    (chosen,) = [name for name in ("decode-0", "decode-1") if registry.get(name).load.in_flight]
     fleet.drain(chosen)
     drained = [one.id for one in registry.settle(patience_s=60, now=1.0)]
     go_on.set()
@@ -440,10 +440,10 @@ async def test_a_prompt_that_is_still_computed_stays_within_its_slice():
     clients = [fleet.router.start(asked(Api.COMPLETIONS), f"r{number}") for number in range(4)]
     await until(lambda: len(fleet.engines.legs) == 4)
     names = "decode-0", "decode-1", "decode-2"
-    near, far, _ = (registry.member(name).load.own for name in names)
+    near, far, _ = (registry.member(name).load.in_flight for name in names)
     registry.undrain("decode-2", now=0.0)
     fleet.drain("decode-0")
-    after = [registry.member(name).load.own for name in names]
+    after = [registry.member(name).load.in_flight for name in names]
     go_on.set()
     for client in clients:
         await client.end()
@@ -478,7 +478,7 @@ async def test_a_prompt_does_not_change_to_a_decode_engine_of_another_model():
     client = fleet.router.start(asked(Api.COMPLETIONS, model="a"))
     await until(lambda: fleet.engines.legs)
     fleet.drain("decode-0")
-    assert registry.member("decode-0").load.own == 1
+    assert registry.member("decode-0").load.in_flight == 1
     go_on.set()
     await client.end()
 

@@ -97,7 +97,7 @@ async def test_the_slot_of_the_decode_engine_is_held_while_the_prefill_runs():
     router = router_of(Scripted(prefill, good_decode))
     client = router.start()
     await asyncio.sleep(0)
-    loads = {member.instance.role: member.load.own for member in router.registry.members()}
+    loads = {member.instance.role: member.load.in_flight for member in router.registry.members()}
     go.set()
     await client.end()
 

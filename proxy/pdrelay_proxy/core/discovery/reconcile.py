@@ -211,7 +211,7 @@ def diff(desired: Mapping[Key, Origin], current: Mapping[Key, Origin]) -> Sequen
 def _is_other(before: Origin, present: Wanted, origin: Origin | None) -> bool:
     """Tell whether what is there must go: nobody wants it, or something else at its address.
 
-    Of two entries of one source, one that lacks its addition is another than one that has it: workers that have seen
+    Of two entries of one source, one that lacks its addition is another than one that has it: routers that have seen
     none of them in between would else keep the engine of before, and those that have, not.
     """
     if origin is None or (wanted := origin.wanted) is None:

@@ -11,9 +11,6 @@ engine that answers its probes and is needed (``is_needed``); one that cannot be
 
 The first event of a stream says nothing of its end. Answers that break off behind their beginning (``broke_off``) are
 counted by themselves, until one has come to its end (``completed``).
-
-Several workers of one router tell each other when one of them breaks an engine, or finds it well again: the latest such
-word counts for all of them. What it is based on (failures in a row, probes) is each worker's own.
 """
 
 import math
@@ -24,7 +21,6 @@ from typing import Final
 
 from pdrelay_proxy.core.model import RequestId
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
-from pdrelay_proxy.core.schemas import HealthVerdict
 from pdrelay_proxy.settings import Settings
 
 _MAX_REST_S: Final = 60.0  # of an ejected engine, however often its trials fail
@@ -175,7 +171,6 @@ class EngineHealth:
     max_rest_s: float = _MAX_REST_S
     state: HealthState = HealthState.STARTING
     why: str = "added"  # what brought it there, in words
-    verdict: HealthVerdict | None = None  # the latest one, of this worker or another
     changes: ChangeCount = field(default_factory=ChangeCount)
     served_at: float = -math.inf  # when it last answered a request
     is_needed: Callable[[], bool] | None = None  # too few others of its role would be left without it
@@ -375,21 +370,6 @@ class EngineHealth:
         elif self.state in (_HEALTHY, _HALF_OPEN) and self._missed >= self.settings.health_check_failures:
             self._break(reason, now)
 
-    def told(self, verdict: HealthVerdict, *, now: float) -> None:
-        """Another worker has broken it, or found it well again; what is older than what is known here is dropped."""
-        if self.verdict is not None and verdict.at <= self.verdict.at:
-            return
-        if verdict.is_broken and self.state in (_STARTING, _HEALTHY) and self._is_spared():
-            pass  # two workers that each break another engine would leave none
-        elif verdict.is_broken and self.state in _JUDGED:
-            self._rest_s, self._trial = verdict.rest_s, None
-            self._step(HealthEvent.TRIPPED, verdict.why, now)
-            self.since = verdict.at
-        elif not verdict.is_broken and self.state in (_EJECTED, _HALF_OPEN):
-            self._forgive()
-            self._step(HealthEvent.BACK, verdict.why, now)
-        self.verdict = verdict
-
     def silent_s(self, *, now: float) -> float:
         """Return for how long it has answered no probe at all; 0: it has answered the last one, well or badly."""
         return 0.0 if self._silent_since is None else now - self._silent_since
@@ -442,7 +422,6 @@ class EngineHealth:
         self._trial = None
         self._step(HealthEvent.TRIPPED, reason, now)
         self.since = now  # a broken engine rests from its latest break on
-        self.verdict = HealthVerdict(now, is_broken=True, why=reason, rest_s=self._rest_s)
 
     def _forgive(self, *, with_breaks: bool = True) -> None:
         self.heard()
@@ -462,8 +441,6 @@ class EngineHealth:
         if self.state is not before:
             self.since, self.why = now, why
             self.changes.count += 1
-            if self.state is _HEALTHY and before in (_EJECTED, _HALF_OPEN):
-                self.verdict = HealthVerdict(now, is_broken=False, why=why)
         elif event is HealthEvent.TRIPPED:
             self.why = why
             self.changes.count += 1  # it rests for another time

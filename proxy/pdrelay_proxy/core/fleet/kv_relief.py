@@ -58,10 +58,6 @@ def shares_to_move(usage: Mapping[InstanceId, float], above: float) -> dict[Inst
     return {name: part * (used - calm) / used for name, used in full.items()}
 
 
-def streams_to_move(count: int, share: float, worker: tuple[int, int]) -> int:
-    """Return how many of a worker's streams should leave an engine; ``worker``: its number, and how many there are.
-
-    The first one rounds up, and each next one less: were all to round up, each would move a stream for a tenth of one.
-    """
-    number, workers = worker
-    return floor(count * share + (workers - number) / workers - _ROUNDING)
+def streams_to_move(count: int, share: float) -> int:
+    """Return how many of a router's streams should leave an engine, rounded up: all of them may be one router's."""
+    return floor(count * share + 1 - _ROUNDING)

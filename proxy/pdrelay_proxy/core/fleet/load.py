@@ -21,7 +21,6 @@ class Load:
 
     fresh_s: float = 5.0  # for so long a report counts
     report: NamedMetrics | None = None
-    elsewhere: int = 0  # requests it has from the router's other workers
     at_peers: int = 0  # requests it has from the fleet's other routers, as they say (core/fleet/load_exchange.py)
     _reported: float = 0.0
     _requests: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
@@ -29,11 +28,6 @@ class Load:
     @property
     def in_flight(self) -> int:
         """How many requests it has from this router, or has a slot reserved for."""
-        return len(self._requests) + self.elsewhere
-
-    @property
-    def own(self) -> int:
-        """How many of them this worker has sent."""
         return len(self._requests)
 
     def enter(self, request: RequestId) -> None:
@@ -65,7 +59,7 @@ class Load:
         below 1, decides between equals.
         """
         report = self.report
-        in_flight = len(self._requests) + self.elsewhere + self.at_peers  # not the property, which is a call
+        in_flight = len(self._requests) + self.at_peers  # not the property, which is a call
         if report is None or now > self._reported + self.fresh_s:
             return float(in_flight)
         return in_flight + report.num_requests_waiting + min(report.kv_cache_usage_perc, 0.999)

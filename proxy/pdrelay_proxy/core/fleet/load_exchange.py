@@ -110,9 +110,9 @@ class LoadExchange:
             members = [member for member in found if member is not None]
         self._follow()
         entries = [
-            _ENTRY.pack(self._names[member.instance.id], min(member.load.own, _MOST_COUNT))
+            _ENTRY.pack(self._names[member.instance.id], min(member.load.in_flight, _MOST_COUNT))
             for member in members
-            if member.load.own or member.instance.id in changed
+            if member.load.in_flight or member.instance.id in changed
         ]
         if repeats and not entries:
             return [self._envelope.seal(b"", wall)]

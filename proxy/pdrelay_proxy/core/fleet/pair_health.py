@@ -85,7 +85,7 @@ class PairEvent(FastStrEnum):
 
 TRANSITIONS: Final[Mapping[PairState, Mapping[PairEvent, PairState]]] = {
     PairState.FAILING: {PairEvent.FAILED: PairState.FAILING, PairEvent.GIVEN_UP: PairState.RESTING},
-    # What was under way as it began to rest may still fail, and so may the trial of another worker.
+    # What was under way as it began to rest may still fail, and so may the trial of another router.
     PairState.RESTING: {PairEvent.FAILED: PairState.RESTING, PairEvent.TRIED: PairState.TRYING},
     PairState.TRYING: {PairEvent.GIVEN_UP: PairState.RESTING, PairEvent.SILENT: PairState.RESTING},
 }
@@ -122,7 +122,7 @@ class FailingPair:
 class PairHealth:
     """The pairs that fail. While there are none, a request costs a look at ``has_any``, when it is over.
 
-    With several workers each has its own, and all read the same counters of decode engines.
+    With several routers each has its own, and all read the same counters of decode engines.
     """
 
     def __init__(self, settings: Settings, *, most: int = MOST, max_rest_s: float = _MAX_REST_S) -> None:

@@ -84,7 +84,7 @@ class PairMode:
 
 
 class PairModes:
-    """Each router, and each worker, learns by itself.
+    """Each router learns by itself.
 
     As many pairs have trials of their own as there is room for. All others of a kind have one together: were one of
     them forgotten for another, then in a fleet with more pairs than room each would always be new, and no trial end.

@@ -343,10 +343,10 @@ class Registry:
                     drained.append(one)
             turn = member.turn
             if turn is not None and not member.retires:
-                if life.state is HealthState.DRAINED and self._is_drained_elsewhere(one.id):
-                    self._has_left(member, TurnEvent.EMPTY, now=now)
+                if life.state is HealthState.DRAINED:
+                    self._end_turn(member, TurnEvent.EMPTY, now=now)
                 elif now >= turn.until:
-                    self._has_left(member, TurnEvent.TIMEOUT, now=now)
+                    self._end_turn(member, TurnEvent.TIMEOUT, now=now)
             if member.retires and life.state is HealthState.DRAINED:
                 self.remove(one.id, now=now)
         return drained
@@ -666,10 +666,6 @@ class Registry:
                 return f"{name} is the last {role} engine that serves: turn another one to {role} first, or use force"
         return None
 
-    def _has_left(self, member: Member, event: TurnEvent, *, now: float) -> None:
-        """Nothing of its old role is left at an engine, or its time is over."""
-        self._end_turn(member, event, now=now)
-
     def _end_turn(self, member: Member, event: TurnEvent, *, now: float, counts: bool = True) -> None:
         """A turn is over, in one way or another."""
         turn, member.turn = member.turn, None
@@ -678,7 +674,7 @@ class Registry:
         self.lineup.count += 1
         state = turn.on(event)
         if counts:
-            self._count_turn(turn)
+            self.turns[turn.to.value, turn.state.value] += 1
         if state in (TurnState.TURNED, TurnState.LATE):
             self._serve(member, turn.to)
         if event is not TurnEvent.REMOVE and member.drain is not None:
@@ -706,13 +702,6 @@ class Registry:
         for _, decode in (*self.pairs.forget(name), (name, name)):
             self.settle_rests(decode)
         self.changes.count += 1
-
-    def _count_turn(self, turn: RoleTurn) -> None:
-        self.turns[turn.to.value, turn.state.value] += 1
-
-    def _is_drained_elsewhere(self, _name: InstanceId) -> bool:
-        """Tell whether no other worker of this router has requests at an engine."""
-        return True
 
     def _check_new(self, role: Role, address: Address, rank: int | None) -> None:
         for declared in Role:

@@ -29,5 +29,5 @@ class PolicyParts:
 
     load: Callable[[Instance], float]  # higher the busier an engine is: requests from this router, and its own report
     dice: Callable[[int], int]  # dice(n): a random number from 0 to n-1
-    turn: int  # where to begin, so that several workers do not all begin with the same engine
+    turn: int  # where to begin, so that several routers do not all begin with the same engine
     caches: PromptMatches

@@ -1,4 +1,4 @@
-"""What engines say and are told in JSON, and workers tell each other: types, and nothing that is done with them.
+"""What engines say and are told in JSON: types, and nothing that is done with them.
 
 They stand apart from the modules that read them because those are compiled (see docs/performance.md), and msgspec makes
 its own classes: a compiled module would make something else of them.
@@ -261,15 +261,6 @@ class OrcaReport(msgspec.Struct):
     """An ``endpoint-load-metrics`` header."""
 
     named_metrics: NamedMetrics
-
-
-class HealthVerdict(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker has come to believe of an engine, for the others."""
-
-    at: float  # seconds, of the clock that all processes of a machine have in common
-    is_broken: bool  # else it is well again
-    why: str
-    rest_s: float = 0.0  # for how long it rests, if it is broken
 
 
 @dataclass(frozen=True, slots=True)

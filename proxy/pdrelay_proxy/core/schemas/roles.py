@@ -1,4 +1,4 @@
-"""What the status page shows of the roles of engines; the worker that decides tells it the others."""
+"""What the status page shows of the roles of engines."""
 
 from dataclasses import dataclass
 

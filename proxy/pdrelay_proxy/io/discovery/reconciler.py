@@ -26,15 +26,14 @@ from pdrelay_proxy.core.fleet.registry import Member, Registry
 from pdrelay_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Wanted
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
 from pdrelay_proxy.core.steps import finish
-from pdrelay_proxy.core.workers.instance_ids import Verb
-from pdrelay_proxy.errors import AddressError, AlreadyKnown, CannotTurn, IdLogBusy, UnknownInstance
+from pdrelay_proxy.errors import AddressError, AlreadyKnown, CannotTurn, UnknownInstance
 from pdrelay_proxy.io.background import meanwhile, repeatedly
 from pdrelay_proxy.io.discovery.stores import Store, StoreDown
 
 logger = logging.getLogger(__name__)
 _FRESH_S: Final = 90.0  # a source that was not heard for longer may not know what there is; a watch says so by then
 _ASSIGNMENTS_S: Final = 5.0  # seconds between two looks at the assignments of engines that may be gone
-_AT_ONCE: Final = 20  # places that are compared in one step: 2 ms, if workers have to name an engine at each
+_AT_ONCE: Final = 20  # places that are compared in one step
 _READ_AT_ONCE: Final = 200  # objects that are sorted in one step: less than a millisecond
 _TEXTS_AT_ONCE: Final = 50  # likewise, that are read
 _TRIES: Final = 5  # to change an entry that others change, too
@@ -55,8 +54,6 @@ class Reconciler:
         self.assignments: Mapping[Key, Assignment] = {}  # of engines that have turned, or shall
         self._begins = True  # the store has not been heard, so this router has just started
         self._compared = -1, -1  # changes of the registry, and of the views, when all was compared last
-        self._left_out = False  # an engine that could not be added a moment ago
-        self._is_late = False  # the log says that engines are added later
         self._full = set[EngineSource]()  # those that name more engines than a router takes
 
     def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
@@ -115,12 +112,7 @@ class Reconciler:
             for begin in range(0, len(rest), _AT_ONCE):
                 self._compare(rest[begin : begin + _AT_ONCE])
                 yield
-        # What has changed since is compared the next time, and all is if an engine was left out.
-        if self._left_out:
-            self._compared = -1, -1
-        else:
-            self._compared, self._is_late = changes, False
-        self._left_out = False
+        self._compared = changes  # what has changed since is compared the next time
 
     def _compare(self, keys: Iterable[Key]) -> None:
         """Compare what there should be at some places with what there is, and carry out the difference."""
@@ -225,11 +217,6 @@ class Reconciler:
             added = self._registry.add_target(wanted.role, wanted.target, now=self.clock(), origin=action.origin)
         except AlreadyKnown as exc:
             logger.warning("%s", exc)
-        except IdLogBusy as exc:
-            if not self._is_late:  # there may be thousands, and a look each second
-                logger.warning("%s: %s is added later, and what else is new", exc, wanted.target.address.authority)
-            self._left_out = True
-            self._is_late = True
         else:
             for instance in added:
                 logger.info("%s is at %s (%s)", instance.id, wanted.target.address.url, action.origin.source)
@@ -400,14 +387,12 @@ class Discovery:
         store: Store,
         *,
         feeds: Sequence[Callable[[], AbstractAsyncContextManager[object]]] = (),
-        tell: Callable[[Verb, InstanceId], None] = lambda _verb, _name: None,
     ) -> None:
         self._registry = registry
         self._reconciler = reconciler
         self._entries = entries  # what hears the store
         self._store = store
         self._feeds = feeds
-        self._tell = tell  # the other workers of this router what no store carries to them
         self._unnamed = UnnamedAssignments()
         self._looked_at = reconciler.clock()  # seconds; when the assignments were looked at last
         self.freshness = reconciler.freshness
@@ -454,8 +439,6 @@ class Discovery:
             await self._store.delete(assignment_name(_key(member)))
         if self._registry.get(name) is member and member.origin.wanted is None:
             self._registry.remove(name, now=self._reconciler.clock())
-            if member.origin.source is EngineSource.STATIC:
-                self._tell(Verb.REMOVE, name)
 
     async def drain(self, name: InstanceId, *, moves: bool = False) -> None:
         """Send it nothing new: no router of the store does, if it was added there; else this one. Raises as remove.
@@ -465,7 +448,6 @@ class Discovery:
         await self._leave(name, leaves=True, moves=moves)
         if self._registry.get(name) is not None:
             self._registry.drain(name, now=self._reconciler.clock(), moves=moves)
-        self._tell(Verb.MOVE if moves else Verb.DRAIN, name)
 
     async def undrain(self, name: InstanceId) -> None:
         """Send it requests again, and end a turn that is under way, for all routers of the store.
@@ -477,7 +459,6 @@ class Discovery:
             await self._assign(member, member.role)
         await self._leave(name, leaves=False)
         self._registry.undrain(name, now=self._reconciler.clock())
-        self._tell(Verb.UNDRAIN, name)
 
     async def turn(self, name: InstanceId, to: EngineRole, *, force: bool = False) -> None:
         """Have an engine serve another role, at all routers of the store, as soon as nothing of the old one is left.

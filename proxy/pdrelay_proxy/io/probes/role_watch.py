@@ -23,7 +23,7 @@ _SERVE: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
 
 
 class RoleWatch:
-    """One task of one worker; run it for as long as the router serves."""
+    """One task; run it for as long as the router serves."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class RoleWatch:
         controller: RoleController,
         board: RoleBoard,
         *,
-        queued: Callable[[], Awaitable[int]],
+        queued: Callable[[], int],
         every_s: float,
         clock: Callable[[], float],
         turns: RoleTurns | None = None,
@@ -42,7 +42,7 @@ class RoleWatch:
         self._metrics = metrics  # raises ProbeFailed
         self._controller = controller
         self._board = board
-        self._queued = queued  # requests that wait in this router, at any worker
+        self._queued = queued  # requests that wait in this router
         self._every_s = every_s
         self._clock = clock  # seconds; only differences count
         self._turns = turns
@@ -61,7 +61,7 @@ class RoleWatch:
         readings, both = list[EngineReading](), list[EngineReading]()
         for one, totals in zip(members, found, strict=True):
             (both if one.role is EngineRole.BOTH else readings).append(self._reading(one, totals))
-        queued = await self._queued()
+        queued = self._queued()
         hold = RoleHold(holds=True) if self._turns is None else await self._turns.hold()
         snapshot = FleetSnapshot(
             readings,

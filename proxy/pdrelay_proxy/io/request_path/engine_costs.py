@@ -203,9 +203,9 @@ class EngineCosts:
 
 
 def _elsewhere(member: Member, now: float) -> int:
-    """Return how many requests an engine has of other routers and workers, as far as is known."""
+    """Return how many requests an engine has of other routers, as far as is known."""
     load = member.load
-    return max(load.elsewhere + load.at_peers, load.waiting(now=now) - load.own)
+    return max(load.at_peers, load.waiting(now=now) - load.in_flight)
 
 
 def _median(fits: list[LineFit], otherwise: Line) -> Line:

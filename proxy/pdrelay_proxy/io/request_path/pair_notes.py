@@ -27,27 +27,15 @@ _PUSH: Final = TransferMode.PUSH
 
 
 class PairNotes:
-    """Tells the matrix what was used, and the registry which pairs fail.
+    """Tells the matrix what was used, and the registry which pairs fail."""
 
-    ``share``: the number of this worker, and how many there are. All workers read the same counters of decode engines,
-    so each counts the failures of its part of these.
-    """
-
-    def __init__(
-        self,
-        registry: Registry,
-        matrix: PairMatrix,
-        share: tuple[int, int] = (0, 1),
-        modes: PairModes | None = None,
-    ) -> None:
+    def __init__(self, registry: Registry, matrix: PairMatrix, modes: PairModes | None = None) -> None:
         self.matrix = matrix
         self.modes: Final = PairModes() if modes is None else modes
         self.health: Final = registry.pairs
         self.find: Final = registry.get  # what is known of an engine
         self._registry = registry
         self._engines_by_id: tuple[int, Mapping[str, Sequence[Instance]]] = -1, {}  # at this count of changes
-        self.worker: Final = share[0]
-        self.workers: Final = share[1]
 
     # ---- what requests show
 
@@ -106,11 +94,11 @@ class PairNotes:
                 pair = prefill.id, decode.id
                 if each.loaded and not each.has_wrong_kv:  # most loads are not compared
                     self._worked(pair)
-                    self._count(decode.id, each.failed)
+                    self._count(each.failed)
                 elif each.worst is not None:
                     self._failed(pair, each.failed, each.worst, each.count, now)
                 else:
-                    self._count(decode.id, each.failed)
+                    self._count(each.failed)
         return unknown
 
     def troubles(self, decode: Instance, shown: Mapping[str, PairTrouble]) -> None:
@@ -178,7 +166,7 @@ class PairNotes:
         self, pair: Pair, failed: Mapping[PairFailure, int], reason: PairFailure, count: int, now: float
     ) -> None:
         prefill, decode = pair
-        self._count(decode, failed)
+        self._count(failed)
         rests = self.health.failed(pair, reason, count, now=now)
         if rests is not None and rests.reason is _WRONG_KV:
             self._warn_of_wrong_kv(pair, rests)
@@ -211,7 +199,6 @@ class PairNotes:
         for _, decode in self.health.forget(engine):
             self._registry.settle_rests(decode)
 
-    def _count(self, decode: InstanceId, failed: Mapping[PairFailure, int]) -> None:
-        if sum(decode.encode()) % self.workers == self.worker:
-            for reason, count in failed.items():
-                self.health.failures[(reason.value,)] += count
+    def _count(self, failed: Mapping[PairFailure, int]) -> None:
+        for reason, count in failed.items():
+            self.health.failures[(reason.value,)] += count

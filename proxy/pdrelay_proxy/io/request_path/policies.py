@@ -60,7 +60,7 @@ def fleet_of(
 ) -> LiveFleet:
     """Return the engines under the policies of the settings; raises ConfigError: there is no such policy.
 
-    ``turn``: where policies begin, so that several workers do not all begin with the same engine; ``index``: what
+    ``turn``: where policies begin, so that several routers do not all begin with the same engine; ``index``: what
     engines tell of their caches; ``known``: the tokens of texts, to look them up there.
     """
     names = settings.prefill_policy, settings.decode_policy

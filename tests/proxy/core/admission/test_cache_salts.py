@@ -20,7 +20,7 @@ def salt(caller, given=None, *, keys=KEYS, secret=None, salts=None):
 
 @pytest.mark.parametrize("secret", [None, "of the fleet"])
 def test_each_client_has_its_own_in_all_routers_of_a_fleet(secret):
-    """Two routers, or two workers, share nothing but their settings."""
+    """Two routers share nothing but their settings."""
     assert salt("a", secret=secret) == salt("a", secret=secret)
     assert len({salt("a", secret=secret), salt("b", secret=secret), salt("c", secret="other")}) == 3
 

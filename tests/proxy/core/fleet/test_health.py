@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdrelay_proxy.core.fleet.health import TRANSITIONS, EngineHealth, FailureRatio, HealthEvent, HealthState
 from pdrelay_proxy.core.model import RequestId
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
-from pdrelay_proxy.core.schemas import HealthVerdict
 from pdrelay_proxy.settings import Settings
 from support.searching import examples
 
@@ -204,16 +203,6 @@ def test_requests_do_not_break_an_engine_that_is_needed_and_answers_its_probes(f
         one.failed(RequestId("late"), Failure.TIMEOUT, now=3)
         fail(one, 3, now=3)
         assert one.state is HealthState.EJECTED
-
-
-def test_another_workers_word_does_not_break_the_last_one_either():
-    """Each of two workers may have broken another engine at the same moment."""
-    one = life()
-    one.is_needed = lambda: True
-    one.seen(now=0)
-    one.told(HealthVerdict(1.0, is_broken=True, why="another worker", rest_s=5.0), now=1)
-
-    assert one.may_serve(now=1)
 
 
 @pytest.mark.parametrize("failure", IF_SERVED)

@@ -92,13 +92,7 @@ def test_preemptions_are_read_in_an_engine_s_metrics():
     assert shown_load(text, now=1.0) == ShownLoad(1.0, 3, None, 7.0)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 8])
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.25, 0.5, 1.0])
-@pytest.mark.parametrize("streams", [1, 5, 40])
-def test_all_workers_of_a_router_move_what_is_meant(workers, share, streams):
-    """Each rounded up: eight workers with a stream each moved all eight for a tenth."""
-    moved = sum(streams_to_move(streams, share, (number, workers)) for number in range(workers))
-    meant = streams * workers * share
-
-    assert meant - 1e-6 <= moved < meant + 1 or moved == round(meant)
-    assert streams_to_move(streams, share, (0, workers)) >= 1  # an engine with few streams is relieved, too
+@pytest.mark.parametrize(("streams", "share", "moved"), [(1, 0.01, 1), (5, 0.1, 1), (40, 0.25, 10), (40, 1.0, 40)])
+def test_a_router_rounds_up_what_it_moves(streams, share, moved):
+    """An engine with few streams is relieved, too."""
+    assert streams_to_move(streams, share) == moved

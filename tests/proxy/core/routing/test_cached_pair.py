@@ -25,7 +25,7 @@ from pdrelay_proxy.core.routing.policies.prefix import Prefix
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.policies.session import Session
 from pdrelay_proxy.core.routing.prompt_memory import PromptMemory
-from pdrelay_proxy.core.schemas import Coordinates, HealthVerdict, NamedMetrics
+from pdrelay_proxy.core.schemas import Coordinates, NamedMetrics
 from pdrelay_proxy.errors import ProxyError
 from pdrelay_proxy.io.request_path.caches import Caches
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
@@ -277,14 +277,6 @@ class Calm(RuleBasedStateMachine):
         for number in range(2 * LIMITS.circuit_breaker_failures):
             request = RequestId(f"f{number}")
             self.have(place, lambda side, member, r=request: side.fleet.ended(member.instance, r, failure))
-
-    @rule(place=SOME, is_broken=st.booleans())
-    def hear(self, place, is_broken):
-        """Another worker has found out about it."""
-        self.have(
-            place,
-            lambda side, member: member.life.told(HealthVerdict(side.now, is_broken, "told", rest_s=2.0), now=side.now),
-        )
 
     @rule(place=SOME, waiting=st.integers(0, 4))
     def report(self, place, waiting):

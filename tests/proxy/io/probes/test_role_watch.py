@@ -17,10 +17,6 @@ from pdrelay_proxy.settings import RolesMode, Settings, SlicePairing
 from support.fluid_fleet import LIMITS, TARGETS, FluidFleet
 
 
-async def nothing():
-    return 0
-
-
 class World:
     """A router that knows the engines of a fluid fleet by their names as hosts."""
 
@@ -33,7 +29,7 @@ class World:
         self.board = RoleBoard(RolesMode.DRY_RUN, self.counters, 6, self.clock)
         self.watch = RoleWatch(
             self.registry, self.metrics, RoleController(TARGETS, LIMITS), self.board,
-            queued=nothing, every_s=1.0, clock=self.clock,
+            queued=lambda: 0, every_s=1.0, clock=self.clock,
         )  # fmt: skip
 
     def clock(self):

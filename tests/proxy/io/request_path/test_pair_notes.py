@@ -26,7 +26,7 @@ PAIR = ("prefill-0", "decode-0")
 class World:
     """Two prefill and two decode engines, and what chooses among them."""
 
-    def __init__(self, share=(0, 1), **settings):
+    def __init__(self, **settings):
         self.now = 0.0
         registry = self.registry = Registry(Settings(**settings))
         for role in Role:
@@ -35,7 +35,7 @@ class World:
         for number in (0, 1):
             registry.learn(f"prefill-{number}", EngineCapabilities(engine_id=f"id{number}"))
         self.matrix = PairMatrix(16)
-        self.notes = PairNotes(registry, self.matrix, share)
+        self.notes = PairNotes(registry, self.matrix)
         self.fleet = LiveFleet(
             registry, PairSelector(registry, RoundRobin()), PushCoordinates(at_once=True), lambda: self.now
         )
@@ -231,16 +231,6 @@ def test_our_connectors_engines_say_it_themselves(world):
     blame(world, 9)
 
     assert not world.registry.pairs
-
-
-def test_each_worker_counts_a_part_of_the_engines():
-    """All of them read the same counters, and their own are added up."""
-    worlds = [World((number, 3)) for number in range(3)]
-    for world in worlds:
-        world.fails()
-
-    assert sum(world.registry.pairs.failures.total() for world in worlds) == 3
-    assert all(PAIR not in world.pairs() for world in worlds)
 
 
 def test_a_wrong_block_among_many_loads_has_the_pair_rest(world, caplog):

@@ -44,7 +44,7 @@ class LeastLoaded:
         if oldest >= 0:
             return equals[turns.index(oldest)]
         unknown = [instance for instance, turn in zip(equals, turns, strict=True) if turn < 0]
-        return unknown[self._turn % len(unknown)]  # routers and workers begin with different engines
+        return unknown[self._turn % len(unknown)]  # routers begin with different engines
 
     def copy(self) -> "LeastLoaded":
         """Return one that chooses alike, and whose choices leave no trace here."""

@@ -25,7 +25,7 @@ def locked(path: Path, wait_s: float) -> Generator[None]:
             if time.monotonic() >= until:
                 raise StoreDown(
                     f"{path} was not changed: another process has held its lock {name} for {wait_s:g} s, such as a "
-                    f"router or worker of this store that is stopped or hangs: `fuser {name}` names it"
+                    f"router of this store that is stopped or hangs: `fuser {name}` names it"
                 )
             time.sleep(_POLL_S)
         yield

@@ -1,4 +1,4 @@
-"""Sockets of which several processes have one each, at the same address: the kernel spreads connections over them."""
+"""Sockets to listen on; workers have one each at the same address, and the kernel spreads connections over them."""
 
 import socket
 import sys

@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.io.workers import listening
-from pdrelay_proxy.io.workers.listening import bound, reserved
+from pdrelay_proxy.io import listening
+from pdrelay_proxy.io.listening import bound, reserved
 from pdrelay_proxy.listeners import main_sockets
 from pdrelay_proxy.settings import Settings
 
@@ -69,11 +69,11 @@ def _has_ipv6():
 
 
 @pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
-@pytest.mark.parametrize("place", ["worker", "alone"])
-def test_the_wildcard_of_ipv6_takes_clients_of_both_families(place):
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_the_wildcard_of_ipv6_takes_clients_of_both_families(is_shared):
     """A pod of a cluster with both has an address of each: its probes come to the one, its Service may be the other."""
     settings = Settings(host="::", port=0)
-    (one,) = bound("::", 0) if place == "worker" else main_sockets(settings, None)
+    (one,) = main_sockets(settings, is_shared=is_shared)
     with one:
         one.listen()
         for host in ("127.0.0.1", "::1"):

@@ -1,1 +1,0 @@
-"""What the worker processes of one router agree on."""

@@ -1,0 +1,105 @@
+"""One worker of several: which it is, its line to the supervisor, and its settings.
+
+Workers are routers of one machine. They listen on one port, are peers of each other on loopback, and follow one store.
+Each has an admin port of its own, as each has its own numbers.
+"""
+
+import socket
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.settings import Settings
+
+# What is said on the line.
+READY: Final = b"R"  # by a worker: it serves
+END: Final = b"E"  # by the supervisor: take no more, and finish what there is
+HURRY: Final = b"H"  # by the supervisor: end at once
+
+LOOPBACK: Final = "127.0.0.1"
+_LAST_PORT: Final = 65_535
+_SHARED_LIMITS: Final = ("max_rate", "max_key_rate", "max_key_tokens_per_minute")
+_LIMITS_OF_EACH: Final = (
+    "max_concurrency",
+    "max_queue",
+    "max_inflight_bytes",
+    "max_key_concurrency",
+    "max_connections",
+    "max_connections_per_address",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """One worker among the others."""
+
+    number: int  # from 0
+    port: int  # the one on which all workers listen
+    store: str  # where all workers find engines that are added at run time
+    peer_socket: socket.socket  # UDP, bound where the others reach this worker
+    peer_ports: tuple[int, ...]  # of the others, on loopback
+    secret: str  # of their datagrams
+    line: socket.socket  # to the supervisor; when it ends, so has the supervisor
+
+    def settings(self, settings: Settings) -> Settings:
+        """Return the settings of the router that this worker is.
+
+        Limits that routers share hold for all workers together; the others hold for each worker.
+        """
+        has_shared_limit = any(getattr(settings, name) is not None for name in _SHARED_LIMITS)
+        return replace(
+            settings,
+            workers=1,
+            port=self.port,
+            admin_port=admin_port_of(settings, self.number),
+            store=self.store,
+            peers=tuple(f"{LOOPBACK}:{port}" for port in self.peer_ports),
+            peer_secret=self.secret,
+            share_limits=has_shared_limit,
+        )
+
+
+def heard(line: socket.socket) -> bytes | None:
+    """Return what the supervisor has said since; None: it has ended."""
+    try:
+        return line.recv(64) or None
+    except BlockingIOError:
+        return b""
+    except OSError:
+        return None
+
+
+def admin_port_of(settings: Settings, number: int) -> int | None:
+    """Return the admin port of a worker: they follow each other, unless the system chooses them (0)."""
+    return settings.admin_port + number if settings.admin_port else settings.admin_port
+
+
+def limits_of_each(settings: Settings) -> str:
+    """Name the limits that hold for each worker, so that all of them together may reach a multiple."""
+    limits = {name: getattr(settings, name) for name in _LIMITS_OF_EACH}
+    return ", ".join([f"{name} {limit}" for name, limit in limits.items() if limit is not None])
+
+
+def check_workers(settings: Settings) -> None:
+    """Raise ConfigError if settings contradict several workers."""
+    count, admin_port = settings.workers, settings.admin_port
+    if count == 1:
+        return
+    if settings.peers:
+        raise ConfigError(f"peers needs workers 1, not {count}: run more routers in place of workers")
+    if admin_port is None:
+        raise ConfigError(
+            f"workers is {count}, and admin_port is not set: each worker has its own metrics, and needs a port to show "
+            f"them; write admin_port, and the workers have that port and the {count - 1} behind it"
+        )
+    last = admin_port + count - 1
+    if last > _LAST_PORT:
+        raise ConfigError(
+            f"admin_port is {admin_port}, and the last of {count} workers would have {last}: write at most "
+            f"{_LAST_PORT - count + 1}"
+        )
+    if admin_port and admin_port <= settings.port <= last:
+        raise ConfigError(
+            f"port is {settings.port}, and the admin ports of {count} workers are {admin_port} to {last}: write an "
+            "admin_port that leaves it out"
+        )

@@ -1,0 +1,62 @@
+"""What makes a worker a router that has the others as its peers."""
+
+import socket
+from dataclasses import replace
+
+import pytest
+
+from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.worker_place import WorkerPlace, check_workers, limits_of_each
+from pdrelay_proxy.live import check
+from pdrelay_proxy.settings import Settings
+
+SEVERAL = Settings(workers=3, port=8000, admin_port=9000, decode=("d:1",))
+
+
+@pytest.fixture
+def place():
+    """The place of worker 1 of three; its sockets lead nowhere."""
+    with socket.socket() as nowhere:
+        yield WorkerPlace(1, 8000, "file:/x/engines", nowhere, (701, 703), "s" * 32, nowhere)
+
+
+def test_a_worker_is_a_router_with_the_others_as_peers_and_one_store(place):
+    """So that they share what routers share, and nothing else is needed."""
+    own = place.settings(SEVERAL)
+
+    assert (own.workers, own.port, own.admin_port) == (1, 8000, 9001)
+    assert own.peers == ("127.0.0.1:701", "127.0.0.1:703")
+    assert own.store == "file:/x/engines"
+    check(own)
+
+
+@pytest.mark.parametrize("name", ["max_rate", "max_key_rate", "max_key_tokens_per_minute"])
+def test_rates_hold_for_all_workers_together(place, name):
+    """They share what they let in; without a rate there is nothing to share."""
+    assert place.settings(replace(SEVERAL, **{name: 7})).share_limits
+    assert not place.settings(SEVERAL).share_limits
+
+
+def test_the_limits_that_hold_for_each_worker_are_named():
+    """An operator who is not told would believe that they hold for all together."""
+    said = limits_of_each(replace(SEVERAL, max_concurrency=7, max_queue=9, max_rate=5.0))
+
+    assert said.startswith("max_concurrency 7, max_queue 9, max_inflight_bytes ")
+    assert "max_rate" not in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"admin_port": None}, "workers is 3, and admin_port is not set: each worker has its own metrics"),
+        ({"peers": ("a:1",)}, "peers needs workers 1, not 3: run more routers in place of workers"),
+        ({"admin_port": 65_534}, "the last of 3 workers would have 65536: write at most 65533"),
+        ({"admin_port": 7998}, "port is 8000, and the admin ports of 3 workers are 7998 to 8000"),
+    ],
+)
+def test_settings_that_contradict_several_workers_are_refused(changes, said):
+    """Numbers of one worker of several would pass for those of all."""
+    with pytest.raises(ConfigError, match=said):
+        check_workers(replace(SEVERAL, **changes))
+    check_workers(SEVERAL)
+    check_workers(replace(SEVERAL, admin_port=0))

@@ -18,6 +18,7 @@ _WRITE_MOST: Final = 64 * 1024  # bytes of one write: what a pipe holds
 _BUSY_S: Final = 1.0  # seconds between two looks at a descriptor that takes nothing now
 logger = logging.getLogger(__name__)
 
+_AT_ONCE: Final = select.PIPE_BUF  # bytes of a pipe's write that does not wait where ``select`` calls the pipe writable
 Write = Callable[[memoryview], int]  # writes some of the bytes, and returns how many; raises OSError
 
 
@@ -112,3 +113,36 @@ class LogWriter:
                 self._is_at_line = data[written - 1] == ord("\n")
             data = data[written:]
         return True
+
+
+class PromptWriter:
+    """A text stream without a thread, for a process that forks: it drops what its descriptor does not take at once."""
+
+    def __init__(self, write: Write) -> None:
+        """``write``: does not wait, and raises BlockingIOError where it would have to."""
+        self._write = write
+
+    @classmethod
+    def to(cls, descriptor: int) -> "PromptWriter":
+        """Write to a descriptor, which may be one that blocks."""
+
+        def write(data: memoryview) -> int:
+            _, is_writable, _ = select.select((), (descriptor,), (), 0)
+            if not is_writable:
+                raise BlockingIOError
+            return os.write(descriptor, data)
+
+        return cls(write)
+
+    def write(self, text: str) -> int:
+        """Write some lines, or drop them."""
+        data = memoryview(text.encode("utf-8", "backslashreplace"))
+        try:
+            while data:
+                data = data[self._write(data[:_AT_ONCE]) :]
+        except OSError:
+            pass  # nobody reads, or the disk is full: who would be told?
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: all is written."""

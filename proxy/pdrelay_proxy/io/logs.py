@@ -14,17 +14,23 @@ from datetime import UTC, datetime
 from typing import Any, Final, Generic, TextIO, TypeVar
 
 from pdrelay_proxy.core.one_line import one_line
-from pdrelay_proxy.io.log_writer import LogWriter
+from pdrelay_proxy.io.log_writer import LogWriter, PromptWriter
 from pdrelay_proxy.settings import LogFormat
 
 T = TypeVar("T")
-_TEXT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _TIME: Final = "%Y-%m-%d %H:%M:%S"  # logging's
 FACTS: Final = "facts"  # logger.info(line, extra={FACTS: {...}}): what the line says, by name
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: ``time`` (UTC), ``level``, ``logger``, and the facts of the event or its message."""
+    """One object a line: ``time`` (UTC), ``level``, ``logger``, and the facts of the event or its message.
+
+    A line of one of several workers has its number: ``worker``.
+    """
+
+    def __init__(self, worker: int | None = None) -> None:
+        super().__init__()
+        self._worker: Mapping[str, object] = {} if worker is None else {"worker": worker}
 
     def format(self, record: logging.LogRecord) -> str:
         """Write a record; what has facts has no message, for that would say the same again."""
@@ -44,14 +50,18 @@ class JsonFormatter(logging.Formatter):
 
     def _begin(self, at: float, level: str, name: str) -> dict[str, object]:
         stamp = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
-        return {"time": stamp, "level": level, "logger": name}
+        return {"time": stamp, "level": level, **self._worker, "logger": name}
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people. The time of day is written anew once a millisecond, and most of it once a second."""
+    """Lines for people. The time of day is written anew once a millisecond, and most of it once a second.
 
-    def __init__(self) -> None:
-        super().__init__(_TEXT)
+    A line of one of several workers has its number before the name of the logger.
+    """
+
+    def __init__(self, worker: int | None = None) -> None:
+        self._worker = "" if worker is None else f"worker {worker} "
+        super().__init__(f"%(asctime)s %(levelname)s {self._worker}%(name)s %(message)s")
         self._at: int = -1  # milliseconds since the epoch
         self._second: int = -1  # the same in seconds
         self._date = self._time = ""
@@ -60,7 +70,8 @@ class TextFormatter(logging.Formatter):
         """Write a record as logging does; what comes with a traceback is left to it."""
         if record.exc_info or record.exc_text or record.stack_info:
             return super().format(record)
-        return f"{self.formatTime(record)} {record.levelname} {record.name} {one_line(record.getMessage())}"
+        said = one_line(record.getMessage())
+        return f"{self.formatTime(record)} {record.levelname} {self._worker}{record.name} {said}"
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's)
         """Write what stands before a traceback."""
@@ -73,7 +84,7 @@ class TextFormatter(logging.Formatter):
 
     def lines(self, at: float, name: str, events: Sequence[T], _fields: object, text: Callable[[T], str]) -> list[str]:
         """Write events as text; ``at``: seconds since the epoch."""
-        begin = f"{self._stamp(at)} INFO {name} "
+        begin = f"{self._stamp(at)} INFO {self._worker}{name} "
         return [begin + text(event) for event in events]
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 (logging's)
@@ -157,10 +168,10 @@ def _only_handler(logger: logging.Logger) -> "BatchingHandler | None":
     return handler
 
 
-class BatchingHandler(logging.StreamHandler[TextIO | LogWriter]):
+class BatchingHandler(logging.StreamHandler[TextIO | LogWriter | PromptWriter]):
     """Writes a line at once, but those of a batch together: a system call costs as much as ten lines."""
 
-    def __init__(self, stream: TextIO | LogWriter | None = None) -> None:
+    def __init__(self, stream: TextIO | LogWriter | PromptWriter | None = None) -> None:
         super().__init__(sys.stderr if stream is None else stream)
         self._batch: list[str] | None = None
         self._own = self.lock or threading.RLock()  # the one under which logging calls ``emit``
@@ -243,26 +254,27 @@ def dropped_lines() -> int:
     return sum(stream.dropped for stream in streams if isinstance(stream, LogWriter))
 
 
-def configure(level: str, form: LogFormat, *, has_thread: bool = True) -> None:
+def configure(level: str, form: LogFormat, *, has_thread: bool = True, worker: int | None = None) -> None:
     """Send the log of this process to standard error, in one of the two forms.
 
-    A thread writes it, or (``has_thread`` False) whoever logs, who then waits for its reader.
+    ``has_thread``: a thread writes it; a process that forks has none, and drops what its reader does not take at once.
+    ``worker``: the number of this process, if it is one of several workers.
     """
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no line says them
     logging.captureWarnings(capture=True)
-    handler = BatchingHandler(_standard_error() if has_thread else None)
-    handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
+    handler = BatchingHandler(_standard_error(LogWriter if has_thread else PromptWriter))
+    handler.setFormatter(JsonFormatter(worker) if form is LogFormat.JSON else TextFormatter(worker))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line, with an address, for every leg
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the router itself says where it listens and when it ends
 
 
-def _standard_error() -> TextIO | LogWriter:
+def _standard_error(writer: type[LogWriter | PromptWriter]) -> TextIO | LogWriter | PromptWriter:
     """Return what the log is written to."""
     if sys.stderr is None:  # the process was started without one, and a socket may have its descriptor now
-        return LogWriter(_refuse)
+        return writer(_refuse)
     try:
-        return LogWriter.to(sys.stderr.fileno())
+        return writer.to(sys.stderr.fileno())
     except (OSError, io.UnsupportedOperation):  # it is none of the system's, as in a test
         return sys.stderr
 

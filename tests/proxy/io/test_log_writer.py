@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pdrelay_proxy.io.log_writer import LogWriter
+from pdrelay_proxy.io.log_writer import LogWriter, PromptWriter
 
 PATIENCE_S = 30.0
 
@@ -120,3 +120,21 @@ def test_a_descriptor_that_does_not_block_is_waited_for():
         os.close(writing)
 
     assert (len(received), writer.dropped) == (200_000, 0)
+
+
+def test_a_process_without_a_thread_drops_what_its_reader_does_not_take():
+    """It has signals to pass on, and workers to start again."""
+    reading, writing = os.pipe()
+    writer = PromptWriter.to(writing)
+    writer.write("first\n")
+    for _ in range(100):
+        writer.write("x" * 1000 + "\n")
+    taken = os.read(reading, 1 << 20)
+    writer.write("last\n")
+
+    assert taken.startswith(b"first\nxxx")
+    assert len(taken) < 100 * 1000
+    assert os.read(reading, 1 << 20) == b"last\n"
+    os.close(reading)
+    writer.write("to nobody\n")
+    os.close(writing)

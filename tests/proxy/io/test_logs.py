@@ -53,18 +53,24 @@ def test_a_traceback_is_a_field():
 
 
 @pytest.mark.parametrize(
-    ("form", "looks"),
+    ("form", "worker", "looks"),
     [
-        (LogFormat.TEXT, r"\d{4}-\d\d-\d\d [\d:,]+ INFO root hello you\n"),
-        (LogFormat.JSON, r'\{"time": "[^"]+", "level": "info", "logger": "root", "message": "hello you"\}\n'),
+        (LogFormat.TEXT, None, r"\d{4}-\d\d-\d\d [\d:,]+ INFO root hello you\n"),
+        (LogFormat.TEXT, 3, r"\d{4}-\d\d-\d\d [\d:,]+ INFO worker 3 root hello you\n"),
+        (LogFormat.JSON, None, r'\{"time": "[^"]+", "level": "info", "logger": "root", "message": "hello you"\}\n'),
+        (
+            LogFormat.JSON,
+            0,
+            r'\{"time": "[^"]+", "level": "info", "worker": 0, "logger": "root", "message": "hello you"\}\n',
+        ),
     ],
 )
-def test_the_log_of_a_process_has_one_of_two_forms(form, looks, monkeypatch):
-    """On standard error, from the level on that was asked for."""
+def test_the_log_of_a_process_has_one_of_two_forms(form, worker, looks, monkeypatch):
+    """On standard error, from the level on that was asked for; which worker calls an engine decode-3 must be seen."""
     root = logging.RootLogger(logging.WARNING)  # pytest's handlers are on the real one
     monkeypatch.setattr(logging, "root", root)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    logs.configure("info", form)
+    logs.configure("info", form, worker=worker)
     root.debug("not this")
     root.info("hello %s", "you")
 

@@ -194,8 +194,16 @@ def check_admin_port(settings: Settings) -> None:
             raise ConfigError(f"{given[0]} is set, and admin_port is not: write the port, or leave {given[0]} out")
         return
     hosts = {settings.host, settings.admin_host or settings.host}
-    if settings.admin_port == settings.port != 0 and (len(hosts) == 1 or hosts & {"0.0.0.0", "::"}):
+    if len(hosts) > 1 and not hosts & {"0.0.0.0", "::"}:
+        return
+    if settings.admin_port == settings.port != 0:
         raise ConfigError(f"port and admin_port are both {settings.port}: write two")
+    last = settings.admin_port + settings.workers - 1
+    if settings.admin_port and settings.admin_port < settings.port <= last:
+        raise ConfigError(
+            f"port is {settings.port}, and the admin ports of {settings.workers} workers are {settings.admin_port} to "
+            f"{last}: write an admin_port that leaves it out"
+        )
 
 
 def addresses_of(settings: Settings) -> _Addresses:

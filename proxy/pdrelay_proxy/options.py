@@ -8,7 +8,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, Final, cast, get_args
@@ -265,6 +265,12 @@ def needs_restart(old: Settings, new: Settings) -> list[str]:
     """Name the settings that differ and take effect only when the router is started."""
     fixed = [name for name, one in OPTIONS.items() if not one.option.live]
     return [name for name in fixed if getattr(old, name) != getattr(new, name)]
+
+
+def without_restart(old: Settings, new: Settings) -> tuple[Settings, Sequence[str]]:
+    """Return the new settings as far as a running router can go by them, and name those that need a restart."""
+    fixed = needs_restart(old, new)
+    return replace(new, **{name: getattr(old, name) for name in fixed}), fixed
 
 
 def check_engines(settings: Settings, config: str | None) -> None:

@@ -9,7 +9,6 @@ import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Generator
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -24,7 +23,7 @@ from pdrelay_proxy.io.files import renew_admin_tls, renew_server_tls
 from pdrelay_proxy.io.listening import url_of
 from pdrelay_proxy.io.worker_place import END, HURRY, READY, WorkerPlace, heard
 from pdrelay_proxy.listeners import AdminListener, main_config, main_sockets
-from pdrelay_proxy.options import needs_restart
+from pdrelay_proxy.options import without_restart
 from pdrelay_proxy.settings import Settings
 
 _YOUNG_MOST: Final = 5_000  # objects made, less those that have gone, before the garbage collector looks at them
@@ -187,9 +186,7 @@ class _Process:
         """Go by the settings as they are now; what needs a restart stays as it was, and is named."""
         old = self._settings
         try:
-            read = self._again()
-            fixed = needs_restart(old, read)
-            new = replace(read, **{name: getattr(old, name) for name in fixed})
+            new, fixed = without_restart(old, self._again())
             change = self._live.prepared(old, new)
             if self._tls is not None:
                 renew_server_tls(self._tls, old)

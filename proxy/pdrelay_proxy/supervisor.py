@@ -44,7 +44,7 @@ def run(settings: Settings, serve: Serve) -> int:
         url = url_of(settings.host, port, is_tls=settings.tls_cert is not None)
         gc.collect()
         gc.freeze()  # else a collection in a worker would copy what it shares with the others
-        return asyncio.run(_Crew(serve, peer_sockets, port=port, store=store, url=url).run())
+        return asyncio.run(_Crew(serve, settings, peer_sockets, port=port, store=store, url=url).run())
 
 
 @contextmanager
@@ -112,8 +112,18 @@ class _Worker:
 class _Crew:
     """All workers, from their start to their end."""
 
-    def __init__(self, serve: Serve, peer_sockets: Sequence[socket.socket], *, port: int, store: str, url: str) -> None:
+    def __init__(
+        self,
+        serve: Serve,
+        settings: Settings,
+        peer_sockets: Sequence[socket.socket],
+        *,
+        port: int,
+        store: str,
+        url: str,
+    ) -> None:
         self._serve = serve
+        self._settings = settings
         self._peer_sockets = peer_sockets  # of each worker, by its number
         self._port = port
         self._store = store
@@ -131,8 +141,12 @@ class _Crew:
         loop.add_signal_handler(signal.SIGHUP, self._on_reload)
         first = self._forked(0)
         await first.begun()  # alone: what is wrong with the settings is said once
-        if not first.is_ready:
-            return await self._ended(first)
+        if not first.is_ready or self._shall_end.is_set():
+            code = await self._ended(first)
+            if code >= 0:
+                return code
+            logger.error("worker 0 has ended before it served (%s)", _cause(code))
+            return 1
         others = [self._forked(number) for number in range(1, len(self._workers))]
         codes = await asyncio.gather(*(self._keep(number, one) for number, one in enumerate((first, *others))))
         return 1 if any(codes) else 0
@@ -166,8 +180,7 @@ class _Crew:
                 return code
             if loop.time() - began > _PROVEN_S:
                 pause_s = _FIRST_PAUSE_S
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            logger.warning("worker %d has ended (%s): another one starts in %g s", number, how, pause_s)
+            logger.warning("worker %d has ended (%s): another one starts in %g s", number, _cause(code), pause_s)
             successor = None
             while successor is None:
                 with suppress(TimeoutError):
@@ -237,5 +250,11 @@ class _Crew:
             peer_socket,
             tuple(other.getsockname()[1] for other in self._peer_sockets if other is not peer_socket),
             self._secret,
+            self._settings,
             line,
         )
+
+
+def _cause(code: int) -> str:
+    """Say what an exit code means; one below 0 is the number of a signal."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -174,14 +175,17 @@ def test_a_reload_reaches_all_workers(shared):
     workers.config.write_text("max_rat = 1")
     workers.signal(signal.SIGHUP)
     until(lambda: workers.said.count("max_rat is not a setting") == 2)
-    workers.config.write_text("retries = 1")
+    workers.config.write_text('retries = 1\nlog_format = "json"')
     workers.signal(signal.SIGHUP)
     until(lambda: workers.said.count("the settings were read again\n") == 2)
 
+    assert workers.said.count("log_format needs a restart") == 2
+
 
 def test_a_worker_that_is_killed_is_replaced_and_the_others_fail_nothing(shared):
-    """Its successor knows the engines of the store, and is heard by the others again."""
+    """Its successor knows the engines of the store, and has the settings of the others where these need a restart."""
     workers, _, _ = shared
+    workers.config.write_text('log_format = "json"')
     with serving(sims(0, 1)["d0"]) as d2, workers.client(1) as one:
         workers.order(0, "add", type="decode", instance=d2)
         until(lambda: d2 in workers.rows(1))
@@ -196,6 +200,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_fail_nothing(shared)
 
     assert "worker 0 has ended (killed by SIGKILL): another one starts in 0.2 s" in workers.said
     assert set(answers) == {200}
+    assert "{" not in [line[0] for line in workers.said.splitlines()]
 
 
 def _answers(workers, number):
@@ -268,3 +273,28 @@ def test_what_is_wrong_is_said_once(tmp_path):
             (line,) = [line for line in workers.said.splitlines() if line.startswith("pdrelay serve: ")]
             assert wrong[flags] in line
             assert "Traceback" not in workers.said
+
+
+ENDS_AT_START = """
+import os, signal
+from pdrelay_proxy.io.worker_place import READY
+from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.supervisor import run
+
+def serve(place):
+    print(place.number, flush=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.sigwait({signal.SIGTERM})
+    place.line.send(READY)
+    return 0
+
+raise SystemExit(run(Settings(workers=3, port=0, admin_port=0), serve))
+"""
+
+
+def test_an_end_that_is_ordered_while_the_first_worker_starts_starts_no_others():
+    """They would not have heard of it, and the supervisor would wait for them for ever."""
+    done = subprocess.run([sys.executable, "-c", ENDS_AT_START], stdout=subprocess.PIPE, timeout=60)
+
+    assert (done.returncode, done.stdout) == (0, b"0\n")

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from importlib import import_module
 
 from pdrelay_proxy.commands.interrupts import ctrl_c_ends_at_once
-from pdrelay_proxy.core.http.origins import check_open
 from pdrelay_proxy.core.routing.kv_reuse import unused_kv
 from pdrelay_proxy.errors import AlreadyKnown, ConfigError
 from pdrelay_proxy.io import logs
 from pdrelay_proxy.io.build import find_build
-from pdrelay_proxy.io.worker_place import WorkerPlace, check_workers
+from pdrelay_proxy.io.worker_place import WorkerPlace
 from pdrelay_proxy.options import add_arguments as add_options
-from pdrelay_proxy.options import check_engines, serve_settings, warn_without_engines
+from pdrelay_proxy.options import check_engines, needs_restart, serve_settings, warn_without_engines, without_restart
 from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -73,11 +72,11 @@ def _supervise(settings: Settings, args: argparse.Namespace) -> int:
     """Start the workers; raises ConfigError."""
     with ctrl_c_ends_at_once():
         from pdrelay_proxy import supervisor  # noqa: PLC0415 (one process alone needs none of it)
+        from pdrelay_proxy.live import check  # noqa: PLC0415
 
         import_module("pdrelay_proxy.server")  # with all that a router needs: workers are forks of this process
 
-    check_open(settings)
-    check_workers(settings)
+    check(settings)
     check_engines(settings, args.config)
     logs.configure(settings.log_level, settings.log_format, has_thread=False)
     return supervisor.run(settings, lambda place: _in_a_sentence(lambda: _serve_here(args, place)))
@@ -96,12 +95,20 @@ def _serve_here(args: argparse.Namespace, place: WorkerPlace | None = None) -> i
         from pdrelay_proxy import server  # noqa: PLC0415 (what is wrong with settings is said without it)
         from pdrelay_proxy.app import build  # noqa: PLC0415
 
-    def again() -> Settings:
-        settings = serve_settings(args)
-        return settings if place is None else place.settings(settings)
+    def own(read: Settings) -> Settings:
+        if place is None:
+            return read
+        common, _ = without_restart(place.supervised, read)  # a worker that replaces another is as the others are
+        return place.settings(common)
 
-    settings = again()
-    logs.configure(settings.log_level, settings.log_format)
+    def again() -> Settings:
+        read = serve_settings(args)
+        for name in () if place is None else needs_restart(place.supervised, read):
+            logger.info("%s needs a restart", name)
+        return own(read)
+
+    settings = own(serve_settings(args))
+    logs.configure(settings.log_level, settings.log_format, worker=None if place is None else place.number)
     router = build(settings, peer_socket=None if place is None else place.peer_socket)
     if place is None:  # else the supervisor has
         check_engines(settings, args.config)

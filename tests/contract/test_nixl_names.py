@@ -39,6 +39,8 @@ LOOKS = {
     ("platforms/cpu.py", "CpuPlatform.check_and_update_config"),
     ("distributed/kv_transfer/kv_connector/factory.py", ""),  # the registry
 }
+# From 0.33 on. Step5 has circular buffers, which are refused here whatever the connector's name is.
+LATER_LOOKS = {("models/step5/nvidia/model.py", "_verify_step5_dsa_kv_transfer_compatibility")}
 NO_CACHE = SimpleNamespace(kv_cache_groups=[], num_blocks=9)
 
 
@@ -80,7 +82,8 @@ def functions_that_name_them(package):
 
 
 def test_the_places_where_vllm_looks_at_the_name_are_known():
-    assert set(functions_that_name_them(Path(importlib.util.find_spec("vllm").origin).parent)) == LOOKS
+    looks = set(functions_that_name_them(Path(importlib.util.find_spec("vllm").origin).parent))
+    assert looks - LATER_LOOKS == LOOKS
 
 
 @pytest.mark.parametrize(("name", "mode"), MODE_OF_NAME.items())
@@ -156,7 +159,7 @@ def test_a_cache_that_stays_in_host_memory_is_refused_by_ours():
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer.0"], spec, host_resident=True)]
 
-    with pytest.raises(UnsupportedCache, match=r"layer\.0 has a KV cache of kind FullAttentionSpec"):
+    with pytest.raises(UnsupportedCache, match=r"layer\.0 has a KV cache in host memory"):
         _check_supported(asked, SimpleNamespace(kv_cache_groups=groups))
 
 

@@ -93,7 +93,7 @@ def lock(version, uv):
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder) / "engine.in"
         found = Path(folder) / "engine.txt"
-        options = "--universal --python-version 3.11 --generate-hashes --no-annotate --no-header".split()
+        options = ["--universal", "--python-version", "3.11", "--generate-hashes", "--no-annotate", "--no-header"]
         if is_overlay(version):
             given.write_text((LOCKS / f"{version}.in").read_text())
             options += ["--no-deps", "--no-emit-index-url"]

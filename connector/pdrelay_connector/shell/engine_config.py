@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -149,13 +150,7 @@ def _prefix_hash(config: VllmConfig, settings: Settings, groups: tuple[CacheGrou
 def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     parallel = config.parallel_config
     for group in cache.kv_cache_groups:
-        for spec in _specs(group.kv_cache_spec):
-            layer = f"layer {group.layer_names[0]}" if group.layer_names else "a layer of another pipeline stage"
-            if isinstance(spec, MambaSpec):
-                _check_state(layer, spec)
-            if type(spec) not in SUPPORTED or not group.enable_kv_transfer or group.host_resident:
-                kinds = ", ".join(kind.__name__ for kind in SUPPORTED)
-                raise UnsupportedCache(f"{layer} has a KV cache of kind {type(spec).__name__}; supported are {kinds}")
+        _check_group(group)
     if config.model_config.enable_sleep_mode:
         raise UnsupportedCache(
             "enable_sleep_mode is on; memory that other engines reach must stay where it is, so engines cannot sleep"
@@ -169,6 +164,28 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
         raise UnsupportedCache(
             f"decode_context_parallel_size is {parallel.decode_context_parallel_size}; only 1 is supported"
         )
+
+
+def _check_group(group: KVCacheGroupSpec) -> None:
+    """Raise if the cache of some layers cannot be moved."""
+    layer = f"layer {group.layer_names[0]}" if group.layer_names else "a layer of another pipeline stage"
+    for spec in _specs(group.kv_cache_spec):
+        kind = type(spec)
+        if isinstance(spec, MambaSpec):
+            _check_state(layer, spec)
+        if kind not in SUPPORTED:
+            kinds = ", ".join(supported.__name__ for supported in SUPPORTED)
+            raise UnsupportedCache(f"{layer} has a KV cache of kind {kind.__name__}; supported are {kinds}")
+        if vllm_versions.replays_window(spec):
+            # In-tree, P stops a token earlier (`_prefill_backoff` in nixl/base_scheduler.py): here it does not.
+            raise UnsupportedCache(
+                f"{layer} has a sliding window that vLLM computes anew after a hit (bounded_replay), and which tokens "
+                "a decode engine then needs was not tried: start with --no-swa-bounded-replay"
+            )
+    if group.host_resident:
+        raise UnsupportedCache(f"{layer} has a KV cache in host memory (host_resident), which does not move")
+    if not group.enable_kv_transfer:
+        raise UnsupportedCache(f"{layer} has a KV cache that vLLM keeps out of transfers (enable_kv_transfer is off)")
 
 
 def _check_state(layer: str, spec: MambaSpec) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -27,6 +27,11 @@ def returns_routed_experts(config: VllmConfig) -> bool:
     """
     switches: Any = getattr(config, "aux_output_config", config.model_config)
     return bool(switches.enable_return_routed_experts)
+
+
+def replays_window(spec: KVCacheSpec) -> bool:
+    """Tell whether a sliding window is computed anew after a hit (from 0.32 on, ``--swa-bounded-replay``)."""
+    return bool(getattr(spec, "bounded_replay", False))
 
 
 class LaterHooks:

@@ -10,6 +10,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's and vLLM's own, at their import
     import torch
     from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowMLASpec
 
     from pdrelay_connector.shell.devices import check_copies, check_events, computed
     from pdrelay_connector.shell.engine_config import (
@@ -26,6 +27,10 @@ from pdrelay_connector.errors import SettingsError, UnsupportedCache
 from pdrelay_connector.settings import Mode, Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+PLAIN_SPEC = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
+REPLAYED_WINDOW = SlidingWindowMLASpec(
+    block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64, bounded_replay=True
+)
 COPIES = SimpleNamespace(insert_blocks_to_device=print, swap_out_blocks_to_host=print)
 
 
@@ -50,6 +55,29 @@ def test_pipeline_stages_have_limits(changes, kind):
     _check_stages(dataclasses.replace(plain, stages=1, **changes))
     with pytest.raises(UnsupportedCache, match=f"pipeline_parallel_size is 2; with {kind} only 1 is supported"):
         _check_stages(dataclasses.replace(plain, **changes))
+
+
+@pytest.mark.parametrize(
+    ("group", "says"),
+    [
+        (
+            {"kv_cache_spec": SimpleNamespace()},
+            r"layer l\.0 .* of kind SimpleNamespace; supported are Full",
+        ),
+        (
+            {"kv_cache_spec": REPLAYED_WINDOW},
+            r"layer l\.0 has a sliding window .* \(bounded_replay\).* --no-swa-bounded-replay",
+        ),
+        ({"host_resident": True}, r"layer l\.0 has a KV cache in host memory \(host_resident\)"),
+        ({"enable_kv_transfer": False}, r"layer l\.0 .* out of transfers \(enable_kv_transfer is off\)"),
+    ],
+)
+def test_a_cache_that_does_not_move_is_refused_with_its_own_reason(group, says):
+    """A connector that took it would move too much, or nothing."""
+    plain = {"kv_cache_spec": PLAIN_SPEC, "layer_names": ["l.0"], "enable_kv_transfer": True, "host_resident": False}
+    _check_supported(config(), SimpleNamespace(kv_cache_groups=[SimpleNamespace(**plain)]))
+    with pytest.raises(UnsupportedCache, match=says):
+        _check_supported(config(), SimpleNamespace(kv_cache_groups=[SimpleNamespace(**(plain | group))]))
 
 
 def test_an_engine_that_may_sleep_is_refused():

@@ -31,6 +31,7 @@ RETURN_KV ?=
 REUSE_KV  ?=
 TRY       ?=
 VERSIONS  ?=
+PYTHONS   ?=
 SECONDS   ?= 60
 SEED      ?= 17
 WORKERS   ?= 3
@@ -251,10 +252,14 @@ images-pin: ## ask for the digests of the images' bases: helm/images/bases.lock
 images: ## build both images from these bases, with docker; TAG=0.1.0
 	@helm/images/build.sh $(TAG)
 
+BUILDERS := .pdrelay/venvs/release
+
 .PHONY: release
-release: $(STAMPS)/dev $(STAMPS)/helm ## sdist, wheels, chart, bills of materials and digests in dist/release, up to where an upload would begin
-	@CYCLONEDX=$(CURDIR)/$(BIN)/cyclonedx-py HELM=$(CURDIR)/.pdrelay/tools/helm4 \
-		helm/images/release.sh dist/release $(CURDIR)/$(VENV)/bin/python
+release: $(STAMPS)/dev $(STAMPS)/helm ## sdist, wheels, chart, bills of materials and digests in dist/release, up to where an upload would begin; PYTHONS="python3.12 python3.13"
+	@pythons=$$(helm/images/build-environments.sh $(BUILDERS) $(PYTHONS)) && \
+		PATH=$(CURDIR)/$(BUILDERS)/tools/bin:$$PATH CYCLONEDX=$(CURDIR)/$(BIN)/cyclonedx-py HELM=$(CURDIR)/.pdrelay/tools/helm4 \
+			helm/images/release.sh dist/release $$pythons && \
+		helm/images/try-wheels.sh dist/release $$pythons
 
 .PHONY: sbom
 sbom: $(STAMPS)/dev ## what the images install, with hashes, as CycloneDX: dist/sbom

@@ -1,14 +1,18 @@
 """What helm/generate.py makes is as it would make it now."""
 
 import dataclasses
+import hashlib
 import importlib.util
+import json
 import shutil
 import subprocess
+import tarfile
 
 import pytest
 import yaml
 
-from support.helm_chart import CHART, HELMS, ROOT, Chart, Refused, least_values, notes, run
+from support import chart_archive
+from support.helm_chart import CHART, HELMS, ROOT, Chart, Refused, binary, least_values, notes, run
 from support.oci_registry import oci_registry
 
 pytestmark = pytest.mark.processes
@@ -174,3 +178,29 @@ def test_a_package_comes_out_of_an_oci_registry_as_it_went_in(helm, tmp_path, ke
         )
     )  # helm 4 first says what it has pulled
     assert ("charts/pdrelay", "0.1.0") in registry.manifests
+
+
+def test_an_archive_of_the_package_holds_what_helm_pushes(tmp_path, monkeypatch):
+    """What is copied from it into a registry is the chart, and it is the same archive each time."""
+    monkeypatch.setenv("HELM_CACHE_HOME", str(tmp_path / "cache"))
+    run("helm4", "package", str(CHART), "-d", str(tmp_path))
+    (package,) = tmp_path.glob("*.tgz")
+    archives = [tmp_path / "first.tar", tmp_path / "second.tar"]
+    for archive in archives:
+        chart_archive.main(binary("helm4"), str(package), str(archive))
+    assert archives[0].read_bytes() == archives[1].read_bytes()
+
+    with tarfile.open(archives[0]) as tar:
+        files = {member.name: tar.extractfile(member).read() for member in tar}
+    (named,) = json.loads(files["index.json"])["manifests"]
+    blobs = {name.removeprefix("blobs/").replace("/", ":"): body for name, body in files.items() if "blobs" in name}
+    assert all(name == f"sha256:{hashlib.sha256(body).hexdigest()}" for name, body in blobs.items())
+    with oci_registry() as (host, registry):
+        tag = named["annotations"]["org.opencontainers.image.ref.name"]
+        manifest = named["mediaType"], blobs[named["digest"]]
+        registry.manifests = dict.fromkeys([("chart", tag), ("chart", named["digest"])], manifest)
+        registry.blobs = blobs
+        (tmp_path / "out").mkdir()
+        run("helm4", "pull", f"oci://{host}/chart", "--plain-http", "--version", "0.1.0", "-d", str(tmp_path / "out"))
+
+    assert [file.read_bytes() for file in (tmp_path / "out").iterdir()] == [package.read_bytes()]

@@ -19,6 +19,7 @@ IMAGES = ROOT / "helm" / "images"
 # What stands for python -m pip wheel: a file with the name that hatchling would give it.
 PYTHON = """#!/bin/sh
 [ "$2" != hatchling ] || { date +SDIST_TIME >"$7/pdrelay-0.1.0.tar.gz"; exit; }
+[ "$1" != -P ] || { cat "$4" >"$5"; exit; }
 while [ "$1" != --wheel-dir ]; do shift; done
 tag=py3-none-any
 [ "${HATCH_BUILD_HOOK_ENABLE_CUSTOM:-}" != true ] || tag=cp3TH-cp3TH-linux_x86_64
@@ -60,22 +61,39 @@ def test_a_release_has_the_pure_wheel_and_one_for_each_python(pythons, tmp_path,
     assert check.returncode == 0
 
 
-def test_a_release_without_a_folder_is_refused():
-    """In a sentence."""
-    done = script()
+@pytest.mark.parametrize(
+    ("name", "arguments", "sentence"),
+    [
+        ("wheels.sh", [], "give the folder, and the Pythons to compile for"),
+        ("build-environments.sh", [], "give the folder, and the Pythons to compile for"),
+        ("build-environments.sh", ["made", "false"], "false is no CPython from 3.11 to 3.14 with its headers"),
+        ("try-wheels.sh", ["."], "give the folder with the wheels, and the Pythons to try them with"),
+        ("try-wheels.sh", [".", sys.executable], "has no compiled wheel for " + sys.executable),
+    ],
+)
+def test_what_no_release_can_be_made_of_is_refused(tmp_path, name, arguments, sentence):
+    """In a sentence, before anything is made."""
+    argv = [IMAGES / name, *arguments]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
 
-    assert (done.returncode, done.stderr) == (2, "wheels.sh: give the folder, and the Pythons to compile for\n")
+    assert (done.returncode, done.stderr.count("\n"), [*tmp_path.iterdir()]) == (2, 1, [])
+    assert done.stderr.startswith(f"{name}: ")
+    assert sentence in done.stderr
+
+
+TOOLS = {
+    "helm": 'stat --format %Y "$2/Chart.yaml" >"$4/pdrelay-0.1.0.tgz"',
+    "cyclonedx": 'while [ "$1" != --output-file ]; do shift; done\ncat >"$2"',
+    "twine": 'echo "$1 $2: $#"',
+}
 
 
 def release(folder, pythons, tmp_path, **more):
-    """Run release.sh with pretended Pythons and helm."""
-    helm = tmp_path / "helm"
-    helm.write_text('#!/bin/sh\necho chart >"$4/pdrelay-0.1.0.tgz"\n')
-    helm.chmod(0o755)
-    sbom = tmp_path / "cyclonedx"
-    sbom.write_text('#!/bin/sh\nwhile [ "$1" != --output-file ]; do shift; done\ncat >"$2"\n')
-    sbom.chmod(0o755)
-    more = {"HELM": str(helm), "AUDITWHEEL": "none", "CYCLONEDX": str(sbom), **more}
+    """Run release.sh with pretended Pythons and tools."""
+    for name, text in TOOLS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    more = {name.upper(): str(tmp_path / name) for name in TOOLS} | {"AUDITWHEEL": "none", **more}
     argv = [IMAGES / "release.sh", folder, *pythons]
     return subprocess.run(argv, env=os.environ | more, capture_output=True, text=True, check=False, timeout=60)
 
@@ -89,8 +107,10 @@ def test_a_release_has_all_files_and_their_digests(pythons, tmp_path):
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert {
         "SHA256SUMS", "pdrelay-0.1.0.tar.gz", "pdrelay-0.1.0.tgz", "pdrelay-0.1.0-py3-none-any.whl",
-        "pdrelay-0.1.0-cp312-cp312-linux_x86_64.whl", "sbom/router.cdx.json",
+        "pdrelay-0.1.0-cp312-cp312-linux_x86_64.whl", "pdrelay-0.1.0.oci.tar", "sbom/router.cdx.json",
     } <= names  # fmt: skip
+    assert (folder / "pdrelay-0.1.0.tgz").read_text() == "1577836800\n"  # helm 4 keeps the times of the files
+    assert "check --strict: 6" in done.stdout
     check = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, check=False)
     assert check.returncode == 0
     assert "twine upload" in done.stdout
@@ -103,6 +123,26 @@ def test_a_release_that_is_not_the_same_twice_is_refused(pythons, tmp_path):
 
     assert done.returncode == 1
     assert "pdrelay-0.1.0.tar.gz was built twice, and differs" in done.stderr
+
+
+def test_the_digests_of_a_release_are_signed_with_ones_key(pythons, tmp_path):
+    """With gpg, for those who have no identity that cosign could ask for."""
+    if shutil.which("gpg") is None:
+        pytest.skip("gpg is not installed")
+    (home := tmp_path / "keys").mkdir(mode=0o700)
+    gpg = ["gpg", "--homedir", str(home), "--batch"]
+    key = [*gpg, "--pinentry-mode", "loopback", "--passphrase", "", "--quick-generate-key", "a test", "ed25519", "sign"]
+    subprocess.run([*key, "1d"], check=True, capture_output=True, timeout=60)
+    folder = tmp_path / "release"
+    done = release(folder, pythons, tmp_path, GNUPGHOME=str(home), GPG_KEY="a test")
+    sums = folder / "SHA256SUMS"
+
+    assert (done.returncode, "Not signed" in done.stdout) == (0, False), done.stderr
+    verify = [*gpg, "--verify", f"{sums}.asc", str(sums)]
+    assert subprocess.run(verify, capture_output=True, check=False, timeout=60).returncode == 0
+    sums.write_text(sums.read_text() + "more\n")
+    assert subprocess.run(verify, capture_output=True, check=False, timeout=60).returncode == 1
+    subprocess.run(["gpgconf", "--homedir", str(home), "--kill", "all"], check=True, capture_output=True, timeout=60)
 
 
 def test_a_folder_with_other_files_is_no_place_for_a_release(pythons, tmp_path):

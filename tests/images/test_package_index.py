@@ -10,6 +10,7 @@ import functools
 import hashlib
 import http.server
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -101,7 +102,9 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 def pip(index, *arguments, python=sys.executable):
     argv = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "--isolated"]
-    argv += [arguments[0], *(["--quiet", "--index-url", index, "--no-cache-dir"] if arguments[0] == "install" else [])]
+    argv += [arguments[0]]
+    if arguments[0] == "install":
+        argv += ["--quiet", "--index-url", index, "--no-cache-dir", "--no-compile"]
     return subprocess.run([*argv, *arguments[1:]], capture_output=True, text=True, check=False, timeout=120)
 
 
@@ -134,25 +137,65 @@ def pythons():
             yield pytest.param(str(found[0]), id=f"3.{minor}")
 
 
-@pytest.mark.parametrize("python", [*pythons()])
-@pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
-def test_both_families_live_side_by_side(index, tmp_path, python, order):
-    """In either order: no file belongs to two, and each command is its own."""
-    here = environment(tmp_path / "env", python)
-    for wanted in [["pdrelay[proxy,connector]"], FAMILY][::order]:
-        done = pip(index, "install", *wanted, python=here)
+STEPS = {"router": ["pdrelay[proxy]"], "connector": ["pdrelay[connector]"], "family": FAMILY}
+in_each_python = pytest.mark.parametrize("python", [*pythons()])
+in_any_order = pytest.mark.parametrize("order", [*itertools.permutations(STEPS)], ids="-".join)
+
+
+def install(index, python, order):
+    """Install our package and the other family, one after the other."""
+    for step in order:
+        done = pip(index, "install", *STEPS[step], python=python)
         assert done.returncode == 0, done.stderr
 
+
+def overlaps(files):
+    """Return the files that belong to two distributions."""
+    return [path for a, b in itertools.combinations(files.values(), 2) for path in a & b]
+
+
+@in_each_python
+@in_any_order
+def test_both_families_live_side_by_side(index, tmp_path, python, order):
+    """No file belongs to two, each command is its own, and one family goes without a file of the other."""
+    here = environment(tmp_path / "env", python)
+    install(index, here, order)
+
     files = files_of(tmp_path / "env")
-    assert {f"pdrelay-{importlib.metadata.version('pdrelay')}.dist-info"} < files.keys()
-    names = list(files)
-    shared = [files[a] & files[b] for number, a in enumerate(names) for b in names[:number]]
-    assert not any(shared)
+    ours = f"pdrelay-{importlib.metadata.version('pdrelay')}.dist-info"
+    assert {ours} < files.keys()
+    assert overlaps(files) == []
     checked = pip(index, "check", python=here)
     assert (checked.returncode, checked.stderr) == (0, "")
     theirs = subprocess.run([tmp_path / "env/bin" / OTHER], capture_output=True, text=True, check=True, timeout=60)
     assert theirs.stdout == "another\n"
-    assert (tmp_path / "env/bin/pdrelay").exists()
+    assert "from pdrelay_proxy.cli import main" in (tmp_path / "env/bin/pdrelay").read_text()
+    assert pip(index, "uninstall", "--yes", *FAMILY, python=here).returncode == 0
+    assert not (tmp_path / "env/bin" / OTHER).exists()
+    assert [path for path in files[ours] if not path.exists()] == []
+
+
+@pytest.mark.thorough  # fetches the libraries of the router for each Python
+@in_each_python
+@pytest.mark.parametrize("order", [("router", "family"), ("family", "router")], ids="-".join)
+def test_both_commands_work_in_each_python(index, tmp_path, python, order):
+    """With the libraries that the image installs, in place of empty ones."""
+    here = environment(tmp_path / "env", python)
+    install(index, here, order)
+    argv = [sys.executable, "-m", "pip", "--python", here, "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    argv += ["--force-reinstall", "--require-hashes", "-r", ROOT / "helm/images/requirements-router.txt"]
+    subprocess.run(argv, check=True, capture_output=True, timeout=200)
+    theirs, ours = (
+        subprocess.run(
+            [tmp_path / "env/bin" / command, "--version"], env={}, capture_output=True, text=True, check=True
+        )
+        for command in (OTHER, "pdrelay")
+    )
+
+    assert theirs.stdout == "another\n"
+    assert ours.stdout.startswith(f"pdrelay {importlib.metadata.version('pdrelay')} ")
+    assert overlaps(files_of(tmp_path / "env")) == []
+    assert pip(index, "check", python=here).returncode == 0
 
 
 def test_the_command_runs_from_an_environment_of_its_own(index, tmp_path):

@@ -65,6 +65,7 @@ class InstanceAdmin:
     discovery: Discovery
     own: OwnEngines
     resumes: Callable[[], bool] = lambda: False  # streams may change their engines, by the settings of now
+    has_peers: bool = False  # other routers send requests to the same engines
     warnings: FleetWarnings = field(default_factory=FleetWarnings)
 
     def rows(self, members: Sequence[Member], *, host: str | None = None) -> InstanceList:
@@ -94,6 +95,9 @@ class InstanceAdmin:
         state, why = life.state, life.why
         if state is HealthState.DRAINED and member.load.at_peers:
             state, why = HealthState.DRAINING, "another router has requests there"
+        drain = member.drain
+        if self.has_peers and drain is not None and not drain.by_turn and not self.discovery.is_drain_shared(member):
+            why = f"{why}; by this router alone: give the order to the others, too"
         return InstanceRow(
             id=instance.id,
             role=member.role,

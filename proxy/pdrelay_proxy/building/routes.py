@@ -94,6 +94,7 @@ def _key_routes(
         background.discovery,
         own,
         resumes=lambda: requests.settings.resume_streams,
+        has_peers=bool(settings.peers),
         warnings=engines.warnings,
     )
     return (

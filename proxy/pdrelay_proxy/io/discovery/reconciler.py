@@ -449,6 +449,11 @@ class Discovery:
         if self._registry.get(name) is not None:
             self._registry.drain(name, now=self._reconciler.clock(), moves=moves)
 
+    def is_drain_shared(self, member: Member) -> bool:
+        """Tell whether the other routers of the store know of its drain, too."""
+        wanted = member.origin.wanted
+        return _has_entry(member) or member.retires or (wanted is not None and wanted.leaves)
+
     async def undrain(self, name: InstanceId) -> None:
         """Send it requests again, and end a turn that is under way, for all routers of the store.
 
@@ -500,8 +505,7 @@ class Discovery:
 
     async def _leave(self, name: InstanceId, *, leaves: bool, moves: bool = False) -> None:
         member = self._registry.member(name)
-        wanted = member.origin.wanted
-        if wanted is None or member.origin.source is not EngineSource.STORE or len(wanted.target.ranks) > 1:
+        if not _has_entry(member):
             return  # nothing that the other routers would know it by
         await self._rewrite(member, lambda now: replace(now, leaves=leaves, moves=leaves and (moves or now.moves)))
 
@@ -550,6 +554,12 @@ class Discovery:
                     logger.info(said, before.key.role, before.key.authority, before.serves)
         except StoreDown as exc:  # the next look tries again
             logger.warning("what engines serve that are gone is not forgotten yet: %s", exc)
+
+
+def _has_entry(member: Member) -> bool:
+    """Tell whether the store has an entry of this engine alone."""
+    wanted = member.origin.wanted
+    return wanted is not None and member.origin.source is EngineSource.STORE and len(wanted.target.ranks) <= 1
 
 
 def _key(member: Member) -> Key:

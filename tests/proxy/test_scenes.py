@@ -82,6 +82,8 @@ def is_followed(sent):
 PRIVATE = {"kv_transfer_params", "ec_transfer_params"}
 ADDED = {*PRIVATE, "request_id", "return_token_ids"}
 ONE_TOKEN = {"max_tokens", "min_tokens", "max_completion_tokens", "max_output_tokens", "n", "stream", "store"}
+# A priority is sent as the whole number that vLLM makes of it (core/admission/priority.py).
+WHOLE_NUMBERS = {b"-0.0": b"0", b"1.0": b"1", b"true": b"1"}
 ONLY_FOR_DECODE = {"stream_options", "best_of", "use_beam_search", "prompt_logprobs", "logprobs"}
 
 
@@ -95,6 +97,8 @@ def is_clients(heard, sent):
     if b"kv_transfer_params" in asked.get("vllm_xargs", b""):
         is_changed |= {"vllm_xargs"}
     kept, came = ({name: each[name] for name in each if name not in is_changed} for each in (asked, got))
+    if "priority" in kept:
+        kept["priority"] = WHOLE_NUMBERS.get(kept["priority"], kept["priority"])
     return kept == came or any(kept | {"prompt": one} == came for one in several(kept.get("prompt", b"")))
 
 

@@ -204,6 +204,7 @@ async def _converse(served: Served, requests: Sequence[Sent], *, at_once: bool) 
                     await served.settled()
                     sending = asyncio.create_task(_send(writer, left[:1]))
             if got[-1].end == "kept":
+                await sending  # an answer may come before the end of its request
                 await served.settled()
                 writer.write_eof()
                 assert await asyncio.wait_for(reader.read(), _PATIENCE_S) == b"", "something follows the last answer"

@@ -81,7 +81,7 @@ class Rig:
         settings = replace(Settings(), prefill=("http://p0:1", "http://p1:1"), decode=("http://d0:1", "http://d1:1"))
         settings = replace(settings, reuse_prompt_tokens=reuses)
         self.router = build(settings, fabric=Fabric(None, self.dial))
-        registry = self.router.requests.fleet.registry
+        registry = self.router.requests.services.fleet.registry
         for member in registry.members():
             registry.learn(member.instance.id, EngineCapabilities(version="0.32.0"))
         self.protocol = listeners.main_protocol(self.router, settings)

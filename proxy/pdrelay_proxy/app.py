@@ -27,7 +27,7 @@ from pdrelay_proxy.io.reloads import FileReloads
 from pdrelay_proxy.io.request_path.ids import new_id
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.live import Live, check
-from pdrelay_proxy.requests.service import Requests
+from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.settings import Settings
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Router:
 
     app: FastAPI
     admin_app: FastAPI | None  # that of the admin port; None: ``app`` has its routes, too
-    requests: Requests
+    requests: RequestSet
     lifetime: Lifetime
     live: Live
     telemetry: Telemetry
@@ -75,11 +75,13 @@ def build(
     engines = build_engines(settings, fabric)
     serving = build_requests(settings, engines, clock, traces)
     background = build_background(settings, engines, serving, peer_socket=peer_socket, clock=clock, wall=wall)
-    requests, telemetry = serving.requests, serving.telemetry
+    requests = serving.requests
+    telemetry = serving.telemetry
+    live_settings = requests.services.settings
     admin_key = AdminKey(operator_key(settings))
     joining_key = AdminKey(join_key(settings))
     reloads = FileReloads(
-        lambda: requests.settings,
+        lambda: live_settings.current,
         server_tls(settings),
         engines.tls.context,
         serving.keyring,
@@ -110,12 +112,12 @@ def build(
         RequestContextMiddleware,
         new_id=new_id,
         clock=clock,
-        ids=requests.ids,
+        ids=requests.services.ids,
         spans=serving.traces,
         request_over=telemetry.request_over,
     )
     live = Live(
-        engines.registry, requests, serving.gate, serving.keyring, engines.outbound, admin_key, joining_key, clock
+        engines.registry, live_settings, serving.gate, serving.keyring, engines.outbound, admin_key, joining_key, clock
     )
     return Router(
         apps.main, apps.admin, requests, serving.lifetime, live, telemetry, reloads.server_tls, reloads.admin_tls

@@ -25,7 +25,7 @@ from pdrelay_proxy.io.peers import check_peers
 from pdrelay_proxy.io.reloads import half_written, key_stamps
 from pdrelay_proxy.io.worker_place import check_workers
 from pdrelay_proxy.requests.gate import Gate
-from pdrelay_proxy.requests.service import Requests
+from pdrelay_proxy.requests.services import LiveSettings
 from pdrelay_proxy.settings import CACHE_POLICIES, KvEvents, QueueOrder, RolesMode, Settings
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Live:
     """The objects that a change concerns."""
 
     registry: Registry
-    requests: Requests
+    settings: LiveSettings
     gate: Gate
     keyring: Keyring
     outbound: Outbound
@@ -79,7 +79,7 @@ class Live:
             self.admin_key.change(admin_key)
             self.join_key.change(join)
             self.gate.change(new)
-            self.requests.settings = new
+            self.settings.current = new
             self._exchange(before, after)
 
         return change

@@ -12,7 +12,16 @@ from pdrelay_proxy.core.admission import admission
 from pdrelay_proxy.core.model import EngineRole, InstanceId, RequestId, Role
 from pdrelay_proxy.errors import AddressError, ConfigError
 from pdrelay_proxy.options import OPTIONS, SECRETS
-from pdrelay_proxy.requests import attempt, client_response, dispatch, gate, request, service, stream_moves
+from pdrelay_proxy.requests import (
+    attempt,
+    client_response,
+    dispatch,
+    gate,
+    request,
+    request_set,
+    stream_move,
+    stream_moves,
+)
 from pdrelay_proxy.settings import Settings
 
 OLD = Settings(prefill=("p0:1", "p1:1"), decode=("d0:1",))
@@ -115,7 +124,7 @@ def test_limits_and_rules_are_the_new_ones():
     router.live.prepared(OLD, replace(OLD, max_queue=7, retries=5))()
 
     assert router.live.gate.admission.limits.max_queue == 7
-    assert router.live.requests.settings.retries == 5
+    assert router.live.settings.current.retries == 5
 
 
 FILES = {"api_keys_file": "a:first-0123456789ab\n"} | dict.fromkeys(
@@ -196,10 +205,10 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
     build(OLD).live.prepared(OLD, new)()
     live = {name for name, setting in OPTIONS.items() if setting.option.live}
     # Requests and their gate get all settings, and read them when a request is admitted.
-    modules = (admission, attempt, client_response, dispatch, gate, request, service, stream_moves)
+    modules = (admission, attempt, client_response, dispatch, gate, request, request_set, stream_move, stream_moves)
     files = [Path(module.__file__) for module in modules]
     sources = "".join(file.with_name(file.name.partition(".")[0] + ".py").read_text() for file in files)
-    new.names.update(live & set(re.findall(r"(?:limits|settings)\.(\w+)", sources)))
+    new.names.update(live & set(re.findall(r"(?:limits|settings(?:\.current)?)\.(\w+)", sources)))
     at_its_end = {"log_level", "drain_grace_s", "shutdown_timeout_s"}
     looked_at = {
         "host",

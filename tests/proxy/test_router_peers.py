@@ -153,7 +153,7 @@ async def test_what_a_router_that_has_gone_had_sent_is_not_taken_in_by_one_that_
         wall = time.time()  # noqa: TID251 (as the router's own)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
             for data in (introductions.datagram(wall=wall), *exchange.datagrams(now=0.0, wall=wall)):
-                sender.sendto(data, ("127.0.0.1", router.requests.settings.peer_port))
+                sender.sendto(data, ("127.0.0.1", router.live.settings.current.peer_port))
             counters = router.telemetry.counters
             await until_async(lambda: counters.peer_datagrams["unknown",] > 0, seconds=30)
 
@@ -177,10 +177,11 @@ async def test_a_quota_that_one_router_has_served_is_used_up_at_the_other(tmp_pa
     async with fleet(2, 1, **limits) as found:
         found.engines[0].may_answer.set()
         await until_async(lambda: all(found.heard(number) == 1 for number in range(2)), seconds=30)
-        await until_async(lambda: all(one.requests.gate.admission.share == 1.0 for one in found.routers), seconds=30)
+        gates = [one.requests.services.gate for one in found.routers]
+        await until_async(lambda: all(gate.admission.share == 1.0 for gate in gates), seconds=30)
         body = {"prompt": "x", "max_tokens": 40}
         sent = [await found.clients[0].post("/v1/completions", json=body, headers=key("a")) for _ in range(2)]
-        accounts = found.routers[1].requests.gate.admission
+        accounts = found.routers[1].requests.services.gate.admission
         await until_async(lambda: not admits(accounts, "a"), seconds=30)
         refused = await found.clients[1].post("/v1/completions", json=body, headers=key("a"))
         other = await found.clients[1].post("/v1/completions", json=body, headers=key("b"))

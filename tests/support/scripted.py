@@ -10,6 +10,7 @@ import itertools
 import json
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission.keys import Keyring
@@ -25,6 +26,7 @@ from pdrelay_proxy.core.routing.pairing import PairSelector
 from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.retries import RetryBudget
 from pdrelay_proxy.errors import EngineError
+from pdrelay_proxy.io.request_path.good_legs import GoodLegs, count_legs
 from pdrelay_proxy.io.request_path.ids import new_transfer
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
@@ -34,7 +36,8 @@ from pdrelay_proxy.requests.intake import Intake
 from pdrelay_proxy.requests.leg_bodies import LegBodies
 from pdrelay_proxy.requests.release import Releaser
 from pdrelay_proxy.requests.request import Request
-from pdrelay_proxy.requests.service import Requests
+from pdrelay_proxy.requests.request_set import RequestSet
+from pdrelay_proxy.requests.services import LiveSettings, Services
 from pdrelay_proxy.settings import KvTransferMode, Settings
 
 EVENT, DONE = b'data: {"id":"x"}\n\n', b"data: [DONE]\n\n"
@@ -416,13 +419,14 @@ class _NotedLeg:
 class Router:
     """What requests are served with, and what it has come to."""
 
-    requests: Requests
+    requests: RequestSet
     registry: Registry
     names: list  # of the requests to come
     ended: dict  # the records of the requests that are over, by their ids
 
     def __getattr__(self, name):
-        return getattr(self.requests, name)
+        services = self.requests.services
+        return getattr(services if hasattr(services, name) else self.requests, name)
 
     def start(self, asked=None, name="r", *, sends=True):
         """Send a request, or no more than its head."""
@@ -480,7 +484,7 @@ def router_of(
         ended.setdefault(record.request_id, []).append(record)
         telemetry.request_over(record)
 
-    requests = Requests(
+    services = Services(
         intake=Intake(
             settings,
             lifetime,
@@ -489,23 +493,24 @@ def router_of(
             model_of_unnamed=registry.model_of_unnamed if asks_for_models else None,
         ),
         fleet=fleet,
-        learned=learned,
-        handovers=LegBodies(learned, manner),
-        engines=engines,
+        push_coordinates=learned,
+        leg_bodies=LegBodies(learned, manner),
+        sender=engines,
         releaser=Releaser(engines, (telemetry, *told)),
         budget=budget or RetryBudget(most=1000.0),
         gate=Gate(limits or Settings(), clock),
         lifetime=lifetime,
-        examiner=BodyReader(),
+        body_reader=BodyReader(),
         telemetry=telemetry,
-        settings=settings,
+        good_legs=GoodLegs(telemetry.later, partial(count_legs, fleet, telemetry)),
+        settings=LiveSettings(settings),
         clock=clock,
         new_id=lambda: RequestId(names.pop(0) if names else f"n{next(numbers)}"),
         new_transfer=new_transfer,
         request_over=request_over,
         spans=spans,
-        moves_at_once=moves_at_once,
     )
+    requests = RequestSet(services, moves_at_once=moves_at_once)
     telemetry.legs_under_way = requests.engines_of_legs
     return Router(requests, registry, names, ended)
 

@@ -13,8 +13,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pdrelay_proxy.core.admission.lifetime import Stage, cut_short
 from pdrelay_proxy.requests.request import Request
+from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.requests.response import LONG_BODY
-from pdrelay_proxy.requests.service import Requests
 
 _HIGH: Final = 64 * 1024  # bytes that wait to be sent, above which the engine has to wait
 
@@ -22,12 +22,12 @@ _HIGH: Final = 64 * 1024  # bytes that wait to be sent, above which the engine h
 class Endpoints:
     """Serves the POST endpoints."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: RequestSet) -> None:
         self._requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        response = _AsgiResponse(self._requests.gate.admission.charge)
+        response = _AsgiResponse(self._requests.services.gate.admission.charge)
         headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
         request = Request(self._requests, response, scope["path"], headers)
         response.request = request
@@ -48,7 +48,7 @@ class Endpoints:
         try:
             await response.send_to(send)
         except asyncio.CancelledError:
-            if self._requests.lifetime.stage is not Stage.CLOSED:
+            if self._requests.services.lifetime.stage is not Stage.CLOSED:
                 raise
             # The server cuts off what took too long to finish, and cares for nothing that comes after.
             request.interrupt(cut_short())

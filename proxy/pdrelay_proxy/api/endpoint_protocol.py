@@ -14,15 +14,15 @@ from pdrelay_proxy.core.http.framing import Head, RefusalReason
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.errors import ProxyError
 from pdrelay_proxy.requests.request import Request
+from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.requests.response import LONG_BODY, HttpResponse
-from pdrelay_proxy.requests.service import Requests
 
 _URLS: Final[Mapping[bytes, str]] = {path.encode("ascii"): path for path in ENDPOINTS}
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def endpoint_protocol(
-    requests: Requests,
+    requests: RequestSet,
     clients: Clients,
     *,
     write_timeout_s: float | None,
@@ -41,7 +41,7 @@ def endpoint_protocol(
 class _EndpointProtocol(GuardedProtocol):
     """uvicorn's protocol, but for the endpoints. It is the ClientConnection of their requests."""
 
-    requests: Requests
+    requests: RequestSet
     cycle: Any  # None, a Request, or what uvicorn calls so
 
     _request: Request | None = None  # that was read last, if it was for an endpoint

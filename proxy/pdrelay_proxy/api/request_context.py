@@ -11,7 +11,7 @@ from pdrelay_proxy.api.endpoint_routes import is_endpoint
 from pdrelay_proxy.core.model import Headers, RequestId
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.core.request_record import CLIENT_CLOSED_REQUEST, ClientIds, RequestRecord
-from pdrelay_proxy.requests.service import Spans
+from pdrelay_proxy.requests.services import Spans
 
 _BUG: Final = 500
 _KEY: Final = "pdrelay.record"

@@ -78,7 +78,7 @@ def build_background(
         registry,
         admission,
         clock,
-        may_be_alone=lambda: serving.requests.settings.decode_only_fallback,
+        may_be_alone=lambda: serving.requests.services.settings.current.decode_only_fallback,
         pairs=engines.pairs,
         roles=(lambda: None) if board is None else board.part,
         warnings=engines.warnings,

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdrelay_proxy.api.model_list import ModelCatalog
@@ -21,6 +22,7 @@ from pdrelay_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.files import client_keys
+from pdrelay_proxy.io.request_path.good_legs import GoodLegs, count_legs
 from pdrelay_proxy.io.request_path.ids import new_id, new_transfer
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.requests.body_reader import BodyReader
@@ -28,7 +30,8 @@ from pdrelay_proxy.requests.gate import Gate
 from pdrelay_proxy.requests.intake import Intake
 from pdrelay_proxy.requests.leg_bodies import LegBodies
 from pdrelay_proxy.requests.release import Releaser
-from pdrelay_proxy.requests.service import Requests
+from pdrelay_proxy.requests.request_set import RequestSet
+from pdrelay_proxy.requests.services import LiveSettings, Services
 from pdrelay_proxy.settings import PolicyName, Settings
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ _PATHS = frozenset({*ENDPOINTS, "/v1/models"})  # those that metrics and spans t
 class RequestSide:
     """What serves requests, and what is known of them."""
 
-    requests: Requests
+    requests: RequestSet
     gate: Gate
     lifetime: Lifetime
     keyring: Keyring
@@ -67,7 +70,7 @@ def build_requests(
     traces = traces or _traces(settings)
     releaser = Releaser(wire, told=(telemetry,))
     sites, salts = Sites(settings, socket.gethostname()), _salts(settings, keyring)
-    requests = Requests(
+    services = Services(
         intake=Intake(
             settings,
             lifetime,
@@ -79,16 +82,17 @@ def build_requests(
             engines.registry.model_of_unnamed,
         ),
         fleet=fleet,
-        learned=engines.learned,
-        handovers=LegBodies(engines.learned, TRANSFER_POLICIES[settings.kv_transfer_mode], telemetry.replaced_host),
-        engines=wire.teller,
+        push_coordinates=engines.learned,
+        leg_bodies=LegBodies(engines.learned, TRANSFER_POLICIES[settings.kv_transfer_mode], telemetry.replaced_host),
+        sender=wire.teller,
         releaser=releaser,
         budget=RetryBudget(settings.retry_budget_ratio, settings.retry_budget_min_rate, most=MOST_RETRIES),
         gate=gate,
         lifetime=lifetime,
-        examiner=reader,
+        body_reader=reader,
         telemetry=telemetry,
-        settings=settings,
+        good_legs=GoodLegs(telemetry.later, partial(count_legs, fleet, telemetry)),
+        settings=LiveSettings(settings),
         clock=clock,
         new_id=new_id,
         new_transfer=new_transfer,
@@ -98,6 +102,7 @@ def build_requests(
         reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN and not settings.peers,
         spans=traces,
     )
+    requests = RequestSet(services)
     fleet.later, fleet.bounds = telemetry.later, counters.lone_prompts_bound
     telemetry.legs_under_way, telemetry.stepped = requests.engines_of_legs, fleet.stepped
     models = ModelCatalog(engines.registry, wire, engines.outbound, clock, model=settings.required_model)

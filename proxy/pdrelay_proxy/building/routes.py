@@ -78,7 +78,7 @@ def _key_routes(
         fleet.rehearsal,
         fleet.usable,
         engines.learned,
-        lambda: requests.settings,
+        lambda: requests.services.settings.current,
         SessionIds(settings.session_names),
         fleet.shares_loads,
         fleet.caches,
@@ -93,7 +93,7 @@ def _key_routes(
         clock,
         background.discovery,
         own,
-        resumes=lambda: requests.settings.resume_streams,
+        resumes=lambda: requests.services.settings.current.resume_streams,
         has_peers=bool(settings.peers),
         warnings=engines.warnings,
     )

@@ -37,7 +37,7 @@ from pdrelay_proxy.requests.leg_bodies import prefill_body
 from pdrelay_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestState
-from pdrelay_proxy.requests.stream_moves import StreamMove, StuckPrompts
+from pdrelay_proxy.requests.stream_move import StreamMove, StuckPrompts
 from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class Attempt(LegOwner):
     __slots__ = (
         "_expected",
         "_life",
-        "_of",
         "_plan",
+        "_services",
         "_settings",
         "_shows_token",
         "_slot",
@@ -89,8 +89,9 @@ class Attempt(LegOwner):
         shows_token: bool = False,  # noqa: FBT001, FBT002 (by name it costs 1,000 instructions more)
     ) -> None:
         """``shows_token``: the client may see the token of a prefill engine whose blocks are read."""
-        of, record = life.of, life.record
-        self._of = of
+        services = life.services
+        record = life.record
+        self._services = services
         self._plan = plan
         self._settings = settings
         self._shows_token = shows_token
@@ -101,7 +102,7 @@ class Attempt(LegOwner):
         self.record = record
         self.retries = retries
         self.id = record.attempt_id if record.retries or record.moves else record.request_id
-        self.transfer = of.new_transfer()
+        self.transfer = services.new_transfer()
         self.body: Pieces = []  # of the decode leg
         self.prefill: PrefillLeg | None = None
         self.decode: DecodeLeg | None = None
@@ -121,7 +122,7 @@ class Attempt(LegOwner):
 
     def hold_slot(self, decode: Instance) -> None:
         """Hold a slot at the decode engine until its leg is sent: the handover must not wait."""
-        fleet = self._of.fleet
+        fleet = self._services.fleet
         fleet.enter(decode, self.id)
         self._slot = decode
         if fleet.costs is not None:
@@ -140,7 +141,7 @@ class Attempt(LegOwner):
         kind = slot.id, prefill.instance.id, ask.model, ask.rank, frozenset(avoided)
         if kind in stuck:
             return
-        fleet = self._of.fleet
+        fleet = self._services.fleet
         fitting = fleet.fitting(prefill.instance, self.usable(_DECODE))
         others = fleet.nearest(prefill.instance, [one for one in fitting if one.id not in avoided])
         try:
@@ -160,16 +161,17 @@ class Attempt(LegOwner):
 
     def send_prefill(self, call: GenerationRequest, prefill: Instance, *, reuses: bool) -> PrefillLeg:
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
-        of, settings = self._of, self._settings
-        shows = self._shows_token and of.handovers.may_show(call, prefill.id)
-        learns = of.fleet.learner is not None and of.fleet.asks_for_ids(call, self._plan.ask)
+        services = self._services
+        settings = self._settings
+        shows = self._shows_token and services.leg_bodies.may_show(call, prefill.id)
+        learns = services.fleet.learner is not None and services.fleet.asks_for_ids(call, self._plan.ask)
         holder, ids, move, seconds = None, None, self.move, settings.prefill_timeout_s
         if move is not None:
             ids, reuses, learns = move.ids, False, False
             seconds = min(seconds, move.seconds_for(prefill))
         elif settings.return_kv:
-            holder = cached_on(of.fleet, self._plan.ask, prefill.id)
-            of.telemetry.kv_return_looked_up(named=holder is not None)
+            holder = cached_on(services.fleet, self._plan.ask, prefill.id)
+            services.telemetry.kv_return_looked_up(named=holder is not None)
         body = prefill_body(
             call,
             self.id,
@@ -181,33 +183,37 @@ class Attempt(LegOwner):
             ids=ids,
             pushes=self.mode is _PUSH,
         )
-        now = of.clock()
+        now = services.clock()
         leg = PrefillLeg(self, prefill, now, now + seconds)
         leg.reuses, leg.shows, leg.learns = reuses, shows, learns
         self.prefill, self.record.prefill = leg, leg.record
-        self._send(leg, body, asks_for_report=of.reports)
+        self._send(leg, body, asks_for_report=services.reports)
         return leg
 
     def send_decode(self, decode: Instance) -> DecodeLeg:
         """Send a decode leg; the slot that is held at its engine becomes its own."""
-        of, now, prefill = self._of, self._of.clock(), self.prefill
+        services = self._services
+        now = services.clock()
+        prefill = self.prefill
         seconds = self._settings.first_token_timeout_s if self._plan.streams else None
         if self.move is not None:
             seconds = min(self._settings.first_token_timeout_s, self._settings.move_timeout_s)
-        leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds, of.clock)
+        leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds, services.clock)
         leg.counts = self.record.single_reason is None
         leg.cache_usage = self._life.cache_usage
         self.decode, self.record.decode = leg, leg.record
         leg.record.expected, self._expected = self._expected, None
         if prefill is not None and prefill.handover is not None and not prefill.is_followed:
             leg.follows = prefill.is_followed = True
-            of.telemetry.handed_over(now - prefill.handed_over_at)
+            services.telemetry.handed_over(now - prefill.handed_over_at)
         self._send(leg, self.body)
         return leg
 
     def _send(self, leg: EngineLeg, body: Pieces, *, asks_for_report: bool = False) -> None:
         """Send a leg; one that cannot be sent has failed."""
-        of, plan, instance = self._of, self._plan, leg.instance
+        services = self._services
+        plan = self._plan
+        instance = leg.instance
         headers, leg.record.name = plan.headers, self.id
         if instance.rank is not None or plan.ask.rank is not None:
             headers = self._ranked(headers, instance)
@@ -218,13 +224,13 @@ class Attempt(LegOwner):
         if self._slot is instance:
             self._slot = None
         else:
-            of.fleet.enter(instance, self.id)
-        if of.fleet.remembers and self.prefill is None:
-            of.fleet.computes(instance, self.id, plan.ask)
-        if of.fleet.costs is not None:
-            self._note_sent(of.fleet.costs, leg)
+            services.fleet.enter(instance, self.id)
+        if services.fleet.remembers and self.prefill is None:
+            services.fleet.computes(instance, self.id, plan.ask)
+        if services.fleet.costs is not None:
+            self._note_sent(services.fleet.costs, leg)
         try:
-            of.engines.tell(
+            services.sender.tell(
                 leg,
                 instance,
                 plan.path,
@@ -262,7 +268,7 @@ class Attempt(LegOwner):
 
         One that waits for its trial gets no request that may be to blame for its failure.
         """
-        fleet = self._of.fleet
+        fleet = self._services.fleet
         usable = fleet.usable(role)
         if fleet.missing.is_denied(self._plan.path):
             usable = fleet.offering(self._plan.path, usable)
@@ -274,13 +280,13 @@ class Attempt(LegOwner):
     def usable(self, role: Role) -> Sequence[Instance]:
         """List the engines of a role that may get a request now, if any."""
         try:
-            return self._of.fleet.usable(role)
+            return self._services.fleet.usable(role)
         except NoInstance:
             return ()
 
     def small_reason(self) -> SingleEngineReason | None:
         """Say why so little of the prompt is new to a decode engine that it serves it alone; None: it does not."""
-        least, ask, fleet = self._settings.min_split_new_bytes, self._plan.ask, self._of.fleet
+        least, ask, fleet = self._settings.min_split_new_bytes, self._plan.ask, self._services.fleet
         if not (least or fleet.costs):
             return None
         if self.retries.avoided:
@@ -299,7 +305,7 @@ class Attempt(LegOwner):
 
     def one(self, among: Sequence[Instance]) -> Instance:
         """Choose a decode engine."""
-        fleet, ask, retries = self._of.fleet, self._plan.ask, self.retries
+        fleet, ask, retries = self._services.fleet, self._plan.ask, self.retries
         if fleet.missing.is_denied(self._plan.path):
             among = fleet.offering(self._plan.path, among) or among
         among = retries.among(among)
@@ -313,7 +319,7 @@ class Attempt(LegOwner):
 
     def take_expected(self) -> None:
         """Keep what was expected of the engine that was just chosen to serve the request alone."""
-        costs = self._of.fleet.costs
+        costs = self._services.fleet.costs
         if costs is not None and (expected := costs.take_expected(self._plan.ask)) and self.prefill is None:
             self._expected = expected
 
@@ -322,18 +328,18 @@ class Attempt(LegOwner):
 
         They must be able to read the blocks. None: it is too late for these, or another pair has better chances.
         """
-        of = self._of
+        services = self._services
         decodes = self.usable(Role.DECODE)
         if self.prefill is None:
             # The engine that failed was to serve it alone because of its cache: others may need a prefill engine.
             return () if self.record.single_reason in _BY_CACHE else decodes
         if lent_by is not None and lent_by.handover is not None:
             limit = handoff_timeout(lent_by.handover.params, self._settings.handoff_timeout_s)
-            if of.clock() >= lent_by.handed_over_at + limit:
+            if services.clock() >= lent_by.handed_over_at + limit:
                 return ()
-        fitting = of.fleet.fitting(self.prefill.instance, decodes)
+        fitting = services.fleet.fitting(self.prefill.instance, decodes)
         fresh = [instance for instance in fitting if instance.id not in self.retries.avoided | {failed.id}]
-        return of.fleet.nearest(self.prefill.instance, fresh if fresh or len(fitting) < len(decodes) else fitting)
+        return services.fleet.nearest(self.prefill.instance, fresh if fresh or len(fitting) < len(decodes) else fitting)
 
     def may_repeat(self, failed: LegFailed, others: Sequence[Instance]) -> bool:
         """Tell whether a leg may be sent again, with so many engines of its role, and count it.
@@ -346,7 +352,7 @@ class Attempt(LegOwner):
         may_be_alone = move is None and self.decode_fallback()
         if not self.retries.take(failed, others, needs_other=needs_other, may_be_alone=may_be_alone):
             return False
-        return not self.retries.is_charged or self._of.budget.grants(now=self._of.clock())
+        return not self.retries.is_charged or self._services.budget.grants(now=self._services.clock())
 
     def decode_fallback(self) -> bool:
         """Tell whether a decode engine may serve the request alone."""
@@ -373,16 +379,19 @@ class Attempt(LegOwner):
 
     def _release(self, leg: PrefillLeg) -> None:
         """Free the blocks of a prefill that is not read; the client does not wait for it. What is pushed needs none."""
-        of, decode, call, handover = self._of, self.record.decode, self._plan.call, leg.handover
+        services = self._services
+        decode = self.record.decode
+        call = self._plan.call
+        handover = leg.handover
         if call is None or handover is None or handover.coordinates is not None:
             return
         prefill = leg.instance
         body = release_body(call.fields, handover.params)
         tried = None if decode is None else decode.instance  # it may be why the leg was not sent: it is asked last
-        fitting = self.retries.first(of.fleet.fitting(prefill, self.usable(Role.DECODE)))
+        fitting = self.retries.first(services.fleet.fitting(prefill, self.usable(Role.DECODE)))
         decodes = sorted(fitting, key=lambda instance: instance.id == tried)[:_RELEASES_MOST]
         abandoning = self._about_blocks(prefill, abandon_body(call.fields, self.transfer))
-        of.releaser.release(prefill, [self._about_blocks(decode, body) for decode in decodes], abandoning)
+        services.releaser.release(prefill, [self._about_blocks(decode, body) for decode in decodes], abandoning)
 
     def _abandon(self, leg: EngineLeg) -> None:
         """Free what a prefill that was dropped, or has failed, may have leased by now.
@@ -392,7 +401,7 @@ class Attempt(LegOwner):
         call = self._plan.call
         if call is not None and leg.was_sent and self.decode is None:
             body = abandon_body(call.fields, self.transfer)
-            self._of.releaser.abandon(leg.instance, self._about_blocks(leg.instance, body))
+            self._services.releaser.abandon(leg.instance, self._about_blocks(leg.instance, body))
 
     def _about_blocks(self, engine: Instance, body: bytes) -> LegRequest:
         headers = (*self._plan.headers, (b"x-request-id", self.id.encode()))
@@ -402,24 +411,26 @@ class Attempt(LegOwner):
 
     def prefill_answered(self, leg: PrefillLeg, body: bytes, /) -> None:
         """Take the handover out of the prefill engine's answer."""
-        of, came, call = self._of, self._of.clock(), self._plan.call
-        of.engines.done(leg)
-        if of.reports and leg.load:
-            of.fleet.reported(leg.instance, leg.load)
+        services = self._services
+        came = services.clock()
+        call = self._plan.call
+        services.sender.done(leg)
+        if services.reports and leg.load:
+            services.fleet.reported(leg.instance, leg.load)
         if call is None:
             return  # it has no prefill leg
         handover = self._read_handover(leg, call, body)
         if handover is None:
             return
-        of.handovers.note_looks_back(self._plan.ask.model, leg.instance.id, looks_back=handover.looks_back)
+        services.leg_bodies.note_looks_back(self._plan.ask.model, leg.instance.id, looks_back=handover.looks_back)
         if self._shows_token:
-            leg.first = of.handovers.first_token(
+            leg.first = services.leg_bodies.first_token(
                 call, leg.instance.id, handover, shows=leg.shows, is_auto=self.mode is not None
             )
         leg.answered_s = _note_time(leg, came)
         self._note_cache(call, body)
-        if of.fleet.caches is not None:
-            of.fleet.prefilled(leg.instance, self.id, self._plan.ask, handover.counted)
+        if services.fleet.caches is not None:
+            services.fleet.prefilled(leg.instance, self.id, self._plan.ask, handover.counted)
         if self.retries.accused:
             self._blame(leg.instance)
         leg.handed_over_at, leg.handover = came, handover
@@ -431,7 +442,7 @@ class Attempt(LegOwner):
             self._compare()
         self._life.wake()
         if leg.learns:  # last: the decode leg does not wait for it
-            of.fleet.learn(self._plan.ask, handover.read)
+            services.fleet.learn(self._plan.ask, handover.read)
 
     def _note_cache(self, call: GenerationRequest, answer: bytes) -> None:
         """Note what the client is told of caches; an engine that hands a stream over has all of it in its own."""
@@ -446,8 +457,8 @@ class Attempt(LegOwner):
             if leg.status != _OK:
                 raise self._error_of(leg, body)
             if self._plan.learns_model:  # the decode engine is told the name, and checks it
-                self._plan.ask.model = self._of.handovers.learn_model(leg.instance.id, body)
-            return self._of.handovers.take(
+                self._plan.ask.model = self._services.leg_bodies.learn_model(leg.instance.id, body)
+            return self._services.leg_bodies.take(
                 call,
                 self.id,
                 self.transfer,
@@ -464,7 +475,7 @@ class Attempt(LegOwner):
 
     def _error_of(self, leg: EngineLeg, body: bytes) -> EngineError | Refused:
         """Say what an answer other than 200 means."""
-        is_clients_key = self._of.engines.shows_clients_key(leg.instance, self._plan.headers)
+        is_clients_key = self._services.sender.shows_clients_key(leg.instance, self._plan.headers)
         return leg_error(leg.instance, leg.response(body), is_clients_key=is_clients_key)
 
     def stream_begun(self, leg: DecodeLeg, counted: int | None, /) -> None:
@@ -475,7 +486,7 @@ class Attempt(LegOwner):
 
     def decode_answered(self, leg: DecodeLeg, body: bytes, /) -> None:
         """Judge an answer that is no stream."""
-        self._of.engines.done(leg)
+        self._services.sender.done(leg)
         if leg.status != _OK:
             self.leg_failed(leg, self._error_of(leg, body))
             return
@@ -493,33 +504,35 @@ class Attempt(LegOwner):
         self._life.wake()
 
     def _answered_well(self, leg: DecodeLeg, counted: int | None) -> None:
-        of, now = self._of, self._of.clock()
+        services = self._services
+        now = services.clock()
         if leg.follows:
-            of.telemetry.transfer_expected(leg.instance.id)
+            services.telemetry.transfer_expected(leg.instance.id)
         leg.answered_s = _note_time(leg, now)
         if self.retries.accused:
             self._blame(leg.instance)
         if leg.lines is not None:
-            if of.fleet.remembers:
-                of.fleet.computed(leg.instance, self.id)
-            if of.fleet.costs is not None:
-                of.fleet.costs.answered(leg.instance, self.id, self._plan.ask, None)
+            if services.fleet.remembers:
+                services.fleet.computed(leg.instance, self.id)
+            if services.fleet.costs is not None:
+                services.fleet.costs.answered(leg.instance, self.id, self._plan.ask, None)
             self._time_tokens(leg, now)
-            of.good_legs.answered(leg.instance, self._plan.path, self.id, leg.answered_s, now)
+            services.good_legs.answered(leg.instance, self._plan.path, self.id, leg.answered_s, now)
             leg.answered_s = None
         if counted is not None:
             self.prompt_counted(leg, counted)
 
     def _blame(self, witness: Instance) -> None:
         for guilty, failure in self.retries.guilty(witness):
-            self._of.fleet.blamed(guilty, failure)
+            self._services.fleet.blamed(guilty, failure)
             if guilty.role is _DECODE:
-                self._of.telemetry.pair_blamed(self.record, guilty.id)
+                self._services.telemetry.pair_blamed(self.record, guilty.id)
 
     def _time_tokens(self, leg: DecodeLeg, now: float) -> None:
         """Have the reads of a stream timed; one that goes on for another has been quiet since that one's last."""
-        of, name = self._of, None if self._of.fleet.costs is None else leg.instance.id
-        gaps = leg.gaps = of.telemetry.gaps(self._plan.path, name)
+        services = self._services
+        name = None if services.fleet.costs is None else leg.instance.id
+        gaps = leg.gaps = services.telemetry.gaps(self._plan.path, name)
         leg.read_at = now
         if self.record.last_token_at is not None:
             gaps.append(now - self.record.last_token_at)
@@ -531,7 +544,7 @@ class Attempt(LegOwner):
 
     def stream_ended(self, leg: DecodeLeg, /) -> None:
         """All of a stream is here."""
-        self._of.engines.done(leg)
+        self._services.sender.done(leg)
         if leg.lines is None:
             self.leg_failed(leg, EngineError(f"{leg.engine} ended its stream before the first event"))
         else:
@@ -546,7 +559,7 @@ class Attempt(LegOwner):
         _forget_frames(error)  # they hold the leg, which holds the error: a circle
         leg.fault, leg.failure = failed, failed.failure
         if failed.failure is Failure.NO_SUCH_PATH:
-            self._of.fleet.lacks_path(self._plan.path, leg.instance)
+            self._services.fleet.lacks_path(self._plan.path, leg.instance)
         if leg is self.prefill:
             self._unlearn(failed)
             if self.is_streaming or (self.decode is not None and self.decode.shown is not None):
@@ -561,7 +574,7 @@ class Attempt(LegOwner):
     def hold(self, leg: EngineLeg, size: int, /) -> None:
         """Charge bytes of an answer that is kept, until its leg is closed."""
         try:
-            self._of.gate.hold(size)
+            self._services.gate.hold(size)
         except RouterFull as full:  # no engine has failed: the request ends, and so does the leg
             self._life.interrupt(full.with_traceback(None))
         else:
@@ -580,8 +593,8 @@ class Attempt(LegOwner):
         One that has moved has just been learned.
         """
         if VERDICTS[failed.failure].may_move:
-            self._of.learned.forget(failed.instance.id)
-            self._of.handovers.forget(failed.instance.id)
+            self._services.push_coordinates.forget(failed.instance.id)
+            self._services.leg_bodies.forget(failed.instance.id)
 
     def _compare(self) -> None:
         """Complain when the legs had different prompts. The answer may be on its way: the log and the counters tell."""
@@ -593,13 +606,13 @@ class Attempt(LegOwner):
             f"{prefill.instance} counted {counted} prompt tokens and {decode.instance} {said}: "
             "they do not make the same prompt of a request"
         )
-        self._of.telemetry.differed(prefill.instance, decode.instance)
+        self._services.telemetry.differed(prefill.instance, decode.instance)
 
     # ---- streaming
 
     def token_shown(self) -> None:
         """The client has the prefill engine's token: the decode engine gets it as the last one of its prompt."""
-        self.record.last_token_at = self._of.clock()
+        self.record.last_token_at = self._services.clock()
         if self.counted is not None:
             self.counted += 1
 
@@ -650,29 +663,31 @@ class Attempt(LegOwner):
         """Count the end of a leg, once; what is left of it is dropped."""
         if leg.is_closed:
             return
-        of, now, decode = self._of, self._of.clock(), self.decode
+        services = self._services
+        now = services.clock()
+        decode = self.decode
         # Each look at a leg of either kind takes as long as ten at an object of one class.
         instance, complete, failure, answered_s = leg.instance, leg.complete, leg.failure, leg.answered_s
         leg.was_sent = complete or leg.is_sent
         leg.is_closed = True
         held, leg.held = leg.held, 0
-        of.gate.free(held)
+        services.gate.free(held)
         if decode is not None and decode is leg:
             if decode.gaps is not None:
                 self.record.last_token_at = decode.read_at
-            if of.fleet.remembers and leg.status == _OK and leg.fault is None and self._plan.call is not None:
-                kept = of.fleet.remember(instance, self._plan.ask, self.record)
+            if services.fleet.remembers and leg.status == _OK and leg.fault is None and self._plan.call is not None:
+                kept = services.fleet.remember(instance, self._plan.ask, self.record)
                 if not kept:
-                    of.telemetry.cache_missed(instance.id)
+                    services.telemetry.cache_missed(instance.id)
         is_stream = decode is not None and decode is leg and decode.lines is not None
         seconds = now - leg.sent_at
         if failure is None and answered_s is not None:
-            of.good_legs.over(instance, self._plan.path, self.id, answered_s, seconds, now)
+            services.good_legs.over(instance, self._plan.path, self.id, answered_s, seconds, now)
         else:
             self._count_end(leg, seconds, now, is_stream=is_stream)
         if failure is _TIMEOUT and self.move is not None:
             failure = None  # a move gives an engine little of its time: probes tell whether it lives
-        of.fleet.ended(instance, self.id, failure, was_begun=is_stream)
+        services.fleet.ended(instance, self.id, failure, was_begun=is_stream)
         if leg.span is not None:
             leg.span.end(None if leg.fault is None else leg.fault.error)
         if not complete:
@@ -688,18 +703,20 @@ class Attempt(LegOwner):
 
     def _count_end(self, leg: EngineLeg, seconds: float, now: float, *, is_stream: bool) -> None:
         """Count the end of a leg whose good answer was counted before, or that has none."""
-        of, failure = self._of, leg.failure
+        services = self._services
+        failure = leg.failure
         if leg.record.ms is None:
             leg.record.ms = seconds * 1000
         if failure is None:
-            of.good_legs.ended(leg.instance, seconds, now, leg.complete)
+            services.good_legs.ended(leg.instance, seconds, now, leg.complete)
         else:
             if VERDICTS[failure].held is _IF_SERVED:
                 self._note_broken(leg, failure, is_stream=is_stream)
-            of.telemetry.later.add(of.telemetry.leg_ended, leg.instance, seconds, failure, self.id, now)
+            telemetry = services.telemetry
+            telemetry.later.add(telemetry.leg_ended, leg.instance, seconds, failure, self.id, now)
             prefill = self.prefill
             if prefill is not None and prefill is not leg and prefill.handover is not None:
-                of.telemetry.later.add(of.telemetry.pair_failed, prefill.instance.id, leg.instance.id, failure, now)
+                telemetry.later.add(telemetry.pair_failed, prefill.instance.id, leg.instance.id, failure, now)
 
     def close_all(self) -> None:
         """Drop what is still under way, the decode leg first."""
@@ -715,7 +732,7 @@ class Attempt(LegOwner):
     def _leave_slot(self) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:
-            self._of.fleet.leave(slot, self.id)
+            self._services.fleet.leave(slot, self.id)
 
 
 def _note_time(leg: EngineLeg, now: float) -> float:

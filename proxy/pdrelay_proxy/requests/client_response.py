@@ -22,7 +22,7 @@ from pdrelay_proxy.requests.error_body import error_body, error_headers, last_ev
 from pdrelay_proxy.requests.legs import DecodeLeg
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.response import NO_SNIFFING, STREAM_LINES, ResponseWriter, head_lines
-from pdrelay_proxy.requests.stream_moves import StreamCut, StreamMove
+from pdrelay_proxy.requests.stream_move import StreamCut, StreamMove
 
 _OK: Final = 200
 _BUG: Final = 500
@@ -200,7 +200,7 @@ class ClientResponse:
             record.answered = True
             writer.end(event)
             return _OK
-        overload = self._life.of.settings.overload_status
+        overload = self._life.services.settings.current.overload_status
         status, content_type, body = error_body(error, record.path, overload)
         lines = self._head_lines(content_type.encode("latin-1"))
         for name, value in error_headers(error, overload).items():
@@ -215,18 +215,18 @@ class ClientResponse:
         return self._head_lines(STREAM, STREAM_LINES)
 
     def _head_lines(self, content_type: bytes, last_lines: bytes = NO_SNIFFING) -> bytes:
-        of = self._life.of
-        if of.lifetime.stage is not _SERVING:
+        services = self._life.services
+        if services.lifetime.stage is not _SERVING:
             self.writer.keep_alive = False
         if self.added_lines:
             last_lines += self.added_lines
-        wanted = of.settings.server_timing
+        wanted = services.settings.current.server_timing
         return head_lines(
             self._life.record,
             content_type,
             shows_times=wanted is not False,
-            tells_cache=wanted is not None or not of.intake.keyring.has_several,
-            trouble=self._trouble(of.fleet.registry.pairs.troubles),
+            tells_cache=wanted is not None or not services.intake.keyring.has_several,
+            trouble=self._trouble(services.fleet.registry.pairs.troubles),
             last_lines=last_lines,
         )
 
@@ -241,12 +241,12 @@ class ClientResponse:
     def _keeps_end(self) -> bool:
         """Tell whether the size and the end of the response matter: whether blocks have arrived, or will be found."""
         life = self._life
-        of = life.of
-        return life.record.push is _CONCURRENT or of.fleet.remembers or of.gate.admission.counts_tokens
+        services = life.services
+        return life.record.push is _CONCURRENT or services.fleet.remembers or services.gate.admission.counts_tokens
 
     def _keep_end(self, piece: bytes) -> None:
         if piece:
             life = self._life
             life.record.wrote(piece)
-            if life.of.gate.admission.counts_tokens:
+            if life.services.gate.admission.counts_tokens:
                 self.events += piece.count(_EVENT)

@@ -30,7 +30,7 @@ from pdrelay_proxy.requests.leg_bodies import decode_body
 from pdrelay_proxy.requests.legs import DecodeLeg, PrefillLeg
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
-from pdrelay_proxy.requests.stream_moves import RequestKind, StreamMove, StuckPrompts
+from pdrelay_proxy.requests.stream_move import RequestKind, StreamMove, StuckPrompts
 from pdrelay_proxy.settings import Settings
 
 # Looking a member up takes as long as a call.
@@ -75,8 +75,8 @@ class Dispatch:
     @property
     def looks_back(self) -> bool:
         """Tell whether no other engine would go on exactly with the stream: the engines' own defaults begin anew."""
-        of = self._life.of
-        return of.handovers.look_back(self._plan.ask.model, of.fleet.registry.get)
+        services = self._life.services
+        return services.leg_bodies.look_back(self._plan.ask.model, services.fleet.registry.get)
 
     def pause(self) -> None:
         """Have the engine wait."""
@@ -174,7 +174,7 @@ class Dispatch:
         self, attempt: Attempt, call: GenerationRequest | None, single_body: Pieces | None, *, can_split: bool
     ) -> tuple[Instance | None, Instance]:
         """Choose the prefill engine and the decode engine; None: the latter serves the request alone."""
-        fleet, record = self._life.of.fleet, self._life.record
+        fleet, record = self._life.services.fleet, self._life.record
         if attempt.move is not None:
             return self._choose_for_move(attempt, attempt.move, single_body)
         if call is None:
@@ -204,7 +204,7 @@ class Dispatch:
     def pair_for_move(self, source: InstanceId, lender: Instance | None) -> tuple[Instance, Instance] | None:
         """Choose two engines that can go on with a stream; None: there are none now."""
         retries, leg = (
-            RetryAttempts(0, {source, *self._life.of.fleet.registry.relief.full()}),
+            RetryAttempts(0, {source, *self._life.services.fleet.registry.relief.full()}),
             self._life.record.prefill,
         )
         try:
@@ -220,7 +220,7 @@ class Dispatch:
         Without one, a prefill engine computes the prompt and the tokens so far: ``met``, which has the prompt, or else
         another one.
         """
-        fleet, ask = self._life.of.fleet, self._plan.ask.once_more()
+        fleet, ask = self._life.services.fleet, self._plan.ask.once_more()
         decodes = self._with_room([one for one in fleet.usable(_DECODE) if one.id not in retries.avoided])
         if not decodes:
             raise NoInstance("no other decode engine can go on with the stream")
@@ -237,7 +237,7 @@ class Dispatch:
         """Return the engine that a stream has moved from, if no other can go on with it now that it broke off."""
         if any(one.id not in attempt.retries.avoided for one in attempt.usable(_DECODE)):
             return None
-        member = self._life.of.fleet.registry.get(self._life.record.moves[-1].source)
+        member = self._life.services.fleet.registry.get(self._life.record.moves[-1].source)
         if member is None or member.instance.id in attempt.retries.avoided:
             return None
         return member.as_home()
@@ -255,7 +255,7 @@ class Dispatch:
 
     def _with_room(self, decodes: Sequence[Instance]) -> Sequence[Instance]:
         """Leave out the engines that streams leave for want of KV room, if there are others."""
-        full = self._life.of.fleet.registry.relief.full()
+        full = self._life.services.fleet.registry.relief.full()
         return ([one for one in decodes if one.id not in full] or decodes) if full else decodes
 
     def _choose_pair(self, attempt: Attempt) -> tuple[Instance | None, Instance] | None:
@@ -263,7 +263,7 @@ class Dispatch:
 
         None: there is no prefill engine, and any decode engine may serve the request alone.
         """
-        fleet, hints, may_be_alone = self._life.of.fleet, self._plan.ask, self.settings.decode_only_fallback
+        fleet, hints, may_be_alone = self._life.services.fleet, self._plan.ask, self.settings.decode_only_fallback
         try:
             if not attempt.retries.avoided:
                 if not fleet.missing.is_denied(self._plan.path):
@@ -297,17 +297,17 @@ class Dispatch:
         attempt.hold_slot(decode)
         coordinates = None
         if attempt.move is None:
-            attempt.mode = life.of.fleet.mode_of(prefill, decode)
+            attempt.mode = life.services.fleet.mode_of(prefill, decode)
             if attempt.mode is not _READ:
-                coordinates = life.of.learned.coordinates(prefill.id)
+                coordinates = life.services.push_coordinates.coordinates(prefill.id)
         if coordinates is not None and self._plan.learns_model:
-            self._plan.ask.model = life.of.handovers.model_of(prefill.id)
+            self._plan.ask.model = life.services.leg_bodies.model_of(prefill.id)
             if self._plan.ask.model is None:
                 coordinates = None  # its answer tells which model the decode engine must serve
             call = self._named(call)
         if coordinates is None:
             life.on(_PULL)
-            reuses = self.settings.reuse_prompt_tokens and life.of.fleet.passes_ids(call, decode)
+            reuses = self.settings.reuse_prompt_tokens and life.services.fleet.passes_ids(call, decode)
             return attempt.send_prefill(call, prefill, reuses=reuses)
         record = life.record
         record.push, record.transfer, attempt.coordinates = _CONCURRENT, attempt.transfer, coordinates
@@ -349,7 +349,7 @@ class Dispatch:
         life, ids, call = self._life, None, self._named(call)
         if attempt.move is not None:
             ids = attempt.move.ids
-        elif handover.ids is not NULL and (call.api is not _CHAT or life.of.fleet.takes_chat_ids(decode)):
+        elif handover.ids is not NULL and (call.api is not _CHAT or life.services.fleet.takes_chat_ids(decode)):
             ids = handover.ids
         attempt.body = decode_body(call, life.record, attempt.id, handover, leg.first, ids=ids)
 
@@ -397,7 +397,7 @@ class Dispatch:
         failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
         decode = attempt.one(others)
         if attempt.prefill is not None:
-            self._life.of.fleet.took_over(attempt.prefill.instance, decode, self._plan.ask)
+            self._life.services.fleet.took_over(attempt.prefill.instance, decode, self._plan.ask)
         return decode
 
     # ---- STREAMING

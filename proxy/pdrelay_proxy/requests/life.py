@@ -5,15 +5,13 @@ has news for the coroutine resumes it, in the same turn of the event loop.
 """
 
 from collections.abc import Coroutine, Generator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pdrelay_proxy.core.raw_json import Fields
 from pdrelay_proxy.core.request_record import RequestRecord
 from pdrelay_proxy.core.routing.retries import BrokenAnswer
 from pdrelay_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
-
-if TYPE_CHECKING:
-    from pdrelay_proxy.requests.service import Requests, RequestSpan
+from pdrelay_proxy.requests.services import RequestSpan, Services
 
 _RECEIVED: Final = RequestState.RECEIVED  # looking a member up takes as long as a call
 
@@ -28,23 +26,23 @@ class RequestLife:
         "_is_waiting",
         "broken",
         "cache_usage",
-        "of",
         "record",
+        "services",
         "span",
         "state",
     )
 
-    def __init__(self, of: "Requests", record: RequestRecord, span: "RequestSpan | None") -> None:
+    def __init__(self, services: Services, record: RequestRecord, span: RequestSpan | None) -> None:
         self._coroutine: Coroutine[object, None, None] | None = None
         self._is_waiting = self._has_news = False
         self._interrupt: Exception | None = None
         self.state = _RECEIVED
         self.cache_usage: Fields | None = None  # what the engine that has computed the prompt says of its cache
         self.broken: list[BrokenAnswer] = []  # what engines did not bring to its end
-        self.of = of
+        self.services = services
         self.record = record
         self.span = span
-        clock = of.clock
+        clock = services.clock
         record.began_at = clock()
 
     def on(self, event: RequestEvent) -> None:
@@ -53,7 +51,7 @@ class RequestLife:
 
     def elapsed_s(self) -> float:
         """Return the seconds since the request's head came."""
-        return self.of.clock() - self.record.began_at
+        return self.services.clock() - self.record.began_at
 
     @property
     def is_running(self) -> bool:

@@ -29,7 +29,7 @@ from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
 from pdrelay_proxy.requests.intake import JSON_TYPE, RequestPlan
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.response import ResponseWriter
-from pdrelay_proxy.requests.stream_moves import StuckPrompts
+from pdrelay_proxy.requests.stream_move import StuckPrompts
 
 _PART_SIZE: Final = 16 * 1024  # bytes of a part that is served, but for its prompt and the fields that all share
 # parts of one array that are under way: other clients' requests shall not wait behind them
@@ -169,7 +169,7 @@ class PromptArray:
         name, n = f"cmpl-{life.record.request_id}", choices_of(call.fields)  # the answer's id; choices of each prompt
         life.record.push = LegOrder.EACH_PROMPT
         self._life = life  # woken when there is news
-        self._at_once = parts_at_once(life.of.fleet)
+        self._at_once = parts_at_once(life.services.fleet)
         self._client = client
         self._plan = plan
         self._call = call
@@ -223,7 +223,7 @@ class PromptArray:
     def _free(self) -> None:
         """Give back the bytes of answers that are kept no more."""
         if self._held:
-            self._life.of.gate.free(self._held)
+            self._life.services.gate.free(self._held)
             self._held = 0
 
     def _begin_more(self) -> None:
@@ -249,7 +249,7 @@ class PromptArray:
             return False
         if not self._parts:
             return True
-        place = self._life.of.gate.take_place(self._ticket)
+        place = self._life.services.gate.take_place(self._ticket)
         if place is None:
             return False
         self._places.append(place)
@@ -258,7 +258,7 @@ class PromptArray:
     def _leave_places(self, kept: int) -> None:
         """Give back the places that are too many for so many parts under way."""
         while len(self._places) > max(0, kept - 1):
-            self._life.of.gate.leave_place(self._places.pop())
+            self._life.services.gate.leave_place(self._places.pop())
 
     def _drop(self) -> None:
         """End the parts that are under way."""
@@ -314,7 +314,7 @@ class PromptArray:
             self._fail(AnswerRefused(f"the answers to all prompts have more than {ANSWER_MOST} bytes"))
         else:
             try:
-                self._life.of.gate.hold(len(body))
+                self._life.services.gate.hold(len(body))
             except RouterFull as full:
                 self._fail(full.with_traceback(None))
             else:

@@ -1,11 +1,12 @@
 """One request, from its head to its end: what the client's connection calls, and the coroutine that serves it.
 
 The coroutine has no task (requests/life.py): it is resumed by the event loop's reads, and by the one timer that
-looks at the time of all requests (requests/service.py). It may await nothing but its life. The attempt takes in what
-the legs say (requests/attempt.py), and the coroutine goes on when there is something to decide. The pieces of a stream
-go from the decode leg to the client without it.
+looks at the time of all requests (requests/request_set.py). It may await nothing but its life. The attempt takes in
+what the legs say (requests/attempt.py), and the coroutine goes on when there is something to decide. The pieces of a
+stream go from the decode leg to the client without it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -27,9 +28,9 @@ from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
 from pdrelay_proxy.requests.prompt_array import PromptArray, may_divide, size_of_array
 from pdrelay_proxy.requests.response import ResponseWriter
 from pdrelay_proxy.requests.resumed_stream import ResumedStream, may_be_resumed
-from pdrelay_proxy.requests.service import Requests, RequestSpan
+from pdrelay_proxy.requests.services import RequestSpan, Services
 from pdrelay_proxy.requests.stream_comments import CommentedResponse
-from pdrelay_proxy.requests.stream_moves import RequestKind, StreamMove, StuckPrompts
+from pdrelay_proxy.requests.stream_move import RequestKind, StreamMove, StuckPrompts
 from pdrelay_proxy.requests.upload import Upload
 from pdrelay_proxy.settings import FirstTokenFrom
 
@@ -40,6 +41,23 @@ _FROM_PREFILL: Final = FirstTokenFrom.PREFILL
 _WAITING: Final = TicketState.WAITING
 _STREAMING: Final = RequestState.STREAMING
 _NO_HEAD: Final = RequestHead("", ())
+
+
+class RequestOwner(ABC):
+    """What a request belongs to: it serves the request, and looks after it while it is under way."""
+
+    __slots__ = ("services",)
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+
+    @abstractmethod
+    def begun(self, request: "Request", /) -> None:
+        """A request is let in."""
+
+    @abstractmethod
+    def over(self, request: "Request", /) -> None:
+        """A request is over; it may not have been let in."""
 
 
 class Request:
@@ -54,8 +72,9 @@ class Request:
         "_ends_at",
         "_head",
         "_life",
-        "_of",
+        "_owner",
         "_plan",
+        "_services",
         "_ticket",
         "_total_s",
         "disconnected",
@@ -64,7 +83,7 @@ class Request:
 
     def __init__(
         self,
-        of: Requests,
+        owner: RequestOwner,
         response: ResponseWriter,
         path: str,
         headers: Sequence[tuple[bytes, bytes]],
@@ -74,13 +93,15 @@ class Request:
         plan: RequestPlan | None = None,
     ) -> None:
         """``headers`` and ``shown`` as in RequestHead; ``record`` and ``plan``: of a part of a request."""
+        services = owner.services
         head = self._head = RequestHead(path, headers, shown)
         span: RequestSpan | None = None
-        found = RequestRecord(of.new_id(), path, of.ids.of(head.shown)) if record is None else record
-        if of.spans is not None:
-            span = of.spans.request(found, tuple(headers))
-        self._of = of
-        self._life = RequestLife(of, found, span)
+        found = RequestRecord(services.new_id(), path, services.ids.of(head.shown)) if record is None else record
+        if services.spans is not None:
+            span = services.spans.request(found, tuple(headers))
+        self._owner = owner
+        self._services = services
+        self._life = RequestLife(services, found, span)
         self._client = ClientResponse(self._life, response)
         self._body: bytes | Upload = b""  # as far as it has come, and is not read
         self._ticket: Ticket | None = None
@@ -125,16 +146,16 @@ class Request:
 
     def check(self) -> bool:
         """Judge the head; False: the request is refused, and answered. One that is let in is under way from here on."""
-        origins = self._of.origins
+        origins = self._services.origins
         if origins is not None:
             added = origins.headers(self._head.shown.get(b"origin"))
             self._client.added_lines = b"".join([b"%b: %b\r\n" % header for header in added])
         try:
-            self._head.caller = self._of.intake.check(self._head)
+            self._head.caller = self._services.intake.check(self._head)
         except ProxyError as error:
             self._end(self._client.write_error(error))
         else:
-            self._of.begun(self)
+            self._owner.begun(self)
         return not self.response_complete
 
     def take(self, piece: bytes, *, is_all: bool = False) -> None:
@@ -142,14 +163,14 @@ class Request:
         if self.response_complete:
             return  # it was refused
         try:
-            size, most = len(self._body) + len(piece), self._of.settings.max_body_bytes
+            size, most = len(self._body) + len(piece), self._services.settings.current.max_body_bytes
             if size > most:
                 raise BodyTooLarge(f"the body has more than {most} bytes, the most this router takes")
             if is_all:
                 self._body = piece  # it is charged where it is admitted, in a moment
                 return
             if isinstance(self._body, bytes):
-                self._body = Upload(self._of.gate)
+                self._body = Upload(self._services.gate)
             self._body.add(piece)
         except ProxyError as error:
             self._end(self._client.write_error(error))
@@ -278,8 +299,8 @@ class Request:
                 size = len(self._body)
                 is_long = size > LARGE or self._head.coding is not None
                 plan, size = await self._read_long() if is_long else (self._read(), size)
-                if self._of.fleet.missing.is_denied(plan.path):
-                    self._of.fleet.check_path(plan.path, plan.ask)
+                if self._services.fleet.missing.is_denied(plan.path):
+                    self._services.fleet.check_path(plan.path, plan.ask)
                 ticket = self._take_ticket(plan, size)
                 self._comment_when_quiet(plan)  # from here on: nothing else comes in the queue
                 if ticket.state is _WAITING:
@@ -290,7 +311,7 @@ class Request:
             call, settings = plan.call, dispatch.settings
             continues = settings.resume_streams or settings.first_token_from is _FROM_PREFILL
             whole = self._ticket  # None: it is a part itself
-            if call is not None and whole is not None and plan.prompts and may_divide(self._of.fleet, call, plan):
+            if call is not None and whole is not None and plan.prompts and may_divide(self._services.fleet, call, plan):
                 self._array = PromptArray(self._life, self._client, plan, call, whole, new=self._part)
                 await self._array.answer()
             elif call is not None and continues and may_be_resumed(call):
@@ -316,26 +337,27 @@ class Request:
         if decode is not None and status == _OK and self._client.failure is None:
             served_by = decode.instance
         for each in held_to_account(broken, served_by):
-            self._of.fleet.broke_off(each)
+            self._services.fleet.broke_off(each)
 
     def _comment_when_quiet(self, plan: RequestPlan) -> None:
         """Have comments in a stream, if the settings want them."""
-        interval_s = self._of.settings.stream_comment_interval_s
+        interval_s = self._services.settings.current.stream_comment_interval_s
         if plan.streams and interval_s:
             client = self._client
-            now = self._of.clock()
+            now = self._services.clock()
             client.writer = self._comments = CommentedResponse(client.writer, interval_s, client.stream_lines, now=now)
 
     def _admit(self, plan: RequestPlan, ticket: Ticket) -> Dispatch:
         """Begin the request's time, and have it go by the rules of now; raises TurnedAway if it has no place."""
-        of, life = self._of, self._life
-        of.gate.check(ticket)
+        services = self._services
+        life = self._life
+        services.gate.check(ticket)
         life.on(_ADMITTED)
         if life.record.queue_s is None:
             life.record.queue_s = 0.0
-        settings, now = of.settings, of.clock()
+        settings, now = services.settings.current, services.clock()
         life.record.admitted_s = now - life.record.began_at
-        of.budget.came(now)
+        services.budget.came(now)
         seconds = settings.stream_timeout_s if plan.streams else settings.total_timeout_s
         if seconds is not None:
             self._total_s, self._ends_at = seconds, now + seconds
@@ -344,17 +366,18 @@ class Request:
 
     def _join(self, plan: RequestPlan) -> Dispatch:
         """Begin as a part of a request that is admitted, whose time is also that of its parts."""
-        of, life = self._of, self._life
+        services = self._services
+        life = self._life
         life.on(_ADMITTED)
-        of.budget.came(of.clock())
-        dispatch = self._dispatch = Dispatch(life, plan, of.settings, self._client)
+        services.budget.came(services.clock())
+        dispatch = self._dispatch = Dispatch(life, plan, services.settings.current, self._client)
         return dispatch
 
     def _part(self, writer: ResponseWriter, plan: RequestPlan, place: int) -> "Request":
         """Return a request of its own for the prompt at a place."""
         own = self._life.record
         record = PromptRecord(RequestId(f"{own.request_id}-p{place}"), plan.path, client_id=own.client_id)
-        return Request(self._of, writer, plan.path, plan.headers, record=record, plan=plan)
+        return Request(self._owner, writer, plan.path, plan.headers, record=record, plan=plan)
 
     # ---- RECEIVED and WAITING
 
@@ -374,15 +397,15 @@ class Request:
 
     def _read(self) -> RequestPlan:
         """Return what the engines will get."""
-        intake, head, body = self._of.intake, self._head, self._take_body()
-        fields, tokens = intake.examine(head, body, counts_tokens=self._of.gate.admission.counts_tokens)
+        intake, head, body = self._services.intake, self._head, self._take_body()
+        fields, tokens = intake.examine(head, body, counts_tokens=self._services.gate.admission.counts_tokens)
         return intake.plan(head, body, fields, tokens)
 
     async def _read_long(self) -> tuple[RequestPlan, int]:
         """Read a long body, or a compressed one, in a thread, so that other requests do not wait; return its bytes."""
-        intake, head, body = self._of.intake, self._head, self._take_body()
-        counts_tokens = self._of.gate.admission.counts_tokens
-        future = self._of.examiner.submit(partial(_examined, intake, head, body, counts_tokens=counts_tokens))
+        intake, head, body = self._services.intake, self._head, self._take_body()
+        counts_tokens = self._services.gate.admission.counts_tokens
+        future = self._services.body_reader.submit(partial(_examined, intake, head, body, counts_tokens=counts_tokens))
         future.add_done_callback(lambda _: self._life.wake())
         try:
             while not future.done():
@@ -396,7 +419,7 @@ class Request:
         """Return the ticket of a request whose body has so many bytes: admitted, waiting or refused."""
         if self._body:
             self._free_body()  # its bytes are charged with the ticket from now on
-        gate = self._of.gate
+        gate = self._services.gate
         if plan.prompts:
             size = size_of_array(plan, size, gate.admission.limits.max_inflight_bytes)
         caller = self._head.caller
@@ -407,7 +430,7 @@ class Request:
 
     async def _wait_for_turn(self, ticket: Ticket) -> None:
         """Wait in the queue."""
-        gate, life, start = self._of.gate, self._life, self._of.clock()
+        gate, life, start = self._services.gate, self._life, self._services.clock()
         life.on(_QUEUED)
         gate.watch(ticket, life.wake)
         try:
@@ -415,13 +438,15 @@ class Request:
                 await life
         finally:
             gate.unwatch(ticket)
-            life.record.queue_s = self._of.clock() - start
+            life.record.queue_s = self._services.clock() - start
 
     # ---- OVER
 
     def _end(self, status: int) -> None:
         """The request is over: count it, and let go of everything."""
-        of, life, client = self._of, self._life, self._client
+        services = self._services
+        life = self._life
+        client = self._client
         life.on(_END)
         self.response_complete = True
         life.end()
@@ -429,18 +454,18 @@ class Request:
             None  # the connection keeps us until its next one
         )
         self._head = _NO_HEAD
-        life.record.over(status, of.clock() - life.record.began_at)
+        life.record.over(status, services.clock() - life.record.began_at)
         try:
-            of.over(self)
+            self._owner.over(self)
             ticket, self._ticket = self._ticket, None
             if ticket is not None:
-                if of.gate.admission.counts_tokens:
-                    of.gate.leave(ticket, served_tokens(life.record, status, ticket.tokens, client.events))
+                if services.gate.admission.counts_tokens:
+                    services.gate.leave(ticket, served_tokens(life.record, status, ticket.tokens, client.events))
                 else:
-                    of.gate.leave(ticket)
+                    services.gate.leave(ticket)
             if self._body:
                 self._free_body()
-            of.telemetry.later.add(of.request_over, life.record)
+            services.telemetry.later.add(services.request_over, life.record)
             if life.span is not None:
                 life.span.end()
         finally:

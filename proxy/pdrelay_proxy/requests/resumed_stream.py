@@ -18,7 +18,7 @@ from pdrelay_proxy.requests.client_response import ClientGone, ClientResponse
 from pdrelay_proxy.requests.dispatch import Dispatch
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
-from pdrelay_proxy.requests.stream_moves import StreamCut, StreamMove
+from pdrelay_proxy.requests.stream_move import StreamCut, StreamMove
 from pdrelay_proxy.settings import FirstTokenFrom
 
 _FROM_PREFILL: Final = FirstTokenFrom.PREFILL  # looking a member up takes as long as a call
@@ -125,7 +125,7 @@ class ResumedStream:
             record.set_aside(failed, failure_of(error))
         record.start_over()
         fields = None if replay is None or move.is_alone else replay.again()
-        if fields is None or not life.of.budget.grants(now=life.of.clock()):
+        if fields is None or not life.services.budget.grants(now=life.services.clock()):
             raise error if isinstance(error, EngineError) else EngineError(f"the stream could not move: {error}")
         move.is_alone = True
         retries.left = max(retries.left, 1)
@@ -191,8 +191,9 @@ class ResumedStream:
     def _rest(self, replay: Continuation, broken: EngineError) -> Pieces:
         """Return the body of a request for the rest; raise ``broken`` if no engine may get one."""
         can_go_on = self._left > 0 and not self._dispatch.looks_back
-        fields, of = replay.again() if can_go_on else None, self._life.of
-        if fields is None or not of.budget.grants(now=of.clock()):
+        fields = replay.again() if can_go_on else None
+        services = self._life.services
+        if fields is None or not services.budget.grants(now=services.clock()):
             raise broken
         self._left -= 1
         return [encode(fields)]

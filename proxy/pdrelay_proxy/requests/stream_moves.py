@@ -3,121 +3,41 @@
 A stream is cut behind a token. The engine that it leaves has the KV cache of prompt and answer, so it is the prefill
 engine of the rest, and another decode engine reads from it. Where it cannot be, a prefill engine computes them.
 requests/resumed_stream.py makes the requests for the rest; this module decides which streams are cut, and when, and
-counts what becomes of them.
+counts what becomes of them (requests/stream_move.py).
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Final, TypeAlias
-
-import msgspec
 
 from pdrelay_proxy.core.fleet.kv_relief import streams_to_move
-from pdrelay_proxy.core.model import Instance, InstanceId, RequestId
-from pdrelay_proxy.core.request_record import MoveOutcome, MoveReason, MoveRecord
-
-if TYPE_CHECKING:
-    from pdrelay_proxy.requests.request import Request
-    from pdrelay_proxy.requests.service import Requests
-
-
-# What decides which engines can serve a request: its model, and the rank that the client wants.
-RequestKind: TypeAlias = tuple[str | None, int | None]
-# By the engine that is left, the prefill engine that fits others or not, the same, and the engines that failed before.
-StuckPrompt: TypeAlias = tuple[InstanceId, InstanceId, str | None, int | None, frozenset[InstanceId]]
-StuckPrompts: TypeAlias = set[StuckPrompt]
-_SHARE_OF_LENDER: Final = 0.25  # of the time for a move
+from pdrelay_proxy.core.model import InstanceId, RequestId
+from pdrelay_proxy.core.request_record import MoveOutcome, MoveReason
+from pdrelay_proxy.requests.request import Request
+from pdrelay_proxy.requests.services import Services
+from pdrelay_proxy.requests.stream_move import MoveOwner, RequestKind, StreamMove, StuckPrompt
 
 
-class StreamMove:
-    """One stream between its cut and the first event of the engine that goes on with it."""
-
-    __slots__ = ("_hold", "_of", "ids", "is_alone", "is_over", "lender", "met", "pair", "reason", "record", "source")
-
-    def __init__(
-        self,
-        of: "Requests",
-        source: Instance,
-        lender: Instance | None,
-        pair: tuple[Instance, Instance],
-        name: RequestId,
-        *,
-        reason: MoveReason,
-        met: InstanceId | None,
-    ) -> None:
-        """``pair``: the engines that are asked first; ``name``: under which the engine that it leaves is held.
-
-        ``lender``: the engine that it leaves, as a prefill engine; ``met``: the prefill engine that has the prompt.
-        """
-        self._of = of
-        self.reason = reason
-        self._hold: RequestId | None = name
-        self.source = source
-        self.lender = lender  # None: it is not asked for the KV cache, or any more
-        self.met = met
-        self.pair: tuple[Instance, Instance] | None = pair
-        self.ids: msgspec.Raw | None = None  # of a chat: its prompt and the tokens so far
-        self.is_alone = False  # two engines have failed to: one computes the rest anew
-        self.is_over = False
-        self.record = MoveRecord(source.id, of.clock())
-        of.fleet.enter(source, name)  # it is not empty while its KV cache is read
-
-    def is_lent_by(self, prefill: Instance) -> bool:
-        """Tell whether a prefill engine is the engine that the stream leaves."""
-        return prefill.id == self.source.id
-
-    def seconds_for(self, prefill: Instance) -> float:
-        """Return how long a prefill engine may take for its part: one that has everything computes a block."""
-        seconds = self._of.settings.move_timeout_s
-        return seconds * _SHARE_OF_LENDER if self.is_lent_by(prefill) else seconds
-
-    def handed_over(self, prefill: Instance) -> None:
-        """A prefill engine has the KV cache: unless it is the engine that the stream leaves, that one is free."""
-        if not self.is_lent_by(prefill):
-            self.let_go()
-
-    def lender_failed(self) -> None:
-        """The engine that the stream leaves has not handed it over: prefill engines compute it, and those behind it."""
-        self.lender = None
-        self._of.moves.lender_failed(self.source.id)
-
-    def let_go(self) -> None:
-        """The engine that the stream leaves is not needed any more."""
-        hold, self._hold = self._hold, None
-        if hold is not None:
-            self._of.fleet.leave(self.source, hold)
-
-    def goes_on(self) -> None:
-        """The next engine has sent its first event."""
-        self.record.gap_s = self._of.clock() - self.record.cut_at
-        self.end(MoveOutcome.RESUMED if self.is_alone else MoveOutcome.MOVED)
-
-    def end(self, outcome: MoveOutcome) -> None:
-        """Count what has become of it, once."""
-        self.let_go()
-        if not self.is_over:
-            self.is_over = True
-            self.record.outcome = outcome
-            self._of.moves.ended(self)
-
-
-class StreamCut(Exception):
-    """A stream is cut here, to go on at another engine."""
-
-    def __init__(self, move: StreamMove) -> None:
-        super().__init__(f"the stream leaves {move.source.id}")
-        self.move = move
-
-
-class StreamMoves:
+class StreamMoves(MoveOwner):
     """Moves the streams of engines that are drained by it, or full, some at a time. Runs on the event loop."""
 
-    __slots__ = ("_most", "_of", "_relief", "_rounds", "_stayed", "_to_leave", "_unable", "_under_way")
+    __slots__ = (
+        "_most",
+        "_relief",
+        "_requests",
+        "_stayed",
+        "_to_leave",
+        "_unable",
+        "_under_way",
+    )
 
-    def __init__(self, of: "Requests", most: int) -> None:
-        """``most``: streams that may be between two engines at the same time."""
-        self._of = of
+    def __init__(self, services: Services, requests: Mapping[Request, None], most: int) -> None:
+        """``requests``: those under way, in the order in which they came.
+
+        ``most``: streams that may be between two engines at the same time.
+        """
+        super().__init__(services)
+        self._requests = requests
         self._most = most
         self._under_way = 0
         self._stayed: set[RequestId] = set()  # counted as such; they end with the engines that drain
@@ -127,7 +47,7 @@ class StreamMoves:
 
     def look(self) -> None:
         """Cut the streams that may move now, as many as may move at the same time."""
-        registry = self._of.fleet.registry
+        registry = self.services.fleet.registry
         if not registry.moving:
             self._stayed.clear()
         if self._unable:
@@ -140,7 +60,7 @@ class StreamMoves:
 
     def _look_at_all(self, moving: Collection[InstanceId]) -> None:
         """Cut streams of engines that drain, the oldest first; and of full engines the newest, as vLLM preempts."""
-        requests = tuple(self._of)
+        requests = tuple(self._requests)
         # What no other engine can take is looked at once. To choose engines for each of thousands, four times a second,
         # would take all of the event loop.
         stuck, stuck_prompts = set[tuple[InstanceId, RequestKind]](), set[StuckPrompt]()
@@ -163,24 +83,25 @@ class StreamMoves:
 
     def _share_out(self, shares: Mapping[InstanceId, float]) -> Counter[InstanceId]:
         """Return how many of our streams should leave each engine: other routers have some there, too."""
-        ours = Counter([one for request in self._of if (one := request.streams_from) is not None and one in shares])
+        sources = [request.streams_from for request in self._requests]
+        ours = Counter([source for source in sources if source is not None and source in shares])
         return Counter({source: streams_to_move(count, shares[source]) for source, count in ours.items()})
 
-    def lender_failed(self, source: InstanceId) -> None:
+    def lender_failed(self, source: InstanceId, /) -> None:
         """An engine has not handed a stream over: the next ones do not wait for it."""
         self._unable.add(source)
 
-    def ended(self, move: StreamMove) -> None:
+    def ended(self, move: StreamMove, /) -> None:
         """A move is over: count it, and look for another."""
         self._under_way -= 1
-        self._of.telemetry.stream_moved(move.reason, move.record.outcome or MoveOutcome.FAILED, move.record.gap_s)
+        self.services.telemetry.stream_moved(move.reason, move.record.outcome or MoveOutcome.FAILED, move.record.gap_s)
         asyncio.get_running_loop().call_soon(self.look)
 
     def _try(
-        self, request: "Request", source: InstanceId, reason: MoveReason, stuck: set[tuple[InstanceId, RequestKind]]
+        self, request: Request, source: InstanceId, reason: MoveReason, stuck: set[tuple[InstanceId, RequestKind]]
     ) -> bool:
         """Cut a stream if another engine can go on with it exactly, and there is one; tell whether it is cut."""
-        member, replay, record = self._of.fleet.registry.get(source), request.continuation, request.record
+        member, replay, record = self.services.fleet.registry.get(source), request.continuation, request.record
         if member is None:
             return False
         if replay is None or request.looks_back:
@@ -201,7 +122,7 @@ class StreamMoves:
         self._under_way += 1
         hold = RequestId(f"{record.request_id}-m{len(record.moves)}")
         met = None if record.prefill is None else record.prefill.instance
-        move = StreamMove(self._of, member.as_home(), lender, pair, hold, reason=reason, met=met)
+        move = StreamMove(self, member.as_home(), lender, pair, hold, reason=reason, met=met)
         if not request.cut(move):
             self._under_way -= 1
             move.let_go()
@@ -211,4 +132,4 @@ class StreamMoves:
     def _stay(self, request: RequestId) -> None:
         if request not in self._stayed:
             self._stayed.add(request)
-            self._of.telemetry.stream_moved(MoveReason.DRAIN, MoveOutcome.STAYED, None)
+            self.services.telemetry.stream_moved(MoveReason.DRAIN, MoveOutcome.STAYED, None)

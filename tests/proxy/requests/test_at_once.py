@@ -113,7 +113,7 @@ async def test_a_prefill_that_fails_drops_the_decode_leg_and_both_go_elsewhere(b
     assert len({params_of(leg)["transfer_id"] for leg in engines.legs}) == 2
     assert [retry.leg.instance for retry in client.record.retries] == ["prefill-0"]
     # Whoever answers there next may be another, unless it has said that it lives and is only busy.
-    assert (router.learned.coordinates(P0) is not None) == (bad is BAD_PREFILLS["503"])
+    assert (router.push_coordinates.coordinates(P0) is not None) == (bad is BAD_PREFILLS["503"])
     assert not engines.open
 
 
@@ -190,7 +190,7 @@ async def test_a_refusal_of_either_engine_goes_to_the_client_and_ends_the_other_
     assert (client.status, client.body) == (400, ERROR)
     assert len(engines.legs) == 2
     assert not engines.open
-    assert router.learned.state(P0) is CoordinatesState.PUSH  # it has done nothing wrong
+    assert router.push_coordinates.state(P0) is CoordinatesState.PUSH  # it has done nothing wrong
 
 
 async def test_when_both_legs_fail_the_prefill_is_the_reason():
@@ -223,7 +223,7 @@ async def test_an_engine_that_restarts_as_one_that_does_not_push_is_believed():
 
     assert client.body == EVENT + DONE
     assert client.record.mode == "pull"
-    assert router.learned.state(P0) is CoordinatesState.PULL
+    assert router.push_coordinates.state(P0) is CoordinatesState.PULL
 
 
 async def test_several_engines_behind_one_address_are_served_in_turn():
@@ -246,7 +246,7 @@ async def test_several_engines_behind_one_address_are_served_in_turn():
     router = await acquainted(engines)
     clients = [await router.serve(name=f"{number}") for number in range(10)]
 
-    assert router.learned.state(P0) is CoordinatesState.SEVERAL
+    assert router.push_coordinates.state(P0) is CoordinatesState.SEVERAL
     assert all(len(client.record.retries) <= 1 for client in clients)
     assert not any(client.record.retries for client in clients[4:])
 

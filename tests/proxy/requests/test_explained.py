@@ -21,8 +21,8 @@ def explainer_of(router, clock):
     return Explainer(
         fleet.rehearsal,
         fleet.usable,
-        router.learned,
-        lambda: router.settings,
+        router.push_coordinates,
+        lambda: router.settings.current,
         SessionIds(()),
         fleet.shares_loads,
         clock=clock,

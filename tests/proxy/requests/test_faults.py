@@ -375,7 +375,7 @@ async def test_clients_that_leave_in_the_middle_of_streams_say_nothing_of_the_en
             return 200, [EVENT, never()]
         return await breaking_engine(ENDS["stream breaks off"])(leg)
 
-    router.engines.decode = side
+    router.sender.decode = side
     life = router.registry.get("decode-0").life
     for _ in range(5):
         for _ in range(2):
@@ -397,7 +397,7 @@ async def test_a_prefill_engine_that_does_not_name_its_model_is_not_at_fault(api
         return EngineResponse(200, JSON, b"{}")
 
     router = fleet(asks_for_models=True, x=2)
-    router.requests.engines.ask = unused
+    router.sender.ask = unused
     for number in range(12):
         client = await router.serve(call(api), f"r{number}")
         assert (client.status, client.record.decode is None) == (200, False)

@@ -343,7 +343,7 @@ async def test_a_client_that_leaves_leaves_all_places():
     client.hang_up()
     await client.end()
 
-    assert router.requests.gate.admission.admitted == 0
+    assert router.gate.admission.admitted == 0
     assert router.is_idle()
 
 

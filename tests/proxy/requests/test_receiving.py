@@ -36,15 +36,15 @@ async def test_a_client_that_leaves_while_its_body_is_read_is_gone_at_once():
     """What the thread finds out is for nobody."""
     before, may_end = router(), threading.Event()
     for _ in range(2):  # both threads are busy, so it is still to be read when its client leaves
-        before.examiner.submit(may_end.wait)
+        before.body_reader.submit(may_end.wait)
     client = before.start(long_call())
     assert client.request.state is RequestState.RECEIVED
     client.hang_up()
 
     assert client.is_over
     assert before.is_idle()
-    assert not before.engines.legs
-    async with before.examiner:
+    assert not before.sender.legs
+    async with before.body_reader:
         may_end.set()
 
 

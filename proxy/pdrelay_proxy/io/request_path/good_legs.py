@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from pdrelay_proxy.core.model import Instance, InstanceId, RequestId
 from pdrelay_proxy.io.request_path.deferred import DeferredCalls
+from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+from pdrelay_proxy.io.request_path.telemetry import Telemetry
 
 
 class EngineLegs:
@@ -67,3 +69,13 @@ class GoodLegs:
     def _settle(self, legs: EngineLegs) -> None:
         del self._by_engine[legs.instance.id]
         self._count(legs)
+
+
+def count_legs(fleet: LiveFleet, telemetry: Telemetry, legs: EngineLegs) -> None:
+    """Count good legs of one engine."""
+    if legs.answered:
+        fleet.all_answered(legs.instance, legs.answered)
+        fleet.has_paths(legs.paths, legs.instance)
+    if legs.is_complete:
+        fleet.completed(legs.instance)
+    telemetry.legs_over(legs.instance, legs.answered_s, legs.over_s, legs.at)

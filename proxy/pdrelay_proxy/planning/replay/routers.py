@@ -28,7 +28,7 @@ from pdrelay_proxy.planning.replay.traces import BYTES_PER_TOKEN, IDS_LEAST, NoR
 from pdrelay_proxy.settings import PolicyName, Settings
 
 Load: TypeAlias = Callable[[Instance], float]
-_TICK_S: Final = 0.25  # as requests/service.py
+_TICK_S: Final = 0.25  # as requests/request_set.py
 _USAGE: Final = b'{"usage":{"prompt_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}'  # of an answer
 VLLM_ROUTER: Final = "vllm-router"
 CHOICES: Final = (*map(str, PolicyName), VLLM_ROUTER)

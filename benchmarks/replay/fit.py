@@ -251,9 +251,13 @@ def simulated(model, load):
     start, told = loop.now, len(engine.log.gaps)
     for number, (at, tokens, same, answer) in enumerate(load):
         own = [next(names) for _ in range((tokens - same) // BLOCK)]
-        leg = VirtualLeg([*range(same // BLOCK), *own][: tokens // BLOCK], tokens, answer)
-        leg.first = lambda number=number, at=at: first.update({number: loop.now - start - at})
-        leg.ended = lambda number=number, at=at: last.update({number: loop.now - start - at})
+        leg = VirtualLeg(
+            [*range(same // BLOCK), *own][: tokens // BLOCK],
+            tokens,
+            answer,
+            first=lambda number=number, at=at: first.update({number: loop.now - start - at}),
+            ended=lambda _, number=number, at=at: last.update({number: loop.now - start - at}),
+        )
         loop.after(at, partial(engine.send, leg))
     loop.run()
     gaps = [gap for gap, weight in engine.log.gaps[told:] for _ in range(weight)]

@@ -31,6 +31,7 @@ from pdrelay_proxy.requests.request_set import RequestSet
 from pdrelay_proxy.settings import Settings
 
 if TYPE_CHECKING:
+    from pdrelay_proxy.io.engine_spans import HearEnd
     from pdrelay_proxy.io.traces import Traces
 
 logger = logging.getLogger(__name__)
@@ -55,9 +56,9 @@ def build(
     *,
     fabric: Fabric | None = None,
     peer_socket: socket.socket | None = None,
-    traces: "Traces | None" = None,
+    traces: "Callable[[HearEnd], Traces] | None" = None,
 ) -> Router:
-    """Build the router. Tests pass a fabric, and traces that they can look at.
+    """Build the router. Tests pass a fabric, and what makes traces of their own.
 
     ``peer_socket``: bound where other routers reach this one; None: the settings name the port.
 

@@ -476,8 +476,7 @@ def router_of(
         PushCoordinates(at_once=manner.at_once),
         Telemetry(Counters(frozenset({*map(str, Api)})), clock),
     )
-    fleet = LiveFleet(registry, PairSelector(registry, RoundRobin()), learned, clock)
-    fleet.later = telemetry.later
+    fleet = LiveFleet(registry, PairSelector(registry, RoundRobin()), learned, clock, later=telemetry.later)
     names, ended, numbers = [], {}, itertools.count()
 
     def request_over(record):
@@ -511,7 +510,6 @@ def router_of(
         spans=spans,
     )
     requests = RequestSet(services, moves_at_once=moves_at_once)
-    telemetry.legs_under_way = requests.engines_of_legs
     return Router(requests, registry, names, ended)
 
 

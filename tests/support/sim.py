@@ -22,6 +22,7 @@ from pdrelay_proxy.settings import Settings
 from pdrelay_proxy.testing.engine import Sim
 
 if TYPE_CHECKING:
+    from pdrelay_proxy.io.engine_spans import HearEnd
     from pdrelay_proxy.io.traces import Traces  # what it imports is an extra
 
 Answering = Callable[[httpx.Request], Awaitable[httpx.Response]]
@@ -199,7 +200,12 @@ def fleet(x: int = 1, y: int = 1, **options: object) -> Generator[tuple[dict[str
 
 @contextmanager
 def cluster(
-    x: int = 1, y: int = 1, settings: Settings | None = None, *, traces: "Traces | None" = None, **options: object
+    x: int = 1,
+    y: int = 1,
+    settings: Settings | None = None,
+    *,
+    traces: "Callable[[HearEnd], Traces] | None" = None,
+    **options: object,
 ) -> Generator[Cluster]:
     """Start x prefill sims, y decode sims and a router."""
     with fleet(x, y, **options) as (engines, at, _):

@@ -30,7 +30,7 @@ class Endpoints:
         response = _AsgiResponse(self._requests.services.gate.admission.charge)
         headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
         request = Request(self._requests, response, scope["path"], headers)
-        response.request = request
+        response.hold_up_when_full(request)
         response.keep_alive = b"expect" not in dict(headers)  # of a refusal: the body may never come
         try:
             if request.check():
@@ -82,7 +82,7 @@ class _AsgiResponse:
 
     def __init__(self, charge: Callable[[int], None]) -> None:
         self._charge = charge  # the bytes that wait, or have gone
-        self.request: Request | None = None
+        self._request: Request | None = None
         self.begun = False
         self.keep_alive = True
         self.relay = None  # the server frames what it gets
@@ -91,6 +91,10 @@ class _AsgiResponse:
         self._messages: deque[Message] = deque()
         self._size = 0  # bytes of body in them
         self._news = asyncio.Event()
+
+    def hold_up_when_full(self, request: Request) -> None:
+        """Have a request wait while too much is kept; it is built with this writer, and so comes later."""
+        self._request = request
 
     def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:
         """Keep the head and the whole body, or the first piece of a stream."""
@@ -107,8 +111,8 @@ class _AsgiResponse:
     def write(self, piece: bytes, /) -> None:
         """Keep a piece of a stream."""
         self._add(piece, more=True)
-        if self._size > _HIGH and self.request is not None:
-            self.request.pause()
+        if self._size > _HIGH and self._request is not None:
+            self._request.pause()
 
     def end(self, piece: bytes = b"", /) -> None:
         """Keep the end of a stream."""
@@ -118,7 +122,7 @@ class _AsgiResponse:
     def close(self) -> None:
         """Send no more than what is kept."""
         self._is_over = True
-        self.request = None
+        self._request = None
         self._news.set()
 
     def free(self) -> None:
@@ -146,8 +150,8 @@ class _AsgiResponse:
                 size = len(message.get("body", b""))
                 self._size -= size
                 self._charge(-size)
-            if self.request is not None:
-                self.request.resume()
+            if self._request is not None:
+                self._request.resume()
             if not self._is_over:
                 self._news.clear()
                 await self._news.wait()

@@ -3,7 +3,7 @@
 import random
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +13,10 @@ from pdrelay_proxy.building.engines import EngineSide
 from pdrelay_proxy.building.requests import RequestSide
 from pdrelay_proxy.core.admission.admission import Admission
 from pdrelay_proxy.core.model import EngineRole, InstanceId, Role
-from pdrelay_proxy.core.request_record import RequestRecord
-from pdrelay_proxy.core.request_timeline import Timeline
 from pdrelay_proxy.core.roles.role_controller import RoleController, RoleLimits
 from pdrelay_proxy.core.roles.work_meter import RoleTargets
 from pdrelay_proxy.io.discovery.reconciler import Discovery
 from pdrelay_proxy.io.discovery.role_turns import LeasedTurns
-from pdrelay_proxy.io.engine_spans import EngineSpans
-from pdrelay_proxy.io.engine_timelines import Timelines
 from pdrelay_proxy.io.peers import RouterPeers, peers_of
 from pdrelay_proxy.io.probes.kv_events import KvEventFollower
 from pdrelay_proxy.io.probes.kv_inflow import InflowWatch
@@ -36,7 +32,6 @@ class BackgroundWork:
     """What runs beside the requests, and what it shows."""
 
     discovery: Discovery
-    timelines: Timelines
     status: Status
     running: Callable[[], Sequence[AbstractAsyncContextManager[object]]]  # anew for each start; the first begins first
 
@@ -70,8 +65,7 @@ def build_background(
     inflow = InflowWatch(registry, engines.checks.metrics, telemetry, every_s=every_s, clock=clock)
     followers = _followers(engines, serving)
     discovery = build_discovery(settings, registry, clock)
-    timelines = Timelines(registry, engines.checks, clock)
-    spans = _spans(timelines, serving, clock)
+    spans = () if serving.engine_spans is None else (serving.engine_spans,)
     board = _role_board(settings, serving, clock)
     status = Status(
         telemetry,
@@ -96,7 +90,7 @@ def build_background(
             *[each.running() for each in peers],
         )
 
-    return BackgroundWork(discovery, timelines, status, running)
+    return BackgroundWork(discovery, status, running)
 
 
 def _peers(
@@ -107,7 +101,7 @@ def _peers(
     peers = peers_of(settings, engines.registry, queue, serving.keyring, counters, peer_socket=peer_socket)
     if peers is None:
         return ()
-    engines.fleet.changed = peers.changed
+    engines.fleet.tell_load_changes(peers.changed)
     return (peers,)
 
 
@@ -120,19 +114,6 @@ def _followers(engines: EngineSide, serving: RequestSide) -> Sequence[KvEventFol
         engines.registry, engines.checks, engines.index, counters, random.random, known=engines.known
     )
     return (follower,)
-
-
-def _spans(timelines: Timelines, serving: RequestSide, clock: Callable[[], float]) -> Sequence[EngineSpans]:
-    """Return what adds the engines' rows to traces; nothing, if there are none."""
-    if serving.traces is None:
-        return ()
-
-    def ask(record: RequestRecord, without: Set[InstanceId]) -> Awaitable[tuple[float, Timeline]]:
-        return timelines.of(record, is_over=True, asks_engines=True, without=without)
-
-    spans = EngineSpans(ask, serving.telemetry.counters, clock)
-    serving.traces.ended = spans.offer
-    return (spans,)
 
 
 def _role_board(settings: Settings, serving: RequestSide, clock: Callable[[], float]) -> RoleBoard | None:

@@ -21,11 +21,13 @@ from pdrelay_proxy.core.known_prompts import KnownPrompts
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
 from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S
+from pdrelay_proxy.io.engine_timelines import Timelines
 from pdrelay_proxy.io.files import engine_keys, engine_tls
 from pdrelay_proxy.io.probes.checks import HttpChecks
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.request_path.pair_notes import PairNotes
 from pdrelay_proxy.io.request_path.policies import fleet_of
+from pdrelay_proxy.io.request_path.telemetry import log_calls
 from pdrelay_proxy.io.wire import WireEngines
 from pdrelay_proxy.io.wire.connection_guard import Guard, resolved
 from pdrelay_proxy.io.wire.engine_names import EngineNames
@@ -64,6 +66,7 @@ class EngineSide:
     guard: Guard
     wire: WireEngines
     checks: HttpChecks
+    timelines: Timelines  # what engines noted of requests
     warnings: FleetWarnings  # of the fleet as a whole
 
 
@@ -79,8 +82,18 @@ def build_engines(settings: Settings, fabric: Fabric) -> EngineSide:
     known = KnownPrompts(PREFIX_LIFETIME_S) if asks_caches else None
     # Routers that know of each other do not all begin with the same engine.
     turn = random.randrange(_TURNS) if settings.peers else 0
-    fleet = fleet_of(settings, registry, learned, clock, random.randrange, turn=turn, index=index, known=known)
-    fleet.modes = modes
+    fleet = fleet_of(
+        settings,
+        registry,
+        learned,
+        clock,
+        random.randrange,
+        turn=turn,
+        index=index,
+        known=known,
+        modes=modes,
+        later=log_calls(),
+    )
     outbound = Outbound(engine_keys(settings), forwards=settings.forward_client_key)
     tls = EngineTls(engine_tls(settings), settings.engine_server_name)
     resolve = (
@@ -97,7 +110,19 @@ def build_engines(settings: Settings, fabric: Fabric) -> EngineSide:
     )
     wire = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=fabric.dial)
     return EngineSide(
-        registry, learned, pairs, index, known, fleet, outbound, tls, guard, wire, checks, FleetWarnings()
+        registry,
+        learned,
+        pairs,
+        index,
+        known,
+        fleet,
+        outbound,
+        tls,
+        guard,
+        wire,
+        checks,
+        Timelines(registry, checks, clock),
+        FleetWarnings(),
     )
 
 

@@ -1,7 +1,8 @@
 """Builds what serves requests."""
 
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,13 +15,17 @@ from pdrelay_proxy.core.admission.lifetime import Lifetime
 from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.http.allowed_origins import AllowedOrigins
 from pdrelay_proxy.core.http.origins import Sites
+from pdrelay_proxy.core.model import InstanceId
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
 from pdrelay_proxy.core.request_history import RequestHistory
-from pdrelay_proxy.core.request_record import ClientIds
+from pdrelay_proxy.core.request_record import ClientIds, RequestRecord
+from pdrelay_proxy.core.request_timeline import Timeline
 from pdrelay_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import ConfigError
+from pdrelay_proxy.io.engine_spans import EngineSpans, HearEnd
+from pdrelay_proxy.io.engine_timelines import Timelines
 from pdrelay_proxy.io.files import client_keys
 from pdrelay_proxy.io.request_path.good_legs import GoodLegs, count_legs
 from pdrelay_proxy.io.request_path.ids import new_id, new_transfer
@@ -51,23 +56,33 @@ class RequestSide:
     models: ModelCatalog
     telemetry: Telemetry
     traces: "Traces | None"  # None: nobody asks for spans
+    engine_spans: EngineSpans | None  # what adds the engines' rows to them
     releaser: Releaser
     reader: BodyReader
 
 
 def build_requests(
-    settings: Settings, engines: EngineSide, clock: Callable[[], float], traces: "Traces | None"
+    settings: Settings,
+    engines: EngineSide,
+    clock: Callable[[], float],
+    make_traces: "Callable[[HearEnd], Traces] | None",
 ) -> RequestSide:
-    """Build it, and have the engines' side tell it what it counts. Raises ConfigError.
+    """Build it. Raises ConfigError.
 
-    ``traces``: those of a test; else what the settings ask for.
+    ``make_traces``: those of a test; None: as the settings ask for.
     """
     fleet, pairs, wire = engines.fleet, engines.pairs, engines.wire
     gate, lifetime = Gate(settings, clock), Lifetime()
     keyring, reader = Keyring(client_keys(settings), settings.min_priority), BodyReader()
     counters = _counters(engines)
-    telemetry = Telemetry(counters, clock, RequestHistory(settings.request_history), pairs)
-    traces = traces or _traces(settings)
+    history = RequestHistory(settings.request_history)
+    telemetry = Telemetry(counters, clock, history, pairs, later=fleet.later, stepped=fleet.stepped)
+    make_traces = make_traces or _trace_maker(settings)
+    engine_spans: EngineSpans | None = None
+    traces: Traces | None = None
+    if make_traces is not None:
+        engine_spans = EngineSpans(_row_reader(engines.timelines), counters, clock)
+        traces = make_traces(engine_spans.offer)
     releaser = Releaser(wire, told=(telemetry,))
     sites, salts = Sites(settings, socket.gethostname()), _salts(settings, keyring)
     services = Services(
@@ -103,25 +118,23 @@ def build_requests(
         spans=traces,
     )
     requests = RequestSet(services)
-    fleet.later, fleet.bounds = telemetry.later, counters.lone_prompts_bound
-    telemetry.legs_under_way, telemetry.stepped = requests.engines_of_legs, fleet.stepped
     models = ModelCatalog(engines.registry, wire, engines.outbound, clock, model=settings.required_model)
-    return RequestSide(requests, gate, lifetime, keyring, models, telemetry, traces, releaser, reader)
+    return RequestSide(requests, gate, lifetime, keyring, models, telemetry, traces, engine_spans, releaser, reader)
 
 
 def _counters(engines: EngineSide) -> Counters:
     """Return the counters; some of them are counted where pairs are chosen or remembered."""
-    pairs, crossings = engines.pairs, engines.fleet.crossings
-    counters = Counters(
+    pairs = engines.pairs
+    crossings = engines.fleet.crossings
+    return Counters(
         _PATHS,
+        slice_crossings=Counter() if crossings is None else crossings.counted,
+        lone_prompts_bound=engines.fleet.bounds,
         pair_failures=pairs.health.failures,
         pairs_dropped=pairs.matrix.counts,
         engine_tls_failures=engines.tls.failures,
         turns=engines.registry.turns,
     )
-    if crossings is not None:
-        counters.slice_crossings = crossings.counted
-    return counters
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
@@ -144,7 +157,17 @@ def _sessions(settings: Settings) -> SessionIds | None:
     return SessionIds(settings.session_names) if by_session else None
 
 
-def _traces(settings: Settings) -> "Traces | None":
+def _row_reader(timelines: Timelines) -> Callable[[RequestRecord, Set[InstanceId]], Awaitable[tuple[float, Timeline]]]:
+    """Return what asks the engines of a request that is over for their rows, but for some of them."""
+
+    def read(record: RequestRecord, without: Set[InstanceId]) -> Awaitable[tuple[float, Timeline]]:
+        return timelines.of(record, is_over=True, asks_engines=True, without=without)
+
+    return read
+
+
+def _trace_maker(settings: Settings) -> "Callable[[HearEnd], Traces] | None":
+    """Return what makes the traces, for what hears of requests that are over; None: nobody asks for spans."""
     if settings.otlp_endpoint is None:
         return None
     try:
@@ -152,4 +175,4 @@ def _traces(settings: Settings) -> "Traces | None":
     except ImportError as exc:
         missing = "spans are asked for (otlp_endpoint), but OpenTelemetry is not installed"
         raise ConfigError(f"{missing}: pip install 'pdrelay[tracing]'") from exc
-    return Traces.to(settings.otlp_endpoint, _PATHS)
+    return partial(Traces.to, settings.otlp_endpoint, _PATHS)

@@ -112,7 +112,7 @@ def _key_routes(
         request_routes(
             lambda: telemetry.history,
             lambda: [(request.record, request.state) for request in requests],
-            background.timelines,
+            engines.timelines,
             access,
         ),
     )

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Set
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.counters import Counters
 from pdrelay_proxy.core.model import InstanceId
@@ -17,7 +17,8 @@ from pdrelay_proxy.core.request_timeline import Row, Timeline, legs_of
 from pdrelay_proxy.io.background import meanwhile
 
 logger = logging.getLogger(__name__)
-AddRows = Callable[[float, Sequence[Row]], None]  # when the request began, in seconds since the epoch; rows
+AddRows: TypeAlias = Callable[[float, Sequence[Row]], None]  # when the request began, in seconds since the epoch; rows
+HearEnd: TypeAlias = Callable[[RequestRecord, AddRows], None]
 LATER_S: Final = 1.0  # after the end of a request: engines tell what they noted with their next steps
 _LEAST_S: Final = 0.1  # between two requests that engines are asked of
 _MOST_WAITING: Final = 64

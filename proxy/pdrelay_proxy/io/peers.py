@@ -59,7 +59,7 @@ class RouterPeers(asyncio.DatagramProtocol):
         self._exchange = exchange
         self._quotas = quotas
         self.looks = looks
-        looks.changed = self.looked
+        looks.tell_of_news(self.looked)
         self._receivers = {  # the others are loads
             INTRODUCTIONS: introductions.receive,
             QUOTAS: quotas.receive,

@@ -5,7 +5,7 @@ OpenTelemetry stops at this file, and loads with it.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from opentelemetry.context import Context
@@ -19,7 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from pdrelay_proxy.core.model import Headers, Instance, Role
 from pdrelay_proxy.core.request_record import RequestOutcome, RequestRecord
 from pdrelay_proxy.core.request_timeline import Row, router_timeline
-from pdrelay_proxy.io.engine_spans import AddRows
+from pdrelay_proxy.io.engine_spans import HearEnd
 from pdrelay_proxy.io.request_path.access_log import fields
 
 _CONTEXT: Final = TraceContextTextMapPropagator()  # W3C: traceparent, tracestate
@@ -34,19 +34,20 @@ _MOST_ROWS: Final = 256  # of the engines of one request, the first ones
 class Traces:
     """The spans of one router; the environment's OTEL_* variables apply as in every OpenTelemetry program."""
 
-    def __init__(self, paths: frozenset[str], processor: SpanProcessor) -> None:
+    def __init__(self, paths: frozenset[str], processor: SpanProcessor, ended: HearEnd | None = None) -> None:
+        """``ended``: hears of each request that is over and has a trace; None: nothing is added to it."""
         name = Resource({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "pdrelay")})
         self._provider = TracerProvider(resource=Resource.create().merge(name), shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("pdrelay_proxy")
         self._paths = paths
-        self.ended: Callable[[RequestRecord, AddRows], None] | None = None  # is told of each request that is over
+        self._ended = ended
 
     @classmethod
-    def to(cls, endpoint: str, paths: frozenset[str]) -> "Traces":
+    def to(cls, endpoint: str, paths: frozenset[str], ended: HearEnd) -> "Traces":
         """Send the spans by OTLP over HTTP to a collector at this base URL, in batches and from a thread."""
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
-        return cls(paths, BatchSpanProcessor(exporter))
+        return cls(paths, BatchSpanProcessor(exporter), ended)
 
     def close(self) -> None:
         """Send what is left; may take seconds."""
@@ -59,7 +60,7 @@ class Traces:
         name = f"POST {path}" if path in self._paths else "request"
         attributes = {"url.path": path, "pdrelay.request_id": record.request_id}
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)
-        return TracedRequest(self._tracer, span, record, self.ended)
+        return TracedRequest(self._tracer, span, record, self._ended)
 
 
 class TracedRequest:
@@ -70,7 +71,7 @@ class TracedRequest:
         tracer: Tracer,
         span: Span,
         record: RequestRecord,
-        ended: Callable[[RequestRecord, AddRows], None] | None,
+        ended: HearEnd | None,
     ) -> None:
         self._tracer = tracer
         self._ended = ended

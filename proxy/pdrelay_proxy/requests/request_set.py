@@ -29,6 +29,7 @@ class RequestSet(RequestOwner):
         self._timer: asyncio.TimerHandle | None = None
         self._lateness = LateTimer()
         self.moves = StreamMoves(services, self._under_way, moves_at_once)
+        services.telemetry.count_legs_of(self.engines_of_legs)
 
     async def __aenter__(self) -> Self:
         return self

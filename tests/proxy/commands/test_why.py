@@ -144,7 +144,7 @@ class SlowProcessor(SpanProcessor):
 
 
 def busy_after(name):
-    return {"traces": Traces(frozenset(), SlowProcessor(name))}
+    return {"traces": partial(Traces, frozenset(), SlowProcessor(name))}
 
 
 def retried(running):

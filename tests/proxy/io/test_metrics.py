@@ -56,10 +56,10 @@ def test_a_leg_shows_while_it_is_open_and_counts_when_it_is_over():
     """Numbers, read at scrape time."""
     world = World()
     (p,), (d,), r = world.prefill, world.decode, RequestId("r")
-    world.telemetry.legs_under_way = lambda: [p.id]
+    world.telemetry.count_legs_of(lambda: [p.id])
     world.telemetry.legs_over(p, [0.2], [], 0.2)
     open_legs = world.scrape()
-    world.telemetry.legs_under_way = list
+    world.telemetry.count_legs_of(list)
     world.telemetry.leg_ended(p, 0.2, None, r, 0.2)
     world.telemetry.handed_over(0.003)
     world.telemetry.leg_ended(d, 0.0, Failure.BAD_RESPONSE, r, 0.203)

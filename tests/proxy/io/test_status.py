@@ -32,7 +32,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     telemetry.leg_ended(p, 2.0, None, RequestId("r"), now[0])
     telemetry.handed_over(0.0)
     telemetry.leg_ended(d, 0.0, Failure.UNREACHABLE, RequestId("r"), now[0])
-    telemetry.legs_under_way = lambda: [d.id]
+    telemetry.count_legs_of(lambda: [d.id])
     record = RequestRecord(RequestId("r"), "/v1/completions")
     record.ttft_s = 2.25
     record.over(200, 2.5)

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import httpx
 import pytest
@@ -32,7 +33,8 @@ class Spans:
 
     def __init__(self):
         self.exporter = InMemorySpanExporter()
-        self.traces = Traces(frozenset({PATH}), SimpleSpanProcessor(self.exporter))
+        self.make_traces = partial(Traces, frozenset({PATH}), SimpleSpanProcessor(self.exporter))
+        self.traces = self.make_traces()
 
     def __getitem__(self, name):
         (span,) = [span for span in self.all if span.name == name]
@@ -54,7 +56,7 @@ def spans():
 async def traced_router(spans, engines, mode=KvTransferMode.PULL):
     """A client of a router in front of these engines, whose requests leave spans."""
     settings = replace(Settings(), prefill=("p0:80",), decode=("d0:80",), allowed_hosts=("*",), kv_transfer_mode=mode)
-    built = build(settings, fabric=InMemory(engines).fabric, traces=spans.traces)
+    built = build(settings, fabric=InMemory(engines).fabric, traces=spans.make_traces)
     transport = httpx.ASGITransport(built.app)
     async with (
         built.app.router.lifespan_context(built.app),

@@ -84,13 +84,17 @@ class LookExchange:
         self._introductions = introductions
         self._looks = looks
         self._envelope = Envelope(LOOKS, me, secret, _ENTRY.size)
-        self.changed: Callable[[], None] | None = None  # hears that the others have to be told something new
+        self._has_news: Callable[[], None] | None = None  # None: nothing is sent
         self._news: dict[InstanceId, bool] = {}  # by engine: it is missing now
         self._watchers: dict[bytes, _Watcher] = {}
         self._departed = DepartedRouters()
         self._engines: dict[InstanceId, _Watched] = {}
         self._by_name: dict[bytes, _Watched] = {}  # the same
         self._missed_at: dict[bytes, float] = {}  # by engine: since when somebody names it as missing
+
+    def tell_of_news(self, hear: Callable[[], None]) -> None:
+        """Have this called when there is news for the others, by what then sends ``news``: it is built with this."""
+        self._has_news = hear
 
     def watches(self, name: InstanceId) -> bool:
         """Tell whether this router looks at an engine in each interval."""
@@ -115,8 +119,8 @@ class LookExchange:
         """An engine has missed a look that answered before, or answers again."""
         if self._watchers and self.watches(name):
             self._news[name] = is_missing
-            if self.changed is not None:
-                self.changed()
+            if self._has_news is not None:
+                self._has_news()
 
     def news(self, *, wall: float) -> Sequence[bytes]:
         """Return what has changed since the others were told."""

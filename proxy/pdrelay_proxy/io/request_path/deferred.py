@@ -16,16 +16,18 @@ logger = logging.getLogger(__name__)
 
 
 class DeferredCalls:
-    """Calls that wait to be made, in the order they came; ``around`` is entered for each batch, ``after`` ends it."""
+    """Calls that wait to be made, in the order they came; ``around`` is entered for each batch."""
 
-    def __init__(
-        self, around: Callable[[], AbstractContextManager[object]] = nullcontext, after: Callable[[], object] = int
-    ) -> None:
+    def __init__(self, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self._around = around
-        self._after = after
+        self._after = list[Callable[[], None]]()
         self.is_settling = False
         self._calls: list[tuple[Callable[..., object], tuple[object, ...]]] = []
         self._timer: asyncio.TimerHandle | None = None
+
+    def end_batches_with(self, do: Callable[[], None]) -> None:
+        """Have this called at the end of each batch, by what has calls made here itself: neither can be built last."""
+        self._after.append(do)
 
     def add(self, do: Callable[..., object], *args: object) -> None:
         """Have this called soon."""
@@ -43,7 +45,7 @@ class DeferredCalls:
         self._timer.cancel()
         self._timer = None
         calls, self._calls = self._calls, []
-        calls.append((self._after, ()))
+        calls += [(end, ()) for end in self._after]
         was_settling, self.is_settling = self.is_settling, True
         with self._around():
             for do, args in calls:

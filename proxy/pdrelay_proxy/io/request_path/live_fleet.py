@@ -79,7 +79,10 @@ class LiveFleet:
         remembers: bool = False,
         learner: PromptLearner | None = None,
         costs: "EngineCosts | None" = None,
+        modes: PairModes | None = None,
+        later: DeferredCalls | None = None,
     ) -> None:
+        """``modes``: of pairs that can pull and push; ``later``: what went well and has yet to be told here."""
         self.registry = registry
         self.caches = caches  # None: no policy asks for them
         self.remembers = remembers  # the policy of decode engines asks for them
@@ -89,11 +92,11 @@ class LiveFleet:
         self._pairs = pairs
         self._learned = learned  # what prefill engines say in their answers
         self._clock = clock  # seconds; only differences count
-        self.changed: Callable[[InstanceId], None] | None = None  # hears which engine has more requests, or fewer
+        self._load_changed: Callable[[InstanceId], None] | None = None
         # None: slices play no part, or no pair is of two.
         self.crossings = SliceCrossings(registry) if registry.slice_pairing is SlicePairing.PREFER else None
-        self.modes = PairModes()  # of pairs that can pull and push
-        self.later = DeferredCalls()  # what went well and has yet to be told here
+        self.modes = PairModes() if modes is None else modes
+        self.later = DeferredCalls() if later is None else later
 
     @property
     def stepped(self) -> Callable[[InstanceId, list[float]], None] | None:
@@ -105,10 +108,13 @@ class LiveFleet:
         """The counter of prompts that decode engines leave to others for the sake of their streams."""
         return Counter() if self._pairs.bound is None else self._pairs.bound.counts
 
-    @bounds.setter
-    def bounds(self, counts: Counter[Key]) -> None:
-        if self._pairs.bound is not None:
-            self._pairs.bound.counts = counts
+    def tell_load_changes(self, hear: Callable[[InstanceId], None]) -> None:
+        """Have this called with each engine that gets a request or loses one.
+
+        The exchange with other routers says so when it is built: it counts its datagrams among the router's counters,
+        some of which are kept here.
+        """
+        self._load_changed = hear
 
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List all engines of a role."""
@@ -374,8 +380,8 @@ class LiveFleet:
         """Count a request at an engine; it may enter several times, and counts once."""
         if (member := self.registry.get(instance.id)) is not None:
             member.load.enter(request)
-            if self.changed is not None:
-                self.changed(instance.id)
+            if self._load_changed is not None:
+                self._load_changed(instance.id)
             if member.life.state is _HALF_OPEN:
                 member.life.claimed(request)
 
@@ -383,8 +389,8 @@ class LiveFleet:
         """Stop to count it when it has left as often."""
         if (member := self.registry.get(instance.id)) is not None and member.load.leave(request):
             member.lone.leave(request)
-            if self.changed is not None:
-                self.changed(instance.id)
+            if self._load_changed is not None:
+                self._load_changed(instance.id)
             if self.costs is not None:
                 member.speed.leave(request, self._clock())
             if member.life.state is _HALF_OPEN:

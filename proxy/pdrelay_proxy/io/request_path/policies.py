@@ -1,9 +1,11 @@
 """What each policy is made of, and the fleet that they choose from."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final, TypeAlias
 
 from pdrelay_proxy.core.fleet.cache_index import CacheIndex
+from pdrelay_proxy.core.fleet.pair_modes import PairModes
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.known_prompts import KnownPrompts
@@ -20,6 +22,7 @@ from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S, PromptMe
 from pdrelay_proxy.core.routing.share_bound import ShareBounds
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.request_path.caches import Caches
+from pdrelay_proxy.io.request_path.deferred import DeferredCalls
 from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.request_path.prompt_learner import PromptLearner
@@ -57,12 +60,16 @@ def fleet_of(
     turn: int = 0,
     index: CacheIndex | None = None,
     known: KnownPrompts | None = None,
+    modes: PairModes | None = None,
+    later: DeferredCalls | None = None,
 ) -> LiveFleet:
     """Return the engines under the policies of the settings; raises ConfigError: there is no such policy.
 
     ``turn``: where policies begin, so that several routers do not all begin with the same engine; ``index``: what
-    engines tell of their caches; ``known``: the tokens of texts, to look them up there.
+    engines tell of their caches; ``known``: the tokens of texts, to look them up there; ``modes`` and ``later``: as in
+    LiveFleet.
     """
+    build = partial(LiveFleet, modes=modes, later=later)
     names = settings.prefill_policy, settings.decode_policy
     if settings.return_kv and settings.decode_policy not in CACHE_POLICIES:
         names_known = " or ".join(CACHE_POLICIES)
@@ -72,7 +79,7 @@ def fleet_of(
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
-        return LiveFleet(registry, PairSelector(registry, choice, short_alone=short_alone), learned, clock)
+        return build(registry, PairSelector(registry, choice, short_alone=short_alone), learned, clock)
     caches = Caches(PromptMemory(PREFIX_LIFETIME_S), registry, clock, index, known)
     learner, itl_s = None if known is None else PromptLearner(known, clock), settings.max_decode_itl_s or None
     if PolicyName.EXPECTED_TTFT in names:
@@ -85,7 +92,7 @@ def fleet_of(
         pairs = PairSelector(
             registry, weighing, weighing, bound, weighing=weighing, bounds=shares, short_alone=short_alone
         )
-        return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=costs)
+        return build(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=costs)
     parts = PolicyParts(Loads(registry, clock).of, dice, turn, caches)
     prefill, decode = (policy_of(name, parts) for name in names)
     timing: EngineCosts | None = None
@@ -99,8 +106,8 @@ def fleet_of(
         choice = PolicyPerLeg(prefill, decode)
         bounds = ShareBounds(registry) if set(names) & _LOYAL else None
         pairs = PairSelector(registry, choice, prefill_holders=holders, bounds=bounds, short_alone=short_alone)
-        return LiveFleet(registry, pairs, learned, clock, caches, learner=learner, costs=timing)
+        return build(registry, pairs, learned, clock, caches, learner=learner, costs=timing)
     choice = PolicyPerLeg(prefill, prefix, decode_first=True)
     bound = AloneBound(registry, clock, timing.spares_alone if timing is not None and timing.may_be_alone else None)
     pairs = PairSelector(registry, choice, prefix, bound, bounds=ShareBounds(registry), short_alone=short_alone)
-    return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=timing)
+    return build(registry, pairs, learned, clock, caches, remembers=True, learner=learner, costs=timing)

@@ -64,6 +64,11 @@ _SAID: Final[Mapping[Failure, str]] = {
 _SAY_AGAIN_S: Final = 3600.0
 
 
+def log_calls() -> DeferredCalls:
+    """Return what collects calls for later; the lines that a batch of them logs are written together."""
+    return DeferredCalls(lines_together)
+
+
 class _Engine:
     """The times of one engine's good legs, in seconds, until they are added up."""
 
@@ -151,23 +156,31 @@ class Telemetry:
         clock: Callable[[], float],
         history: RequestHistory | None = None,
         pairs: PairNotes | None = None,
+        *,
+        later: DeferredCalls | None = None,
+        stepped: Callable[[InstanceId, list[float]], None] | None = None,
     ) -> None:
-        """``pairs``: is told what happens between two engines; None: nothing is."""
+        """``pairs``: is told what happens between two engines; None: nothing is.
+
+        ``later``: what waits to be counted (None: only this object's). ``stepped``: gets the seconds between two reads
+        of an engine's streams; None: to count them by path will do.
+        """
         self._counters = counters
         self._history = RequestHistory(0) if history is None else history
         self._recent = RecentStats()
         self._said = dict[tuple[InstanceId, Failure], float]()  # when it was told to the operator
         self.transfers_expected: Counter[InstanceId] = Counter()  # by decode engine, ever
-        self.legs_under_way: Callable[[], Iterable[InstanceId]] = tuple  # the engine of each
+        self._legs_under_way: Callable[[], Iterable[InstanceId]] = tuple  # the engine of each
         self._clock = clock  # seconds; only differences count
-        self.later = DeferredCalls(lines_together, self._finish)
+        self.later = log_calls() if later is None else later
+        self.later.end_batches_with(self._finish)
         self._over: list[RequestRecord] = []  # whose lines are to be written
         self._engines: dict[InstanceId, _Engine] = {}
         self._kinds: dict[tuple[str, bool, str | None, str | None, str | None, str, bool, bool], _Kind] = {}
         self._handoffs: list[float] = []  # seconds between a prefill answer and its decode leg, to be counted
         # By path, and by engine where that is wanted: seconds between two reads of a stream, to be counted.
         self._gaps: dict[tuple[str, InstanceId | None], list[float]] = {}
-        self.stepped: Callable[[InstanceId, list[float]], None] | None = None  # gets them; None: by path will do
+        self._stepped = stepped
         self._pairs = pairs
 
     @property
@@ -202,10 +215,17 @@ class Telemetry:
         """What is told of pairs of engines; None: nothing is."""
         return self._pairs
 
+    def count_legs_of(self, engines: Callable[[], Iterable[InstanceId]]) -> None:
+        """Have the legs under way counted: ``engines`` returns the engine of each.
+
+        The requests say so themselves: they are built later, because each of them tells this object what it does.
+        """
+        self._legs_under_way = engines
+
     @property
     def in_flight(self) -> Mapping[InstanceId, int]:
         """How many legs each engine has now; engines without one are missing."""
-        return Counter(self.legs_under_way())
+        return Counter(self._legs_under_way())
 
     def counters_in_steps(self) -> Generator[None, None, Counters]:
         """Return the counters after steps of a millisecond or so: thousands of engines may have had legs.
@@ -308,8 +328,8 @@ class Telemetry:
         for (label, instance), gaps in by_stream:
             if gaps:
                 self._counters.inter_token.of((label,)).observe_all(gaps)
-                if instance is not None and self.stepped is not None:
-                    self.stepped(instance, gaps)
+                if instance is not None and self._stepped is not None:
+                    self._stepped(instance, gaps)
                 gaps.clear()
 
     # ---- requests

@@ -91,7 +91,7 @@ class VirtualLeg:
     )
     kept: bool = False  # its blocks stay in use until another engine has read them
     first: Callable[[], None] = lambda: None  # has its first token
-    ended: Callable[[], None] = lambda: None
+    ended: "Callable[[VirtualLeg], None]" = lambda _: None  # it has all its tokens
     cached_tokens: int = 0  # that this engine's own cache had
     computed_tokens: int = 0  # of the prompt
     left: int = 0  # tokens of the prompt that are still to be computed
@@ -302,11 +302,11 @@ class VirtualEngine:
                 self._told(gap)
             self._sent_at = now
             for leg in ended:
-                leg.ended()
+                leg.ended(leg)
             for leg in begun:
                 leg.first()
                 if leg.output_tokens == 1:
-                    leg.ended()
+                    leg.ended(leg)
 
         if took:
             self._loop.after(took, sent)

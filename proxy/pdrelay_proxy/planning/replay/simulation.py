@@ -132,8 +132,8 @@ class _Replay:
         if prefill is None:
             self._decode(number, one, decode, None)
             return
-        leg = VirtualLeg(self._trace.full_blocks(turn), turn.prompt_tokens, 1, kept=True)
-        leg.ended = partial(self._prefilled, number, one, prefill, decode, leg)
+        ended = partial(self._prefilled, number, one, prefill, decode)
+        leg = VirtualLeg(self._trace.full_blocks(turn), turn.prompt_tokens, 1, kept=True, ended=ended)
         self._send(one, prefill, leg)
 
     def _prefilled(self, number: int, one: Served, prefill: Instance, decode: Instance, leg: VirtualLeg) -> None:
@@ -145,10 +145,15 @@ class _Replay:
     def _decode(
         self, number: int, one: Served, decode: Instance, source: tuple[VirtualEngine, VirtualLeg] | None
     ) -> None:
-        blocks, answer = self._trace.full_blocks(one.turn), self._trace.answer_blocks(one.turn)
-        leg = VirtualLeg(blocks, one.turn.prompt_tokens, one.turn.output_tokens, answer, source)
-        leg.first = partial(self._first, number, one, decode)
-        leg.ended = partial(self._ended, number, one, decode, leg)
+        leg = VirtualLeg(
+            self._trace.full_blocks(one.turn),
+            one.turn.prompt_tokens,
+            one.turn.output_tokens,
+            self._trace.answer_blocks(one.turn),
+            source,
+            first=partial(self._first, number, one, decode),
+            ended=partial(self._ended, number, one, decode),
+        )
         self._send(one, decode, leg)
 
     def _send(self, one: Served, instance: Instance, leg: VirtualLeg) -> None:

@@ -37,10 +37,11 @@ class Bench:
         return VirtualEngine(self.model, self.block_tokens, self.loop)
 
     def leg(self, name, blocks, prompt, output, **more):
-        leg = VirtualLeg(blocks, prompt, output, **more)
-        leg.first = lambda: self.first.update({name: self.loop.now})
-        leg.ended = lambda: self.ended.update({name: self.loop.now})
-        return leg
+        events = {
+            "first": lambda: self.first.update({name: self.loop.now}),
+            "ended": lambda _: self.ended.update({name: self.loop.now}),
+        }
+        return VirtualLeg(blocks, prompt, output, **(events | more))
 
 
 def test_one_request_by_hand():
@@ -268,8 +269,11 @@ def test_every_leg_ends_once_and_everything_is_given_back(legs):
     bench, counts = Bench(), {}
     for number, (at_s, prefix, prompt, output) in enumerate(legs):
         names = [*range(min(prefix, prompt // 10)), *range(1000 * (number + 1), 1000 * (number + 1) + 40)]
-        leg = bench.leg(number, names[: prompt // 10], prompt, output)
-        leg.ended = lambda number=number: counts.update({number: counts.get(number, 0) + 1})
+
+        def count(_, number=number):
+            counts[number] = counts.get(number, 0) + 1
+
+        leg = bench.leg(number, names[: prompt // 10], prompt, output, ended=count)
         bench.loop.after(at_s, lambda leg=leg: bench.engine.add(leg))
     bench.loop.run()
 

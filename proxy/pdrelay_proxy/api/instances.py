@@ -38,6 +38,7 @@ from pdrelay_proxy.errors import (
     BadRequest,
     CannotTurn,
     NoInstance,
+    PathNotServed,
     UnknownInstance,
     UnknownModel,
 )
@@ -249,7 +250,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
             rank = rank_of(first_header(headers, b"x-data-parallel-rank"))
             call = GenerationRequest(Api(question.path), fields, headers, rank=rank)
             found = admin.explainer.explain(call)
-        except (BadRequest, UnknownModel, NoInstance) as exc:
+        except (BadRequest, UnknownModel, PathNotServed, NoInstance) as exc:
             raise HTTPException(400, f"The request would be refused: {exc}") from exc
         answer = {
             "rule": found.rule,

@@ -86,6 +86,7 @@ def _key_routes(
         fleet.passes_ids,
         clock,
         engines.registry.model_of_unnamed,
+        fleet.missing,
     )
     instances = InstanceAdmin(
         engines.registry,

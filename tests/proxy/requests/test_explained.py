@@ -11,7 +11,8 @@ from pdrelay_proxy.core.raw_json import Fields, decode
 from pdrelay_proxy.core.routing.explain import Explainer
 from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL
 from pdrelay_proxy.core.routing.session_ids import SessionIds
-from pdrelay_proxy.errors import BadRequest
+from pdrelay_proxy.errors import BadRequest, PathNotServed
+from pdrelay_proxy.settings import Settings
 from support.bodies import BASE
 from support.scripted import Scripted, call, good_decode, pulled_prefill, router_of
 
@@ -27,6 +28,7 @@ def explainer_of(router, clock):
         fleet.shares_loads,
         clock=clock,
         model_of_unnamed=router.registry.model_of_unnamed,
+        missing=fleet.missing,
     )
 
 
@@ -57,6 +59,36 @@ async def test_a_pair_that_is_to_be_tried_is_what_explain_says(rested_s):
     assert {(one.prefill.id, one.decode.id) for one in said} == {pair}
     assert tuple(sent) == pair
     assert explainer.explain(asked(model="m")).prefill.id == "prefill-0"
+
+
+@pytest.mark.parametrize("least", [0, 4096])
+async def test_an_engine_that_lacks_the_path_is_what_explain_leaves_out(least):
+    """As the request does, split or alone."""
+    engines = Scripted(pulled_prefill, good_decode)
+    router = router_of(engines, 2, 2, settings=Settings(min_split_new_bytes=least))
+    decodes = router.registry.known(Role.DECODE)
+    for member in router.registry.members():
+        router.registry.learn(member.instance.id, EngineCapabilities(frozenset({"m"})))
+    router.fleet.lacks_path(Api.COMPLETIONS, decodes[0])
+    explain = explainer_of(router, lambda: 0.0).explain
+    said = explain(asked(model="m"))
+    await router.serve(call(model="m"))
+
+    assert [engine.instance for engine in engines.of(Role.DECODE)] == [said.decode] == [decodes[1]]
+    assert [engine.instance for engine in engines.of(Role.PREFILL)] == ([said.prefill] if said.prefill else [])
+    assert (said.prefill is None) == bool(least)
+
+
+async def test_what_all_engines_lack_is_refused_by_explain_too():
+    """In the words that the client gets."""
+    router = router_of(Scripted(pulled_prefill, good_decode), 1, 2)
+    for decode_engine in router.registry.known(Role.DECODE):
+        router.fleet.lacks_path(Api.COMPLETIONS, decode_engine)
+    client = await router.serve(call())
+
+    with pytest.raises(PathNotServed) as refusal:
+        explainer_of(router, lambda: 0.0).explain(asked())
+    assert str(refusal.value) in str(client.error)
 
 
 @pytest.mark.parametrize("api", Api)

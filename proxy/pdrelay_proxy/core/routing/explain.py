@@ -7,6 +7,7 @@ from typing import Final, Protocol, TypeAlias
 import msgspec
 
 from pdrelay_proxy.core.expected_time import ExpectedTime
+from pdrelay_proxy.core.fleet.missing_paths import MissingPaths
 from pdrelay_proxy.core.fleet.pair_modes import PairModes
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.model import (
@@ -81,13 +82,22 @@ class Explainer:
     passes_ids: Callable[[GenerationRequest, Instance], bool] = lambda _call, _decode: False  # to a decode engine
     clock: Callable[[], float] = lambda: 0.0  # seconds; the one of the registry's times
     model_of_unnamed: Callable[[], str | None] | None = None  # as for requests (requests/intake.py)
+    missing: MissingPaths | None = None  # which engines lack a path; None: none is known to
 
     def explain(self, call: GenerationRequest) -> Explanation:
-        """Say what would become of a request now. Raises NoInstance, UnknownModel, BadRequest: it would be refused."""
+        """Say what would become of a request now.
+
+        Raises:
+            NoInstance, UnknownModel, BadRequest, PathNotServed: it would be refused.
+        """
         call, is_known = self._named(call)
+        hints = ask_of_call(call)
+        if self.missing is not None:
+            self.missing.check(call.api, hints, now=self.clock())
         if not is_known:
-            decode, hints = self.usable(Role.DECODE), ask_of_call(call)
-            rule, chosen = f"single: {SingleEngineReason.UNKNOWN_MODEL}", self.rehearsal().one(decode, hints)
+            decode = self.usable(Role.DECODE)
+            rule = f"single: {SingleEngineReason.UNKNOWN_MODEL}"
+            chosen = self.rehearsal().one(self._offering(call.api, decode) or decode, hints)
             return Explanation(rule, None, chosen, None, encode(call.fields))
         if prompts := prompts_of(call.api, call.fields):
             return self._explain_first(call, prompts)
@@ -130,7 +140,7 @@ class Explainer:
                 if not settings.decode_only_fallback:
                     raise
                 why = SingleEngineReason.NO_PREFILL
-        chosen = pairing.one(decode, ask)
+        chosen = pairing.one(self._offering(call.api, decode) or decode, ask)
         return Explanation(f"single: {why}", None, chosen, None, encode(call.fields), pairing.expected)
 
     def _explain_pair(
@@ -140,7 +150,12 @@ class Explainer:
         prefills = self.usable(Role.PREFILL)
         if pairing.is_faster_alone(prefills, decode, ask):
             return None
-        tried = pairing.rested_pair(prefills, decode, ask, self.clock())
+        is_denied = self.missing is not None and self.missing.is_denied(call.api)
+        tried = None if is_denied else pairing.rested_pair(prefills, decode, ask, self.clock())
+        decode = self._offering(call.api, decode)
+        prefills = self._offering(call.api, prefills)
+        if not (prefills and decode):
+            raise NoInstance(f"no two instances that can take a request now have {call.api}")
         if tried is not None:
             return replace(self._split(call, *tried), expected=pairing.expected)
         may_be_alone = self.settings().decode_only_fallback
@@ -149,6 +164,10 @@ class Explainer:
             return replace(self._split(call, prefill, chosen), expected=pairing.expected)
         why = f"single: {SingleEngineReason.FEW_MATCH}"
         return Explanation(why, None, chosen, None, encode(call.fields), pairing.expected)
+
+    def _offering(self, path: str, among: Sequence[Instance]) -> Sequence[Instance]:
+        """Leave out the engines that lack a path."""
+        return among if self.missing is None else self.missing.offering(path, among, now=self.clock())
 
     def _explain_first(self, call: GenerationRequest, prompts: Sequence[msgspec.Raw]) -> Explanation:
         """Say what would become of several prompts: each goes its own way if the first one would be split."""

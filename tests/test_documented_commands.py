@@ -95,6 +95,12 @@ def mistakes(text, page, vllm):
     return found + [path for path in _values(text) if not has_value(path)]
 
 
+def without_theirs(text):
+    """Leave out the first cells of tables headed "there": they name what other programs have."""
+    tables = re.compile(r"(?m)^\| there \|.*\n(?:\|.*\n)+")
+    return tables.sub(lambda table: re.sub(r"(?m)^\|[^|]*\|", "|", table[0]), text)
+
+
 def _in_script(path):
     return set(re.findall(r'"(--[a-z][\w-]*)"', (ROOT / path).read_text()))
 
@@ -127,7 +133,7 @@ def has_value(path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_exists(page, vllm):
     """People paste it."""
-    assert mistakes(page.read_text(), page, vllm) == []
+    assert mistakes(without_theirs(page.read_text()), page, vllm) == []
 
 
 def test_where_the_chart_sets_an_option_is_a_value_of_it():

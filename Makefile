@@ -91,11 +91,11 @@ SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reor
 # Two chains at once: many tests wait for half of their time. mypy alone looks at the types, for basedpyright takes two
 # CPU minutes and finds little more: test-all asks it.
 .PHONY: test test-quick
-test: ## what CI runs: format, lint, types, import rules, the quick tests and the promise on real engines; 15 minutes
+test: ## what CI runs: format, lint, types, import rules, the quick tests and the promise on real engines; 10 minutes
 	@$(MAKE) test-quick CHAIN_OF_VLLM="mypy imports test-vllm test-promise"
 
 test-quick: lint $(STAMPS)/helm ## the same without engines; CHAIN_OF_VLLM=... chooses what runs beside the router's tests
-	@$(MAKE) -k -j2 -Otarget quick-router quick-vllm WORKERS=2
+	@$(MAKE) -k -j2 -Otarget quick-router quick-vllm WORKERS=3
 
 CHAIN_OF_VLLM := mypy imports test-vllm
 

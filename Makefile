@@ -171,7 +171,7 @@ test-bounds: $(STAMPS)/dev ## the edge with the oldest and newest libraries it a
 	$(BIN)/python -P tests/support/bounds.py $(if $(TRY),--try $(TRY))
 
 .PHONY: test-versions
-test-versions: $(STAMPS)/dev ## earlier versions of vLLM, each in an environment of its own: docs/releasing.md, 15 minutes each; VERSIONS="0.31"
+test-versions: $(STAMPS)/dev ## other versions of vLLM, each in an environment of its own: docs/releasing.md, 15 minutes each; VERSIONS="0.31"
 	$(BIN)/python -P tests/support/try_versions.py try $(VERSIONS)
 	$(BIN)/pytest tests/contract/test_versions.py tests/e2e/test_versions.py
 

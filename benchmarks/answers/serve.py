@@ -9,6 +9,7 @@ engine pair moved no KV.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -21,16 +22,25 @@ from pathlib import Path
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.page import table
+from benchmarks.router.contestants import CONTESTANTS
 from pdrelay_proxy.io.served_by import metric_total
 from pdrelay_proxy.local.plan import SMOLLM2_FOLDER
 from pdrelay_proxy.local.processes import Command, open_fleet
 from pdrelay_proxy.local.recipe import Connector, Role
 from support import router_kind
-from support.cluster import ROOT, base_url, engine_spec, free_ports, router_command, start_engine
+from support.cluster import (
+    MODEL_NAME,
+    ROOT,
+    base_url,
+    engine_spec,
+    free_ports,
+    router_command,
+    start_engine,
+)
 
-TOY_PROXY = ROOT / "benchmarks/router/toy_proxy.py"
 ROUTER = "pdrelay, pull"
 ONE_ENGINE = "one engine"
 IN_TREE = "NixlConnector behind the demonstration proxy"
@@ -43,14 +53,17 @@ def main():
     os.environ.setdefault(router_kind.CHOICE, "plain")  # as `make up` runs it
     seen = defaultdict(list)
     moved = defaultdict(int)
-    for number in range(args.rounds):
-        for connector in (Connector.PDRELAY, Connector.NIXL)[:: 1 if number % 2 == 0 else -1]:
+    seeds = itertools.count()
+    order = [Connector.PDRELAY, Connector.NIXL]
+    for _ in range(args.rounds):
+        for connector in order:
             with engines(args.model, connector) as (targets, pair):
                 for name, url in targets.items():
                     before = bytes_moved(pair)
-                    seen[name].append(bench(args, url, seed=1000 * number + len(seen[name]) + 10 * len(seen)))
+                    seen[name].append(bench(args, url, seed=next(seeds)))
                     moved[name] += bytes_moved(pair) - before
                     print(name, {key: round(seen[name][-1][key], 1) for key in SHOWN}, flush=True)
+        order.reverse()
     print_table(seen, moved)
     failed = sum(result["failed"] for results in seen.values() for result in results)
     still = [name for name in seen if name != ONE_ENGINE and not moved[name]]
@@ -92,14 +105,14 @@ def engines(model, connector):
 def toy_proxy(prefill, decode):
     """Return how to start the demonstration proxy."""
     port = free_ports(1)[0]
-    argv = [sys.executable, TOY_PROXY, "--prefill", prefill.base_url, "--decode", decode.base_url, "--port", str(port)]
+    argv = [str(word) for word in CONTESTANTS["toy"].command([prefill.port], [decode.port], [port])]
     return Command("proxy", argv, {"PATH": "/usr/bin:/bin"}, f"http://127.0.0.1:{port}/health")
 
 
 def bench(args, url, *, seed):
     """Run ``vllm bench serve`` against a server; return its result."""
     with tempfile.TemporaryDirectory(prefix="pdrelay-") as folder:
-        argv = [Path(sys.executable).with_name("vllm"), "bench", "serve", "--base-url", url, "--model", "tiny"]
+        argv = [Path(sys.executable).with_name("vllm"), "bench", "serve", "--base-url", url, "--model", MODEL_NAME]
         argv += ["--tokenizer", args.model.resolve(), "--dataset-name", "random", "--seed", str(seed), "--ignore-eos"]
         argv += ["--random-input-len", str(args.input), "--random-output-len", str(args.output)]
         argv += ["--num-prompts", str(args.prompts), "--max-concurrency", str(args.concurrency), "--num-warmups", "2"]
@@ -118,12 +131,12 @@ def bytes_moved(pair):
 
 def print_table(seen, moved):
     """Print the medians of the runs as a table of a page."""
-    print("\n| asked | requests | failed | KV moved, MB | " + " | ".join(SHOWN) + " |")
-    print("|" + "---|" * (4 + len(SHOWN)))
+    rows = []
     for name, results in seen.items():
         counts = [sum(result[key] for result in results) for key in ("completed", "failed")]
         medians = [f"{statistics.median(result[key] for result in results):.1f}" for key in SHOWN]
-        print(f"| {name} | " + " | ".join([*map(str, counts), f"{moved[name] / 1e6:.0f}", *medians]) + " |")
+        rows.append([name, *counts, f"{moved[name] / 1e6:.0f}", *medians])
+    print(f"\n{table(['asked', 'requests', 'failed', 'KV moved, MB', *SHOWN], rows)}")
 
 
 if __name__ == "__main__":

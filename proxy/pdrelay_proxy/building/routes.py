@@ -81,12 +81,12 @@ def _key_routes(
         lambda: requests.services.settings.current,
         SessionIds(settings.session_names),
         fleet.shares_loads,
+        fleet.missing,
         fleet.caches,
         fleet.modes,
         fleet.passes_ids,
         clock,
         engines.registry.model_of_unnamed,
-        fleet.missing,
     )
     instances = InstanceAdmin(
         engines.registry,

@@ -4,7 +4,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from pdrelay_proxy.commands.interrupts import ctrl_c_ends_at_once
@@ -14,7 +14,7 @@ from pdrelay_proxy.io import logs
 from pdrelay_proxy.io.build import find_build
 from pdrelay_proxy.io.worker_place import WorkerPlace
 from pdrelay_proxy.options import add_arguments as add_options
-from pdrelay_proxy.options import check_engines, needs_restart, serve_settings, warn_without_engines, without_restart
+from pdrelay_proxy.options import check_engines, serve_settings, warn_without_engines, without_restart
 from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -89,25 +89,31 @@ def _log_beginning(settings: Settings, args: argparse.Namespace) -> None:
     warn_without_engines(settings, args.config)
 
 
+def _own_settings(args: argparse.Namespace, place: WorkerPlace | None) -> tuple[Settings, Sequence[str]]:
+    """Read the settings of this process, and name those that a worker has from its supervisor until a restart.
+
+    A worker that replaces another is as the others are. One process alone looks itself for what needs a restart.
+    """
+    read = serve_settings(args)
+    if place is None:
+        return read, ()
+    common, fixed = without_restart(place.supervised, read)
+    return place.settings(common), fixed
+
+
 def _serve_here(args: argparse.Namespace, place: WorkerPlace | None = None) -> int:
     """Serve in this process, alone or as one of several workers; raises ConfigError and AlreadyKnown."""
     with ctrl_c_ends_at_once():
         from pdrelay_proxy import server  # noqa: PLC0415 (what is wrong with settings is said without it)
         from pdrelay_proxy.app import build  # noqa: PLC0415
 
-    def own(read: Settings) -> Settings:
-        if place is None:
-            return read
-        common, _ = without_restart(place.supervised, read)  # a worker that replaces another is as the others are
-        return place.settings(common)
-
     def again() -> Settings:
-        read = serve_settings(args)
-        for name in () if place is None else needs_restart(place.supervised, read):
+        settings, fixed = _own_settings(args, place)
+        for name in fixed:
             logger.info("%s needs a restart", name)
-        return own(read)
+        return settings
 
-    settings = own(serve_settings(args))
+    settings, _ = _own_settings(args, place)
     logs.configure(settings.log_level, settings.log_format, worker=None if place is None else place.number)
     router = build(settings, peer_socket=None if place is None else place.peer_socket)
     if place is None:  # else the supervisor has

@@ -77,12 +77,12 @@ class Explainer:
     settings: Callable[[], Settings]
     sessions: SessionIds
     shares_loads: Callable[[], bool]  # decode engines load a prompt once for several answers
+    missing: MissingPaths  # which engines lack a path
     caches: KnownCaches | None = None  # None: no policy asks for them
     modes: PairModes | None = None  # of pairs that can pull and push
     passes_ids: Callable[[GenerationRequest, Instance], bool] = lambda _call, _decode: False  # to a decode engine
     clock: Callable[[], float] = lambda: 0.0  # seconds; the one of the registry's times
     model_of_unnamed: Callable[[], str | None] | None = None  # as for requests (requests/intake.py)
-    missing: MissingPaths | None = None  # which engines lack a path; None: none is known to
 
     def explain(self, call: GenerationRequest) -> Explanation:
         """Say what would become of a request now.
@@ -92,8 +92,7 @@ class Explainer:
         """
         call, is_known = self._named(call)
         hints = ask_of_call(call)
-        if self.missing is not None:
-            self.missing.check(call.api, hints, now=self.clock())
+        self.missing.check(call.api, hints, now=self.clock())
         if not is_known:
             decode = self.usable(Role.DECODE)
             rule = f"single: {SingleEngineReason.UNKNOWN_MODEL}"
@@ -150,8 +149,7 @@ class Explainer:
         prefills = self.usable(Role.PREFILL)
         if pairing.is_faster_alone(prefills, decode, ask):
             return None
-        is_denied = self.missing is not None and self.missing.is_denied(call.api)
-        tried = None if is_denied else pairing.rested_pair(prefills, decode, ask, self.clock())
+        tried = None if self.missing.is_denied(call.api) else pairing.rested_pair(prefills, decode, ask, self.clock())
         decode = self._offering(call.api, decode)
         prefills = self._offering(call.api, prefills)
         if not (prefills and decode):
@@ -167,7 +165,7 @@ class Explainer:
 
     def _offering(self, path: str, among: Sequence[Instance]) -> Sequence[Instance]:
         """Leave out the engines that lack a path."""
-        return among if self.missing is None else self.missing.offering(path, among, now=self.clock())
+        return self.missing.offering(path, among, now=self.clock())
 
     def _explain_first(self, call: GenerationRequest, prompts: Sequence[msgspec.Raw]) -> Explanation:
         """Say what would become of several prompts: each goes its own way if the first one would be split."""

@@ -64,7 +64,8 @@ class Shared:
 
 def measured(workers, cores, seconds):
     """Return what one run has seen."""
-    pdrelay, admin_ports = CONTESTANTS["pdrelay"], []
+    pdrelay = CONTESTANTS["pdrelay"]
+    admin_ports = []
 
     def command(prefill, decode, own):
         admin_ports[:] = range(own[1], own[1] + workers)

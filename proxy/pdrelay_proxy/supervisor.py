@@ -169,7 +169,9 @@ class _Crew:
 
     async def _keep(self, number: int, first: _Worker) -> int:
         """Have a worker of this number until all shall end; return how the last one did."""
-        loop, pause_s, worker = asyncio.get_running_loop(), _FIRST_PAUSE_S, first
+        loop = asyncio.get_running_loop()
+        pause_s = _FIRST_PAUSE_S
+        worker = first
         while True:
             began = loop.time()
             if not worker.is_ready:

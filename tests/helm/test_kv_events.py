@@ -94,7 +94,8 @@ def test_a_list_of_plugins_that_names_it_is_followed():
 
 def test_notes_name_the_key_that_is_missing():
     """And nothing else that keeps routers from the events: an operator wrote that."""
-    missing, there = notes(), notes("--set", "engine.apiKey.secretName=engines")
+    missing = notes()
+    there = notes("--set", "engine.apiKey.secretName=engines")
     unwanted = notes("--set", "router.settings.kv_events=off")
 
     assert "engine.apiKey.secretName is\nempty (prefill and decode)." in missing

@@ -48,7 +48,8 @@ class Workers(RouterProcess):
 
     def ask(self, number, path, body=None):
         """Ask a worker at its admin port."""
-        url, method = f"http://127.0.0.1:{self.admin_port + number}{path}", "GET" if body is None else "POST"
+        url = f"http://127.0.0.1:{self.admin_port + number}{path}"
+        method = "GET" if body is None else "POST"
         return httpx.request(method, url, json=body, headers=KEY, timeout=20)
 
     def order(self, number, verb, **body):

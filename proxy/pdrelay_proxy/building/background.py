@@ -49,7 +49,9 @@ def build_background(
 
     ``peer_socket``: bound where other routers reach this one; None: the settings name the port.
     """
-    registry, telemetry, admission = engines.registry, serving.telemetry, serving.gate.admission
+    registry = engines.registry
+    telemetry = serving.telemetry
+    admission = serving.gate.admission
     peers = _peers(settings, engines, serving, peer_socket)
     prober = Prober(
         registry,

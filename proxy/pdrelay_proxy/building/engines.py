@@ -72,7 +72,8 @@ class EngineSide:
 
 def build_engines(settings: Settings, fabric: Fabric) -> EngineSide:
     """Build it. Raises AddressError, AlreadyKnown and ConfigError, as ``build`` says."""
-    registry, clock = _registry(settings, fabric.clock), fabric.clock
+    registry = _registry(settings, fabric.clock)
+    clock = fabric.clock
     policy = TRANSFER_POLICIES[settings.kv_transfer_mode]
     learned = PushCoordinates(at_once=policy.at_once)
     modes = PairModes(policy.fixed, kind=registry.link)

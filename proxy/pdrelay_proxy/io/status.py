@@ -138,8 +138,11 @@ class Status:
 
     def in_steps(self) -> Generator[None, None, Snapshot]:
         """Put the same together in steps of some engines, of a millisecond or so each."""
-        now, recent, admission = self._clock(), self._telemetry.recent, self._admission
-        members, in_flight = self._engines.members(), self._telemetry.in_flight
+        now = self._clock()
+        recent = self._telemetry.recent
+        admission = self._admission
+        members = self._engines.members()
+        in_flight = self._telemetry.in_flight
         self._telemetry.keep(frozenset(member.instance.id for member in members))
         yield
         engines = list[Engine]()
@@ -187,7 +190,8 @@ def _series(recent: RecentStats, *, now: float) -> Series:
 
 def _engine(member: Member, recent: RecentStats, in_flight: int, *, now: float) -> Engine:
     instance = member.instance
-    legs, answers = recent.legs.get(instance.id), recent.answers.get(instance.id)
+    legs = recent.legs.get(instance.id)
+    answers = recent.answers.get(instance.id)
     return Engine(
         id=instance.id,
         role=member.role if member.turn is None else f"{member.role}, to {member.turn.to}",

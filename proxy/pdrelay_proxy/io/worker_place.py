@@ -83,7 +83,8 @@ def limits_of_each(settings: Settings) -> str:
 
 def check_workers(settings: Settings) -> None:
     """Raise ConfigError if settings contradict several workers."""
-    count, admin_port = settings.workers, settings.admin_port
+    count = settings.workers
+    admin_port = settings.admin_port
     if count == 1:
         return
     if settings.peers:

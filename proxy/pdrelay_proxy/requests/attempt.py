@@ -286,7 +286,9 @@ class Attempt(LegOwner):
 
     def small_reason(self) -> SingleEngineReason | None:
         """Say why so little of the prompt is new to a decode engine that it serves it alone; None: it does not."""
-        least, ask, fleet = self._settings.min_split_new_bytes, self._plan.ask, self._services.fleet
+        least = self._settings.min_split_new_bytes
+        ask = self._plan.ask
+        fleet = self._services.fleet
         if not (least or fleet.costs):
             return None
         if self.retries.avoided:
@@ -305,7 +307,9 @@ class Attempt(LegOwner):
 
     def one(self, among: Sequence[Instance]) -> Instance:
         """Choose a decode engine."""
-        fleet, ask, retries = self._services.fleet, self._plan.ask, self.retries
+        fleet = self._services.fleet
+        ask = self._plan.ask
+        retries = self.retries
         if fleet.missing.is_denied(self._plan.path):
             among = fleet.offering(self._plan.path, among) or among
         among = retries.among(among)

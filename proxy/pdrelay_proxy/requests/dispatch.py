@@ -174,7 +174,8 @@ class Dispatch:
         self, attempt: Attempt, call: GenerationRequest | None, single_body: Pieces | None, *, can_split: bool
     ) -> tuple[Instance | None, Instance]:
         """Choose the prefill engine and the decode engine; None: the latter serves the request alone."""
-        fleet, record = self._life.services.fleet, self._life.record
+        fleet = self._life.services.fleet
+        record = self._life.record
         if attempt.move is not None:
             return self._choose_for_move(attempt, attempt.move, single_body)
         if call is None:
@@ -220,7 +221,8 @@ class Dispatch:
         Without one, a prefill engine computes the prompt and the tokens so far: ``met``, which has the prompt, or else
         another one.
         """
-        fleet, ask = self._life.services.fleet, self._plan.ask.once_more()
+        fleet = self._life.services.fleet
+        ask = self._plan.ask.once_more()
         decodes = self._with_room([one for one in fleet.usable(_DECODE) if one.id not in retries.avoided])
         if not decodes:
             raise NoInstance("no other decode engine can go on with the stream")
@@ -263,7 +265,9 @@ class Dispatch:
 
         None: there is no prefill engine, and any decode engine may serve the request alone.
         """
-        fleet, hints, may_be_alone = self._life.services.fleet, self._plan.ask, self.settings.decode_only_fallback
+        fleet = self._life.services.fleet
+        hints = self._plan.ask
+        may_be_alone = self.settings.decode_only_fallback
         try:
             if not attempt.retries.avoided:
                 if not fleet.missing.is_denied(self._plan.path):

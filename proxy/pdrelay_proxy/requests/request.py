@@ -163,7 +163,8 @@ class Request:
         if self.response_complete:
             return  # it was refused
         try:
-            size, most = len(self._body) + len(piece), self._services.settings.current.max_body_bytes
+            size = len(self._body) + len(piece)
+            most = self._services.settings.current.max_body_bytes
             if size > most:
                 raise BodyTooLarge(f"the body has more than {most} bytes, the most this router takes")
             if is_all:
@@ -355,7 +356,8 @@ class Request:
         life.on(_ADMITTED)
         if life.record.queue_s is None:
             life.record.queue_s = 0.0
-        settings, now = services.settings.current, services.clock()
+        settings = services.settings.current
+        now = services.clock()
         life.record.admitted_s = now - life.record.began_at
         services.budget.came(now)
         seconds = settings.stream_timeout_s if plan.streams else settings.total_timeout_s
@@ -397,13 +399,17 @@ class Request:
 
     def _read(self) -> RequestPlan:
         """Return what the engines will get."""
-        intake, head, body = self._services.intake, self._head, self._take_body()
+        intake = self._services.intake
+        head = self._head
+        body = self._take_body()
         fields, tokens = intake.examine(head, body, counts_tokens=self._services.gate.admission.counts_tokens)
         return intake.plan(head, body, fields, tokens)
 
     async def _read_long(self) -> tuple[RequestPlan, int]:
         """Read a long body, or a compressed one, in a thread, so that other requests do not wait; return its bytes."""
-        intake, head, body = self._services.intake, self._head, self._take_body()
+        intake = self._services.intake
+        head = self._head
+        body = self._take_body()
         counts_tokens = self._services.gate.admission.counts_tokens
         future = self._services.body_reader.submit(partial(_examined, intake, head, body, counts_tokens=counts_tokens))
         future.add_done_callback(lambda _: self._life.wake())
@@ -430,7 +436,9 @@ class Request:
 
     async def _wait_for_turn(self, ticket: Ticket) -> None:
         """Wait in the queue."""
-        gate, life, start = self._services.gate, self._life, self._services.clock()
+        gate = self._services.gate
+        life = self._life
+        start = self._services.clock()
         life.on(_QUEUED)
         gate.watch(ticket, life.wake)
         try:

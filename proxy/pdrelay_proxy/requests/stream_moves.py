@@ -101,7 +101,9 @@ class StreamMoves(MoveOwner):
         self, request: Request, source: InstanceId, reason: MoveReason, stuck: set[tuple[InstanceId, RequestKind]]
     ) -> bool:
         """Cut a stream if another engine can go on with it exactly, and there is one; tell whether it is cut."""
-        member, replay, record = self.services.fleet.registry.get(source), request.continuation, request.record
+        member = self.services.fleet.registry.get(source)
+        replay = request.continuation
+        record = request.record
         if member is None:
             return False
         if replay is None or request.looks_back:

@@ -8,10 +8,12 @@ import contextlib
 import json
 import warnings
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdrelay_proxy.api.text_schemas import TEXT_SCHEMAS
 from pdrelay_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from pdrelay_proxy.core.protocol.disaggregation import solo_reason
 from pdrelay_proxy.core.protocol.request_bodies import decode_body, kv_params, named, parse, prefill_body
@@ -259,6 +261,16 @@ def test_every_field_has_been_considered(models, api):
 def test_every_field_of_any_known_version_has_been_considered(recording, api):
     """As their sources have them (``tests/contract/test_versions.py``)."""
     assert set(json.loads(recording.read_text())["bodies"][api]) <= {*bodies_of(api), *REFUSED}
+
+
+@pytest.mark.parametrize("api", [Api.COMPLETIONS, Api.CHAT])
+def test_the_document_takes_what_vllm_takes(models, api):
+    """A generated client can write each of these bodies; ``api/text_schemas.py`` types them."""
+    schemas = {"components": {"schemas": TEXT_SCHEMAS}, "$ref": f"#/components/schemas/{models[api].__name__}"}
+    validator = jsonschema.Draft202012Validator(schemas)
+
+    for name in bodies_of(api).keys() & models[api].model_fields.keys():
+        assert [str(error) for error in validator.iter_errors(body_with(api, name))] == [], name
 
 
 @pytest.mark.parametrize("api", Api)

@@ -22,6 +22,7 @@ TOOLS = (
     "pytest-asyncio>=1.5",
     "pytest-timeout>=2.4",
     "hypothesis>=6.100",
+    "jsonschema>=4.26",
     "openai>=2.25",
     "cryptography>=43",
     "opentelemetry-exporter-otlp-proto-http>=1.30",  # one test has a router leave spans

@@ -44,34 +44,9 @@ _USAGE: Final[Part] = _or_null(
 _MODEL: Final[Mapping[str, Part]] = {"model": _or_null(_TEXT)}
 _COMMON: Final[Mapping[str, Part]] = {**_MODEL, "priority": _WHOLE, "user": _TEXT}
 _MADE: Final[Mapping[str, Part]] = {"id": _TEXT, "object": _TEXT, "created": _WHOLE, "model": _TEXT}
-_CHOICE: Final[Mapping[str, Part]] = {"index": _WHOLE, "finish_reason": _or_null(_TEXT), "logprobs": _ANY}
 
-# Answers, and the requests of endpoints with one leg, by the names of their schemas.
+# Answers, and the requests of endpoints with one leg, by the names of their schemas; text_schemas.py has the others.
 SHAPES: Final[Mapping[str, Part]] = {
-    "Completion": _shape(
-        "A text that was gone on with",
-        {**_MADE, "choices": _list(_shape("One of n", {**_CHOICE, "text": _TEXT})), "usage": _USAGE},
-    ),
-    "ChatCompletion": _shape(
-        "An answer in a chat",
-        {
-            **_MADE,
-            "choices": _list(
-                _shape(
-                    "One of n",
-                    {
-                        **_CHOICE,
-                        "message": _shape(
-                            "What the model says",
-                            {"role": _TEXT, "content": _or_null(_TEXT)},
-                            {"tool_calls": _list(_OBJECT), "reasoning": _or_null(_TEXT)},
-                        ),
-                    },
-                )
-            ),
-            "usage": _USAGE,
-        },
-    ),
     "ResponseObject": _shape(
         "An answer of the Responses API",
         {
@@ -167,11 +142,26 @@ class EndpointText:
     answer: str  # the name of its schema
     request: str = ""  # the same; empty: its signature says it
     example: Part | None = None  # a request that is served
+    event: str = ""  # the name of the schema of a stream's events; empty: it says nothing of them
 
 
 ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
-    "/v1/completions": EndpointText("create_completion", "Complete a text", "Completion"),
-    "/v1/chat/completions": EndpointText("create_chat_completion", "Answer in a chat", "ChatCompletion"),
+    "/v1/completions": EndpointText(
+        "create_completion",
+        "Complete a text",
+        "CompletionResponse",
+        "CompletionRequest",
+        {"prompt": "Once upon a time", "max_tokens": 16},
+        event="CompletionStreamResponse",
+    ),
+    "/v1/chat/completions": EndpointText(
+        "create_chat_completion",
+        "Answer in a chat",
+        "ChatCompletionResponse",
+        "ChatCompletionRequest",
+        {"messages": _CHAT, "max_tokens": 16},
+        event="ChatCompletionStreamResponse",
+    ),
     "/v1/responses": EndpointText("create_response", "Answer, in the Responses API", "ResponseObject"),
     "/v1/messages": EndpointText("create_message", "Answer, in the Messages API", "Message"),
     "/inference/v1/generate": EndpointText(
@@ -225,7 +215,7 @@ ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
     "/v1/chat/completions/batch": EndpointText(
         "create_chat_completion_batch",
         "Answer in several chats",
-        "ChatCompletion",
+        "ChatCompletionResponse",
         "BatchChatRequest",
         {"messages": [_CHAT, _CHAT], "max_tokens": 16},
     ),
@@ -255,10 +245,13 @@ ENDPOINT_TEXTS: Final[Mapping[str, EndpointText]] = {
         "render_message", "Turn a request of the Messages API into token ids", "EngineAnswer", "MessagesRequest"
     ),
     "/v1/completions/derender": EndpointText(
-        "derender_completion", "Write token ids as a completion", "Completion", "DerenderCompletionRequest"
+        "derender_completion", "Write token ids as a completion", "CompletionResponse", "DerenderCompletionRequest"
     ),
     "/v1/chat/completions/derender": EndpointText(
-        "derender_chat_completion", "Write token ids as an answer in a chat", "ChatCompletion", "DerenderChatRequest"
+        "derender_chat_completion",
+        "Write token ids as an answer in a chat",
+        "ChatCompletionResponse",
+        "DerenderChatRequest",
     ),
     "/v1/audio/transcriptions": EndpointText("create_transcription", "Write down what is said", "Transcription"),
     "/v1/audio/translations": EndpointText("create_translation", "Write down in English what is said", "Transcription"),
@@ -270,27 +263,7 @@ _SAMPLING: Final[Mapping[str, str]] = {
     "integer": "seed top_k",
     "string": "user cache_salt session_id",
 }
-_OPENAI: Final[Mapping[str, str]] = {
-    "number": f"{_SAMPLING['number']} length_penalty",
-    "integer": f"{_SAMPLING['integer']} thinking_token_budget stream_interval routed_experts_prompt_start",
-    "string": f"{_SAMPLING['string']} truncation_side mm_payload",
-    "boolean": "include_stop_str_in_output ignore_eos skip_special_tokens spaces_between_special_tokens "
-    "add_special_tokens watermarking return_token_ids return_tokens_as_token_ids return_token_offsets return_mm_kwargs",
-    "object": "logit_bias response_format structured_outputs repetition_detection",
-    "array": "stop_token_ids allowed_token_ids bad_words",
-    "any": "stop",
-}
 VLLM_FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
-    "CompletionRequest": {**_OPENAI, "string": f"{_OPENAI['string']} suffix"},
-    "ChatCompletionRequest": {
-        **_OPENAI,
-        "string": f"{_OPENAI['string']} reasoning_effort",
-        "boolean": f"{_OPENAI['boolean']} parallel_tool_calls include_reasoning add_generation_prompt "
-        "continue_final_message return_prompt_text",
-        "object": f"{_OPENAI['object']} chat_template_kwargs mm_processor_kwargs media_io_kwargs",
-        "array": f"{_OPENAI['array']} tools documents",
-        "any": "stop tool_choice",
-    },
     "ResponsesRequest": {
         **_SAMPLING,
         "string": f"{_SAMPLING['string']} instructions service_tier prompt_cache_key mm_payload",
@@ -319,8 +292,6 @@ VLLM_FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     },
 }
 EXAMPLES: Final[Mapping[str, Part]] = {
-    "CompletionRequest": {"prompt": "Once upon a time", "max_tokens": 16},
-    "ChatCompletionRequest": {"messages": _CHAT, "max_tokens": 16},
     "ResponsesRequest": {"input": "Say hello.", "max_output_tokens": 16},
     "MessagesRequest": {"model": _MODEL_NAME, "messages": _CHAT, "max_tokens": 16},
     "TokensRequest": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 16}},

@@ -21,14 +21,13 @@ from pdrelay_proxy.api.endpoint_document import ENDPOINT_TEXTS, EndpointText
 from pdrelay_proxy.api.error_answers import PLACE, error_answers
 from pdrelay_proxy.api.schemas import (
     AnthropicErrorResponse,
-    ChatCompletionRequest,
-    CompletionRequest,
     ErrorResponse,
     ForwardedHeaders,
     MessagesRequest,
     ResponsesRequest,
     TokensRequest,
 )
+from pdrelay_proxy.api.text_schemas import VLLM
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 
@@ -44,16 +43,23 @@ CLIENT_KEYS: Final[tuple[Any, ...]] = (
 _ERRORS: Final[Mapping[int | str, str]] = {
     400: "The request is not one that the router or an engine takes",
     401: "No API key, or one that the router does not know",
+    403: "A browser sent it on behalf of another web site, to a router that wants no keys",
     404: "No engine serves this model",
+    408: "The request was not complete in time",
     413: "The body is larger than the router takes",
     415: "The body is of another type",
-    429: "The key has too many requests, or too many a second",
+    421: "The router has no such name: the Host header",
+    429: "The key has too many requests, or too many a second, or the router is full (overload_status)",
     500: "The router failed",
     502: "An engine failed, and so did the other tries",
     503: "No engine can take the request, or the router is full or about to end; see Retry-After",
     504: "An engine, or the request as a whole, took too long",
     "4XX": "An engine refused the request; its answer as it came",
 }
+_ABOUT_TEXT: Final = (
+    f"The fields are those of vLLM {VLLM}. Others go to the engines as they came, but for kv_transfer_params and "
+    "ec_transfer_params, which are a 400. With stream=true the answer is a stream of events."
+)
 _TEXT: Final[Part] = {"schema": {"type": "string"}}
 _ANSWER_HEADERS: Final[Part] = {
     "X-Request-Id": {"description": "The router's name of the request", **_TEXT},
@@ -67,12 +73,8 @@ _FORM: Final[Part] = {
 }
 
 
-async def _completions(body: CompletionRequest, headers: _Headers) -> None:
-    """Complete a text."""
-
-
-async def _chat_completions(body: ChatCompletionRequest, headers: _Headers) -> None:
-    """Answer in a chat."""
+async def _text(headers: _Headers) -> None:
+    """Complete a text, or answer in a chat."""
 
 
 async def _responses(body: ResponsesRequest, headers: _Headers) -> None:
@@ -96,8 +98,8 @@ async def _form(headers: _Headers) -> None:
 
 
 _GENERATING: Final[Mapping[str, Callable[..., Awaitable[None]]]] = {
-    Api.COMPLETIONS: _completions,
-    Api.CHAT: _chat_completions,
+    Api.COMPLETIONS: _text,
+    Api.CHAT: _text,
     Api.RESPONSES: _responses,
     Api.MESSAGES: _messages,
     Api.GENERATE: _generate,
@@ -146,7 +148,7 @@ def _described(path: str, kind: EndpointKind, keys: tuple[Any, ...]) -> Endpoint
     signature = _GENERATING.get(path, _form if kind is EndpointKind.FORM else _json)
     content: Part = {"application/json": {"schema": {"$ref": PLACE + text.answer}}}
     if kind is EndpointKind.SPLIT:
-        content["text/event-stream"] = _TEXT
+        content["text/event-stream"] = _TEXT | _events(text)
     answers: dict[int | str, Part] = {
         200: {"description": "The engine's answer, as it is", "headers": _ANSWER_HEADERS, "content": content}
     }
@@ -156,10 +158,11 @@ def _described(path: str, kind: EndpointKind, keys: tuple[Any, ...]) -> Endpoint
         path,
         signature,
         summary=text.summary,
+        description=_ABOUT_TEXT if text.event else None,
         tags=["two legs" if kind is EndpointKind.SPLIT else "one leg"],
         responses=answers,
         dependencies=keys,
-        openapi_extra=None if kind is EndpointKind.SPLIT else {"requestBody": _body(text, kind)},
+        openapi_extra={"requestBody": _body(text, kind)} if text.request or kind is EndpointKind.FORM else None,
         generate_unique_id_function=operation_id,
     )
 
@@ -168,6 +171,26 @@ def _body(text: EndpointText, kind: EndpointKind) -> Part:
     if kind is EndpointKind.FORM:
         return {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
     media: Part = {"schema": {"$ref": PLACE + text.request}}
-    if text.example is not None:
+    if text.event and text.example is not None:
+        streamed = text.example | {"stream": True, "stream_options": {"include_usage": True}}
+        media["examples"] = {
+            "whole": {"summary": "An answer as a whole", "value": text.example},
+            "stream": {"summary": "A stream", "value": streamed},
+        }
+    elif text.example is not None:
         media["example"] = text.example
     return {"required": True, "content": {"application/json": media}}
+
+
+def _events(text: EndpointText) -> Part:
+    """Say what an event is, as FastAPI does and OpenAPI 3.2."""
+    if not text.event:
+        return {}
+    of_data: Part = {"anyOf": [{"$ref": PLACE + text.event}, {"$ref": PLACE + ErrorResponse.__name__}]}
+    data: Part = {
+        "type": "string",
+        "description": "The last event is [DONE] in place of an object",
+        "contentMediaType": "application/json",
+        "contentSchema": of_data,
+    }
+    return {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}

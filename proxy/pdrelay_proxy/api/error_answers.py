@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from pdrelay_proxy.api.endpoint_document import SHAPES
 from pdrelay_proxy.api.schemas import AnthropicErrorResponse, ErrorResponse, OperatorError
+from pdrelay_proxy.api.text_schemas import named_in
 
 Answers: TypeAlias = dict[int | str, dict[str, Any]]  # of a route, by status: as FastAPI takes them
 PLACE: Final = "#/components/schemas/"
@@ -37,4 +38,5 @@ def add_schemas(document: dict[str, Any]) -> None:
     for name, shape in SHAPES.items():
         if f"'{PLACE}{name}'" in text:
             schemas.setdefault(name, shape)
+    schemas |= named_in(document["paths"])
     document["components"]["schemas"] = dict(sorted(schemas.items()))

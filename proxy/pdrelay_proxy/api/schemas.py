@@ -345,41 +345,6 @@ def _described(name: str) -> ConfigDict:
     return ConfigDict(extra="allow", json_schema_extra=lambda schema: describe_request(schema, name))
 
 
-class _OpenAIRequest(GenerateRequest):
-    """What completions and chats have in common."""
-
-    n: int | None = Field(None, ge=1)
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    min_tokens: int | None = None
-    stream_options: JsonObject | None = None
-    logprobs: bool | int | None = None
-    top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
-    best_of: int | None = None
-    use_beam_search: bool = False
-    echo: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    prompt_embeds: Any = None
-
-
-class CompletionRequest(_OpenAIRequest):
-    """A text to go on with."""
-
-    model_config = _described("CompletionRequest")
-
-    prompt: str | list[Any]
-
-
-class ChatCompletionRequest(_OpenAIRequest):
-    """A chat."""
-
-    model_config = _described("ChatCompletionRequest")
-
-    messages: list[JsonObject]
-
-
 class TokensRequest(GenerateRequest):
     """Token ids to go on with: the answer has token ids, too."""
 

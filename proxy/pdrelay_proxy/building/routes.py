@@ -76,16 +76,12 @@ def _key_routes(
     own = OwnEngines(engines.guard.leads_to)
     explainer = Explainer(
         fleet.rehearsal,
-        fleet.usable,
         engines.learned,
         lambda: requests.services.settings.current,
         SessionIds(settings.session_names),
-        fleet.shares_loads,
-        fleet.missing,
+        requests.services.leg_bodies,
         fleet.caches,
-        fleet.modes,
         fleet.passes_ids,
-        clock,
         engines.registry.model_of_unnamed,
     )
     instances = InstanceAdmin(

@@ -28,6 +28,7 @@ from pdrelay_proxy.core.protocol.response_filter import check_type, clean_answer
 from pdrelay_proxy.core.protocol.usage import cache_usage, prompt_tokens, usage_alone, with_cache_usage
 from pdrelay_proxy.core.raw_json import Pieces
 from pdrelay_proxy.core.routing.retries import BrokenAnswer, LegFailed, RetryAttempts
+from pdrelay_proxy.core.routing.route import Route, choose_decode, route
 from pdrelay_proxy.core.schemas import Coordinates
 from pdrelay_proxy.errors import EngineError, EngineTimeout, NoInstance, NoKvParams, ProxyError, Refused, RouterFull
 from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
@@ -42,8 +43,6 @@ from pdrelay_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 _OK: Final = 200
-_SHORT: Final = SingleEngineReason.SHORT
-_FASTER: Final = SingleEngineReason.FASTER
 _BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)  # what the engine has decided
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 _PUSH: Final = TransferMode.PUSH
@@ -127,7 +126,6 @@ class Attempt(LegOwner):
         self._slot = decode
         if fleet.costs is not None:
             fleet.costs.reserved(decode, self.id)
-            self._expected = fleet.costs.take_expected(self._plan.ask)
 
     def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
         """Hold the slot at another decode engine, if its engine is left and another can take its place.
@@ -153,6 +151,7 @@ class Attempt(LegOwner):
             return
         self._leave_slot()
         self.hold_slot(other)
+        self._expected = None
         fleet.took_over(prefill.instance, other, ask)
 
     def slot_or(self, decode: Instance) -> Instance:
@@ -263,20 +262,6 @@ class Attempt(LegOwner):
 
     # ---- choosing
 
-    def again(self, role: Role) -> Sequence[Instance]:
-        """List the engines of a role that have not failed this request, if any, else all; raises NoInstance.
-
-        One that waits for its trial gets no request that may be to blame for its failure.
-        """
-        fleet = self._services.fleet
-        usable = fleet.usable(role)
-        if fleet.missing.is_denied(self._plan.path):
-            usable = fleet.offering(self._plan.path, usable)
-            if not usable:
-                raise NoInstance(f"no {role} instance that can take a request now has {self._plan.path}")
-        among = self.retries.among(usable)
-        return fleet.without_trials(among) if self.retries.is_suspect else among
-
     def usable(self, role: Role) -> Sequence[Instance]:
         """List the engines of a role that may get a request now, if any."""
         try:
@@ -284,47 +269,28 @@ class Attempt(LegOwner):
         except NoInstance:
             return ()
 
-    def small_reason(self) -> SingleEngineReason | None:
-        """Say why so little of the prompt is new to a decode engine that it serves it alone; None: it does not."""
-        least = self._settings.min_split_new_bytes
-        ask = self._plan.ask
-        fleet = self._services.fleet
-        if not (least or fleet.costs):
-            return None
-        if self.retries.avoided:
-            reason, cached = fleet.small(self.retries.among(fleet.usable(_DECODE)), ask, least)
-        else:
-            reason, cached = fleet.any_small(ask, least)
-        if fleet.remembers and least and reason is not _SHORT:
-            self.record.cached = cached, ask.blocks.size
-        if fleet.costs is None or reason is not None:
-            return reason
-        if fleet.is_faster_alone(self.retries.among(fleet.usable(_DECODE)), ask):
-            reason, self._expected = _FASTER, fleet.costs.take_expected(ask)
-            if (expected := self._expected) is not None:
-                self.record.cached = ask.blocks.size * expected.decode_hit // expected.tokens, ask.blocks.size
-        return reason
+    def route(self, reason: SingleEngineReason | None) -> Route:
+        """Choose the engines; ``reason``: why one must serve the request, if something of the request says so."""
+        record = self.record
+        plan = self._plan
+        found = route(self._services.fleet, plan.ask, plan.path, self.retries, self._settings, reason=reason)
+        record.single_reason = found.reason
+        if found.cached is not None:
+            record.cached = found.cached
+        self.mode, self._expected = found.mode, found.expected
+        return found
 
     def one(self, among: Sequence[Instance]) -> Instance:
         """Choose a decode engine."""
         fleet = self._services.fleet
-        ask = self._plan.ask
-        retries = self.retries
-        if fleet.missing.is_denied(self._plan.path):
-            among = fleet.offering(self._plan.path, among) or among
-        among = retries.among(among)
-        if retries.avoided:
-            ask = ask.once_more()
-            if retries.is_suspect:
-                among = fleet.without_trials(among)
-        chosen = fleet.one(among, ask)
-        self.take_expected()
+        chosen = choose_decode(fleet, self._plan.ask, self._plan.path, self.retries, among)
+        self.note_expected()
         return chosen
 
-    def take_expected(self) -> None:
-        """Keep what was expected of the engine that was just chosen to serve the request alone."""
-        costs = self._services.fleet.costs
-        if costs is not None and (expected := costs.take_expected(self._plan.ask)) and self.prefill is None:
+    def note_expected(self) -> None:
+        """Keep what is expected of the engines that were just chosen."""
+        expected = self._services.fleet.take_expected(self._plan.ask)
+        if expected is not None and self.prefill is None:
             self._expected = expected
 
     def others(self, failed: Instance, lent_by: PrefillLeg | None) -> Sequence[Instance]:

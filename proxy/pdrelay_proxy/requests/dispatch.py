@@ -17,10 +17,11 @@ from pdrelay_proxy.core.model import (
     SingleEngineReason,
 )
 from pdrelay_proxy.core.protocol import push, request_bodies
-from pdrelay_proxy.core.protocol.disaggregation import PROMPTS, may_share, solo_reason
+from pdrelay_proxy.core.protocol.disaggregation import PROMPTS
 from pdrelay_proxy.core.protocol.fault_table import RetryScope
 from pdrelay_proxy.core.raw_json import NULL, Pieces, encode_in_pieces
 from pdrelay_proxy.core.routing.retries import LegFailed, RetryAttempts
+from pdrelay_proxy.core.routing.route import split_reason
 from pdrelay_proxy.core.routing.routing_hints import with_model
 from pdrelay_proxy.errors import NoInstance, NoMatchingInstance, ProxyError
 from pdrelay_proxy.requests.attempt import Attempt
@@ -40,7 +41,6 @@ _NEXT_DECODE, _FIRST_EVENT = RequestEvent.NEXT_DECODE, RequestEvent.FIRST_EVENT
 _CONTINUING: Final = RequestState.CONTINUING
 _PREFILL: Final = Role.PREFILL
 _DECODE: Final = Role.DECODE
-_SEVERAL: Final = SingleEngineReason.N
 _CHAT: Final = Api.CHAT
 _CONCURRENT: Final = LegOrder.CONCURRENT
 _READ: Final = push.TransferMode.PULL
@@ -174,33 +174,23 @@ class Dispatch:
         self, attempt: Attempt, call: GenerationRequest | None, single_body: Pieces | None, *, can_split: bool
     ) -> tuple[Instance | None, Instance]:
         """Choose the prefill engine and the decode engine; None: the latter serves the request alone."""
-        fleet = self._life.services.fleet
-        record = self._life.record
         if attempt.move is not None:
             return self._choose_for_move(attempt, attempt.move, single_body)
-        if call is None:
-            record.single_reason, single_body = self._plan.single_reason, self._plan.body
-        elif attempt.retries.is_alone and single_body is None:
-            record.single_reason = SingleEngineReason.PREFILL_FAILED
-            single_body = encode_in_pieces(call.fields, PROMPTS[call.api], call.shared)
-        elif single_body is None:
-            reason = None if can_split else solo_reason(call.api, call.fields)
-            if reason is _SEVERAL and may_share(call.api, call.fields) and fleet.shares_loads():
-                reason = None
-            record.single_reason = attempt.small_reason() if reason is None else reason
-            pair = self._choose_pair(attempt) if record.single_reason is None else None
-            if pair is not None and pair[0] is not None:
-                return pair
-            attempt.body = single_body = encode_in_pieces(call.fields, PROMPTS[call.api], call.shared)
-            if pair is not None:
-                record.single_reason = SingleEngineReason.FEW_MATCH
-                attempt.take_expected()
-                return pair
-        elif record.moves and (home := self._home(attempt)) is not None:
+        if call is not None and single_body is not None:
             attempt.body = single_body
-            return None, attempt.one([home])
-        attempt.body = single_body
-        return None, attempt.one(fleet.usable(_DECODE))
+            home = self._home(attempt) if self._life.record.moves else None
+            return None, attempt.one(self._life.services.fleet.usable(_DECODE) if home is None else [home])
+        if call is None:
+            reason: SingleEngineReason | None = self._plan.single_reason
+        elif attempt.retries.is_alone:
+            reason = SingleEngineReason.PREFILL_FAILED
+        else:
+            reason = None if can_split else split_reason(self._life.services.fleet, call.api, call.fields)
+        found = attempt.route(reason)
+        if found.prefill is None:
+            plan = self._plan
+            attempt.body = plan.body if call is None else encode_in_pieces(call.fields, PROMPTS[call.api], call.shared)
+        return found.prefill, found.decode
 
     def pair_for_move(self, source: InstanceId, lender: Instance | None) -> tuple[Instance, Instance] | None:
         """Choose two engines that can go on with a stream; None: there are none now."""
@@ -250,7 +240,9 @@ class Dispatch:
         """Choose the engines that go on with a stream; alone, if all else fails, the one that it came from."""
         if single_body is None:
             pair, move.pair = move.pair, None
-            return pair or self._pair_for_move(attempt.retries, move.lender, move.met)
+            pair = pair or self._pair_for_move(attempt.retries, move.lender, move.met)
+            attempt.note_expected()
+            return pair
         attempt.body = single_body
         others = self._with_room([one for one in attempt.usable(_DECODE) if one.id not in attempt.retries.avoided])
         return None, attempt.one(others or [move.source])
@@ -259,34 +251,6 @@ class Dispatch:
         """Leave out the engines that streams leave for want of KV room, if there are others."""
         full = self._life.services.fleet.registry.relief.full()
         return ([one for one in decodes if one.id not in full] or decodes) if full else decodes
-
-    def _choose_pair(self, attempt: Attempt) -> tuple[Instance | None, Instance] | None:
-        """Choose two engines, or a decode engine whose turn it is alone.
-
-        None: there is no prefill engine, and any decode engine may serve the request alone.
-        """
-        fleet = self._life.services.fleet
-        hints = self._plan.ask
-        may_be_alone = self.settings.decode_only_fallback
-        try:
-            if not attempt.retries.avoided:
-                if not fleet.missing.is_denied(self._plan.path):
-                    return fleet.any_pair(hints, may_be_alone=may_be_alone)
-            else:
-                hints = hints.once_more()
-            decodes = attempt.again(_DECODE)
-            prefills = attempt.again(_PREFILL)
-            return fleet.pair(prefills, decodes, hints, may_be_alone=may_be_alone)
-        except NoMatchingInstance:
-            if not self.settings.decode_only_fallback:
-                raise
-            self._life.record.single_reason = SingleEngineReason.NO_MATCH
-        except NoInstance:
-            if not self.settings.decode_only_fallback:
-                raise
-            fleet.usable(_DECODE)  # raises NoInstance, if that is why
-            self._life.record.single_reason = SingleEngineReason.NO_PREFILL
-        return None
 
     # ---- PREFILLING, BOTH, DECODING
 
@@ -300,10 +264,8 @@ class Dispatch:
             return None
         attempt.hold_slot(decode)
         coordinates = None
-        if attempt.move is None:
-            attempt.mode = life.services.fleet.mode_of(prefill, decode)
-            if attempt.mode is not _READ:
-                coordinates = life.services.push_coordinates.coordinates(prefill.id)
+        if attempt.move is None and attempt.mode is not _READ:
+            coordinates = life.services.push_coordinates.coordinates(prefill.id)
         if coordinates is not None and self._plan.learns_model:
             self._plan.ask.model = life.services.leg_bodies.model_of(prefill.id)
             if self._plan.ask.model is None:

@@ -9,8 +9,7 @@ from typing import Final, Protocol, TypeAlias
 
 from pdrelay_proxy.core.admission.ticket import Ticket
 from pdrelay_proxy.core.http.bounded_body import ANSWER_MOST
-from pdrelay_proxy.core.model import GenerationRequest, InstanceId, LegOrder, Role, SingleEngineReason
-from pdrelay_proxy.core.protocol.disaggregation import may_share, solo_reason
+from pdrelay_proxy.core.model import GenerationRequest, InstanceId, LegOrder, Role
 from pdrelay_proxy.core.protocol.prompt_arrays import MergedAnswer, MergedStream, choices_of, one_of, words_of
 from pdrelay_proxy.core.request_record import PromptParts, PromptRecord, RequestRecord
 from pdrelay_proxy.core.routing.routing_hints import ask_of_call
@@ -104,20 +103,6 @@ def size_of_array(plan: RequestPlan, size: int, most: int) -> int:
             f"{at_once} prompts at a time that is more than the router may hold (max_inflight_bytes)"
         )
     return min(charged, most)
-
-
-def may_divide(fleet: LiveFleet, call: GenerationRequest, plan: RequestPlan) -> bool:
-    """Tell whether the request for one of the prompts would be split between two engines."""
-    fields = one_of(call.fields, plan.prompts[0])
-    reason = solo_reason(call.api, fields)
-    if reason is not None:
-        shares = reason is SingleEngineReason.N and may_share(call.api, fields) and fleet.shares_loads()
-        if not shares:
-            return False
-    try:
-        return bool(fleet.usable(Role.PREFILL))
-    except NoInstance:
-        return False
 
 
 def parts_at_once(fleet: LiveFleet) -> int:

@@ -12,11 +12,12 @@ from functools import partial
 from typing import Final
 
 from pdrelay_proxy.core.admission.ticket import Ticket, TicketState
-from pdrelay_proxy.core.model import Instance, InstanceId, RequestId
+from pdrelay_proxy.core.model import GenerationRequest, Instance, InstanceId, RequestId
 from pdrelay_proxy.core.protocol.continuation import Continuation
 from pdrelay_proxy.core.raw_json import Fields
 from pdrelay_proxy.core.request_record import PromptRecord, RequestRecord
 from pdrelay_proxy.core.routing.retries import RetryAttempts, held_to_account
+from pdrelay_proxy.core.routing.route import may_divide
 from pdrelay_proxy.core.served_tokens import served_tokens
 from pdrelay_proxy.errors import BodyTooLarge, OutOfTime, ProxyError
 from pdrelay_proxy.requests.body_reader import LARGE
@@ -25,7 +26,7 @@ from pdrelay_proxy.requests.dispatch import Dispatch
 from pdrelay_proxy.requests.intake import Intake, RequestHead, RequestPlan
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestEvent, RequestState
-from pdrelay_proxy.requests.prompt_array import PromptArray, may_divide, size_of_array
+from pdrelay_proxy.requests.prompt_array import PromptArray, size_of_array
 from pdrelay_proxy.requests.response import ResponseWriter
 from pdrelay_proxy.requests.resumed_stream import ResumedStream, may_be_resumed
 from pdrelay_proxy.requests.services import RequestSpan, Services
@@ -312,7 +313,7 @@ class Request:
             call, settings = plan.call, dispatch.settings
             continues = settings.resume_streams or settings.first_token_from is _FROM_PREFILL
             whole = self._ticket  # None: it is a part itself
-            if call is not None and whole is not None and plan.prompts and may_divide(self._services.fleet, call, plan):
+            if call is not None and whole is not None and plan.prompts and self._may_divide(call, plan):
                 self._array = PromptArray(self._life, self._client, plan, call, whole, new=self._part)
                 await self._array.answer()
             elif call is not None and continues and may_be_resumed(call):
@@ -327,6 +328,10 @@ class Request:
             self._hold_broken(status)
         finally:
             self._end(status)
+
+    def _may_divide(self, call: GenerationRequest, plan: RequestPlan) -> bool:
+        """Tell whether each prompt of an array goes its own way."""
+        return may_divide(self._services.fleet, call.api, call.fields, plan.prompts)
 
     def _hold_broken(self, status: int) -> None:
         """Hold engines to account for what they did not bring to its end."""

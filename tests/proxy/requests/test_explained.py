@@ -17,18 +17,14 @@ from support.bodies import BASE
 from support.scripted import Scripted, call, good_decode, pulled_prefill, router_of
 
 
-def explainer_of(router, clock):
-    fleet = router.fleet
+def explainer_of(router):
     return Explainer(
-        fleet.rehearsal,
-        fleet.usable,
+        router.fleet.rehearsal,
         router.push_coordinates,
         lambda: router.settings.current,
         SessionIds(()),
-        fleet.shares_loads,
-        clock=clock,
+        router.leg_bodies,
         model_of_unnamed=router.registry.model_of_unnamed,
-        missing=fleet.missing,
     )
 
 
@@ -51,7 +47,7 @@ async def test_a_pair_that_is_to_be_tried_is_what_explain_says(rested_s):
     if rested_s > 30.0:
         health.tried(pair, now=30.0)
     now = rested_s
-    explainer = explainer_of(router, lambda: now)
+    explainer = explainer_of(router)
     said = [explainer.explain(asked(model="m")) for _ in range(3)]
     await router.serve(call(model="m", max_tokens=5))
     sent = [engines.of(role)[0].instance.id for role in Role]
@@ -70,7 +66,7 @@ async def test_an_engine_that_lacks_the_path_is_what_explain_leaves_out(least):
     for member in router.registry.members():
         router.registry.learn(member.instance.id, EngineCapabilities(frozenset({"m"})))
     router.fleet.lacks_path(Api.COMPLETIONS, decodes[0])
-    explain = explainer_of(router, lambda: 0.0).explain
+    explain = explainer_of(router).explain
     said = explain(asked(model="m"))
     await router.serve(call(model="m"))
 
@@ -87,7 +83,7 @@ async def test_what_all_engines_lack_is_refused_by_explain_too():
     client = await router.serve(call())
 
     with pytest.raises(PathNotServed) as refusal:
-        explainer_of(router, lambda: 0.0).explain(asked())
+        explainer_of(router).explain(asked())
     assert str(refusal.value) in str(client.error)
 
 
@@ -95,7 +91,7 @@ async def test_what_all_engines_lack_is_refused_by_explain_too():
 def test_a_request_without_a_model_is_explained_as_it_is_served(api):
     """Refused among several base models, under the name of one; alone while none is known, if no answer tells it."""
     router = router_of(Scripted(pulled_prefill, good_decode), 2, 2)
-    explain = explainer_of(router, lambda: 0.0).explain
+    explain = explainer_of(router).explain
     assert (explain(asked(api)).rule == "single: unknown_model") == (api not in TELLS_MODEL)
 
     for member in router.registry.members():

@@ -66,6 +66,12 @@ class PairMode:
             self._choose(_PUSH if self.push.streams and not self.pull.streams else _PULL, now)
         return mode
 
+    def expected_way(self, now: float) -> TransferMode:
+        """Return what ``next_way`` would; nothing counts as sent."""
+        if self.chosen is None:
+            return _PULL if self.pull.sent <= self.push.sent else _PUSH
+        return self.chosen if now < self.until else _PULL
+
     def served(self, mode: TransferMode, seconds: float, now: float) -> None:
         """Take in a stream that went this way."""
         way = self.pull if mode is _PULL else self.push
@@ -120,6 +126,15 @@ class PairModes:
             self._pairs.move_to_end(pair)
         return found.next_way(now)
 
+    def expected_way(self, pair: Pair, *, now: float) -> TransferMode:
+        """Return what ``next_way`` would; nothing counts as sent."""
+        if self._fixed is not None:
+            return self._fixed
+        found = self._pairs.get(pair)
+        if found is None and len(self._pairs) >= self._most and not self._is_free(next(iter(self._pairs)), now):
+            found = self.get(pair)
+        return _PULL if found is None else found.expected_way(now)
+
     def served(self, pair: Pair, mode: TransferMode, seconds: float, *, now: float) -> None:
         """Take in how long a stream of a pair took from the prefill engine's answer to its first event."""
         found = self.get(pair)
@@ -148,11 +163,15 @@ class PairModes:
         self.has_any = True
         if len(self._pairs) >= self._most:
             oldest = next(iter(self._pairs))
-            if now < self._pairs[oldest].used_at + AGAIN_S:
+            if not self._is_free(oldest, now):
                 return self._of_kind(self._kind(pair), now)
             del self._pairs[oldest]
         found = self._pairs[pair] = PairMode()
         return found
+
+    def _is_free(self, oldest: Pair, now: float) -> bool:
+        """Tell whether the place of a pair is another one's, because it would be tried again anyway."""
+        return now >= self._pairs[oldest].used_at + AGAIN_S
 
     def _of_kind(self, kind: Hashable, now: float) -> PairMode:
         if kind not in self._kinds and len(self._kinds) >= KINDS_MOST:

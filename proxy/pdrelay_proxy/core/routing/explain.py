@@ -1,14 +1,12 @@
 """What would become of a request now: the engines, the rule that sends it there, and what each of them would get."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
 from pdrelay_proxy.core.expected_time import ExpectedTime
-from pdrelay_proxy.core.fleet.missing_paths import MissingPaths
-from pdrelay_proxy.core.fleet.pair_modes import PairModes
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.model import (
     Api,
@@ -17,20 +15,19 @@ from pdrelay_proxy.core.model import (
     InstanceId,
     LegOrder,
     RequestId,
-    Role,
     RoutingHints,
     SingleEngineReason,
     TransferId,
 )
 from pdrelay_proxy.core.protocol import push, request_bodies
-from pdrelay_proxy.core.protocol.disaggregation import may_share, solo_reason
 from pdrelay_proxy.core.protocol.prompt_arrays import one_of, prompts_of
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.raw_json import TRUE, encode, text
-from pdrelay_proxy.core.routing.pairing import PairSelector
+from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
+from pdrelay_proxy.core.routing.retries import RetryAttempts
+from pdrelay_proxy.core.routing.route import Route, may_divide, route, split_reason
 from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL, ask_of_call, model_of, with_model
 from pdrelay_proxy.core.routing.session_ids import SessionIds
-from pdrelay_proxy.errors import NoInstance, NoMatchingInstance
 from pdrelay_proxy.settings import Settings
 
 Terms: TypeAlias = Mapping[str, int | Mapping[InstanceId, int] | Mapping[InstanceId, str]]  # by name; caches by engine
@@ -67,21 +64,25 @@ class KnownCaches(Protocol):
         ...
 
 
+class PrefillModels(Protocol):
+    """Which model each prefill engine serves, as its answers have told."""
+
+    def model_of(self, prefill: InstanceId, /) -> str | None:
+        """Return the model; None: no answer has told it yet."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Explainer:
-    """Says what the relay would do. What it rehearses with is a copy, so that asking changes nothing."""
+    """Says what the relay would do. What it rehearses with leaves no trace, so that asking changes nothing."""
 
-    rehearsal: Callable[[], PairSelector]
-    usable: Callable[[Role], Sequence[Instance]]  # raises NoInstance
+    rehearsal: Callable[[], FleetChoice]
     learned: PushCoordinates
     settings: Callable[[], Settings]
     sessions: SessionIds
-    shares_loads: Callable[[], bool]  # decode engines load a prompt once for several answers
-    missing: MissingPaths  # which engines lack a path
+    models: PrefillModels
     caches: KnownCaches | None = None  # None: no policy asks for them
-    modes: PairModes | None = None  # of pairs that can pull and push
     passes_ids: Callable[[GenerationRequest, Instance], bool] = lambda _call, _decode: False  # to a decode engine
-    clock: Callable[[], float] = lambda: 0.0  # seconds; the one of the registry's times
     model_of_unnamed: Callable[[], str | None] | None = None  # as for requests (requests/intake.py)
 
     def explain(self, call: GenerationRequest) -> Explanation:
@@ -91,18 +92,16 @@ class Explainer:
             NoInstance, UnknownModel, BadRequest, PathNotServed: it would be refused.
         """
         call, is_known = self._named(call)
-        hints = ask_of_call(call)
-        self.missing.check(call.api, hints, now=self.clock())
+        fleet = self.rehearsal()
+        fleet.check_path(call.api, ask_of_call(call))
+        prompts = prompts_of(call.api, call.fields)
         if not is_known:
-            decode = self.usable(Role.DECODE)
-            rule = f"single: {SingleEngineReason.UNKNOWN_MODEL}"
-            chosen = self.rehearsal().one(self._offering(call.api, decode) or decode, hints)
-            return Explanation(rule, None, chosen, None, encode(call.fields))
-        if prompts := prompts_of(call.api, call.fields):
-            return self._explain_first(call, prompts)
-        pairing = self.rehearsal()
-        found = self._explain_one(call, pairing)
-        return found if pairing.bound is None else replace(found, bound=pairing.bound.outcome)
+            return self._explain_one(fleet, call, SingleEngineReason.UNKNOWN_MODEL)
+        if not (prompts and may_divide(fleet, call.api, call.fields, prompts)):
+            return self._explain_one(fleet, call, split_reason(fleet, call.api, call.fields))
+        one = GenerationRequest(call.api, one_of(call.fields, prompts[0]), call.headers, call.rank)
+        found = self._explain_one(fleet, one, split_reason(fleet, one.api, one.fields))
+        return replace(found, rule=f"each of {len(prompts)} prompts by itself, the first: {found.rule}")
 
     def _named(self, call: GenerationRequest) -> tuple[GenerationRequest, bool]:
         """Return a request with the model that it means; False: one engine serves it, for it is not known which one.
@@ -117,68 +116,24 @@ class Explainer:
         fields = with_model(call.api, call.fields, model)
         return GenerationRequest(call.api, fields, call.headers, call.rank), True
 
-    def _explain_one(self, call: GenerationRequest, pairing: PairSelector) -> Explanation:
-        decode, settings = self.usable(Role.DECODE), self.settings()
+    def _explain_one(
+        self, fleet: FleetChoice, call: GenerationRequest, reason: SingleEngineReason | None
+    ) -> Explanation:
+        """Say which engines would serve a request; ``reason``: why it must be one, if the request itself says so."""
         ask = ask_of_call(call, self.sessions.of(dict(reversed(call.headers)), call.fields))
-        why: str | None = solo_reason(call.api, call.fields)
-        if why == SingleEngineReason.N and may_share(call.api, call.fields) and self.shares_loads():
-            why = None
-        if why is None:
-            why, _ = pairing.small(decode, ask, settings.min_split_new_bytes)
-        if why is None:
-            try:
-                found = self._explain_pair(call, pairing, decode, ask)
-                if found is not None:
-                    return found
-                why = SingleEngineReason.FASTER
-            except NoMatchingInstance as exc:
-                if not settings.decode_only_fallback:
-                    raise
-                why = f"{SingleEngineReason.NO_MATCH} ({exc})"
-            except NoInstance:
-                if not settings.decode_only_fallback:
-                    raise
-                why = SingleEngineReason.NO_PREFILL
-        chosen = pairing.one(self._offering(call.api, decode) or decode, ask)
-        return Explanation(f"single: {why}", None, chosen, None, encode(call.fields), pairing.expected)
-
-    def _explain_pair(
-        self, call: GenerationRequest, pairing: PairSelector, decode: Sequence[Instance], ask: RoutingHints
-    ) -> Explanation | None:
-        """Say which two engines would serve a request, or which one in its turn; None: one alone is faster."""
-        prefills = self.usable(Role.PREFILL)
-        if pairing.is_faster_alone(prefills, decode, ask):
-            return None
-        tried = None if self.missing.is_denied(call.api) else pairing.rested_pair(prefills, decode, ask, self.clock())
-        decode = self._offering(call.api, decode)
-        prefills = self._offering(call.api, prefills)
-        if not (prefills and decode):
-            raise NoInstance(f"no two instances that can take a request now have {call.api}")
-        if tried is not None:
-            return replace(self._split(call, *tried), expected=pairing.expected)
-        may_be_alone = self.settings().decode_only_fallback
-        prefill, chosen = pairing.pair(prefills, decode, ask, may_be_alone=may_be_alone)
-        if prefill is not None:
-            return replace(self._split(call, prefill, chosen), expected=pairing.expected)
-        why = f"single: {SingleEngineReason.FEW_MATCH}"
-        return Explanation(why, None, chosen, None, encode(call.fields), pairing.expected)
-
-    def _offering(self, path: str, among: Sequence[Instance]) -> Sequence[Instance]:
-        """Leave out the engines that lack a path."""
-        return self.missing.offering(path, among, now=self.clock())
-
-    def _explain_first(self, call: GenerationRequest, prompts: Sequence[msgspec.Raw]) -> Explanation:
-        """Say what would become of several prompts: each goes its own way if the first one would be split."""
-        one = GenerationRequest(call.api, one_of(call.fields, prompts[0]), call.headers, call.rank)
-        found = self.explain(one)
+        found = route(fleet, ask, call.api, RetryAttempts(0), self.settings(), reason=reason)
+        bound = None if fleet.pairs.bound is None else fleet.pairs.bound.outcome
         if found.prefill is not None:
-            return replace(found, rule=f"each of {len(prompts)} prompts by itself, the first: {found.rule}")
-        return replace(found, rule=f"single: {SingleEngineReason.PROMPTS}", decode_body=encode(call.fields))
+            return replace(self._split(call, found.prefill, found), expected=found.expected, bound=bound)
+        rule = f"single: {found.reason}"
+        if found.why_no_match:
+            rule = f"{rule} ({found.why_no_match})"
+        return Explanation(rule, None, found.decode, None, encode(call.fields), found.expected, bound)
 
     def terms(self, call: GenerationRequest) -> Terms:
         """Return the numbers that decide whether the request is split."""
         least, ask = self.settings().min_split_new_bytes, ask_of_call(call)
-        bound, nothing = self.rehearsal().bound, dict[InstanceId, int]()
+        bound, nothing = self.rehearsal().pairs.bound, dict[InstanceId, int]()
         unknown: Mapping[InstanceId, str] = {}
         return {
             "prompt_bytes": len(ask.prompt),
@@ -189,27 +144,31 @@ class Explainer:
             "lone_prompt_bytes": nothing if bound is None else bound.lone_bytes(),
         }
 
-    def _split(self, call: GenerationRequest, prefill: Instance, decode: Instance) -> Explanation:
+    def _split(self, call: GenerationRequest, prefill: Instance, found: Route) -> Explanation:
         fields = request_bodies.named(call.api, call.fields, _REQUEST)
-        told = self.learned.coordinates(prefill.id)
-        mode = None if self.modes is None else self.modes.get((prefill.id, decode.id))
-        if mode is not None and mode.chosen is TransferMode.PULL:
-            told = None
+        told = None if found.mode is TransferMode.PULL else self.learned.coordinates(prefill.id)
+        model, is_unnamed = None, self.model_of_unnamed is not None and model_of(call.fields) is None
+        if is_unnamed and call.api in TELLS_MODEL and told is not None:
+            model = self.models.model_of(prefill.id)
+            if model is None:
+                told = None  # its answer tells which model the decode engine must serve
+            else:
+                fields = with_model(call.api, fields, model)
         asked, answered = request_bodies.prefill_fields(call.api, fields, _TRANSFER), fields
         if told is not None:
             params = push.decode_params(told, call.api, _REQUEST, _TRANSFER)
         else:
             params = text(f"those that {prefill.id} answers with")
-            if self.settings().reuse_prompt_tokens and self.passes_ids(call, decode):
+            if self.settings().reuse_prompt_tokens and self.passes_ids(call, found.decode):
                 asked["return_token_ids"] = TRUE
                 if call.api is Api.COMPLETIONS:  # of a chat they are among the parameters
                     answered = fields | {"prompt": text(f"the token ids that {prefill.id} answers with")}
-        if self.model_of_unnamed is not None and call.api in TELLS_MODEL and model_of(call.fields) is None:
+        if is_unnamed and call.api in TELLS_MODEL and model is None:
             answered = answered | {"model": text(f"the one that {prefill.id} answers with")}
         return Explanation(
             "prefill first, then decode" if told is None else f"both legs at once ({LegOrder.CONCURRENT})",
             prefill,
-            decode,
+            found.decode,
             encode(asked),
             request_bodies.decode_body(answered, msgspec.Raw(params)),
         )

@@ -14,9 +14,11 @@ from pdrelay_proxy.core.fleet.cache_index import CacheIndex
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.push_coordinates import PushCoordinates
 from pdrelay_proxy.core.fleet.registry import Registry
-from pdrelay_proxy.core.model import ANY, Api, Instance, InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
+from pdrelay_proxy.core.model import ANY, Api, Instance, InstanceId, RequestId, Role, RoutingHints
 from pdrelay_proxy.core.request_record import RequestRecord
 from pdrelay_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from pdrelay_proxy.core.routing.retries import RetryAttempts
+from pdrelay_proxy.core.routing.route import route
 from pdrelay_proxy.core.schemas import NamedMetrics
 from pdrelay_proxy.core.schemas.kv_events import BlockRemoved, BlockStored, KvEventBatch
 from pdrelay_proxy.errors import ConfigError
@@ -116,9 +118,10 @@ class ReplayRouter:
         no such policy. ``engines``: how many prefill and decode engines. ``kv_events``: these tell what they have
         cached, and prompts are token ids, as a router can look them up there.
         """
-        names, self._least, itl_s = _parsed(choice)
+        names, least, itl_s = _parsed(choice)
         self._index = CacheIndex() if kv_events else None
-        self.fleet = _fleet(names, clock, Random(seed).randrange, self._index, Settings(max_decode_itl_s=itl_s))
+        self._settings = Settings(max_decode_itl_s=itl_s, min_split_new_bytes=least)
+        self.fleet = _fleet(names, clock, Random(seed).randrange, self._index, self._settings)
         facts = EngineCapabilities(adapters=frozenset())
         for role, number in zip((Role.PREFILL, Role.DECODE), engines, strict=True):
             for engine in range(number):
@@ -133,19 +136,14 @@ class ReplayRouter:
         return None if self._index is None else FollowedCache(self._index, engine, self._trace.block_tokens)
 
     def choose(self, number: int) -> tuple[Instance | None, Instance]:
-        """Return the engines of a turn's legs; no prefill engine: the decode engine serves it alone.
-
-        This is the one place that decides between one engine and two.
-        """
+        """Return the engines of a turn's legs; no prefill engine: the decode engine serves it alone."""
         fleet, request, ask = self.fleet, RequestId(str(number)), self._ask(number)
         self._look()
-        reason, cached = fleet.small(fleet.usable(Role.DECODE), ask, self._least)
-        if reason is None and fleet.is_faster_alone(fleet.usable(Role.DECODE), ask):
-            reason = SingleEngineReason.FASTER
-        record = RequestRecord(request, Api.CHAT.value, single_reason=reason)
-        record.cached = cached, ask.blocks.size
+        found = route(fleet, ask, Api.CHAT.value, RetryAttempts(0), self._settings, reason=None)
+        record = RequestRecord(request, Api.CHAT.value, single_reason=found.reason)
+        record.cached = found.cached or (0, ask.blocks.size)
         self._asked[number] = ask, record
-        prefill, decode = fleet.any_pair(ask) if reason is None else (None, fleet.one(fleet.usable(Role.DECODE), ask))
+        prefill, decode = found.prefill, found.decode
         fleet.enter(decode, request)  # before the prefill leg, as requests/attempt.py
         if fleet.costs is not None:
             fleet.costs.reserved(decode, request)

@@ -1,0 +1,195 @@
+"""The choices that one can make among the engines as they are now, and what each choice leaves behind."""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from pdrelay_proxy.core.expected_time import ExpectedTime
+from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.missing_paths import MissingPaths
+from pdrelay_proxy.core.fleet.pair_modes import PairModes
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import ANY, Instance, Role, RoutingHints, SingleEngineReason
+from pdrelay_proxy.core.protocol.push import EngineMode, TransferMode
+from pdrelay_proxy.core.routing.pairing import Chosen, PairSelector
+from pdrelay_proxy.core.routing.slices import SliceCrossings
+from pdrelay_proxy.errors import NoInstance
+from pdrelay_proxy.settings import SlicePairing
+
+_OURS: Final = "pdrelay"  # an engine's metrics show which connector it has
+_AUTO: Final = EngineMode.AUTO
+_HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
+_PREFILL: Final = Role.PREFILL
+_DECODE: Final = Role.DECODE
+
+
+class FleetChoice:
+    """Chooses among the engines that a registry holds.
+
+    Requests choose from the LiveFleet, where each choice counts; ``rehearsal`` returns one in which none does.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        pairs: PairSelector,
+        missing: MissingPaths,
+        clock: Callable[[], float],
+        *,
+        modes: PairModes,
+        remembers: bool,
+        counts: bool,
+    ) -> None:
+        """``modes``: of pairs that can pull and push; ``remembers``: the decode policy asks what engines have cached.
+
+        ``counts``: a choice is made for a request that follows.
+        """
+        self.registry = registry
+        self.pairs = pairs
+        self.missing = missing
+        self.modes = modes
+        self.remembers = remembers
+        # Whether the policy knows what engines take for a request, and so whether one alone is faster than two.
+        self.weighs = pairs.weighing is not None
+        # None: slices play no part, or nothing counts.
+        self.crossings = SliceCrossings(registry) if counts and registry.slice_pairing is SlicePairing.PREFER else None
+        self._counts = counts
+        self._clock = clock  # seconds; only differences count
+
+    def rehearsal(self) -> "FleetChoice":
+        """Return one that chooses as this one would now, and leaves no trace."""
+        return FleetChoice(
+            self.registry,
+            self.pairs.copy(),
+            self.missing,
+            self._clock,
+            modes=self.modes,
+            remembers=self.remembers,
+            counts=False,
+        )
+
+    # ---- which engines there are
+
+    def known(self, role: Role, /) -> Sequence[Instance]:
+        """List all engines of a role."""
+        return self.registry.known(role)
+
+    def usable(self, role: Role, /) -> Sequence[Instance]:
+        """List those that may get a request now; raises NoInstance."""
+        return self.registry.usable(role, now=self._clock())
+
+    def without_trials(self, among: Sequence[Instance], /) -> Sequence[Instance]:
+        """Leave out the engines that wait for their trial; raises NoInstance: all do."""
+        found = [one for one in among if (member := self.registry.get(one.id)) and member.life.state is not _HALF_OPEN]
+        if not found:
+            raise NoInstance("all engines that are left wait for a trial, and get no request that has failed elsewhere")
+        return found
+
+    def check_path(self, path: str, ask: RoutingHints) -> None:
+        """Accept a path that an engine may have; raises PathNotServed: each has said that it has no such path."""
+        self.missing.check(path, ask, now=self._clock())
+
+    def offering(self, path: str, among: Sequence[Instance], /) -> Sequence[Instance]:
+        """Leave out the engines that have no such path."""
+        return self.missing.offering(path, among, now=self._clock())
+
+    def shares_loads(self, /) -> bool:
+        """Tell whether n answers to one prompt cost any decode engine one load: with our connector, as metrics show.
+
+        Others read the blocks n times, and the prefill engine frees them after the first.
+        """
+        return all(self.registry.facts(decode).connector == _OURS for decode in self.known(_DECODE))
+
+    # ---- one engine or two
+
+    def small(
+        self, decode: Sequence[Instance], ask: RoutingHints, least: int, /
+    ) -> tuple[SingleEngineReason | None, int]:
+        """Say why one engine serves a small prompt alone, and how many bytes of it that one has (PairSelector)."""
+        return self.pairs.small(decode, ask, least)
+
+    def any_small(self, ask: RoutingHints, least: int, /) -> tuple[SingleEngineReason | None, int]:
+        """Say the same with all decode engines that are usable. Raises as ``usable`` and ``small`` do."""
+        alone = self.pairs.calm_alone(ask, self._clock())
+        return self.pairs.small(self.usable(_DECODE) if alone is None else alone, ask, least, alone=alone)
+
+    def is_faster_alone(self, decode: Sequence[Instance], ask: RoutingHints, /) -> bool:
+        """Tell whether the engine that ``one`` returns next is expected to serve a prompt faster than two engines."""
+        try:
+            return self.pairs.is_faster_alone(self.usable(_PREFILL), decode, ask)
+        except NoInstance:  # whoever chooses two engines finds the same, and says what follows
+            return False
+
+    def take_expected(self, _ask: RoutingHints, /) -> ExpectedTime | None:
+        """Return what is expected of the latest choice; None: the policies do not ask for it."""
+        return self.pairs.expected
+
+    # ---- which engines
+
+    def one(self, decode: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
+        """Choose one engine."""
+        chosen = self.pairs.one(decode, ask)
+        self._chosen(chosen)
+        return chosen
+
+    def pair(
+        self,
+        prefill: Sequence[Instance],
+        decode: Sequence[Instance],
+        ask: RoutingHints = ANY,
+        /,
+        *,
+        may_be_alone: bool = False,
+        are_all: bool = False,
+    ) -> Chosen:
+        """Choose two engines, or one where that is fairer and allowed (PairSelector)."""
+        pair = self.pairs.pair(prefill, decode, ask, may_be_alone=may_be_alone, are_all=are_all)
+        for instance in pair:
+            if instance is not None:
+                self._chosen(instance)
+        if self.crossings is not None:
+            self.crossings.note(pair[0], pair[1], ask)
+        return pair
+
+    def any_pair(self, ask: RoutingHints = ANY, /, *, may_be_alone: bool = False) -> Chosen:
+        """Choose among all engines that are usable, as ``pair`` does. Raises as ``usable`` and ``pair`` do."""
+        pair = self.pairs.calm(ask, self._clock(), may_be_alone=may_be_alone)
+        if pair is None:
+            decodes = self.usable(_DECODE)
+            prefills = self.usable(_PREFILL)
+            tried = self._try_rested_pair(prefills, decodes, ask)
+            if tried is not None:
+                return tried
+            pair = self.pair(prefills, decodes, ask, may_be_alone=may_be_alone, are_all=True)
+        elif self.crossings is not None:
+            self.crossings.note(pair[0], pair[1], ask)
+        return pair
+
+    def _try_rested_pair(
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints
+    ) -> Chosen | None:
+        """Return a pair that has rested for long enough, if this request may show whether it works."""
+        health, now = self.registry.pairs, self._clock()
+        pair = self.pairs.rested_pair(prefill, decode, ask, now)
+        if pair is None:
+            if self._counts and ask.rank is None and now >= health.next_at:
+                health.postpone(health.due(now=now), now=now)
+            return None
+        if self._counts:
+            health.tried((pair[0].id, pair[1].id), now=now)
+        for instance in pair:
+            self._chosen(instance)
+        if self.crossings is not None:
+            self.crossings.note(pair[0], pair[1], ask)
+        return pair
+
+    def _chosen(self, instance: Instance) -> None:
+        if self._counts and (member := self.registry.get(instance.id)) is not None:
+            member.life.chosen(now=self._clock())
+
+    def mode_of(self, prefill: Instance, decode: Instance) -> TransferMode | None:
+        """Return how the KV of the next request of two engines moves; None: they do not leave it to the router."""
+        member = self.registry.get(prefill.id)
+        if member is None or member.facts.mode is not _AUTO:
+            return None
+        pair, now = (prefill.id, decode.id), self._clock()
+        return self.modes.next_way(pair, now=now) if self._counts else self.modes.expected_way(pair, now=now)

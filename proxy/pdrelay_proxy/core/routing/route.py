@@ -1,0 +1,164 @@
+"""Which engines serve a request, and how: the one decision behind requests, ``explain`` and replays."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from pdrelay_proxy.core.expected_time import ExpectedTime
+from pdrelay_proxy.core.model import Api, Instance, Role, RoutingHints, SingleEngineReason
+from pdrelay_proxy.core.protocol.disaggregation import may_share, solo_reason
+from pdrelay_proxy.core.protocol.prompt_arrays import one_of
+from pdrelay_proxy.core.protocol.push import TransferMode
+from pdrelay_proxy.core.raw_json import Fields
+from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
+from pdrelay_proxy.core.routing.pairing import Chosen
+from pdrelay_proxy.core.routing.retries import RetryAttempts
+from pdrelay_proxy.errors import NoInstance, NoMatchingInstance
+from pdrelay_proxy.settings import Settings
+
+_N: Final = SingleEngineReason.N  # looking a member up takes as long as a call
+_SHORT: Final = SingleEngineReason.SHORT
+_FASTER: Final = SingleEngineReason.FASTER
+_PREFILL: Final = Role.PREFILL
+_DECODE: Final = Role.DECODE
+
+
+class Route:
+    """The engines of a request, and what they were chosen by."""
+
+    __slots__ = ("cached", "decode", "expected", "mode", "prefill", "reason", "why_no_match")
+
+    def __init__(self, prefill: Instance | None, decode: Instance, reason: SingleEngineReason | None) -> None:
+        self.prefill = prefill  # None: the decode engine serves the request alone
+        self.decode = decode
+        self.reason = reason  # why it does; None: it does not
+        self.why_no_match = ""  # which engines do not fit, if that is the reason
+        self.mode: TransferMode | None = None  # for two engines that can do either
+        self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine has, and of all of it
+        self.expected: ExpectedTime | None = None  # None: the policies do not ask for it
+
+
+def split_reason(fleet: FleetChoice, api: Api, fields: Fields) -> SingleEngineReason | None:
+    """Say why a request must not be split between two engines of this fleet; None: it may be."""
+    reason = solo_reason(api, fields)
+    if reason is _N and may_share(api, fields) and fleet.shares_loads():
+        return None
+    return reason
+
+
+def may_divide(fleet: FleetChoice, api: Api, fields: Fields, prompts: Sequence[msgspec.Raw]) -> bool:
+    """Tell whether each prompt of an array goes its own way: one alone might be split, and there is an engine for it.
+
+    Otherwise one decode engine gets all of them.
+    """
+    if split_reason(fleet, api, one_of(fields, prompts[0])) is not None:
+        return False
+    try:
+        return bool(fleet.usable(_PREFILL))
+    except NoInstance:
+        return False
+
+
+def route(
+    fleet: FleetChoice,
+    ask: RoutingHints,
+    path: str,
+    tries: RetryAttempts,
+    settings: Settings,
+    *,
+    reason: SingleEngineReason | None,
+) -> Route:
+    """Choose the engines of a request; at a fleet whose choices count, this one does.
+
+    ``reason``: why one engine must serve it, if something of the request itself says so (``split_reason``).
+    Raises UnknownModel, BadRequest (no such rank), or NoInstance.
+    """
+    cached: tuple[int, int] | None = None
+    expected: ExpectedTime | None = None
+    why_no_match = ""
+    if reason is None and (fleet.weighs or settings.min_split_new_bytes):
+        reason, cached, expected = _small_reason(fleet, ask, tries, settings.min_split_new_bytes)
+    if reason is None:
+        try:
+            prefill, decode = _pair(fleet, ask, path, tries, may_be_alone=settings.decode_only_fallback)
+        except NoMatchingInstance as error:
+            if not settings.decode_only_fallback:
+                raise
+            reason, why_no_match = SingleEngineReason.NO_MATCH, str(error)
+        except NoInstance:
+            if not settings.decode_only_fallback:
+                raise
+            fleet.usable(_DECODE)  # raises NoInstance, if that is why
+            reason = SingleEngineReason.NO_PREFILL
+        else:
+            found = Route(prefill, decode, SingleEngineReason.FEW_MATCH if prefill is None else None)
+            found.cached, found.expected = cached, fleet.take_expected(ask)
+            if prefill is not None:
+                found.mode = fleet.mode_of(prefill, decode)
+            return found
+    found = Route(None, choose_decode(fleet, ask, path, tries, fleet.usable(_DECODE)), reason)
+    found.cached, found.why_no_match = cached, why_no_match
+    found.expected = fleet.take_expected(ask) or expected
+    return found
+
+
+def choose_decode(
+    fleet: FleetChoice, ask: RoutingHints, path: str, tries: RetryAttempts, among: Sequence[Instance]
+) -> Instance:
+    """Choose the engine of a decode leg, or of a request that one engine serves; raises as ``route``."""
+    if fleet.missing.is_denied(path):
+        among = fleet.offering(path, among) or among
+    among = tries.among(among)
+    if tries.avoided:
+        ask = ask.once_more()
+        if tries.is_suspect:
+            among = fleet.without_trials(among)
+    return fleet.one(among, ask)
+
+
+def _small_reason(
+    fleet: FleetChoice, ask: RoutingHints, tries: RetryAttempts, least: int
+) -> tuple[SingleEngineReason | None, tuple[int, int] | None, ExpectedTime | None]:
+    """Say why so little of the prompt is new to a decode engine that it serves it alone; None: it does not.
+
+    Say also what it has cached, and what is expected of it, as far as that was looked up.
+    """
+    if tries.avoided:
+        reason, cached = fleet.small(tries.among(fleet.usable(_DECODE)), ask, least)
+    else:
+        reason, cached = fleet.any_small(ask, least)
+    shown = (cached, ask.blocks.size) if fleet.remembers and least and reason is not _SHORT else None
+    if reason is not None or not fleet.weighs:
+        return reason, shown, None
+    if not fleet.is_faster_alone(tries.among(fleet.usable(_DECODE)), ask):
+        return None, shown, None
+    expected = fleet.take_expected(ask)
+    if expected is not None:
+        shown = ask.blocks.size * expected.decode_hit // expected.tokens, ask.blocks.size
+    return _FASTER, shown, expected
+
+
+def _pair(fleet: FleetChoice, ask: RoutingHints, path: str, tries: RetryAttempts, *, may_be_alone: bool) -> Chosen:
+    """Choose two engines, or a decode engine whose turn it is alone."""
+    if tries.avoided:
+        ask = ask.once_more()
+    elif not fleet.missing.is_denied(path):
+        return fleet.any_pair(ask, may_be_alone=may_be_alone)
+    decodes = _fresh(fleet, path, tries, _DECODE)
+    prefills = _fresh(fleet, path, tries, _PREFILL)
+    return fleet.pair(prefills, decodes, ask, may_be_alone=may_be_alone)
+
+
+def _fresh(fleet: FleetChoice, path: str, tries: RetryAttempts, role: Role) -> Sequence[Instance]:
+    """List the engines of a role that have not failed this request, if any, else all; raises NoInstance.
+
+    One that waits for its trial gets no request that may be to blame for its failure.
+    """
+    usable = fleet.usable(role)
+    if fleet.missing.is_denied(path):
+        usable = fleet.offering(path, usable)
+        if not usable:
+            raise NoInstance(f"no {role} instance that can take a request now has {path}")
+    among = tries.among(usable)
+    return fleet.without_trials(among) if tries.is_suspect else among

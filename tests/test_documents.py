@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 SOURCES = [
-    path.as_posix() for part in ("proxy", "connector", "tests", "benchmarks") for path in (ROOT / part).rglob("*.py")
+    path.as_posix()
+    for part in ("proxy", "connector", "tools", "tests", "benchmarks")
+    for path in (ROOT / part).rglob("*.py")
 ]
 SOURCES += [path.as_posix() for path in ROOT.glob("*.py")]
 OF_VLLM = ("vllm/", "examples/online_serving/", "examples/disaggregated/")  # the latter are in its repository only

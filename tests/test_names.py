@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ["proxy/pdrelay_proxy", "connector/pdrelay_connector"]
+PACKAGES = ["proxy/pdrelay_proxy", "connector/pdrelay_connector", "tools/pdrelay_tools"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -16,7 +16,7 @@ import time
 import httpx
 from jsonschema import Draft202012Validator
 
-from pdrelay_proxy.io.served_by import metric_total, parse_server_timing
+from pdrelay_tools.served_by import metric_total, parse_server_timing
 
 COUNTRIES = (
     *("France", "Spain", "Italy", "Germany", "Japan", "Egypt", "Canada", "Brazil", "India", "China"),

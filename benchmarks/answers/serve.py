@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.page import table
 from benchmarks.router.contestants import CONTESTANTS
-from pdrelay_proxy.io.served_by import metric_total
-from pdrelay_proxy.local.plan import SMOLLM2_FOLDER
-from pdrelay_proxy.local.processes import Command, open_fleet
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.plan import SMOLLM2_FOLDER
+from pdrelay_tools.local.processes import Command, open_fleet
+from pdrelay_tools.local.recipe import Connector, Role
+from pdrelay_tools.served_by import metric_total
 from support import router_kind
 from support.cluster import (
     MODEL_NAME,

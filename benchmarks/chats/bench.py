@@ -22,8 +22,8 @@ from benchmarks.chats import report
 from benchmarks.chats.fleet import BLOCK, IDS, KEY, MODEL_LENGTH, ROUTERS, USUAL, engines_of, routers_of
 from benchmarks.chats.oracle import Oracle
 from benchmarks.chats.talk import Batch, Words, answer_alone
-from pdrelay_proxy.local.model import ensure_model
-from pdrelay_proxy.local.processes import open_fleet
+from pdrelay_tools.local.model import ensure_model
+from pdrelay_tools.local.processes import open_fleet
 from support.cluster import ROOT, engine_spec, start_engine
 
 LOGS = ROOT / ".pdrelay/logs/bench"

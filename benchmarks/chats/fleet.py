@@ -4,7 +4,7 @@ import json
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.recipe import Connector, Role
 from support.cluster import base_url, engine_spec, metrics, router_command, start_engine
 
 KEY = "only-for-this-benchmark"

@@ -18,9 +18,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from benchmarks.connector.client import Client, prompts  # noqa: E402
 from pdrelay_proxy.core.protocol.push import TransferMode  # noqa: E402
-from pdrelay_proxy.local.model import ensure_model  # noqa: E402
-from pdrelay_proxy.local.processes import open_fleet  # noqa: E402
-from pdrelay_proxy.local.recipe import Connector, Role, engine  # noqa: E402
+from pdrelay_tools.local.model import ensure_model  # noqa: E402
+from pdrelay_tools.local.processes import open_fleet  # noqa: E402
+from pdrelay_tools.local.recipe import Connector, Role, engine  # noqa: E402
 from support.cluster import engine_spec  # noqa: E402
 from support.proc import cpu_seconds  # noqa: E402
 

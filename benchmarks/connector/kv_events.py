@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from pdrelay_connector.core.kv_events.event_hub import KVEventHub  # noqa: E402
-from pdrelay_proxy.local.model import ensure_model  # noqa: E402
-from pdrelay_proxy.local.processes import open_fleet  # noqa: E402
-from pdrelay_proxy.local.recipe import engine  # noqa: E402
+from pdrelay_tools.local.model import ensure_model  # noqa: E402
+from pdrelay_tools.local.processes import open_fleet  # noqa: E402
+from pdrelay_tools.local.recipe import engine  # noqa: E402
 from support.cluster import engine_spec  # noqa: E402
 from support.proc import cpu_by_thread  # noqa: E402
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 
-from pdrelay_proxy.local.model import TinyModel, ensure_model
+from pdrelay_tools.local.model import TinyModel, ensure_model
 from support.cluster import ROOT
 
 POSITIONS = 4608  # the longest prompt and some tokens more

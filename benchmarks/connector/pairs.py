@@ -8,8 +8,8 @@ from pathlib import Path
 
 from benchmarks.connector.models import POSITIONS
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.processes import open_fleet
-from pdrelay_proxy.local.recipe import Connector, EngineSpec, Role, transfer_config
+from pdrelay_tools.local.processes import open_fleet
+from pdrelay_tools.local.recipe import Connector, EngineSpec, Role, transfer_config
 from support.cluster import ROOT, engine_spec, metrics, start_engine, wait_until
 from support.netns import DATA
 

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import page
 from benchmarks.page import paragraph, table
-from pdrelay_proxy.local.model import ensure_model
-from pdrelay_proxy.local.processes import open_fleet
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.model import ensure_model
+from pdrelay_tools.local.processes import open_fleet
+from pdrelay_tools.local.recipe import Connector, Role
 from support.cluster import ROOT, base_url, engine_spec, router_command, start_engine
 from support.first_tokens import added_ms, bodies, read
 

@@ -9,10 +9,10 @@ import sys
 import msgspec
 
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.planning.replay.engine import EngineModel
-from pdrelay_proxy.planning.replay.simulation import SimulatedFleet, replay
-from pdrelay_proxy.planning.replay.summary import Targets, summarise
-from pdrelay_proxy.planning.replay.traces import BlockNames, Conversations, Trace, Turn, poisson
+from pdrelay_tools.planning.replay.engine import EngineModel
+from pdrelay_tools.planning.replay.simulation import SimulatedFleet, replay
+from pdrelay_tools.planning.replay.summary import Targets, summarise
+from pdrelay_tools.planning.replay.traces import BlockNames, Conversations, Trace, Turn, poisson
 
 POLICIES = ("round_robin", "power_of_two", "session", "prefix", "expected_ttft")
 HALF = msgspec.structs.replace(EngineModel(), step_s=0.016, prefill_token_s=1e-4, prefill_context_s=2.6e-9)

@@ -11,11 +11,11 @@ import sys
 import time
 
 from pdrelay_proxy.core.roles.work_meter import RoleTargets
-from pdrelay_proxy.planning.replay.engine import EngineModel
-from pdrelay_proxy.planning.replay.roles import RolesPlan
-from pdrelay_proxy.planning.replay.simulation import SimulatedFleet, replay
-from pdrelay_proxy.planning.replay.summary import Targets
-from pdrelay_proxy.planning.replay.traces import Phase, phases
+from pdrelay_tools.planning.replay.engine import EngineModel
+from pdrelay_tools.planning.replay.roles import RolesPlan
+from pdrelay_tools.planning.replay.simulation import SimulatedFleet, replay
+from pdrelay_tools.planning.replay.summary import Targets
+from pdrelay_tools.planning.replay.traces import Phase, phases
 
 # A slow engine: a request takes as long as many do on a fast one, so an hour has few enough of them to simulate.
 ENGINE = EngineModel(

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import page
 from benchmarks.roles import report
 from benchmarks.roles.trace import HALVES, play, play_alone, trace_of
-from pdrelay_proxy.local.model import ensure_model
-from pdrelay_proxy.local.processes import open_fleet
-from pdrelay_proxy.local.recipe import Connector
+from pdrelay_tools.local.model import ensure_model
+from pdrelay_tools.local.processes import open_fleet
+from pdrelay_tools.local.recipe import Connector
 from support.cluster import ROOT, base_url, engine_spec, nothing_held, router_command, start_engine
 from support.greedy_streams import Stream
 from support.pacing import paced

@@ -27,7 +27,7 @@ import pdrelay_proxy
 from pdrelay_proxy import listeners
 from pdrelay_proxy.app import Fabric, build
 from pdrelay_proxy.settings import FirstTokenFrom, KvEvents, PolicyName, Settings
-from pdrelay_proxy.testing.prefix_cache import PrefixCache
+from pdrelay_tools.simulated.prefix_cache import PrefixCache
 
 WARM, MEASURED = 50, 150  # requests
 EVERY_S = 0.001  # seconds from one request to the next

@@ -32,7 +32,7 @@ import psutil  # noqa: E402 (the path is made above)
 import uvicorn  # noqa: E402 (the path is made above)
 from starlette.responses import JSONResponse  # noqa: E402 (the path is made above)
 
-from pdrelay_proxy.testing.engine import Sim  # noqa: E402
+from pdrelay_tools.simulated.engine import Sim  # noqa: E402
 from support.router_process import KEY, RouterProcess  # noqa: E402
 from support.sim import until  # noqa: E402
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local import first_request, preflight
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.model_folder import check_model, prepare_model
-from pdrelay_proxy.local.plan import EngineKind, LocalPlan, engine_command, router_command
-from pdrelay_proxy.local.preflight import safe_dtype
-from pdrelay_proxy.local.processes import open_fleet
+from pdrelay_tools.local import first_request, preflight
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.model_folder import check_model, prepare_model
+from pdrelay_tools.local.plan import EngineKind, LocalPlan, engine_command, router_command
+from pdrelay_tools.local.preflight import safe_dtype
+from pdrelay_tools.local.processes import open_fleet
 
 
 def main():

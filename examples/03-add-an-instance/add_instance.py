@@ -10,14 +10,14 @@ from pathlib import Path
 
 import httpx
 
-from pdrelay_proxy.io.served_by import parse_server_timing
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.first_request import request_body
-from pdrelay_proxy.local.model_folder import prepare_model
-from pdrelay_proxy.local.plan import EngineKind, LocalPlan, engine_command
-from pdrelay_proxy.local.preflight import check_packages, safe_dtype
-from pdrelay_proxy.local.processes import open_fleet
-from pdrelay_proxy.local.recipe import Connector
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.first_request import request_body
+from pdrelay_tools.local.model_folder import prepare_model
+from pdrelay_tools.local.plan import EngineKind, LocalPlan, engine_command
+from pdrelay_tools.local.preflight import check_packages, safe_dtype
+from pdrelay_tools.local.processes import open_fleet
+from pdrelay_tools.local.recipe import Connector
+from pdrelay_tools.served_by import parse_server_timing
 
 REQUESTS = 6
 

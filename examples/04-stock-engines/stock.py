@@ -9,13 +9,13 @@ import httpx
 
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local import first_request
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.model_folder import prepare_model
-from pdrelay_proxy.local.plan import LocalPlan
-from pdrelay_proxy.local.preflight import check_packages
-from pdrelay_proxy.local.processes import Command, open_fleet
-from pdrelay_proxy.local.recipe import PYTHON_MODULE, Connector, EngineSpec, engine, shell_line
+from pdrelay_tools.local import first_request
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.model_folder import prepare_model
+from pdrelay_tools.local.plan import LocalPlan
+from pdrelay_tools.local.preflight import check_packages
+from pdrelay_tools.local.processes import Command, open_fleet
+from pdrelay_tools.local.recipe import PYTHON_MODULE, Connector, EngineSpec, engine, shell_line
 
 # In float32 an engine that decodes after a transfer and one that does everything agree to the last bit.
 EXACT = ("--dtype", "float32")

@@ -1,5 +1,5 @@
 #!/bin/sh
-# build-wheel.sh SOURCE FOLDER: build the wheel of pdrelay out of a checkout.
+# build-wheel.sh SOURCE FOLDER: build the wheel of pdrelay out of a checkout, or of pdrelay-tools out of its folder tools/.
 # PYTHON (default python3) needs pip and hatchling: requirements-build.txt. Nothing is fetched here.
 set -eu
 if [ $# -ne 2 ]; then

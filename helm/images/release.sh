@@ -1,8 +1,9 @@
 #!/bin/sh
 # release.sh FOLDER [PYTHON...]: all files of a release, up to where an upload would begin. Nothing is uploaded.
-# The sdist, the pure wheel, a compiled one for each PYTHON (default: python3), the chart's package and its OCI archive are
-# built twice, and must be equal byte for byte. Beside them: the bills of materials, SHA256SUMS, and its signatures: with
-# GPG_KEY by that key of gpg, and by cosign where it is installed, with KEY or as who is logged in.
+# The sdist, the pure wheel, a compiled one for each PYTHON (default: python3), sdist and wheel of the tools, the chart's
+# package and its OCI archive are built twice, and must be equal byte for byte. Beside them: the bills of materials,
+# SHA256SUMS, and its signatures: with GPG_KEY by that key of gpg, and by cosign where it is installed, with KEY or as who
+# is logged in.
 # HELM (default helm) packs the chart; TWINE (default twine) looks at what an index would show; AUDITWHEEL and CYCLONEDX as
 # in wheels.sh and sbom.sh.
 set -eu
@@ -28,7 +29,9 @@ export SOURCE_DATE_EPOCH="${SOURCE_DATE_EPOCH:-1577836800}"
 
 for place in "$folder" "$again"; do
     "$here/wheels.sh" "$place" "$@" >/dev/null
-    (cd "$source" && "$1" -m hatchling build --target sdist --directory "$place" >/dev/null)
+    for project in "$source" "$source/tools"; do
+        (cd "$project" && "$1" -m hatchling build --target sdist --directory "$place" >/dev/null)
+    done
     rm "$place/SHA256SUMS"
     # helm notes the times of the files.
     rm -rf "$chart"

@@ -1,6 +1,7 @@
 #!/bin/sh
-# try-wheels.sh FOLDER PYTHON...: install the compiled wheel of each PYTHON into a new environment, as the image does, and
-# send a request through its router and two simulated engines. PORT (default 18000), PORT + 100 and PORT + 200 are theirs.
+# try-wheels.sh FOLDER PYTHON...: install the compiled wheel of each PYTHON into a new environment, as the image does, add
+# the tools, and send a request through its router and two simulated engines. PORT (default 18000), PORT + 100 and
+# PORT + 200 are theirs.
 set -eu
 if [ $# -lt 2 ]; then
     echo "try-wheels.sh: give the folder with the wheels, and the Pythons to try them with" >&2
@@ -22,6 +23,8 @@ for python in "$@"; do
         }
     done
     PYTHON=$python "$here/install-router.sh" "$made/$tag" "$wheel" >/dev/null
+    "$python" -m pip --disable-pip-version-check --python "$made/$tag/bin/python" install --quiet --no-deps --no-index \
+        "$folder"/pdrelay_tools-*.whl
     version=$("$made/$tag/bin/pdrelay" --version)
     case $version in
     *", compiled)"*) ;;

@@ -1,5 +1,6 @@
 #!/bin/sh
-# wheels.sh FOLDER [PYTHON...]: the wheels of a release: the pure one, and a compiled one for each Python (default: python3).
+# wheels.sh FOLDER [PYTHON...]: the wheels of a release: the pure one, a compiled one for each Python (default: python3),
+# and that of the tools.
 # pip takes the compiled one where it fits. Each PYTHON needs pip, a C compiler, its headers, and what requirements-build.txt
 # and requirements-compile.txt name. AUDITWHEEL (default auditwheel) gives the compiled ones the tag of the oldest glibc that
 # they run on, without which a package index takes none; `none` leaves the machine's own tag.
@@ -18,6 +19,7 @@ made=$(mktemp -d)
 trap 'rm -rf "$made"' EXIT
 
 PYTHON=$1 "$here/build-wheel.sh" "$source" "$folder"
+PYTHON=$1 "$here/build-wheel.sh" "$source/tools" "$folder"
 for python in "$@"; do
     PYTHON=$python HATCH_BUILD_HOOK_ENABLE_CUSTOM=true "$here/build-wheel.sh" "$source" "$made"
     if [ "${AUDITWHEEL:-auditwheel}" = none ]; then

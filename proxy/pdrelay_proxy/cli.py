@@ -6,31 +6,36 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Final, NoReturn
 
 from pdrelay_proxy.commands.interrupts import INTERRUPTED, ctrl_c_ends_at_once
 
-_COMMANDS: Final[Mapping[str, tuple[str, str]]] = {  # name -> the module that declares its flags, and what it does
+_COMMANDS: Final[Mapping[str, tuple[str, str]]] = {  # of the router: the module that declares the flags, what it does
     "serve": ("pdrelay_proxy.commands.serve", "run the router in front of running engines"),
-    "up": ("pdrelay_proxy.local.up", "start vLLM or simulated engines and the router on this machine, to try them"),
-    "check": (
-        "pdrelay_proxy.proving.readiness_command",
-        "look in ten seconds whether engines are ready for traffic, with a request whose KV must move",
-    ),
     "instances": (
         "pdrelay_proxy.commands.instances",
         "list, add, drain, change and remove the engines of a running router",
     ),
-    "chat": ("pdrelay_proxy.commands.chat", "talk to a model through a running router, and see who served each answer"),
     "why": ("pdrelay_proxy.commands.why", "show where the time of one request went"),
     "pairs": (
         "pdrelay_proxy.commands.pairs",
         "show which prefill and decode engines work together at a running router",
     ),
-    "plan": ("pdrelay_proxy.planning.command", "compute how many prefill and decode engines your traffic needs"),
-    "replay": ("pdrelay_proxy.planning.replay.command", "compare routing policies on a trace, with simulated engines"),
-    "prove": ("pdrelay_proxy.proving.command", "test running engines from outside and report what is wrong"),
-    "doctor": ("pdrelay_proxy.commands.doctor", "examine the network between two engine hosts"),
+}
+_TOOLS: Final[Mapping[str, tuple[str, str]]] = {  # beside the router: the extra that brings it, what it does
+    "check": ("tools", "look in ten seconds whether engines are ready for traffic, with a request whose KV must move"),
+    "up": ("tools", "start vLLM or simulated engines and the router on this machine, to try them"),
+    "chat": ("tools", "talk to a model through a running router, and see who served each answer"),
+    "plan": ("tools", "compute how many prefill and decode engines your traffic needs"),
+    "replay": ("tools", "compare routing policies on a trace, with simulated engines"),
+    "prove": ("tools", "test running engines from outside and report what is wrong"),
+    "doctor": ("connector", "examine the network between two engine hosts"),
+}
+_GROUP: Final = "pdrelay.commands"  # of entry points: a tool is the module behind the one with its name
+_INSTALL: Final = {
+    "tools": "pip install 'pdrelay[tools]' or, in a checkout, pip install . ./tools",
+    "connector": "pip install 'pdrelay[connector]' or, in a checkout, pip install '.[connector]'",
 }
 _EXACT: Final = ("serve", "up", "check", "chat", "why", "prove", "doctor")  # their flags are written in full
 # What the extra named proxy brings (pyproject.toml).
@@ -49,8 +54,7 @@ class _Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Name an unknown flag first: argparse would take its value for a command, or ask for the right flag."""
-        if not any(action.nargs == argparse.REMAINDER for action in self._actions):
-            self._check_flags(args or ())
+        self._check_flags(args or ())
         return super().parse_known_args(args, namespace or argparse.Namespace())
 
     def _check_flags(self, words: Sequence[str]) -> None:
@@ -118,13 +122,30 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     said = "print the version, the commit, and whether the request path is compiled"
     parser.add_argument("-V", "--version", action=_ShowVersion, nargs=0, help=said)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    asked = next((word for word in arguments if word in _COMMANDS), None)
-    for name, (module, what) in _COMMANDS.items():
+    everything = {**_COMMANDS, **_TOOLS}
+    asked = next((word for word in arguments if word in everything), None)
+    for name, (place, what) in everything.items():
         command = commands.add_parser(name, help=what, allow_abbrev=name not in _EXACT)
         if name == asked:
-            add_arguments: Callable[[argparse.ArgumentParser], None] = importlib.import_module(module).add_arguments
+            module = importlib.import_module(place) if name in _COMMANDS else _load_tool(name, command, place)
+            add_arguments: Callable[[argparse.ArgumentParser], None] = module.add_arguments
             add_arguments(command)
     return parser
+
+
+def _load_tool(name: str, command: argparse.ArgumentParser, extra: str) -> ModuleType:
+    """Return the module behind a tool's entry point, or end and say what to install."""
+    from importlib.metadata import entry_points  # noqa: PLC0415 (the router's own commands do without)
+
+    missing = "this command"
+    try:
+        for point in entry_points(group=_GROUP, name=name):
+            module: ModuleType = point.load()
+            return module
+    except ModuleNotFoundError as exc:
+        missing = (exc.name or missing).partition(".")[0]
+    sys.stderr.write(f"{command.prog}: {missing} is not installed: {_INSTALL[extra]}\n")
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":  # pragma: no cover

@@ -14,7 +14,7 @@ import pytest
 
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.recipe import Connector
+from pdrelay_tools.local.recipe import Connector
 from support.cluster import base_url, engine_spec, nothing_held, router_command, start_engine, wait_until
 from support.legs import plain, prompt_of
 from support.netns import DATA, NOBODY, lab_available

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.recipe import Connector
+from pdrelay_tools.local.recipe import Connector
 from support.cluster import OVER_TCP, Watch, engine_spec, nothing_held, wait_until
 from support.hand_chats import Chat, alone, engine_id
 from support.legs import STALL_SECONDS, STALL_TOKENS, plain, prompt_of

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.recipe import Connector, Role
 from support.cluster import OVER_TCP, base_url, engine_spec, router_command, wait_until
 from support.storm import fates, judge, salt, storm, texts
 from support.valves import Passing, Valve, open_valves

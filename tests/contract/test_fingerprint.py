@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     from pdrelay_connector.shell.connector import PDRelayConnector
     from pdrelay_connector.shell.fingerprint import info_labels
 
-from pdrelay_proxy.local.model import TinyModel, ensure_model
+from pdrelay_tools.local.model import TinyModel, ensure_model
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 

@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     from vllm.parser.parser_manager import ParserManager
 
 from pdrelay_proxy.core.protocol.replay import may_be_kept
-from pdrelay_proxy.local.model import ensure_model
+from pdrelay_tools.local.model import ensure_model
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SPECIAL = [

@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 from pdrelay_connector.core.counters import StatsReport
 from pdrelay_connector.errors import UnsupportedCache
-from pdrelay_proxy.local.model import ensure_model
+from pdrelay_tools.local.model import ensure_model
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 OURS = {"kv_connector": "PDRelayConnector", "kv_role": "kv_both"}

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
 
 from pdrelay_connector.errors import UnsupportedCache
 from pdrelay_connector.settings import INSTEAD, MODE_OF_NAME, SAME
-from pdrelay_proxy.local.model import ensure_model
+from pdrelay_tools.local.model import ensure_model
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 PATH = {"kv_connector_module_path": "pdrelay_connector.nixl"}

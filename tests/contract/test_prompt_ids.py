@@ -27,7 +27,7 @@ from pdrelay_proxy.core.protocol.prompt_ids import found_ids, may_pass_ids, read
 from pdrelay_proxy.core.protocol.request_bodies import decode_pieces_with_ids, parse
 from pdrelay_proxy.core.raw_json import NULL, encode
 from pdrelay_proxy.core.schemas import PromptIdsAnswer
-from pdrelay_proxy.local.model import ensure_model
+from pdrelay_tools.local.model import ensure_model
 
 pytestmark = [
     pytest.mark.timeout(240),  # importing vLLM takes half a minute on a busy machine

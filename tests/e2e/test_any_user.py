@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdrelay_proxy.local.processes import Command
-from pdrelay_proxy.local.recipe import Connector, Role, argv
+from pdrelay_tools.local.processes import Command
+from pdrelay_tools.local.recipe import Connector, Role, argv
 from support.cluster import MODEL_NAME, ROOT, engine_spec
 from support.helm_chart import TOOLS, Chart
 from support.helm_objects import env, pool, templates

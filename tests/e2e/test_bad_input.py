@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from pdrelay_proxy.proving.checks.handovers import MALFORMED
+from pdrelay_tools.proving.checks.handovers import MALFORMED
 from support.cluster import SOON, Watch, nothing_held, wait_until
 from support.questions import TOKENS, Question, Shape, ask, client, differences, ids
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.recipe import Connector, Role
 from support.cluster import MODEL_NAME, engine_spec, start_engine, wait_until
 from support.legs import OPEN, plain, prompt_of
 from support.questions import compare, questions

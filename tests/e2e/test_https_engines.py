@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.recipe import Connector, Role
 from support.certificates import Authority
 from support.cluster import MODEL_NAME, engine_spec, start_engine, values, wait_until
 from support.hand_chats import LOADED

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.recipe import Connector, Role
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.legs import decode, plain, prefill, prompt_of, text_of
 from support.questions import ask, client, compare, ids, questions

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.recipe import Connector
+from pdrelay_tools.local.recipe import Connector
 from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.hand_chats import ANSWER, COMPUTED, FIRST, LATER, LOADED, TURNS, Chat, alone, engine_id, generate
 from support.shapes import TWO_RANKS

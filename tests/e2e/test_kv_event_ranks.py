@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from pdrelay_proxy.local.processes import Command
-from pdrelay_proxy.local.recipe import environment, kv_events_config, options
+from pdrelay_tools.local.processes import Command
+from pdrelay_tools.local.recipe import environment, kv_events_config, options
 from support.cluster import MODEL_NAME, engine_spec, wait_until
 from support.kv_event_follower import Follower
 from support.shapes import random_questions

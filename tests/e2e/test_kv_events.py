@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdrelay_proxy.local.recipe import kv_events_config
+from pdrelay_tools.local.recipe import kv_events_config
 from support.cluster import MODEL_NAME, engine_spec, start_engine, wait_until
 from support.kv_event_follower import Follower
 from support.kv_events import decoded

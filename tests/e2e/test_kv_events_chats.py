@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.local.recipe import Connector
+from pdrelay_tools.local.recipe import Connector
 from support.cluster import MODEL_NAME, engine_spec, start_engine, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdrelay_proxy.local.model import TinyModel, ensure_model
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.model import TinyModel, ensure_model
+from pdrelay_tools.local.recipe import Connector, Role
 from support.adapters import MAX_RANK, write_adapter
 from support.cluster import MODEL_NAME, Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.legs import OPEN, decode, plain, prefill, prompt_of, text_of

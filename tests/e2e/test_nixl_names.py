@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.recipe import Connector, Role
 from support.cluster import Watch, engine_spec, start_engine
 from support.questions import compare, questions
 

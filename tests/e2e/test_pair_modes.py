@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from pdrelay_proxy.local.recipe import Connector, Role, engine
+from pdrelay_tools.local.recipe import Connector, Role, engine
 from support.cluster import SOON, Watch, engine_spec, nothing_held, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.questions import ask, client, differences, ids

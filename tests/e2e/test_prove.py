@@ -11,7 +11,7 @@ import pytest
 
 from pdrelay_proxy.cli import main
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.recipe import Connector, Role
 from support.adapters import MAX_RANK, write_adapter
 from support.cluster import OVER_TCP, engine_spec, faulty_decode, free_ports, start_engine
 from support.images import make_blip2

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.recipe import Connector, Role
 from support.cluster import engine_spec, metrics, start_engine, wait_until
 from support.legs import decode, plain, prefill, prompt_of, text_of
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from pdrelay_proxy.local.recipe import Connector
+from pdrelay_tools.local.recipe import Connector
 from support.cluster import engine_spec, nothing_held, start_engine, wait_until
 from support.fixtures import ADMIN_KEY
 from support.greedy_streams import Stream, follow, run

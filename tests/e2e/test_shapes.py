@@ -9,7 +9,7 @@ import re
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.recipe import Connector
+from pdrelay_tools.local.recipe import Connector
 from support.cluster import engine_spec, start_engine
 from support.legs import decode, prefill, text_of
 from support.models import one_head_model

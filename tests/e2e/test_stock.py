@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from pdrelay_proxy.local.processes import Command
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.processes import Command
+from pdrelay_tools.local.recipe import Connector, Role
 from support import plain_router
 from support.cluster import Watch, base_url, engine_spec, free_ports, port_flags, run_example, start_engine
 from support.questions import compare, questions

@@ -6,7 +6,7 @@ import httpx
 import numpy as np
 import pytest
 
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.recipe import Connector, Role
 from support.adapters import MAX_RANK, write_adapter
 from support.cluster import MODEL_NAME, Watch, engine_spec, start_engine, wait_until
 from support.legs import OPEN, prefill, prompt_of, text_of

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.recipe import Connector, Role, transfer_config
+from pdrelay_tools.local.recipe import Connector, Role, transfer_config
 from support.cluster import ROOT, Watch, engine_spec, start_engine
 from support.questions import compare, questions
 

@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from pdrelay_proxy.local.recipe import Connector, Role, engine
+from pdrelay_tools.local.recipe import Connector, Role, engine
 from support.cluster import Watch, engine_spec, start_engine
 from support.legs import decode, prefill, prompt_of, text_of
 from support.questions import ids

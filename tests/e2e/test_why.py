@@ -18,7 +18,7 @@ import pytest
 
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.recipe import Connector
+from pdrelay_tools.local.recipe import Connector
 from support.cluster import (
     MODEL_NAME,
     OVER_TCP,

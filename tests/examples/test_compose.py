@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from pdrelay_proxy.local.processes import Command, open_fleet
+from pdrelay_tools.local.processes import Command, open_fleet
 from support.bare_metal import EXAMPLES, command_lines, new_site, program, run, secrets_in
 from support.dockerfiles import stages
 from support.helm_chart import ROOT

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdrelay_proxy.local.processes import Command, open_fleet
+from pdrelay_tools.local.processes import Command, open_fleet
 from support.bare_metal import EXAMPLES, command_lines, new_site, run, secrets_in
 from support.cluster import free_ports
 

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse
 
 from pdrelay_proxy.app import build
 from pdrelay_proxy.settings import Settings
-from pdrelay_proxy.testing.engine import Sim
+from pdrelay_tools.simulated.engine import Sim
 from support.certificates import Authority
 from support.helm_chart import CHART, Chart, default
 from support.helm_objects import COMPONENT, container, kind

@@ -10,7 +10,7 @@ import yaml
 
 from pdrelay_proxy.core.discovery.pods import Pod, engine_of
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.testing.engine import Sim
+from pdrelay_tools.simulated.engine import Sim
 from support.certificates import Authority
 from support.chart_router import serving_chart
 from support.documents import blocks

@@ -15,7 +15,7 @@ import pytest
 from pdrelay_proxy.app import build
 from pdrelay_proxy.cli import build_parser
 from pdrelay_proxy.options import serve_settings
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.rules import expected_text
 from support.certificates import Authority
 from support.helm_chart import CHART, HELMS, Chart, Refused
 from support.helm_checks import complaints

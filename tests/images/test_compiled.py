@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from pdrelay_proxy.local.processes import open_fleet
+from pdrelay_tools.local.processes import open_fleet
 from support import router_kind
 from support.cluster import base_url, router_command
 from support.compiled import ROOT, NoCompiler, compiled, modules

@@ -90,10 +90,7 @@ def _packages(folder):
 
 @with_pip
 def test_the_wheel_has_both_packages_and_nothing_else(wheel):
-    """No tests, no compiled leftovers, no files of a developer; the page and the markers are in it.
-
-    ``pdrelay_proxy/testing`` is the simulated engine, which users run, too.
-    """
+    """No tests, no tools, no compiled leftovers, no files of a developer; the page and the markers are in it."""
     names = zipfile.ZipFile(wheel).namelist()
 
     assert {name.split("/")[0] for name in names} == {
@@ -101,9 +98,7 @@ def test_the_wheel_has_both_packages_and_nothing_else(wheel):
         "pdrelay_connector",
         f"pdrelay-{PROJECT['version']}.dist-info",
     }
-    assert not [
-        name for name in names if name.endswith(".pyc") or "test" in name.removeprefix("pdrelay_proxy/testing/")
-    ]
+    assert not [name for name in names if name.endswith(".pyc") or "test" in name]
     assert {"pdrelay_proxy/api/status.html", "pdrelay_proxy/py.typed", "pdrelay_connector/py.typed"} <= set(names)
 
 
@@ -179,13 +174,23 @@ def _answered(url, process):
 
 
 @with_pip
-@pytest.mark.parametrize("command", [["serve", "--help"], ["plan", "--help"], ["instances", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["serve", "--help"], ["why", "--help"], ["instances", "--help"]], ids=" ".join)
 def test_every_command_of_the_image_helps(router, tmp_path, command):
     """Nothing that a command imports is missing."""
     with _confined(router, tmp_path, *command) as process:
         out, _ = process.communicate(timeout=30)
 
     assert (process.returncode, out.startswith(f"usage: pdrelay {command[0]}")) == (0, True), out
+
+
+def test_the_tools_are_of_the_version_of_the_router():
+    """They use what may change between two versions; each of both wheels brings the other in its own version."""
+    tools = tomllib.loads((ROOT / "tools/pyproject.toml").read_text())["project"]
+    version = PROJECT["version"]
+
+    assert tools["version"] == version
+    assert tools["dependencies"] == [f"pdrelay[proxy]=={version}"]
+    assert PROJECT["optional-dependencies"]["tools"] == [f"pdrelay-tools=={version}"]
 
 
 @pytest.mark.parametrize(("file", "extras"), REQUIREMENTS.items(), ids=REQUIREMENTS)

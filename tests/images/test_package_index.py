@@ -1,7 +1,7 @@
 """A package index on loopback: what product and documents tell people to install is ours, beside another's family.
 
-The index has our wheel, an empty wheel for each library that we need, and wheels of another family of packages with the
-name that this product had before: it is for the same job, and its command must stay its own.
+The index has our wheels, an empty wheel for each library that we need, and wheels of another family of packages with
+the name that this product had before: it is for the same job, and its command must stay its own.
 """
 
 import base64
@@ -29,10 +29,11 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 OTHER = "x" + "pyd"  # on PyPI: a router, and its family
 FAMILY = [OTHER, *(f"{OTHER}-{part}" for part in ("proxy", "sim", "bench", "acc", "plan"))]
-EXTRAS = ["proxy", "connector", "tracing", "completion", "redis"]
+EXTRAS = ["proxy", "tools", "connector", "tracing", "completion", "redis"]
 SENTENCE = re.compile(r"pip install '((?:pdrelay|" + OTHER + r")[^']*)'")
-TOLD = [*(ROOT / "proxy").rglob("*.py"), *(ROOT / "connector").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
-TOLD += [*ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md"), *(ROOT / "helm").rglob("*.md")]
+TOLD = [path for folder in ("proxy", "connector", "tools") for path in (ROOT / folder).rglob("*.py")]
+TOLD += [path for folder in ("docs", "examples", "helm", "tools") for path in (ROOT / folder).rglob("*.md")]
+TOLD += ROOT.glob("*.md")
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -62,7 +63,8 @@ def needed():
     found = {}
     for text in importlib.metadata.requires("pdrelay"):
         name = Requirement(text).name
-        found[name.lower()] = importlib.metadata.version(name)
+        if name != "pdrelay-tools":
+            found[name.lower()] = importlib.metadata.version(name)
     return found
 
 
@@ -72,11 +74,12 @@ def index(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
     wheels = folder / "wheels"
     wheels.mkdir()
-    argv = [ROOT / "helm/images/build-wheel.sh", ROOT, wheels]
-    done = subprocess.run(
-        argv, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    for project in (ROOT, ROOT / "tools"):
+        argv = [ROOT / "helm/images/build-wheel.sh", project, wheels]
+        done = subprocess.run(
+            argv, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
     for name, version in needed().items():
         write_wheel(wheels, name, version)
     for name in FAMILY:
@@ -199,21 +202,32 @@ def test_both_commands_work_in_each_python(index, tmp_path, python, order):
 
 
 def test_the_command_runs_from_an_environment_of_its_own(index, tmp_path):
-    """As pipx and uvx do: with the extra for the router, and without vLLM."""
+    """As pipx and uvx do: with the extra for the router, without vLLM, and then with the tools."""
     here = environment(tmp_path / "env", sys.executable)
-    assert pip(index, "install", "pdrelay[proxy]", python=here).returncode == 0
     libraries = tmp_path / "libraries"
     libraries.mkdir()
     for found in Path(sysconfig.get_path("purelib")).iterdir():
         if not found.name.startswith(("pdrelay", "vllm", "nixl", "torch", "__editable__", "_pdrelay")):
             (libraries / found.name).symlink_to(found)
-    argv = [tmp_path / "env/bin/pdrelay", "--version"]
-    said = subprocess.run(
-        argv, env={"PYTHONPATH": str(libraries)}, capture_output=True, text=True, check=False, timeout=60
-    )
 
-    assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout.startswith(f"pdrelay {importlib.metadata.version('pdrelay')} ")
+    def run(*words):
+        return subprocess.run(
+            [tmp_path / "env/bin/pdrelay", *words],
+            env={"PYTHONPATH": str(libraries)}, capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+
+    assert pip(index, "install", "pdrelay[proxy]", python=here).returncode == 0
+    version = run("--version")
+    router = run("serve", "--check", "--prefill", "p0:1", "--decode", "d0:1")
+    without = run("check", "--help")
+    assert pip(index, "install", "pdrelay[tools]", python=here).returncode == 0
+    tools = run("check", "--help")
+
+    assert (version.returncode, version.stderr) == (0, "")
+    assert version.stdout.startswith(f"pdrelay {importlib.metadata.version('pdrelay')} ")
+    assert router.returncode == 0, router.stderr
+    assert (without.returncode, "pip install 'pdrelay[tools]'" in without.stderr) == (2, True)
+    assert (tools.returncode, tools.stdout.startswith("usage: pdrelay check")) == (0, True), tools.stderr
 
 
 def sentences():

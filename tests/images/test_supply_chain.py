@@ -45,7 +45,7 @@ EXCEPTIONS = {
     ("Makefile", "PIP   :="): "the variable itself; each use of it is looked at",
     (
         "Makefile",
-        "--no-deps --no-build-isolation --no-index -e .",
+        "--no-deps --no-build-isolation --no-index -e . -e ./tools",
     ): "this directory, with build tools that are hash-checked",
     ("helm/images/build-wheel.sh", "--no-deps --no-index --no-build-isolation"): "the same, as a wheel",
     ("helm/images/install-router.sh", '--no-deps --no-index "$wheel"'): "the wheel that was built here",
@@ -62,6 +62,8 @@ EXCEPTIONS = {
     ("proxy/pdrelay_proxy/building/requests.py", "pip install 'pdrelay[tracing]'"): "a sentence for the operator",
     ("proxy/pdrelay_proxy/building/discovery.py", "pip install 'pdrelay[redis]'"): "a sentence for the operator",
     ("proxy/pdrelay_proxy/cli.py", "pip install 'pdrelay[proxy]'"): "a sentence for the operator",
+    ("proxy/pdrelay_proxy/cli.py", "pip install 'pdrelay[tools]'"): "a sentence for the operator",
+    ("proxy/pdrelay_proxy/cli.py", "pip install 'pdrelay[connector]'"): "a sentence for the operator",
 }
 
 

@@ -18,12 +18,15 @@ pytestmark = pytest.mark.processes
 IMAGES = ROOT / "helm" / "images"
 # What stands for python -m pip wheel: a file with the name that hatchling would give it.
 PYTHON = """#!/bin/sh
-[ "$2" != hatchling ] || { date +SDIST_TIME >"$7/pdrelay-0.1.0.tar.gz"; exit; }
+name=pdrelay
+[ ! -d pdrelay_tools ] || name=pdrelay_tools
+[ "$2" != hatchling ] || { date +SDIST_TIME >"$7/$name-0.1.0.tar.gz"; exit; }
 [ "$1" != -P ] || { cat "$4" >"$5"; exit; }
 while [ "$1" != --wheel-dir ]; do shift; done
 tag=py3-none-any
 [ "${HATCH_BUILD_HOOK_ENABLE_CUSTOM:-}" != true ] || tag=cp3TH-cp3TH-linux_x86_64
-echo "$tag" >"$2/pdrelay-0.1.0-$tag.whl"
+case $3 in */tools) name=pdrelay_tools ;; esac
+echo "$tag" >"$2/$name-0.1.0-$tag.whl"
 """
 AUDITWHEEL = '#!/bin/sh\nshift 2\nfor w in "$2"; do cp "$w" "$1/$(basename "$w" | sed s/linux/manylinux_2_17/)"; done\n'
 
@@ -45,7 +48,7 @@ def pythons(tmp_path):
 
 
 @pytest.mark.parametrize(("audit", "tag"), [("auditwheel", "manylinux_2_17_x86_64"), ("none", "linux_x86_64")])
-def test_a_release_has_the_pure_wheel_and_one_for_each_python(pythons, tmp_path, audit, tag):
+def test_a_release_has_the_pure_wheel_that_of_the_tools_and_one_for_each_python(pythons, tmp_path, audit, tag):
     """And their digests, to be signed."""
     audit = audit if audit == "none" else str(tmp_path / audit)
     done = script(str(tmp_path / "dist"), *pythons, AUDITWHEEL=audit)
@@ -55,6 +58,7 @@ def test_a_release_has_the_pure_wheel_and_one_for_each_python(pythons, tmp_path,
     assert found == {
         "pdrelay-0.1.0-py3-none-any.whl", f"pdrelay-0.1.0-cp312-cp312-{tag}.whl",
         f"pdrelay-0.1.0-cp313-cp313-{tag}.whl",
+        "pdrelay_tools-0.1.0-py3-none-any.whl",
         "SHA256SUMS",
     }  # fmt: skip
     check = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "dist", capture_output=True, check=False)
@@ -108,9 +112,10 @@ def test_a_release_has_all_files_and_their_digests(pythons, tmp_path):
     assert {
         "SHA256SUMS", "pdrelay-0.1.0.tar.gz", "pdrelay-0.1.0.tgz", "pdrelay-0.1.0-py3-none-any.whl",
         "pdrelay-0.1.0-cp312-cp312-linux_x86_64.whl", "pdrelay-0.1.0.oci.tar", "sbom/router.cdx.json",
+        "pdrelay_tools-0.1.0.tar.gz", "pdrelay_tools-0.1.0-py3-none-any.whl",
     } <= names  # fmt: skip
     assert (folder / "pdrelay-0.1.0.tgz").read_text() == "1577836800\n"  # helm 4 keeps the times of the files
-    assert "check --strict: 6" in done.stdout
+    assert "check --strict: 8" in done.stdout
     check = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, check=False)
     assert check.returncode == 0
     assert "twine upload" in done.stdout

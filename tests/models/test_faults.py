@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.recipe import Connector
+from pdrelay_tools.local.recipe import Connector
 from support.architectures import ARCHITECTURES, make
 from support.attention import ATTENTION
 from support.cluster import OVER_TCP, engine_spec, nothing_held, start_engine, wait_until

@@ -10,8 +10,8 @@ import pytest
 from pdrelay_proxy.app import build
 from pdrelay_proxy.errors import AddressError, AlreadyKnown
 from pdrelay_proxy.settings import PolicyName, Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.rules import expected_text
 from support.sim import router, sims
 
 TEXT = ("/v1/completions", {"prompt": "once upon a time", "max_tokens": 5})

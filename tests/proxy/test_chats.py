@@ -8,7 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from pdrelay_proxy.settings import FirstTokenFrom, KvEvents, PolicyName
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.chat_scenes import CACHE_BLOCKS, DECODE, PREFILL, STICKY, Ask, Scene
 
 CHATS = range(4)

@@ -141,7 +141,6 @@ def test_the_version_names_the_commit_and_the_kind(flag, capsys):
         ("httptools", ["serve", "--decode", "127.0.0.1:1"]),
         ("httpx", ["instances", "list"]),
         ("httpx", ["why", "pdrelay-1"]),
-        ("httpx", ["up", "--engine", "sim"]),
     ],
 )
 def test_without_the_extra_of_the_router_a_sentence_says_which_it_is(package, argv):
@@ -153,6 +152,35 @@ def test_without_the_extra_of_the_router_a_sentence_says_which_it_is(package, ar
         f"pdrelay: {package} is not installed, which comes with the extra for the router: "
         "pip install 'pdrelay[proxy]' or, in a checkout, pip install '.[proxy]'\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "missing"),
+    [
+        ("import importlib.metadata; importlib.metadata.entry_points = lambda **_: ()", "this command"),
+        ("sys.modules['pdrelay_tools'] = None", "pdrelay_tools"),
+        ("sys.modules['httpx'] = None", "httpx"),
+    ],
+    ids=["without the tools", "with half of them", "without a library"],
+)
+@pytest.mark.parametrize("argv", [["up", "--engine", "sim"], ["check", "--help"]], ids=" ".join)
+def test_a_tool_that_is_not_installed_says_how_to_get_it(before, missing, argv):
+    """Whatever is behind its name; `pip install 'pdrelay[proxy]'` brings the router alone."""
+    done = run_with(before, *argv)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"pdrelay {argv[0]}: {missing} is not installed: "
+        "pip install 'pdrelay[tools]' or, in a checkout, pip install . ./tools\n"
+    )
+
+
+def test_a_router_needs_no_tools():
+    """Neither those that are installed, nor a look at what is: each start would take longer."""
+    nothing = "import importlib.metadata; importlib.metadata.entry_points = sys.modules['pdrelay_tools'] = None"
+    done = run_with(nothing, "serve", "--help")
+
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("module", ["fastapi", "pdrelay_proxy.options", "pdrelay_proxy.requests.request"])
@@ -231,7 +259,7 @@ def test_a_router_that_only_its_file_can_give_engines_says_so(caplog):
 
 def test_up_is_loaded_only_when_it_is_asked_for(monkeypatch):
     """It brings libraries that a router does not need."""
-    module = types.ModuleType("pdrelay_proxy.local.up")
+    module = types.ModuleType("pdrelay_tools.local.up")
 
     def add_arguments(parser):
         parser.add_argument("--engine")
@@ -245,12 +273,12 @@ def test_up_is_loaded_only_when_it_is_asked_for(monkeypatch):
 
 def main_with(monkeypatch, module, argv):
     """Run with this module in the place of ``up``; None makes importing it fail."""
-    import pdrelay_proxy.local
+    import pdrelay_tools.local
 
-    monkeypatch.setitem(sys.modules, "pdrelay_proxy.local.up", module)
-    monkeypatch.setattr(pdrelay_proxy.local, "up", module, raising=False)
+    monkeypatch.setitem(sys.modules, "pdrelay_tools.local.up", module)
+    monkeypatch.setattr(pdrelay_tools.local, "up", module, raising=False)
     if module is None:
-        monkeypatch.delattr(pdrelay_proxy.local, "up")
+        monkeypatch.delattr(pdrelay_tools.local, "up")
     try:
         return main(argv)
     except SystemExit as done:

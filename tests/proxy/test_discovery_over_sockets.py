@@ -9,7 +9,7 @@ import pytest
 
 from pdrelay_proxy.app import build
 from pdrelay_proxy.settings import Settings
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.rules import expected_text
 from support.kube_api import KubeApi, pod
 from support.router_process import KEY, rows_of
 from support.service_account import ServiceAccount

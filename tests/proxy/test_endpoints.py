@@ -8,8 +8,8 @@ import pytest
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 from pdrelay_proxy.settings import ClientKvParams, Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
-from pdrelay_proxy.testing.rules import expected_text, prompt_ids, token_ids
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.rules import expected_text, prompt_ids, token_ids
 from support.sim import router, sims
 
 BODIES = {

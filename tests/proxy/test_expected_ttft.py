@@ -11,8 +11,8 @@ import pytest
 from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.settings import PolicyName, Settings
-from pdrelay_proxy.testing.engine import FaultKind, Sim, SimulatedFault
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import FaultKind, Sim, SimulatedFault
+from pdrelay_tools.simulated.rules import expected_text
 from support.clock import Clock
 from support.sim import InMemory, router, sims
 

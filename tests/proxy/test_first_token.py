@@ -6,8 +6,8 @@ import pytest
 
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.settings import FirstTokenFrom, Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.rules import expected_text
 from support.sim import router, sims
 
 BASE = {"stream": True, "temperature": 0, "max_tokens": 6, "stream_options": {"include_usage": True}}

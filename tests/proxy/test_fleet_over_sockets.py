@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from pdrelay_proxy.settings import PolicyName, Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.rules import expected_text
 from support.sim import cluster, serving, sims, until_async
 
 pytestmark = pytest.mark.edges

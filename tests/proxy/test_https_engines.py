@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from pdrelay_proxy.options import OPTIONS, read
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.rules import expected_text
 from support.certificates import Authority
 from support.router_process import KEY, router_processes
 from support.sim import serving, sims, until

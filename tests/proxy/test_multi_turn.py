@@ -12,8 +12,8 @@ from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.core.routing.kv_reuse import reused_kv
 from pdrelay_proxy.core.routing.prompt_memory import PREFIX_LIFETIME_S
 from pdrelay_proxy.settings import PolicyName, Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.rules import expected_text
 from support.clock import Clock
 from support.sim import InMemory, Sim, router, sims
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from pdrelay_proxy.testing.engine import Sim
+from pdrelay_tools.simulated.engine import Sim
 from support.router_process import KEY, RouterProcess, router_processes
 from support.sim import fleet, serving, sims
 

@@ -11,8 +11,8 @@ import pytest
 
 from pdrelay_proxy.app import build
 from pdrelay_proxy.settings import Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.rules import expected_text
 from support.sim import cluster, serving, until
 
 pytestmark = pytest.mark.edges

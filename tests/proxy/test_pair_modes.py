@@ -6,7 +6,7 @@ import json
 import pytest
 
 from pdrelay_proxy.settings import KvTransferMode, Settings
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.rules import expected_text
 from support.sim import router, sims
 from support.simulated_loop import in_simulated_time
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from pdrelay_proxy.settings import Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
-from pdrelay_proxy.testing.loads import SAID
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.loads import SAID
+from pdrelay_tools.simulated.rules import expected_text
 from support.sim import router, sims
 
 KEY = {"X-Api-Key": "sesame"}

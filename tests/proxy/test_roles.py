@@ -12,8 +12,8 @@ from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.live import check
 from pdrelay_proxy.settings import RolesMode, Settings
-from pdrelay_proxy.testing.engine import Sim
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import Sim
+from pdrelay_tools.simulated.rules import expected_text
 from support.fluid_fleet import FluidFleet
 from support.sim import router, until_async
 

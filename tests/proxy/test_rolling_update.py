@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from pdrelay_proxy.testing.engine import Sim
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import Sim
+from pdrelay_tools.simulated.rules import expected_text
 from support.kube_api import KubeApi, pod
 from support.router_process import router_processes, rows_of
 from support.service_account import ServiceAccount

@@ -19,7 +19,7 @@ from pdrelay_proxy.core.peer_introductions import PeerIntroductions
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.live import check
 from pdrelay_proxy.settings import PolicyName, Settings
-from pdrelay_proxy.testing.engine import Sim
+from pdrelay_tools.simulated.engine import Sim
 from support.cluster import free_ports
 from support.sim import InMemory, sims, until_async
 

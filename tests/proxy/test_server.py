@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from pdrelay_proxy.io.build import find_build
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.rules import expected_text
 from support.certificates import Authority
 from support.router_process import RouterProcess
 from support.sim import fleet, serving, sims, until

@@ -7,8 +7,8 @@ from contextlib import ExitStack, asynccontextmanager
 import httpx
 import pytest
 
-from pdrelay_proxy.testing.engine import Sim
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import Sim
+from pdrelay_tools.simulated.rules import expected_text
 from support.kube_api import KubeApi
 from support.redis_server import RedisServer
 from support.router_process import KEY, router_processes, rows_of

@@ -7,8 +7,8 @@ import httpx
 
 from pdrelay_proxy.app import build
 from pdrelay_proxy.settings import Settings, SlicePairing
-from pdrelay_proxy.testing.engine import FaultKind, Sim, SimulatedFault
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import FaultKind, Sim, SimulatedFault
+from pdrelay_tools.simulated.rules import expected_text
 from support.sim import InMemory
 
 KEY = {"X-Api-Key": "sesame"}

@@ -18,7 +18,7 @@ from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.logs import JsonFormatter
 from pdrelay_proxy.options import serve_settings
 from pdrelay_proxy.settings import LogFormat, Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import cluster
 
 pytestmark = pytest.mark.edges

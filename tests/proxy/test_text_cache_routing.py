@@ -8,7 +8,7 @@ import pytest
 
 from pdrelay_proxy.core.model import Api
 from pdrelay_proxy.settings import KvEvents, KvTransferMode
-from pdrelay_proxy.testing.rules import expected_text, prompt_ids
+from pdrelay_tools.simulated.rules import expected_text, prompt_ids
 from support.cache_followers import FOLLOWING
 from support.cache_followers import explained as explained_by
 from support.sim import cluster, until

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pdrelay_proxy.settings import PolicyName, Settings
-from pdrelay_proxy.testing.engine import Sim
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import Sim
+from pdrelay_tools.simulated.rules import expected_text
 from support.sim import router, sims, until_async
 
 KEY = {"X-Api-Key": "sesame"}

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from pdrelay_proxy.settings import PolicyName, Settings
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.rules import expected_text
 from support.sim import router, sims
 
 OPEN = Settings(admin_key="secret", health_check_interval_s=0.0)

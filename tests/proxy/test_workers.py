@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.rules import expected_text
 from support.cluster import free_ports
 from support.router_process import KEY, RouterProcess
 from support.sim import fleet, serving, sims, until

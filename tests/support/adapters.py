@@ -5,7 +5,7 @@ import json
 import numpy as np
 from safetensors.numpy import save_file
 
-from pdrelay_proxy.local.model import HIDDEN, TinyModel
+from pdrelay_tools.local.model import HIDDEN, TinyModel
 
 RANK = 4
 MAX_RANK = "8"  # for --max-lora-rank, of which vLLM takes few values

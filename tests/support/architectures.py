@@ -1,6 +1,6 @@
 """Tiny models whose layers keep a state: configurations, and weights from a seed, each below 10 MB.
 
-Weights are scaled as those of the tiny Llama (``pdrelay_proxy/local/model.py``), so that text depends on the whole
+Weights are scaled as those of the tiny Llama (``pdrelay_tools/local/model.py``), so that text depends on the whole
 prompt, and states forget slowly.
 """
 
@@ -8,7 +8,7 @@ import math
 import shutil
 from dataclasses import dataclass, field
 
-from pdrelay_proxy.local.model import ensure_model
+from pdrelay_tools.local.model import ensure_model
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 GAINS = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 6.0}  # of a layer's output; others have 1

@@ -5,6 +5,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -43,3 +45,16 @@ class Authority:
         files = ("-subj", f"/CN={name}", "-keyout", pair.key, "-out", pair.cert)
         subprocess.run(["openssl", "req", *curve, *files, *extra], check=True, capture_output=True)
         return pair
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_authority(tmp_path_factory):
+    """The system's authorities, of which there is one: to read the usual ones takes longer than most tests.
+
+    The conftest.py of a folder imports it.
+    """
+    folder = tmp_path_factory.mktemp("authorities")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", Authority(folder, "nobody").own.cert)
+        patch.setenv("SSL_CERT_DIR", str(folder))
+        yield

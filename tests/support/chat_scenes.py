@@ -16,7 +16,7 @@ from pdrelay_proxy.app import build
 from pdrelay_proxy.core.model import Api, Role
 from pdrelay_proxy.core.protocol.kv_event_stream import PATH
 from pdrelay_proxy.settings import KvEvents, PolicyName, Settings
-from pdrelay_proxy.testing.rules import expected_text, prompts_of, word_id
+from pdrelay_tools.simulated.rules import expected_text, prompts_of, word_id
 from support.sim import InMemory, sims, until_async
 
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")

@@ -25,7 +25,7 @@ from pdrelay_proxy.core.schemas import TokensAnswer
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.settings import PolicyName, Settings
-from pdrelay_proxy.testing.prefix_cache import PrefixCache
+from pdrelay_tools.simulated.prefix_cache import PrefixCache
 
 MODEL = "sim"
 WORDS = [f"{'abcdefghijklm'[n % 13] * (1 + n % 7)}{n}" for n in range(400)] + ["ä" * (1 + n % 5) for n in range(40)]

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import httpx
 
-from pdrelay_proxy.local.processes import Command
-from pdrelay_proxy.local.recipe import Connector, EngineSpec, Role, engine
-from pdrelay_proxy.proving.core.holdings import read_holdings
+from pdrelay_tools.local.processes import Command
+from pdrelay_tools.local.recipe import Connector, EngineSpec, Role, engine
+from pdrelay_tools.proving.core.holdings import read_holdings
 from support import nursery, router_kind
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 from pdrelay_proxy.cli import build_parser
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("docs", "examples", "helm")
+FOLDERS = ("docs", "examples", "helm", "tools")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 PAGES.remove(ROOT / "CHANGELOG.md")  # it names what is gone
 COMMANDS = ("serve", "up", "check", "chat", "plan", "replay", "instances", "pairs", "why", "doctor", "prove")

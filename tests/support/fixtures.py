@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.model import ensure_model
-from pdrelay_proxy.local.processes import open_fleet
-from pdrelay_proxy.local.recipe import Connector, Role
+from pdrelay_tools.local.model import ensure_model
+from pdrelay_tools.local.processes import open_fleet
+from pdrelay_tools.local.recipe import Connector, Role
 from support.cluster import ROOT, base_url, engine_spec, router_command, start_engine
 from support.questions import ask, client
 

@@ -2,7 +2,7 @@
 
 import json
 
-from pdrelay_proxy.local.model import KV_HEADS, ensure_model
+from pdrelay_tools.local.model import KV_HEADS, ensure_model
 
 
 def one_head_model(directory):

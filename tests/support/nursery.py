@@ -21,8 +21,8 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdrelay_proxy.local import guard
-from pdrelay_proxy.local.processes import Child, Command
+from pdrelay_tools.local import guard
+from pdrelay_tools.local.processes import Child, Command
 from support import nursery_process
 
 IMPORT_S, POLL_S = 120, 0.02

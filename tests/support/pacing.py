@@ -12,7 +12,7 @@ import json
 import os
 
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.local.recipe import transfer_config
+from pdrelay_tools.local.recipe import transfer_config
 from support.cluster import ROOT
 
 PACE = "PDRELAY_TEST_PACE"  # seconds: of any step, of each prompt token in it, of each stream in it

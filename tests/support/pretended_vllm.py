@@ -12,7 +12,7 @@ from pathlib import Path
 import uvicorn
 from starlette.responses import JSONResponse
 
-from pdrelay_proxy.testing.engine import Sim
+from pdrelay_tools.simulated.engine import Sim
 
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 OPEN = ("/health", "/metrics", "/version")

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 
-from pdrelay_proxy.local.recipe import engine
-from pdrelay_proxy.proving.peers import Deed
+from pdrelay_tools.local.recipe import engine
+from pdrelay_tools.proving.peers import Deed
 from support.cluster import wait_until
 
 

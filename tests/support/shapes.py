@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.recipe import Connector
+from pdrelay_tools.local.recipe import Connector
 from support.cluster import SOON, Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import coordinates, plain, prefill, push
 from support.questions import ask, client, differences, ids

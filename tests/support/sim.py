@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from pdrelay_proxy.app import Fabric, build
 from pdrelay_proxy.settings import Settings
-from pdrelay_proxy.testing.engine import Sim
+from pdrelay_tools.simulated.engine import Sim
 
 if TYPE_CHECKING:
     from pdrelay_proxy.io.engine_spans import HearEnd

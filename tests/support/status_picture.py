@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from pdrelay_proxy.settings import Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.browser import browser
 from support.sim import cluster
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import httpx
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.recipe import Connector
-from pdrelay_proxy.proving.core.answer import Malformed
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.recipe import Connector
+from pdrelay_tools.proving.core.answer import Malformed
 from support.cluster import SOON, Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import plain
 from support.questions import TOKENS, ask, client, ids

@@ -15,8 +15,8 @@ import httpx
 
 from pdrelay_connector.core.push.decode_scheduler import QUARANTINE
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.processes import Child, ProcessGroup
-from pdrelay_proxy.local.recipe import Connector, EngineSpec, Role, transfer_config
+from pdrelay_tools.local.processes import Child, ProcessGroup
+from pdrelay_tools.local.recipe import Connector, EngineSpec, Role, transfer_config
 from support.cluster import OVER_TCP, ROOT, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import SLOW_TOKENS, STALL_SECONDS, decode, plain, prefill, prompt_of, text_of
 from support.proc import idle_cores, pids_of, wait_stopped

@@ -14,7 +14,7 @@ from pdrelay_connector.core.layout.cache_groups import CacheGroup
 from pdrelay_connector.core.messages import PROTOCOL
 from pdrelay_connector.core.session.peers import mismatch
 from pdrelay_connector.settings import Mode, Settings
-from pdrelay_proxy.local.model import TinyModel, ensure_model
+from pdrelay_tools.local.model import TinyModel, ensure_model
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 

@@ -13,7 +13,7 @@ with warnings.catch_warnings():
 
     from pdrelay_connector.shell.model_config import digest_model_config
 
-from pdrelay_proxy.local.model import ensure_model
+from pdrelay_tools.local.model import ensure_model
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 

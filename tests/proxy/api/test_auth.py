@@ -13,8 +13,8 @@ from pdrelay_proxy.core.admission.keys import Keyring
 from pdrelay_proxy.core.admission.lifetime import Lifetime, Step
 from pdrelay_proxy.core.http.origins import Sites
 from pdrelay_proxy.settings import Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
-from pdrelay_proxy.testing.rules import abandoned
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.rules import abandoned
 from support.sim import InMemory, cluster, router, sims, until, until_async
 
 pytestmark = pytest.mark.edges

@@ -18,8 +18,8 @@ from pdrelay_proxy import listeners
 from pdrelay_proxy.app import build
 from pdrelay_proxy.core.admission.lifetime import Step
 from pdrelay_proxy.settings import OverloadStatus, Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
-from pdrelay_proxy.testing.rules import abandoned
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.rules import abandoned
 from support.certificates import Authority
 from support.raw_http import Answer, RawClient
 from support.sim import serving, sims, until

@@ -13,7 +13,7 @@ from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.settings import PolicyName, Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.clock import Clock
 from support.sim import InMemory, router, sims
 from support.steps import work_of_steps

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import pdrelay_proxy.api.page
 from pdrelay_proxy.api.page import content_policy
 from pdrelay_proxy.settings import Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import router, sims
 
 pytestmark = pytest.mark.edges

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 import pdrelay_proxy.api.page
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.browser import CHROMIUM, browser
 from support.sim import cluster
 

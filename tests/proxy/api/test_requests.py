@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from pdrelay_proxy.settings import Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import router, sims, until_async
 
 KEY = {"X-Api-Key": "sesame"}

@@ -16,7 +16,7 @@ from pdrelay_proxy.commands.router_client import run_command
 from pdrelay_proxy.commands.why import add_arguments, text
 from pdrelay_proxy.io.traces import Traces
 from pdrelay_proxy.settings import Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import cluster, until
 
 pytestmark = pytest.mark.edges

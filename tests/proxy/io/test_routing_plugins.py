@@ -8,9 +8,9 @@ from pdrelay_proxy.app import build
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.routing_plugins import GROUP, installed_policies
 from pdrelay_proxy.options import OPTIONS, read
-from pdrelay_proxy.planning.replay.simulation import SimulatedFleet, replay
-from pdrelay_proxy.planning.replay.traces import Conversations
 from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_tools.planning.replay.simulation import SimulatedFleet, replay
+from pdrelay_tools.planning.replay.traces import Conversations
 
 SOURCE = '''
 class LastOne:

@@ -19,7 +19,7 @@ from pdrelay_proxy.core.request_timeline import Timeline
 from pdrelay_proxy.io.engine_spans import EngineSpans
 from pdrelay_proxy.io.traces import Traces
 from pdrelay_proxy.settings import KvTransferMode, Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import InMemory, sims, until_async
 
 PATH = "/v1/completions"

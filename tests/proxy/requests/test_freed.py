@@ -9,7 +9,7 @@ from pdrelay_proxy.errors import EngineError
 from pdrelay_proxy.requests.legs import DecodeLeg, PrefillLeg
 from pdrelay_proxy.requests.request import Request
 from pdrelay_proxy.settings import KvTransferMode, Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import router, sims
 
 PARTS = (Request, GenerationRequest, PrefillLeg, DecodeLeg, EngineError)

@@ -5,7 +5,7 @@ import pytest
 
 from pdrelay_proxy.core.fleet.load import ASK_FOR_REPORT
 from pdrelay_proxy.settings import PolicyName, Settings
-from pdrelay_proxy.testing.engine import Sim
+from pdrelay_tools.simulated.engine import Sim
 from support.sim import router, sims
 
 BODY = {"prompt": "once upon a time", "max_tokens": 2}

@@ -11,16 +11,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from pdrelay_proxy.cli import main
-from pdrelay_proxy.commands.chat import facts_of
-from pdrelay_proxy.commands.chat_client import ChatTurn
-from pdrelay_proxy.commands.kv_meter import KvMeter
-from pdrelay_proxy.io.served_by import LegTiming
 from pdrelay_proxy.settings import Settings
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_tools.chat.chat_client import ChatTurn
+from pdrelay_tools.chat.command import facts_of
+from pdrelay_tools.chat.kv_meter import KvMeter
+from pdrelay_tools.served_by import LegTiming
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.cluster import free_ports
 from support.sim import cluster
 
 pytestmark = pytest.mark.edges
+
+
+@pytest.fixture
+def running(monkeypatch):
+    """A router, and one engine of each role."""
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+    with cluster(1, 1, Settings(admin_key="sesame", health_check_interval_s=0.0)) as found:
+        yield found
 
 
 @pytest.fixture

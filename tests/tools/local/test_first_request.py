@@ -5,10 +5,10 @@ import json
 import httpx
 import pytest
 
-from pdrelay_proxy.io.served_by import LegTiming, metric_total, parse_server_timing
-from pdrelay_proxy.local import first_request
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.first_request import ask
+from pdrelay_tools.local import first_request
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.first_request import ask
+from pdrelay_tools.served_by import LegTiming, metric_total, parse_server_timing
 
 ANSWER = {"choices": [{"message": {"role": "assistant", "content": "to the sea"}}]}
 TIMING = 'prefill;desc="prefill-0";dur=41.2, decode;desc="decode-0";dur=12.3'

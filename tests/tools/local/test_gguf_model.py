@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pdrelay_proxy.local import gguf_model
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.gguf_model import convert
+from pdrelay_tools.local import gguf_model
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.gguf_model import convert
 from support.little_wheel import SPECIAL, TEMPLATE, WORDS, write_little_gguf
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pdrelay_proxy.local.guard import end_groups, listen, runs, send
+from pdrelay_tools.local.guard import end_groups, listen, runs, send
 
 pytestmark = pytest.mark.processes
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.made_folder import FINGERPRINT
-from pdrelay_proxy.local.model import (
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.made_folder import FINGERPRINT
+from pdrelay_tools.local.model import (
     HEADS,
     HIDDEN,
     VERSION,

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.made_folder import FINGERPRINT, write_json
-from pdrelay_proxy.local.model_folder import named_folder, prepare_model, prepare_smollm2
-from pdrelay_proxy.local.packaged_model import SMOLLM2
-from pdrelay_proxy.local.plan import SMOLLM2_FOLDER, TINY_FOLDER
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.made_folder import FINGERPRINT, write_json
+from pdrelay_tools.local.model_folder import named_folder, prepare_model, prepare_smollm2
+from pdrelay_tools.local.packaged_model import SMOLLM2
+from pdrelay_tools.local.plan import SMOLLM2_FOLDER, TINY_FOLDER
 
 
 def test_a_model_of_ones_own_is_served_as_it_is(tmp_path):

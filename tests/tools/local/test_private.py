@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from pdrelay_proxy.local.plan import LocalPlan
-from pdrelay_proxy.local.processes import Command, make_directory, open_fleet
-from pdrelay_proxy.local.up import make_home
+from pdrelay_tools.local.plan import LocalPlan
+from pdrelay_tools.local.processes import Command, make_directory, open_fleet
+from pdrelay_tools.local.up import make_home
 
 pytestmark = pytest.mark.processes
 

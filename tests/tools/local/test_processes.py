@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdrelay_proxy.local.errors import ChildFailed
-from pdrelay_proxy.local.processes import Command, Patience, open_fleet
+from pdrelay_tools.local.errors import ChildFailed
+from pdrelay_tools.local.processes import Command, Patience, open_fleet
 from support.cluster import free_ports
 
 pytestmark = pytest.mark.processes
@@ -62,7 +62,7 @@ time.sleep(60)
 """
 PARENT = """
 import os, pathlib, sys, time
-from pdrelay_proxy.local.processes import Command, open_fleet
+from pdrelay_tools.local.processes import Command, open_fleet
 with open_fleet(pathlib.Path(sys.argv[1]), grace_s=5) as fleet:
     fleet.start(Command("family", [sys.executable, "-c", sys.argv[3], sys.argv[2]], os.environ, "http://127.0.0.1:9"))
     time.sleep(60)

@@ -10,7 +10,7 @@ import pytest
 
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.local.recipe import (
+from pdrelay_tools.local.recipe import (
     Connector,
     EngineSpec,
     argv,

@@ -2,7 +2,7 @@
 
 import io
 
-from pdrelay_proxy.local.screen import Screen
+from pdrelay_tools.local.screen import Screen
 
 
 class Terminal(io.StringIO):

@@ -13,9 +13,9 @@ import httpx
 import psutil
 import pytest
 
-from pdrelay_proxy.local.errors import ChildFailed
-from pdrelay_proxy.local.screen import Screen
-from pdrelay_proxy.local.up import _explain
+from pdrelay_tools.local.errors import ChildFailed
+from pdrelay_tools.local.screen import Screen
+from pdrelay_tools.local.up import _explain
 from support.cluster import free_ports
 from support.small_disk import HOW, WORDS, small_disk
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.watched_child import ChildLimits, run_watched
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.watched_child import ChildLimits, run_watched
 
 pytestmark = pytest.mark.processes
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrelay_proxy.planning.queueing import (
+from pdrelay_tools.planning.queueing import (
     Spread,
     among_routers,
     at_random,

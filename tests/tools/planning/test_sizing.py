@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrelay_proxy.planning.queueing import Spread
-from pdrelay_proxy.planning.sizing import (
+from pdrelay_proxy.settings import PolicyName
+from pdrelay_tools.planning.queueing import Spread
+from pdrelay_tools.planning.sizing import (
     WAITS,
     Aims,
     NoPlan,
@@ -21,7 +22,6 @@ from pdrelay_proxy.planning.sizing import (
     observed,
     plan,
 )
-from pdrelay_proxy.settings import PolicyName
 
 TRAFFIC = Traffic(20.0, Spread.lognormal(3000, 8000), Spread.lognormal(250, 700))
 RATES = Rates(24_000.0, 2_600.0, 420_000.0, 131_072.0, 12.5e9)

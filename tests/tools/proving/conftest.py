@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdrelay_proxy.cli import main
-from pdrelay_proxy.testing.engine import Sim
+from pdrelay_tools.simulated.engine import Sim
 from support.sim import serving, sims
 
 

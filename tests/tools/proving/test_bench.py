@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from pdrelay_proxy.proving.bench import Bench, Limits, new_prompts
-from pdrelay_proxy.proving.checks.equality import boundaries
-from pdrelay_proxy.proving.checks.load import load
-from pdrelay_proxy.proving.core.cards import ModelFacts
-from pdrelay_proxy.proving.core.finding import FindingName
-from pdrelay_proxy.proving.core.reply import Reply
-from pdrelay_proxy.proving.peers import Peers
+from pdrelay_tools.proving.bench import Bench, Limits, new_prompts
+from pdrelay_tools.proving.checks.equality import boundaries
+from pdrelay_tools.proving.checks.load import load
+from pdrelay_tools.proving.core.cards import ModelFacts
+from pdrelay_tools.proving.core.finding import FindingName
+from pdrelay_tools.proving.core.reply import Reply
+from pdrelay_tools.proving.peers import Peers
 
 BODY = json.dumps({"choices": [{"index": 0, "text": "here", "finish_reason": "stop"}]}).encode()
 

@@ -13,7 +13,7 @@ import pytest
 
 from pdrelay_proxy.cli import main
 from pdrelay_proxy.settings import Settings
-from pdrelay_proxy.testing.engine import FaultKind, LogEntry, SimulatedFault
+from pdrelay_tools.simulated.engine import FaultKind, LogEntry, SimulatedFault
 from support.cluster import free_ports
 from support.sim import cluster
 
@@ -168,7 +168,7 @@ def test_keys_come_from_files_and_stay_out_of_the_page(prove, fleet, tmp_path):
 def test_what_is_started_is_waited_for_and_stopped(fleet, capsys):
     """Here the reference; and a command that ends well has left something that runs."""
     (port,) = free_ports(1)
-    command = f"{sys.executable} -P -m pdrelay_proxy.testing.engine --role decode --port {port}"
+    command = f"{sys.executable} -P -m pdrelay_tools.simulated.engine --role decode --port {port}"
     at, url = fleet.at, f"http://127.0.0.1:{port}"
     engines = ["--prefill", at["p0"], "--decode", at["d0"], "--reference", url]
 

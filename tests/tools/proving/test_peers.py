@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pdrelay_proxy.proving.peers import Deed, DeedFailed, Peers
+from pdrelay_tools.proving.peers import Deed, DeedFailed, Peers
 from support.proc import wait_stopped
 
 pytestmark = pytest.mark.processes

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from pdrelay_proxy.cli import main
-from pdrelay_proxy.testing.engine import FaultKind, Sim, SimulatedFault
+from pdrelay_tools.simulated.engine import FaultKind, Sim, SimulatedFault
 from support.sim import fleet, serving
 
 pytestmark = pytest.mark.edges

@@ -6,7 +6,7 @@ import time
 import pytest
 from starlette.responses import Response
 
-from pdrelay_proxy.testing.engine import FaultKind, SimulatedFault
+from pdrelay_tools.simulated.engine import FaultKind, SimulatedFault
 from support.sim import serving
 
 pytestmark = pytest.mark.processes

@@ -7,8 +7,8 @@ import httpx
 import msgspec
 import pytest
 
-from pdrelay_proxy.testing.engine import Sim
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.engine import Sim
+from pdrelay_tools.simulated.rules import expected_text
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": "hi", "max_tokens": 4}

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from pdrelay_proxy.commands.router_client import CommandFailed
-from pdrelay_proxy.io.served_by import LegTiming, parse_server_timing
+from pdrelay_tools.served_by import LegTiming, parse_server_timing
 
 KEY_VARIABLE: Final = "OPENAI_API_KEY"
 _TIMES: Final = httpx.Timeout(300.0, connect=10.0)  # a long prompt is computed before anything comes

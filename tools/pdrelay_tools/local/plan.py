@@ -9,8 +9,8 @@ from pathlib import Path
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_proxy.io.files import LOCAL_KEY_FILE
-from pdrelay_proxy.local.processes import Command
-from pdrelay_proxy.local.recipe import HOST, PYTHON_MODULE, Connector, EngineSpec, engine
+from pdrelay_tools.local.processes import Command
+from pdrelay_tools.local.recipe import HOST, PYTHON_MODULE, Connector, EngineSpec, engine
 
 TINY_FOLDER = Path(".pdrelay/models/tiny")  # random weights
 SMOLLM2_FOLDER = Path(".pdrelay/models/SmolLM2-135M-Instruct")
@@ -142,7 +142,7 @@ def engine_command(plan: LocalPlan, spec: EngineSpec, inherited: Mapping[str, st
         return engine(spec, inherited)
     options = ["--role", str(spec.role), "--port", str(spec.port), "--model", spec.served_name]
     options += ["--mode", str(spec.mode)]
-    argv = [*PYTHON_MODULE, "pdrelay_proxy.testing.engine", *options]
+    argv = [*PYTHON_MODULE, "pdrelay_tools.simulated.engine", *options]
     return Command(spec.name, argv, inherited, f"{spec.base_url}/health")
 
 

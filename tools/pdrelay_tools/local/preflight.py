@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdrelay_proxy.core.protocol.push import EngineMode
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.plan import SMOLLM2_FOLDER, EngineKind, LocalPlan
-from pdrelay_proxy.local.recipe import HOST, Connector
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.plan import SMOLLM2_FOLDER, EngineKind, LocalPlan
+from pdrelay_tools.local.recipe import HOST, Connector
 
 GIB = 1024**3
 ENGINE_MEMORY = int(1.4 * GIB)  # 1.1 measured with the tiny model, a connector and 128 MiB of KV cache

@@ -21,8 +21,8 @@ from typing import IO
 
 import httpx
 
-from pdrelay_proxy.local import guard
-from pdrelay_proxy.local.errors import ChildFailed
+from pdrelay_tools.local import guard
+from pdrelay_tools.local.errors import ChildFailed
 
 POLL_S = 0.1
 TAIL_BYTES = 65536

@@ -11,7 +11,7 @@ from secrets import token_hex
 
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import EngineMode
-from pdrelay_proxy.local.processes import Command
+from pdrelay_tools.local.processes import Command
 
 HOST = "127.0.0.1"
 SECRET_VARIABLES = (

@@ -17,10 +17,10 @@ from types import FrameType
 
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import EngineMode
-from pdrelay_proxy.local import first_request, preflight
-from pdrelay_proxy.local.errors import ChildFailed, LocalError
-from pdrelay_proxy.local.first_request import FirstAnswer
-from pdrelay_proxy.local.model_folder import (
+from pdrelay_tools.local import first_request, preflight
+from pdrelay_tools.local.errors import ChildFailed, LocalError
+from pdrelay_tools.local.first_request import FirstAnswer
+from pdrelay_tools.local.model_folder import (
     TINY_NAME,
     check_model,
     named_folder,
@@ -28,8 +28,8 @@ from pdrelay_proxy.local.model_folder import (
     prepare_smollm2,
     random_instead,
 )
-from pdrelay_proxy.local.packaged_model import MEGABYTE, SMOLLM2, is_kept
-from pdrelay_proxy.local.plan import (
+from pdrelay_tools.local.packaged_model import MEGABYTE, SMOLLM2, is_kept
+from pdrelay_tools.local.plan import (
     SMOLLM2_FOLDER,
     TINY_FOLDER,
     EngineKind,
@@ -37,9 +37,9 @@ from pdrelay_proxy.local.plan import (
     engine_command,
     router_command,
 )
-from pdrelay_proxy.local.processes import DIRECTORY, FILE, ProcessGroup, make_directory, open_file, open_fleet
-from pdrelay_proxy.local.recipe import Connector, with_secret
-from pdrelay_proxy.local.screen import Screen
+from pdrelay_tools.local.processes import DIRECTORY, FILE, ProcessGroup, make_directory, open_file, open_fleet
+from pdrelay_tools.local.recipe import Connector, with_secret
+from pdrelay_tools.local.screen import Screen
 
 READY_TIMEOUT_S = 300.0
 MOST_TIMEOUTS = 12  # an engine that writes to its log for so many times that long is given up, too

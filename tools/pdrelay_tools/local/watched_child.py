@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdrelay_proxy.core.one_line import one_line
-from pdrelay_proxy.local.errors import LocalError
-from pdrelay_proxy.local.processes import open_file
+from pdrelay_tools.local.errors import LocalError
+from pdrelay_tools.local.processes import open_file
 
 POLL_S = 0.1
 LOG = "log"  # in its folder

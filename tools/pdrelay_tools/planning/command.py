@@ -9,10 +9,10 @@ from math import gcd, isfinite
 from pathlib import Path
 from typing import Final
 
-from pdrelay_proxy.planning import sizing
-from pdrelay_proxy.planning.queueing import Spread
-from pdrelay_proxy.planning.sizing import NoPlan
 from pdrelay_proxy.settings import PolicyName
+from pdrelay_tools.planning import sizing
+from pdrelay_tools.planning.queueing import Spread
+from pdrelay_tools.planning.sizing import NoPlan
 
 _BYTES_PER_GBIT: Final = 1e9 / 8
 _MOST_BYTES: Final = 64 * 1024 * 1024  # of a file of lengths

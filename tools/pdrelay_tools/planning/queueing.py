@@ -1,7 +1,7 @@
 """How long work waits before a set of equal servers: textbook approximations, each with its source.
 
 All of them want arrivals that are independent of each other (Poisson) and a load that lasts; a burst is worse.
-``tests/proxy/planning/test_queueing.py`` compares them with a simulation.
+``tests/tools/planning/test_queueing.py`` compares them with a simulation.
 """
 
 from dataclasses import dataclass

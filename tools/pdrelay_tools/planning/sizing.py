@@ -11,7 +11,8 @@ from enum import StrEnum
 from math import ceil, isfinite, sqrt
 from typing import Final
 
-from pdrelay_proxy.planning.queueing import (
+from pdrelay_proxy.settings import PolicyName
+from pdrelay_tools.planning.queueing import (
     MOST_SKEWED,
     Spread,
     Wait,
@@ -21,7 +22,6 @@ from pdrelay_proxy.planning.queueing import (
     shared_queue,
     two_choices,
 )
-from pdrelay_proxy.settings import PolicyName
 
 MOST_ENGINES: Final = 10_000  # of a role; whoever needs more has mistaken a unit
 MOST_ROUTERS: Final = 1000

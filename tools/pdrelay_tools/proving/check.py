@@ -4,9 +4,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from pdrelay_proxy.proving.bench import Bench
-from pdrelay_proxy.proving.core.finding import Finding
-from pdrelay_proxy.proving.peers import Deed
+from pdrelay_tools.proving.bench import Bench
+from pdrelay_tools.proving.core.finding import Finding
+from pdrelay_tools.proving.peers import Deed
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,22 +24,22 @@ from pdrelay_proxy.core.admission.keys import outbound_key
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.files import read_text
-from pdrelay_proxy.local.errors import ChildFailed
-from pdrelay_proxy.local.processes import Child, Command, open_fleet
-from pdrelay_proxy.proving.bench import Bench, CheckAborted, Limits, new_prompts, now
-from pdrelay_proxy.proving.check import Check
-from pdrelay_proxy.proving.core.answer import Malformed
-from pdrelay_proxy.proving.core.cards import ModelFacts, read_models
-from pdrelay_proxy.proving.core.finding import CheckReport
-from pdrelay_proxy.proving.core.run_report import COULD_NOT_RUN, RunReport, line
-from pdrelay_proxy.proving.http_server import HttpServer, Transport, open_transport
-from pdrelay_proxy.proving.idleness import wait_rest
-from pdrelay_proxy.proving.peers import Deed, Peers
-from pdrelay_proxy.proving.report.html_page import write_html
-from pdrelay_proxy.proving.report.json_page import write_json
-from pdrelay_proxy.proving.report.markdown import write_markdown
-from pdrelay_proxy.proving.services import EnginePairs, OneServer, Service
-from pdrelay_proxy.proving.suite import ALL_CHECKS, UsageSamples, chosen, run_checks
+from pdrelay_tools.local.errors import ChildFailed
+from pdrelay_tools.local.processes import Child, Command, open_fleet
+from pdrelay_tools.proving.bench import Bench, CheckAborted, Limits, new_prompts, now
+from pdrelay_tools.proving.check import Check
+from pdrelay_tools.proving.core.answer import Malformed
+from pdrelay_tools.proving.core.cards import ModelFacts, read_models
+from pdrelay_tools.proving.core.finding import CheckReport
+from pdrelay_tools.proving.core.run_report import COULD_NOT_RUN, RunReport, line
+from pdrelay_tools.proving.http_server import HttpServer, Transport, open_transport
+from pdrelay_tools.proving.idleness import wait_rest
+from pdrelay_tools.proving.peers import Deed, Peers
+from pdrelay_tools.proving.report.html_page import write_html
+from pdrelay_tools.proving.report.json_page import write_json
+from pdrelay_tools.proving.report.markdown import write_markdown
+from pdrelay_tools.proving.services import EnginePairs, OneServer, Service
+from pdrelay_tools.proving.suite import ALL_CHECKS, UsageSamples, chosen, run_checks
 
 _WRITERS: Final = {".html": write_html, ".md": write_markdown, ".json": write_json}
 _ROLES: Final = (Role.PREFILL.value, Role.DECODE.value)

@@ -10,7 +10,7 @@ from typing import Final
 import httpx
 import msgspec
 
-from pdrelay_proxy.proving.core.reply import Reply
+from pdrelay_tools.proving.core.reply import Reply
 
 LARGEST_BODY: Final = 8 << 20  # bytes of an answer, of which 32 may come at once; more is cut off and told
 _DATA: Final = b"data:"

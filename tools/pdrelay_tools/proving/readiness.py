@@ -18,12 +18,12 @@ from pdrelay_proxy.core.fleet.peer_rates import read_moved
 from pdrelay_proxy.core.fleet.registry import Member
 from pdrelay_proxy.core.model import InstanceId, Role
 from pdrelay_proxy.io.probes.checks import ProbeFailed
-from pdrelay_proxy.io.served_by import metric_total
-from pdrelay_proxy.local.first_request import METRICS_WAIT_S
-from pdrelay_proxy.proving.core.answer import Malformed
-from pdrelay_proxy.proving.core.holdings import Holdings, read_holdings
-from pdrelay_proxy.proving.core.question import Prompts, Question, Shape
-from pdrelay_proxy.proving.core.readiness import (
+from pdrelay_proxy.settings import Settings
+from pdrelay_tools.local.first_request import METRICS_WAIT_S
+from pdrelay_tools.proving.core.answer import Malformed
+from pdrelay_tools.proving.core.holdings import Holdings, read_holdings
+from pdrelay_tools.proving.core.question import Prompts, Question, Shape
+from pdrelay_tools.proving.core.readiness import (
     KvCounters,
     MemberPair,
     PairCounters,
@@ -36,10 +36,10 @@ from pdrelay_proxy.proving.core.readiness import (
     moved_between,
     prompt_length,
 )
-from pdrelay_proxy.proving.core.reply import Reply, read_reply
-from pdrelay_proxy.proving.http_server import HttpServer, open_transport
-from pdrelay_proxy.proving.services import EnginePairs
-from pdrelay_proxy.settings import Settings
+from pdrelay_tools.proving.core.reply import Reply, read_reply
+from pdrelay_tools.proving.http_server import HttpServer, open_transport
+from pdrelay_tools.proving.services import EnginePairs
+from pdrelay_tools.served_by import metric_total
 
 _ANSWER_SHARE: Final = 0.3  # of all seconds, for one answer to what an engine is
 _LOOK_SHARE: Final = 0.5  # until then an engine must have said all of it

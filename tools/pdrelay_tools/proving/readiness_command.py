@@ -11,9 +11,9 @@ from pdrelay_proxy.commands.tables import printable, shortened
 from pdrelay_proxy.core.one_line import one_line
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, ConfigError
 from pdrelay_proxy.options import add_flags, serve_settings
-from pdrelay_proxy.proving.core.readiness import ReadinessLine, is_ready, verdict
-from pdrelay_proxy.proving.readiness import examine
 from pdrelay_proxy.settings import Settings
+from pdrelay_tools.proving.core.readiness import ReadinessLine, is_ready, verdict
+from pdrelay_tools.proving.readiness import examine
 
 READY, NOT_READY, WRONG_USE = 0, 1, 2
 _SECONDS: Final = 10.0

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import msgspec
 
-from pdrelay_proxy.proving.core.answer import Malformed
-from pdrelay_proxy.proving.core.handover import (
+from pdrelay_tools.proving.core.answer import Malformed
+from pdrelay_tools.proving.core.handover import (
     Handover,
     decode_body,
     prefill_body,
@@ -18,9 +18,9 @@ from pdrelay_proxy.proving.core.handover import (
     read_handover,
     with_transfer,
 )
-from pdrelay_proxy.proving.core.question import Json, Question
-from pdrelay_proxy.proving.core.reply import Reply
-from pdrelay_proxy.proving.http_server import HttpServer
+from pdrelay_tools.proving.core.question import Json, Question
+from pdrelay_tools.proving.core.reply import Reply
+from pdrelay_tools.proving.http_server import HttpServer
 
 
 class PrefillFailed(Exception):

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdrelay_proxy.proving.bench import Bench, CheckAborted, CheckSkipped, now
-from pdrelay_proxy.proving.check import Check, Seen
-from pdrelay_proxy.proving.checks import clients, equality, faults, features, handovers, load, many
-from pdrelay_proxy.proving.core.finding import CheckReport, CheckState, Finding, FindingName
-from pdrelay_proxy.proving.idleness import wait_idle
-from pdrelay_proxy.proving.peers import DeedFailed
-from pdrelay_proxy.proving.services import EnginePairs
+from pdrelay_tools.proving.bench import Bench, CheckAborted, CheckSkipped, now
+from pdrelay_tools.proving.check import Check, Seen
+from pdrelay_tools.proving.checks import clients, equality, faults, features, handovers, load, many
+from pdrelay_tools.proving.core.finding import CheckReport, CheckState, Finding, FindingName
+from pdrelay_tools.proving.idleness import wait_idle
+from pdrelay_tools.proving.peers import DeedFailed
+from pdrelay_tools.proving.services import EnginePairs
 
 ALL_CHECKS: Final[tuple[Check, ...]] = (
     *equality.CHECKS,

@@ -1,6 +1,6 @@
 """A pretended vLLM engine: its HTTP shapes, its rules for the two legs, text made from the prompt, faults on demand.
 
-Run one with ``python -m pdrelay_proxy.testing.engine --role prefill --port 8100 --model tiny``. ``POST /sim/faults``
+Run one with ``python -m pdrelay_tools.simulated.engine --role prefill --port 8100 --model tiny``. ``POST /sim/faults``
 sets a :class:`SimulatedFault` (``null`` clears it), and ``GET /sim/log`` tells what the engine received.
 """
 
@@ -23,11 +23,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pdrelay_proxy.core.protocol.endpoints import ENDPOINTS
-from pdrelay_proxy.testing import rules
-from pdrelay_proxy.testing.loads import SimulatedLoads
-from pdrelay_proxy.testing.prefix_cache import PrefixCache
-from pdrelay_proxy.testing.replies import MessagesReplies, Replies, ResponsesReplies, TokensReplies, error, event
-from pdrelay_proxy.testing.rules import Json
+from pdrelay_tools.simulated import rules
+from pdrelay_tools.simulated.loads import SimulatedLoads
+from pdrelay_tools.simulated.prefix_cache import PrefixCache
+from pdrelay_tools.simulated.replies import MessagesReplies, Replies, ResponsesReplies, TokensReplies, error, event
+from pdrelay_tools.simulated.rules import Json
 
 AnyReplies: TypeAlias = Replies | ResponsesReplies | MessagesReplies | TokensReplies
 
@@ -465,7 +465,7 @@ def _json(value: object, status: int = 200) -> Response:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one engine until it is told to stop."""
     parser = argparse.ArgumentParser(
-        prog="python -m pdrelay_proxy.testing.engine", description="A pretended vLLM engine."
+        prog="python -m pdrelay_tools.simulated.engine", description="A pretended vLLM engine."
     )
     parser.add_argument("--role", choices=["prefill", "decode", "both"], required=True)
     parser.add_argument("--host", default="127.0.0.1")

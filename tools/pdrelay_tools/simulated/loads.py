@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from pdrelay_proxy.testing.rules import Json
+from pdrelay_tools.simulated.rules import Json
 
 SAID = "[::1]:5600 was not met: {}, it says"  # why a load has failed
 LOAD_BYTES, LOAD_S = 2e6, 0.001  # of a load, as it is counted: it takes no time

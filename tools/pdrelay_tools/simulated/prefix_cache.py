@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from pdrelay_proxy.testing.rules import Json
+from pdrelay_tools.simulated.rules import Json
 
 _POLL_S: Final = 0.002  # tests use a cache from other threads than the one that serves it
 _LIFE_S: Final = 5.0

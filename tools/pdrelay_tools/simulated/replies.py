@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdrelay_proxy.testing.rules import (
+from pdrelay_tools.simulated.rules import (
     Json,
     prompt_ids,
     prompt_tokens,

@@ -13,7 +13,7 @@ from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.engine_metrics import Numbers
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
 from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed
-from pdrelay_proxy.testing.engine import Sim
+from pdrelay_tools.simulated.engine import Sim
 from support.sim import until_async
 
 pytestmark = pytest.mark.edges

@@ -15,7 +15,7 @@ from pdrelay_proxy.core.protocol.kv_event_stream import FRAME_MOST
 from pdrelay_proxy.core.token_blocks import TokenPrompt
 from pdrelay_proxy.io.probes.checks import HttpChecks
 from pdrelay_proxy.io.probes.kv_events import KvEventFollower
-from pdrelay_proxy.testing.engine import Sim
+from pdrelay_tools.simulated.engine import Sim
 from support.sim import serving, until_async
 
 pytestmark = pytest.mark.edges

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdrelay_proxy.planning.replay.engine import EngineModel, EventLoop, VirtualEngine, VirtualLeg
-from pdrelay_proxy.planning.replay.kv_cache import KvCache
+from pdrelay_tools.planning.replay.engine import EngineModel, EventLoop, VirtualEngine, VirtualLeg
+from pdrelay_tools.planning.replay.kv_cache import KvCache
 from support.searching import examples
 
 MODEL = EngineModel(

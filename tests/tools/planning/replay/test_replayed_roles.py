@@ -9,11 +9,11 @@ from pdrelay_proxy.cli import main
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.roles.role_controller import RoleLimits
 from pdrelay_proxy.core.roles.work_meter import RoleTargets
-from pdrelay_proxy.planning.replay.engine import EngineModel
-from pdrelay_proxy.planning.replay.roles import RolesPlan
-from pdrelay_proxy.planning.replay.simulation import SimulatedFleet, replay
-from pdrelay_proxy.planning.replay.summary import Targets, summarise
-from pdrelay_proxy.planning.replay.traces import Phase, phases
+from pdrelay_tools.planning.replay.engine import EngineModel
+from pdrelay_tools.planning.replay.roles import RolesPlan
+from pdrelay_tools.planning.replay.simulation import SimulatedFleet, replay
+from pdrelay_tools.planning.replay.summary import Targets, summarise
+from pdrelay_tools.planning.replay.traces import Phase, phases
 
 ENGINE = EngineModel(
     step_s=0.04, prefill_token_s=5e-4, decode_request_s=1e-3, decode_context_s=1e-6, max_num_batched_tokens=4096,

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.planning.replay.engine import EngineModel
-from pdrelay_proxy.planning.replay.routers import CHOICES
-from pdrelay_proxy.planning.replay.simulation import SimulatedFleet
-from pdrelay_proxy.planning.replay.simulation import replay as served_by
-from pdrelay_proxy.planning.replay.summary import Targets, summarise
-from pdrelay_proxy.planning.replay.traces import Conversations, NoReplay, Trace, Turn
+from pdrelay_tools.planning.replay.engine import EngineModel
+from pdrelay_tools.planning.replay.routers import CHOICES
+from pdrelay_tools.planning.replay.simulation import SimulatedFleet
+from pdrelay_tools.planning.replay.simulation import replay as served_by
+from pdrelay_tools.planning.replay.summary import Targets, summarise
+from pdrelay_tools.planning.replay.traces import Conversations, NoReplay, Trace, Turn
 
 CHATS = Conversations(40, 4, 4.0, 2.0, 320, 200, 60).generate(16, 0)
 SMALL = SimulatedFleet(2, 2)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrelay_proxy.planning.replay import trace_files
-from pdrelay_proxy.planning.replay.trace_files import Arrivals, read_trace
-from pdrelay_proxy.planning.replay.traces import Conversations, NoReplay
+from pdrelay_tools.planning.replay import trace_files
+from pdrelay_tools.planning.replay.trace_files import Arrivals, read_trace
+from pdrelay_tools.planning.replay.traces import Conversations, NoReplay
 
 ARRIVALS = Arrivals(per_s=2.0, think_s=5.0, block_tokens=16, speed=2.0, seed=0)
 MOONCAKE = {"timestamp": 3000, "input_length": 1100, "output_length": 600, "hash_ids": [0, 1, 2]}

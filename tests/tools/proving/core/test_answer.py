@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdrelay_proxy.proving.core.answer import (
+from pdrelay_tools.proving.core.answer import (
     Answer,
     Malformed,
     OneAnswer,
@@ -14,7 +14,7 @@ from pdrelay_proxy.proving.core.answer import (
     read,
     self_difference,
 )
-from pdrelay_proxy.proving.core.finding import FindingName
+from pdrelay_tools.proving.core.finding import FindingName
 
 LIKELY = ((("a", -0.1), ("b", -2.0)), (("c", -0.5), ("d", -0.50001)), (("e", -0.3), ("f", -1.0)))
 ONE = OneAnswer("ace", ("a", "c", "e"), (-0.1, -0.5, -0.3), LIKELY, "length", "")

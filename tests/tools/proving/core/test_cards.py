@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from pdrelay_proxy.proving.core.answer import Malformed
-from pdrelay_proxy.proving.core.cards import read_models
+from pdrelay_tools.proving.core.answer import Malformed
+from pdrelay_tools.proving.core.cards import read_models
 
 CARDS = [{"id": "lora", "parent": "base"}, {"id": "base", "max_model_len": 2048}, {"id": "other"}]
 

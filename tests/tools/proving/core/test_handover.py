@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from pdrelay_proxy.proving.core.answer import Malformed
-from pdrelay_proxy.proving.core.handover import decode_body, prefill_body, push_params, read_handover, with_transfer
-from pdrelay_proxy.proving.core.question import Question, Shape
-from pdrelay_proxy.testing import rules
+from pdrelay_tools.proving.core.answer import Malformed
+from pdrelay_tools.proving.core.handover import decode_body, prefill_body, push_params, read_handover, with_transfer
+from pdrelay_tools.proving.core.question import Question, Shape
+from pdrelay_tools.simulated import rules
 
 QUESTIONS = [
     Question(shape, "where does it end" if shape is not Shape.IDS else (20, 21, 22), stream=stream)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdrelay_proxy.proving.core.holdings import read_holdings
+from pdrelay_tools.proving.core.holdings import read_holdings
 
 IDLE = """# HELP vllm:kv_cache_usage_perc KV-cache usage.
 # TYPE vllm:kv_cache_usage_perc gauge

@@ -1,6 +1,6 @@
 """Percentiles of what clients see."""
 
-from pdrelay_proxy.proving.core.latencies import latencies, percentile
+from pdrelay_tools.proving.core.latencies import latencies, percentile
 
 
 def test_percentiles_are_values_that_occurred():

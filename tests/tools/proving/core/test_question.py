@@ -3,7 +3,7 @@
 import random
 from itertools import pairwise
 
-from pdrelay_proxy.proving.core.question import Prompts, Question, Shape
+from pdrelay_tools.proving.core.question import Prompts, Question, Shape
 
 
 def test_prompts_share_nothing():

@@ -6,7 +6,7 @@ from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.proving.core.readiness import (
+from pdrelay_tools.proving.core.readiness import (
     KvCounters,
     PairCounters,
     ReadinessLine,

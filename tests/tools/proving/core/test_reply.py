@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from pdrelay_proxy.proving.core.finding import MEANINGS, Finding, FindingName
-from pdrelay_proxy.proving.core.question import Question, Shape
-from pdrelay_proxy.proving.core.reply import Reply, findings_of, read_reply, together
+from pdrelay_tools.proving.core.finding import MEANINGS, Finding, FindingName
+from pdrelay_tools.proving.core.question import Question, Shape
+from pdrelay_tools.proving.core.reply import Reply, findings_of, read_reply, together
 
 ASKED = Question(Shape.TEXT, "where")
 STREAMED = Question(Shape.TEXT, "where", stream=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
-from pdrelay_proxy.planning.replay.summary import Summary
+from pdrelay_tools.planning.replay.summary import Summary
 
 _WIDTH, _PANEL, _LEFT, _ROW, _TOP = 960, 480, 130, 14, 56
 _COLOURS = ("#4477aa", "#ccbb44", "#aa3377")

@@ -13,14 +13,14 @@ from typing import Final
 import msgspec
 
 from pdrelay_proxy.core.roles.work_meter import RoleTargets
-from pdrelay_proxy.planning.replay import chart
-from pdrelay_proxy.planning.replay.engine import EngineModel
-from pdrelay_proxy.planning.replay.roles import RolesPlan
-from pdrelay_proxy.planning.replay.routers import CHOICES
-from pdrelay_proxy.planning.replay.simulation import Replayed, SimulatedFleet, replay
-from pdrelay_proxy.planning.replay.summary import Summary, Targets, summarise
-from pdrelay_proxy.planning.replay.trace_files import Arrivals, read_trace
-from pdrelay_proxy.planning.replay.traces import Conversations, NoReplay, Phase, Trace, phases
+from pdrelay_tools.planning.replay import chart
+from pdrelay_tools.planning.replay.engine import EngineModel
+from pdrelay_tools.planning.replay.roles import RolesPlan
+from pdrelay_tools.planning.replay.routers import CHOICES
+from pdrelay_tools.planning.replay.simulation import Replayed, SimulatedFleet, replay
+from pdrelay_tools.planning.replay.summary import Summary, Targets, summarise
+from pdrelay_tools.planning.replay.trace_files import Arrivals, read_trace
+from pdrelay_tools.planning.replay.traces import Conversations, NoReplay, Phase, Trace, phases
 
 _MOST_ENGINES: Final = 1000  # of a role
 _MOST_TURNS: Final = 1_000_000

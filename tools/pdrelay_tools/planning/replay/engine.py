@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from pdrelay_proxy.planning.replay.kv_cache import CacheEvents, KvCache
+from pdrelay_tools.planning.replay.kv_cache import CacheEvents, KvCache
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=2)]

@@ -15,7 +15,7 @@ from pdrelay_proxy.core.model import Instance, InstanceId, Role
 from pdrelay_proxy.core.roles.engine_totals import EngineReading, EngineTotals
 from pdrelay_proxy.core.roles.role_controller import FleetSnapshot, RoleController, RoleDecision, RoleLimits
 from pdrelay_proxy.core.roles.work_meter import RoleTargets
-from pdrelay_proxy.planning.replay.engine import EventLoop, VirtualEngine
+from pdrelay_tools.planning.replay.engine import EventLoop, VirtualEngine
 
 _SERVE: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY})
 _LOOK_S: Final = 5.0  # between two looks of a controller

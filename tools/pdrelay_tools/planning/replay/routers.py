@@ -25,9 +25,9 @@ from pdrelay_proxy.errors import ConfigError
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from pdrelay_proxy.io.request_path.policies import fleet_of
 from pdrelay_proxy.io.routing_plugins import installed_policies
-from pdrelay_proxy.planning.replay.kv_cache import CacheEvents
-from pdrelay_proxy.planning.replay.traces import BYTES_PER_TOKEN, IDS_LEAST, NoReplay, Trace, token_ids
 from pdrelay_proxy.settings import PolicyName, Settings
+from pdrelay_tools.planning.replay.kv_cache import CacheEvents
+from pdrelay_tools.planning.replay.traces import BYTES_PER_TOKEN, IDS_LEAST, NoReplay, Trace, token_ids
 
 Load: TypeAlias = Callable[[Instance], float]
 _TICK_S: Final = 0.25  # as requests/request_set.py

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pdrelay_proxy.core.model import Instance, Role
-from pdrelay_proxy.planning.replay.engine import EngineLog, EngineModel, EventLoop, VirtualEngine, VirtualLeg
-from pdrelay_proxy.planning.replay.roles import RolesPlan, SimulatedRoles, TurnedEngine
-from pdrelay_proxy.planning.replay.routers import ReplayRouter
-from pdrelay_proxy.planning.replay.traces import NoReplay, Trace, Turn
+from pdrelay_tools.planning.replay.engine import EngineLog, EngineModel, EventLoop, VirtualEngine, VirtualLeg
+from pdrelay_tools.planning.replay.roles import RolesPlan, SimulatedRoles, TurnedEngine
+from pdrelay_tools.planning.replay.routers import ReplayRouter
+from pdrelay_tools.planning.replay.traces import NoReplay, Trace, Turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import inf
 
 from pdrelay_proxy.core.model import Role
-from pdrelay_proxy.planning.replay.simulation import Replayed, Served
-from pdrelay_proxy.planning.replay.traces import NoReplay
+from pdrelay_tools.planning.replay.simulation import Replayed, Served
+from pdrelay_tools.planning.replay.traces import NoReplay
 
 
 @dataclass(frozen=True, slots=True)

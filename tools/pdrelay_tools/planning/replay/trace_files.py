@@ -11,7 +11,7 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 
-from pdrelay_proxy.planning.replay.traces import BYTES_PER_TOKEN, BlockNames, NoReplay, Trace, Turn, poisson
+from pdrelay_tools.planning.replay.traces import BYTES_PER_TOKEN, BlockNames, NoReplay, Trace, Turn, poisson
 
 MOST_BYTES: Final = 256 * 1024 * 1024  # of a file
 MOST_REQUESTS: Final = 1_000_000

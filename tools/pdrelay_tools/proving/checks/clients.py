@@ -6,13 +6,13 @@ from typing import Final
 
 import msgspec
 
-from pdrelay_proxy.proving.bench import Bench
-from pdrelay_proxy.proving.check import Check, Seen
-from pdrelay_proxy.proving.core.finding import Finding, FindingName
-from pdrelay_proxy.proving.core.question import Question, Shape
-from pdrelay_proxy.proving.core.reply import Reply, together
-from pdrelay_proxy.proving.http_server import HttpServer
-from pdrelay_proxy.proving.services import EnginePairs
+from pdrelay_tools.proving.bench import Bench
+from pdrelay_tools.proving.check import Check, Seen
+from pdrelay_tools.proving.core.finding import Finding, FindingName
+from pdrelay_tools.proving.core.question import Question, Shape
+from pdrelay_tools.proving.core.reply import Reply, together
+from pdrelay_tools.proving.http_server import HttpServer
+from pdrelay_tools.proving.services import EnginePairs
 
 _LONG: Final = 200  # tokens of an answer that is not read to its end
 _EARLY_S: Final = (0.0, 0.005, 0.02, 0.05, 0.1)

@@ -1,9 +1,9 @@
 """Texts and logprobs equal the reference's, whatever the prompt's length is and whatever a cache has of it."""
 
-from pdrelay_proxy.proving.bench import Bench
-from pdrelay_proxy.proving.check import Check, Seen
-from pdrelay_proxy.proving.core.finding import Finding, FindingName
-from pdrelay_proxy.proving.core.question import Question, Shape
+from pdrelay_tools.proving.bench import Bench
+from pdrelay_tools.proving.check import Check, Seen
+from pdrelay_tools.proving.core.finding import Finding, FindingName
+from pdrelay_tools.proving.core.question import Question, Shape
 
 _COUNT = 24
 

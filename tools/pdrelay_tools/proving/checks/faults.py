@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Self
 
-from pdrelay_proxy.proving.bench import Bench, CheckAborted, now
-from pdrelay_proxy.proving.check import Check, CheckRun, Seen
-from pdrelay_proxy.proving.checks.handovers import Offered, refill
-from pdrelay_proxy.proving.core.finding import Finding, FindingName
-from pdrelay_proxy.proving.core.question import Question, Shape
-from pdrelay_proxy.proving.core.reply import Reply
-from pdrelay_proxy.proving.http_server import HttpServer
-from pdrelay_proxy.proving.idleness import is_strand, seconds_until_free
-from pdrelay_proxy.proving.peers import Deed
+from pdrelay_tools.proving.bench import Bench, CheckAborted, now
+from pdrelay_tools.proving.check import Check, CheckRun, Seen
+from pdrelay_tools.proving.checks.handovers import Offered, refill
+from pdrelay_tools.proving.core.finding import Finding, FindingName
+from pdrelay_tools.proving.core.question import Question, Shape
+from pdrelay_tools.proving.core.reply import Reply
+from pdrelay_tools.proving.http_server import HttpServer
+from pdrelay_tools.proving.idleness import is_strand, seconds_until_free
+from pdrelay_tools.proving.peers import Deed
 
 _SENT_S: Final = 0.5  # until a leg has reached its engine
 _BUSY_S: Final = 3.0  # for which a decode engine is given work

@@ -6,10 +6,10 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from pdrelay_proxy.proving.bench import Bench, CheckSkipped
-from pdrelay_proxy.proving.check import Check, Seen
-from pdrelay_proxy.proving.core.question import Json, Question, Shape
-from pdrelay_proxy.proving.services import EnginePairs
+from pdrelay_tools.proving.bench import Bench, CheckSkipped
+from pdrelay_tools.proving.check import Check, Seen
+from pdrelay_tools.proving.core.question import Json, Question, Shape
+from pdrelay_tools.proving.services import EnginePairs
 
 # vLLM's CPU build dies of a seeded prompt that is computed in chunks ("CPU Generator does not use offset"): short ones.
 _WORDS: Final = 20

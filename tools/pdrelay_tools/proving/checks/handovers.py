@@ -3,15 +3,15 @@
 import asyncio
 from typing import Final
 
-from pdrelay_proxy.proving.bench import Bench, CheckAborted, now
-from pdrelay_proxy.proving.check import Check, Seen
-from pdrelay_proxy.proving.core.finding import Finding, FindingName
-from pdrelay_proxy.proving.core.handover import with_transfer
-from pdrelay_proxy.proving.core.question import Question, Shape
-from pdrelay_proxy.proving.core.reply import Reply, together
-from pdrelay_proxy.proving.http_server import HttpServer
-from pdrelay_proxy.proving.peers import Deed
-from pdrelay_proxy.proving.services import PrefillFailed, new_request_id, new_transfer
+from pdrelay_tools.proving.bench import Bench, CheckAborted, now
+from pdrelay_tools.proving.check import Check, Seen
+from pdrelay_tools.proving.core.finding import Finding, FindingName
+from pdrelay_tools.proving.core.handover import with_transfer
+from pdrelay_tools.proving.core.question import Question, Shape
+from pdrelay_tools.proving.core.reply import Reply, together
+from pdrelay_tools.proving.http_server import HttpServer
+from pdrelay_tools.proving.peers import Deed
+from pdrelay_tools.proving.services import PrefillFailed, new_request_id, new_transfer
 
 _REFILL_S: Final = 60.0  # for using every block of a cache once
 _LARGEST_CACHE: Final = 400_000  # tokens that are computed for it

@@ -3,13 +3,13 @@
 import asyncio
 from typing import Final
 
-from pdrelay_proxy.proving.bench import Bench, now
-from pdrelay_proxy.proving.check import Check, Seen
-from pdrelay_proxy.proving.core.finding import Finding, FindingName
-from pdrelay_proxy.proving.core.latencies import Latencies, latencies, percentile
-from pdrelay_proxy.proving.core.question import Question, Shape
-from pdrelay_proxy.proving.core.reply import Reply, together
-from pdrelay_proxy.proving.services import Service
+from pdrelay_tools.proving.bench import Bench, now
+from pdrelay_tools.proving.check import Check, Seen
+from pdrelay_tools.proving.core.finding import Finding, FindingName
+from pdrelay_tools.proving.core.latencies import Latencies, latencies, percentile
+from pdrelay_tools.proving.core.question import Question, Shape
+from pdrelay_tools.proving.core.reply import Reply, together
+from pdrelay_tools.proving.services import Service
 
 _REQUESTS: Final = 32
 _AT_ONCE: Final = 8

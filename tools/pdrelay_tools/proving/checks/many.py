@@ -1,9 +1,9 @@
 """Many requests at once: right answers all the same."""
 
-from pdrelay_proxy.proving.bench import Bench
-from pdrelay_proxy.proving.check import Check, Seen
-from pdrelay_proxy.proving.core.question import Question, Shape
-from pdrelay_proxy.proving.core.reply import Reply
+from pdrelay_tools.proving.bench import Bench
+from pdrelay_tools.proving.check import Check, Seen
+from pdrelay_tools.proving.core.question import Question, Shape
+from pdrelay_tools.proving.core.reply import Reply
 
 _BURST = 24
 _SIBLINGS = 16

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from pdrelay_proxy.proving.core.finding import FindingName
+from pdrelay_tools.proving.core.finding import FindingName
 
 SMALLEST_TOLERANCE: Final = 1e-4  # of a logprob: float32 differs by this in the order of its sums
 _SHOWN: Final = 60  # characters of a text in a finding

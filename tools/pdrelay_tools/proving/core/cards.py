@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from pdrelay_proxy.proving.core.answer import Malformed
+from pdrelay_tools.proving.core.answer import Malformed
 
 
 class _ListedModel(msgspec.Struct):

@@ -8,8 +8,8 @@ import msgspec
 
 from pdrelay_proxy.core.model import Api, RequestId
 from pdrelay_proxy.core.protocol.push import known_as
-from pdrelay_proxy.proving.core.answer import Malformed
-from pdrelay_proxy.proving.core.question import Json, Question, Shape
+from pdrelay_tools.proving.core.answer import Malformed
+from pdrelay_tools.proving.core.question import Json, Question, Shape
 
 _ASKING: Final = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")

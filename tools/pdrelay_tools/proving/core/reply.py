@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pdrelay_proxy.proving.core.answer import Answer, Malformed, differences, events_of, read
-from pdrelay_proxy.proving.core.finding import Finding, FindingName
-from pdrelay_proxy.proving.core.question import Question
+from pdrelay_tools.proving.core.answer import Answer, Malformed, differences, events_of, read
+from pdrelay_tools.proving.core.finding import Finding, FindingName
+from pdrelay_tools.proving.core.question import Question
 
 _SHOWN: Final = 120  # characters of an error
 _EXAMPLES: Final = 2  # in a finding

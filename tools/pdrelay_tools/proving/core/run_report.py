@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pdrelay_proxy.proving.core.finding import CheckReport, CheckState
-from pdrelay_proxy.proving.core.latencies import Latencies
+from pdrelay_tools.proving.core.finding import CheckReport, CheckState
+from pdrelay_tools.proving.core.latencies import Latencies
 
 GREEN, FINDINGS, COULD_NOT_RUN = 0, 1, 2
 _SIGNS: Final[Mapping[CheckState, str]] = {

@@ -4,10 +4,10 @@ import html
 from collections.abc import Sequence
 from typing import Final
 
-from pdrelay_proxy.proving.core.finding import CheckReport
-from pdrelay_proxy.proving.core.latencies import PERCENTILES, Latencies, percentile
-from pdrelay_proxy.proving.core.run_report import RunReport, plain, sign
-from pdrelay_proxy.proving.report import plots
+from pdrelay_tools.proving.core.finding import CheckReport
+from pdrelay_tools.proving.core.latencies import PERCENTILES, Latencies, percentile
+from pdrelay_tools.proving.core.run_report import RunReport, plain, sign
+from pdrelay_tools.proving.report import plots
 
 _STYLE: Final = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color:#1f2328;background:#fff}

@@ -3,8 +3,8 @@
 import json
 from dataclasses import asdict
 
-from pdrelay_proxy.proving.core.latencies import PERCENTILES, Latencies, percentile
-from pdrelay_proxy.proving.core.run_report import RunReport
+from pdrelay_tools.proving.core.latencies import PERCENTILES, Latencies, percentile
+from pdrelay_tools.proving.core.run_report import RunReport
 
 
 def write_json(report: RunReport) -> str:

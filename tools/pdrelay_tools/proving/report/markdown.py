@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from pdrelay_proxy.proving.core.latencies import PERCENTILES, percentile
-from pdrelay_proxy.proving.core.run_report import RunReport, plain, sign
+from pdrelay_tools.proving.core.latencies import PERCENTILES, percentile
+from pdrelay_tools.proving.core.run_report import RunReport, plain, sign
 
 
 def write_markdown(report: RunReport) -> str:

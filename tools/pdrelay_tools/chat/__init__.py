@@ -1,0 +1,1 @@
+"""``pdrelay chat``: a conversation through a running router."""

@@ -125,6 +125,7 @@ class RequestRecord(RequestTimes):
 
     __slots__ = (
         "answered",
+        "cache_missed_at",
         "cached",
         "client_id",
         "decode",
@@ -174,6 +175,7 @@ class RequestRecord(RequestTimes):
         self.error = error  # what went wrong, for the log
         self.parts: PromptParts | None = None  # of a request with several prompts, once one of them is over
         self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
+        self.cache_missed_at: InstanceId | None = None  # a decode engine that had far less than expected
         self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
         self.relayed = 0  # bytes of the answer, if they are counted
         self.end = b"", b""  # the last two pieces of the answer's body, if they matter

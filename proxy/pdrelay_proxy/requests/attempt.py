@@ -31,7 +31,6 @@ from pdrelay_proxy.core.routing.retries import BrokenAnswer, LegFailed, RetryAtt
 from pdrelay_proxy.core.routing.route import Route, choose_decode, route
 from pdrelay_proxy.core.schemas import Coordinates
 from pdrelay_proxy.errors import EngineError, EngineTimeout, NoInstance, NoKvParams, ProxyError, Refused, RouterFull
-from pdrelay_proxy.io.request_path.engine_costs import EngineCosts
 from pdrelay_proxy.io.request_path.returned_kv import cached_on
 from pdrelay_proxy.requests.intake import RequestPlan
 from pdrelay_proxy.requests.leg_bodies import prefill_body
@@ -124,8 +123,8 @@ class Attempt(LegOwner):
         fleet = self._services.fleet
         fleet.enter(decode, self.id)
         self._slot = decode
-        if fleet.costs is not None:
-            fleet.costs.reserved(decode, self.id)
+        for listener in fleet.listeners:
+            listener.slot_held(decode, self.id)
 
     def change_slot(self, leaving: Collection[InstanceId], stuck: StuckPrompts) -> None:
         """Hold the slot at another decode engine, if its engine is left and another can take its place.
@@ -224,10 +223,8 @@ class Attempt(LegOwner):
             self._slot = None
         else:
             services.fleet.enter(instance, self.id)
-        if services.fleet.remembers and self.prefill is None:
-            services.fleet.computes(instance, self.id, plan.ask)
-        if services.fleet.costs is not None:
-            self._note_sent(services.fleet.costs, leg)
+        if services.fleet.listeners:
+            self._tell_sent(leg)
         try:
             services.sender.tell(
                 leg,
@@ -241,18 +238,19 @@ class Attempt(LegOwner):
         except EngineError as error:
             self.leg_failed(leg, error)
 
-    def _note_sent(self, costs: EngineCosts, leg: EngineLeg) -> None:
-        """Count what an engine has to do for a leg.
+    def _tell_sent(self, leg: EngineLeg) -> None:
+        """Tell the listeners of a leg.
 
-        When it has done that is told by a prefill engine's answer, and by the first event of a stream; not by what is
-        pushed, which waits for the prefill engine.
+        It is timed by a prefill engine's answer, or by the first event of a stream; not what is pushed, which waits for
+        the prefill engine.
         """
         decode, is_prefill = self.decode, leg is self.prefill
         computes = is_prefill or self.prefill is None
         is_timed = is_prefill or (
             self._plan.streams and (computes or (decode is not None and decode is leg and decode.follows))
         )
-        costs.sent(leg.instance, self.id, self._plan.ask, computes=computes, is_timed=is_timed)
+        for listener in self._services.fleet.listeners:
+            listener.leg_sent(leg.instance, self.id, self._plan.ask, computes=computes, is_timed=is_timed)
 
     def _ranked(self, headers: Headers, instance: Instance) -> Headers:
         rank = instance.rank
@@ -399,8 +397,8 @@ class Attempt(LegOwner):
             )
         leg.answered_s = _note_time(leg, came)
         self._note_cache(call, body)
-        if services.fleet.caches is not None:
-            services.fleet.prefilled(leg.instance, self.id, self._plan.ask, handover.counted)
+        for listener in services.fleet.listeners:
+            listener.prompt_computed(leg.instance, self.id, self._plan.ask, handover.counted)
         if self.retries.accused:
             self._blame(leg.instance)
         leg.handed_over_at, leg.handover = came, handover
@@ -482,10 +480,8 @@ class Attempt(LegOwner):
         if self.retries.accused:
             self._blame(leg.instance)
         if leg.lines is not None:
-            if services.fleet.remembers:
-                services.fleet.computed(leg.instance, self.id)
-            if services.fleet.costs is not None:
-                services.fleet.costs.answered(leg.instance, self.id, self._plan.ask, None)
+            for listener in services.fleet.listeners:
+                listener.stream_begun(leg.instance, self.id, self._plan.ask)
             self._time_tokens(leg, now)
             services.good_legs.answered(leg.instance, self._plan.path, self.id, leg.answered_s, now)
             leg.answered_s = None
@@ -645,10 +641,9 @@ class Attempt(LegOwner):
         if decode is not None and decode is leg:
             if decode.gaps is not None:
                 self.record.last_token_at = decode.read_at
-            if services.fleet.remembers and leg.status == _OK and leg.fault is None and self._plan.call is not None:
-                kept = services.fleet.remember(instance, self._plan.ask, self.record)
-                if not kept:
-                    services.telemetry.cache_missed(instance.id)
+            if leg.status == _OK and leg.fault is None and self._plan.call is not None:
+                for listener in services.fleet.listeners:
+                    listener.answered(instance, self._plan.ask, self.record)
         is_stream = decode is not None and decode is leg and decode.lines is not None
         seconds = now - leg.sent_at
         if failure is None and answered_s is not None:

@@ -12,6 +12,7 @@ from pdrelay_proxy.core.fleet.engine_speed import UNKNOWN, EngineSpeed, Line, Li
 from pdrelay_proxy.core.fleet.registry import Member, Registry
 from pdrelay_proxy.core.fleet.token_counts import TokenCounts
 from pdrelay_proxy.core.model import Instance, InstanceId, RequestId, Role, RoutingHints
+from pdrelay_proxy.core.routing.leg_listener import LegListener
 from pdrelay_proxy.io.request_path.caches import Caches
 
 _PRIORS_S: Final = 1.0  # seconds for which what is likely of an engine is not computed again
@@ -19,7 +20,7 @@ _SURE: Final = 1.0  # measurements from which on an engine tells something about
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 
 
-class EngineCosts:
+class EngineCosts(LegListener):
     """Estimates, and learns from legs."""
 
     def __init__(
@@ -165,36 +166,45 @@ class EngineCosts:
 
     # ---- what legs take
 
-    def reserved(self, instance: Instance, request: RequestId) -> None:
-        """A request has a slot at a decode engine."""
-        if (member := self._registry.get(instance.id)) is not None:
+    def slot_held(self, decode: Instance, request: RequestId, /) -> None:
+        """Count what the engine will have to do."""
+        if (member := self._registry.get(decode.id)) is not None:
             member.speed.reserve(request)
 
-    def sent(
-        self, instance: Instance, request: RequestId, ask: RoutingHints, *, computes: bool, is_timed: bool = True
+    def leg_sent(
+        self, engine: Instance, request: RequestId, ask: RoutingHints, /, *, computes: bool, is_timed: bool
     ) -> None:
-        """A leg is sent to an engine, which computes what it lacks of the prompt, or gets that from another engine.
-
-        ``is_timed``: how long that takes will be told, by ``answered``.
-        """
-        member = self._registry.get(instance.id)
+        """Begin to measure how long the engine takes for what it lacks of the prompt."""
+        member = self._registry.get(engine.id)
         if member is None:
             return
-        tokens, hit = self._counts(instance, ask, is_there=computes and instance.role is _DECODE)
+        tokens, hit = self._counts(engine, ask, is_there=computes and engine.role is _DECODE)
         if tokens and not is_timed:
             member.speed.reserve(request)
-            self._caches.sent(instance, ask)
+            self._caches.sent(engine, ask)
         elif tokens:  # else it has none that are known
-            priors = self._likely(instance.role)
+            priors = self._likely(engine.role)
             member.speed.send(request, max(1, tokens - hit), priors, self._clock(), computes=computes)
-            self._caches.sent(instance, ask)
+            self._caches.sent(engine, ask)
 
-    def answered(self, instance: Instance, request: RequestId, ask: RoutingHints, counted: int | None) -> None:
-        """A leg has its answer, or the first token of its stream; ``counted``: tokens of the prompt, if it says."""
-        if (member := self._registry.get(instance.id)) is not None:
-            member.speed.answered(request, self._likely(instance.role), self._clock())
+    def prompt_computed(self, prefill: Instance, request: RequestId, ask: RoutingHints, counted: int | None, /) -> None:
+        """Learn how fast the engine computes, and how many tokens such a prompt has."""
+        self._done(prefill, request)
         if counted is not None:
             self._tokens.counted(ask, counted)
+
+    def stream_begun(self, decode: Instance, request: RequestId, _ask: RoutingHints, /) -> None:
+        """Learn how fast the engine computes, or gets what another one has computed."""
+        self._done(decode, request)
+
+    def left(self, engine: Instance, request: RequestId, /) -> None:
+        """Stop to count what the engine has to do for it."""
+        if (member := self._registry.get(engine.id)) is not None:
+            member.speed.leave(request, self._clock())
+
+    def _done(self, engine: Instance, request: RequestId) -> None:
+        if (member := self._registry.get(engine.id)) is not None:
+            member.speed.answered(request, self._likely(engine.role), self._clock())
 
     def stepped(self, instance: InstanceId, gaps: list[float]) -> None:
         """The streams of a decode engine got their tokens so many seconds apart, in the last moment."""

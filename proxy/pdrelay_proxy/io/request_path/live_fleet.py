@@ -22,18 +22,17 @@ from pdrelay_proxy.core.model import (
     RequestId,
     Role,
     RoutingHints,
-    SingleEngineReason,
 )
 from pdrelay_proxy.core.protocol.fault_table import Failure
-from pdrelay_proxy.core.protocol.kv_transfer_check import cached_share
 from pdrelay_proxy.core.protocol.prompt_ids import may_pass_ids, may_tell_ids, takes_chat_ids
 from pdrelay_proxy.core.protocol.push import EngineMode
-from pdrelay_proxy.core.request_record import RequestRecord
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
+from pdrelay_proxy.core.routing.leg_listener import LegListener
 from pdrelay_proxy.core.routing.pairing import PairSelector
 from pdrelay_proxy.core.routing.retries import BrokenAnswer
 from pdrelay_proxy.core.routing.slices import nearest
 from pdrelay_proxy.core.schemas import TokensAnswer
+from pdrelay_proxy.io.request_path.cache_learning import CacheLearning
 from pdrelay_proxy.io.request_path.caches import Caches
 from pdrelay_proxy.io.request_path.deferred import DeferredCalls
 from pdrelay_proxy.io.request_path.prompt_learner import PromptLearner
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 _CHAT: Final = Api.CHAT  # looking a member up takes as long as a call
 _PREFILL: Final = Role.PREFILL
 _DECODE: Final = Role.DECODE
-_FAR: Final = 0.5  # of what was expected in a cache: with less the engine has evicted it; blocks are whole ones
-_BY_CACHE: Final = (SingleEngineReason.CACHED, SingleEngineReason.FASTER)
 _AUTO: Final = EngineMode.AUTO
 _HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
 
@@ -93,9 +90,18 @@ class LiveFleet(FleetChoice):
         self.caches = caches  # None: no policy asks for them
         self.learner = learner  # None: nobody asks for the tokens of texts
         self.costs = costs  # None: no policy asks what engines take for a request
+        self.listeners = self._listeners(caches, costs)  # what learns from legs
         self._learned = learned  # what prefill engines say in their answers
         self._load_changed: Callable[[InstanceId], None] | None = None
         self.later = DeferredCalls() if later is None else later
+
+    def _listeners(self, caches: Caches | None, costs: "EngineCosts | None") -> Sequence[LegListener]:
+        found: list[LegListener] = []
+        if caches is not None:
+            found.append(CacheLearning(caches, self.registry, self._clock, remembers=self.remembers))
+        if costs is not None:  # behind it: what is sent to an engine is no longer new to it
+            found.append(costs)
+        return found
 
     @property
     def stepped(self) -> Callable[[InstanceId, list[float]], None] | None:
@@ -160,19 +166,6 @@ class LiveFleet(FleetChoice):
         if self.crossings is not None:
             self.crossings.note(prefill, decode, ask.once_more())
 
-    def remember(self, decode: Instance, ask: RoutingHints, record: RequestRecord) -> bool:
-        """A decode engine has answered, and keeps prompt and answer; False: it has not kept what it was sent for."""
-        caches = self.caches
-        if caches is None:
-            return True
-        if record.single_reason in _BY_CACHE and record.cached is not None:
-            share, (cached, size) = cached_share(b"".join(record.end)), record.cached
-            if share is not None and share * size < _FAR * cached:
-                caches.forget(decode, ask, share)
-                return False
-        caches.answered(decode, ask, record.relayed)
-        return True
-
     def asks_for_ids(self, call: GenerationRequest, ask: RoutingHints) -> bool:
         """Tell whether a prefill engine shall tell the tokens of a prompt."""
         return self.learner is not None and may_tell_ids(call, ask)
@@ -194,25 +187,6 @@ class LiveFleet(FleetChoice):
     def take_expected(self, ask: RoutingHints, /) -> ExpectedTime | None:
         """Return what was expected of the latest choice, once, if it was this request's."""
         return None if self.costs is None else self.costs.take_expected(ask)
-
-    def prefilled(self, prefill: Instance, request: RequestId, ask: RoutingHints, counted: int | None) -> None:
-        """A prefill engine has computed a prompt, and counted its tokens."""
-        if self.caches is not None:
-            self.caches.arrived(prefill, ask)
-        if self.costs is not None:
-            self.costs.answered(prefill, request, ask, counted)
-
-    def computes(self, instance: Instance, request: RequestId, ask: RoutingHints) -> None:
-        """A decode engine gets a prompt that it computes alone."""
-        caches, member = self.caches, self.registry.get(instance.id)
-        if caches is not None and member is not None and ask.prompt:
-            new = ask.blocks.size - caches.matched(instance, ask, is_there=True)
-            member.lone.enter(request, max(0, new), self._clock())
-
-    def computed(self, instance: Instance, request: RequestId) -> None:
-        """A decode engine has the first token of a prompt that it computes alone."""
-        if (member := self.registry.get(instance.id)) is not None:
-            member.lone.leave(request)
 
     def answered(self, instance: Instance, request: RequestId, _seconds: float, /) -> None:
         """It has a good answer."""
@@ -272,11 +246,10 @@ class LiveFleet(FleetChoice):
     def leave(self, instance: Instance, request: RequestId) -> None:
         """Stop to count it when it has left as often."""
         if (member := self.registry.get(instance.id)) is not None and member.load.leave(request):
-            member.lone.leave(request)
             if self._load_changed is not None:
                 self._load_changed(instance.id)
-            if self.costs is not None:
-                member.speed.leave(request, self._clock())
+            for listener in self.listeners:
+                listener.left(instance, request)
             if member.life.state is _HALF_OPEN:
                 self.later.settle()  # that it has served its trial may be among what waits
             member.life.released(request)

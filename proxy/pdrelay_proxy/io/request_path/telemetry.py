@@ -351,6 +351,8 @@ class Telemetry:
             pairs.request_over(record, prefill, decode)
         if record.retries:
             self._count_retries(record.retries)
+        if record.cache_missed_at is not None:
+            self._counters.cache_misses[(record.cache_missed_at,)] += 1
         if kind.is_failed:
             aborted = ", and the stream was aborted" if kind.outcome is _STREAM_ABORTED else ""
             reason = f"answered with {record.status}{aborted}"
@@ -415,10 +417,6 @@ class Telemetry:
         self._counters.streams_moved[(reason, outcome)] += 1
         if gap_s is not None:
             self._counters.move_gaps.observe(gap_s)
-
-    def cache_missed(self, decode: InstanceId, /) -> None:
-        """A decode engine that was to have most of a prompt in its cache had far less."""
-        self._counters.cache_misses[(decode,)] += 1
 
     def transfers_missing(self, decode: InstanceId, legs: int) -> None:
         """By its own counters a decode engine got no KV cache for so many legs."""

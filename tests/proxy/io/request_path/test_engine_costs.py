@@ -29,22 +29,22 @@ class Bench:
     def send(self, engine, ask, *, computes=True):
         self.count += 1
         request = RequestId(f"r{self.count}")
-        self.costs.sent(engine, request, ask, computes=computes)
+        self.costs.leg_sent(engine, request, ask, computes=computes, is_timed=True)
         return request
 
     def serve(self, engine, ask, seconds, *, computes=True, counted=None):
         request = self.send(engine, ask, computes=computes)
         self.now += seconds
-        self.costs.answered(engine, request, ask, counted)
+        self.costs.prompt_computed(engine, request, ask, counted)
         self.registry.member(engine.id).speed.leave(request, self.now)
 
     def play(self, kind, instance, request, size, passed):
         """Have something happen to a request at an engine."""
         match kind:
             case "reserved":
-                self.costs.reserved(instance, request)
+                self.costs.slot_held(instance, request)
             case "answered":
-                self.costs.answered(instance, request, ask(size), size or None)
+                self.costs.prompt_computed(instance, request, ask(size), size or None)
             case "left":
                 if (member := self.registry.get(instance.id)) is not None:
                     member.speed.leave(request, self.now)
@@ -54,7 +54,7 @@ class Bench:
             case "stepped":
                 self.costs.stepped(instance.id, [passed])
             case _:
-                self.costs.sent(instance, request, ask(size), computes=kind == "sent", is_timed=kind != "untimed")
+                self.costs.leg_sent(instance, request, ask(size), computes=kind == "sent", is_timed=kind != "untimed")
 
 
 def ask(size, text=b"x"):
@@ -113,7 +113,7 @@ def test_what_a_decode_engine_has_need_not_be_moved():
     bench = Bench()
     bench.serve(bench.d, ask(80_000), 1.0, computes=False)
     for _ in range(50):
-        bench.costs.reserved(bench.e, RequestId(f"s{_}"))
+        bench.costs.slot_held(bench.e, RequestId(f"s{_}"))
 
     has, has_not = bench.costs.decode(bench.d, ask(80_000)), bench.costs.decode(bench.e, ask(80_000))
     assert has.transfer_s < 0.5 * has_not.transfer_s

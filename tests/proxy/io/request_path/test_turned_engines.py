@@ -71,9 +71,9 @@ def test_rates_are_learned_anew():
     """What it took as a decode engine says nothing of it as a prefill engine beside others of that kind."""
     found = fleet(PolicyName.EXPECTED_TTFT)
     costs, request, one = found.costs, RequestId("r"), as_role(found, "decode-1", Role.DECODE)
-    costs.sent(one, request, hints(), computes=True)
+    costs.leg_sent(one, request, hints(), computes=True, is_timed=True)
     turn(found, "decode-1", PREFILL)
-    costs.answered(one, request, hints(), None)
+    costs.stream_begun(one, request, hints())
     found.leave(one, request)
     speed = found.registry.member("decode-1").speed
 

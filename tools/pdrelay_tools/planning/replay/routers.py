@@ -145,14 +145,12 @@ class ReplayRouter:
         self._asked[number] = ask, record
         prefill, decode = found.prefill, found.decode
         fleet.enter(decode, request)  # before the prefill leg, as requests/attempt.py
-        if fleet.costs is not None:
-            fleet.costs.reserved(decode, request)
+        for listener in fleet.listeners:
+            listener.slot_held(decode, request)
         if prefill is not None:
             fleet.enter(prefill, request)
             self._sent(prefill, number, computes=True)
         else:
-            if fleet.remembers:
-                fleet.computes(decode, request, ask)
             self._sent(decode, number, computes=True)
         return prefill, decode
 
@@ -166,9 +164,8 @@ class ReplayRouter:
 
     def first_token(self, decode: Instance, number: int) -> None:
         """A decode engine has sent the first token."""
-        self.fleet.computed(decode, RequestId(str(number)))
-        if self.fleet.costs is not None:
-            self.fleet.costs.answered(decode, RequestId(str(number)), self._asked[number][0], None)
+        for listener in self.fleet.listeners:
+            listener.stream_begun(decode, RequestId(str(number)), self._asked[number][0])
 
     def stepped(self, decode: InstanceId, gap_s: float) -> None:
         """The streams of a decode engine got their next tokens so long after the ones before."""
@@ -176,8 +173,9 @@ class ReplayRouter:
             self._gaps.setdefault(decode, []).append(gap_s)
 
     def _sent(self, instance: Instance, number: int, *, computes: bool) -> None:
-        if self.fleet.costs is not None:
-            self.fleet.costs.sent(instance, RequestId(str(number)), self._asked[number][0], computes=computes)
+        request, (ask, _) = RequestId(str(number)), self._asked[number]
+        for listener in self.fleet.listeners:
+            listener.leg_sent(instance, request, ask, computes=computes, is_timed=True)
 
     def _look(self) -> None:
         """Have the policy learn from what streams waited, as often as the router does."""
@@ -192,8 +190,8 @@ class ReplayRouter:
         """A prefill engine has answered, and reports its load with the answer."""
         self.fleet.registry.member(prefill.id).load.reported(NamedMetrics(waiting, kv_use), now=self._clock())
         ask, tokens = self._asked[number][0], self._trace.turns[number].prompt_tokens
-        if self.fleet.caches is not None:
-            self.fleet.prefilled(prefill, RequestId(str(number)), ask, tokens)
+        for listener in self.fleet.listeners:
+            listener.prompt_computed(prefill, RequestId(str(number)), ask, tokens)
         self._left(prefill, number)
 
     def answered(self, decode: Instance, number: int, cached_tokens: int) -> None:
@@ -201,7 +199,8 @@ class ReplayRouter:
         turn, (ask, record) = self._trace.turns[number], self._asked.pop(number)
         record.wrote(_USAGE % (turn.prompt_tokens, cached_tokens))
         record.relayed += turn.output_tokens * BYTES_PER_TOKEN
-        self.fleet.remember(decode, ask, record)
+        for listener in self.fleet.listeners:
+            listener.answered(decode, ask, record)
         self._left(decode, number)
 
     def _left(self, instance: Instance, number: int) -> None:

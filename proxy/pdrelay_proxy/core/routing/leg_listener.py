@@ -1,0 +1,37 @@
+"""The hooks in the life of a request's legs, for what the choice of engines learns from them."""
+
+from pdrelay_proxy.core.model import Instance, RequestId, RoutingHints
+from pdrelay_proxy.core.request_record import RequestRecord
+
+
+class LegListener:
+    """Is told of each leg, in this order; no call may wait or raise. A listener overrides what it needs.
+
+    A class, because a compiled call of a Protocol is slow.
+    """
+
+    __slots__ = ()
+
+    def slot_held(self, decode: Instance, request: RequestId, /) -> None:
+        """A decode engine will get the request once a prefill engine has answered."""
+
+    def leg_sent(
+        self, engine: Instance, request: RequestId, ask: RoutingHints, /, *, computes: bool, is_timed: bool
+    ) -> None:
+        """A leg goes to an engine.
+
+        ``computes``: the engine computes what it lacks of the prompt; else another engine does. ``is_timed``: a call of
+        ``prompt_computed`` or ``stream_begun`` will tell when that is done.
+        """
+
+    def prompt_computed(self, prefill: Instance, request: RequestId, ask: RoutingHints, counted: int | None, /) -> None:
+        """A prefill engine has answered; ``counted``: tokens of the prompt, if it says."""
+
+    def stream_begun(self, decode: Instance, request: RequestId, ask: RoutingHints, /) -> None:
+        """A decode engine has sent the first event of a stream."""
+
+    def answered(self, decode: Instance, ask: RoutingHints, record: RequestRecord, /) -> None:
+        """A decode engine has answered well, and the leg is over."""
+
+    def left(self, engine: Instance, request: RequestId, /) -> None:
+        """No leg of the request is at the engine any more."""

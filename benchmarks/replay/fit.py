@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from pdrelay_tools.local.model import ensure_model
 from pdrelay_tools.local.processes import open_fleet
-from pdrelay_tools.planning.replay.engine import EngineModel, EventLoop, VirtualEngine, VirtualLeg
+from pdrelay_tools.planning.engine_model import EngineModel
+from pdrelay_tools.planning.replay.engine import EventLoop, VirtualEngine, VirtualLeg
 from support.cluster import ROOT, engine_spec, start_engine
 
 PROMPTS = ((32, 0), (128, 0), (256, 0), (512, 0), (1024, 0), (1536, 0), (1950, 0))  # tokens: new, and cached before

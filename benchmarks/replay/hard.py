@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from pdrelay_proxy.core.model import Role
-from pdrelay_tools.planning.replay.engine import EngineModel
+from pdrelay_tools.planning.engine_model import EngineModel
 from pdrelay_tools.planning.replay.simulation import SimulatedFleet, replay
 from pdrelay_tools.planning.replay.summary import Targets, summarise
 from pdrelay_tools.planning.replay.traces import BlockNames, Conversations, Trace, Turn, poisson

@@ -11,7 +11,7 @@ import sys
 import time
 
 from pdrelay_proxy.core.roles.work_meter import RoleTargets
-from pdrelay_tools.planning.replay.engine import EngineModel
+from pdrelay_tools.planning.engine_model import EngineModel
 from pdrelay_tools.planning.replay.roles import RolesPlan
 from pdrelay_tools.planning.replay.simulation import SimulatedFleet, replay
 from pdrelay_tools.planning.replay.summary import Targets

@@ -14,6 +14,7 @@ TYPED = shlex.split(
     "--requests-per-second 20 --prompt-tokens 3000 --prompt-tokens-p95 8000 --output-tokens 250 "
     "--prefill-rate 24000 --decode-rate 2600 --kv-capacity 420000 --itl 0.03"
 )
+MEASURED = ("--prefill-rate", "--decode-rate", "--kv-capacity")
 DOCS = Path(__file__).parents[3] / "docs" / "scaling.md"
 
 
@@ -86,6 +87,10 @@ def test_prompts_may_be_a_file_of_lengths(planned, tmp_path):
         (_without("--requests-per-second"), "one of the arguments --requests-per-second --prompt-tokens-per-second"),
         (_without("--itl"), "the following arguments are required: --itl"),
         ([*TYPED, "--prefill-policy", "prefix"], "invalid choice: 'prefix'"),
+        (_without("--decode-rate"), "give --prefill-rate, --decode-rate and --kv-capacity, or --engine"),
+        ([*TYPED, "--decode-engine", "x"], "give --prefill-rate, --decode-rate and --kv-capacity, or --engine"),
+        ([*TYPED, "--engine", "x"], "--engine has rates, KV and link of its own"),
+        ([*_without(*MEASURED), "--engine", "/nowhere"], "/nowhere does not describe an engine: No such file"),
     ],
 )
 def test_nonsense_is_one_sentence_and_exit_code_2(planned, arguments, said):
@@ -95,6 +100,19 @@ def test_nonsense_is_one_sentence_and_exit_code_2(planned, arguments, said):
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("pdrelay plan: ")
     assert said in err
+
+
+def test_an_engine_may_be_the_one_that_replay_simulates(planned, tmp_path):
+    """One file for both: a slower decode engine makes more of them."""
+    (tmp_path / "engine.json").write_text("{}")
+    (tmp_path / "slow.json").write_text('{"decode_context_s": 5e-7}')
+    typed = [*_without(*MEASURED), "--engine", str(tmp_path / "engine.json"), "--json"]
+    found = json.loads(planned(*typed)[1])
+    slow = json.loads(planned(*typed, "--decode-engine", str(tmp_path / "slow.json"))[1])
+
+    assert found["prefill"] == slow["prefill"]
+    assert found["decode"] < slow["decode"]
+    assert "decode link" in found["utilisation"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Final
 
 from pdrelay_proxy.settings import PolicyName
 from pdrelay_tools.planning import sizing
+from pdrelay_tools.planning.engine_model import NoEngineModel, read_engine_model
 from pdrelay_tools.planning.queueing import Spread
 from pdrelay_tools.planning.sizing import NoPlan
 
@@ -37,16 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens-p95", metavar="N", help=spread)
     said = "share of the prompt tokens that hit the prefill engines' prefix caches, 0 to 1 (default: %(default)s)"
     add("--cached", metavar="SHARE", default=0.0, help=said)
-    add = partial(parser.add_argument_group("what one engine does, measured").add_argument, type=float)
-    said = "prompt tokens a second that one busy prefill engine computes"
-    add("--prefill-rate", metavar="TOKENS/S", required=True, help=said)
-    said = "tokens a second that one decode engine makes at the ITL target"
-    add("--decode-rate", metavar="TOKENS/S", required=True, help=said)
-    said = "tokens that fit into the KV cache of one decode engine"
-    add("--kv-capacity", metavar="TOKENS", required=True, help=said)
-    add("--kv-bytes-per-token", metavar="BYTES", help="bytes of KV of one token, all layers and ranks together")
-    said = "Gbit/s of one engine's link for KV transfers (default: links are no limit)"
-    add("--link-gbit", metavar="GBIT/S", help=said)
+    _add_engines(parser)
     add = partial(parser.add_argument_group("what is wanted").add_argument, type=float)
     add("--itl", metavar="S", required=True, help="target: most seconds between two tokens of an answer")
     said = "target: most seconds to the first token, 95th percentile (default: none)"
@@ -63,6 +55,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+def _add_engines(parser: argparse.ArgumentParser) -> None:
+    add = partial(parser.add_argument_group("what one engine does, measured").add_argument, type=float)
+    said = "prompt tokens a second that one busy prefill engine computes"
+    add("--prefill-rate", metavar="TOKENS/S", help=said)
+    said = "tokens a second that one decode engine makes at the ITL target"
+    add("--decode-rate", metavar="TOKENS/S", help=said)
+    said = "tokens that fit into the KV cache of one decode engine"
+    add("--kv-capacity", metavar="TOKENS", help=said)
+    add("--kv-bytes-per-token", metavar="BYTES", help="bytes of KV of one token, all layers and ranks together")
+    said = "Gbit/s of one engine's link for KV transfers (default: links are no limit)"
+    add("--link-gbit", metavar="GBIT/S", help=said)
+    add = partial(parser.add_argument_group("or what pdrelay replay simulates").add_argument, type=Path)
+    add("--engine", metavar="FILE", help="JSON file with the speed and the cache of an engine (docs/replay.md)")
+    add("--decode-engine", metavar="FILE", help="the same for decode engines, if they differ")
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return the exit code: 0, or 2 if the numbers cannot be planned with."""
     try:
@@ -73,14 +81,26 @@ def run(args: argparse.Namespace) -> int:
             rate = args.prompt_tokens_per_second / prompt.mean
         output = sizing.lengths("output", args.output_tokens, args.output_tokens_p95)
         traffic = sizing.Traffic(rate, prompt, output, args.cached)
-        link = None if args.link_gbit is None else args.link_gbit * _BYTES_PER_GBIT
-        rates = sizing.Rates(args.prefill_rate, args.decode_rate, args.kv_capacity, args.kv_bytes_per_token, link)
-        found = sizing.plan(traffic, rates, aims)
-    except NoPlan as exc:
+        found = sizing.plan(traffic, _rates(args, traffic, aims), aims)
+    except (NoPlan, NoEngineModel) as exc:
         sys.stderr.write(f"pdrelay plan: {exc}\n")
         return 2
     sys.stdout.write(json.dumps(_as_json(found), indent=2) + "\n" if args.json else _as_text(found, aims))
     return 0
+
+
+def _rates(args: argparse.Namespace, traffic: sizing.Traffic, aims: sizing.Aims) -> sizing.Rates:
+    needed = (args.prefill_rate, args.decode_rate, args.kv_capacity)
+    if args.engine is None:
+        if None in needed or args.decode_engine is not None:
+            raise NoPlan("give --prefill-rate, --decode-rate and --kv-capacity, or --engine")
+        link = None if args.link_gbit is None else args.link_gbit * _BYTES_PER_GBIT
+        return sizing.Rates(*needed, args.kv_bytes_per_token, link)
+    if any(value is not None for value in (*needed, args.kv_bytes_per_token, args.link_gbit)):
+        raise NoPlan("--engine has rates, KV and link of its own: leave out those that were measured")
+    prefill = read_engine_model(args.engine)
+    decode = prefill if args.decode_engine is None else read_engine_model(args.decode_engine)
+    return sizing.rates_of(prefill, decode, traffic, aims)
 
 
 def _prompt(args: argparse.Namespace) -> Spread:

@@ -1,4 +1,4 @@
-"""How many prefill and decode engines a traffic needs, from rates that were measured.
+"""How many prefill and decode engines a traffic needs, from rates that were measured, or those of an engine's model.
 
 Each resource is judged by the utilisation law (Denning and Buzen, 1978): utilisation = arrivals a second * seconds of
 work of an arrival / number of servers. What is held for a time (KV cache) is judged by Little's law (1961): mean number
@@ -8,10 +8,11 @@ present = arrivals a second * mean time of presence. Waiting times are approxima
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import ceil, isfinite, sqrt
+from math import ceil, inf, isfinite, sqrt
 from typing import Final
 
 from pdrelay_proxy.settings import PolicyName
+from pdrelay_tools.planning.engine_model import EngineModel
 from pdrelay_tools.planning.queueing import (
     MOST_SKEWED,
     Spread,
@@ -55,7 +56,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one engine of each role was measured to do."""
+    """What one engine of each role does."""
 
     prefill_tokens_per_s: float  # prompt tokens, with a queue that is never empty
     decode_tokens_per_s: float  # generated tokens of the whole batch, at the largest batch that keeps the ITL target
@@ -143,6 +144,24 @@ def plan(traffic: Traffic, rates: Rates, aims: Aims) -> CapacityPlan:
             its_need = None
         swings.append(Swing(factor, its_need, _outlook(need, other, rates, aims)))
     return CapacityPlan(need, _work(traffic, rates, aims), _outlook(need, traffic, rates, aims), tuple(swings))
+
+
+def rates_of(prefill: EngineModel, decode: EngineModel, traffic: Traffic, aims: Aims) -> Rates:
+    """Return the rates of engines that `pdrelay replay` simulates, in place of measured ones. Raises NoPlan."""
+    _check_traffic(traffic, aims)
+    prompt, output = traffic.prompt, traffic.output
+    prompt_s = prefill.prompt_s(prompt.mean, prompt.mean**2 * (1 + prompt.cv2), traffic.cached)
+    computed = prompt.mean * (1 - traffic.cached)
+    decode_rate = decode.decode_rate(prompt.mean + output.mean * (1 + output.cv2) / 2, aims.itl_s)
+    if not decode_rate:
+        raise NoPlan(f"a decode engine like this does not keep an ITL of {aims.itl_s:g} s, not even for one request")
+    return Rates(
+        prefill_tokens_per_s=computed / prompt_s if prompt_s else inf,
+        decode_tokens_per_s=decode_rate,
+        kv_capacity_tokens=decode.kv_tokens,
+        kv_bytes_per_token=prefill.kv_bytes_per_token,
+        link_bytes_per_s=min(prefill.link_bytes_per_s, decode.link_bytes_per_s),
+    )
 
 
 def _work(traffic: Traffic, rates: Rates, aims: Aims) -> Mapping[Resource, float]:
@@ -287,16 +306,11 @@ def observed(what: str, values: list[float]) -> Spread:
     return Spread(mean, variance / mean**2, sorted(values)[ceil(0.95 * len(values)) - 1])
 
 
-def _check(traffic: Traffic, rates: Rates, aims: Aims) -> None:
+def _check_traffic(traffic: Traffic, aims: Aims) -> None:
     positive: Mapping[str, float | None] = {
         "requests a second": traffic.requests_per_s,
         "prompt tokens (mean)": traffic.prompt.mean,
         "output tokens (mean)": traffic.output.mean,
-        "prefill tokens a second": rates.prefill_tokens_per_s,
-        "decode tokens a second": rates.decode_tokens_per_s,
-        "KV capacity in tokens": rates.kv_capacity_tokens,
-        "KV bytes per token": rates.kv_bytes_per_token,
-        "link bandwidth": rates.link_bytes_per_s,
         "the ITL target in seconds": aims.itl_s,
         "the TTFT target in seconds": aims.ttft_s,
         "the target utilisation": aims.utilisation,
@@ -310,6 +324,20 @@ def _check(traffic: Traffic, rates: Rates, aims: Aims) -> None:
         raise NoPlan(f"there are 1 to {MOST_ROUTERS} routers, not {aims.routers}")
     if not aims.utilisation < 1:
         raise NoPlan(f"the target utilisation must be below 1, not {aims.utilisation:g}: at 1 queues grow without end")
+
+
+def _check(traffic: Traffic, rates: Rates, aims: Aims) -> None:
+    _check_traffic(traffic, aims)
+    positive: Mapping[str, float | None] = {
+        "prefill tokens a second": rates.prefill_tokens_per_s,
+        "decode tokens a second": rates.decode_tokens_per_s,
+        "KV capacity in tokens": rates.kv_capacity_tokens,
+        "KV bytes per token": rates.kv_bytes_per_token,
+        "link bandwidth": rates.link_bytes_per_s,
+    }
+    for name, value in positive.items():
+        if value is not None:
+            _positive(name, value)
     if (rates.link_bytes_per_s is None) != (rates.kv_bytes_per_token is None):
         raise NoPlan("link bandwidth and KV bytes per token belong together: give both, or neither")
     longest = traffic.prompt.p95 + traffic.output.p95

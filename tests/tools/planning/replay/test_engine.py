@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdrelay_tools.planning.replay.engine import EngineModel, EventLoop, VirtualEngine, VirtualLeg
+from pdrelay_tools.planning.engine_model import EngineModel
+from pdrelay_tools.planning.replay.engine import EventLoop, VirtualEngine, VirtualLeg
 from pdrelay_tools.planning.replay.kv_cache import KvCache
 from support.searching import examples
 

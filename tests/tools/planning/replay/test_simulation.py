@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pdrelay_proxy.core.model import Role
-from pdrelay_tools.planning.replay.engine import EngineModel
+from pdrelay_tools.planning.engine_model import EngineModel
 from pdrelay_tools.planning.replay.routers import CHOICES
 from pdrelay_tools.planning.replay.simulation import SimulatedFleet
 from pdrelay_tools.planning.replay.simulation import replay as served_by

@@ -10,11 +10,9 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from pdrelay_proxy.core.roles.work_meter import RoleTargets
+from pdrelay_tools.planning.engine_model import EngineModel, NoEngineModel, read_engine_model
 from pdrelay_tools.planning.replay import chart
-from pdrelay_tools.planning.replay.engine import EngineModel
 from pdrelay_tools.planning.replay.roles import RolesPlan
 from pdrelay_tools.planning.replay.routers import CHOICES
 from pdrelay_tools.planning.replay.simulation import Replayed, SimulatedFleet, replay
@@ -85,12 +83,12 @@ def run(args: argparse.Namespace) -> int:
     """Print a row for each policy; return the exit code: 0, or 2 if that cannot be replayed."""
     try:
         trace = _trace(args)
-        decode_model = None if args.decode_engine is None else _engine_model(args.decode_engine)
-        odd_model = None if args.odd_engine is None else _engine_model(args.odd_engine)
+        decode_model = None if args.decode_engine is None else read_engine_model(args.decode_engine)
+        odd_model = None if args.odd_engine is None else read_engine_model(args.odd_engine)
         fleet = SimulatedFleet(
             args.prefill,
             args.decode,
-            _engine_model(args.engine),
+            EngineModel() if args.engine is None else read_engine_model(args.engine),
             decode_model,
             odd_model,
             kv_events=args.kv_events,
@@ -103,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         title = f"{len(trace.turns):,} requests on {args.prefill} prefill and {args.decode} decode engines"
         if args.plot is not None:
             _write(args.plot, chart.draw(rows, title))
-    except NoReplay as exc:
+    except (NoReplay, NoEngineModel) as exc:
         sys.stderr.write(f"pdrelay replay: {exc}\n")
         return 2
     as_json = json.dumps([asdict(row) for row in rows], indent=2) + "\n"
@@ -137,15 +135,6 @@ def _trace(args: argparse.Namespace) -> Trace:
     return Conversations(args.sessions, args.turns, args.rate, args.think, *lengths).generate(
         args.block_size, args.seed
     )
-
-
-def _engine_model(path: Path | None) -> EngineModel:
-    if path is None:
-        return EngineModel()
-    try:
-        return msgspec.json.decode(path.read_bytes()[:65536], type=EngineModel)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        raise NoReplay(f"{path} does not describe an engine: {getattr(exc, 'strerror', None) or exc}") from exc
 
 
 def _write(path: Path, text: str) -> None:

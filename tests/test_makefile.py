@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 
 
 ROOT = Path(__file__).parents[1]
-FILES = ("Makefile", "pyproject.toml", "tools", "helm", *(path.name for path in ROOT.glob("requirements-*.txt")))
+FILES = ("Makefile", "pyproject.toml", "tools", "helm", "requirements")
 
 
 def steps(folder, *words):

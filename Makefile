@@ -85,7 +85,7 @@ REAL    := -p no:cacheprovider --durations=20 -m "vllm and not (gpu or thorough)
 PROMISE := tests/e2e/test_equality.py
 MODELS  := tests/models tests/e2e/test_kv_back.py
 VLLM    := tests/connector tests/contract tests/integration tests/helm/test_engines.py
-ROUTER  := $(addprefix --ignore=,$(VLLM) tests/e2e tests/models)
+ROUTER  := $(addprefix --ignore=,$(VLLM) tests/e2e tests/models tests/openapi)
 SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 # Two chains at once: many tests wait for half of their time. mypy alone looks at the types, for basedpyright takes two
@@ -108,7 +108,7 @@ quick-router: CHAIN := test-router-quick
 quick-vllm: CHAIN = $(CHAIN_OF_VLLM)
 chain-connector: CHAIN := test-connector test-chaos test-models
 chain-compiler: CHAIN := test-compile test-e2e test-types
-chain-router: CHAIN := test-router test-compiled
+chain-router: CHAIN := test-router test-compiled test-openapi
 
 .PHONY: quick-router quick-vllm chain-connector chain-compiler chain-router
 quick-router quick-vllm chain-connector chain-compiler chain-router:
@@ -157,6 +157,17 @@ test-thorough: $(STAMPS)/dev ## more of the same: every fault in every phase, in
 .PHONY: fuzz
 fuzz: $(STAMPS)/dev ## random bytes against the router's port and the side channel: SECONDS=60 SEED=17
 	PDRELAY_FUZZ_SECONDS=$(SECONDS) PDRELAY_FUZZ_SEED=$(SEED) $(BIN)/pytest -s tests/fuzz
+
+OPENAPI := .pdrelay/venvs/openapi
+
+.PHONY: test-openapi
+test-openapi: $(STAMPS)/dev $(OPENAPI)/.installed ## a client made of /openapi.json, and schemathesis, against the router: docs/reference/http.md; SECONDS=60 SEED=17
+	PDRELAY_OPENAPI_SECONDS=$(SECONDS) PDRELAY_OPENAPI_SEED=$(SEED) $(BIN)/pytest -p no:cacheprovider tests/openapi
+
+$(OPENAPI)/.installed: tests/openapi/requirements.txt
+	$(PYTHON) -m venv $(OPENAPI)
+	$(OPENAPI)/bin/python -m pip -qq --disable-pip-version-check install --require-hashes -r $<
+	touch $@
 
 .PHONY: coverage
 coverage: $(STAMPS)/helm ## which lines and branches the tests without engines run; 20 minutes
@@ -336,6 +347,7 @@ lock: $(VENV)/bin/python ## write requirements/*.txt anew from requirements/*.in
 	$(BIN)/python -P tests/support/try_versions.py lock
 	echo 'vllm-router==0.1.17' | $(LOCK) -c requirements/engine.txt - -o benchmarks/router/requirements-peer.txt
 	echo 'mkdocs-material==9.8.2' | $(LOCK) - -o requirements/site.txt
+	$(LOCK) tests/openapi/requirements.in -o tests/openapi/requirements.txt
 
 # What PyTorch needs and requirements/engine.txt has: without CUDA's libraries it would be all.
 HERE := torch filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy typing-extensions

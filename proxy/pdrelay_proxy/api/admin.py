@@ -1,20 +1,21 @@
 """Routes for operators, in the formats of vLLM's own proxy demo; their errors are FastAPI's ``{"detail": ...}``."""
 
 import logging
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 
 from pdrelay_proxy.api.model_list import ModelCatalog
 from pdrelay_proxy.api.operator_route import (
-    OPERATOR_ERRORS,
+    CHANGE_ERRORS,
     OPERATOR_KEY,
     OPERATORS,
     OperatorAccess,
+    operator_errors,
     passed_on,
 )
 from pdrelay_proxy.api.own_engines import OwnEngines, joining_host
+from pdrelay_proxy.api.page import Onlookers
 from pdrelay_proxy.api.schemas import FleetStatus, InstanceAdded, NewInstance
 from pdrelay_proxy.core.fleet.target import Target
 from pdrelay_proxy.core.model import Instance, InstanceId, Role
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 _FAULTS: Final = {"type": "Invalid instance type.", "instance": "Invalid instance format."}
 _REASON: Final = "x-pdrelay-reason"  # why an engine is not accepted, for operators: the demo's words do not say it
 _REASON_MOST: Final = 300  # characters
+_ADD_ERRORS: Final = operator_errors(413, 415, 503) | {
+    400: CHANGE_ERRORS[400]
+    | {"headers": {_REASON: {"description": "Why the engine is not accepted", "schema": {"type": "string"}}}}
+}
 _NO_OBJECT: Final = "The body is not a JSON object."
 
 
@@ -40,9 +45,9 @@ def admin_routes(
     guard: Guard,
     own: OwnEngines,
     access: OperatorAccess,
-    onlookers: Callable[[Request], Any],
+    onlookers: Onlookers,
 ) -> APIRouter:
-    """Build the routes of the demo; ``onlookers`` raises for who may not see addresses."""
+    """Build the routes of the demo; ``onlookers`` says who may see addresses."""
     router = APIRouter(
         tags=[OPERATORS],
         dependencies=[OPERATOR_KEY],
@@ -51,9 +56,9 @@ def admin_routes(
             sentence=lambda field, _: _FAULTS.get(field, _NO_OBJECT), any_media=True, takes_join_key=True
         ),
     )
-    looking = APIRouter(tags=[OPERATORS], dependencies=[OPERATOR_KEY, Depends(onlookers)])
+    looking = APIRouter(tags=[OPERATORS], dependencies=[*onlookers.keys, Depends(onlookers.scrapers)])
 
-    @looking.get("/status", responses=OPERATOR_ERRORS)
+    @looking.get("/status", responses=operator_errors())
     async def status() -> FleetStatus:
         """List the engines' addresses."""
         prefill, decode = ([node.address.authority for node in fleet.known(role)] for role in Role)
@@ -61,7 +66,7 @@ def admin_routes(
             prefill_node_count=len(prefill), decode_node_count=len(decode), prefill_nodes=prefill, decode_nodes=decode
         )
 
-    @router.post("/instances/add", responses=OPERATOR_ERRORS)
+    @router.post("/instances/add", responses=_ADD_ERRORS)
     async def add(request: Request, new: NewInstance) -> InstanceAdded:
         """Send requests to one more engine, which must answer."""
         role, text = new.type, new.instance
@@ -93,7 +98,7 @@ def admin_routes(
         fleet.serves(role, target.address, served)  # before a request for another model comes
         return InstanceAdded(message=f"Added {text} to {role}_instances.")
 
-    router.include_router(looking)
+    router.routes.extend(looking.routes)  # include_router would have them want the operator's key
     return router
 
 

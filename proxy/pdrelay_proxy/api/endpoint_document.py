@@ -263,6 +263,7 @@ _SAMPLING: Final[Mapping[str, str]] = {
     "integer": "seed top_k",
     "string": "user cache_salt session_id",
 }
+_KINDS: Final[Mapping[str, Part]] = {"any": _ANY, "array": _list(_ANY)}
 VLLM_FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
     "ResponsesRequest": {
         **_SAMPLING,
@@ -302,5 +303,5 @@ def describe_request(schema: Part, name: str) -> None:
     """Add vLLM's fields to the schema of a request, and an example that is served."""
     for kind, names in VLLM_FIELDS[name].items():
         for field in names.split():
-            schema["properties"].setdefault(field, {} if kind == "any" else {"type": kind})
+            schema["properties"].setdefault(field, _KINDS.get(kind, {"type": kind}))
     schema["examples"] = [EXAMPLES[name]]

@@ -18,7 +18,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Scope
 
 from pdrelay_proxy.api.endpoint_document import ENDPOINT_TEXTS, EndpointText
-from pdrelay_proxy.api.error_answers import PLACE, error_answers
+from pdrelay_proxy.api.error_answers import ANY_ROUTE, PLACE, error_answers
 from pdrelay_proxy.api.schemas import (
     AnthropicErrorResponse,
     ErrorResponse,
@@ -48,13 +48,12 @@ _ERRORS: Final[Mapping[int | str, str]] = {
     408: "The request was not complete in time",
     413: "The body is larger than the router takes",
     415: "The body is of another type",
-    421: "The router has no such name: the Host header",
     429: "The key has too many requests, or too many a second, or the router is full (overload_status)",
-    500: "The router failed",
     502: "An engine failed, and so did the other tries",
     503: "No engine can take the request, or the router is full or about to end; see Retry-After",
     504: "An engine, or the request as a whole, took too long",
     "4XX": "An engine refused the request; its answer as it came",
+    **ANY_ROUTE,
 }
 _ABOUT_TEXT: Final = (
     f"The fields are those of vLLM {VLLM}. Others go to the engines as they came, but for kv_transfer_params and "
@@ -148,7 +147,7 @@ def _described(path: str, kind: EndpointKind, keys: tuple[Any, ...]) -> Endpoint
     signature = _GENERATING.get(path, _form if kind is EndpointKind.FORM else _json)
     content: Part = {"application/json": {"schema": {"$ref": PLACE + text.answer}}}
     if kind is EndpointKind.SPLIT:
-        content["text/event-stream"] = _TEXT | _events(text)
+        content["text/event-stream"] = _events(text)
     answers: dict[int | str, Part] = {
         200: {"description": "The engine's answer, as it is", "headers": _ANSWER_HEADERS, "content": content}
     }
@@ -184,13 +183,10 @@ def _body(text: EndpointText, kind: EndpointKind) -> Part:
 
 def _events(text: EndpointText) -> Part:
     """Say what an event is, as FastAPI does and OpenAPI 3.2."""
-    if not text.event:
-        return {}
-    of_data: Part = {"anyOf": [{"$ref": PLACE + text.event}, {"$ref": PLACE + ErrorResponse.__name__}]}
-    data: Part = {
-        "type": "string",
-        "description": "The last event is [DONE] in place of an object",
-        "contentMediaType": "application/json",
-        "contentSchema": of_data,
-    }
-    return {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
+    data: Part = {"type": "string"}
+    if text.event:
+        said: Part = {"anyOf": [{"$ref": PLACE + text.event}, {"$ref": PLACE + ErrorResponse.__name__}]}
+        written: Part = {"type": "string", "contentMediaType": "application/json", "contentSchema": said}
+        data = {"anyOf": [written, {"const": "[DONE]", "description": "The last event"}]}
+    fields: Part = {"event": {"type": "string"}, "data": data}
+    return {"itemSchema": {"type": "object", "properties": fields, "required": ["data"]}}

@@ -15,6 +15,17 @@ from pdrelay_proxy.api.text_schemas import named_in
 
 Answers: TypeAlias = dict[int | str, dict[str, Any]]  # of a route, by status: as FastAPI takes them
 PLACE: Final = "#/components/schemas/"
+# What each route may answer, whoever asks.
+ANY_ROUTE: Final[Mapping[int | str, str]] = {
+    421: "The router has no such name: the Host header",
+    500: "The router failed",
+}
+# Headers of errors, by their statuses.
+_HEADERS: Final[Mapping[int | str, Mapping[str, str]]] = {
+    401: {"WWW-Authenticate": "How to show a key"},
+    429: {"Retry-After": "Seconds after which it is worth another try"},
+    503: {"Retry-After": "Seconds after which it is worth another try, if that is known"},
+}
 _MODELS: Final = (ErrorResponse, AnthropicErrorResponse, OperatorError)
 
 
@@ -23,7 +34,12 @@ def error_answers(model: type[BaseModel], described: Mapping[int | str, str]) ->
     if model not in _MODELS:
         raise ValueError(f"{model.__name__} is not in the document: it must be one of the models of error_answers.py")
     content = {"application/json": {"schema": {"$ref": PLACE + model.__name__}}}
-    return {status: {"description": text, "content": content} for status, text in described.items()}
+    answers: Answers = {status: {"description": text, "content": content} for status, text in described.items()}
+    for status, headers in _HEADERS.items():
+        if status in answers:
+            shown = {name: {"description": text, "schema": {"type": "string"}} for name, text in headers.items()}
+            answers[status]["headers"] = shown
+    return answers
 
 
 def add_schemas(document: dict[str, Any]) -> None:

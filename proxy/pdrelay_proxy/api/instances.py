@@ -10,7 +10,14 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 
-from pdrelay_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess
+from pdrelay_proxy.api.operator_route import (
+    BODY_ERRORS,
+    CHANGE_ERRORS,
+    OPERATOR_KEY,
+    OPERATORS,
+    OperatorAccess,
+    operator_errors,
+)
 from pdrelay_proxy.api.own_engines import OwnEngines, joining_host, not_own
 from pdrelay_proxy.api.schemas import (
     DrainedInstance,
@@ -200,7 +207,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
     turning = APIRouter(route_class=access.route())
     explaining = APIRouter(route_class=access.route(is_large=True))
 
-    @router.get("", responses=OPERATOR_ERRORS, response_model=InstanceList)
+    @router.get("", responses=operator_errors(), response_model=InstanceList)
     async def list_all(request: Request) -> Response:
         """List the engines."""
         if (host := joining_host(request)) is not None:
@@ -208,7 +215,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
         return StreamingResponse(in_steps(admin.pieces()), media_type="application/json")
 
     def act(verb: str, on: Callable[[InstanceId], Awaitable[None]], summary: str) -> None:
-        @router.post(f"/{verb}", responses=OPERATOR_ERRORS, summary=summary)
+        @router.post(f"/{verb}", responses=CHANGE_ERRORS, summary=summary)
         async def change(request: Request, named: InstanceName) -> InstanceList:
             request.state.target = named.id or f"{named.type} {named.instance}"
             host = joining_host(request)
@@ -219,7 +226,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
 
     @router.post(
         "/drain",
-        responses=OPERATOR_ERRORS,
+        responses=CHANGE_ERRORS,
         summary="Send engines nothing new, and say so when they have nothing left; with move streams go on elsewhere",
     )
     async def drain(request: Request, named: DrainedInstance) -> InstanceList:
@@ -230,7 +237,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
 
     @turning.post(
         "/turn",
-        responses=OPERATOR_ERRORS,
+        responses=CHANGE_ERRORS,
         summary="Have engines serve another role, as soon as nothing of the old one is left",
     )
     async def turn(request: Request, named: TurnedInstance) -> InstanceList:
@@ -239,7 +246,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
             await _carried_out(admin, named, partial(admin.discovery.turn, to=named.to, force=named.force))
         )
 
-    @explaining.post("/explain", responses=OPERATOR_ERRORS, response_model=ExplainResponse)
+    @explaining.post("/explain", responses=BODY_ERRORS, response_model=ExplainResponse)
     async def explain(question: ExplainRequest) -> Response:
         """Say which engines a request would go to, and what each would get."""
         if question.path not in tuple(Api):

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from pdrelay_proxy.api.error_answers import error_answers
+from pdrelay_proxy.api.error_answers import ANY_ROUTE, error_answers
 from pdrelay_proxy.api.operator_route import passed_on
 from pdrelay_proxy.api.schemas import ErrorResponse, ServedModels
 from pdrelay_proxy.core.admission.keys import Outbound
@@ -26,7 +26,9 @@ from pdrelay_proxy.io.wire import WireEngines
 _ERRORS: Final[dict[int | str, str]] = {
     401: "No API key, or one that the router does not know",
     "4XX": "What an engine says, if each refuses",
+    502: "An engine answers with something else",
     503: "No engine answers",
+    **ANY_ROUTE,
 }
 _WANTS_A_KEY: Final = (401, 403)
 _KEPT_S: Final = 3.0  # for which a list is given again: whoever asks often costs no more

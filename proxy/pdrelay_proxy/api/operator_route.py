@@ -18,7 +18,7 @@ from fastapi.security import APIKeyHeader
 from starlette.types import Scope
 
 from pdrelay_proxy.api.audit import Audit
-from pdrelay_proxy.api.error_answers import error_answers
+from pdrelay_proxy.api.error_answers import Answers, error_answers
 from pdrelay_proxy.api.schemas import OperatorError
 from pdrelay_proxy.core.admission.admin_key import AdminKey, fingerprint
 from pdrelay_proxy.core.admission.keys import Keyring, shown_key
@@ -35,18 +35,18 @@ SMALL_BODY: Final = 64 * 1024  # bytes: the name of an engine
 _RAW: Final = "body"  # of a request to explain: it is repeated as it came
 _SHOWN: Final = 100  # characters of what a caller has written
 _JSON: Final = (b"content-type", b"application/json")
-_STATUSES: Final[dict[int | str, str]] = {
-    400: "The body is not what the route takes, or it cannot be done",
+_STATUSES: Final[Mapping[int | str, str]] = {
+    400: "The request is not what the route takes, or it cannot be done",
     401: "No admin key, or a wrong one",
-    403: "No engine may be added there, or this is not for the join key",
-    404: "There is no such engine, or the router has no admin key",
-    409: "The engine is managed elsewhere",
+    403: "This is not for the join key, or no engine may be added there",
+    404: "There is no such engine or request, or the router has no admin key",
+    409: "The engine is managed elsewhere, cannot serve the role, or its streams cannot move",
     413: "The body is larger than the route takes",
     415: "The body is of another type",
     503: "The store did not answer: the change may or may not have been made",
     "default": "What is wrong, in one sentence",
 }
-OPERATOR_ERRORS: Final = error_answers(OperatorError, _STATUSES)
+_ALWAYS: Final[tuple[int | str, ...]] = (401, 403, 404, "default")
 _ASKS: Final = {"www-authenticate": "X-Api-Key"}
 _MISSING: Final = "This is for operators: send the router's admin key as X-Api-Key."
 _UNCONFIGURED: Final = (
@@ -63,6 +63,15 @@ _PROXIED: Final = frozenset(
 OPERATOR_KEY: Final[Any] = Security(
     APIKeyHeader(name="X-Api-Key", scheme_name="operator", description="The operator's key", auto_error=False)
 )
+
+
+def operator_errors(*statuses: int) -> Answers:
+    """Describe the errors of a route for operators: these, and those that all of them have."""
+    return error_answers(OperatorError, {status: _STATUSES[status] for status in (*statuses, *_ALWAYS)})
+
+
+BODY_ERRORS: Final = operator_errors(400, 413, 415)  # of a route that takes a body
+CHANGE_ERRORS: Final = operator_errors(400, 409, 413, 415, 503)  # of one that changes engines
 
 
 def _worded(field: str, fault: str) -> str:

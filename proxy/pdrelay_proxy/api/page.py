@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,14 +12,14 @@ import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 
-from pdrelay_proxy.api.error_answers import error_answers
+from pdrelay_proxy.api.error_answers import ANY_ROUTE, error_answers
 from pdrelay_proxy.api.schemas import ErrorResponse
 from pdrelay_proxy.api.stepped import in_steps, in_turns
 from pdrelay_proxy.io.metrics import Metrics
 from pdrelay_proxy.io.status import Snapshot, Status
 
 _ERRORS: Final = error_answers(
-    ErrorResponse, {401: "No API key and no admin key, or one that the router does not know"}
+    ErrorResponse, {401: "No API key and no admin key, or one that the router does not know", **ANY_ROUTE}
 )
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 PAGE_HEADERS: Final = {
@@ -38,7 +38,7 @@ def anybody(_: Request) -> None:
 class Onlookers:
     """Who may see the metrics, and the page with its numbers: the checks raise Unauthorized for others."""
 
-    scrapers: Callable[[Request], None] = anybody
+    scrapers: Callable[[Request], Awaitable[None] | None] = anybody
     browsers: Callable[[Request], None] = anybody
     keys: Sequence[Any] = ()  # what the document says of it
 

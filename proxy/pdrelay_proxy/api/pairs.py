@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
 
-from pdrelay_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess
+from pdrelay_proxy.api.operator_route import OPERATOR_KEY, OPERATORS, OperatorAccess, operator_errors
 from pdrelay_proxy.api.schemas import PairList
 from pdrelay_proxy.api.stepped import in_steps
 from pdrelay_proxy.core.fleet.pair_rows import pair_rows
@@ -21,7 +21,7 @@ def pair_routes(pairs: Callable[[], PairNotes], clock: Callable[[], float], acce
     """Build the route; it wants the operator's key."""
     router = APIRouter(prefix="/pairs", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=access.route())
 
-    @router.get("", responses=OPERATOR_ERRORS, response_model=PairList)
+    @router.get("", responses=operator_errors(), response_model=PairList)
     async def list_all() -> Response:
         """List the pairs of engines that fail, and those that were used lately."""
         return StreamingResponse(in_steps(_pieces(pairs(), clock())), media_type="application/json")

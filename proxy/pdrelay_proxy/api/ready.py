@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.types import Message, Receive, Scope, Send
 
-from pdrelay_proxy.api.error_answers import error_answers
+from pdrelay_proxy.api.error_answers import ANY_ROUTE, error_answers
 from pdrelay_proxy.api.schemas import ErrorResponse, FleetHealth, Health
 from pdrelay_proxy.core.admission.lifetime import Lifetime, Stage
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
@@ -46,7 +46,7 @@ def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime, war
 
     @router.get(
         "/health",
-        responses=error_answers(ErrorResponse, {503: "No engine of one role"}),
+        responses=error_answers(ErrorResponse, {503: "No engine of one role", **ANY_ROUTE}),
         response_model_exclude_none=True,
     )
     async def health() -> FleetHealth:
@@ -56,7 +56,7 @@ def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime, war
         return FleetHealth(status="ok", warnings=list(warnings.texts) or None)
 
     @router.get("/readiness", include_in_schema=False)
-    @router.get("/ready", responses=error_answers(ErrorResponse, {503: "Send requests elsewhere"}))
+    @router.get("/ready", responses=error_answers(ErrorResponse, {503: "Send requests elsewhere", **ANY_ROUTE}))
     async def ready() -> Health:
         """Tell whether requests should be sent here: it knows its engines, and is not about to end."""
         if lifetime.stage is not Stage.SERVING:
@@ -73,7 +73,7 @@ def liveness_routes() -> APIRouter:
     router = APIRouter(tags=["probes"])
 
     @router.get("/liveness", include_in_schema=False)
-    @router.get("/live")
+    @router.get("/live", responses=error_answers(ErrorResponse, ANY_ROUTE))
     async def live() -> Health:
         """Tell that the router answers."""
         return Health(status="ok")

@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, HTTPException, Path, Query
 
-from pdrelay_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess
+from pdrelay_proxy.api.operator_route import OPERATOR_KEY, OPERATORS, OperatorAccess, operator_errors
 from pdrelay_proxy.api.schemas import RequestTimeline, RequestTimelines, TimelineRow
 from pdrelay_proxy.core.request_history import RequestHistory, name_begins, records_named
 from pdrelay_proxy.core.request_record import (
@@ -32,7 +32,7 @@ def request_routes(
     """Build the route; it wants the operator's key."""
     router = APIRouter(prefix="/requests", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=access.route())
 
-    @router.get("/{name}", responses=OPERATOR_ERRORS)
+    @router.get("/{name}", responses=operator_errors(400))
     async def show(
         name: Annotated[str, Path(min_length=1, max_length=128, pattern=r"^[!-~]+$")],
         *,

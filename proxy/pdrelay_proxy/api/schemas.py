@@ -8,16 +8,20 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic.json_schema import SkipJsonSchema
 
 from pdrelay_proxy.api.endpoint_document import describe_request
+from pdrelay_proxy.core.fleet.health import HealthState
 from pdrelay_proxy.core.model import Api, EngineRole, Role
 
 _HEADERS_MOST: Final = 64
+_ADDRESS: Final[dict[str, Any]] = {"pattern": r"^(https?://)?[^\s/@#?]+:[0-9]{1,5}(#dp=[1-9][0-9]*)?$"}
 
 Name: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=300)]
 HeaderName: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 HeaderValue: TypeAlias = Annotated[str, StringConstraints(max_length=8192)]
 JsonObject: TypeAlias = dict[str, Any]
+Absent: TypeAlias = SkipJsonSchema[None]  # a header cannot be null
 # A value that is kept as the bytes that came: reading and writing it again would change numbers and escapes.
 RawObject: TypeAlias = Annotated[msgspec.Raw, WithJsonSchema({"type": "object", "additionalProperties": True})]
 
@@ -28,11 +32,11 @@ RawObject: TypeAlias = Annotated[msgspec.Raw, WithJsonSchema({"type": "object", 
 class InstanceName(BaseModel):
     """Which engine: by id, or by role and address as in /instances/add (then every rank there)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [{"id": "decode-0"}]})
 
     id: Name | None = Field(None, examples=["decode-0"])
     type: Role | None = None
-    instance: Name | None = Field(None, examples=["10.0.0.7:8000"])
+    instance: Annotated[Name, Field(json_schema_extra=_ADDRESS)] | None = Field(None, examples=["10.0.0.7:8000"])
 
 
 class DrainedInstance(InstanceName):
@@ -43,6 +47,8 @@ class DrainedInstance(InstanceName):
 
 class TurnedInstance(InstanceName):
     """Which engine turns, and to what."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"id": "decode-0", "to": "prefill"}]})
 
     to: EngineRole = Field(description="what it serves as soon as nothing of its old role is left")
     force: bool = Field(default=False, description="also if it is the last engine that serves its old role")
@@ -55,7 +61,7 @@ class NewInstance(BaseModel):
 
     type: Role
     instance: Annotated[Name, StringConstraints(pattern=":")] = Field(
-        json_schema_extra={"pattern": r"^(https?://)?[^\s/@#?]+:[0-9]{1,5}(#dp=[1-9][0-9]*)?$"},
+        json_schema_extra=_ADDRESS,
         examples=["10.0.0.7:8000", "10.0.0.7:8000#dp=4"],
         description="HOST:PORT; with #dp=N each of its N ranks",
     )
@@ -64,7 +70,12 @@ class NewInstance(BaseModel):
 class ExplainRequest(BaseModel):
     """The request that a client would send."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        arbitrary_types_allowed=True,
+        json_schema_extra={"examples": [{"path": Api.COMPLETIONS.value, "body": {"prompt": "Once upon a time"}}]},
+    )
 
     path: Annotated[Name, WithJsonSchema({"type": "string", "enum": [api.value for api in Api]})]
     body: RawObject
@@ -142,7 +153,7 @@ class InstanceRow(BaseModel):
     turns_to: EngineRole | None = Field(description="what it serves as soon as nothing of its role is left")
     address: str
     rank: int | None
-    state: str
+    state: HealthState
     why: str
     since_s: float = Field(description="seconds in this state")
     in_flight: int
@@ -227,8 +238,12 @@ class PairOfEngines(BaseModel):
         description="of its latest transfers of KV, as our connector shows; null: not known"
     )
     last_s: float | None = Field(description="seconds since it was last used; null: not lately")
-    state: Literal["well", "failing", "resting", "trying"]
-    reason: str | None = Field(description="of its latest failure, in the words of pdrelay_pair_failures_total")
+    state: Literal["well", "failing", "resting", "trying"] | HealthState = Field(
+        description="of a pair that does not fail that of an engine that is not well"
+    )
+    reason: str | None = Field(
+        description="of its latest failure, in the words of pdrelay_pair_failures_total; or which engine is not well"
+    )
     why: str | None = Field(description="the same in the words of the decode engine's connector; null: it does not say")
     failed_in_a_row: int = Field(description="transfers, as the decode engine shows them")
     mode: Literal["pull", "push", "both"] | None = Field(
@@ -314,13 +329,13 @@ class ServedModels(BaseModel):
 class ForwardedHeaders(BaseModel):
     """The headers that mean something to the router."""
 
-    x_request_id: str | None = Field(None, description="the client's name of the request; answer and log repeat it")
-    x_session_id: str | None = Field(
+    x_request_id: str | Absent = Field(None, description="the client's name of the request; answer and log repeat it")
+    x_session_id: str | Absent = Field(
         None,
         description="requests with the same one go to the same engine (session); docs/routing.md lists other names",
     )
-    x_data_parallel_rank: int | None = Field(None, ge=0, description="the rank of the engine that decodes")
-    x_vllm_priority: int | None = Field(
+    x_data_parallel_rank: int | Absent = Field(None, ge=0, description="the rank of the engine that decodes")
+    x_vllm_priority: int | Absent = Field(
         None, description="requests with a lower one come first where some have to wait"
     )
 

@@ -11,7 +11,7 @@ from pdrelay_proxy.api.endpoint_asgi import Endpoints
 from pdrelay_proxy.api.endpoint_routes import CLIENT_KEYS, endpoint_routes
 from pdrelay_proxy.api.instances import InstanceAdmin, instance_routes
 from pdrelay_proxy.api.model_list import model_routes
-from pdrelay_proxy.api.operator_route import OperatorAccess, require_any_key
+from pdrelay_proxy.api.operator_route import OPERATOR_KEY, OperatorAccess, require_any_key
 from pdrelay_proxy.api.own_engines import OwnEngines
 from pdrelay_proxy.api.page import Onlookers, page_routes
 from pdrelay_proxy.api.pairs import pair_routes
@@ -102,7 +102,7 @@ def _key_routes(
             guard=engines.guard,
             own=own,
             access=access,
-            onlookers=access.require if _has_open_admin_port(settings) else onlookers.scrapers,
+            onlookers=Onlookers(access.require, keys=[OPERATOR_KEY]) if _has_open_admin_port(settings) else onlookers,
         ),
         instance_routes(instances, access),
         pair_routes(telemetry.settled_pairs, clock, access),

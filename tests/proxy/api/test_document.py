@@ -18,6 +18,7 @@ from pdrelay_proxy.api.schemas import (
     InstanceAdded,
     InstanceList,
     OperatorError,
+    PairList,
     PairOfEngines,
     ServedModels,
 )
@@ -194,7 +195,9 @@ def faults(found, described, answer):
         schema, values = described[content_type]["schema"], [answer.json()]
     else:
         lines = [line for line in answer.text.splitlines() if line.startswith("data: ") and line != "data: [DONE]"]
-        schema = described[content_type]["itemSchema"]["properties"]["data"]["contentSchema"]
+        schema = (
+            described[content_type]["itemSchema"]["properties"]["data"].get("anyOf", [{}])[0].get("contentSchema", {})
+        )
         values = [json.loads(line.removeprefix("data: ")) for line in lines]
     validator = jsonschema.Draft202012Validator({"components": found["components"]} | schema)
     return [error.message for value in values for error in validator.iter_errors(value)]
@@ -210,23 +213,28 @@ async def test_a_query_that_is_wrong_is_refused_in_one_sentence(app):
     assert found["paths"]["/requests/{name}"]["get"]["responses"].keys() >= {"400", "default"}
 
 
-async def test_who_shows_no_key_gets_an_answer_of_the_document(guarded):
-    """Each route that wants one says so."""
-    found = await document(guarded, KEY)
+@pytest.mark.parametrize("wanted", [True, False], ids=["keys", "no keys"])
+async def test_who_shows_no_key_gets_an_answer_of_the_document(app, guarded, wanted):
+    """Each route that wants one says so, and no other does."""
+    router_app = guarded if wanted else app
+    found = await document(router_app, KEY)
 
     for path, method, one in operations(found):
         shown = path.replace("{name}", "0")
-        transport = httpx.ASGITransport(guarded, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(router_app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answer = await client.request(method, shown, json={} if method == "post" else None)
         assert str(answer.status_code) in one["responses"] or "default" in one["responses"], path
+        assert (answer.status_code == 401) == bool(one.get("security")), path
 
 
 async def test_the_document_is_no_wider_than_the_routes(app):
     """A generator makes types of it."""
     found = await document(app, KEY)
     schemas = found["components"]["schemas"]
+    parameters = [parameter for _, _, one in operations(found) for parameter in one.get("parameters", ())]
 
+    assert [each["name"] for each in parameters if each["in"] == "header" and "null" in str(each["schema"])] == []
     assert schemas["ExplainRequest"]["properties"]["path"]["enum"] == [api.value for api in Api]
     pattern = schemas["NewInstance"]["properties"]["instance"]["pattern"]
     good = ("10.0.0.7:8000", "[::1]:80", "https://d0.example:8000", "d0:1#dp=4")
@@ -265,7 +273,7 @@ async def test_an_operator_sees_the_routes_for_operators(app):
 
     assert found["paths"].keys() >= OPERATORS
     for path, _, operation in operations(found):
-        assert (operation.get("security") == [{"operator": []}]) == (path in OPERATORS)
+        assert (operation.get("security") == [{"operator": []}]) == (path in OPERATORS - {"/status"})
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["keys", "no keys"])
@@ -309,10 +317,12 @@ async def test_what_the_router_answers_is_what_the_document_says():
     keyed = {"headers": KEY}
     async with router(sims(), Settings(admin_key=ADMIN, required_model="sim")) as client:
         question = {"path": "/v1/completions", "body": {"prompt": "a", "max_tokens": 5}}
+        await client.post("/v1/completions", json=question["body"])
         answers = [
             (FleetStatus, await client.get("/status", **keyed)),
             (InstanceList, await client.get("/instances", **keyed)),
             (InstanceList, await client.post("/instances/drain", json={"id": "decode-0"}, **keyed)),
+            (PairList, await client.get("/pairs", **keyed)),
             (InstanceList, await client.post("/instances/undrain", json={"id": "decode-0"}, **keyed)),
             (ExplainResponse, await client.post("/instances/explain", json=question, **keyed)),
             (OperatorError, await client.post("/instances/drain", json={"id": 7}, **keyed)),

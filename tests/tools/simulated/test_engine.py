@@ -129,7 +129,19 @@ async def test_parameters_belong_to_one_request():
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("raw", [b"junk", b"[]", b"{}", b'{"prompt":"a","max_tokens":"many"}'])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"junk",
+        b"[]",
+        b"{}",
+        b'{"prompt":"a","max_tokens":"many"}',
+        b'{"prompt":"a","n":[1],"stream":true}',
+        b'{"prompt":"a","n":-1}',
+        b'{"prompt":"a","stream":true,"stream_options":[]}',
+        b'{"prompt":"a","stream":true,"stream_options":"x"}',
+    ],
+)
 async def test_what_is_no_request_is_refused(role, raw):
     """Like an engine would."""
     async with talking_to(Sim(role)) as client:

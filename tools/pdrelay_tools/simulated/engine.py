@@ -341,6 +341,10 @@ class Sim:
     def _check(self, raw: bytes, body: Json, request: Request) -> None:
         if not rules.prompts_of(body) or rules.token_limit(body) < 0:
             raise ValueError("no prompt, or no tokens")
+        if not isinstance(body.get("n") or 1, int) or (body.get("n") or 1) < 1:
+            raise ValueError("n is no number of answers")
+        if not isinstance(body.get("stream_options"), dict | None):
+            raise TypeError("stream_options is no object")
         if self._prefills(body):
             rules.check_prefill_leg(body, pushes=self._mode == "push", limits=_LIMITS[request.url.path])
         elif body.get("kv_transfer_params") is not None and [*body["kv_transfer_params"]] != ["prompt_token_ids"]:

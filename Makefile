@@ -164,7 +164,7 @@ OPENAPI := .pdrelay/venvs/openapi
 test-openapi: $(STAMPS)/dev $(OPENAPI)/.installed ## a client made of /openapi.json, and schemathesis, against the router: docs/reference/http.md; SECONDS=60 SEED=17
 	PDRELAY_OPENAPI_SECONDS=$(SECONDS) PDRELAY_OPENAPI_SEED=$(SEED) $(BIN)/pytest -p no:cacheprovider tests/openapi
 
-$(OPENAPI)/.installed: tests/openapi/requirements.txt
+$(OPENAPI)/.installed: requirements/openapi.txt
 	$(PYTHON) -m venv $(OPENAPI)
 	$(OPENAPI)/bin/python -m pip -qq --disable-pip-version-check install --require-hashes -r $<
 	touch $@
@@ -347,7 +347,7 @@ lock: $(VENV)/bin/python ## write requirements/*.txt anew from requirements/*.in
 	$(BIN)/python -P tests/support/try_versions.py lock
 	echo 'vllm-router==0.1.17' | $(LOCK) -c requirements/engine.txt - -o benchmarks/router/requirements-peer.txt
 	echo 'mkdocs-material==9.8.2' | $(LOCK) - -o requirements/site.txt
-	$(LOCK) tests/openapi/requirements.in -o tests/openapi/requirements.txt
+	$(LOCK) requirements/openapi.in -o requirements/openapi.txt
 
 # What PyTorch needs and requirements/engine.txt has: without CUDA's libraries it would be all.
 HERE := torch filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy typing-extensions

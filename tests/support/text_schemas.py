@@ -21,7 +21,7 @@ LEFT_OUT = {
     "kv_transfer_params": "the router refuses it, and answers never have it",
     "ec_transfer_params": "the same",
     "request_id": "the router names requests itself: X-Request-Id",
-    "chat_template": "engines refuse it unless they trust their clients",
+    "chat_template": "the router refuses it unless trust_request_chat_template is set",
 }
 # A class of openai_harmony; the router's document has another Message, and a message of any role is typed without it.
 NO_VARIANT = "Message"
@@ -35,6 +35,8 @@ ALWAYS = {
     "UsageInfo": ("prompt_tokens", "total_tokens"),
 }
 NOTES = {
+    "cache_salt": "Where clients have keys, the router sets it, by the key and by what is written here.",
+    "chat_template_kwargs": "The router refuses chat_template in it, unless trust_request_chat_template is set.",
     "model": "May be left out where all engines serve one model.",
     "priority": "The header X-vLLM-Priority counts before it.",
     "tool_choice": "Without it: auto if there are tools, else none.",
@@ -121,7 +123,8 @@ def describe_request(fields, original):
     """Say what vLLM takes for a field that is left out, and what the router makes of some."""
     for name, schema in fields.items():
         default = original[name].get("default")
-        said = f"Default: {json.dumps(default)}." if default not in (None, [], {}) and name not in NOTES else ""
+        is_plain = default not in (None, [], {}) and name not in NOTES
+        said = f"Default: {json.dumps(default)}." if is_plain else ""
         about = " ".join(filter(None, (schema.get("description", ""), said, NOTES.get(name, ""))))
         if about:
             schema["description"] = about

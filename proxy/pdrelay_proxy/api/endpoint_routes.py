@@ -56,8 +56,8 @@ _ERRORS: Final[Mapping[int | str, str]] = {
     **ANY_ROUTE,
 }
 _ABOUT_TEXT: Final = (
-    f"The fields are those of vLLM {VLLM}. Others go to the engines as they came, but for kv_transfer_params and "
-    "ec_transfer_params, which are a 400. With stream=true the answer is a stream of events."
+    f"The fields are those of vLLM {VLLM}. Others go to the engines as they came, but for kv_transfer_params, "
+    "ec_transfer_params and chat_template, which are a 400. With stream=true the answer is a stream of events."
 )
 _TEXT: Final[Part] = {"schema": {"type": "string"}}
 _ANSWER_HEADERS: Final[Part] = {

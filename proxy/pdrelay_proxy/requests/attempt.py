@@ -11,10 +11,8 @@ from pdrelay_proxy.core.expected_time import ExpectedTime
 from pdrelay_proxy.core.fleet.load import ASK_FOR_REPORT
 from pdrelay_proxy.core.model import (
     GenerationRequest,
-    Headers,
     Instance,
     InstanceId,
-    LegRequest,
     PrefillResult,
     Role,
     SingleEngineReason,
@@ -23,7 +21,6 @@ from pdrelay_proxy.core.protocol.engine_errors import leg_error
 from pdrelay_proxy.core.protocol.fault_table import VERDICTS, Failure, Held
 from pdrelay_proxy.core.protocol.handoff import handoff_timeout
 from pdrelay_proxy.core.protocol.push import TransferMode
-from pdrelay_proxy.core.protocol.request_bodies import RELEASE_PATH, abandon_body, release_body
 from pdrelay_proxy.core.protocol.response_filter import check_type, clean_answer
 from pdrelay_proxy.core.protocol.usage import cache_usage, prompt_tokens, usage_alone, with_cache_usage
 from pdrelay_proxy.core.raw_json import Pieces
@@ -35,6 +32,7 @@ from pdrelay_proxy.io.request_path.returned_kv import cached_on
 from pdrelay_proxy.requests.intake import RequestPlan
 from pdrelay_proxy.requests.leg_bodies import prefill_body
 from pdrelay_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
+from pdrelay_proxy.requests.lent_blocks import LentBlocks
 from pdrelay_proxy.requests.life import RequestLife
 from pdrelay_proxy.requests.lifecycle import RequestState
 from pdrelay_proxy.requests.stream_move import StreamMove, StuckPrompts
@@ -48,8 +46,6 @@ _PUSH: Final = TransferMode.PUSH
 _TIMEOUT: Final = Failure.TIMEOUT
 _IF_SERVED: Final = Held.IF_SERVED_ELSEWHERE
 _CONTINUING: Final = RequestState.CONTINUING
-_RANK: Final = b"x-data-parallel-rank"
-_RELEASES_MOST: Final = 16  # decode engines of which one is asked to free blocks
 
 
 class Attempt(LegOwner):
@@ -212,9 +208,8 @@ class Attempt(LegOwner):
         services = self._services
         plan = self._plan
         instance = leg.instance
-        headers, leg.record.name = plan.headers, self.id
-        if instance.rank is not None or plan.ask.rank is not None:
-            headers = self._ranked(headers, instance)
+        leg.record.name = self.id
+        headers = plan.headers_for(instance)
         if asks_for_report:
             headers = (*headers, ASK_FOR_REPORT)
         if self._span is not None:
@@ -251,12 +246,6 @@ class Attempt(LegOwner):
         )
         for listener in self._services.fleet.listeners:
             listener.leg_sent(leg.instance, self.id, self._plan.ask, computes=computes, is_timed=is_timed)
-
-    def _ranked(self, headers: Headers, instance: Instance) -> Headers:
-        rank = instance.rank
-        if rank is None and instance.role is _DECODE:
-            rank = self._plan.ask.rank
-        return headers if rank is None else (*headers, (_RANK, b"%d" % rank))
 
     # ---- choosing
 
@@ -346,34 +335,22 @@ class Attempt(LegOwner):
             self._release(lent_by)
 
     def _release(self, leg: PrefillLeg) -> None:
-        """Free the blocks of a prefill that is not read; the client does not wait for it. What is pushed needs none."""
-        services = self._services
-        decode = self.record.decode
-        call = self._plan.call
-        handover = leg.handover
-        if call is None or handover is None or handover.coordinates is not None:
+        """Free the blocks of a prefill that is not read."""
+        handover, decode = leg.handover, self.record.decode
+        if handover is None:
             return
-        prefill = leg.instance
-        body = release_body(call.fields, handover.params)
         tried = None if decode is None else decode.instance  # it may be why the leg was not sent: it is asked last
-        fitting = self.retries.first(services.fleet.fitting(prefill, self.usable(Role.DECODE)))
-        decodes = sorted(fitting, key=lambda instance: instance.id == tried)[:_RELEASES_MOST]
-        abandoning = self._about_blocks(prefill, abandon_body(call.fields, self.transfer))
-        services.releaser.release(prefill, [self._about_blocks(decode, body) for decode in decodes], abandoning)
+        fitting = self.retries.first(self._services.fleet.fitting(leg.instance, self.usable(Role.DECODE)))
+        decodes = sorted(fitting, key=lambda instance: instance.id == tried)
+        LentBlocks(self._services, self._plan, self.id, self.transfer).release(leg.instance, handover, decodes)
 
     def _abandon(self, leg: EngineLeg) -> None:
         """Free what a prefill that was dropped, or has failed, may have leased by now.
 
         A decode leg would settle that itself, and so does the release of an answer that could be read.
         """
-        call = self._plan.call
-        if call is not None and leg.was_sent and self.decode is None:
-            body = abandon_body(call.fields, self.transfer)
-            self._services.releaser.abandon(leg.instance, self._about_blocks(leg.instance, body))
-
-    def _about_blocks(self, engine: Instance, body: bytes) -> LegRequest:
-        headers = (*self._plan.headers, (b"x-request-id", self.id.encode()))
-        return LegRequest(engine, RELEASE_PATH, body, self._ranked(headers, engine))
+        if leg.was_sent and self.decode is None:
+            LentBlocks(self._services, self._plan, self.id, self.transfer).abandon(leg.instance)
 
     # ---- what the legs tell (LegOwner)
 

@@ -21,7 +21,9 @@ from pdrelay_proxy.core.model import (
     Api,
     GenerationRequest,
     Headers,
+    Instance,
     PassthroughRequest,
+    Role,
     RoutingHints,
     SingleEngineReason,
 )
@@ -122,6 +124,13 @@ class RequestPlan:
         self.tokens = tokens
         self.single_reason = single_reason
         self.learns_model = False
+
+    def headers_for(self, engine: Instance) -> Headers:
+        """Return the headers for one engine: with its rank, or with the client's for a decode engine without ranks."""
+        rank = engine.rank
+        if rank is None and engine.role is Role.DECODE:
+            rank = self.ask.rank
+        return self.headers if rank is None else (*self.headers, (_RANK, b"%d" % rank))
 
 
 @dataclass(slots=True)

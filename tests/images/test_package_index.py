@@ -220,6 +220,7 @@ def test_the_command_runs_from_an_environment_of_its_own(index, tmp_path):
     version = run("--version")
     router = run("serve", "--check", "--prefill", "p0:1", "--decode", "d0:1")
     without = run("check", "--help")
+    doctor = run("doctor", "--help")
     assert pip(index, "install", "pdrelay[tools]", python=here).returncode == 0
     tools = run("check", "--help")
 
@@ -227,6 +228,7 @@ def test_the_command_runs_from_an_environment_of_its_own(index, tmp_path):
     assert version.stdout.startswith(f"pdrelay {importlib.metadata.version('pdrelay')} ")
     assert router.returncode == 0, router.stderr
     assert (without.returncode, "pip install 'pdrelay[tools]'" in without.stderr) == (2, True)
+    assert (doctor.returncode, doctor.stdout.startswith("usage: pdrelay doctor")) == (0, True), doctor.stderr
     assert (tools.returncode, tools.stdout.startswith("usage: pdrelay check")) == (0, True), tools.stderr
 
 

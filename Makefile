@@ -186,6 +186,10 @@ test-versions: $(STAMPS)/dev ## other versions of vLLM, each in an environment o
 	$(BIN)/python -P tests/support/try_versions.py try $(VERSIONS)
 	$(BIN)/pytest tests/contract/test_versions.py tests/e2e/test_versions.py
 
+.PHONY: test-interop
+test-interop: $(STAMPS)/dev ## others' routers before our engines, and our router before theirs: docs/interop.md, 40 minutes; PEERS="smg nixl"
+	$(BIN)/python -P tests/interop/matrix.py $(PEERS)
+
 .PHONY: test-helm
 test-helm: $(STAMPS)/helm ## the chart, with helm 3 and helm 4
 	$(BIN)/pytest tests/helm
@@ -345,6 +349,7 @@ lock: $(VENV)/bin/python ## write requirements/*.txt anew from requirements/*.in
 	$(LOCK) requirements/dev.in -o requirements/dev.txt
 	$(LOCK) -c requirements/engine.txt $(addprefix --no-emit-package=,$(HERE)) requirements/torch.txt -o requirements/cuda.txt
 	$(BIN)/python -P tests/support/try_versions.py lock
+	for wanted in tests/interop/locks/*.in; do $(LOCK) $$wanted -o $${wanted%.in}.txt || exit 1; done
 	echo 'vllm-router==0.1.17' | $(LOCK) -c requirements/engine.txt - -o benchmarks/router/requirements-peer.txt
 	echo 'mkdocs-material==9.8.2' | $(LOCK) - -o requirements/site.txt
 	$(LOCK) requirements/openapi.in -o requirements/openapi.txt

@@ -17,7 +17,12 @@ ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "helm" / "images"
 LOCKED = sorted(
     path
-    for pattern in ("requirements/*.txt", "helm/images/requirements-*.txt", "benchmarks/router/requirements-*.txt")
+    for pattern in (
+        "requirements/*.txt",
+        "helm/images/requirements-*.txt",
+        "benchmarks/router/requirements-*.txt",
+        "tests/interop/locks/**/*.txt",
+    )
     for path in ROOT.glob(pattern)
 )
 

@@ -1,0 +1,12 @@
+"""What the matrix has no row for, and why."""
+
+NOT_RUN = {
+    "llm-d's sidecar and endpoint picker": "Go programs without a package of their own: building them needs their Go "
+    "modules, which the matrix does not fetch. By its source, its `nixlv2` passes P's parameters on.",
+    "AIBrix's gateway, Kthena, KServe": "Go programs inside Envoy or a Kubernetes cluster.",
+    "Ray Serve LLM 2.60": "it names vLLM 0.27, and our connector begins with 0.30.",
+    "Dynamo 1.6.1": "its workers start with our connector as `NixlConnector`; it has no row yet.",
+    "`MultiConnector` with `OffloadingConnector`": 'the engine does not start here: "CPU Offloading is currently only '
+    'supported on CUDA-alike and XPU GPUs".',
+    "`MultiConnector` with `SimpleCPUOffloadConnector`": "it copies by CUDA streams, and does not start without.",
+}

@@ -401,6 +401,8 @@ def _kind(annotation: Any) -> Kind:  # noqa: ANN401 (types of types have no type
     return Kind("", "NAME")
 
 
-DECLARED: Final = [Setting(f.name, f.default, _kind(f.type), f.metadata["option"]) for f in fields(Settings)]
+DECLARED: Final = [
+    Setting(f.name, f.default, _kind(f.type), f.metadata["option"]) for f in fields(Settings) if f.metadata
+]
 OPTIONS: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED if not one.option.environment}
 SECRETS: Final[Mapping[str, Setting]] = {one.name: one for one in DECLARED if one.option.environment}

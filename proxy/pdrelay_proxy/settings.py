@@ -272,22 +272,15 @@ class Settings:
         "UDP port on which this router listens to its peers", chart="router.peers.port")
     decode_slots: Count | None = ENGINES.option(None,
         "requests that a decode engine serves at the same time (its --max-num-seqs), for --roles", unset="unknown")
-    load_reports: bool = ENGINES.option(True, "ask prefill engines for their load, if the prefill policy uses it")
     drain_idle_time_s: Seconds = ENGINES.option(60.0,
         "time without a request after which a draining prefill engine counts as drained, if its metrics do not show "
         "it earlier")
 
     health_check_interval_s: SomeSeconds = HEALTH.option(5.0,
         "time between two health checks of an engine; 0: no health checks")
-    health_check_timeout_s: Seconds = HEALTH.option(5.0, "time for one health check")
     health_check_failures: Count = HEALTH.option(2, "consecutive health checks that fail before an engine is ejected")
-    unresponsive_timeout_s: Seconds = HEALTH.option(30.0,
-        "time without an answer to a health check after which the engine's requests are cancelled and retried "
-        "elsewhere")
     circuit_breaker_failures: Natural = HEALTH.option(5,
         "consecutive requests that fail before an engine is ejected; 0: failed requests eject no engine")
-    ejection_time_s: Seconds = HEALTH.option(5.0,
-        "time before an ejected engine gets one request again; doubled after each one that fails, up to 60 s")
     engine_metrics_interval_s: Seconds = HEALTH.option(15.0,
         "time between two reads of the metrics of all decode engines, which show whether KV arrives")
     pair_failures: Natural = HEALTH.option(3,
@@ -367,15 +360,12 @@ class Settings:
     handoff_timeout_s: Seconds | None = TIMEOUTS.option(None,
         "time from a prefill engine's answer until the decode leg must be sent; by default two thirds of the lease "
         "that the engine names, or 20 s", live=True)
-    client_write_timeout_s: Seconds = TIMEOUTS.option(300.0,
-        "time in which a client must read some of its response; then its connection is closed")
     head_timeout_s: Seconds = TIMEOUTS.option(10.0,
         "time to receive the head of a request, from the start of the connection or of the request")
     body_timeout_s: Seconds = TIMEOUTS.option(30.0,
         "time to receive the body of a request, plus one second for each 16 KiB received")
     engine_keepalive_s: Seconds = TIMEOUTS.option(4.0,
         "time that an idle connection to an engine stays open; vLLM closes it after 5 s")
-    client_keepalive_s: WholeSeconds = TIMEOUTS.option(75, "time that an idle connection of a client stays open")
     drain_grace_s: SomeSeconds = TIMEOUTS.option(0.0,
         "time after SIGTERM in which new requests are still served, while /ready answers 503",
         live=True, chart="router.drain.graceSeconds")
@@ -459,8 +449,6 @@ class Settings:
         unset="X-Request-Id")
     otlp_endpoint: Url | None = TELEMETRY.option(None,
         "base URL of the collector that gets the spans (OTLP over HTTP)", unset="OTEL_EXPORTER_OTLP_ENDPOINT")
-    request_history: Natural = TELEMETRY.option(1000,
-        "finished requests whose timeline pdrelay why can still show; 0: none")
     server_timing: Switch | None = TELEMETRY.option(None,
         "tell clients which engines served a request, for how many milliseconds, and what they had cached "
         "(Server-Timing header)",
@@ -480,3 +468,12 @@ class Settings:
         "namespace of the pods, of the InferencePool and of the store's ConfigMap",
         unset="the router's own", chart="router.discovery.enabled")
     # fmt: on
+
+    # What nobody had a reason to choose. Tests change it; it is no option.
+    health_check_timeout_s: float = 5.0  # for one health check
+    unresponsive_timeout_s: float = 30.0  # without an answer to one: the engine's requests are retried elsewhere
+    ejection_time_s: float = 5.0  # before an ejected engine's trial; doubled after each that fails, up to 60 s
+    load_reports: bool = True  # prefill engines are asked for their load, if the prefill policy uses it
+    client_write_timeout_s: float = 300.0  # in which a client must read some of its response
+    client_keepalive_s: int = 75  # an idle connection of a client stays open
+    request_history: int = 1000  # finished requests whose timeline pdrelay why can still show

@@ -118,8 +118,11 @@ def test_every_default_could_be_written(setting):
 
 
 def test_every_setting_is_declared_with_a_flag_of_its_own():
-    """And with a meaning."""
-    assert [setting.name for setting in DECLARED] == [field.name for field in dataclasses.fields(Settings)]
+    """And with a meaning; constants, which are none, have a plain type and a default."""
+    fields = dataclasses.fields(Settings)
+
+    assert [setting.name for setting in DECLARED] == [field.name for field in fields if field.metadata]
+    assert {type(field.default) for field in fields if not field.metadata} <= {bool, int, float}
     assert len({setting.flag for setting in OPTIONS.values()}) == len(OPTIONS)
     assert all(setting.option.help for setting in DECLARED)
 

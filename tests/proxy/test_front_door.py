@@ -589,7 +589,7 @@ def test_a_connection_without_a_request_is_closed(hasty, sent):
 
 
 def test_a_connection_that_had_an_answer_may_rest(hasty):
-    """For as long as --client-keepalive says, not only for the time of a head."""
+    """For 75 s, not only for the time of a head."""
     with ExitStack() as stack:
         client = begun(hasty, b"", before=request(), stack=stack)
         for sent in (request("/health", method="GET"), request("/nowhere"), request()):

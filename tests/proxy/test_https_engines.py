@@ -64,7 +64,7 @@ def https_fleet(folder, shown, *flags, name=NAME, authority=None, knows=None, **
         ]
         known = ("--prefill", f"https://{at[0]}", "--decode", f"https://{at[1]}")
         trust = ("--engine-ca", (knows or theirs).own.cert, *(("--engine-server-name", name) if name else ()))
-        beat = ("--health-check-interval", "0.2", "--health-check-timeout", "5")
+        beat = ("--health-check-interval", "0.2")
         (process,) = stack.enter_context(router_processes(folder, 1, *known, *trust, *beat, *flags))
         yield Fleet(process, engines, pair)
 

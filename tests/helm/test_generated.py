@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import tarfile
@@ -11,6 +12,7 @@ import tarfile
 import pytest
 import yaml
 
+from pdrelay_proxy.settings import PolicyName
 from support import chart_archive
 from support.helm_chart import CHART, HELMS, ROOT, Chart, Refused, binary, least_values, notes, run
 from support.oci_registry import oci_registry
@@ -44,6 +46,13 @@ def test_every_value_is_described(generate):
     ]
 
     assert missing == []
+
+
+def test_the_chart_knows_the_policies_of_the_router():
+    """It refuses another name, because the router would not start."""
+    listed = re.search(r"own := list (.*) -", (CHART / "templates/_checks.tpl").read_text())[1]
+
+    assert listed.replace('"', "").split() == [*PolicyName]
 
 
 def _leaves(values, path, described):

@@ -18,8 +18,8 @@ from pdrelay_proxy.core.roles.work_meter import RoleTargets
 from pdrelay_proxy.io.discovery.reconciler import Discovery
 from pdrelay_proxy.io.discovery.role_turns import LeasedTurns
 from pdrelay_proxy.io.peers import RouterPeers, peers_of
+from pdrelay_proxy.io.probes.engine_metrics_watch import EngineMetricsWatch
 from pdrelay_proxy.io.probes.kv_events import KvEventFollower
-from pdrelay_proxy.io.probes.kv_inflow import InflowWatch
 from pdrelay_proxy.io.probes.prober import Prober
 from pdrelay_proxy.io.probes.role_board import RoleBoard
 from pdrelay_proxy.io.probes.role_watch import RoleWatch
@@ -64,7 +64,7 @@ def build_background(
         warnings=engines.warnings,
     )
     every_s = settings.engine_metrics_interval_s
-    inflow = InflowWatch(registry, engines.checks.metrics, telemetry, every_s=every_s, clock=clock)
+    metrics_watch = EngineMetricsWatch(registry, engines.checks.metrics, telemetry, every_s=every_s, clock=clock)
     followers = _followers(engines, serving)
     discovery = build_discovery(settings, registry, clock)
     spans = () if serving.engine_spans is None else (serving.engine_spans,)
@@ -86,7 +86,7 @@ def build_background(
             *[each.running() for each in spans],
             discovery.running(),
             prober.running(),
-            inflow.running(),
+            metrics_watch.running(),
             *[each.running() for each in followers],
             *[each() for each in deciding],
             *[each.running() for each in peers],

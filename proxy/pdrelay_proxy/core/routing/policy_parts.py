@@ -27,7 +27,7 @@ class PromptMatches(Protocol):
 class PolicyParts:
     """What the router gives to a policy that it builds."""
 
-    load: Callable[[Instance], float]  # higher the busier an engine is: requests from this router, and its own report
+    load: Callable[[Instance], float]  # higher the busier an engine is: its requests, and a prefill engine's report
     dice: Callable[[int], int]  # dice(n): a random number from 0 to n-1
     turn: int  # where to begin, so that several routers do not all begin with the same engine
     caches: PromptMatches

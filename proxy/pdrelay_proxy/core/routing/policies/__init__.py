@@ -1,1 +1,1 @@
-"""Ways to choose the engine of one leg. Adding one means adding a file and a line in io/request_path/policies.py."""
+"""Ways to choose the engine of one leg. docs/routing.md ("Policies of your own") lists what another one needs."""

@@ -10,7 +10,7 @@ from pdrelay_proxy.core.fleet.kv_relief import KvRelief
 from pdrelay_proxy.core.fleet.registry import Registry
 from pdrelay_proxy.core.model import RequestId, Role
 from pdrelay_proxy.io.probes.checks import ProbeFailed
-from pdrelay_proxy.io.probes.kv_inflow import InflowWatch
+from pdrelay_proxy.io.probes.engine_metrics_watch import EngineMetricsWatch
 from pdrelay_proxy.io.request_path.telemetry import Telemetry
 from support.sim import until_async
 from support.simulated_loop import in_simulated_time
@@ -27,7 +27,7 @@ class World:
         self.telemetry = Telemetry(Counters(frozenset()), lambda: 1.0)
         self.tokens = {self.dry.id: 0, self.wet.id: 0}
         self.sick, self.refused, self.engine_id = False, (), b"p"
-        self.watch = InflowWatch(registry, self.metrics, self.telemetry, every_s=0.001)
+        self.watch = EngineMetricsWatch(registry, self.metrics, self.telemetry, every_s=0.001)
 
     async def metrics(self, instance):
         if self.sick:
@@ -145,7 +145,7 @@ def test_a_round_at_a_large_fleet_is_over_in_time_and_does_not_burst():
             raise ProbeFailed("does not answer /metrics within 5 s")
         return b'\nvllm:num_requests_running{engine="0"} 3.0\n'
 
-    watch = InflowWatch(registry, metrics, Telemetry(Counters(frozenset()), lambda: 1.0), clock=lambda: 7.0)
+    watch = EngineMetricsWatch(registry, metrics, Telemetry(Counters(frozenset()), lambda: 1.0), clock=lambda: 7.0)
     registry.relief = looks = SeenLoads(None)
     took_s, _ = in_simulated_time(watch.look())
 

@@ -1,4 +1,7 @@
-"""Looks into the decode engines' metrics again and again: does KV arrive, whose fails, how busy are they?"""
+"""Reads the metrics of all decode engines again and again: does KV arrive, whose fails, how busy are they?
+
+A prefill engine's are read only where a decode engine's give a reason.
+"""
 
 import logging
 import time
@@ -20,7 +23,7 @@ logger = logging.getLogger(__name__)
 EVERY_S = 15.0
 
 
-class InflowWatch:
+class EngineMetricsWatch:
     """One task; run it for as long as the router serves."""
 
     def __init__(
@@ -81,6 +84,7 @@ class InflowWatch:
             refused, now = incompatible_peers(exposition, decode.rank), self._clock()
             self._registry.learn(decode.id, EngineCapabilities(incompatible=refused))
             member = self._registry.get(decode.id)
+            # With ranks the load is that of all of them together.
             if member is not None and decode.rank is None and member.life.may_serve(now=now):
                 load = shown_load(exposition, now=now)
             if self._pairs is not None:

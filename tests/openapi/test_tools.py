@@ -69,6 +69,13 @@ def run(*command, **options):
     )
 
 
+def test_the_document_is_one_of_openapi_3_1(document, tmp_path):
+    """Strict generators refuse any other."""
+    done = run("openapi-spec-validator", document, cwd=tmp_path)
+
+    assert (done.returncode, done.stdout) == (0, f"{document}: OK\n")
+
+
 def test_a_client_that_was_made_of_the_document_uses_the_router(router, document, tmp_path):
     """Each answer has the type that the document says; the generator has nothing to complain of."""
     url, engines = router

@@ -195,9 +195,7 @@ def faults(found, described, answer):
         schema, values = described[content_type]["schema"], [answer.json()]
     else:
         lines = [line for line in answer.text.splitlines() if line.startswith("data: ") and line != "data: [DONE]"]
-        schema = (
-            described[content_type]["itemSchema"]["properties"]["data"].get("anyOf", [{}])[0].get("contentSchema", {})
-        )
+        schema = described[content_type]["schema"]["properties"]["data"].get("anyOf", [{}])[0].get("contentSchema", {})
         values = [json.loads(line.removeprefix("data: ")) for line in lines]
     validator = jsonschema.Draft202012Validator({"components": found["components"]} | schema)
     return [error.message for value in values for error in validator.iter_errors(value)]

@@ -349,6 +349,7 @@ lock: $(VENV)/bin/python ## write requirements/*.txt anew from requirements/*.in
 	$(LOCK) requirements/dev.in -o requirements/dev.txt
 	$(LOCK) -c requirements/engine.txt $(addprefix --no-emit-package=,$(HERE)) requirements/torch.txt -o requirements/cuda.txt
 	$(BIN)/python -P tests/support/try_versions.py lock
+	for wanted in tests/interop/locks/beside-vllm/*.in; do $(LOCK) --no-deps $$wanted -o $${wanted%.in}.txt || exit 1; done
 	for wanted in tests/interop/locks/*.in; do $(LOCK) $$wanted -o $${wanted%.in}.txt || exit 1; done
 	echo 'vllm-router==0.1.17' | $(LOCK) -c requirements/engine.txt - -o benchmarks/router/requirements-peer.txt
 	echo 'mkdocs-material==9.8.2' | $(LOCK) - -o requirements/site.txt

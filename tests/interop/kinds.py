@@ -27,6 +27,7 @@ def _example(spec: EngineSpec) -> dict[str, object]:
 
 ENGINES = (
     Engines("nixl", "`NixlConnector`", lambda _: NIXL),
+    Engines("nixl-0.31", "`NixlConnector` of vLLM 0.31", lambda _: NIXL, vllm="0.31"),
     Engines("nixl-push", "`NixlPushConnector`", lambda _: {**NIXL, "kv_connector": "NixlPushConnector", **PATIENT}),
     Engines("multi-example", "`MultiConnector`: Nixl, Example", lambda spec: _multi(NIXL, _example(spec))),
     Engines("alias", "our connector as `NixlConnector`", lambda _: NIXL | OURS, loads="vllm:pdrelay_loads_total"),

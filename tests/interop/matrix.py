@@ -110,17 +110,20 @@ def staged(
 
 def engine_before_peer(peer: Peer, role: Role, model: Path) -> EngineSpec:
     """Return an engine with our connector."""
-    return engine_spec(
-        f"{peer.name}-{role.value}", model, role=role, connector=Connector.PDRELAY,
-        mode=peer.mode, extra_connector_config=peer.connector,
-    )  # fmt: skip
+    options = {"connector": Connector.PDRELAY, "extra_connector_config": peer.connector}
+    spec = engine_spec(f"{peer.name}-{role.value}", model, role=role, **options)
+    return configured(spec, peer.config(spec)) if peer.config else spec
 
 
 def engine_of_others(kind: Engines, role: Role, model: Path) -> EngineSpec:
     """Return an engine with a connector of vLLM."""
     spec = engine_spec(f"{kind.name}-{role.value}", model, role=role, connector=Connector.NIXL)
-    config = ("--kv-transfer-config", json.dumps(kind.config(spec)))
-    return replace(spec, extra_args=(*spec.extra_args, *config, *kind.args))
+    return configured(spec, kind.config(spec))
+
+
+def configured(spec: EngineSpec, config: dict[str, object]) -> EngineSpec:
+    """Return the engine with another --kv-transfer-config: the last one counts."""
+    return replace(spec, extra_args=(*spec.extra_args, "--kv-transfer-config", json.dumps(config)))
 
 
 def program(each: Peer | Engines, pair: Pair) -> Command:

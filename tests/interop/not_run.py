@@ -5,7 +5,7 @@ NOT_RUN = {
     "modules, which the matrix does not fetch. By its source, its `nixlv2` passes P's parameters on.",
     "AIBrix's gateway, Kthena, KServe": "Go programs inside Envoy or a Kubernetes cluster.",
     "Ray Serve LLM 2.60": "it names vLLM 0.27, and our connector begins with 0.30.",
-    "Dynamo 1.6.1": "its workers start with our connector as `NixlConnector`; it has no row yet.",
+    "LMCache 0.5.6": "by its source it moves KV for CUDA, XPU, HPU and MUSA, and not for vLLM's engines on CPUs.",
     "`MultiConnector` with `OffloadingConnector`": 'the engine does not start here: "CPU Offloading is currently only '
     'supported on CUDA-alike and XPU GPUs".',
     "`MultiConnector` with `SimpleCPUOffloadConnector`": "it copies by CUDA streams, and does not start without.",

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from pdrelay_proxy.core.protocol.push import EngineMode
 from pdrelay_tools.local.processes import Command
 from pdrelay_tools.local.recipe import EngineSpec
 
@@ -30,7 +29,7 @@ class Peer:
     health: str = "/health"
     causes: Causes = field(default_factory=dict[str, str])
     connector: Mapping[str, object] = field(default_factory=dict[str, object])  # beside the defaults of our connector
-    mode: EngineMode = EngineMode.PULL
+    config: Callable[[EngineSpec], dict[str, object]] | None = None  # a --kv-transfer-config in place of ours
     engine: Callable[[EngineSpec], Command] | None = None  # how it starts engines itself; None: they are `vllm serve`
     env: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -45,4 +44,3 @@ class Engines:
     vllm: str | None = None  # the version, if it is not the one that is installed
     loads: str | None = None  # our connector counts loads; None: vLLM counts tokens by their source
     causes: Causes = field(default_factory=dict[str, str])
-    args: tuple[str, ...] = ()

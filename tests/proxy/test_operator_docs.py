@@ -8,6 +8,7 @@ import pytest
 
 from pdrelay_connector.core.counters import COUNTERS, GAUGES
 from pdrelay_connector.shell import kv_event_metrics
+from pdrelay_proxy.core.model import SingleEngineReason
 from support.documents import PAGES, ROOT
 
 pytestmark = pytest.mark.processes
@@ -17,7 +18,7 @@ CHART = ROOT / "helm/pdrelay"
 ALERTS = re.findall(r"(?m)^- alert: (\w+)", (CHART / "files/alerts.yaml").read_text())
 PARTS = ["Symptom", "Means", "Look", "Do", "Sure"]
 OTHERS = {  # what is no metric: a package, a plugin, labels of Prometheus, members of kv_transfer_params
-    *("pdrelay_connector", "pdrelay_timelines", "pdrelay_role", "pdrelay_release"),
+    *("pdrelay_connector", "pdrelay_tools", "pdrelay_timelines", "pdrelay_role", "pdrelay_release"),
     *(
         "pdrelay_expires_at",
         "pdrelay_signature",
@@ -77,3 +78,10 @@ def test_every_alert_has_a_section_with_all_five_parts(alert):
     section = _sections(ROOT / "docs/runbook.md")[alert]
 
     assert re.findall(r"(?m)^\*\*(\w+)\.\*\* \S", section) == PARTS
+
+
+def test_every_reason_for_one_engine_is_explained():
+    """An operator looks for the word of the header, the log or the metric."""
+    section = (ROOT / "docs/router.md").read_text().split("## One engine for a request")[1].split("\n## ")[0]
+
+    assert {*SingleEngineReason} <= {*re.findall(r"`([a-z_]+)`", section)}

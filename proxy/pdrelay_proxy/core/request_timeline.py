@@ -117,7 +117,13 @@ def router_timeline(record: RequestRecord, elapsed_s: float) -> Timeline:
     if record.ttft_s is not None:
         until(record.ttft_s * 1e3, "write the first event")
         until(total, "stream", legs[-1].record.instance if legs else ROUTER)
-    until(total, "answer" if legs else "refuse" if record.status else "until now")
+    if record.parts is not None:
+        last = "prompts"  # each has legs, and a record, of its own
+    elif legs:
+        last = "answer"
+    else:
+        last = "refuse" if record.status else "until now"
+    until(total, last)
     return timeline
 
 

@@ -17,7 +17,7 @@ from pdrelay_proxy.core.protocol.continuation import Continuation
 from pdrelay_proxy.core.raw_json import Fields
 from pdrelay_proxy.core.request_record import PromptRecord, RequestRecord
 from pdrelay_proxy.core.routing.retries import RetryAttempts, held_to_account
-from pdrelay_proxy.core.routing.route import may_divide
+from pdrelay_proxy.core.routing.route import array_reason
 from pdrelay_proxy.core.served_tokens import served_tokens
 from pdrelay_proxy.errors import BodyTooLarge, OutOfTime, ProxyError
 from pdrelay_proxy.requests.body_reader import LARGE
@@ -33,7 +33,7 @@ from pdrelay_proxy.requests.services import RequestSpan, Services
 from pdrelay_proxy.requests.stream_comments import CommentedResponse
 from pdrelay_proxy.requests.stream_move import RequestKind, StreamMove, StuckPrompts
 from pdrelay_proxy.requests.upload import Upload
-from pdrelay_proxy.settings import FirstTokenFrom
+from pdrelay_proxy.settings import FirstTokenFrom, Settings
 
 _OK: Final = 200
 # Looking a member up takes as long as a call.
@@ -313,7 +313,7 @@ class Request:
             call, settings = plan.call, dispatch.settings
             continues = settings.resume_streams or settings.first_token_from is _FROM_PREFILL
             whole = self._ticket  # None: it is a part itself
-            if call is not None and whole is not None and plan.prompts and self._may_divide(call, plan):
+            if call is not None and whole is not None and plan.prompts and self._may_divide(call, plan, settings):
                 self._array = PromptArray(self._life, self._client, plan, call, whole, new=self._part)
                 await self._array.answer()
             elif call is not None and continues and may_be_resumed(call):
@@ -329,9 +329,10 @@ class Request:
         finally:
             self._end(status)
 
-    def _may_divide(self, call: GenerationRequest, plan: RequestPlan) -> bool:
+    def _may_divide(self, call: GenerationRequest, plan: RequestPlan, settings: Settings) -> bool:
         """Tell whether each prompt of an array goes its own way."""
-        return may_divide(self._services.fleet, call.api, call.fields, plan.prompts)
+        fleet, may_be_alone = self._services.fleet, settings.decode_only_fallback
+        return array_reason(fleet, call.api, call.fields, plan.prompts, may_be_alone=may_be_alone) is None
 
     def _hold_broken(self, status: int) -> None:
         """Hold engines to account for what they did not bring to its end."""

@@ -185,7 +185,7 @@ async def test_explain_of_several_prompts():
 
     assert each["rule"] == "each of 3 prompts by itself, the first: prefill first, then decode"
     assert each["prefill_body"]["prompt"] == "a"
-    assert (whole["rule"], whole["prefill"]) == ("single: several_prompts", None)
+    assert (whole["rule"], whole["prefill"]) == ("single: echo", None)
     assert whole["decode_body"]["prompt"] == ["a", "b"]
 
 

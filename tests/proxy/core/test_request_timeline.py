@@ -372,6 +372,7 @@ def test_a_request_with_thousands_of_prompts_is_one_entry_of_the_history():
         whole.parts.add(part)
     history.add([whole])
 
+    assert [row.what for row in router_timeline(whole, 1.0).rows] == ["prompts"]
     assert len(history) == 2
     assert history.find("pdrelay-0") == [before]
     assert history.find("mine") == history.find("pdrelay-1") == [whole]

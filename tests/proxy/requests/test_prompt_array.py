@@ -417,13 +417,17 @@ async def test_its_time_is_that_of_all():
     assert router.is_idle()
 
 
-@pytest.mark.parametrize("fields", [{"max_tokens": 1}, {"echo": True}, {"prompt": ["a", [1]]}])
-async def test_what_cannot_be_split_stays_whole(fields):
-    """One decode engine gets all prompts, as the client wrote them."""
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"max_tokens": 1}, "max_tokens"), ({"echo": True}, "echo"), ({"prompt": ["a", [1]]}, "several_prompts")],
+)
+async def test_what_cannot_be_split_stays_whole(fields, reason):
+    """One decode engine gets all prompts, as the client wrote them; the reason is that of each prompt."""
     engines = Scripted(pulled_prefill, _whole)
     router = router_of(engines)
-    await router.serve(call(**({"prompt": PROMPTS} | fields)))
+    client = await router.serve(call(**({"prompt": PROMPTS} | fields)))
 
+    assert client.record.single_reason == reason
     assert [leg.instance.role for leg in engines.legs] == [Role.DECODE]
     assert asked(engines.legs[0])["prompt"] == fields.get("prompt", PROMPTS)
     assert router.is_idle()
@@ -440,7 +444,17 @@ async def test_without_a_prefill_engine_it_stays_whole():
     client = await router.serve(call(prompt=PROMPTS))
 
     assert client.status == 200
+    assert client.record.single_reason == "no_prefill_engine"
     assert len(engines.legs) == 1
+
+
+async def test_each_is_refused_where_no_engine_may_serve_alone():
+    """As a request with one prompt is."""
+    engines = Scripted(pulled_prefill, _whole)
+    client = await router_of(engines, x=0, decode_only_fallback=False).serve(call(prompt=PROMPTS))
+
+    assert client.status == 503
+    assert engines.legs == []
 
 
 async def test_answers_that_are_no_completions():

@@ -25,7 +25,7 @@ from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.raw_json import TRUE, encode, text
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
 from pdrelay_proxy.core.routing.retries import RetryAttempts
-from pdrelay_proxy.core.routing.route import Route, may_divide, route, split_reason
+from pdrelay_proxy.core.routing.route import Route, array_reason, route, split_reason
 from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL, ask_of_call, model_of, with_model
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.settings import Settings
@@ -97,8 +97,10 @@ class Explainer:
         prompts = prompts_of(call.api, call.fields)
         if not is_known:
             return self._explain_one(fleet, call, SingleEngineReason.UNKNOWN_MODEL)
-        if not (prompts and may_divide(fleet, call.api, call.fields, prompts)):
-            return self._explain_one(fleet, call, split_reason(fleet, call.api, call.fields))
+        alone = self.settings().decode_only_fallback
+        if not prompts or array_reason(fleet, call.api, call.fields, prompts, may_be_alone=alone) is not None:
+            reason = split_reason(fleet, call.api, call.fields, may_be_alone=alone)
+            return self._explain_one(fleet, call, reason)
         one = GenerationRequest(call.api, one_of(call.fields, prompts[0]), call.headers, call.rank)
         found = self._explain_one(fleet, one, split_reason(fleet, one.api, one.fields))
         return replace(found, rule=f"each of {len(prompts)} prompts by itself, the first: {found.rule}")

@@ -63,7 +63,7 @@ CAUSES = {
 }
 PEER = Peer(
     "dynamo",
-    "Dynamo, our connector as `NixlConnector`",
+    "Dynamo (engines of vLLM 0.31, our connector as `NixlConnector`)",
     version_of("dynamo", "ai-dynamo"),
     argv,
     engine=engine,

@@ -24,6 +24,8 @@ from pathlib import Path
 from benchmarks.router import words
 
 _WARM, _COUNTED, _BATCH = 200, 200, 50  # requests; of a batch the deferred work is done together
+_PREFILL = ("http://192.0.2.1:1", "http://192.0.2.2:1")  # names would have to be resolved
+_DECODE = ("http://192.0.2.3:1", "http://192.0.2.4:1")
 _TURNS = 100  # of the event loop, in which a connection is open
 _ID = re.compile(rb"x-request-id: ([!-~]+)")
 _PLACE = b"#" * len("pdrelay-f0a85788dfc24912f1860abd708ead6f")  # of the router's id in an engine's answer
@@ -78,7 +80,7 @@ class Rig:
         self.tells_ids = reuses and not push
         self.engines = {"p": [], "d": []}  # connections, and what was written to them
         self.socks = []
-        settings = replace(Settings(), prefill=("http://p0:1", "http://p1:1"), decode=("http://d0:1", "http://d1:1"))
+        settings = replace(Settings(), prefill=_PREFILL, decode=_DECODE)
         settings = replace(settings, reuse_prompt_tokens=reuses)
         self.router = build(settings, fabric=Fabric(None, self.dial))
         registry = self.router.requests.services.fleet.registry
@@ -92,7 +94,7 @@ class Rig:
         ours, theirs = socket.socketpair()
         self.socks += [ours, theirs]
         connection, wire = protocol(), Wire(ours)
-        self.engines[host[0]].append((connection, wire.written))
+        self.engines["p" if f"http://{host}:1" in _PREFILL else "d"].append((connection, wire.written))
         connection.connection_made(wire)
 
     def connect(self):

@@ -43,11 +43,11 @@ class Releaser:
 
         Returns at once. Decode engines come first: vLLM's own connector listens to them alone.
         """
-        self._start(prefill, [*((leg, _REFUSED) for leg in legs[:_TRIES]), (abandoning, _OK)])
+        self._start(prefill, [*((leg, _REFUSED) for leg in legs[:_TRIES]), *_twice(abandoning)])
 
     def abandon(self, prefill: Instance, leg: LegRequest) -> None:
         """Have this leg served; returns at once."""
-        self._start(prefill, [(leg, _OK)])
+        self._start(prefill, _twice(leg))
 
     def _start(self, prefill: Instance, legs: Sequence[tuple[LegRequest, int]]) -> None:
         if not self._background.start(partial(self._release, prefill, legs)):
@@ -68,6 +68,11 @@ class Releaser:
     def _tell(self, prefill: Instance, *, freed: bool) -> None:
         for one in self._told:
             one.released(prefill, freed=freed)
+
+
+def _twice(abandoning: LegRequest) -> Sequence[tuple[LegRequest, int]]:
+    """Say it again if the connection breaks: that does no harm, and else the blocks stay pinned for a whole lease."""
+    return [(abandoning, _OK), (abandoning, _OK)]
 
 
 class Background:

@@ -239,6 +239,23 @@ async def test_a_prefill_whose_client_left_is_abandoned():
     assert notes.told == [("prefill-0", True)]
 
 
+async def test_what_is_abandoned_is_said_again_where_the_connection_breaks():
+    """Saying it twice does no harm; unsaid, it keeps the blocks pinned for a whole lease."""
+
+    class Breaking(Abandoned):
+        async def ask(self, leg, *, timeout_s):
+            await super().ask(leg, timeout_s=timeout_s)
+            if len(self.abandoned) == 1:
+                raise DOWN
+            return EngineResponse(200, "application/json", b"{}")
+
+    notes = Notes()
+    first, again = await left(Breaking(never, never), told=(notes,))
+
+    assert (first.instance, first.body) == (again.instance, again.body)
+    assert notes.told == [("prefill-0", True)]
+
+
 async def test_a_prefill_whose_good_answer_cannot_be_read_is_abandoned():
     """It has computed the prompt, and nobody knows what it has leased: each try has a name of its own."""
 

@@ -67,7 +67,7 @@ is_on = $(filter-out 0 no off false,$(1))
 
 .PHONY: up
 up: $(STAMPS)/$(UP) ## start engines and the router here: PREFILL=1 DECODE=1 ENGINE=vllm|sim CONNECTOR=pdrelay|nixl MODE=pull|push|auto PORT=8000 PREFILL_PORT=8100 DECODE_PORT=8200 SIDE_CHANNEL_PORT=5600 ADMIN_PORT= MODEL=tiny|FOLDER READY_TIMEOUT=300 ONCE=1 REUSE_KV=0 KV_EVENTS=1 RETURN_KV=1 ARGS="options of vLLM"
-	@$(BIN)/pdrelay up --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --connector $(CONNECTOR) \
+	@exec $(BIN)/pdrelay up --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --connector $(CONNECTOR) \
 		$(if $(MODE),--kv-transfer-mode $(MODE) )$(if $(filter 0 no off false,$(REUSE_KV)),--reuse-kv false )--port $(PORT) \
 		--prefill-port $(PREFILL_PORT) --decode-port $(DECODE_PORT) \
 		--side-channel-port $(SIDE_CHANNEL_PORT) $(if $(ADMIN_PORT),--admin-port $(ADMIN_PORT)) \

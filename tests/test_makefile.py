@@ -43,7 +43,7 @@ def test_simulated_engines_use_what_is_installed(checkout):
     (checkout / ".venv/.stamps").mkdir(parents=True)
     (checkout / ".venv/.stamps/package").touch()
 
-    assert "\n.venv/bin/pdrelay up" in steps(checkout, "up", "ENGINE=sim")
+    assert "\nexec .venv/bin/pdrelay up" in steps(checkout, "up", "ENGINE=sim")
 
 
 @pytest.mark.parametrize("words", [["up"], ["up", "ENGINE=vllm"], ["install", "ENGINE=sim"]])

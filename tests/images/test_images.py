@@ -197,7 +197,8 @@ def test_the_tools_are_of_the_version_of_the_router():
 def test_requirements_satisfy_the_package(file, extras):
     """Each thing that pyproject.toml asks for is pinned, in a version that it accepts and that the tests run with."""
     wanted = [*PROJECT["dependencies"], *(line for name in extras for line in PROJECT["optional-dependencies"][name])]
-    pins, tested = _pins(IMAGES / file), _pins("requirements/engine.txt")
+    pins = _pins(IMAGES / file)
+    tested = _pins("requirements/engine.txt")
 
     for requirement in map(Requirement, wanted):
         name = requirement.name.replace("_", "-")

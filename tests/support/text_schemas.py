@@ -149,7 +149,8 @@ def as_numbers(version):
 
 def reached(schemas, roots):
     """Return the names of these schemas and of all that they refer to."""
-    found, waiting = set(), [*roots]
+    found = set()
+    waiting = [*roots]
     while waiting:
         name = waiting.pop()
         if name not in found:
@@ -160,11 +161,13 @@ def reached(schemas, roots):
 
 def differences(old, new):
     """Return a line for each field, and each class, that is in one of two files or has another type in them."""
-    before, after = old["schemas"], new["schemas"]
+    before = old["schemas"]
+    after = new["schemas"]
     lines = [f"{name} is new" for name in sorted(after.keys() - before.keys())]
     lines += [f"{name} is gone" for name in sorted(before.keys() - after.keys())]
     for name in sorted(before.keys() & after.keys()):
-        fields, now = before[name].get("properties", {}), after[name].get("properties", {})
+        fields = before[name].get("properties", {})
+        now = after[name].get("properties", {})
         lines += [f"{name}.{field} is new" for field in now.keys() - fields.keys()]
         lines += [f"{name}.{field} is gone" for field in fields.keys() - now.keys()]
         lines += [f"{name}.{field} has changed" for field in fields.keys() & now.keys() if fields[field] != now[field]]

@@ -264,7 +264,8 @@ class Attempt(LegOwner):
         record.single_reason = found.reason
         if found.cached is not None:
             record.cached = found.cached
-        self.mode, self._expected = found.mode, found.expected
+        self.mode = found.mode
+        self._expected = found.expected
         return found
 
     def one(self, among: Sequence[Instance]) -> Instance:
@@ -336,7 +337,8 @@ class Attempt(LegOwner):
 
     def _release(self, leg: PrefillLeg) -> None:
         """Free the blocks of a prefill that is not read."""
-        handover, decode = leg.handover, self.record.decode
+        handover = leg.handover
+        decode = self.record.decode
         if handover is None:
             return
         tried = None if decode is None else decode.instance  # it may be why the leg was not sent: it is asked last

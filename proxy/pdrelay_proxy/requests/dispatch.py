@@ -185,7 +185,8 @@ class Dispatch:
         elif attempt.retries.is_alone:
             reason = SingleEngineReason.PREFILL_FAILED
         else:
-            fleet, alone = self._life.services.fleet, self.settings.decode_only_fallback
+            fleet = self._life.services.fleet
+            alone = self.settings.decode_only_fallback
             reason = None if can_split else split_reason(fleet, call.api, call.fields, may_be_alone=alone)
         found = attempt.route(reason)
         if found.prefill is None:

@@ -331,7 +331,8 @@ class Request:
 
     def _may_divide(self, call: GenerationRequest, plan: RequestPlan, settings: Settings) -> bool:
         """Tell whether each prompt of an array goes its own way."""
-        fleet, may_be_alone = self._services.fleet, settings.decode_only_fallback
+        fleet = self._services.fleet
+        may_be_alone = settings.decode_only_fallback
         return array_reason(fleet, call.api, call.fields, plan.prompts, may_be_alone=may_be_alone) is None
 
     def _hold_broken(self, status: int) -> None:

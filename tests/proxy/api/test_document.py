@@ -192,7 +192,8 @@ def faults(found, described, answer):
     """Return what an answer has that the document does not say of it."""
     content_type = answer.headers["content-type"].partition(";")[0]
     if content_type != "text/event-stream":
-        schema, values = described[content_type]["schema"], [answer.json()]
+        schema = described[content_type]["schema"]
+        values = [answer.json()]
     else:
         lines = [line for line in answer.text.splitlines() if line.startswith("data: ") and line != "data: [DONE]"]
         schema = described[content_type]["schema"]["properties"]["data"].get("anyOf", [{}])[0].get("contentSchema", {})

@@ -194,7 +194,8 @@ def test_what_explain_says_is_what_happens_next(prefills, decodes, rules, polici
 
 
 async def _compare(prefills, decodes, rules, policies, requests):
-    now, answers = 0.0, _Prefills(rules["mode"])
+    now = 0.0
+    answers = _Prefills(rules["mode"])
     router = router_of(
         Scripted(answers, good_decode),
         len(prefills),

@@ -149,7 +149,8 @@ def plan(traffic: Traffic, rates: Rates, aims: Aims) -> CapacityPlan:
 def rates_of(prefill: EngineModel, decode: EngineModel, traffic: Traffic, aims: Aims) -> Rates:
     """Return the rates of engines that `pdrelay replay` simulates, in place of measured ones. Raises NoPlan."""
     _check_traffic(traffic, aims)
-    prompt, output = traffic.prompt, traffic.output
+    prompt = traffic.prompt
+    output = traffic.output
     prompt_s = prefill.prompt_s(prompt.mean, prompt.mean**2 * (1 + prompt.cv2), traffic.cached)
     computed = prompt.mean * (1 - traffic.cached)
     decode_rate = decode.decode_rate(prompt.mean + output.mean * (1 + output.cv2) / 2, aims.itl_s)

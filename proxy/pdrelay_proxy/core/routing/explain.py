@@ -25,7 +25,7 @@ from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_proxy.core.raw_json import TRUE, encode, text
 from pdrelay_proxy.core.routing.fleet_choice import FleetChoice
 from pdrelay_proxy.core.routing.retries import RetryAttempts
-from pdrelay_proxy.core.routing.route import Route, array_reason, route, split_reason
+from pdrelay_proxy.core.routing.route import Route, route, split_reason
 from pdrelay_proxy.core.routing.routing_hints import TELLS_MODEL, ask_of_call, model_of, with_model
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.settings import Settings
@@ -94,12 +94,12 @@ class Explainer:
         call, is_known = self._named(call)
         fleet = self.rehearsal()
         fleet.check_path(call.api, ask_of_call(call))
-        prompts = prompts_of(call.api, call.fields)
         if not is_known:
             return self._explain_one(fleet, call, SingleEngineReason.UNKNOWN_MODEL)
-        alone = self.settings().decode_only_fallback
-        if not prompts or array_reason(fleet, call.api, call.fields, prompts, may_be_alone=alone) is not None:
-            reason = split_reason(fleet, call.api, call.fields, may_be_alone=alone)
+        prompts = prompts_of(call.api, call.fields)
+        may_be_alone = self.settings().decode_only_fallback
+        reason = split_reason(fleet, call.api, call.fields, may_be_alone=may_be_alone)
+        if reason is not None or not prompts:
             return self._explain_one(fleet, call, reason)
         one = GenerationRequest(call.api, one_of(call.fields, prompts[0]), call.headers, call.rank)
         found = self._explain_one(fleet, one, split_reason(fleet, one.api, one.fields))
@@ -135,7 +135,8 @@ class Explainer:
     def terms(self, call: GenerationRequest) -> Terms:
         """Return the numbers that decide whether the request is split."""
         least, ask = self.settings().min_split_new_bytes, ask_of_call(call)
-        bound, nothing = self.rehearsal().pairs.bound, dict[InstanceId, int]()
+        bound = self.rehearsal().pairs.bound
+        nothing = dict[InstanceId, int]()
         unknown: Mapping[InstanceId, str] = {}
         return {
             "prompt_bytes": len(ask.prompt),
@@ -149,8 +150,9 @@ class Explainer:
     def _split(self, call: GenerationRequest, prefill: Instance, found: Route) -> Explanation:
         fields = request_bodies.named(call.api, call.fields, _REQUEST)
         told = None if found.mode is TransferMode.PULL else self.learned.coordinates(prefill.id)
-        model, is_unnamed = None, self.model_of_unnamed is not None and model_of(call.fields) is None
-        if is_unnamed and call.api in TELLS_MODEL and told is not None:
+        model = None
+        learns_model = self.model_of_unnamed is not None and model_of(call.fields) is None and call.api in TELLS_MODEL
+        if learns_model and told is not None:
             model = self.models.model_of(prefill.id)
             if model is None:
                 told = None  # its answer tells which model the decode engine must serve
@@ -165,7 +167,7 @@ class Explainer:
                 asked["return_token_ids"] = TRUE
                 if call.api is Api.COMPLETIONS:  # of a chat they are among the parameters
                     answered = fields | {"prompt": text(f"the token ids that {prefill.id} answers with")}
-        if is_unnamed and call.api in TELLS_MODEL and model is None:
+        if learns_model and model is None:
             answered = answered | {"model": text(f"the one that {prefill.id} answers with")}
         return Explanation(
             "prefill first, then decode" if told is None else f"both legs at once ({LegOrder.CONCURRENT})",

@@ -168,7 +168,8 @@ class FleetChoice:
         self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints
     ) -> Chosen | None:
         """Return a pair that has rested for long enough, if this request may show whether it works."""
-        health, now = self.registry.pairs, self._clock()
+        health = self.registry.pairs
+        now = self._clock()
         pair = self.pairs.rested_pair(prefill, decode, ask, now)
         if pair is None:
             if self._counts and ask.rank is None and now >= health.next_at:
@@ -191,5 +192,6 @@ class FleetChoice:
         member = self.registry.get(prefill.id)
         if member is None or member.facts.mode is not _AUTO:
             return None
-        pair, now = (prefill.id, decode.id), self._clock()
+        pair = (prefill.id, decode.id)
+        now = self._clock()
         return self.modes.next_way(pair, now=now) if self._counts else self.modes.expected_way(pair, now=now)

@@ -99,7 +99,8 @@ def route(
         except NoMatchingInstance as error:
             if not settings.decode_only_fallback:
                 raise
-            reason, why_no_match = SingleEngineReason.NO_MATCH, str(error)
+            reason = SingleEngineReason.NO_MATCH
+            why_no_match = str(error)
         except NoInstance:
             if not settings.decode_only_fallback:
                 raise
@@ -107,12 +108,14 @@ def route(
             reason = SingleEngineReason.NO_PREFILL
         else:
             found = Route(prefill, decode, SingleEngineReason.FEW_MATCH if prefill is None else None)
-            found.cached, found.expected = cached, fleet.take_expected(ask)
+            found.cached = cached
+            found.expected = fleet.take_expected(ask)
             if prefill is not None:
                 found.mode = fleet.mode_of(prefill, decode)
             return found
     found = Route(None, choose_decode(fleet, ask, path, tries, fleet.usable(_DECODE)), reason)
-    found.cached, found.why_no_match = cached, why_no_match
+    found.cached = cached
+    found.why_no_match = why_no_match
     found.expected = fleet.take_expected(ask) or expected
     return found
 

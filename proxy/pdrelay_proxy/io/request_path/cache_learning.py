@@ -58,7 +58,8 @@ class CacheLearning(LegListener):
         if not self._remembers:
             return
         if record.single_reason in _BY_CACHE and record.cached is not None:
-            share, (cached, size) = cached_share(b"".join(record.end)), record.cached
+            share = cached_share(b"".join(record.end))
+            cached, size = record.cached
             if share is not None and share * size < _FAR * cached:
                 self._caches.forget(decode, ask, share)
                 record.cache_missed_at = decode.id

@@ -143,7 +143,8 @@ class ReplayRouter:
         record = RequestRecord(request, Api.CHAT.value, single_reason=found.reason)
         record.cached = found.cached or (0, ask.blocks.size)
         self._asked[number] = ask, record
-        prefill, decode = found.prefill, found.decode
+        prefill = found.prefill
+        decode = found.decode
         fleet.enter(decode, request)  # before the prefill leg, as requests/attempt.py
         for listener in fleet.listeners:
             listener.slot_held(decode, request)
@@ -173,7 +174,8 @@ class ReplayRouter:
             self._gaps.setdefault(decode, []).append(gap_s)
 
     def _sent(self, instance: Instance, number: int, *, computes: bool) -> None:
-        request, (ask, _) = RequestId(str(number)), self._asked[number]
+        request = RequestId(str(number))
+        ask, _ = self._asked[number]
         for listener in self.fleet.listeners:
             listener.leg_sent(instance, request, ask, computes=computes, is_timed=True)
 

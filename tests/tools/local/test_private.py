@@ -8,7 +8,7 @@ import pytest
 
 from pdrelay_tools.local.plan import LocalPlan
 from pdrelay_tools.local.processes import Command, make_directory, open_fleet
-from pdrelay_tools.local.up import make_home
+from pdrelay_tools.local.up import draw_once, make_home
 
 pytestmark = pytest.mark.processes
 
@@ -58,3 +58,16 @@ def test_the_folder_of_pdrelay_up_is_closed_also_if_it_was_open(tmp_path):
     make_home(LocalPlan(home=home, kv_events=True))
 
     assert mode(home) == mode(home / "kv-events") == 0o700
+
+
+def test_a_secret_is_drawn_once_for_this_user_alone(tmp_path):
+    """An engine that is added tomorrow reads it, and so does the next fleet of the folder."""
+    file = tmp_path / "connector-secret"
+    draw_once(file)
+    drawn = file.read_text()
+    file.chmod(0o644)
+    draw_once(file)
+
+    assert file.read_text() == drawn
+    assert len(drawn.strip()) >= 32
+    assert mode(file) == 0o600

@@ -42,6 +42,7 @@ class LocalPlan:
     side_channel_port: int = 5600  # of the first prefill engine; decode engines follow
     admin_port: int | None = None  # of the router's routes for operators; None: they are at its own port
     has_own_key: bool = False  # the admin key of the router is in `key_file`
+    has_own_secret: bool = False  # the secret of the engines is in `secret_file`
     engine_args: tuple[str, ...] = ()  # more options of vLLM
     kv_events: bool = False  # the router knows from the engines what they have cached
     dtype: str | None = None  # of the engines; None: vLLM's choice
@@ -67,6 +68,11 @@ class LocalPlan:
     def key_file(self) -> Path:
         """Where the admin key is, if it was drawn here; commands that ask the router look there."""
         return self.home / LOCAL_KEY_FILE.name
+
+    @property
+    def secret_file(self) -> Path:
+        """Where the secret of the engines' connectors is, if it was drawn here; an engine that is added needs it."""
+        return self.home / "connector-secret"
 
     @property
     def log_dir(self) -> Path:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from secrets import token_hex
 
 from pdrelay_proxy.core.model import Role
 from pdrelay_proxy.core.protocol.push import EngineMode
@@ -95,10 +94,15 @@ def argv(spec: EngineSpec) -> list[str]:
     return [*spec.prefix, *module, "--model", str(spec.model), *options(spec)]
 
 
-def with_secret(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which engines share a secret: the operator's, or one that is drawn now."""
-    drawn = {} if any(inherited.get(name) for name in SECRET_VARIABLES) else {SECRET_VARIABLES[0]: token_hex(32)}
-    return {**inherited, **drawn}
+def has_secret(inherited: Mapping[str, str]) -> bool:
+    """Tell whether an environment has a secret of the operator."""
+    return any(inherited.get(name) for name in SECRET_VARIABLES)
+
+
+def with_secret(inherited: Mapping[str, str], file: Path) -> dict[str, str]:
+    """Return an environment in which engines share a secret: the operator's, or that of the file."""
+    shared = {} if has_secret(inherited) else {SECRET_VARIABLES[1]: str(file.absolute())}
+    return {**inherited, **shared}
 
 
 def shell_line(spec: EngineSpec) -> str:

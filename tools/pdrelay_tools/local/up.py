@@ -38,7 +38,7 @@ from pdrelay_tools.local.plan import (
     router_command,
 )
 from pdrelay_tools.local.processes import DIRECTORY, FILE, ProcessGroup, make_directory, open_file, open_fleet
-from pdrelay_tools.local.recipe import Connector, with_secret
+from pdrelay_tools.local.recipe import SECRET_VARIABLES, Connector, has_secret, with_secret
 from pdrelay_tools.local.screen import Screen
 
 READY_TIMEOUT_S = 300.0
@@ -128,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
         model=named_folder(args.model or (TINY_NAME if args.engine == EngineKind.SIM else None)),
         dtype=preflight.safe_dtype(),
         has_own_key=not os.environ.get("ADMIN_API_KEY"),
+        has_own_secret=_runs_ours(args) and not has_secret(os.environ),
         engine_args=tuple(args.passed_on),
         **{name: getattr(args, name) for name in as_given},
     )
@@ -150,8 +151,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _usual_mode(args: argparse.Namespace) -> EngineMode:
     """Return what pays where engines offer it: the router measures which way is faster, for each pair."""
-    is_ours = args.engine == EngineKind.VLLM and args.connector == Connector.PDRELAY
-    return EngineMode.AUTO if is_ours and args.reuse_kv == "true" else EngineMode.PULL
+    return EngineMode.AUTO if _runs_ours(args) and args.reuse_kv == "true" else EngineMode.PULL
+
+
+def _runs_ours(args: argparse.Namespace) -> bool:
+    """Tell whether engines have our connector."""
+    return bool(args.engine == EngineKind.VLLM and args.connector == Connector.PDRELAY)
 
 
 def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) -> int:
@@ -168,7 +173,9 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool, ready_timeout_s: float) 
     preflight.check(plan, machine)
     make_home(plan)
     if plan.has_own_key:
-        draw_key(plan)
+        draw_once(plan.key_file)
+    if plan.has_own_secret:
+        draw_once(plan.secret_file)
     if plan.kind is EngineKind.VLLM:
         plan = replace(plan, model=_prepare_model(plan.model, screen))
         if plan.dtype:
@@ -213,17 +220,17 @@ def make_home(plan: LocalPlan) -> None:
         folder.chmod(DIRECTORY)
 
 
-def draw_key(plan: LocalPlan) -> None:
-    """Draw an admin key, unless an earlier time has: another router of this folder may still use it."""
-    if not (plan.key_file.is_file() and plan.key_file.stat().st_size):
-        with open_file(plan.key_file, append=False) as file:
+def draw_once(path: Path) -> None:
+    """Draw a key into a file, unless an earlier time has: another fleet of this folder may still use it."""
+    if not (path.is_file() and path.stat().st_size):
+        with open_file(path, append=False) as file:
             file.write(f"{token_urlsafe(32)}\n".encode())
-    plan.key_file.chmod(FILE)
+    path.chmod(FILE)
 
 
 def _start(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, ready_timeout_s: float) -> None:
     start = time.monotonic()
-    shared = with_secret(os.environ)
+    shared = with_secret(os.environ, plan.secret_file) if plan.has_own_secret else os.environ
     commands = [engine_command(plan, spec, shared) for spec in plan.engines()]
     commands.append(router_command(plan, os.environ))
     children = [fleet.start(command) for command in commands]
@@ -266,6 +273,9 @@ def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen, answer: FirstAns
     screen.step("status", f"{plan.admin_url}/ shows engines and failures in a browser; no key is needed")
     kept = f"{plan.key_file}, where pdrelay why, instances and pairs find it" if plan.has_own_key else "$ADMIN_API_KEY"
     screen.step("admin key", f"in {kept}; the routes for operators want it as X-Api-Key")
+    if plan.has_own_secret:
+        needs = f"{SECRET_VARIABLES[1]}={plan.secret_file} and the mode {plan.mode}"
+        screen.step("secret", f"in {plan.secret_file}; an engine that you add needs {needs}")
     screen.line()
     try:
         screen.line("Running. Ctrl-C stops everything.")  # a signal may follow at once

@@ -22,6 +22,7 @@ from pdrelay_proxy.core.model import Instance, InstanceId, Role
 from pdrelay_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAccepted, NotAllowed
 from pdrelay_proxy.io.discovery.reconciler import Discovery
 from pdrelay_proxy.io.discovery.stores import StoreDown, StoreNotWritten
+from pdrelay_proxy.io.probes.newcomers import Newcomers
 from pdrelay_proxy.io.request_path.live_fleet import LiveFleet
 from pdrelay_proxy.io.wire.connection_guard import Guard
 
@@ -44,6 +45,7 @@ def admin_routes(
     *,
     guard: Guard,
     own: OwnEngines,
+    newcomers: Newcomers,
     access: OperatorAccess,
     onlookers: Onlookers,
 ) -> APIRouter:
@@ -66,14 +68,15 @@ def admin_routes(
             prefill_node_count=len(prefill), decode_node_count=len(decode), prefill_nodes=prefill, decode_nodes=decode
         )
 
-    @router.post("/instances/add", responses=_ADD_ERRORS)
+    @router.post("/instances/add", responses=_ADD_ERRORS, response_model_exclude_none=True)
     async def add(request: Request, new: NewInstance) -> InstanceAdded:
         """Send requests to one more engine, which must answer."""
         role, text = new.type, new.instance
+        host = joining_host(request)
         request.state.target = f"{role} {text}"
         try:
             target = Target.parse(text)
-            await own.check(joining_host(request), [target.address])
+            await own.check(host, [target.address])
             await guard.places(target.address)  # where it leads, before anything is sent there
         except BadPort as exc:
             raise HTTPException(400, "Invalid port number.") from exc
@@ -96,7 +99,9 @@ def admin_routes(
             logger.warning("%s", exc)
             raise HTTPException(503, f"The instance {_fate(exc)}: {exc}") from exc
         fleet.serves(role, target.address, served)  # before a request for another model comes
-        return InstanceAdded(message=f"Added {text} to {role}_instances.")
+        # A host that has joined is told nothing of the engines of others.
+        warning = await newcomers.warning(role, target.address) if host is None else None
+        return InstanceAdded(message=f"Added {text} to {role}_instances.", warning=warning)
 
     router.routes.extend(looking.routes)  # include_router would have them want the operator's key
     return router

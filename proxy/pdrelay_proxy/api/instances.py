@@ -1,7 +1,7 @@
 """Routes for operators beyond vLLM's demo: who is there, who leaves, and what would become of a request."""
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -29,9 +29,10 @@ from pdrelay_proxy.api.schemas import (
     InstanceRow,
     TurnedInstance,
 )
-from pdrelay_proxy.api.stepped import in_steps
+from pdrelay_proxy.api.stepped import in_steps, in_turns
 from pdrelay_proxy.core.fleet.fleet_warnings import FleetWarnings
 from pdrelay_proxy.core.fleet.health import HealthState
+from pdrelay_proxy.core.fleet.lone_engines import lone_engines_in_steps
 from pdrelay_proxy.core.fleet.pair_health import PairState
 from pdrelay_proxy.core.fleet.registry import Member, Registry
 from pdrelay_proxy.core.fleet.target import Key, Target
@@ -56,6 +57,7 @@ from pdrelay_proxy.settings import SlicePairing
 
 _ROWS_AT_ONCE: Final = 50
 _RESTING_MOST: Final = 20  # pairs that are named
+_NONE_LONE: Final[Mapping[InstanceId, str]] = {}
 _NEEDS_IDS: Final = (
     "streams can only move while the router knows their tokens: set resume_streams (--resume-streams true), which "
     "holds for streams that begin from then on; or drain without move"
@@ -79,7 +81,7 @@ class InstanceAdmin:
 
     def rows(self, members: Sequence[Member], *, host: str | None = None) -> InstanceList:
         """Describe engines; to a host that has joined without the sentences, which may name engines of others."""
-        rows = [self._row(member, self.clock()) for member in members]
+        rows = [self._row(member, self.clock(), _NONE_LONE) for member in members]
         if host is not None:
             rows = [row.model_copy(update={"why": "", "warning": None}) for row in rows]
         return InstanceList(instances=rows)
@@ -88,18 +90,23 @@ class InstanceAdmin:
         """Describe the engines of a host that has joined."""
         return self.rows(await self.own.among(host, self.registry.members()), host=host)
 
-    def pieces(self) -> Iterator[bytes]:
+    async def lone(self) -> Mapping[InstanceId, str]:
+        """Say why engines share no request with any other. One that alone has its model may be meant to."""
+        found = await in_turns(lone_engines_in_steps(self.registry))
+        return {name: each.text for each in found if each.have_model for name in each.engines}
+
+    def pieces(self, lone: Mapping[InstanceId, str] = _NONE_LONE) -> Iterator[bytes]:
         """Describe all engines, in JSON and in pieces of some engines each: ten thousand have megabytes."""
         before = b'{"instances":['
         members = self.registry.members()
         for start in range(0, len(members), _ROWS_AT_ONCE):
             now = self.clock()
-            rows = [self._row(member, now).model_dump_json() for member in members[start : start + _ROWS_AT_ONCE]]
+            rows = [self._row(member, now, lone).model_dump_json() for member in members[start : start + _ROWS_AT_ONCE]]
             yield before + ",".join(rows).encode()
             before = b","
         yield b"]}" if members else before + b"]}"
 
-    def _row(self, member: Member, now: float) -> InstanceRow:
+    def _row(self, member: Member, now: float, lone: Mapping[InstanceId, str]) -> InstanceRow:
         instance, life, facts = member.instance, member.life, member.facts
         state, why = life.state, life.why
         if state is HealthState.DRAINED and member.load.at_peers:
@@ -129,7 +136,7 @@ class InstanceAdmin:
             fingerprint=facts.fingerprint,
             source=member.origin.source,
             generation=member.origin.generation,
-            warning=self.warnings.of(instance.id),
+            warning="; ".join(filter(None, [self.warnings.of(instance.id), lone.get(instance.id)])) or None,
         )
 
     def slices(self, found: Explanation, call: GenerationRequest) -> dict[str, str | None]:
@@ -208,7 +215,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
         """List the engines."""
         if (host := joining_host(request)) is not None:
             return Response((await admin.rows_of(host)).model_dump_json(), media_type="application/json")
-        return StreamingResponse(in_steps(admin.pieces()), media_type="application/json")
+        return StreamingResponse(in_steps(admin.pieces(await admin.lone())), media_type="application/json")
 
     def act(verb: str, on: Callable[[InstanceId], Awaitable[None]], summary: str) -> None:
         @router.post(f"/{verb}", responses=CHANGE_ERRORS, summary=summary)

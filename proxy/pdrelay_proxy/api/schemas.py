@@ -130,9 +130,10 @@ class RequestTimelines(BaseModel):
 
 
 class InstanceAdded(BaseModel):
-    """The answer of vLLM's own proxy demo."""
+    """The answer of vLLM's own proxy demo, and a warning where there is one."""
 
     message: str = Field(examples=["Added 10.0.0.7:8000 to decode_instances."])
+    warning: str | None = Field(None, description="Why it shares no request with any engine of the other role")
 
 
 class FleetStatus(BaseModel):

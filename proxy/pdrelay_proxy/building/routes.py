@@ -24,6 +24,7 @@ from pdrelay_proxy.core.admission.admin_key import AdminKey
 from pdrelay_proxy.core.routing.explain import Explainer
 from pdrelay_proxy.core.routing.session_ids import SessionIds
 from pdrelay_proxy.io.metrics import Metrics
+from pdrelay_proxy.io.probes.newcomers import Newcomers
 from pdrelay_proxy.settings import Settings
 
 
@@ -101,6 +102,7 @@ def _key_routes(
             background.discovery,
             guard=engines.guard,
             own=own,
+            newcomers=Newcomers(engines.registry, engines.checks),
             access=access,
             onlookers=Onlookers(access.require, keys=[OPERATOR_KEY]) if _has_open_admin_port(settings) else onlookers,
         ),

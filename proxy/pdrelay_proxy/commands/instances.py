@@ -89,7 +89,8 @@ def _list(router: RouterClient, args: argparse.Namespace) -> str:
 
 def _add(router: RouterClient, args: argparse.Namespace) -> str:
     answer = router.ask("/instances/add", {"type": args.type, "instance": args.address})
-    return f"{in_lines(answer['message'])}\n"
+    warning = answer.get("warning")
+    return f"{in_lines(answer['message'])}\n" + (f"warning: {in_lines(warning)}\n" if warning else "")
 
 
 def _change(router: RouterClient, args: argparse.Namespace) -> str:

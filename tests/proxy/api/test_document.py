@@ -333,7 +333,9 @@ async def test_what_the_router_answers_is_what_the_document_says():
         ]
 
     for model, answer in answers:
-        assert model.model_validate_json(answer.content, strict=True).model_dump(mode="json") == answer.json()
+        is_demos = model is InstanceAdded  # without a warning it has the demo's field alone
+        read = model.model_validate_json(answer.content, strict=True)
+        assert read.model_dump(mode="json", exclude_none=is_demos) == answer.json()
 
 
 async def test_who_may_see_the_document_is_who_has_a_key(guarded):

@@ -73,6 +73,23 @@ def test_an_engine_can_be_added_drained_put_back_and_removed(instances):
         assert "decode-2" not in instances("list")[1]
 
 
+def test_an_engine_that_shares_no_request_is_added_with_a_warning(instances):
+    """It answers, and computes every prompt itself: who adds it is told at once, and the list says it again."""
+    engines = sims()
+    for name, engine in engines.items():
+        engine.loads.are_shown = True
+        engine.loads.info["fingerprint"] = f"of-{name}"
+    with serving(engines["p0"]) as prefill, serving(engines["d0"]) as decode:
+        assert instances("add", "prefill", prefill) == (0, f"Added {prefill} to prefill_instances.\n", "")
+        instances("remove", "prefill-0")  # of which nothing is known: it might fit
+        code, out, err = instances("add", "decode", decode)
+
+        why = "the connector's fingerprint is of-p0 there and of-d0 here"
+        warning = f"warning: decode-2: no prefill engine shares a request with it: {why}\n"
+        assert (code, out, err) == (0, f"Added {decode} to decode_instances.\n{warning}", "")
+        assert instances("list")[1].endswith(warning)
+
+
 def test_an_engine_may_be_named_by_its_address(instances):
     """What starts and stops engines knows where they are; ids are the router's own, and differ between routers."""
     with serving(sims()["d0"]) as address:

@@ -1,6 +1,6 @@
 """What is known of an engine that decides with whom it can share a request."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Final, TypeAlias
@@ -179,12 +179,19 @@ def rests(prefill: InstanceId, decode: EngineCapabilities) -> bool:
 
 def difference(prefill: EngineCapabilities, decode: EngineCapabilities) -> str:
     """Say why two engines do not fit."""
-    for name, one, other in zip(_COMPARED.values(), compared(prefill), compared(decode), strict=True):
+    found = differences(prefill, decode)
+    return found[0] if found else "it has refused that one's KV cache, and its log says why"
+
+
+def differences(there: EngineCapabilities, here: EngineCapabilities) -> Sequence[str]:
+    """Say in which facts two engines do not fit; empty: none of those that are known."""
+    found = list[str]()
+    for name, one, other in zip(_COMPARED.values(), compared(there), compared(here), strict=True):
         if one is None or other is None or one == other:
             continue
         if isinstance(one, str) or not _have_common_name(one, other):
-            return f"{name} is {_words(one)} there and {_words(other)} here"
-    return "it has refused that one's KV cache, and its log says why"
+            found.append(f"{name} is {_words(one)} there and {_words(other)} here")
+    return found
 
 
 def _words(fact: str | frozenset[str] | None) -> str:

@@ -5,17 +5,17 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from pdrelay_proxy.core.fleet.compatibility import NO_SLICE, compared, fit, rests
+from pdrelay_proxy.core.fleet.compatibility import NO_SLICE
 from pdrelay_proxy.core.fleet.health import HealthState
-from pdrelay_proxy.core.fleet.registry import Member, Registry
-from pdrelay_proxy.core.model import Instance, InstanceId, Role
+from pdrelay_proxy.core.fleet.lone_engines import lone_kinds_in_steps
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Instance, Role
 from pdrelay_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping, group_engines_in_steps
 from pdrelay_proxy.core.routing.group_weights import GroupShare, shares_of
 from pdrelay_proxy.core.routing.slices import SliceOf, divide_by_slice, left_out
 from pdrelay_proxy.core.steps import finish
 from pdrelay_proxy.settings import SlicePairing
 
-_AT_ONCE: Final = 500  # engines
 _SERVING: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.HALF_OPEN})
 
 
@@ -68,42 +68,8 @@ def unpaired(registry: Registry) -> dict[Role, int]:
 
 def unpaired_in_steps(registry: Registry) -> Generator[None, None, dict[Role, int]]:
     """Count the same in steps of a millisecond or so: sorting thousands of engines takes longer."""
-    members = registry.members()
-    decodes = dict[object, list[Member]]()  # those of one kind fit the same engines
-    for number, member in enumerate(members, start=1):
-        if member.as_role(Role.DECODE) is not None and member.life.state in _SERVING:
-            facts = member.facts
-            decodes.setdefault((compared(facts), facts.incompatible, facts.resting or None), []).append(member)
-        if number % _AT_ONCE == 0:
-            yield
-    refused = frozenset[str]().union(*(kind[0].facts.incompatible or () for kind in decodes.values()))
-    resting = frozenset[InstanceId]().union(*(kind[0].facts.resting or () for kind in decodes.values()))
-    prefills = dict[object, list[Member]]()
-    for number, member in enumerate(members, start=1):
-        facts = member.facts
-        if member.as_role(Role.PREFILL) is not None and member.life.state in _SERVING:
-            own = facts.engine_id if facts.engine_id in refused else None
-            name = member.instance.id if member.instance.id in resting else None
-            prefills.setdefault((compared(facts), own, name), []).append(member)
-        if number % _AT_ONCE == 0:
-            yield
-    if not prefills or not decodes:
-        return dict.fromkeys(Role, 0)
-    alone, paired = 0, set[object]()
-    for decode in decodes.values():
-        facts = decode[0].facts
-        fitting = [
-            key
-            for key, prefill in prefills.items()
-            if not rests(prefill[0].instance.id, facts) and fit(prefill[0].facts, facts)
-        ]
-        paired.update(fitting)
-        alone += 0 if fitting else len(decode)
-        yield
-    return {
-        Role.PREFILL: sum(len(kind) for key, kind in prefills.items() if key not in paired),
-        Role.DECODE: alone,
-    }
+    kinds = yield from lone_kinds_in_steps(registry, lambda decode: decode.facts.resting or frozenset())
+    return {role: sum(map(len, some)) for role, some in kinds.lone.items()}
 
 
 def fleet_groups(registry: Registry, *, may_be_alone: bool) -> Sequence[EngineGroup]:

@@ -12,7 +12,7 @@ import msgspec
 
 from pdrelay_proxy.core.address import Address
 from pdrelay_proxy.core.fleet import engine_metrics
-from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities
+from pdrelay_proxy.core.fleet.compatibility import EngineCapabilities, shown_facts
 from pdrelay_proxy.core.fleet.engine_metrics import Numbers
 from pdrelay_proxy.core.http.bounded_body import whole
 from pdrelay_proxy.core.model import Headers, Instance, Role
@@ -112,6 +112,11 @@ class HttpChecks:
             if status != 200:
                 raise ProbeInvalid(f"answers /health with status {status}")
             return await self._capabilities(transport, instance) if is_whole else EngineCapabilities()
+
+    async def facts(self, instance: Instance) -> EngineCapabilities:
+        """Ask for all that it says of itself. Raises ProbeFailed: it does not live, or keeps its metrics to itself."""
+        found = await self.look(instance)
+        return found.updated(shown_facts(await self.numbers(instance)))
 
     async def numbers(self, instance: Instance) -> Numbers:
         """Read its metrics; without any, all is unknown. Raises ProbeFailed: it does not answer."""

@@ -1,0 +1,32 @@
+"""Looks at an engine that was added just now, before its first probe: whether it shares a request with any other."""
+
+from pdrelay_proxy.core.address import Address
+from pdrelay_proxy.core.fleet.lone_engines import lone_engines_in_steps
+from pdrelay_proxy.core.fleet.registry import Registry
+from pdrelay_proxy.core.model import Role
+from pdrelay_proxy.core.steps import finish
+from pdrelay_proxy.io.probes.checks import HttpChecks, ProbeFailed
+
+
+class Newcomers:
+    """Answers for one router."""
+
+    def __init__(self, registry: Registry, checks: HttpChecks) -> None:
+        self._registry = registry
+        self._checks = checks
+
+    async def warning(self, role: Role, address: Address) -> str | None:
+        """Say why an engine that is known by now shares no request; None: it may, as far as it tells of itself.
+
+        Of its data-parallel ranks the first is asked: they differ in nothing that counts here.
+        """
+        instance = next((each for each in self._registry.known(role) if each.address == address), None)
+        if instance is None:
+            return None
+        try:
+            facts = await self._checks.facts(instance)
+        except ProbeFailed:  # its probes will say so
+            return None
+        self._registry.learn(instance.id, facts)
+        lone = finish(lone_engines_in_steps(self._registry))
+        return next((each.text for each in lone if instance.id in each.engines), None)
